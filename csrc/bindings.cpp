@@ -1,0 +1,217 @@
+// Every native function, one m.def a line. No torch here: a pointer is a uintptr_t, then come sizes,
+// strides in elements, plain numbers, and for CUDA the stream (uintptr_t) last. Tensors are checked
+// by the Python launchers (vlmkernels/<op>.py), which are the only callers. A function fills the
+// op's struct of params.h and calls its launcher without the GIL; a C++ exception arrives as
+// ValueError (std::invalid_argument) or RuntimeError.
+//
+// To add an op: csrc/cpu/<op>.h and sources (see cpu/dispatch.h), csrc/cuda/<op>.cu with its launcher
+// declared in csrc/cuda/<op>.h, a filling function and an m.def line here. CMake finds the files.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/adam.h"
+#include "cpu/attention.h"
+#include "cpu/dispatch.h"
+#include "cpu/embedding.h"
+#include "cpu/scratch.h"
+#include "params.h"
+
+#ifdef VLMKERNELS_WITH_CUDA
+#include <cuda_runtime.h>
+
+#include "cuda/embedding.h"
+#endif
+
+namespace py = pybind11;
+
+namespace {
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (int i = 0; i <= static_cast<int>(vlmk::Isa::kAvx512Bf16); ++i) {
+    const auto isa = static_cast<vlmk::Isa>(i);
+    if (vlmk::isa_available(isa)) names.emplace_back(vlmk::isa_name(isa));
+  }
+  return names;
+}
+
+// What was compiled in, for vlmkernels.info and for load errors.
+py::dict build_info() {
+  py::dict info;
+  info["version"] = VLMKERNELS_VERSION;
+  info["compiler"] = __VERSION__;
+#ifdef VLMKERNELS_WITH_CUDA
+  info["cuda"] = VLMKERNELS_CUDA_VERSION;
+  info["cuda_archs"] = VLMKERNELS_CUDA_ARCHS;
+#else
+  info["cuda"] = py::none();
+  info["cuda_archs"] = "";
+#endif
+  return info;
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// ---- attention
+
+using View = std::array<int64_t, 3>;  // address, token stride, head stride
+
+vlmk::HeadsView heads_view(const View& v) {
+  return {pointer<void>(static_cast<uintptr_t>(v[0])), v[1], v[2]};
+}
+
+vlmk::AttentionParams attention_params(int dtype, View q, View k, View v, View out, uintptr_t lse,
+                                       uintptr_t cu_seqlens, int64_t segments, int64_t tokens,
+                                       int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                       double scale, bool causal) {
+  return {static_cast<vlmk::DType>(dtype),
+          heads_view(q),
+          heads_view(k),
+          heads_view(v),
+          heads_view(out),
+          pointer<float>(lse),
+          pointer<const int32_t>(cu_seqlens),
+          segments,
+          tokens,
+          heads,
+          kv_heads,
+          head_dim,
+          static_cast<float>(scale),
+          causal};
+}
+
+vlmk::AttentionGradParams attention_grad_params(int dtype, View q, View k, View v, View out,
+                                                uintptr_t lse, uintptr_t cu_seqlens,
+                                                int64_t segments, int64_t tokens, int64_t heads,
+                                                int64_t kv_heads, int64_t head_dim, double scale,
+                                                bool causal, View dout, View dq, View dk, View dv) {
+  return {attention_params(dtype, q, k, v, out, lse, cu_seqlens, segments, tokens, heads, kv_heads,
+                           head_dim, scale, causal),
+          heads_view(dout), heads_view(dq), heads_view(dk), heads_view(dv)};
+}
+
+// ---- embedding
+
+vlmk::EmbeddingParams embedding_params(uintptr_t ids, uintptr_t visual_index, uintptr_t table,
+                                       uintptr_t visual, uintptr_t out, int64_t first, int64_t rows,
+                                       int64_t row_bytes, int64_t vocab_start, int64_t vocab_rows,
+                                       int64_t visual_rows, bool partial) {
+  return {pointer<const int64_t>(ids),
+          pointer<const int32_t>(visual_index),
+          pointer<const void>(table),
+          pointer<const void>(visual),
+          pointer<void>(out),
+          first,
+          rows,
+          row_bytes,
+          vocab_start,
+          vocab_rows,
+          visual_rows,
+          partial};
+}
+
+vlmk::EmbeddingGatherParams embedding_gather_params(uintptr_t visual_index, uintptr_t grad,
+                                                    uintptr_t inverse, uintptr_t dvisual,
+                                                    int64_t first, int64_t rows, int64_t row_bytes,
+                                                    int64_t visual_rows) {
+  return {pointer<const int32_t>(visual_index),
+          pointer<const void>(grad),
+          pointer<int32_t>(inverse),
+          pointer<void>(dvisual),
+          first,
+          rows,
+          row_bytes,
+          visual_rows};
+}
+
+vlmk::EmbeddingReduceParams embedding_reduce_params(uintptr_t keys, uintptr_t order, uintptr_t grad,
+                                                    uintptr_t dweight, int64_t count,
+                                                    int64_t hidden, int64_t vocab_rows, int dtype) {
+  return {pointer<const int64_t>(keys),
+          pointer<const int64_t>(order),
+          pointer<const void>(grad),
+          pointer<void>(dweight),
+          count,
+          hidden,
+          vocab_rows,
+          static_cast<vlmk::DType>(dtype)};
+}
+
+// ---- optimizer
+
+// A row of int64: addresses of param, grad, exp_avg, exp_avg_sq, then numel; the step as a double.
+void adam_step(const std::vector<std::array<int64_t, 5>>& rows, const std::vector<double>& steps,
+               int grad_dtype, double lr, double beta1, double beta2, double eps,
+               double weight_decay, bool decoupled) {
+  std::vector<vlmk::AdamTensor> tensors;
+  tensors.reserve(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto& r = rows[i];
+    tensors.push_back({pointer<float>(r[0]), pointer<const void>(r[1]), pointer<float>(r[2]),
+                       pointer<float>(r[3]), r[4], steps.at(i),
+                       static_cast<vlmk::DType>(grad_dtype)});
+  }
+  vlmk::adam_step({tensors.data(), static_cast<int64_t>(tensors.size()), lr, beta1, beta2, eps,
+                   weight_decay, decoupled});
+}
+
+// The Python callable of a launcher: the arguments of its filling function.
+template <class Params, class... Args>
+auto on_cpu(Params (*fill)(Args...), void (*launch)(const Params&)) {
+  return [=](Args... args) { launch(fill(args...)); };
+}
+
+#ifdef VLMKERNELS_WITH_CUDA
+// The same and the stream.
+template <class Params, class... Args>
+auto on_cuda(Params (*fill)(Args...), int (*launch)(const Params&, void*)) {
+  return [=](Args... args, uintptr_t stream) {
+    const int error = launch(fill(args...), pointer<void>(stream));
+    if (error != cudaSuccess)
+      throw std::runtime_error(std::string("CUDA: ") +
+                               cudaGetErrorString(static_cast<cudaError_t>(error)));
+  };
+}
+#endif
+
+}  // namespace
+
+// A kernel that runs for long must not hold the GIL.
+#define VLMK_NO_GIL py::call_guard<py::gil_scoped_release>()
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", &build_info);
+  m.def("isa", [] { return std::string(vlmk::isa_name(vlmk::active_isa())); });
+  m.def("available_isas", &available_isas);
+  m.def("set_isa", &vlmk::set_isa, py::arg("name"));
+  m.def("poison_scratch", &vlmk::poison_scratch, py::arg("on"));
+  // ---- attention
+  m.def("attention_forward", on_cpu(attention_params, vlmk::attention_forward), VLMK_NO_GIL);
+  m.def("attention_backward", on_cpu(attention_grad_params, vlmk::attention_backward), VLMK_NO_GIL);
+  // ---- embedding
+  m.def("embedding_forward", on_cpu(embedding_params, vlmk::embedding_forward), VLMK_NO_GIL);
+  m.def("embedding_gather", on_cpu(embedding_gather_params, vlmk::embedding_gather), VLMK_NO_GIL);
+  m.def("embedding_reduce", on_cpu(embedding_reduce_params, vlmk::embedding_reduce), VLMK_NO_GIL);
+
+  // ---- optimizer
+  m.def("adam_step", &adam_step, VLMK_NO_GIL);
+
+#ifdef VLMKERNELS_WITH_CUDA
+  // ---- CUDA: pointers are device pointers, the stream comes last
+  m.def("embedding_forward_cuda", on_cuda(embedding_params, vlmk::embedding_forward_cuda),
+        VLMK_NO_GIL);
+  m.def("embedding_gather_cuda", on_cuda(embedding_gather_params, vlmk::embedding_gather_cuda),
+        VLMK_NO_GIL);
+  m.def("embedding_reduce_cuda", on_cuda(embedding_reduce_params, vlmk::embedding_reduce_cuda),
+        VLMK_NO_GIL);
+#endif
+}

@@ -1,0 +1,99 @@
+// Splits attention into work items; the arithmetic is in attention_kernel.inl.
+#include "cpu/attention.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace vlmk {
+
+void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
+  VLMK_DISPATCH(attention_forward_items, p, work)
+}
+
+void attention_backward_items(const AttentionGradParams& p, const AttentionWork& work) {
+  VLMK_DISPATCH(attention_backward_items, p, work)
+}
+
+namespace {
+
+void check_segments(const AttentionParams& p) {
+  const int32_t* cu = p.cu_seqlens;
+  if (cu[0] != 0) {
+    throw std::invalid_argument("cu_seqlens starts at " + std::to_string(cu[0]) +
+                                "; it must start at 0");
+  }
+  for (int64_t i = 0; i < p.segments; ++i) {
+    if (cu[i + 1] < cu[i]) {
+      throw std::invalid_argument("cu_seqlens falls from " + std::to_string(cu[i]) + " to " +
+                                  std::to_string(cu[i + 1]) + " at element " +
+                                  std::to_string(i + 1) + "; it must not decrease");
+    }
+  }
+  if (cu[p.segments] != p.tokens) {
+    throw std::invalid_argument("cu_seqlens ends at " + std::to_string(cu[p.segments]) +
+                                "; it must end at q's number of tokens, " +
+                                std::to_string(p.tokens));
+  }
+}
+
+// Rows of queries per item. Each item packs the segment's keys and values anew, 1/8 of the work of
+// 64 rows, so whole segments unless that leaves threads idle: 4 items a thread even out unequal ones.
+int64_t choose_rows(const AttentionParams& p, int64_t max_length) {
+  constexpr int64_t kBlock = 64;
+  const int64_t wanted = 4 * omp_get_max_threads();
+  int64_t rows = std::max<int64_t>(max_length, 1);
+  while (rows > 4 * kBlock && p.tokens * p.heads / rows < wanted) rows = (rows + 1) / 2;
+  return (rows + kBlock - 1) / kBlock * kBlock;
+}
+
+int64_t longest(const AttentionParams& p) {
+  int64_t length = 0;
+  for (int64_t i = 0; i < p.segments; ++i) {
+    length = std::max<int64_t>(length, p.cu_seqlens[i + 1] - p.cu_seqlens[i]);
+  }
+  return length;
+}
+
+// Long segments first: the last items to finish are then short.
+std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, int64_t rows) {
+  std::vector<AttentionItem> items;
+  for (int64_t i = 0; i < p.segments; ++i) {
+    const int64_t begin = p.cu_seqlens[i], length = p.cu_seqlens[i + 1] - begin;
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t q = 0; q < length; q += rows) {
+        items.push_back({begin, length, q, std::min(q + rows, length), head});
+      }
+    }
+  }
+  const auto longer = [](const AttentionItem& a, const AttentionItem& b) {
+    return a.length > b.length;
+  };
+  if (!std::is_sorted(items.begin(), items.end(), longer)) {
+    std::stable_sort(items.begin(), items.end(), longer);
+  }
+  return items;
+}
+
+}  // namespace
+
+void attention_forward(const AttentionParams& p) {
+  check_segments(p);
+  const int64_t length = longest(p);
+  const auto items = make_items(p, p.heads, choose_rows(p, length));
+  const AttentionWork work{items.data(), static_cast<int64_t>(items.size()), length};
+  if (work.count > 0) attention_forward_items(p, work);
+}
+
+void attention_backward(const AttentionGradParams& p) {
+  check_segments(p.forward);
+  const int64_t length = longest(p.forward);
+  const auto items = make_items(p.forward, p.forward.kv_heads, std::max<int64_t>(length, 1));
+  const AttentionWork work{items.data(), static_cast<int64_t>(items.size()), length};
+  if (work.count > 0) attention_backward_items(p, work);
+}
+
+}  // namespace vlmk

@@ -1,0 +1,2 @@
+#define VLMK_ISA generic
+#include "cpu/attention_kernel.inl"

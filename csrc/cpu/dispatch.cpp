@@ -1,0 +1,107 @@
+#include "cpu/dispatch.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace vlmk {
+namespace {
+
+constexpr Isa kAll[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16};
+
+bool cpu_has(Isa isa) {
+  if (isa == Isa::kGeneric) return true;
+#if defined(__x86_64__)
+  // The builtins ask the operating system too (xgetbv); they don't know F16C and AVX512_BF16 on the
+  // oldest compilers allowed here.
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
+  const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (isa == Isa::kAvx2) return avx2;
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (isa == Isa::kAvx512) return avx512;
+  return avx512 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+#else
+  return false;
+#endif
+}
+
+bool compiled(Isa isa) {
+  switch (isa) {
+    case Isa::kGeneric:
+      return true;
+    case Isa::kAvx2:
+#ifdef VLMKERNELS_HAVE_AVX2
+      return true;
+#else
+      return false;
+#endif
+    case Isa::kAvx512:
+#ifdef VLMKERNELS_HAVE_AVX512
+      return true;
+#else
+      return false;
+#endif
+    case Isa::kAvx512Bf16:
+#if defined(VLMKERNELS_HAVE_AVX512) && defined(VLMKERNELS_HAVE_AVX512_BF16)
+      return true;
+#else
+      return false;
+#endif
+  }
+  return false;
+}
+
+Isa parse(const std::string& name, const char* what) {
+  std::string available;
+  for (Isa isa : kAll) {
+    if (!isa_available(isa)) continue;
+    if (name == isa_name(isa)) return isa;
+    available += std::string(available.empty() ? "" : ", ") + isa_name(isa);
+  }
+  throw std::invalid_argument(std::string(what) + " is '" + name + "', but this machine runs " +
+                              available);
+}
+
+Isa choose() {
+  const char* name = std::getenv("VLMKERNELS_ISA");
+  if (name && *name) return parse(name, "VLMKERNELS_ISA");
+  Isa best = Isa::kGeneric;
+  for (Isa isa : kAll) {
+    if (isa_available(isa)) best = isa;
+  }
+  return best;
+}
+
+std::atomic<int> active{-1};  // -1: not chosen yet
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  static constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16"};
+  return kNames[static_cast<int>(isa)];
+}
+
+bool isa_available(Isa isa) { return compiled(isa) && cpu_has(isa); }
+
+Isa active_isa() {
+  int isa = active.load(std::memory_order_relaxed);
+  if (isa < 0) {
+    isa = static_cast<int>(choose());
+    active.store(isa, std::memory_order_relaxed);
+  }
+  return static_cast<Isa>(isa);
+}
+
+void set_isa(const char* name) {
+  active.store(static_cast<int>(parse(name, "the instruction set")), std::memory_order_relaxed);
+}
+
+}  // namespace vlmk

@@ -1,0 +1,66 @@
+// Which instruction set runs: chosen once from cpuid, VLMKERNELS_ISA overrides.
+//
+// An op is one <op>_kernel.inl, included by <op>_generic.cpp, <op>_avx2.cpp, <op>_avx512.cpp, each of
+// which CMakeLists.txt compiles with its own flags (told apart by the file name) and each of which
+// puts the code into its own namespace. Whatever such a file defines must have internal linkage or
+// stand in that namespace, templates and inline functions too: the linker keeps one copy of a shared
+// inline function, and it may keep the AVX-512 one. tests/kernels/test_build.py looks for that.
+#pragma once
+
+namespace vlmk {
+
+enum class Isa : int { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+
+const char* isa_name(Isa isa);  // "generic", "avx2", "avx512", "avx512_bf16"
+
+// Compiled in and supported by this CPU and operating system.
+bool isa_available(Isa isa);
+
+// The best available one, or VLMKERNELS_ISA's. Throws std::invalid_argument for an unknown name or
+// one that this machine can't run.
+Isa active_isa();
+
+// For tests: the same checks as VLMKERNELS_ISA. Not to be called while kernels run.
+void set_isa(const char* name);
+
+}  // namespace vlmk
+
+#ifdef VLMKERNELS_HAVE_AVX2
+#define VLMK_CASE_AVX2(function, ...) \
+  case ::vlmk::Isa::kAvx2:            \
+    return avx2::function(__VA_ARGS__);
+#else
+#define VLMK_CASE_AVX2(function, ...)
+#endif
+#ifdef VLMKERNELS_HAVE_AVX512
+#define VLMK_CASE_AVX512(function, ...) \
+  case ::vlmk::Isa::kAvx512:            \
+  case ::vlmk::Isa::kAvx512Bf16:        \
+    return avx512::function(__VA_ARGS__);
+#else
+#define VLMK_CASE_AVX512(function, ...)
+#endif
+
+// Calls generic::function, avx2::function or avx512::function. An op with kernels for AVX-512 BF16
+// writes its own switch.
+#define VLMK_DISPATCH(function, ...)           \
+  switch (::vlmk::active_isa()) {              \
+    VLMK_CASE_AVX512(function, __VA_ARGS__)    \
+    VLMK_CASE_AVX2(function, __VA_ARGS__)      \
+    default:                                   \
+      return generic::function(__VA_ARGS__);   \
+  }
+
+// Declares the three entry points of one op, for <op>.h: VLMK_DECLARE(attention_forward, const
+// AttentionParams&).
+#define VLMK_DECLARE(function, ...) \
+  namespace generic {               \
+  void function(__VA_ARGS__);       \
+  }                                 \
+  namespace avx2 {                  \
+  void function(__VA_ARGS__);       \
+  }                                 \
+  namespace avx512 {                \
+  void function(__VA_ARGS__);       \
+  }                                 \
+  void function(__VA_ARGS__)

@@ -1,0 +1,8 @@
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/embedding.h"
+
+namespace vlmk::generic {
+#include "cpu/embedding_kernel.inl"
+}  // namespace vlmk::generic

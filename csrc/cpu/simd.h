@@ -1,0 +1,309 @@
+// One vector of floats, for the instruction set that the including file is compiled for.
+//
+// The including file defines VLMK_ISA (the namespace: generic, avx2 or avx512). Everything stands in
+// that namespace with internal linkage, see dispatch.h. + - * / work on Vec directly (GCC and Clang
+// vector types), the rest is here:
+//   kWidth, set1, load, store, load_n, store_n, fma, max, sqrt, exp2, log2, reduce_add,
+//   keep_from, split_exponent, transpose
+// load/store take float, BFloat16, Float16; the _n ones touch only the first n elements, the other
+// lanes being zero.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/half.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#else
+#include <cmath>
+#endif
+
+#define VLMK_INLINE static inline __attribute__((always_inline))
+#define VLMK_NOINLINE static __attribute__((noinline))
+
+namespace vlmk {
+namespace VLMK_ISA {
+namespace {
+
+#if defined(__AVX512F__)  // ---------------------------------------------------------------- AVX-512
+
+constexpr int kWidth = 16;
+using Vec = __m512;
+
+VLMK_INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+VLMK_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
+VLMK_INLINE Vec widen(__m256i x, BFloat16) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+VLMK_INLINE Vec widen(__m256i x, Float16) { return _mm512_cvtph_ps(x); }
+VLMK_INLINE __m256i narrow(Vec x, BFloat16) {
+  const __m512i u = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  __m512i r = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  r = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+}
+VLMK_INLINE __m256i narrow(Vec x, Float16) {
+  return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+VLMK_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+VLMK_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+VLMK_INLINE Vec load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+VLMK_INLINE void store_n(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
+template <class Half>
+VLMK_INLINE Vec load(const Half* p) {
+  return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), Half{});
+}
+template <class Half>
+VLMK_INLINE void store(Half* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x, Half{}));
+}
+template <class Half>
+VLMK_INLINE Vec load_n(const Half* p, int n) {
+  return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p), Half{});
+}
+template <class Half>
+VLMK_INLINE void store_n(Half* p, Vec x, int n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x, Half{}));
+}
+VLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+VLMK_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+VLMK_INLINE Vec sqrt(Vec x) { return _mm512_sqrt_ps(x); }
+VLMK_INLINE Vec round(Vec x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// p * 2^n for integer n; 0 where x, which n was rounded from, is below -126.
+VLMK_INLINE Vec scale_exponent(Vec p, Vec n, Vec x) {
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, set1(-126.f), _CMP_NLT_UQ), p, n);
+}
+VLMK_INLINE float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
+// Lanes from `first` on keep x; those before become `other`.
+VLMK_INLINE Vec keep_from(int first, Vec x, Vec other) {
+  const unsigned mask = first <= 0 ? 0xffffu : first >= kWidth ? 0u : 0xffffu << first;
+  return _mm512_mask_mov_ps(other, static_cast<__mmask16>(mask), x);
+}
+// Splits normal x > 0 into m * 2^e with m in [sqrt(1/2), sqrt(2)); returns e.
+VLMK_INLINE Vec split_exponent(Vec x, Vec& m) {
+  const __m512i u = _mm512_castps_si512(x);
+  const __m512i e = _mm512_srai_epi32(_mm512_sub_epi32(u, _mm512_set1_epi32(0x3f3504f3)), 23);
+  m = _mm512_castsi512_ps(_mm512_sub_epi32(u, _mm512_slli_epi32(e, 23)));
+  return _mm512_cvtepi32_ps(e);
+}
+
+VLMK_INLINE void transpose(Vec (&row)[kWidth]) {
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_castps_si512(row[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    row[i] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    row[i + 8] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    row[i + 4] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+    row[i + 12] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+  }
+}
+
+#elif defined(__AVX2__)  // ------------------------------------------------------------ AVX2 and FMA
+
+constexpr int kWidth = 8;
+using Vec = __m256;  // functions are explained above, under AVX-512
+
+VLMK_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
+VLMK_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
+VLMK_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+VLMK_INLINE Vec load(const BFloat16* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+VLMK_INLINE Vec load(const Float16* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+VLMK_INLINE void store(BFloat16* p, Vec x) {
+  const __m256i u = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i r = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(r, quiet, nan), 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+VLMK_INLINE void store(Float16* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+VLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+VLMK_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+VLMK_INLINE Vec sqrt(Vec x) { return _mm256_sqrt_ps(x); }
+VLMK_INLINE Vec round(Vec x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+VLMK_INLINE Vec scale_exponent(Vec p, Vec n, Vec x) {
+  const __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  const Vec scaled = p * _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
+  return _mm256_and_ps(scaled, _mm256_cmp_ps(x, set1(-126.f), _CMP_NLT_UQ));
+}
+VLMK_INLINE float reduce_add(Vec x) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+VLMK_INLINE Vec keep_from(int first, Vec x, Vec other) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane);
+  return _mm256_blendv_ps(x, other, _mm256_castsi256_ps(before));
+}
+VLMK_INLINE Vec split_exponent(Vec x, Vec& m) {
+  const __m256i u = _mm256_castps_si256(x);
+  const __m256i e = _mm256_srai_epi32(_mm256_sub_epi32(u, _mm256_set1_epi32(0x3f3504f3)), 23);
+  m = _mm256_castsi256_ps(_mm256_sub_epi32(u, _mm256_slli_epi32(e, 23)));
+  return _mm256_cvtepi32_ps(e);
+}
+
+VLMK_INLINE void transpose(Vec (&r)[kWidth]) {
+  Vec t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    r[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    r[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    r[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+    t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) r[i] = t[i];
+}
+
+#else  // ----------------------------------------------------------- GCC vectors: SSE2, NEON, others
+
+constexpr int kWidth = 4;
+typedef float Vec __attribute__((vector_size(16)));
+typedef int32_t VecInt __attribute__((vector_size(16)));
+
+VLMK_INLINE Vec set1(float x) { return Vec{x, x, x, x}; }
+template <class T>
+VLMK_INLINE Vec load(const T* p) {
+  return Vec{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+}
+template <class T>
+VLMK_INLINE void store(T* p, Vec x) {
+  for (int i = 0; i < kWidth; ++i) from_float(x[i], p[i]);
+}
+VLMK_INLINE Vec load(const float* p) {
+  Vec x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+VLMK_INLINE void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
+VLMK_INLINE Vec select(VecInt mask, Vec a, Vec b) {
+  return reinterpret_cast<Vec>((mask & reinterpret_cast<VecInt>(a)) |
+                               (~mask & reinterpret_cast<VecInt>(b)));
+}
+VLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+VLMK_INLINE Vec max(Vec a, Vec b) { return select(a > b, a, b); }  // b where unordered, as in SSE
+VLMK_INLINE Vec sqrt(Vec x) {
+  return Vec{std::sqrt(x[0]), std::sqrt(x[1]), std::sqrt(x[2]), std::sqrt(x[3])};
+}
+// Exact for |x| < 2^22, and exp2 below needs no more.
+VLMK_INLINE Vec round(Vec x) { return (x + set1(0x1.8p23f)) - set1(0x1.8p23f); }
+VLMK_INLINE Vec scale_exponent(Vec p, Vec n, Vec x) {
+  const VecInt too_small = x < set1(-126.f);
+  const VecInt e = __builtin_convertvector(select(too_small, set1(0.f), n), VecInt) + 127;
+  const Vec scaled = p * reinterpret_cast<Vec>(e << 23);
+  return select(too_small, set1(0.f), scaled);
+}
+VLMK_INLINE float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+VLMK_INLINE Vec keep_from(int first, Vec x, Vec other) {
+  const VecInt lane = {0, 1, 2, 3};
+  return select(lane < VecInt{first, first, first, first}, other, x);
+}
+VLMK_INLINE Vec split_exponent(Vec x, Vec& m) {
+  const VecInt u = reinterpret_cast<VecInt>(x);
+  const VecInt e = (u - 0x3f3504f3) >> 23;
+  m = reinterpret_cast<Vec>(u - (e << 23));
+  return __builtin_convertvector(e, Vec);
+}
+VLMK_INLINE void transpose(Vec (&r)[kWidth]) {
+  const Vec t[4] = {r[0], r[1], r[2], r[3]};
+  for (int i = 0; i < kWidth; ++i) r[i] = Vec{t[0][i], t[1][i], t[2][i], t[3][i]};
+}
+
+#endif  // ----------------------------------------------------------------------------------- common
+
+#if !defined(__AVX512F__)
+template <class T>
+VLMK_INLINE Vec load_n(const T* p, int n) {
+  T lanes[kWidth] = {};
+  for (int i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+template <class T>
+VLMK_INLINE void store_n(T* p, Vec x, int n) {
+  T lanes[kWidth];
+  store(lanes, x);
+  for (int i = 0; i < n; ++i) p[i] = lanes[i];
+}
+#endif
+
+// 2^x for x <= 0 or little above: relative error below 1.2e-7, 0 below -126, NaN stays NaN. The
+// polynomial is the minimax one of degree 6 on [-0.5, 0.5] with its constant fixed at 1 (4.5e-9).
+VLMK_INLINE Vec exp2(Vec x) {
+  x = max(set1(-1e4f), x);  // -inf - -inf would be NaN
+  const Vec n = round(x), r = x - n;
+  Vec p = set1(1.5353362e-4f);
+  p = fma(p, r, set1(1.3398874e-3f));
+  p = fma(p, r, set1(9.6184373e-3f));
+  p = fma(p, r, set1(5.5503324e-2f));
+  p = fma(p, r, set1(2.4022648e-1f));
+  p = fma(p, r, set1(6.9314720e-1f));
+  p = fma(p, r, set1(1.0f));
+  return scale_exponent(p, n, x);
+}
+
+// log2(x) for normal x > 0: log2(m) = 2 / ln(2) * atanh((m - 1) / (m + 1)), cut after z^9 (1e-9).
+VLMK_INLINE Vec log2(Vec x) {
+  Vec m;
+  const Vec e = split_exponent(x, m);
+  const Vec z = (m - set1(1.f)) / (m + set1(1.f)), w = z * z;
+  Vec p = set1(2.885390082f / 9);
+  p = fma(p, w, set1(2.885390082f / 7));
+  p = fma(p, w, set1(2.885390082f / 5));
+  p = fma(p, w, set1(2.885390082f / 3));
+  p = fma(p, w, set1(2.885390082f));
+  return fma(p, z, e);
+}
+
+}  // namespace
+}  // namespace VLMK_ISA
+}  // namespace vlmk

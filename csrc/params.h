@@ -1,0 +1,107 @@
+// Plain structs, one per kernel family: what bindings.cpp fills and a kernel reads. No framework.
+// T = packed tokens, H = heads, Hkv = key/value heads, D = head_dim, n = segments.
+#pragma once
+#include <cstdint>
+
+namespace vlmk {
+
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // as in _native.py
+
+// A [tokens, heads, head_dim] tensor: element strides, last dimension contiguous.
+struct HeadsView {
+  void* data;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+struct AttentionParams {
+  DType dtype;
+  HeadsView q;                // [T, H, D]
+  HeadsView k;                // [T, Hkv, D]
+  HeadsView v;                // [T, Hkv, D]
+  HeadsView out;              // [T, H, D]
+  float* lse;                 // [H, T], natural log of the sum of exp(scale * q.k)
+  const int32_t* cu_seqlens;  // [n + 1], checked by the launcher
+  int64_t segments;           // n
+  int64_t tokens;             // T
+  int64_t heads;              // H
+  int64_t kv_heads;           // Hkv, divides H
+  int64_t head_dim;           // D
+  float scale;
+  bool causal;
+};
+
+struct AttentionGradParams {
+  AttentionParams forward;  // as it was, outputs included
+  HeadsView dout;           // [T, H, D]
+  HeadsView dq;             // [T, H, D]
+  HeadsView dk;             // [T, Hkv, D]
+  HeadsView dv;             // [T, Hkv, D]
+};
+
+// One parameter tensor of a multi-tensor Adam step; all arrays [numel], dense, same element order.
+struct AdamTensor {
+  float* param;
+  const void* grad;  // fp32 or bf16, see grad_dtype
+  float* exp_avg;
+  float* exp_avg_sq;
+  int64_t numel;
+  double step;  // counted from 1
+  DType grad_dtype;
+};
+
+struct AdamParams {
+  const AdamTensor* tensors;
+  int64_t count;
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  bool decoupled;  // AdamW: decay the parameter; else Adam with L2: decay the gradient
+};
+
+// Visual embedding: S = positions of the whole pack, R = rows of this rank's shard, V = table rows
+// held here, n = visual rows, h = hidden size.
+
+// out[i] = visual[visual_index[first + i]] where that index is >= 0, else a base row.
+struct EmbeddingParams {
+  const int64_t* ids;           // [S], or null: base row i is table[i] (scatter_visual)
+  const int32_t* visual_index;  // [S]
+  const void* table;            // [V, h]; [R, h] where ids is null
+  const void* visual;           // [n, h]
+  void* out;                    // [R, h]
+  int64_t first;                // position of the first row of the shard
+  int64_t rows;                 // R
+  int64_t row_bytes;            // h * element size
+  int64_t vocab_start;          // id of table[0]
+  int64_t vocab_rows;           // V
+  int64_t visual_rows;          // n, or -1: no visual, rows with visual_index >= 0 are zero
+  bool partial;                 // an id outside the table gives a zero row; else it is an error
+};
+
+// dvisual[r] = grad[i] where visual_index[first + i] == r, zero where no position names r.
+struct EmbeddingGatherParams {
+  const int32_t* visual_index;  // [S]
+  const void* grad;             // [R, h]
+  int32_t* inverse;             // [n] workspace, all -1 on entry
+  void* dvisual;                // [n, h]
+  int64_t first;                // position of the first row of the shard
+  int64_t rows;                 // R
+  int64_t row_bytes;            // h * element size
+  int64_t visual_rows;          // n
+};
+
+// dweight[key] = sum in fp32 of grad[order[j]] over the run of equal keys, in the order of j.
+struct EmbeddingReduceParams {
+  const int64_t* keys;   // [m], ascending, >= 0; V and above are skipped
+  const int64_t* order;  // [m], the row of grad of each key
+  const void* grad;      // [R, h]
+  void* dweight;         // [V, h], zero on entry
+  int64_t count;         // m
+  int64_t hidden;        // h
+  int64_t vocab_rows;    // V
+  DType dtype;           // of grad and dweight
+};
+
+}  // namespace vlmk

@@ -1,0 +1,195 @@
+"""Pixels: bitwise against transformers' PIL image processor; broken files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import IMAGE_LIMITS, save_image
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as reference
+
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.images import ImageSettings, load_image, patchify, probe_image, smart_resize
+from vlmtrain.data.images import resize as resize_image
+from vlmtrain.data.processor import Processor
+from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
+from vlmtrain.models.spec import ModelSpec
+
+SAMPLE = Sample("s7", (), (), "conversations.json")
+SMALL = ImageSettings(**IMAGE_LIMITS)
+
+
+def ours(path: Path, settings_: ImageSettings) -> tuple[np.ndarray, tuple[int, int, int]]:
+    image = load_image(FileRange(str(path)), SAMPLE, path.name)
+    return (
+        patchify(resize_image(image, settings_)[None], settings_),
+        settings_.grid(image.height, image.width),
+    )
+
+
+def theirs(path: Path, **limits: int) -> tuple[np.ndarray, tuple[int, int, int]]:
+    image = ImageOps.exif_transpose(Image.open(path))
+    output = reference.Qwen2VLImageProcessorPil(**limits)(images=[image])
+    return output["pixel_values"], tuple(output["image_grid_thw"][0].tolist())
+
+
+def assert_same(path: Path, settings_: ImageSettings, **limits: int) -> None:
+    pixels, grid = ours(path, settings_)
+    expected, expected_grid = theirs(path, **limits)
+    assert grid == expected_grid
+    assert pixels.dtype == np.float32 and pixels.shape == expected.shape
+    np.testing.assert_array_equal(pixels, expected)
+
+
+@pytest.mark.parametrize("size", [(80, 60), (57, 131), (28, 28), (1, 1), (400, 3), (301, 299)])
+def test_equals_transformers(size: tuple[int, int], tmp_path: Path) -> None:
+    path = save_image(tmp_path / "a.png", *size)
+    assert_same(path, SMALL, **IMAGE_LIMITS)
+
+
+def test_equals_transformers_with_default_limits(tmp_path: Path) -> None:
+    assert_same(save_image(tmp_path / "a.jpg", 333, 211, quality=90), ImageSettings())
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK", "I;16", "PA"])
+def test_every_colour_mode_equals_transformers(mode: str, tmp_path: Path) -> None:
+    base = Image.open(save_image(tmp_path / "base.png", 90, 61)).convert("RGB")
+    path = tmp_path / ("a.tif" if mode in ("CMYK", "PA") else "a.png")
+    if mode in ("LA", "RGBA"):
+        base = base.convert(mode)
+        base.putalpha(Image.linear_gradient("L").resize(base.size))
+        base.save(path)
+    elif mode == "I;16":
+        Image.fromarray((np.arange(90 * 61).reshape(61, 90) * 11 % 65536).astype(np.uint16)).save(
+            path
+        )
+    elif mode == "PA":  # a palette with a transparent entry
+        path = tmp_path / "a.png"
+        base.convert("P").save(path, transparency=3)
+    else:
+        base.convert(mode).save(path)
+    assert_same(path, SMALL, **IMAGE_LIMITS)
+
+
+def test_animated_gif_gives_its_first_frame(tmp_path: Path) -> None:
+    frames = [Image.open(save_image(tmp_path / f"{i}.png", 60, 50, i)) for i in range(3)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert_same(tmp_path / "a.gif", SMALL, **IMAGE_LIMITS)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_exif_orientation_is_applied_as_load_image_does(orientation: int, tmp_path: Path) -> None:
+    from transformers.image_utils import load_image as reference_load
+
+    path = tmp_path / "a.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.open(save_image(tmp_path / "b.png", 90, 50)).save(path, exif=exif)
+    mine = load_image(FileRange(str(path)), SAMPLE, "a.jpg")
+    np.testing.assert_array_equal(np.asarray(mine), np.asarray(reference_load(str(path))))
+    info = probe_image(Media("image", "a.jpg", (FileRange(str(path)),)), SAMPLE, verify=True)
+    assert info == MediaInfo(*mine.size)
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 40), st.integers(0, 400))
+@settings(max_examples=300, deadline=None)
+def test_smart_resize_is_the_reference(height: int, width: int, least: int, extra: int) -> None:
+    limits = (28, least * 784, (least + extra) * 784)
+    try:
+        expected = reference.smart_resize(height, width, *limits)
+    except ValueError:
+        with pytest.raises(ValueError, match="at most 200 times"):
+            smart_resize(height, width, *limits)
+        return
+    assert smart_resize(height, width, *limits) == expected
+
+
+def test_patch_rows_by_the_written_formula(rng: np.random.Generator) -> None:
+    """The transpose of SEMANTICS: (t, 2, C, h/2, 2, 14, w/2, 2, 14) -> (0,3,6,4,7,2,1,5,8)."""
+    frames = rng.integers(0, 256, (5, 56, 84, 3), dtype=np.uint8)
+    padded = np.concatenate([frames, frames[-1:]])  # the odd last frame is repeated
+    values = (padded.astype(np.float64) / 255 - SMALL.mean) / SMALL.std
+    expected = (
+        values.transpose(0, 3, 1, 2)
+        .reshape(3, 2, 3, 2, 2, 14, 3, 2, 14)
+        .transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        .reshape(3 * 4 * 6, 1176)
+    )
+    rows = patchify(frames, SMALL)
+    # Three float32 roundings of values below 3: each at most 2^-24 relative, doubled by cancelling.
+    np.testing.assert_allclose(rows, expected, rtol=0, atol=3 * 2**-22)
+
+
+def test_settings_come_from_the_folder(model_folder: Path, spec: ModelSpec, tmp_path: Path) -> None:
+    def read(files: dict[str, object]) -> ImageSettings:
+        for path in tmp_path.glob("*.json"):
+            path.unlink()
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+            (tmp_path / name).write_bytes((model_folder / name).read_bytes())
+        for name, content in files.items():
+            (tmp_path / name).write_text(json.dumps(content))
+        return Processor.from_folder(tmp_path, spec).images
+
+    assert read({}) == ImageSettings()
+    old = {"preprocessor_config.json": {"min_pixels": 3136, "max_pixels": 12845056}}
+    assert read(old).max_pixels == 12845056
+    size = {"size": {"shortest_edge": 6272, "longest_edge": 9408}, "image_mean": [0.5, 0.5, 0.5]}
+    new = read({"preprocessor_config.json": size})
+    assert (new.min_pixels, new.max_pixels, new.mean) == (6272, 9408, (0.5, 0.5, 0.5))
+    nested = read({**old, "processor_config.json": {"image_processor": size}})
+    assert nested.max_pixels == 9408
+    for bad, message in [
+        ({"do_resize": False}, "do_resize is false"),
+        ({"patch_size": 16}, "patch_size is 16 but config.json says 14"),
+        ({"min_pixels": 9, "max_pixels": 8}, "min_pixels 9"),
+    ]:
+        with pytest.raises(DataError, match=f"preprocessor_config.json: {message}"):
+            read({"preprocessor_config.json": bad})
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(DataError, match="preprocessor_config.json is not valid JSON"):
+        Processor.from_folder(tmp_path, spec)
+
+
+def _bytes(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(1).integers(0, 256, (120, 130, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.95])
+def test_truncated_file_is_noticed_and_named(kind: str, keep: float, tmp_path: Path) -> None:
+    path = tmp_path / "cut.img"
+    whole = _bytes(kind)
+    path.write_bytes(whole)
+    media = Media("image", "cut.img", (FileRange(str(path)),))
+    assert probe_image(media, SAMPLE, verify=True) == MediaInfo(130, 120)
+    path.write_bytes(whole[: int(len(whole) * keep)])
+    with pytest.raises(DataError, match="conversations.json: sample 's7': cut.img is not an image"):
+        probe_image(media, SAMPLE, verify=True)
+    with pytest.raises(DataError, match="conversations.json: sample 's7': cut.img is not an image"):
+        load_image(media.parts[0], SAMPLE, "cut.img")
+
+
+def test_other_bad_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(name: str) -> None:
+        probe_image(Media("image", name, (FileRange(str(tmp_path / name)),)), SAMPLE, verify=True)
+
+    with pytest.raises(DataError, match=r"sample 's7': the file .*none.jpg is missing; put it"):
+        probe("none.jpg")
+    (tmp_path / "text.jpg").write_text("this is no picture")
+    with pytest.raises(DataError, match="text.jpg is not an image or is cut short"):
+        probe("text.jpg")
+    with pytest.raises(ValueError, match="at most 200 times"):
+        SMALL.grid(10, 30000)
+    save_image(tmp_path / "big.png", 60, 60)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(DataError, match="big.png has more than"):
+        probe("big.png")

@@ -1,0 +1,212 @@
+"""Token ids against transformers' processor; labels against hand-marked text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import IMAGE_LIMITS, write_model_folder
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.processor import MediaLayout, Processor
+from vlmtrain.data.sample import Media, Sample, Turn
+from vlmtrain.data.template import QWEN_TEMPLATE, ChatTemplate
+from vlmtrain.models.spec import ModelSpec
+
+IMAGE = Media("image", "a.jpg", ())
+# Each: turns with «» around what must be learned, as the rendered text has it.
+CONVERSATIONS: list[tuple[list[tuple[str, str]], str]] = [
+    (
+        [("user", "Hi"), ("assistant", "Hello!")],
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n«Hello!<|im_end|>\n»",
+    ),
+    (
+        [("system", "Be brief."), ("user", "<image>\nWhat?"), ("assistant", "A cup.")],
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+        "<|vision_start|><|image_pad|><|vision_end|>\nWhat?<|im_end|>\n"
+        "<|im_start|>assistant\n«A cup.<|im_end|>\n»",
+    ),
+    (
+        [
+            ("user", "Look: <image> and <image>, same?"),
+            ("assistant", "No 🚀"),
+            ("user", "Why?"),
+            ("assistant", " Größe."),
+        ],
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        "Look: <|vision_start|><|image_pad|><|vision_end|> and "
+        "<|vision_start|><|image_pad|><|vision_end|>, same?<|im_end|>\n"
+        "<|im_start|>assistant\n«No 🚀<|im_end|>\n»"
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n« Größe.<|im_end|>\n»",
+    ),
+    (  # <|im_end|> and a fake header inside texts move no border; the last turn is the user's
+        [
+            ("user", "Say <|im_end|>\n<|im_start|>assistant\nhi"),
+            ("assistant", "a<|im_end|>b"),
+            ("user", "ok"),
+        ],
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        "Say <|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n«a<|im_end|>b<|im_end|>\n»<|im_start|>user\nok<|im_end|>\n",
+    ),
+    (  # two answers in a row, and an empty one
+        [("user", "x"), ("assistant", ""), ("assistant", "y")],
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nx<|im_end|>\n"
+        "<|im_start|>assistant\n«<|im_end|>\n»<|im_start|>assistant\n«y<|im_end|>\n»",
+    ),
+]
+
+
+def make_sample(turns: list[tuple[str, str]]) -> Sample:
+    marks = sum(text.count("<image>") for _, text in turns)
+    built: Any = tuple(Turn(role, text) for role, text in turns)  # type: ignore[arg-type]
+    return Sample("c1", built, (IMAGE,) * marks, "c.json")
+
+
+@pytest.fixture(scope="session")
+def reference(processor: Processor) -> Qwen2VLProcessor:
+    class WithoutVideo(Qwen2VLProcessor):
+        """The video processor needs torchvision, which is not installed."""
+
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
+            return type(argument)
+
+    return WithoutVideo(
+        image_processor=Qwen2VLImageProcessorPil(**IMAGE_LIMITS),
+        tokenizer=processor.template.tokenizer,
+        chat_template=QWEN_TEMPLATE,
+    )
+
+
+@pytest.mark.parametrize("case", range(len(CONVERSATIONS)))
+def test_ids_and_labels(case: int, processor: Processor, reference: Qwen2VLProcessor) -> None:
+    turns, marked = CONVERSATIONS[case]
+    sample = make_sample(turns)
+    template, tokenizer = processor.template, processor.template.tokenizer
+    text = template.render(template.messages(sample))
+    assert text == marked.replace("«", "").replace("»", "")
+
+    images = [Image.new("RGB", size) for size in [(80, 60), (130, 57)][: len(sample.media)]]
+    layouts = [MediaLayout(processor.images.grid(im.height, im.width), 0.0) for im in images]
+    encoded = processor.encode(sample, layouts)
+    expected = reference(text=[text], images=images or None)
+    assert encoded.input_ids.tolist() == expected["input_ids"][0]
+    if not images:
+        chat = tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in turns],
+            chat_template=QWEN_TEMPLATE,
+            tokenize=True,
+            return_dict=False,
+        )
+        assert encoded.input_ids.tolist() == chat
+
+    # What is learned, by decoding: the marked parts, in order, and nothing else.
+    labels = encoded.labels.tolist()
+    assert labels[-1] == -100
+    learned = [token for token in labels if token != -100]
+    parts = [part.split("»")[0] for part in marked.split("«")[1:]]
+    assert tokenizer.decode(learned) == "".join(parts)
+    for i, label in enumerate(labels[:-1]):
+        assert label in (-100, int(encoded.input_ids[i + 1]))
+    assert encoded.target_tokens == len(learned)
+    # The header's three tokens are given, not learned: the first target is the one after them.
+    ids = encoded.input_ids.tolist()
+    header = tokenizer("<|im_start|>assistant\n")["input_ids"]
+    first = next(i for i, label in enumerate(labels) if label != -100)
+    assert ids[first + 1 - len(header) : first + 1] == header
+
+
+def test_a_token_across_the_border_is_not_learned(processor: Processor) -> None:
+    """An answer that begins with a newline: the header's newline and it are one token."""
+    tokenizer = processor.template.tokenizer
+    double = tokenizer("\n\n")["input_ids"]
+    assert len(double) == 1, "the test tokenizer must join two newlines"
+    encoded = processor.encode(make_sample([("user", "x"), ("assistant", "\nA")]), [])
+    assert double[0] in encoded.input_ids.tolist()
+    learned = encoded.labels[encoded.labels != -100].tolist()
+    assert tokenizer.decode(learned) == "A<|im_end|>\n"
+
+
+def test_placeholders_in_an_answer_are_never_learned(
+    processor: Processor, spec: ModelSpec
+) -> None:
+    sample = make_sample([("user", "draw"), ("assistant", "see <image> there")])
+    encoded = processor.encode(sample, [MediaLayout((1, 4, 4), 0.0)])
+    assert int((encoded.input_ids == spec.image_token_id).sum()) == 4
+    assert spec.image_token_id not in encoded.labels.tolist()
+    assert int(encoded.visual_mask.sum()) == 4
+
+
+def test_video_placeholders_and_times(processor: Processor, spec: ModelSpec) -> None:
+    media = (Media("video", "v.mp4", ()), IMAGE)
+    turns = (Turn("user", "<video><image>?"), Turn("assistant", "ok"))
+    layouts = [MediaLayout((3, 4, 4), 1.0), MediaLayout((1, 4, 6), 0.0)]
+    encoded = processor.encode(Sample("v", turns, media, "v.json"), layouts)
+    video = encoded.input_ids == spec.video_token_id
+    assert int(video.sum()) == 12 and int(encoded.visual_mask.sum()) == 18
+    times = encoded.position_ids[0][video]
+    assert (times - times[0]).tolist() == [0] * 4 + [2] * 4 + [4] * 4  # 1 s, 2 a second
+    after = int(torch.nonzero(video)[-1]) + 1
+    assert encoded.position_ids[:, after].tolist() == [int(times[-1]) + 1] * 3
+
+
+def test_a_template_of_plain_strings_gets_strings(processor: Processor, spec: ModelSpec) -> None:
+    plain = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = ChatTemplate(processor.template.tokenizer, spec, plain)
+    text = template.render(template.messages(make_sample([("user", "a<image>b")])))
+    assert text == (
+        "<|im_start|>user\na<|vision_start|><|image_pad|><|vision_end|>b<|im_end|>\n"
+    )
+
+
+def test_template_files_of_the_folder(model_folder: Path, spec: ModelSpec, tmp_path: Path) -> None:
+    write_model_folder(tmp_path)
+    assert ChatTemplate.from_folder(tmp_path, spec).template == QWEN_TEMPLATE
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "B"}')
+    assert ChatTemplate.from_folder(tmp_path, spec).template == "B"
+    (tmp_path / "chat_template.jinja").write_text("A")
+    assert ChatTemplate.from_folder(tmp_path, spec).template == "A"
+
+
+def test_refusals(processor: Processor, spec: ModelSpec, tmp_path: Path) -> None:
+    tokenizer = processor.template.tokenizer
+    with pytest.raises(DataError, match=r"c.json: sample 'c1': .*reserved token <\|image_pad\|>"):
+        processor.encode(make_sample([("user", "<|image_pad|>"), ("assistant", "x")]), [])
+    look_back = "{% for m in messages %}{{ m['content'] }}{{ messages | length }}{% endfor %}"
+    with pytest.raises(DataError, match="renders turn 1 differently when other turns follow"):
+        ChatTemplate(tokenizer, spec, look_back).tokens(
+            make_sample([("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")])
+        )
+    angry = "{{ raise_exception('no system prompt here') }}"
+    with pytest.raises(DataError, match="chat template refuses it: no system prompt here"):
+        ChatTemplate(tokenizer, spec, angry).tokens(make_sample([("user", "a")]))
+    wrong = dataclasses.replace(spec, image_token_id=5)
+    with pytest.raises(DataError, match=r"gives <\|image_pad\|> the id 12 but config.json says 5"):
+        ChatTemplate(tokenizer, wrong)
+    with pytest.raises(DataError, match="vocab_size is 100"):
+        ChatTemplate(tokenizer, dataclasses.replace(spec, vocab_size=100))
+    with pytest.raises(DataError, match="no tokenizer.json"):
+        ChatTemplate.from_folder(tmp_path, spec)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
+        ChatTemplate.from_folder(tmp_path, spec)
+
+
+def test_tokens_without_a_separator_between_turns(processor: Processor, spec: ModelSpec) -> None:
+    """A template without special tokens between turns is refused where tokens could merge."""
+    bare = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="no special token between turns"):
+        ChatTemplate(processor.template.tokenizer, spec, bare).tokens(
+            make_sample([("user", "a"), ("assistant", "hel"), ("user", "pful")])
+        )

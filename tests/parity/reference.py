@@ -1,0 +1,239 @@
+"""Random-weight models of both families, hand-made samples, and what transformers says of them.
+
+Nothing here uses vlmtrain's data code or kernels: sequences, labels and packs are laid out by
+hand, so that they are an independent reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmtrain.data.batch import PackedBatch
+
+IMAGE, VIDEO, START, END, PAD = 5, 6, 7, 8, 0
+VOCAB = 211  # not a multiple of 128: the table is padded in Megatron
+CLIP = 0.7
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.05
+
+
+def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: int = 0) -> Any:
+    """A float32 transformers model; odd sizes on purpose."""
+    import transformers
+
+    width = 16 * vision_heads
+    text = dict(
+        num_hidden_layers=4,
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=108,
+        vocab_size=VOCAB,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=4096,
+        rope_parameters=dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e6),
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=PAD,
+        tie_word_embeddings=tied,
+    )
+    ids = dict(
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=tied,
+    )
+    if family == "qwen2_vl":
+        config = transformers.Qwen2VLConfig(
+            text_config=text,
+            vision_config=dict(depth=4, embed_dim=width, hidden_size=96, num_heads=vision_heads),
+            **ids,
+        )
+        cls = transformers.Qwen2VLForConditionalGeneration
+    else:
+        config = transformers.Qwen2_5_VLConfig(
+            text_config=text,
+            vision_config=dict(
+                depth=4,
+                hidden_size=width,
+                num_heads=vision_heads,
+                intermediate_size=68,
+                out_hidden_size=96,
+                fullatt_block_indexes=[1, 3],
+                window_size=112,
+                tokens_per_second=2,
+            ),
+            **ids,
+        )
+        cls = transformers.Qwen2_5_VLForConditionalGeneration
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = cls(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms start at 1 and biases at 0: give them something to do
+                parameter.normal_(1.0 if "norm" in name and "weight" in name else 0.0, 0.1)
+            elif parameter.dim() == 2:
+                parameter.normal_(0.0, 0.06)
+    return model
+
+
+@dataclass
+class Sample:
+    input_ids: torch.Tensor  # [S]
+    labels: torch.Tensor  # [S], shifted
+    position_ids: torch.Tensor  # [3, S]
+    media: list[tuple[str, tuple[int, int, int], torch.Tensor]] = field(default_factory=list)
+
+
+def make_sample(parts: list[Any], generator: torch.Generator, learn: int) -> Sample:
+    """parts: ints (that many text tokens) and ("image" | "video", (t, h, w)); the loss is on the
+    last `learn` tokens. Positions by the rule of the Qwen2-VL paper, section 2.1."""
+    ids: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    media = []
+    following = 0
+
+    def add_text(tokens: torch.Tensor) -> None:
+        nonlocal following
+        ids.append(tokens)
+        positions.append((torch.arange(len(tokens)) + following).expand(3, -1))
+        following += len(tokens)
+
+    for part in parts:
+        if isinstance(part, int):
+            add_text(torch.randint(10, VOCAB, (part,), generator=generator))
+            continue
+        kind, (t, h, w) = part
+        add_text(torch.tensor([START]))
+        mh, mw = h // 2, w // 2
+        ids.append(torch.full((t * mh * mw,), IMAGE if kind == "image" else VIDEO))
+        grid = torch.stack(
+            torch.meshgrid(torch.arange(t), torch.arange(mh), torch.arange(mw), indexing="ij")
+        ).view(3, -1)
+        positions.append(grid + following)
+        following += max(t, mh, mw)
+        add_text(torch.tensor([END]))
+        media.append((kind, (t, h, w), torch.randn(t * h * w, 1176, generator=generator)))
+    input_ids = torch.cat(ids)
+    labels = torch.full_like(input_ids, -100)
+    labels[-learn - 1 : -1] = input_ids[-learn:]
+    return Sample(input_ids, labels, torch.cat(positions, 1), media)
+
+
+def make_samples(seed: int) -> list[list[Sample]]:
+    """Four packs: images (two in one sample, ragged), text only, a video of 3 frames, mixed."""
+    g = torch.Generator().manual_seed(seed)
+    a = make_sample([3, ("image", (1, 4, 6)), 9], g, learn=6)
+    b = make_sample([2, ("image", (1, 6, 4)), 4, ("image", (1, 12, 18)), 7], g, learn=5)
+    c = make_sample([17], g, learn=9)
+    d = make_sample([5, ("video", (2, 4, 10)), 8], g, learn=8)  # 3 frames: the last is repeated
+    e = make_sample([4, ("image", (1, 2, 2)), 3, ("video", (2, 6, 2)), 11], g, learn=7)
+    f = make_sample([6], g, learn=3)
+    return [[a, b], [c], [d], [e, f]]
+
+
+def pack(samples: list[Sample], length: int) -> PackedBatch:
+    """Concatenate samples and pad the tail, by hand."""
+    ids = torch.cat([s.input_ids for s in samples])
+    tail = length - len(ids)
+    assert tail >= 0
+    borders = torch.tensor([0] + [len(s.input_ids) for s in samples] + ([tail] if tail else []))
+    ids = torch.cat([ids, torch.full((tail,), PAD)])
+    labels = torch.cat([s.labels for s in samples] + [torch.full((tail,), -100)])
+    positions = torch.cat(
+        [s.position_ids for s in samples] + [torch.arange(tail).expand(3, -1)], dim=1
+    )
+    visual = (ids == IMAGE) | (ids == VIDEO)
+    index = torch.where(visual, visual.cumsum(0) - 1, -1).to(torch.int32)
+    media = [m for s in samples for m in s.media]
+    return PackedBatch(
+        input_ids=ids,
+        labels=labels,
+        position_ids=positions,
+        cu_seqlens=borders.cumsum(0).to(torch.int32),
+        visual_index=index,
+        pixel_values=torch.cat([torch.zeros(0, 1176)] + [m[2] for m in media]),
+        grid_thw=torch.tensor([m[1] for m in media], dtype=torch.int64).view(-1, 3),
+        sample_ids=[str(i) for i in range(len(samples))],
+        target_tokens=int((labels >= 0).sum()),
+        image_tokens=int(visual.sum()),
+        pad_tokens=tail,
+    )
+
+
+def pack_length(packs: list[list[Sample]]) -> int:
+    longest = max(sum(len(s.input_ids) for s in p) for p in packs)
+    return longest + -longest % 4 + 4  # always a padded tail; a multiple of 4 for TP + SP
+
+
+def reference_logits(model: Any, sample: Sample) -> torch.Tensor:
+    """transformers' logits [S, vocab] of one sample, alone in its batch."""
+    inputs: dict[str, Any] = {}
+    for kind, pixels, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        chosen = [m for m in sample.media if m[0] == kind]
+        if chosen:
+            inputs[pixels] = torch.cat([m[2] for m in chosen]).to(model.dtype)
+            inputs[grid] = torch.tensor([m[1] for m in chosen])
+    return model(
+        input_ids=sample.input_ids[None],
+        position_ids=sample.position_ids[:, None],
+        use_cache=False,
+        **inputs,
+    ).logits[0]
+
+
+def reference_loss(model: Any, packs: list[list[Sample]]) -> torch.Tensor:
+    """Mean cross entropy over the target tokens of all packs."""
+    losses = [
+        torch.nn.functional.cross_entropy(
+            reference_logits(model, s).float(), s.labels, reduction="sum", ignore_index=-100
+        )
+        for p in packs
+        for s in p
+    ]
+    return torch.stack(losses).sum() / sum(int((s.labels >= 0).sum()) for p in packs for s in p)
+
+
+def reference_gradients(model: Any, packs: list[list[Sample]]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    reference_loss(model, packs).backward()
+    return {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in model.named_parameters()
+    }
+
+
+def reference_training(model: Any, steps: list[list[list[Sample]]]) -> list[float]:
+    """Losses of a plain loop with torch.optim.AdamW and gradient clipping; changes `model`."""
+    named = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in named if p.dim() > 1], "weight_decay": DECAY},
+            {"params": [p for p in named if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+    )
+    losses = []
+    for packs in steps:
+        optimizer.zero_grad()
+        loss = reference_loss(model, packs)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(named, CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,109 @@
+"""One rank of a parity run: python worker.py CASES.pt; results go beside it, from rank 0.
+
+Every case builds a fresh engine on one layout, takes loss, gradients and a few optimizer steps,
+and gathers them under Hugging Face names. Several cases share one start-up.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.parity import reference as ref  # noqa: E402
+from vlmtrain import device, launch  # noqa: E402
+from vlmtrain.config import OptimizerSection  # noqa: E402
+from vlmtrain.models.spec import ModelSpec  # noqa: E402
+from vlmtrain.parallel.layout import make_layout  # noqa: E402
+
+
+def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from vlmtrain.checkpoint.hf_export import gathered, save_weights
+    from vlmtrain.engine import Engine
+
+    spec = ModelSpec.from_folder(case["model"])
+    packs = ref.make_samples(case["seed"])
+    length = ref.pack_length(packs)
+    layout = make_layout(
+        spec,
+        world_size=dist.get_world_size(),
+        pack_length=length,
+        microbatches=len(packs),
+        **case["layout"],
+    )
+    engine = Engine(
+        spec,
+        layout,
+        backend,
+        weights=case["model"],
+        dtype=case.get("dtype", torch.float32),
+        optimizer=OptimizerSection(
+            lr=ref.LR,
+            min_lr=ref.LR,
+            weight_decay=ref.DECAY,
+            beta1=ref.BETAS[0],
+            beta2=ref.BETAS[1],
+            eps=ref.EPS,
+            clip=ref.CLIP,
+        ),
+    )
+    result: dict[str, Any] = {"layout": layout.describe()}
+
+    def share(seed: int) -> list[Any]:
+        samples = ref.make_samples(seed)
+        return [ref.pack(p, length) for p in samples][engine.data_rank :: layout.data]
+
+    if layout.data == 1:
+        mine = share(case["seed"])
+        outputs = engine._forward_backward(mine, forward_only=False)
+        result["loss"] = engine._result(mine, outputs, 0.0).loss
+        named = dict(gathered(engine.stages, spec, lambda p: p.main_grad))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, named)
+        result["gradients"] = {n: t for part in everyone for n, t in part.items()}
+        if case.get("unpacked"):
+            alone = [ref.pack([s], length) for p in packs for s in p]
+            outputs = engine._forward_backward(alone, forward_only=False)
+            result["unpacked_loss"] = engine._result(alone, outputs, 0.0).loss
+            result["unpacked_gradients"] = dict(
+                gathered(engine.stages, spec, lambda p: p.main_grad)
+            )
+        if layout.stages == 1 and layout.tensor == 1:
+            with torch.no_grad():
+                result["logits"] = [
+                    engine.stages[0](ref.pack(p, length), logits=True)[0].float() for p in packs
+                ]
+    result["losses"] = [
+        engine.step(share(case["seed"] + i), ref.LR).loss for i in range(case.get("steps", 0))
+    ]
+    if case.get("save"):
+        save_weights(engine.stages, spec, case["model"], case["save"])
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def main() -> None:
+    process = launch.joined() or launch.Process(0, 1, 0)
+    torch.set_num_threads(1)
+    backend = device.setup(process.local_rank)
+    launch.connect(process, backend.process_group)
+    path = Path(sys.argv[1])
+    results = []
+    for case in torch.load(path, weights_only=False):
+        results.append(run_case(case, backend))
+    if process.rank == 0:
+        torch.save(results, path.with_suffix(".out"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Runs the host launchers of csrc/cuda/embedding.cu on a fake GPU and checks what they wrote."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .device import Device
+from .parser import Module, parse_ptx
+from .ptxtypes import Array, bf16_to_f32, f32_to_bf16
+from .toolchain import Build, params_struct
+
+#: Index of vlmk::DType and numpy's type; bfloat16 is kept as its bits.
+DTYPES = {"float32": (0, np.float32), "bfloat16": (1, np.uint16), "float16": (2, np.float16)}
+
+
+@dataclass
+class Kernels:
+    """The launchers of one build, the runtime they are linked to, and the PTX to run."""
+
+    build: Build
+    runtime: Path
+    architecture: str
+
+    @cached_property
+    def module(self) -> Module:
+        return parse_ptx(self.build.ptx[self.architecture])
+
+    def device(self) -> Device:
+        device = Device(self.runtime, self.module)
+        return device
+
+    def run(self, device: Device, launcher: str, params: ctypes.Structure) -> None:
+        """`launcher` is forward, gather or reduce; raises SimError or AssertionError."""
+        function = self.build.function(f"embedding_{launcher}_cuda")
+        code = device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
+        assert code == 0, f"embedding_{launcher}_cuda returned cudaError_t {code}"
+
+
+def fill(name: str, **values: Any) -> ctypes.Structure:
+    """A params struct with every field given."""
+    struct = params_struct(name)
+    fields = [field[0] for field in struct._fields_]
+    assert set(fields) == set(values), f"{name} has {fields}, given {sorted(values)}"
+    return struct(**values)
+
+
+def to_float(bits: Array, dtype: str) -> Array:
+    return bf16_to_f32(bits) if dtype == "bfloat16" else bits.astype(np.float32)
+
+
+def from_float(values: Array, dtype: str) -> Array:
+    values = np.asarray(values, np.float32)
+    if dtype == "bfloat16":
+        return f32_to_bf16(values)
+    with np.errstate(over="ignore"):
+        return values.astype(DTYPES[dtype][1])
+
+
+def same_bits(got: Array, want: Array, what: str) -> None:
+    """Bitwise equality; names the first mismatch by coordinate."""
+    assert got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype}"
+    unsigned = {2: np.uint16, 4: np.uint32}[got.dtype.itemsize]
+    differ = np.argwhere(got.view(unsigned) != want.view(unsigned))
+    if len(differ):
+        at = tuple(int(i) for i in differ[0])
+        raise AssertionError(
+            f"{what}: {len(differ)} of {got.size} differ, first at {at}: {got[at]} != {want[at]}"
+        )
+
+
+@dataclass
+class Pack:
+    """Random inputs. The text ids lie in [0, vocabulary); `share` of the positions are visual."""
+
+    rng: np.random.Generator
+    positions: int
+    hidden: int
+    dtype: str
+    vocabulary: int = 11
+    share: float = 0.5
+    misalign: int = 0  # bytes that table, visual and outputs are off a multiple of 256
+
+    def __post_init__(self) -> None:
+        is_visual = self.rng.random(self.positions) < self.share
+        self.index = np.where(is_visual, np.cumsum(is_visual) - 1, -1).astype(np.int32)
+        self.visual_rows = int(is_visual.sum()) + 2  # the last two are named by no position
+        ids = self.rng.integers(0, self.vocabulary, self.positions)
+        self.ids = np.where(is_visual, 1 << 40, ids)  # an id at a visual row must not be used
+        text = np.flatnonzero(~is_visual)
+        if len(text) > 1:  # both ends of the table
+            self.ids[text[0]], self.ids[text[-1]] = 0, self.vocabulary - 1
+        self.table = self.random(self.vocabulary)
+        self.visual = self.random(self.visual_rows)
+
+    def random(self, rows: int) -> Array:
+        return from_float(self.rng.standard_normal((rows, self.hidden)), self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.table.itemsize
+
+    def shard(self, shard: tuple[int, int] | None) -> tuple[int, int]:
+        rank, size = shard or (0, 1)
+        rows = self.positions // size
+        return rank * rows, rows
+
+
+def check_forward(
+    kernels: Kernels,
+    pack: Pack,
+    *,
+    shard: tuple[int, int] | None = None,
+    vocab_range: tuple[int, int] | None = None,
+    with_visual: bool = True,
+) -> Device:
+    """visual_embedding's forward against indexing in numpy, bit for bit."""
+    first, rows = pack.shard(shard)
+    start, end = vocab_range or (0, pack.vocabulary)
+    device = kernels.device()
+    memory = device.memory
+    table = pack.table[start:end]
+    params = fill(
+        "EmbeddingParams",
+        ids=memory.upload("ids", pack.ids),
+        visual_index=memory.upload("visual_index", pack.index),
+        table=memory.upload("table", table, pack.misalign),
+        visual=memory.upload("visual", pack.visual, pack.misalign) if with_visual else None,
+        out=memory.reserve("out", (rows, pack.hidden), table.dtype, pack.misalign),
+        first=first,
+        rows=rows,
+        row_bytes=pack.row_bytes,
+        vocab_start=start,
+        vocab_rows=end - start,
+        visual_rows=pack.visual_rows if with_visual else -1,
+        partial=vocab_range is not None,
+    )
+    kernels.run(device, "forward", params)
+    want = np.zeros((rows, pack.hidden), table.dtype)
+    for i in range(rows):
+        index, token = pack.index[first + i], pack.ids[first + i]
+        if index >= 0:
+            if with_visual:
+                want[i] = pack.visual[index]
+        elif start <= token < end:
+            want[i] = table[token - start]
+    same_bits(memory.array("out"), want, "out")
+    return device
+
+
+def check_scatter(
+    kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None, with_visual: bool
+) -> None:
+    """scatter_visual's forward, and its gradient of the embeddings without visual."""
+    first, rows = pack.shard(shard)
+    device = kernels.device()
+    memory = device.memory
+    base = pack.random(rows)
+    params = fill(
+        "EmbeddingParams",
+        ids=None,
+        visual_index=memory.upload("visual_index", pack.index),
+        table=memory.upload("embeddings", base, pack.misalign),
+        visual=memory.upload("visual", pack.visual, pack.misalign) if with_visual else None,
+        out=memory.reserve("out", base.shape, base.dtype, pack.misalign),
+        first=first,
+        rows=rows,
+        row_bytes=pack.row_bytes,
+        vocab_start=0,
+        vocab_rows=0,
+        visual_rows=pack.visual_rows if with_visual else -1,
+        partial=False,
+    )
+    kernels.run(device, "forward", params)
+    want = base.copy()
+    for i in range(rows):
+        index = pack.index[first + i]
+        if index >= 0:
+            want[i] = pack.visual[index] if with_visual else 0
+    same_bits(memory.array("out"), want, "out")
+
+
+def check_gather(
+    kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None = None
+) -> Device:
+    """dvisual: each row from the one position that names it, zeros elsewhere."""
+    first, rows = pack.shard(shard)
+    device = kernels.device()
+    memory = device.memory
+    grad = pack.random(rows)
+    shape = (pack.visual_rows, pack.hidden)
+    params = fill(
+        "EmbeddingGatherParams",
+        visual_index=memory.upload("visual_index", pack.index),
+        grad=memory.upload("grad", grad, pack.misalign),
+        inverse=memory.upload("inverse", np.full(pack.visual_rows, -1, np.int32)),
+        dvisual=memory.reserve("dvisual", shape, grad.dtype, pack.misalign),
+        first=first,
+        rows=rows,
+        row_bytes=pack.row_bytes,
+        visual_rows=pack.visual_rows,
+    )
+    kernels.run(device, "gather", params)
+    want = np.zeros(shape, grad.dtype)
+    for i in range(rows):
+        index = pack.index[first + i]
+        if index >= 0:
+            want[index] = grad[i]
+    same_bits(memory.array("dvisual"), want, "dvisual")
+    return device
+
+
+def check_reduce(kernels: Kernels, pack: Pack) -> None:
+    """dweight: fp32 sums in the order of the positions, rounded once, bit for bit."""
+    device = kernels.device()
+    memory = device.memory
+    grad = pack.random(pack.positions)
+    raw = np.where(pack.index < 0, pack.ids, pack.vocabulary)
+    order = np.argsort(raw, kind="stable").astype(np.int64)
+    params = fill(
+        "EmbeddingReduceParams",
+        keys=memory.upload("keys", raw[order].astype(np.int64)),
+        order=memory.upload("order", order),
+        grad=memory.upload("grad", grad, pack.misalign),
+        dweight=memory.upload("dweight", np.zeros_like(pack.table), pack.misalign),
+        count=pack.positions,
+        hidden=pack.hidden,
+        vocab_rows=pack.vocabulary,
+        dtype=DTYPES[pack.dtype][0],
+    )
+    kernels.run(device, "reduce", params)
+    sums = np.zeros((pack.vocabulary, pack.hidden), np.float32)
+    for position in range(pack.positions):
+        if pack.index[position] < 0:
+            sums[pack.ids[position]] += to_float(grad[position], pack.dtype)
+    same_bits(memory.array("dweight"), from_float(sums, pack.dtype), "dweight")
+
+
+Check = Callable[[Kernels, np.random.Generator], Any]
+
+
+def small_suite() -> dict[str, Check]:
+    """The checks every mutant must survive to count as unnoticed: all paths, small shapes."""
+
+    def pack(rng: np.random.Generator, *args: Any, **kwargs: Any) -> Pack:
+        return Pack(rng, *args, **kwargs)
+
+    return {
+        # 37 rows: three blocks of 16, the last with a ragged warp. 136 units of 16 bytes: one
+        # full and one ragged batch of loads.
+        "forward": lambda k, r: check_forward(k, pack(r, 37, 1088, "bfloat16")),
+        "forward, shard and vocabulary range": lambda k, r: check_forward(
+            k, pack(r, 36, 72, "float16"), shard=(1, 2), vocab_range=(3, 8)
+        ),
+        "forward, 4-byte path": lambda k, r: check_forward(
+            k, pack(r, 9, 33, "float32"), with_visual=False
+        ),
+        "forward, 2-byte path": lambda k, r: check_forward(
+            k, pack(r, 9, 64, "bfloat16", misalign=2)
+        ),
+        "scatter": lambda k, r: check_scatter(
+            k, pack(r, 12, 24, "float32"), shard=(2, 3), with_visual=True
+        ),
+        "gather": lambda k, r: check_gather(k, pack(r, 40, 40, "bfloat16"), shard=(1, 2)),
+        "gather, one row": lambda k, r: check_gather(k, pack(r, 150, 1, "float16", share=0.1)),
+        "reduce": lambda k, r: check_reduce(k, pack(r, 29, 1040, "bfloat16", vocabulary=4)),
+        "reduce, scalar": lambda k, r: check_reduce(k, pack(r, 13, 131, "float16", vocabulary=3)),
+        "reduce, float32": lambda k, r: check_reduce(k, pack(r, 13, 520, "float32", vocabulary=2)),
+    }

@@ -1,0 +1,188 @@
+"""The scripts of examples/launch, run as a user would: two processes on gloo, two steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vlmtrain.demo import photographs, run, tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ROOT / "examples" / "launch"
+OPTIONS = """
+    --train.steps 2 --train.pack_length 128 --train.global_batch 2 --train.precision fp32
+    --optimizer.lr 1e-3 --train.seed 3
+""".split()
+
+# What srun does as far as a task can see: the command, once a task, each told its number.
+FAKE_SRUN = """#!{python}
+import os, subprocess, sys
+command = sys.argv[1:]
+while command[0].startswith("-"):
+    command.pop(0)
+tasks = int(os.environ["SLURM_NTASKS"])
+started = [
+    subprocess.Popen(
+        command,
+        env=dict(os.environ, SLURM_PROCID=str(i), SLURM_LOCALID=str(i), SLURM_NODEID="0",
+                 SLURM_STEP_NODELIST="localhost", SLURM_STEP_ID="0"),
+    )
+    for i in range(tasks)
+]
+sys.exit(max(task.wait() for task in started))
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The demo's model folder and its conversations."""
+    folder = tmp_path_factory.mktemp("inputs")
+    data = photographs.export(folder / "photographs")
+    return tiny_model.write_folder(folder / "model", run.training_texts()), data
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _environment(inputs: tuple[Path, Path], output: Path, **more: object) -> dict[str, str]:
+    """Ours without any launcher's variables, and what the scripts' comments ask for."""
+    foreign = ("SLURM_", "OMPI_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    return {
+        **kept,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MODEL": str(inputs[0]),
+        "DATA": str(inputs[1]),
+        "OUTPUT": str(output),
+        **{name: str(value) for name, value in more.items()},
+    }
+
+
+def _run(commands: list[tuple[list[str], dict[str, str]]], limit: float = 120) -> list[str]:
+    """Run commands side by side to their end; returns what each printed. All must succeed."""
+    started = [
+        subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for command, environment in commands
+    ]
+    try:
+        printed = [process.communicate(timeout=limit)[0] for process in started]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    for process, text in zip(started, printed, strict=True):
+        assert process.returncode == 0, text
+    return printed
+
+
+def _check(output: Path, printed: str) -> list[float]:
+    """Two steps by two processes were done and their model was written; returns the losses."""
+    assert "2 processes" in printed, printed
+    metrics = run.read_metrics(output / "metrics.jsonl")
+    assert [entry["step"] for entry in metrics] == [1, 2]
+    losses = [entry["loss"] for entry in metrics]
+    # Random weights guess uniformly: the first loss is near the logarithm of the vocabulary.
+    assert abs(losses[0] - math.log(tiny_model.VOCAB_SIZE)) < 0.5
+    assert losses[1] < losses[0]
+    config = json.loads((output / "hf" / "config.json").read_text())
+    assert config["vocab_size"] == tiny_model.VOCAB_SIZE
+    assert (output / "hf" / "tokenizer.json").is_file()
+    assert list((output / "hf").glob("*.safetensors"))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def expected(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the one-node script: every launcher must give the same, to the bit."""
+    output = tmp_path_factory.mktemp("one_node") / "out"
+    environment = _environment(inputs, output, NPROC=2)
+    printed = _run([([str(LAUNCH / "torchrun_one_node.sh"), *OPTIONS], environment)])
+    return _check(output, printed[0])
+
+
+def test_torchrun_one_node(expected: list[float]) -> None:
+    assert len(expected) == 2
+
+
+def test_torchrun_multi_node(
+    inputs: tuple[Path, Path], tmp_path: Path, expected: list[float]
+) -> None:
+    """Two machines are two agents on this one."""
+    common = {"NODES": 2, "NPROC": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    script = str(LAUNCH / "torchrun_multi_node.sh")
+    printed = _run(
+        [
+            ([script, *OPTIONS], _environment(inputs, tmp_path / "out", NODE_RANK=rank, **common))
+            for rank in range(2)
+        ]
+    )
+    assert _check(tmp_path / "out", "".join(printed)) == expected
+
+
+def test_slurm(inputs: tuple[Path, Path], tmp_path: Path, expected: list[float]) -> None:
+    """The real batch script; only srun is ours, and sbatch's variables."""
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(FAKE_SRUN.format(python=sys.executable))
+    srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
+    environment = _environment(
+        inputs,
+        tmp_path / "out",
+        SLURM_JOB_ID=4242,
+        SLURM_NTASKS=2,
+        SLURM_CPUS_PER_TASK=1,
+        MASTER_PORT=_free_port(),
+    )
+    environment["PATH"] = f"{srun.parent}{os.pathsep}{environment['PATH']}"
+    printed = _run([(["bash", str(LAUNCH / "slurm.sbatch"), *OPTIONS], environment)])
+    assert _check(tmp_path / "out", printed[0]) == expected
+
+
+def test_scripts_are_short_and_strict() -> None:
+    scripts = sorted(LAUNCH.iterdir())
+    assert {script.name for script in scripts} == {
+        "slurm.sbatch",
+        "torchrun_multi_node.sh",
+        "torchrun_one_node.sh",
+    }
+    for script in scripts:
+        lines = script.read_text().splitlines()
+        assert len(lines) < 30, script.name
+        assert "set -euo pipefail" in lines, script.name
+
+
+@pytest.mark.parametrize("script", ["torchrun_one_node.sh", "torchrun_multi_node.sh"])
+def test_scripts_say_what_is_not_set(script: str) -> None:
+    done = subprocess.run(
+        [str(LAUNCH / script)],
+        env={"PATH": os.environ["PATH"], "NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "x"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "MODEL: a Hugging Face folder" in done.stderr

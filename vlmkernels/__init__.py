@@ -1,0 +1,11 @@
+"""Kernels for training Qwen2-VL and Qwen2.5-VL; see the docstring of each name."""
+
+from __future__ import annotations
+
+import torch as _torch  # noqa: F401  first: the native module then shares torch's OpenMP runtime
+
+from .embedding import scatter_visual, visual_embedding, visual_index
+
+__all__ = ["scatter_visual", "visual_embedding", "visual_index"]
+
+__version__ = "0.1.0"

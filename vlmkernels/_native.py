@@ -1,0 +1,135 @@
+"""Loading of the native module, registration with torch, and the argument checks all ops share.
+
+The pattern of an op (see attention.py): a plain-torch `*_reference`; a launcher that checks its
+arguments and hands raw pointers to `_C`; `define` with one kernel per device, a fake kernel
+(shapes only, for torch.compile) and an autograd formula; the public function, which is one call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch  # first: the native module then shares torch's OpenMP runtime and thread count
+
+
+def _load() -> ModuleType:
+    try:
+        from vlmkernels import _C
+    except ImportError as error:
+        folder = Path(__file__).parent
+        built = sorted(p.name for p in folder.glob("_C*")) or ["no file _C*"]
+        raise ImportError(
+            f"vlmkernels' native module did not load ({error}); {folder} holds {', '.join(built)}. "
+            "Build it with `pip install .` in the source tree, with this Python "
+            "(`python setup.py build_ext --inplace` for a source checkout)"
+        ) from error
+    if name := os.environ.get("VLMKERNELS_ISA"):
+        _C.set_isa(name)  # an unknown name is an error at import, not at the first kernel
+    return _C
+
+
+_C: Any = _load()
+
+#: Every op is registered as torch.ops.vlmkernels.<name>.
+LIBRARY = torch.library.Library("vlmkernels", "FRAGMENT")
+
+#: Codes of vlmk::DType in csrc/params.h.
+DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def define(
+    schema: str,
+    *,
+    cpu: Callable | None = None,
+    cuda: Callable | None = None,
+    fake: Callable | None = None,
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+) -> Any:
+    """Registers torch.ops.vlmkernels.<name> and returns its overload, ready to be called.
+
+    About 6 us a call; torch.library.custom_op, which does the same, costs 11.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema)
+    for key, kernel in (("CPU", cpu), ("CUDA", cuda)):
+        if kernel is not None:
+            LIBRARY.impl(name, kernel, key)
+    qualified = f"vlmkernels::{name}"
+    if fake is not None:
+        torch.library.register_fake(qualified, fake, lib=LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            qualified, backward, setup_context=setup_context, lib=LIBRARY
+        )
+    return getattr(torch.ops.vlmkernels, name).default
+
+
+def set_isa(name: str) -> None:
+    """For tests: run "generic", "avx2", "avx512" or "avx512_bf16" kernels from here on."""
+    _C.set_isa(name)
+
+
+def available_isas() -> list[str]:
+    """The instruction sets compiled in that this machine runs, plainest first."""
+    return _C.available_isas()
+
+
+def has_cuda_kernels() -> bool:
+    return _C.build_info()["cuda"] is not None
+
+
+def cuda_stream(tensor: torch.Tensor) -> int:
+    """The raw handle of the current stream of the tensor's device."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream
+
+
+# ---- argument checks: each raises ValueError with one sentence that names the argument, what it
+# got and what it needs ---------------------------------------------------------------------------
+
+
+def describe(tensor: object) -> str:
+    """dtype, shape and device of a tensor, for error texts."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"a {type(tensor).__name__}"
+    return f"{str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device}"
+
+
+def check(condition: bool, message: str) -> None:
+    """For conditions about values; the message is formatted by the caller only if it is cheap."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    *,
+    dtypes: Iterable[torch.dtype],
+    shape: str,
+    dim: int,
+    device: torch.device | None = None,
+) -> None:
+    """`shape` is the documented shape, "[T, H, D]": only its number of dimensions is checked."""
+    allowed = tuple(dtypes)
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.dtype not in allowed
+        or tensor.dim() != dim
+        or (device is not None and tensor.device != device)
+    ):
+        kinds = " or ".join(str(d)[6:] for d in allowed)
+        where = f" on {device}" if device is not None else ""
+        raise ValueError(f"{name} is {describe(tensor)}; it must be {kinds} {shape}{where}")
+
+
+def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
+        raise ValueError(
+            f"{name} has strides {tuple(tensor.stride())}; its last dimension must be contiguous: "
+            f"pass {name}.contiguous()"
+        )

@@ -1,0 +1,255 @@
+"""Attention over packed sequences of unequal lengths.
+
+Legend: T = packed tokens, H = query heads, Hkv = key/value heads, D = head_dim, n = segments.
+
+Method: FlashAttention-2's online softmax (Dao 2023, https://arxiv.org/abs/2307.08691), with scores
+transposed so that queries lie in vector lanes: csrc/cpu/attention_kernel.inl. Arithmetic is float32
+for every storage type, and results don't depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmkernels._native import _C, DTYPES, check_last_contiguous, check_tensor, define
+
+MAX_HEAD_DIM = 256
+
+
+def varlen_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """What varlen_attention means, in plain torch at the inputs' dtype: tests and documentation."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[1] // max(k.shape[1], 1)
+    out = []
+    borders = cu_seqlens.tolist()
+    for begin, end in zip(borders, borders[1:], strict=False):
+        qs, ks, vs = (x[begin:end].transpose(0, 1) for x in (q, k, v))  # [H, L, D]
+        ks, vs = ks.repeat_interleave(group, 0), vs.repeat_interleave(group, 0)
+        scores = qs @ ks.transpose(1, 2) * scale
+        if causal:
+            later = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        out.append((scores.softmax(-1) @ vs).transpose(0, 1))
+    return torch.cat(out) if out else torch.empty_like(q)
+
+
+# ---- launchers ------------------------------------------------------------------------------------
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
+    check_tensor("q", q, dtypes=DTYPES, shape="[T, H, D]", dim=3)
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x, dtypes=(q.dtype,), shape="[T, Hkv, D]", dim=3, device=q.device)
+    tokens, heads, head_dim = q.shape
+    if k.shape != v.shape or k.shape[0] != tokens or k.shape[2] != head_dim:
+        raise ValueError(
+            f"k is {list(k.shape)} and v is {list(v.shape)}; both must be "
+            f"[T, Hkv, D] with q's T = {tokens} and D = {head_dim}"
+        )
+    if not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"q's head_dim is {head_dim}; it must be 1 to {MAX_HEAD_DIM}")
+    if heads == 0 or k.shape[1] == 0 or heads % k.shape[1]:
+        raise ValueError(
+            f"q has {heads} heads and k has {k.shape[1]}; q's must be a positive multiple of k's"
+        )
+    check_tensor(
+        "cu_seqlens", cu_seqlens, dtypes=(torch.int32,), shape="[n + 1]", dim=1, device=q.device
+    )
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError("cu_seqlens is empty; it must hold n + 1 borders, [0] for no segment")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_last_contiguous(name, x)
+
+
+def _view(x: Tensor) -> tuple[int, int, int]:
+    """vlmk::HeadsView: address, strides of tokens and heads in elements."""
+    return x.data_ptr(), x.stride(0), x.stride(1)
+
+
+def _native_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Any, ...]:
+    views = (_view(q), _view(k), _view(v), _view(out))
+    tokens, heads, head_dim = q.shape
+    sizes = (cu_seqlens.shape[0] - 1, tokens, heads, k.shape[1], head_dim)
+    addresses = (lse.data_ptr(), cu_seqlens.data_ptr())
+    return (DTYPES[q.dtype], *views, *addresses, *sizes, scale, causal)
+
+
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return q.new_empty(q.shape), lse
+
+
+def _forward_cpu(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, cu_seqlens)
+    cu_seqlens = cu_seqlens.contiguous()
+    out, lse = _forward_fake(q, k, v, cu_seqlens, causal, scale)
+    _C.attention_forward(*_native_arguments(q, k, v, out, lse, cu_seqlens, causal, scale))
+    return out, lse
+
+
+def _backward_fake(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _backward_cpu(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(q, k, v, cu_seqlens)
+    check_tensor("dout", dout, dtypes=(q.dtype,), shape="[T, H, D]", dim=3, device=q.device)
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # sum().backward() expands a scalar
+    cu_seqlens = cu_seqlens.contiguous()
+    grads = _backward_fake(dout, q, k, v, out, lse, cu_seqlens, causal, scale)
+    arguments = _native_arguments(q, k, v, out, lse, cu_seqlens, causal, scale)
+    _C.attention_backward(*arguments, _view(dout), *map(_view, grads))
+    return grads
+
+
+# ---- registration ---------------------------------------------------------------------------------
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dlse is not None:
+        raise NotImplementedError("varlen_attention has no gradient through lse; detach it")
+    if dout is None:
+        return (None,) * 6
+    q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
+    grads = _backward_op(dout, q, k, v, out, lse, cu_seqlens, ctx.causal, ctx.scale)
+    return (*grads, None, None, None)
+
+
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, bool causal, float scale"
+_backward_op = define(
+    "varlen_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor cu_seqlens, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    cpu=_backward_cpu,
+    fake=_backward_fake,
+)
+_forward_op = define(
+    f"varlen_attention({_ARGUMENTS}) -> (Tensor, Tensor)",
+    cpu=_forward_cpu,
+    fake=_forward_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+
+
+# ---- CUDA: no kernel of ours yet -----------------------------------------------------------------
+
+
+def _cuda(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int | None, causal: bool, scale: float
+) -> Tensor:
+    """flash-attn where it is installed and takes the inputs, else torch's SDPA per segment."""
+    lengths = cu.diff()
+    if q.dtype != torch.float32:
+        try:
+            from flash_attn import flash_attn_varlen_func
+        except ImportError:
+            pass
+        else:
+            longest = int(lengths.max()) if max_seqlen is None else max_seqlen
+            return flash_attn_varlen_func(
+                q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=causal
+            )
+    sizes = lengths.tolist()
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in segment),
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )[0].transpose(0, 1)
+        for segment in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        if segment[0].shape[0]
+    ]
+    return torch.cat(parts) if parts else q * 1
+
+
+# ---- public ---------------------------------------------------------------------------------------
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale * q k^T) v inside each segment of a packed batch.
+
+    Args:
+        q: [T, H, D], float32, bfloat16 or float16; D up to 256. May be a strided view whose last
+            dimension is contiguous, such as a slice of a fused projection.
+        k, v: [T, Hkv, D], same dtype and device; Hkv divides H, and query head h reads key/value
+            head h // (H / Hkv).
+        cu_seqlens: int32 [n + 1] on q's device: segment i is tokens cu_seqlens[i] up to
+            cu_seqlens[i + 1]; starts at 0, ends at T; segments may be empty.
+        max_seqlen: the longest segment, if known: spares a device synchronisation on CUDA.
+        causal: a token sees itself and earlier tokens of its segment only.
+        scale: default D ** -0.5.
+
+    Returns:
+        [T, H, D], contiguous, q's dtype. Differentiable in q, k and v; bitwise repeatable, with any
+        number of threads, on the CPU.
+
+    Raises:
+        ValueError: an argument's dtype, shape, device, strides or values don't fit.
+    """
+    scale = max(q.shape[-1:].numel(), 1) ** -0.5 if scale is None else float(scale)
+    if q.is_cuda:
+        _check(q, k, v, cu_seqlens)
+        return _cuda(q, k, v, cu_seqlens, max_seqlen, causal, scale)
+    return _forward_op(q, k, v, cu_seqlens, causal, scale)[0]

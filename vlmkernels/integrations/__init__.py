@@ -1,0 +1,1 @@
+"""Adapters for other libraries; each imports its library on demand."""

@@ -1,0 +1,107 @@
+"""megatron-core: the packed attention as a layer's `core_attention`, our Adam as its optimizer.
+
+Usage, in a layer spec of your own:
+
+    spec.submodules.self_attention.submodules.core_attention = VarlenCoreAttention
+
+The attention reads sequence borders from `packed_seq_params.cu_seqlens_q`; a Qwen2.5-VL
+vision tower passes `VisionPackedSeqParams`, whose windowed borders are used by every layer
+that the config does not list in `full_attention_layers`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from vlmkernels import varlen_attention
+
+
+@dataclass
+class VisionPackedSeqParams(PackedSeqParams):
+    """PackedSeqParams with a second set of borders: int32 [windows + 1]."""
+
+    cu_window_seqlens: Tensor | None = None
+
+
+class VarlenCoreAttention(MegatronModule):
+    """Attention over packed segments, for megatron-core's local layer spec.
+
+    Takes query [T, 1, H, D] and key, value [T, 1, Hkv, D] (or without the 1, `thd`), returns
+    [T, 1, H * D] (or [T, H, D]). Causal where the layer's mask type is causal.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            raise ValueError(
+                f"attn_mask_type is {attn_mask_type}; VarlenCoreAttention takes causal or no_mask"
+            )
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ValueError(f"attention_dropout is {dropout}; VarlenCoreAttention needs 0")
+        if getattr(config, "context_parallel_size", 1) != 1:
+            raise ValueError("context parallelism is not supported by VarlenCoreAttention, use 1")
+        self.causal = attn_mask_type == AttnMaskType.causal
+        self.scale = softmax_scale
+        # Absent on a language model's config; layer numbers are global and start at 1.
+        full = getattr(config, "full_attention_layers", None)
+        self.windowed = full is not None and layer_number - 1 not in full
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        if packed_seq_params is None:
+            raise ValueError("VarlenCoreAttention needs packed_seq_params with cu_seqlens_q")
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError(
+                "attention_mask and attention_bias must be None: segment borders come from "
+                "packed_seq_params"
+            )
+        batched = query.dim() == 4
+        if batched:
+            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        max_seqlen = packed_seq_params.max_seqlen_q
+        if self.windowed:
+            cu_seqlens = getattr(packed_seq_params, "cu_window_seqlens", None)
+            max_seqlen = None
+            if cu_seqlens is None:
+                raise ValueError("a windowed layer needs VisionPackedSeqParams.cu_window_seqlens")
+        out = varlen_attention(
+            query,
+            key,
+            value,
+            cu_seqlens,
+            max_seqlen=max_seqlen,
+            causal=self.causal,
+            scale=self.scale,
+        )
+        return out.reshape(out.shape[0], 1, -1) if batched else out
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        return {}  # no parameters

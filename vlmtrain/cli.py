@@ -1,0 +1,191 @@
+"""The command line: train, convert, data, plan, generate, evaluate, demo."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vlmtrain.errors import UserError
+
+_USAGE = """usage: vlmtrain COMMAND [options]
+
+  train      train a Qwen2-VL or Qwen2.5-VL model from and to a Hugging Face folder
+  data       build: conversations to WebDataset shards; check: report broken samples
+  demo       train a small model on real photographs and let it answer
+
+'vlmtrain COMMAND --help' lists a command's options.
+"""
+_LATER = ("convert", "plan", "generate", "evaluate")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 for a user's error, 2 for wrong usage."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "data": _data,
+        "demo": _demo,
+    }
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0 if arguments else 2
+    command, rest = arguments[0], arguments[1:]
+    if command in _LATER:
+        return _fail(f"vlmtrain {command} is not available in this version", 2)
+    if command not in commands:
+        known = ", ".join(commands)
+        return _fail(f"there is no command {command!r}; the commands are {known}", 2)
+    try:
+        return commands[command](rest)
+    except UserError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"vlmtrain: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _train(arguments: list[str]) -> int:
+    import tyro
+
+    from vlmtrain import config as configuration
+    from vlmtrain import launch
+
+    arguments, recipe = _take(arguments, "--config")
+    default = None
+    if recipe is not None:
+        blank = configuration.TrainConfig(model=Path(), data="", output=Path())
+        default = configuration.from_toml(Path(recipe), blank)
+        missing = [
+            name
+            for name, value in (
+                ("model", default.model != Path()),
+                ("data", default.data),
+                ("output", default.output != Path()),
+            )
+            if not value and not any(a.split("=")[0] == f"--{name}" for a in arguments)
+        ]
+        if missing and not {"-h", "--help"} & set(arguments):
+            raise UserError(f"{recipe} does not set {missing[0]}; pass --{missing[0]}")
+    config = tyro.cli(
+        configuration.TrainConfig,
+        prog="vlmtrain train",
+        args=arguments,
+        description="Train a model. --config FILE reads a TOML recipe first; options override it.",
+        **({} if default is None else {"default": default}),
+    )
+    config.validate()
+    process = launch.joined()
+    if process is None and config.nproc > 1:
+        without = _drop(arguments, "--nproc")
+        again = ["train", *(["--config", recipe] if recipe else []), *without, "--nproc", "0"]
+        return launch.start(again, config.nproc)
+    if process is not None and config.nproc not in (0, process.world_size):
+        raise UserError(
+            f"--nproc {config.nproc} was given to a process that a launcher started as one of "
+            f"{process.world_size}; leave --nproc out"
+        )
+    warnings.filterwarnings("ignore")
+    from vlmtrain.train import run
+
+    process = process or launch.Process(0, 1, 0)
+    try:
+        run(config, process)
+    except UserError as error:
+        code = _fail(str(error), 1) if getattr(error, "print_here", True) else 1
+        return _leave(code)
+    except Exception:
+        print(f"vlmtrain: rank {process.rank} failed:", file=sys.stderr)
+        traceback.print_exc()
+        return _leave(1)
+    return 0
+
+
+def _leave(code: int) -> int:
+    """End at once where other ranks wait for this one: destructors could block on them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)
+    return code
+
+
+def _data(arguments: list[str]) -> int:
+    import tyro
+
+    from vlmtrain.data import cli as data
+
+    def build(source: Path, target: Path, overwrite: bool = False) -> int:
+        """Write conversations and their media as WebDataset shards.
+
+        Args:
+            source: conversation file (.json or .jsonl).
+            target: folder to write.
+            overwrite: replace the folder if it exists.
+        """
+        summary = data.build(source, target, overwrite=overwrite)
+        print(
+            f"{summary.samples} samples, {summary.images} images, {summary.videos} videos in "
+            f"{summary.shards} shards ({summary.bytes / 1e6:.1f} MB): {target}"
+        )
+        return 0
+
+    def check(source: str, model: Path | None = None, pack_length: int | None = None) -> int:
+        """Report every broken sample.
+
+        Args:
+            source: conversation files or shard folders, comma-separated.
+            model: Hugging Face folder; with it lengths are checked too.
+            pack_length: tokens per pack.
+        """
+        report = data.check(source.split(","), model=model, pack_length=pack_length)
+        print(report.render())
+        return 0 if report.ok else 1
+
+    return tyro.extras.subcommand_cli_from_dict(
+        {"build": build, "check": check}, prog="vlmtrain data", args=arguments
+    )
+
+
+def _demo(arguments: list[str]) -> int:
+    import tyro
+
+    from vlmtrain.demo.run import run_demo
+
+    def demo(output: Path = Path("demo_out"), nproc: int = 2) -> int:
+        """Train a small model on photographs and let transformers ask it about them.
+
+        Args:
+            output: folder to write.
+            nproc: processes (pipeline stages).
+        """
+        return run_demo(output, nproc=nproc)
+
+    return tyro.cli(demo, prog="vlmtrain demo", args=arguments)
+
+
+def _take(arguments: list[str], option: str) -> tuple[list[str], str | None]:
+    """Remove `option VALUE` (or `option=VALUE`) and return the value."""
+    for i, argument in enumerate(arguments):
+        if argument == option:
+            if i + 1 == len(arguments):
+                raise UserError(f"{option} needs a value")
+            return arguments[:i] + arguments[i + 2 :], arguments[i + 1]
+        if argument.startswith(option + "="):
+            return arguments[:i] + arguments[i + 1 :], argument.split("=", 1)[1]
+    return arguments, None
+
+
+def _drop(arguments: list[str], option: str) -> list[str]:
+    return _take(arguments, option)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""One microbatch: a pack of samples laid end to end, with their borders.
+
+Legend: S tokens of the pack, n segments, P patches, m images and videos.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from vlmtrain.data.processor import IGNORE, EncodedSample
+
+
+@dataclass
+class PackedBatch:
+    """One microbatch = one pack."""
+
+    input_ids: Tensor  # int64 [S]
+    labels: Tensor  # int64 [S]: shifted by one inside each sample, -100 where no loss
+    position_ids: Tensor  # int64 [3, S]: M-RoPE time, height, width, counted per sample
+    cu_seqlens: Tensor  # int32 [n + 1]: borders; a padded tail is a segment of its own
+    visual_index: Tensor  # int32 [S]: row of the merged visual features, -1 for text
+    pixel_values: Tensor  # float32 [P, 1176], media in sequence order; [0, 1176] if not wanted
+    grid_thw: Tensor  # int64 [m, 3], media in sequence order
+    sample_ids: list[str]
+    target_tokens: int
+    image_tokens: int  # tokens of images and videos
+    pad_tokens: int
+    pad_token_id: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens, padding included."""
+        return len(self.input_ids)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments, a padded tail included."""
+        return len(self.cu_seqlens) - 1
+
+    def padded_to(self, length: int) -> PackedBatch:
+        """The same pack with a tail of padding up to `length` tokens, one segment of its own.
+
+        The tail has the pad token, no loss, positions from 0 on, and no visual rows; an existing
+        tail grows. Being a segment, it is attended to by nothing but itself.
+
+        Raises:
+            ValueError: the pack is longer than `length`.
+        """
+        if length < self.length:
+            raise ValueError(f"length is {length} but the pack already has {self.length} tokens")
+        if length == self.length:
+            return self
+        grown = length - self.length
+        real = self.length - self.pad_tokens
+        tail = self.pad_tokens + grown
+        positions = torch.arange(tail, dtype=torch.int64).expand(3, tail)
+        borders = self.cu_seqlens if self.pad_tokens == 0 else self.cu_seqlens[:-1]
+        return replace(
+            self,
+            input_ids=_extend(self.input_ids[:real], tail, self.pad_token_id),
+            labels=_extend(self.labels[:real], tail, IGNORE),
+            position_ids=torch.cat((self.position_ids[:, :real], positions), dim=1),
+            cu_seqlens=torch.cat((borders, borders.new_tensor([length]))),
+            visual_index=_extend(self.visual_index[:real], tail, -1),
+            pad_tokens=tail,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        """The same batch with its tensors on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch with its tensors in page-locked host memory."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function) -> PackedBatch:  # type: ignore[no-untyped-def]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return PackedBatch(
+            **{
+                name: function(value) if isinstance(value, Tensor) else value
+                for name, value in values.items()
+            }
+        )
+
+
+def collate(
+    samples: Sequence[EncodedSample],
+    grids: Tensor,
+    pixel_values: Tensor,
+    pack_length: int,
+    pad_token_id: int,
+) -> PackedBatch:
+    """Lay samples end to end and pad to `pack_length`.
+
+    Args:
+        samples: the pack, in order.
+        grids: int64 [m, 3] of all their media, in order.
+        pixel_values: float32 [P, patch_dim] of the same media, or [0, patch_dim].
+        pack_length: tokens of the result.
+        pad_token_id: id of the tail.
+
+    Raises:
+        ValueError: the samples do not fit.
+    """
+    lengths = torch.tensor([len(sample.input_ids) for sample in samples])
+    borders = torch.zeros(len(samples) + 1, dtype=torch.int32)
+    borders[1:] = lengths.cumsum(0)
+    mask = torch.cat([sample.visual_mask for sample in samples])
+    rows = mask.cumsum(0, dtype=torch.int32) - 1
+    packed = PackedBatch(
+        input_ids=torch.cat([sample.input_ids for sample in samples]),
+        labels=torch.cat([sample.labels for sample in samples]),
+        position_ids=torch.cat([sample.position_ids for sample in samples], dim=1),
+        cu_seqlens=borders,
+        visual_index=torch.where(mask, rows, -1).to(torch.int32),
+        pixel_values=pixel_values,
+        grid_thw=grids,
+        sample_ids=[sample.id for sample in samples],
+        target_tokens=sum(sample.target_tokens for sample in samples),
+        image_tokens=int(mask.sum()),
+        pad_tokens=0,
+        pad_token_id=pad_token_id,
+    )
+    return packed.padded_to(pack_length)
+
+
+def _extend(values: Tensor, count: int, fill: int) -> Tensor:
+    return torch.cat((values, values.new_full((count,), fill)))

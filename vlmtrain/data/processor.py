@@ -1,0 +1,178 @@
+"""One sample to tensors: chat template, placeholder expansion, labels, positions, pixels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmtrain.data.images import ImageSettings, load_image, patchify, read_config
+from vlmtrain.data.images import resize as resize_image
+from vlmtrain.data.sample import Media, MediaInfo, Sample
+from vlmtrain.data.template import ChatTemplate
+from vlmtrain.data.videos import VideoSettings, load_video, probe_media
+from vlmtrain.models.positions import mrope_positions
+from vlmtrain.models.spec import ModelSpec
+
+IGNORE = -100  # the label of a token without loss
+
+
+@dataclass(frozen=True)
+class MediaLayout:
+    """What one medium becomes: its grid in patches, and the seconds per temporal slice."""
+
+    grid: tuple[int, int, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample as tensors, without pixels."""
+
+    id: str
+    input_ids: Tensor  # int64 [S]
+    labels: Tensor  # int64 [S]: shifted by one, -100 where there is no loss
+    position_ids: Tensor  # int64 [3, S]
+    visual_mask: Tensor  # bool [S]: placeholders
+
+    @property
+    def target_tokens(self) -> int:
+        return int((self.labels != IGNORE).sum())
+
+
+class Processor:
+    """Everything a model folder says about turning samples into tensors.
+
+    Args:
+        template: tokenizer and chat template.
+        spec: the model's shape.
+        images: how images become patches.
+        videos: how videos become patches.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        spec: ModelSpec,
+        images: ImageSettings | None = None,
+        videos: VideoSettings | None = None,
+    ) -> None:
+        self.template, self.spec = template, spec
+        self.images = images or ImageSettings.from_config(
+            {}, spec.vision, ImageSettings(), "defaults"
+        )
+        self.videos = videos or VideoSettings.default(self.images)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        spec: ModelSpec,
+        *,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> Processor:
+        """Read tokenizer, chat template and processor settings of a Hugging Face folder.
+
+        Args:
+            folder: the model folder.
+            spec: `ModelSpec.from_folder(folder)`.
+            fps: frames a second taken from videos; default: the folder's, else 2.
+            num_frames: frames taken from every video, instead of fps.
+            min_pixels, max_pixels: bounds of an image's area, instead of the folder's.
+
+        Raises:
+            DataError: no tokenizer, or settings that contradict config.json.
+        """
+        config, where = read_config(folder, "image_processor", "preprocessor_config.json")
+        given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        config = {**config, **{key: value for key, value in given.items() if value is not None}}
+        images = ImageSettings.from_config(config, spec.vision, ImageSettings(), where)
+        videos = VideoSettings.from_folder(
+            folder, images, spec.vision, fps=fps, num_frames=num_frames
+        )
+        return cls(ChatTemplate.from_folder(folder, spec), spec, images, videos)
+
+    @property
+    def pad_token_id(self) -> int:
+        return self.template.pad_token_id
+
+    def fingerprint(self) -> str:
+        """A hash of every setting that changes what a sample becomes (tokenizer aside)."""
+        settings = [self.template.template, asdict(self.images), asdict(self.videos)]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    def layout(self, media: Media, info: MediaInfo, sample: Sample) -> MediaLayout:
+        """Grid and seconds of a medium. Raises DataError for an impossible size."""
+        try:
+            if media.kind == "image":
+                return MediaLayout(self.images.grid(info.height, info.width), 0.0)
+            return MediaLayout(*self.videos.layout(media, info))
+        except ValueError as error:
+            raise sample.fail(f"{media.name}: {error}") from None
+
+    def encode(self, sample: Sample, layouts: Sequence[MediaLayout]) -> EncodedSample:
+        """Token ids, labels and positions of a sample.
+
+        Args:
+            sample: the conversation.
+            layouts: one per medium, in the order of `sample.media`.
+
+        Raises:
+            DataError: as `ChatTemplate.tokens`.
+        """
+        tokens = self.template.tokens(sample)
+        pad_ids = self.template.pad_ids
+        placeholders = np.flatnonzero(np.isin(tokens.ids, list(pad_ids.values())))
+        if len(placeholders) != len(layouts):
+            raise sample.fail(
+                f"the chat template wrote {len(placeholders)} placeholders for {len(layouts)} "
+                "images and videos; it must write <|image_pad|> or <|video_pad|> once for each"
+            )
+        repeats = np.ones(len(tokens.ids), dtype=np.int64)
+        repeats[placeholders] = [self.images.tokens(layout.grid) for layout in layouts]
+        visual = np.zeros(len(tokens.ids), dtype=bool)
+        visual[placeholders] = True
+        ids = np.repeat(tokens.ids, repeats)
+        visual = np.repeat(visual, repeats)
+        learned = np.repeat(tokens.learned, repeats) & ~visual
+        labels = np.full(len(ids), IGNORE, dtype=np.int64)
+        labels[:-1] = np.where(learned[1:], ids[1:], IGNORE)
+        input_ids = torch.from_numpy(ids)
+        positions = mrope_positions(
+            input_ids,
+            [layout.grid for layout in layouts],
+            [media.kind for media in sample.media],
+            self.spec,
+            [layout.seconds for layout in layouts],
+        )
+        return EncodedSample(
+            sample.id, input_ids, torch.from_numpy(labels), positions, torch.from_numpy(visual)
+        )
+
+    def frames(self, media: Media, sample: Sample) -> np.ndarray:
+        """Decode and resize one medium. Returns uint8 [T, H, W, 3]; T is 1 for an image.
+
+        Raises:
+            DataError: the file is missing or broken.
+        """
+        if media.kind == "image":
+            image = load_image(media.parts[0], sample, media.name)
+            try:
+                return resize_image(image, self.images)[None]
+            except ValueError as error:
+                raise sample.fail(f"{media.name}: {error}") from None
+        info = probe_media(media, sample, verify=False)
+        return load_video(media, info, self.videos, sample)
+
+    def pixels(self, media: Media, frames: np.ndarray, out: np.ndarray) -> None:
+        """Normalised patch rows of `frames` into `out`, float32 [t*h*w, patch_dim]."""
+        patchify(frames, self.images if media.kind == "image" else self.videos.images, out)

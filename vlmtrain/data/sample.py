@@ -1,0 +1,76 @@
+"""What one training sample is, whatever file format it came from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from vlmtrain.data.errors import DataError
+
+Role = Literal["system", "user", "assistant"]
+MediaKind = Literal["image", "video"]
+
+# The marks that stand for media inside a turn's text; each is replaced where it stands.
+MARKS: dict[str, MediaKind] = {"<image>": "image", "<video>": "video"}
+MARK_PATTERN = re.compile("(" + "|".join(re.escape(mark) for mark in MARKS) + ")")
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes of a file: all of it, or `size` bytes from `offset` (a member of a tar)."""
+
+    path: str
+    offset: int = 0
+    size: int | None = None
+
+    def read(self) -> bytes:
+        """Raises OSError when the file is missing or shorter than the range."""
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read() if self.size is None else file.read(self.size)
+        if self.size is not None and len(data) != self.size:
+            raise OSError(f"{self.path} ends before byte {self.offset + self.size}")
+        return data
+
+
+@dataclass(frozen=True)
+class MediaInfo:
+    """What must be known of a medium to lay out its tokens, before any pixel is needed."""
+
+    width: int  # pixels, after EXIF orientation
+    height: int
+    frames: int = 1  # in the file, before sampling
+    fps: float | None = None  # of the file; for a list of frames, the rate they were taken at
+
+
+@dataclass(frozen=True)
+class Media:
+    """One image or one video of a sample."""
+
+    kind: MediaKind
+    name: str  # as the user wrote it; for messages
+    parts: tuple[FileRange, ...]  # one file, or the frames of a video in order
+    frame_list: bool = False  # a video given as images, one per frame: all frames are used
+    fps: float | None = None  # frame_list: the rate the frames were taken at, if given
+    info: MediaInfo | None = None  # known already (shards hold it), else None
+
+
+@dataclass(frozen=True)
+class Turn:
+    role: Role
+    text: str  # with <image> and <video> marks
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A conversation. `media` is in the order of the marks in the turns."""
+
+    id: str
+    turns: tuple[Turn, ...]
+    media: tuple[Media, ...]
+    source: str  # the file it was read from; for messages
+
+    def fail(self, problem: str) -> DataError:
+        """The error to raise for this sample: `problem` says what is wrong and what to do."""
+        return DataError(f"{self.source}: sample {self.id!r}: {problem}")

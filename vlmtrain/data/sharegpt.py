@@ -1,0 +1,368 @@
+"""Reads ShareGPT / LLaVA conversation files (JSON and JSONL) into `Sample`s.
+
+A record holds `conversations` (from/value) or `messages` (role/content), and its media in
+`image`, `images`, `video` or `videos`. Each `<image>` or `<video>` mark in the text, wherever it
+stands, takes the next image or video of the record; the text around a mark is kept to the letter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.sample import (
+    MARK_PATTERN,
+    MARKS,
+    FileRange,
+    Media,
+    MediaKind,
+    Role,
+    Sample,
+    Turn,
+)
+
+ROLES: dict[str, Role] = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where one record lies in its source file, and its bytes."""
+
+    number: int  # counted from 0
+    offset: int  # bytes from the start of the file
+    data: bytes
+
+
+class JsonSource:
+    """A conversation file whose records are found once and read again by byte offset.
+
+    Args:
+        path: a .json file holding a list of records, or a file with one record a line.
+        media_root: folder that relative media paths start from; default: the file's own folder.
+    """
+
+    def __init__(self, path: str | Path, media_root: str | Path | None = None) -> None:
+        self.path = str(path)
+        self.media_root = Path(media_root) if media_root is not None else Path(path).parent
+
+    def records(self) -> Iterator[Record | DataError]:
+        """Every record in file order; a bad line comes as an error in its place.
+
+        Raises:
+            DataError: the file is missing, empty, not UTF-8, or not JSON as a whole.
+        """
+        data = _read(self.path)
+        start = 3 if data.startswith(b"\xef\xbb\xbf") else 0  # a byte order mark
+        first = data[start:].lstrip()[:1]
+        if not first:
+            raise DataError(f"{self.path}: the file is empty; it must hold at least one sample")
+        found = False
+        for record in self._array(data, start) if first == b"[" else self._lines(data, start):
+            found = True
+            yield record
+        if not found:
+            raise DataError(f"{self.path}: the list is empty; it must hold at least one sample")
+
+    def parse(self, record: Record) -> Sample:
+        """The sample of one record. Raises DataError as `parse_record`."""
+        return parse_record(
+            _loads(record.data, self.path, record.number), self.path, record.number, self.media_root
+        )
+
+    def _array(self, data: bytes, start: int) -> Iterator[Record]:
+        text = _decode(data[start:], self.path)
+        ascii_only = len(text) == len(data) - start
+        decoder = json.JSONDecoder()
+        position = text.index("[") + 1
+        at_char, at_byte = 0, start  # the same place, in characters and in bytes
+        number = 0
+        while True:
+            position = _skip_space(text, position)
+            if text[position : position + 1] == "]":
+                break
+            try:
+                _, end = decoder.raw_decode(text, position)
+            except json.JSONDecodeError as error:
+                raise self._not_json(error, number) from None
+            if ascii_only:
+                offset, size = start + position, end - position
+            else:
+                offset = at_byte + len(text[at_char:position].encode())
+                size = len(text[position:end].encode())
+                at_char, at_byte = end, offset + size
+            yield Record(number, offset, data[offset : offset + size])
+            number += 1
+            position = _skip_space(text, end)
+            delimiter = text[position : position + 1]
+            if delimiter == ",":
+                position += 1
+            elif delimiter != "]":
+                line = text.count("\n", 0, position) + 1
+                raise DataError(
+                    f"{self.path}: not valid JSON at line {line}: expected ',' or ']' after "
+                    f"record {number - 1}; is the file cut short?"
+                )
+        if text[position + 1 :].strip():
+            raise DataError(f"{self.path}: there is text after the closing ']' of the list")
+
+    def _lines(self, data: bytes, start: int) -> Iterator[Record | DataError]:
+        # A whole-file object is the likeliest other mistake: say so instead of "line 1 is bad".
+        if start == 0 and data.lstrip()[:1] == b"{" and _is_one_object(data):
+            value = json.loads(data)
+            if not {"conversations", "messages"} & value.keys():
+                raise DataError(
+                    f"{self.path}: the file holds one object with keys {sorted(value)[:5]}; it "
+                    "must be a list of samples, or one sample a line"
+                )
+            yield Record(0, len(data) - len(data.lstrip()), data.strip())
+            return
+        offset, number = start, 0
+        for line_number, line in enumerate(data[start:].split(b"\n"), 1):
+            stripped = line.strip()
+            if stripped:
+                try:
+                    json.loads(stripped)
+                except ValueError as error:
+                    yield DataError(
+                        f"{self.path}: line {line_number} is not valid JSON ({error}); a JSONL "
+                        "file holds one sample a line"
+                    )
+                else:
+                    yield Record(number, offset + line.index(stripped), stripped)
+                number += 1
+            offset += len(line) + 1
+
+    def _not_json(self, error: json.JSONDecodeError, number: int) -> DataError:
+        return DataError(
+            f"{self.path}: not valid JSON at line {error.lineno}, column {error.colno} (record "
+            f"{number}): {error.msg}; is the file cut short?"
+        )
+
+
+def parse_record(record: Any, source: str, number: int, media_root: Path) -> Sample:
+    """Read one record of a ShareGPT / LLaVA file.
+
+    Args:
+        record: the parsed JSON value.
+        source: the file's path, for messages.
+        number: the record's place in the file, used as its id when it has none.
+        media_root: folder that relative media paths start from.
+
+    Raises:
+        DataError: no turns, an unknown role, marks that do not match the media, no assistant turn.
+    """
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{source}: record {number} is a {type(record).__name__}; it must be an object with "
+            "'conversations' or 'messages'"
+        )
+    identity = record.get("id")
+    sample_id = str(identity) if identity not in (None, "") else f"{Path(source).name}:{number}"
+    bare = Sample(sample_id, (), (), source)
+    turns, embedded = _turns(record, bare)
+    pools: dict[MediaKind, list[Media]] = {
+        "image": _listed(record, "image", media_root, bare),
+        "video": _listed(record, "video", media_root, bare),
+    }
+    for kind, entry in embedded:
+        pools[kind].extend(_media(kind, entry, media_root, bare))
+    return Sample(sample_id, turns, _match(turns, pools, bare), source)
+
+
+def _turns(record: dict[str, Any], bare: Sample) -> tuple[tuple[Turn, ...], list[Any]]:
+    """The turns, and the media written inside the turns as (kind, entry) pairs."""
+    for key in ("conversations", "messages"):
+        if record.get(key) is not None:
+            raw = record[key]
+            break
+    else:
+        raise bare.fail("it has no 'conversations' (from/value) or 'messages' (role/content)")
+    if not isinstance(raw, list) or not raw:
+        raise bare.fail(f"'{key}' must be a list with at least one turn")
+    turns: list[Turn] = []
+    embedded: list[tuple[MediaKind, Any]] = []
+    if isinstance(record.get("system"), str) and record["system"]:
+        turns.append(Turn("system", record["system"]))
+    for position, turn in enumerate(raw):
+        if not isinstance(turn, dict):
+            raise bare.fail(f"turn {position} is not an object")
+        name = turn.get("from", turn.get("role"))
+        role = ROLES.get(name) if isinstance(name, str) else None
+        if role is None:
+            raise bare.fail(
+                f"turn {position} has the unknown role {name!r}; use one of {', '.join(ROLES)}"
+            )
+        if role == "system" and turns:
+            raise bare.fail(
+                f"turn {position} is a second or late system prompt; only the first turn can be one"
+            )
+        content = turn.get("value", turn.get("content"))
+        turns.append(Turn(role, _text(content, position, embedded, bare)))
+    first = next((turn.role for turn in turns if turn.role != "system"), None)
+    if first == "assistant":
+        raise bare.fail("the first turn is the assistant's; begin with a human turn")
+    if not any(turn.role == "assistant" for turn in turns):
+        raise bare.fail(
+            "it has no assistant turn, so there is nothing to learn; add one or drop it"
+        )
+    return tuple(turns), embedded
+
+
+def _text(content: Any, position: int, embedded: list[tuple[MediaKind, Any]], bare: Sample) -> str:
+    """A turn's text with marks; list contents put their own media into `embedded`."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bare.fail(f"turn {position} has no text ('value' or 'content' must be a string)")
+    text = ""
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            text += part["text"]
+        elif kind in ("image", "video"):
+            text += f"<{kind}>"
+            entry = part.get(kind, part.get("path"))
+            if entry is not None:
+                embedded.append((kind, entry if kind == "image" else {**part, "video": entry}))
+        else:
+            raise bare.fail(
+                f"turn {position} holds a content part that is no text, image or video: "
+                f"{str(part)[:80]}"
+            )
+    return text
+
+
+def _listed(record: dict[str, Any], kind: MediaKind, root: Path, bare: Sample) -> list[Media]:
+    """The media under the singular and the plural key."""
+    singular, plural = record.get(kind), record.get(f"{kind}s")
+    found: list[Media] = []
+    if singular not in (None, "", []):
+        if kind == "video" and _is_frames(singular):
+            found += _media(kind, singular, root, bare)  # one video, written as its frames
+        else:
+            for entry in singular if isinstance(singular, list) else [singular]:
+                found += _media(kind, entry, root, bare)
+    if plural not in (None, "", []):
+        if not isinstance(plural, list):
+            plural = [plural]
+        for entry in plural:
+            found += _media(kind, entry, root, bare)
+    return found
+
+
+def _is_frames(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, str) and Path(item).suffix.lower() in IMAGE_SUFFIXES for item in value
+    )
+
+
+def _media(kind: MediaKind, entry: Any, root: Path, bare: Sample) -> list[Media]:
+    if kind == "image":
+        if isinstance(entry, dict):
+            entry = entry.get("path", entry.get("image"))
+        if not isinstance(entry, str) or not entry:
+            raise bare.fail(f"an image must be a file path, got {str(entry)[:80]!r}")
+        return [Media("image", entry, (_file(entry, root, bare),))]
+    fps = None
+    if isinstance(entry, dict):
+        fps = entry.get("fps")
+        if fps is not None and not (isinstance(fps, (int, float)) and fps > 0):
+            raise bare.fail(f"a video's fps must be a number above 0, got {fps!r}")
+        entry = entry.get("frames", entry.get("video", entry.get("path")))
+    if isinstance(entry, list) and entry and all(isinstance(item, str) for item in entry):
+        frames = entry
+        name = f"{entry[0]} ... ({len(entry)} frames)"
+    elif isinstance(entry, str) and entry:
+        if not (root / entry).is_dir():
+            return [Media("video", entry, (_file(entry, root, bare),), fps=fps)]
+        frames = sorted(
+            str(path) for path in (root / entry).iterdir() if path.suffix.lower() in IMAGE_SUFFIXES
+        )
+        name = entry
+        if not frames:
+            raise bare.fail(f"the video folder {entry} holds no images")
+    else:
+        raise bare.fail(
+            "a video must be a file, a folder of frames or a list of frames, got "
+            f"{str(entry)[:80]!r}"
+        )
+    parts = tuple(_file(frame, root, bare) for frame in frames)
+    return [Media("video", name, parts, frame_list=True, fps=fps)]
+
+
+def _file(entry: str, root: Path, bare: Sample) -> FileRange:
+    if "://" in entry and not entry.startswith("file://"):
+        raise bare.fail(f"{entry} is a URL; download it and give the file's path")
+    return FileRange(str(root / entry.removeprefix("file://")))
+
+
+def _match(
+    turns: tuple[Turn, ...], pools: dict[MediaKind, list[Media]], bare: Sample
+) -> tuple[Media, ...]:
+    """The media in the order of their marks; every mark and every medium used exactly once."""
+    order = [MARKS[mark] for turn in turns for mark in MARK_PATTERN.findall(turn.text)]
+    for kind, pool in pools.items():
+        marks = order.count(kind)
+        if marks != len(pool):
+            raise bare.fail(
+                f"it has {marks} <{kind}> mark{'s' * (marks != 1)} but {len(pool)} "
+                f"{kind}{'s' * (len(pool) != 1)}; put one <{kind}> in the text for each {kind}"
+            )
+    iterators = {kind: iter(pool) for kind, pool in pools.items()}
+    return tuple(next(iterators[kind]) for kind in order)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: no such file; --data takes a .json or .jsonl file, or a folder written by "
+            "'vlmtrain data build'"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _decode(data: bytes, path: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from None
+
+
+def _loads(data: bytes, path: str, number: int) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise DataError(f"{path}: record {number} is not valid JSON: {error}") from None
+
+
+def _is_one_object(data: bytes) -> bool:
+    """Whether the file as a whole is one JSON object (cheap to refuse for JSONL)."""
+    if data.rstrip().count(b"\n") and data.split(b"\n", 1)[0].rstrip().endswith(b"}"):
+        return False
+    try:
+        json.loads(data)
+    except ValueError:
+        return False
+    return True
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position

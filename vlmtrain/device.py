@@ -1,0 +1,175 @@
+"""Where a run computes: CUDA with NCCL, or CPU with gloo. The one place where the two differ.
+
+megatron-core asks `torch.cuda` for the current device, streams, events and random state in
+many places. On a machine without CUDA `setup()` answers those calls with their CPU meaning,
+so that the very same Megatron code trains on gloo. Where CUDA is present nothing is patched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The device of this process and the torch.distributed backend that joins the processes."""
+
+    device: torch.device
+    process_group: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_bytes(self) -> int:
+        """Peak device memory on CUDA; peak resident set of this process on CPU."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+_mode: _CudaMeansCpu | None = None
+
+
+def setup(local_rank: int = 0) -> Backend:
+    """Choose the backend of this process; install the CPU shim where there is no CUDA."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return Backend(torch.device("cuda", torch.cuda.current_device()), "cpu:gloo,cuda:nccl")
+    _install_cpu_shim()
+    return Backend(torch.device("cpu"), "gloo")
+
+
+_CPU = torch.device("cpu")
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Redirects requests for CUDA tensors and pinned memory to plain CPU tensors (about 1 us)."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = dict(kwargs, device=_CPU)
+        if kwargs.get("pin_memory"):
+            kwargs = dict(kwargs, pin_memory=False)
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        elif func is torch.Tensor.record_stream:
+            return None
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron keys its gradient buckets by strings such as 'torch.cuda.FloatTensor'.
+            name = func(*args)
+            caller = sys._getframe(1).f_code.co_filename
+            return name.replace("torch.", "torch.cuda.", 1) if "megatron" in caller else name
+        return func(*args, **kwargs)
+
+
+class _NullStream:
+    """A CUDA stream on a machine where everything runs in program order."""
+
+    device = _CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _NullEvent:
+        return _NullEvent()
+
+    def query(self) -> bool:
+        return True
+
+
+class _NullEvent:
+    """A CUDA event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+def _install_cpu_shim() -> None:
+    global _mode
+    if _mode is not None:
+        return
+    stream = _NullStream()
+    replacements: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "synchronize": lambda *a, **k: None,
+        "current_stream": lambda *a, **k: stream,
+        "default_stream": lambda *a, **k: stream,
+        "stream": lambda s: contextlib.nullcontext(),
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "set_device": lambda device: None,
+        "memory_allocated": lambda *a: 0,
+        "max_memory_allocated": lambda *a: 0,
+        "Stream": _NullStream,
+        "Event": _NullEvent,
+    }
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, value)
+
+    # Megatron's own setters go through torch.cuda's lazy queue, which never runs without CUDA.
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.get_rng_state()
+
+    def set_state(new_state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+    # It warns that the CPU generator changed inside a "GPU" region: here they are the same one.
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+
+    _mode = _CudaMeansCpu()
+    _mode.__enter__()  # for the life of the process

@@ -1,0 +1,180 @@
+"""Model, optimizer and pipeline schedule of one rank: give it packs, it makes one step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor
+
+from vlmtrain.checkpoint.hf_import import load_weights
+from vlmtrain.config import OptimizerSection
+from vlmtrain.data.batch import PackedBatch
+from vlmtrain.device import Backend
+from vlmtrain.models.configs import language_config, vision_config
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.models.stage import QwenVLStage
+from vlmtrain.optimizer import build_optimizer, set_learning_rate
+from vlmtrain.parallel.layout import Layout
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same values on every rank."""
+
+    loss: float  # mean over the target tokens of the global batch
+    grad_norm: float
+    tokens: int  # without padding
+    target_tokens: int
+    image_tokens: int
+    pad_tokens: int
+
+
+class Engine:
+    """Builds this rank's stages, loads the weights, then steps.
+
+    `torch.distributed` must be initialised; one engine a process.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        backend: Backend,
+        *,
+        weights: str | Path | None,
+        dtype: torch.dtype,
+        optimizer: OptimizerSection,
+        seed: int = 0,
+    ) -> None:
+        self.spec, self.layout, self.backend, self.section = spec, layout, backend, optimizer
+        parallel_state.initialize_model_parallel(
+            layout.tensor,
+            layout.pipeline,
+            layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        )
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+        self.config = language_config(spec, layout, dtype)
+        vision = vision_config(spec, layout, dtype)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.stages = [
+            QwenVLStage(
+                spec, layout, self.config, vision, i if layout.virtual_pipeline > 1 else None
+            ).to(backend.device)
+            for i in range(layout.virtual_pipeline)
+        ]
+        for stage in self.stages:
+            for parameter in stage.parameters():
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if weights is not None:
+            # Before DDP and the optimizer: both take copies.
+            load_weights(self.stages, spec, weights)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
+        )
+        self.chunks = [
+            DistributedDataParallel(self.config, ddp, stage, disable_bucketing=i > 0)
+            for i, stage in enumerate(self.stages)
+        ]
+        self.optimizer = build_optimizer(optimizer, self.chunks, dtype)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        # The rank whose counts stand for its data-parallel replica.
+        self._reports = (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+
+    @property
+    def needs_pixels(self) -> bool:
+        """Whether a stage of this rank embeds patches."""
+        return any(stage.stage == 0 for stage in self.stages)
+
+    def step(self, packs: list[PackedBatch], lr: float) -> StepResult:
+        """One optimizer step over this data-parallel rank's packs (the same on its whole model
+        parallel group). The loss is the mean over the target tokens of all ranks' packs."""
+        set_learning_rate(self.optimizer, self.section, lr)
+        outputs = self._forward_backward(packs, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        return self._result(packs, outputs, grad_norm)
+
+    def evaluate(self, packs: list[PackedBatch]) -> StepResult:
+        """The same loss without a backward pass or a step."""
+        with torch.no_grad():
+            outputs = self._forward_backward(packs, forward_only=True)
+        return self._result(packs, outputs, 0.0)
+
+    def _forward_backward(
+        self, packs: list[PackedBatch], forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
+        iterators: Any = [iter(packs) for _ in self.chunks]
+        single = len(self.chunks) == 1
+        return get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iterators[0] if single else iterators,
+            model=self.chunks[0] if single else self.chunks,
+            num_microbatches=len(packs),
+            seq_length=packs[0].input_ids.shape[0],
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _result(
+        self, packs: list[PackedBatch], outputs: list[dict[str, Tensor]], grad_norm: Any
+    ) -> StepResult:
+        totals = torch.zeros(5, dtype=torch.float64)
+        if self._reports:
+            totals[0] = sum(float(out["loss"]) for out in outputs)
+            totals[1] = sum(p.target_tokens for p in packs)
+            totals[2] = sum(p.image_tokens for p in packs)
+            totals[3] = sum(p.pad_tokens for p in packs)
+            totals[4] = sum(p.input_ids.shape[0] for p in packs)
+        totals = totals.to(self.backend.device)
+        dist.all_reduce(totals)
+        loss, target, image, pad, every = totals.tolist()
+        return StepResult(
+            loss=loss / max(target, 1.0),
+            grad_norm=float(grad_norm or 0.0),
+            tokens=int(every - pad),
+            target_tokens=int(target),
+            image_tokens=int(image),
+            pad_tokens=int(pad),
+        )
+
+
+def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
+    pack = next(packs)
+    return model(pack), partial(_loss, pack)
+
+
+def _loss(pack: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum over target tokens and their number: Megatron divides by the global number."""
+    target = pack.labels != IGNORED_LABEL
+    # where, not a product: a masked position's loss must not count even if it is not finite
+    losses = torch.where(target, output.float().view(-1), 0.0)
+    total = losses.sum()
+    return total, target.sum().int(), {"loss": total.detach().clone()}

@@ -1,0 +1,10 @@
+"""The errors a user can cause and fix."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Bad input: the message is one sentence that names what was read, what it held, what to do.
+
+    The command line prints it without a traceback and exits with 1.
+    """

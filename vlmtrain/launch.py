@@ -1,0 +1,119 @@
+"""How processes come to be: our own torchrun on one machine, or a launcher that started us."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from vlmtrain.errors import UserError
+
+
+# A peer that stops answering for this long ends the run instead of hanging it.
+_TIMEOUT = timedelta(minutes=30)
+
+
+class LaunchError(UserError):
+    """Processes that can't be started or joined."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among all."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def joined() -> Process | None:
+    """This process as a launcher described it; sets what torch.distributed reads; else None."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, world, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    elif "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env:
+        rank, world, local = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
+        env.setdefault("MASTER_ADDR", _first_host(env["SLURM_STEP_NODELIST"]))
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        rank, world, local = (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+        )
+    else:
+        return None
+    try:
+        process = Process(int(env[rank]), int(env[world]), int(env.get(local, "0")))
+    except (KeyError, ValueError) as error:
+        raise LaunchError(
+            f"the launcher set {rank} but not usable {world} and {local} ({error})"
+        ) from error
+    if process.world_size > 1 and "MASTER_ADDR" not in env:
+        raise LaunchError(
+            f"the launcher started {process.world_size} processes but MASTER_ADDR is not set; "
+            "set MASTER_ADDR and MASTER_PORT to the first node's address and a free port"
+        )
+    env.setdefault("MASTER_ADDR", "127.0.0.1")
+    env.setdefault("MASTER_PORT", "29500")
+    env["RANK"], env["WORLD_SIZE"] = str(process.rank), str(process.world_size)
+    env["LOCAL_RANK"] = str(process.local_rank)
+    return process
+
+
+def connect(process: Process, backend: str) -> None:
+    """Initialise torch.distributed for this process; alone it opens no port."""
+    import torch.distributed as dist
+
+    where = {"store": dist.HashStore()} if process.world_size == 1 else {}
+    dist.init_process_group(
+        backend,
+        rank=process.rank,
+        world_size=process.world_size,
+        timeout=_TIMEOUT,
+        **where,
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """node[003-007,9],other -> node003"""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    if match is None:
+        raise LaunchError(f"SLURM_STEP_NODELIST {nodes!r} can't be read; set MASTER_ADDR")
+    return match[1] + (match[2] or "")
+
+
+def start(arguments: Sequence[str], nproc: int) -> int:
+    """Run `vlmtrain ARGUMENTS` in `nproc` processes on this machine; returns the exit code.
+
+    When one process fails the others are ended; the cause is what that process printed.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
+    # torchrun logs every ended worker at length; the worker has printed the one line that counts.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "vlmtrain.cli", *arguments)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        code = failure.exitcode
+        return code if code > 0 else 128 - code
+    return 0

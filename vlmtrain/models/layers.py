@@ -1,0 +1,47 @@
+"""Transformer layers of both towers: megatron-core's local spec with our norm and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from vlmkernels.integrations.megatron import VarlenCoreAttention
+
+
+class Norm:
+    """RMSNorm or LayerNorm by `config.normalization`, usable under sequence parallelism.
+
+    Megatron's own wrapper refuses sequence parallelism; what that needs is only the mark by
+    which the gradients of the replicated weights are summed over the tensor-parallel group.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> torch.nn.Module:
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=init_device(config))
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def init_device(config: TransformerConfig) -> torch.device | None:
+    """Where new parameters are made: host memory, or the current device."""
+    return None if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def block_submodules(
+    config: TransformerConfig, mask: AttnMaskType, num_layers: int
+) -> TransformerBlockSubmodules:
+    """The submodules of a TransformerBlock of `num_layers` layers with packed attention."""
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    spec.submodules.input_layernorm = Norm
+    spec.submodules.pre_mlp_layernorm = Norm
+    spec.submodules.self_attention.submodules.core_attention = VarlenCoreAttention
+    spec.submodules.self_attention.params = {"attn_mask_type": mask}
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)

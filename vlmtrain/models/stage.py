@@ -1,0 +1,214 @@
+"""One pipeline stage of a Qwen2-VL or Qwen2.5-VL model on megatron-core.
+
+A stage holds a slice of the vision tower, a slice of the language model, or both. Between two
+stages one tensor travels (megatron-core sends no more): vision hidden states, language hidden
+states, or, where the word embedding sits before the merger, both flattened into one.
+
+S = tokens of the pack, P = patches, h = language width, D = vision width, tp = tensor-parallel
+size; sequence parallelism divides S and P by tp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType, ModelType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from vlmkernels import scatter_visual, visual_embedding
+from vlmtrain.data.batch import PackedBatch
+from vlmtrain.models.language import LanguageModel
+from vlmtrain.models.layers import block_submodules
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.models.vision import VisionInputs, VisionTower
+from vlmtrain.parallel.layout import Layout
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding table in Megatron: a multiple of 128 x tensor-parallel size."""
+    unit = 128 * tensor
+    return -(-vocab_size // unit) * unit
+
+
+class QwenVLStage(LanguageModule):
+    """The part of the model on one stage (pipeline rank and virtual chunk)."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        language: TransformerConfig,
+        vision: TransformerConfig,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config=language)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.model_type = ModelType.encoder_or_decoder
+        self.spec, self.layout, self.vp_stage = spec, layout, vp_stage
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.stage = stage = layout.stage(rank, vp_stage)
+        self.pre_process = stage == layout.embedding_stage
+        self.post_process = stage == layout.stages - 1
+        self.share_embeddings_and_output_weights = spec.tie_word_embeddings
+        # Embeddings that were looked up before the merger travel with the vision states.
+        self.joint_input = layout.embedding_stage < stage <= layout.merger_stage
+        self.joint_output = layout.embedding_stage <= stage < layout.merger_stage
+
+        self.vision: VisionTower | None = None
+        if stage <= layout.merger_stage:
+            self.vision = VisionTower(
+                vision,
+                spec.vision,
+                layout.vision_layers[stage],
+                first=stage == 0,
+                last=stage == layout.merger_stage,
+                vp_stage=vp_stage,
+                groups=groups,
+            )
+        self.language_model: LanguageModel | None = None
+        if self.pre_process or stage >= layout.merger_stage:
+            self.language_model = LanguageModel(
+                language,
+                block_submodules(language, AttnMaskType.causal, layout.text_layers[stage]),
+                padded_vocab_size(spec.vocab_size, layout.tensor),
+                spec.max_position_embeddings,
+                pre_process=self.pre_process,
+                post_process=self.post_process,
+                position_embedding_type="mrope",
+                rotary_base=int(spec.rope_theta),
+                share_embeddings_and_output_weights=spec.tie_word_embeddings,
+                scatter_embedding_sequence_parallel=False,
+                vp_stage=vp_stage,
+                spec=spec,
+            )
+            # The merger's stage hands the decoder its input; later ones receive it.
+            self.language_model.decoder.pre_process = stage == layout.merger_stage
+        self.input_tensor: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        if self.language_model is None:
+            return None
+        return self.language_model.shared_embedding_or_output_weight()
+
+    def forward(self, batch: PackedBatch, *, logits: bool = False) -> Tensor:
+        """Returns the tensor to send on, or on the last stage the per-token loss [1, S].
+
+        With `logits` the last stage returns [1, S, padded vocabulary / tp] instead.
+        """
+        received = self.input_tensor
+        if self.vision is None:
+            assert self.language_model is not None
+            self.language_model.set_input_tensor(received)
+            return self._language(batch, None, logits)
+
+        shards = self.layout.tensor if self.layout.sequence else 1
+        inputs = VisionInputs.from_grid(
+            batch.grid_thw, self.spec.vision, shards=shards, device=batch.input_ids.device
+        )
+        index = inputs.visual_index(batch.visual_index)
+        words: Tensor | None = None
+        if self.stage == 0:
+            hidden = batch.pixel_values
+        elif self.joint_input:
+            assert received is not None
+            hidden, words = self._split(received, inputs.num_patches // shards, batch, shards)
+        else:
+            assert received is not None
+            hidden = received
+        visual = self.vision(hidden, inputs)
+
+        if not self.vision.last:
+            if self.stage == self.layout.embedding_stage:
+                words = self._word_rows(batch, index)
+            if not self.joint_output:
+                return visual
+            assert words is not None
+            # Not a view: Megatron frees what it has sent, which a view would not allow.
+            return torch.cat([visual.reshape(1, 1, -1), words.reshape(1, 1, -1)], dim=-1)
+        if self.joint_input:
+            assert words is not None
+            embeddings = self._place(words, visual, index)
+        elif self.layout.tensor == 1:
+            embeddings = visual_embedding(batch.input_ids, self._table(), visual, index)
+        else:
+            embeddings = self._place(self._word_rows(batch, index), visual, index)
+        return self._language(batch, embeddings.unsqueeze(1), logits)
+
+    def _table(self) -> Tensor:
+        assert self.language_model is not None
+        return self.language_model.embedding.word_embeddings.weight
+
+    def _word_rows(self, batch: PackedBatch, index: Tensor) -> Tensor:
+        """Word embeddings [S or S/tp, h], zero at visual positions, summed over the TP group."""
+        if self.layout.tensor == 1:
+            return visual_embedding(batch.input_ids, self._table(), None, index)
+        assert self.language_model is not None
+        words = self.language_model.embedding.word_embeddings
+        rows = visual_embedding(
+            batch.input_ids,
+            words.weight,
+            None,
+            index,
+            vocab_range=(words.vocab_start_index, words.vocab_end_index),
+        )
+        if self.layout.sequence:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(rows)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(rows)
+
+    def _place(self, words: Tensor, visual: Tensor, index: Tensor) -> Tensor:
+        """Write the visual rows into this rank's embeddings [S or S/tp, h]."""
+        if not self.layout.sequence:
+            return scatter_visual(words, visual, index)
+        # Each rank uses only its own positions' rows: their gradients are summed over the group.
+        visual = tensor_parallel.copy_to_tensor_model_parallel_region(visual)
+        shard = (parallel_state.get_tensor_model_parallel_rank(), self.layout.tensor)
+        return scatter_visual(words, visual, index, shard=shard)
+
+    def _split(
+        self, received: Tensor, patches: int, batch: PackedBatch, shards: int
+    ) -> tuple[Tensor, Tensor]:
+        width, tokens = self.spec.vision.hidden_size, batch.input_ids.shape[0] // shards
+        flat = received.view(-1)
+        vision = flat[: patches * width].view(patches, 1, width)
+        return vision, flat[patches * width :].view(tokens, self.spec.hidden_size)
+
+    def _language(self, batch: PackedBatch, embeddings: Tensor | None, logits: bool) -> Tensor:
+        assert self.language_model is not None
+        # 'sbhd' keeps Megatron's rotary embedding off its per-segment path (a host sync per
+        # layer on a GPU); our attention reads the borders all the same.
+        packed = PackedSeqParams(
+            qkv_format="sbhd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens
+        )
+        labels = batch.labels.clamp_min(0)[None] if self.post_process and not logits else None
+        return self.language_model(
+            batch.input_ids[None],
+            batch.position_ids[:, None],
+            None,
+            decoder_input=embeddings,
+            labels=labels,
+            packed_seq_params=packed,
+        )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if self.vision is not None:
+            state.update(self.vision.sharded_state_dict(prefix + "vision.", (), metadata))
+        if self.language_model is not None:
+            state.update(
+                self.language_model.sharded_state_dict(prefix + "language_model.", (), metadata)
+            )
+        return state

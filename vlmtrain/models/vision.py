@@ -1,0 +1,210 @@
+"""The vision tower (ViT + merger) in megatron-core, or the slice of it that a stage holds.
+
+P = patches (rows of pixels), G = P / 4 merged groups, D = tower width, h = language width.
+Reference: transformers' Qwen2VisionTransformerPretrainedModel and
+Qwen2_5_VisionTransformerPretrainedModel.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from vlmkernels import VisionLayout
+from vlmkernels.integrations.megatron import VisionPackedSeqParams
+from vlmtrain.models.layers import Norm, block_submodules, init_device
+from vlmtrain.models.spec import VisionSpec
+
+
+@dataclass
+class VisionInputs:
+    """What every slice of the tower needs to know about a microbatch's images and videos."""
+
+    window_index: Tensor | None  # int64 [G]: group at each place in window order
+    reverse_index: Tensor | None  # int64 [G]: place of each group in window order
+    rotary: Tensor  # float32 [P, 1, 1, head_dim]: angles, in the tower's row order
+    packed: VisionPackedSeqParams
+    num_patches: int  # P with padding
+    padded_patches: int
+
+    @classmethod
+    def from_grid(
+        cls, grid_thw: Tensor, spec: VisionSpec, *, shards: int, device: torch.device
+    ) -> VisionInputs:
+        """Build them from grid_thw int64 [media, 3] (t, h, w in patches).
+
+        Zero patches are appended, as a segment of their own, until there is at least one group
+        of four and, with `shards` > 1 (sequence parallelism), until the groups can be dealt out
+        evenly. Their rows are never read; with them every parameter takes part in a microbatch
+        without images, so that no gradient reduction waits for one.
+        """
+        layout = VisionLayout.from_grid(
+            grid_thw,
+            patch_size=spec.patch_size,
+            merge_size=spec.spatial_merge_size,
+            window_size=spec.window_size,
+        )
+        windowed = layout.window_index is not None
+        angles = layout.rotary(spec.head_dim, windowed=windowed)
+        cu, cu_window = layout.cu_seqlens, layout.cu_window_seqlens
+        window, reverse = layout.window_index, layout.reverse_index
+        unit = spec.merge_unit
+        groups = layout.num_patches // unit
+        extra = shards if groups == 0 else -groups % shards
+        if extra:
+            end = torch.tensor([(groups + extra) * unit], dtype=torch.int32)
+            tail = torch.arange(groups, groups + extra)
+            angles = torch.cat([angles, angles.new_zeros(extra * unit, angles.shape[1])])
+            cu = torch.cat([cu, end])
+            if windowed:
+                cu_window = torch.cat([cu_window, end])
+                window, reverse = torch.cat([window, tail]), torch.cat([reverse, tail])
+        cu = cu.to(device, non_blocking=True)
+        return cls(
+            window_index=None if window is None else window.to(device, non_blocking=True),
+            reverse_index=None if reverse is None else reverse.to(device, non_blocking=True),
+            rotary=torch.cat([angles, angles], -1)[:, None, None, :].to(device, non_blocking=True),
+            packed=VisionPackedSeqParams(
+                qkv_format="sbhd",
+                cu_seqlens_q=cu,
+                cu_seqlens_kv=cu,
+                cu_window_seqlens=(
+                    None if cu_window is None else cu_window.to(device, non_blocking=True)
+                ),
+            ),
+            num_patches=(groups + extra) * unit,
+            padded_patches=extra * unit,
+        )
+
+    def visual_index(self, index: Tensor) -> Tensor:
+        """Point `index` (int32 [S], rows in media order) at the merger's row order.
+
+        The merger keeps window order; following the permutation in the index that the
+        embedding reads anyway costs nothing, putting its rows back would cost a copy.
+        """
+        if self.reverse_index is None:
+            return index
+        moved = self.reverse_index[index.clamp_min(0).long()].to(torch.int32)
+        return torch.where(index >= 0, moved, index)
+
+
+class VisionTower(MegatronModule):
+    """The slice of the vision tower on one stage; the last slice ends with the merger."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: VisionSpec,
+        num_layers: int,
+        *,
+        first: bool,
+        last: bool,
+        vp_stage: int | None,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.spec, self.first, self.last = spec, first, last
+        width = spec.hidden_size
+        if first:
+            self.patch_embed = torch.nn.Linear(
+                spec.patch_dim,
+                width,
+                bias=False,
+                dtype=config.params_dtype,
+                device=init_device(config),
+            )
+            # Each rank embeds its own rows only: the weight's gradient is a partial sum.
+            self.patch_embed.weight.sequence_parallel = config.sequence_parallel  # type: ignore
+        self.blocks = TransformerBlock(
+            config,
+            block_submodules(config, AttnMaskType.no_mask, num_layers),
+            post_layer_norm=False,
+            pre_process=first,
+            post_process=False,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        if last:
+            merger = copy.copy(config)
+            merger.sequence_parallel = False
+            merged = spec.merge_unit * width
+            self.merger_norm = Norm(merger, width, eps=1e-6)
+            self.merger_fc1 = ColumnParallelLinear(
+                merged,
+                merged,
+                config=merger,
+                init_method=merger.init_method,
+                bias=True,
+                gather_output=False,
+                tp_group=groups.tp,
+            )
+            self.merger_fc2 = RowParallelLinear(
+                merged,
+                spec.out_hidden_size,
+                config=merger,
+                init_method=merger.output_layer_init_method,
+                bias=True,
+                input_is_parallel=True,
+                skip_bias_add=False,
+                tp_group=groups.tp,
+            )
+
+    def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+        """x: pixel rows [patches, patch_dim] on the first slice, else hidden [P or P/tp, 1, D].
+
+        Returns hidden states [P or P/tp, 1, D], or on the last slice rows [G, h] in the order
+        that `VisionInputs.visual_index` follows.
+        """
+        if self.first:
+            x = self._embed_patches(x, inputs)
+        else:
+            self.blocks.set_input_tensor(x)
+        x = self.blocks(
+            hidden_states=x,
+            attention_mask=None,
+            rotary_pos_emb=inputs.rotary,
+            packed_seq_params=inputs.packed,
+        )
+        return self._merge(x) if self.last else x
+
+    def _embed_patches(self, pixels: Tensor, inputs: VisionInputs) -> Tensor:
+        unit, dim = self.spec.merge_unit, self.spec.patch_dim
+        pixels = pixels.to(self.config.params_dtype)
+        if inputs.padded_patches:
+            pixels = F.pad(pixels, (0, 0, 0, inputs.padded_patches))
+        if inputs.window_index is not None:
+            pixels = pixels.view(-1, unit * dim)[inputs.window_index].view(-1, dim)
+        if self.config.sequence_parallel:
+            world = parallel_state.get_tensor_model_parallel_world_size()
+            pixels = pixels.chunk(world, 0)[parallel_state.get_tensor_model_parallel_rank()]
+        return self.patch_embed(pixels).unsqueeze(1)
+
+    def _merge(self, x: Tensor) -> Tensor:
+        if self.config.sequence_parallel:
+            # Every rank merges all rows, so the gradient that comes back is whole already.
+            x = tensor_parallel.gather_from_sequence_parallel_region(
+                x, tensor_parallel_output_grad=False
+            )
+        x = self.merger_norm(x).reshape(-1, 1, self.spec.merge_unit * self.spec.hidden_size)
+        x = self.merger_fc2(F.gelu(self.merger_fc1(x)[0]))[0]
+        return x.squeeze(1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)

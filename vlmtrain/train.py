@@ -1,0 +1,237 @@
+"""`vlmtrain train`: from a Hugging Face folder and conversations to a Hugging Face folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vlmtrain import device
+from vlmtrain.config import TrainConfig, to_dict
+from vlmtrain.errors import UserError
+from vlmtrain.launch import Process, connect
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.parallel.layout import Layout, make_layout
+
+
+def run(config: TrainConfig, process: Process) -> None:
+    """Train as `config` says, as one of `process.world_size` processes.
+
+    Raises:
+        UserError: bad input; raised on every rank, marked so that only rank 0 prints it.
+    """
+    spec, layout = check(config, process.world_size)
+    backend = device.setup(process.local_rank)
+    if backend.is_cuda:
+        torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
+    connect(process, backend.process_group)
+    try:
+        _train(config, spec, layout, backend)
+    finally:
+        failed = sys.exc_info()[0] is not None
+        if not failed:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
+    """Everything that can be refused before a process group exists."""
+    spec = ModelSpec.from_folder(config.model)
+    parallel, train = config.parallel, config.train
+    replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))
+    layout = make_layout(
+        spec,
+        world_size=world_size,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        sequence=parallel.sequence,
+        vision_layers=parallel.vision_layers,
+        text_layers=parallel.text_layers,
+        microbatches=train.global_batch // replicas,
+        pack_length=train.pack_length,
+    )
+    if train.global_batch % layout.data:
+        low = train.global_batch - train.global_batch % layout.data
+        raise UserError(
+            f"--train.global_batch {train.global_batch} packs can't be divided over {layout.data} "
+            f"data-parallel ranks; use {low + layout.data}"
+        )
+    return spec, layout
+
+
+def _train(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend
+) -> None:
+    from vlmtrain.checkpoint import training as checkpoints
+    from vlmtrain.checkpoint.hf_export import save_weights
+    from vlmtrain.checkpoint.hf_import import HFWeights, check_names
+    from vlmtrain.data.index import SampleIndex, scan_sources
+    from vlmtrain.data.loader import PackedLoader
+    from vlmtrain.data.processor import Processor
+    from vlmtrain.engine import Engine
+    from vlmtrain.metrics import Metrics
+    from vlmtrain.optimizer import learning_rate
+
+    rank = dist.get_rank()
+    train = config.train
+    folder = config.output / "checkpoints"
+    processor = Processor.from_folder(config.model, spec)
+
+    def prepare() -> tuple[SampleIndex, Path | None]:
+        _check_output(config)
+        resume = checkpoints.find(folder, config.checkpoint.resume)
+        check_names(HFWeights(config.model), spec)
+        paths = [part for part in config.data.split(",") if part]
+        return scan_sources(paths, processor, spec, train.pack_length), resume
+
+    # One rank reads and judges all input; the others hear its verdict instead of a hang.
+    index, resume = on_first_rank(prepare)
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    engine = Engine(
+        spec,
+        layout,
+        backend,
+        weights=config.model,
+        dtype=dtype,
+        optimizer=config.optimizer,
+        seed=train.seed,
+    )
+    loader = PackedLoader(
+        index,
+        processor,
+        spec,
+        pack_length=train.pack_length,
+        global_batch=train.global_batch,
+        dp_rank=engine.data_rank,
+        dp_size=layout.data,
+        seed=train.seed,
+        need_pixels=engine.needs_pixels,
+    )
+    done = 0
+    if resume is not None:
+        extra = checkpoints.load(resume, engine.stages, engine.optimizer)
+        loader.load_state_dict(extra["loader"])
+        done = extra["step"]
+    total = train.steps or loader.steps_for_epochs(train.epochs)
+    metrics = None
+    if rank == 0:
+        config.output.mkdir(parents=True, exist_ok=True)
+        metrics = Metrics(config.output, done, total, train.log_every)
+        _describe(config, spec, layout, index, loader, total, done, resume)
+
+    def save(step: int) -> None:
+        extra = {"loader": loader.state_dict(), "config": to_dict(config)}
+        checkpoints.save(
+            folder, step, engine.stages, engine.optimizer, extra, config.checkpoint.keep
+        )
+
+    for step in range(done, total):
+        start = time.perf_counter()
+        packs = loader.next_step()
+        waited = time.perf_counter() - start
+        lr = learning_rate(config.optimizer, step, total)
+        result = engine.step(packs, lr)
+        backend.synchronize()
+        seconds = time.perf_counter() - start
+        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+            raise _everywhere(
+                f"step {step + 1}: loss is {result.loss}, gradient norm {result.grad_norm}; lower "
+                "--optimizer.lr, or look at the samples of this step"
+            )
+        if metrics is not None:
+            metrics.step(
+                step + 1,
+                result,
+                lr,
+                seconds,
+                data_seconds=waited,
+                epoch=loader.epoch,
+                peak_memory_gb=backend.peak_memory_bytes() / 1e9,
+            )
+        every = config.checkpoint.every
+        if every and (step + 1) % every == 0 and step + 1 < total:
+            save(step + 1)
+    if done < total:
+        save(total)
+    loader.close()
+    save_weights(engine.stages, spec, config.model, config.output / "hf")
+    if metrics is not None:
+        metrics.close()
+        print(f"Hugging Face folder: {config.output / 'hf'}", flush=True)
+
+
+def on_first_rank(work: Any) -> Any:
+    """Run `work()` on rank 0; every rank returns its value or raises its UserError."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = work()
+        except UserError as error:
+            box[1] = str(error)
+        except Exception:  # the others must hear of it too, then it goes its way
+            dist.broadcast_object_list([None, "rank 0 failed while reading the input"], src=0)
+            raise
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise _everywhere(box[1])
+    return box[0]
+
+
+def _everywhere(message: str) -> UserError:
+    """An error that every rank raises: rank 0 prints it."""
+    error = UserError(message)
+    error.print_here = dist.get_rank() == 0  # type: ignore[attr-defined]
+    return error
+
+
+def _check_output(config: TrainConfig) -> None:
+    output = config.output
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file; name a folder")
+    used = [n for n in ("metrics.jsonl", "checkpoints", "hf") if (output / n).exists()]
+    if used and config.checkpoint.resume == "none":
+        raise UserError(
+            f"--output {output} already holds a run ({used[0]}); continue it with "
+            "--checkpoint.resume latest, or name another folder"
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
+
+
+def _describe(
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    index: Any,
+    loader: Any,
+    total: int,
+    done: int,
+    resume: Path | None,
+) -> None:
+    train = config.train
+    print(
+        f"{spec.family}: {spec.num_layers} language layers of width {spec.hidden_size}, "
+        f"{spec.vision.depth} vision layers of width {spec.vision.hidden_size}; {train.precision}\n"
+        f"{dist.get_world_size()} processes: {layout.describe()}\n"
+        f"{len(index):,} samples, {int(index.lengths.sum()):,} tokens "
+        f"({int(index.image_tokens.sum()):,} image, {int(index.target_tokens.sum()):,} target); "
+        f"{train.global_batch} packs of {train.pack_length:,} tokens a step, "
+        f"{train.global_batch // layout.data} per replica; {loader.steps_per_epoch} steps an "
+        f"epoch, {total} in all"
+        + (f"\nresumed from {resume} at step {done}" if resume is not None else ""),
+        flush=True,
+    )
+    if os.environ.get("OMP_NUM_THREADS") is None and dist.get_world_size() > 1:
+        print("OMP_NUM_THREADS is not set: processes may compete for cores", flush=True)
