@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import socket
 import stat
@@ -50,11 +51,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tiny_model.write_folder(folder / "model", run.training_texts()), data
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_port(low: int = 20000, high: int = 40000) -> int:
+    for port in random.sample(range(low, high), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free port in {low} to {high}")
 
 
 def _environment(inputs: tuple[Path, Path], output: Path, **more: object) -> dict[str, str]:
@@ -152,10 +157,9 @@ def test_slurm(inputs: tuple[Path, Path], tmp_path: Path, expected: list[float])
     environment = _environment(
         inputs,
         tmp_path / "out",
-        SLURM_JOB_ID=4242,
+        SLURM_JOB_ID=_free_port() - 20000,  # without MASTER_PORT the job's id decides the port
         SLURM_NTASKS=2,
         SLURM_CPUS_PER_TASK=1,
-        MASTER_PORT=_free_port(),
     )
     environment["PATH"] = f"{srun.parent}{os.pathsep}{environment['PATH']}"
     printed = _run([(["bash", str(LAUNCH / "slurm.sbatch"), *OPTIONS], environment)])

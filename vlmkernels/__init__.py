@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import torch as _torch  # noqa: F401  first: the native module then shares torch's OpenMP runtime
 
+from .attention import varlen_attention
 from .embedding import scatter_visual, visual_embedding, visual_index
+from .optim import CPUAdam
+from .vision_layout import VisionLayout
 
-__all__ = ["scatter_visual", "visual_embedding", "visual_index"]
+__all__ = [
+    "CPUAdam",
+    "VisionLayout",
+    "scatter_visual",
+    "varlen_attention",
+    "visual_embedding",
+    "visual_index",
+]
 
 __version__ = "0.1.0"

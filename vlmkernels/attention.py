@@ -33,7 +33,7 @@ def varlen_attention_reference(
     """What varlen_attention means, in plain torch at the inputs' dtype: tests and documentation."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // max(k.shape[1], 1)
-    out = []
+    out = [q[:0]]
     borders = cu_seqlens.tolist()
     for begin, end in zip(borders, borders[1:], strict=False):
         qs, ks, vs = (x[begin:end].transpose(0, 1) for x in (q, k, v))  # [H, L, D]
@@ -43,7 +43,7 @@ def varlen_attention_reference(
             later = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(later, -math.inf)
         out.append((scores.softmax(-1) @ vs).transpose(0, 1))
-    return torch.cat(out) if out else torch.empty_like(q)
+    return torch.cat(out)
 
 
 # ---- launchers ------------------------------------------------------------------------------------

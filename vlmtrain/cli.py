@@ -59,7 +59,7 @@ def _train(arguments: list[str]) -> int:
     from vlmtrain import launch
 
     arguments, recipe = _take(arguments, "--config")
-    default = None
+    default: configuration.TrainConfig | None = None
     if recipe is not None:
         blank = configuration.TrainConfig(model=Path(), data="", output=Path())
         default = configuration.from_toml(Path(recipe), blank)
@@ -79,7 +79,7 @@ def _train(arguments: list[str]) -> int:
         prog="vlmtrain train",
         args=arguments,
         description="Train a model. --config FILE reads a TOML recipe first; options override it.",
-        **({} if default is None else {"default": default}),
+        default=tyro.MISSING_NONPROP if default is None else default,
     )
     config.validate()
     process = launch.joined()

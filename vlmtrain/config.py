@@ -223,9 +223,7 @@ def _convert(current: Any, value: Any, where: str) -> Any:
     if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not type(current):
-        raise ConfigError(
-            f"{where} must be of type {type(current).__name__}, it is {value!r}"
-        )
+        raise ConfigError(f"{where} must be of type {type(current).__name__}, it is {value!r}")
     return value
 
 

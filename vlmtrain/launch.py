@@ -13,7 +13,6 @@ from datetime import timedelta
 
 from vlmtrain.errors import UserError
 
-
 # A peer that stops answering for this long ends the run instead of hanging it.
 _TIMEOUT = timedelta(minutes=30)
 

@@ -34,8 +34,8 @@ def run(config: TrainConfig, process: Process) -> None:
     try:
         _train(config, spec, layout, backend)
     finally:
-        failed = sys.exc_info()[0] is not None
-        if not failed:
+        # After a failure the other ranks may be anywhere: a barrier would wait for them.
+        if process.world_size == 1 or sys.exc_info()[0] is None:
             dist.barrier()
             dist.destroy_process_group()
 
@@ -66,9 +66,7 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
     return spec, layout
 
 
-def _train(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend
-) -> None:
+def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend) -> None:
     from vlmtrain.checkpoint import training as checkpoints
     from vlmtrain.checkpoint.hf_export import save_weights
     from vlmtrain.checkpoint.hf_import import HFWeights, check_names

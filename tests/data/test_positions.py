@@ -35,7 +35,11 @@ def positions(
 ) -> torch.Tensor:
     media = [piece for piece in pieces if not isinstance(piece, int)]
     return mrope_positions(
-        sequence(spec, pieces), [grid for _, grid in media], [kind for kind, _ in media], spec, seconds
+        sequence(spec, pieces),
+        [grid for _, grid in media],
+        [kind for kind, _ in media],
+        spec,
+        seconds,
     )
 
 
@@ -96,7 +100,9 @@ def test_video_time_is_truncated_after_scaling(spec: ModelSpec) -> None:
 
 
 def test_qwen2_vl_video_counts_slices(spec: ModelSpec) -> None:
-    spec = dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, tokens_per_second=None))
+    spec = dataclasses.replace(
+        spec, vision=dataclasses.replace(spec.vision, tokens_per_second=None)
+    )
     ours = positions(spec, [("video", (4, 2, 2)), 1], [7.5])
     assert ours[0].tolist() == [0, 1, 2, 3, 4, 5, 6]
 

@@ -24,7 +24,8 @@ IMAGE = Media("image", "a.jpg", ())
 CONVERSATIONS: list[tuple[list[tuple[str, str]], str]] = [
     (
         [("user", "Hi"), ("assistant", "Hello!")],
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n"
         "<|im_start|>assistant\n«Hello!<|im_end|>\n»",
     ),
     (
@@ -58,7 +59,8 @@ CONVERSATIONS: list[tuple[list[tuple[str, str]], str]] = [
     ),
     (  # two answers in a row, and an empty one
         [("user", "x"), ("assistant", ""), ("assistant", "y")],
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nx<|im_end|>\n"
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nx<|im_end|>\n"
         "<|im_start|>assistant\n«<|im_end|>\n»<|im_start|>assistant\n«y<|im_end|>\n»",
     ),
 ]
@@ -134,9 +136,7 @@ def test_a_token_across_the_border_is_not_learned(processor: Processor) -> None:
     assert tokenizer.decode(learned) == "A<|im_end|>\n"
 
 
-def test_placeholders_in_an_answer_are_never_learned(
-    processor: Processor, spec: ModelSpec
-) -> None:
+def test_placeholders_in_an_answer_are_never_learned(processor: Processor, spec: ModelSpec) -> None:
     sample = make_sample([("user", "draw"), ("assistant", "see <image> there")])
     encoded = processor.encode(sample, [MediaLayout((1, 4, 4), 0.0)])
     assert int((encoded.input_ids == spec.image_token_id).sum()) == 4
@@ -164,9 +164,7 @@ def test_a_template_of_plain_strings_gets_strings(processor: Processor, spec: Mo
     )
     template = ChatTemplate(processor.template.tokenizer, spec, plain)
     text = template.render(template.messages(make_sample([("user", "a<image>b")])))
-    assert text == (
-        "<|im_start|>user\na<|vision_start|><|image_pad|><|vision_end|>b<|im_end|>\n"
-    )
+    assert text == ("<|im_start|>user\na<|vision_start|><|image_pad|><|vision_end|>b<|im_end|>\n")
 
 
 def test_template_files_of_the_folder(model_folder: Path, spec: ModelSpec, tmp_path: Path) -> None:

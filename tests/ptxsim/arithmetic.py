@@ -163,6 +163,8 @@ def convert_address(block: Block, instruction: Instruction, lanes: Lanes) -> Non
 def convert(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     _reject(instruction, *_ROUNDINGS)
     to, of = instruction.modifiers[-2:]
+    if to in ("f16", "bf16", "f32") and {"rz", "rzi", "rni"} & set(instruction.modifiers):
+        raise SimError("rounding of a float other than to nearest is not interpreted")
     value = block.read(instruction.operands[1], of, lanes)
     if of == "bf16":
         value, of = bf16_to_f32(value), "f32"

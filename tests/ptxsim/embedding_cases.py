@@ -89,13 +89,17 @@ class Pack:
 
     def __post_init__(self) -> None:
         is_visual = self.rng.random(self.positions) < self.share
+        if 0 < self.share < 1 and self.positions > 1:
+            is_visual[0] = is_visual[-1] = True  # a placeholder at both ends
         self.index = np.where(is_visual, np.cumsum(is_visual) - 1, -1).astype(np.int32)
         self.visual_rows = int(is_visual.sum()) + 2  # the last two are named by no position
-        ids = self.rng.integers(0, self.vocabulary, self.positions)
-        self.ids = np.where(is_visual, 1 << 40, ids)  # an id at a visual row must not be used
+        # An id at a visual row must not be used. The text ids go round, so that few positions
+        # hold all of them, both ends of a range included.
+        self.ids = np.full(self.positions, 1 << 40)
         text = np.flatnonzero(~is_visual)
-        if len(text) > 1:  # both ends of the table
-            self.ids[text[0]], self.ids[text[-1]] = 0, self.vocabulary - 1
+        self.ids[text] = (self.rng.integers(self.vocabulary) + np.arange(len(text))) % (
+            self.vocabulary
+        )
         self.table = self.random(self.vocabulary)
         self.visual = self.random(self.visual_rows)
 
@@ -119,26 +123,35 @@ def check_forward(
     shard: tuple[int, int] | None = None,
     vocab_range: tuple[int, int] | None = None,
     with_visual: bool = True,
+    far: int = 0,
 ) -> Device:
-    """visual_embedding's forward against indexing in numpy, bit for bit."""
+    """visual_embedding's forward against indexing in numpy, bit for bit.
+
+    With `far`, ids and indices are that much larger and the pointers that many rows back: every
+    byte offset is computed as for a table of gigabytes, without having one.
+    """
     first, rows = pack.shard(shard)
     start, end = vocab_range or (0, pack.vocabulary)
     device = kernels.device()
     memory = device.memory
     table = pack.table[start:end]
+    back = far * pack.row_bytes
+    visual = memory.upload("visual", pack.visual, pack.misalign) - back if with_visual else 0
     params = fill(
         "EmbeddingParams",
-        ids=memory.upload("ids", pack.ids),
-        visual_index=memory.upload("visual_index", pack.index),
-        table=memory.upload("table", table, pack.misalign),
-        visual=memory.upload("visual", pack.visual, pack.misalign) if with_visual else None,
+        ids=memory.upload("ids", pack.ids + far),
+        visual_index=memory.upload(
+            "visual_index", np.where(pack.index < 0, -1, pack.index + far).astype(np.int32)
+        ),
+        table=(memory.upload("table", table, pack.misalign) - back) % (1 << 64),
+        visual=visual % (1 << 64),
         out=memory.reserve("out", (rows, pack.hidden), table.dtype, pack.misalign),
         first=first,
         rows=rows,
         row_bytes=pack.row_bytes,
         vocab_start=start,
-        vocab_rows=end - start,
-        visual_rows=pack.visual_rows if with_visual else -1,
+        vocab_rows=end - start + far,
+        visual_rows=pack.visual_rows + far if with_visual else -1,
         partial=vocab_range is not None,
     )
     kernels.run(device, "forward", params)
@@ -186,9 +199,7 @@ def check_scatter(
     same_bits(memory.array("out"), want, "out")
 
 
-def check_gather(
-    kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None = None
-) -> Device:
+def check_gather(kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None = None) -> Device:
     """dvisual: each row from the one position that names it, zeros elsewhere."""
     first, rows = pack.shard(shard)
     device = kernels.device()
@@ -245,31 +256,48 @@ def check_reduce(kernels: Kernels, pack: Pack) -> None:
 Check = Callable[[Kernels, np.random.Generator], Any]
 
 
+def _forward_edges(kernels: Kernels, rng: np.random.Generator) -> None:
+    """A pack of visual rows only, one of text only, one row, and a shard of none."""
+    for positions, share in ((5, 1.0), (5, 0.0), (1, 1.0), (0, 0.5)):
+        check_forward(kernels, Pack(rng, positions, 16, "bfloat16", share=share))
+
+
+def _forward_shards(kernels: Kernels, rng: np.random.Generator) -> None:
+    """Both halves, with a range that leaves ids on both sides."""
+    pack = Pack(rng, 36, 72, "float16", vocabulary=5)
+    for rank in range(2):
+        check_forward(kernels, pack, shard=(rank, 2), vocab_range=(1, 4))
+
+
+def _scatter_shards(kernels: Kernels, rng: np.random.Generator) -> None:
+    pack = Pack(rng, 12, 24, "float32")
+    check_scatter(kernels, pack, shard=(2, 3), with_visual=True)
+    check_scatter(kernels, pack, shard=(1, 3), with_visual=False)
+
+
 def small_suite() -> dict[str, Check]:
-    """The checks every mutant must survive to count as unnoticed: all paths, small shapes."""
-
-    def pack(rng: np.random.Generator, *args: Any, **kwargs: Any) -> Pack:
-        return Pack(rng, *args, **kwargs)
-
+    """All paths of the three launchers, in small shapes; a mutant must fail one of them."""
+    far = (1 << 31) - 100  # the largest index of an int32
     return {
-        # 37 rows: three blocks of 16, the last with a ragged warp. 136 units of 16 bytes: one
-        # full and one ragged batch of loads.
-        "forward": lambda k, r: check_forward(k, pack(r, 37, 1088, "bfloat16")),
-        "forward, shard and vocabulary range": lambda k, r: check_forward(
-            k, pack(r, 36, 72, "float16"), shard=(1, 2), vocab_range=(3, 8)
-        ),
+        # 37 rows: three blocks of 16 rows, the last with a ragged warp. 168 units of 16 bytes:
+        # one full batch of loads, and one that ends inside the batch.
+        "forward": lambda k, r: check_forward(k, Pack(r, 37, 1344, "bfloat16")),
+        "forward, shards and vocabulary range": _forward_shards,
         "forward, 4-byte path": lambda k, r: check_forward(
-            k, pack(r, 9, 33, "float32"), with_visual=False
+            k, Pack(r, 9, 33, "float32"), with_visual=False
         ),
         "forward, 2-byte path": lambda k, r: check_forward(
-            k, pack(r, 9, 64, "bfloat16", misalign=2)
+            k, Pack(r, 9, 64, "bfloat16", misalign=2)
         ),
-        "scatter": lambda k, r: check_scatter(
-            k, pack(r, 12, 24, "float32"), shard=(2, 3), with_visual=True
+        "forward, far": lambda k, r: check_forward(k, Pack(r, 8, 16, "float32"), far=far),
+        "forward, edges": _forward_edges,
+        "scatter": _scatter_shards,
+        "gather": lambda k, r: check_gather(k, Pack(r, 40, 40, "bfloat16"), shard=(1, 2)),
+        "gather, one column": lambda k, r: check_gather(k, Pack(r, 150, 1, "float16", share=0.1)),
+        "reduce": lambda k, r: check_reduce(k, Pack(r, 29, 1040, "bfloat16", vocabulary=4)),
+        "reduce, scalar": lambda k, r: check_reduce(k, Pack(r, 31, 131, "float16", vocabulary=2)),
+        # Text only: the last run ends where the entries do.
+        "reduce, float32": lambda k, r: check_reduce(
+            k, Pack(r, 13, 520, "float32", vocabulary=2, share=0.0)
         ),
-        "gather": lambda k, r: check_gather(k, pack(r, 40, 40, "bfloat16"), shard=(1, 2)),
-        "gather, one row": lambda k, r: check_gather(k, pack(r, 150, 1, "float16", share=0.1)),
-        "reduce": lambda k, r: check_reduce(k, pack(r, 29, 1040, "bfloat16", vocabulary=4)),
-        "reduce, scalar": lambda k, r: check_reduce(k, pack(r, 13, 131, "float16", vocabulary=3)),
-        "reduce, float32": lambda k, r: check_reduce(k, pack(r, 13, 520, "float32", vocabulary=2)),
     }

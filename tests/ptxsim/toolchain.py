@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,21 @@ def run(command: Sequence[str]) -> str:
     return done.stdout + done.stderr
 
 
-@dataclass(frozen=True)
+@dataclass
 class Build:
     """One .cu file: the PTX of each architecture and the host launchers in a library."""
 
     ptx: dict[str, str]  # "80" -> PTX text
     library: Path
 
+    @cached_property
+    def _exported(self) -> list[str]:
+        symbols = run(["nm", "-D", "--defined-only", str(self.library)])
+        return re.findall(r"\bT (_ZN\w+)", symbols)
+
     def function(self, name: str) -> Any:
         """The C++ launcher of that name (without its namespace), callable through ctypes."""
-        symbols = run(["nm", "-D", "--defined-only", str(self.library)])
-        mangled = re.findall(rf"\bT (_ZN\w*?{len(name)}{name}E\w*)", symbols)
+        mangled = [s for s in self._exported if re.fullmatch(rf"_ZN\w*?{len(name)}{name}E\w*", s)]
         assert len(mangled) == 1, f"{name}: {mangled}"
         return getattr(ctypes.CDLL(str(self.library)), mangled[0])
 
@@ -65,7 +70,7 @@ def build_fake_runtime(folder: Path) -> Path:
 
 
 def build_kernels(source: Path, folder: Path, architectures: Sequence[str]) -> Build:
-    """Compiles one .cu once: its PTX per architecture, and its host code as a library.
+    """Compiles csrc/cuda/<name>.cu, or a copy, once: PTX per architecture, host code as a library.
 
     Both come from one run of nvcc, so that the launches name the kernels of that PTX.
     """
@@ -78,7 +83,7 @@ def build_kernels(source: Path, folder: Path, architectures: Sequence[str]) -> B
     run(
         [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo", *targets]
         + ["--keep", "--keep-dir", str(keep), "-cudart", "none", "-shared"]
-        + ["-Xcompiler", "-fPIC", "-I", str(CSRC), str(source), "-o", str(library)]
+        + ["-Xcompiler", "-fPIC", "-I", str(source.parents[1]), str(source), "-o", str(library)]
     )
     ptx: dict[str, str] = {}
     for path in keep.glob("*.ptx"):
@@ -90,6 +95,24 @@ def build_kernels(source: Path, folder: Path, architectures: Sequence[str]) -> B
     return Build(ptx, library)
 
 
+def kernel_ptx(source: Path, like: Build, architecture: str) -> str:
+    """The PTX of a changed copy of a .cu whose host code stays that of `like`: the quick way.
+
+    nvcc names an anonymous namespace after the file; the name of `like` is put in its place.
+    """
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    output = source.with_suffix(".ptx")
+    run([nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", f"-arch=compute_{architecture}"]
+        + ["-ptx", "-I", str(source.parents[1]), str(source), "-o", str(output)])  # fmt: skip
+    own, wanted = (
+        re.findall(r"\d+_GLOBAL__N__[0-9a-f]+_\d+_\w+?_cu_[0-9a-f]{8}", text)
+        for text in (output.read_text(), like.ptx[architecture])
+    )
+    return output.read_text().replace(own[0], wanted[0])
+
+
+@lru_cache
 def params_struct(name: str) -> type[ctypes.Structure]:
     """The ctypes twin of a struct of csrc/params.h, read from that file."""
     body = re.search(rf"struct {name} {{(.*?)\n}};", (CSRC / "params.h").read_text(), flags=re.S)

@@ -101,9 +101,7 @@ def find(folder: Path, resume: str) -> Path | None:
     return path
 
 
-def load(
-    path: Path, stages: list[QwenVLStage], optimizer: MegatronOptimizer
-) -> dict[str, Any]:
+def load(path: Path, stages: list[QwenVLStage], optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Restore model and optimizer in place; returns what `save` got as `extra`. Collective."""
     state = _sharded_state(stages, optimizer, loading=True)
     try:

@@ -92,6 +92,11 @@ class ChatTemplate:
             )
         self.vision_tokens = tuple(expected)
         self._special = tuple(str(token) for token in tokenizer.get_added_vocab())
+        self._headers: dict[str, list[int]] = {}
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:  # as transformers itself does before every call
+            self._backend.no_truncation()
+            self._backend.no_padding()
         # Templates of text-only tokenizers print lists as they are: give those plain strings.
         self._takes_parts = "vision_start" in self.template or "image_pad" in self.template
 
@@ -209,26 +214,30 @@ class ChatTemplate:
             raise sample.fail(f"the chat template refuses it: {error}") from error
         ids: list[int] = []
         learned: list[bool] = []
-        # Cut after every answer. What follows begins with an added token, at which tokenizers
-        # split in any case, so the pieces' ids are those of the whole text.
+        # The text is cut before the header of every answer and after the answer. Tokenizers split
+        # at added tokens in any case, so where the pieces begin with one, their ids are those of
+        # the whole text.
         whole = True
         cursor = 0
         for begin, end in spans:
-            piece = self._encode(text[cursor:end])
-            head = self._encode(text[cursor:begin])
-            border = next(
-                (i + 1 for i, (a, b) in enumerate(zip(head, piece, strict=False)) if a != b),
-                len(head),
+            header_at = max(
+                [cursor, *(text.rfind(token, cursor, begin) for token in self._special)]
             )
+            before = self._encode(text[cursor:header_at])
+            header, piece = self._header(text[header_at:begin]), self._encode(text[header_at:end])
+            border = next(
+                (i + 1 for i, (a, b) in enumerate(zip(header, piece, strict=False)) if a != b),
+                len(header),
+            )
+            ids += before + piece
+            learned += [False] * (len(before) + border) + [True] * (len(piece) - border)
             whole &= cursor == 0 or text.startswith(self._special, cursor)
-            ids += piece
-            learned += [False] * border + [True] * (len(piece) - border)
             cursor = end
         if cursor < len(text):
-            whole &= text.startswith(self._special, cursor)
             rest = self._encode(text[cursor:])
             ids += rest
             learned += [False] * len(rest)
+            whole &= cursor == 0 or text.startswith(self._special, cursor)
         if not whole and ids != self._encode(text):
             raise sample.fail(
                 "the chat template puts no special token between turns, so an answer's tokens "
@@ -239,8 +248,10 @@ class ChatTemplate:
     def _prefixes(
         self, messages: list[dict[str, Any]], position: int, text: str, sample: Sample
     ) -> tuple[str, str]:
+        """The text up to and with the header of an answer, and up to the answer's end."""
         head = self.render(messages[:position], add_generation_prompt=True)
-        upto = self.render(messages[: position + 1])
+        last = position + 1 == len(messages)
+        upto = text if last else self.render(messages[: position + 1])
         if not (text.startswith(upto) and upto.startswith(head)):
             raise sample.fail(
                 f"the chat template renders turn {position} differently when other turns follow; "
@@ -249,4 +260,13 @@ class ChatTemplate:
         return head, upto
 
     def _encode(self, text: str) -> list[int]:
+        if self._backend is not None:  # the call below, without its several times larger overhead
+            return self._backend.encode(text, add_special_tokens=False).ids
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _header(self, text: str) -> list[int]:
+        if text not in self._headers:
+            if len(self._headers) > 1000:  # a template without special tokens: nothing recurs
+                self._headers.clear()
+            self._headers[text] = self._encode(text)
+        return self._headers[text]

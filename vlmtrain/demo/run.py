@@ -15,8 +15,8 @@ from vlmtrain.demo import photographs
 from vlmtrain.demo.ask import MARK, Answer, Model, ask_all
 from vlmtrain.errors import UserError
 
-# Tried over several seeds: from 1e-3 to 4e-3 all answers were reproduced after 100 steps already.
-STEPS = 120
+# 90 steps reproduced 36 of 37 answers, 120 all of them: the rest is a margin for other machines.
+STEPS = 150
 LEARNING_RATE = 2e-3
 PACK_LENGTH = 256
 GLOBAL_BATCH = 4

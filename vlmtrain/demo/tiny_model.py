@@ -178,7 +178,9 @@ def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
     """
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts)
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about a Qwen2-VL or Qwen2.5-VL model, in one frozen dataclass.
+"""What a Hugging Face config.json says about a Qwen2-VL or Qwen2.5-VL model, frozen and typed.
 
 Sizes are read, never looked up in a table of model names, so every released size (and any
 size in between) is accepted as long as its architecture is one of the two families.

@@ -1,0 +1,56 @@
+# make demo and make test set up everything they need on a machine with Python 3.10 to 3.13 and
+# a C++17 compiler. PYTHON=python3.12 chooses another interpreter for the virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+NATIVE := $(wildcard csrc/*.* csrc/*/*.*) CMakeLists.txt setup.py pyproject.toml
+EXTRAS := train,demo,test
+
+.PHONY: help setup test test-kernels lint format demo bench gpu-check clean
+help:
+	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
+	@echo "make test       lint, types and all tests"
+	@echo "make bench      speed beside the peers, into benchmarks/"
+	@echo "make gpu-check  GPU tests and benchmarks (needs a GPU)"
+	@echo "make format     rewrite Python and C++ sources in the project's style"
+
+setup: $(STAMP)
+
+# torch comes first: with the pinned version present, pip has no reason to look for another.
+$(STAMP): $(NATIVE) constraints.txt
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e ".[$(EXTRAS)]"
+	@touch $@
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
+
+test: lint
+	$(RUN) -m pytest tests
+
+test-kernels: setup
+	$(RUN) -m pytest tests/kernels tests/ptxsim
+
+format: setup
+	$(RUN) -m ruff check --fix -q .
+	$(RUN) -m ruff format -q .
+	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
+
+demo: setup
+	$(RUN) -m vlmtrain.cli demo --output demo_out
+
+bench: setup
+	$(RUN) -m benchmarks.run
+
+# Runs offline from the source tree with the machine's own torch: no virtual environment.
+gpu-check:
+	bash benchmarks/gpu_check.sh
+
+clean:
+	rm -rf build *.egg-info demo_out vlmkernels/*.so

@@ -1,0 +1,48 @@
+"""Seeds and threads for every test.
+
+Random inputs are fresh each run: the run's seed stands in pytest's header, a test's own seed is
+printed with its failure. VLMKERNELS_TEST_SEED=<the run's seed> repeats a run.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch starts its threads: tests run side by side on few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import random
+import zlib
+from collections.abc import Iterator
+
+import hypothesis
+import numpy
+import pytest
+import torch
+
+RUN_SEED = int(os.environ.get("VLMKERNELS_TEST_SEED") or random.SystemRandom().randrange(2**31))
+
+hypothesis.settings.register_profile(
+    "vlmkernels",
+    deadline=None,  # shared machines stall
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("vlmkernels")
+hypothesis.core.global_force_seed = RUN_SEED
+
+
+def pytest_report_header() -> str:
+    return f"VLMKERNELS_TEST_SEED={RUN_SEED} OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Seeds torch, numpy and random with a number that depends on the run's seed and the test."""
+    value = (RUN_SEED + zlib.crc32(request.node.nodeid.encode())) % 2**31
+    print(f"seed {value} of VLMKERNELS_TEST_SEED={RUN_SEED}")
+    torch.manual_seed(value)
+    numpy.random.seed(value)
+    random.seed(value)
+    threads = torch.get_num_threads()
+    yield value
+    torch.set_num_threads(threads)

@@ -1,0 +1,174 @@
+"""The scan: layouts, hash, reading again, and every refusal before training starts."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from conftest import conversation, save_image, write_json
+
+from vlmtrain.data import cli
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.index import scan_sources
+from vlmtrain.data.processor import Processor
+from vlmtrain.models.spec import ModelSpec
+
+
+@pytest.fixture
+def data(tmp_path: Path, pictures: Path) -> Path:
+    records = [
+        conversation("<image>?", "one", id="a", image=str(pictures / "p0.jpg")),
+        conversation("only text here", "two words", id="b"),
+        conversation(
+            "<image> <image>",
+            "three",
+            images=[str(pictures / "p2.jpg"), str(pictures / "p0.jpg")],
+        ),
+    ]
+    return write_json(tmp_path / "c.json", records)
+
+
+def test_layouts(data: Path, processor: Processor, spec: ModelSpec) -> None:
+    messages: list[str] = []
+    index = scan_sources([data], processor, spec, 256, log=messages.append)
+    assert index.num_samples == len(index) == 3
+    assert index.ids == ["a", "b", "c.json:2"] and index.sample_id(1) == "b"
+    # 80x60 -> 84x56 (nearest multiples of 28); 200x90 -> 196x84.
+    assert index.grids.tolist() == [[1, 4, 6], [1, 6, 14], [1, 4, 6]]
+    assert index.media_start.tolist() == [0, 1, 1, 3]
+    assert index.image_tokens.tolist() == [6, 0, 27]
+    for i in range(3):
+        encoded = processor.encode(index.load(i), index.layouts(i))
+        assert len(encoded.input_ids) == index.lengths[i]
+        assert encoded.target_tokens == index.target_tokens[i]
+        assert encoded.id == index.ids[i]
+    assert messages and messages[-1].startswith("3 samples, 3 images and videos")
+    copy = pickle.loads(pickle.dumps(index))
+    assert copy.load(2) == index.load(2) and copy.content_hash == index.content_hash
+
+
+def test_hash_follows_content_and_settings_not_the_place(
+    data: Path, model_folder: Path, processor: Processor, spec: ModelSpec, tmp_path: Path
+) -> None:
+    def content_hash(path: Path, used: Processor = processor) -> str:
+        return scan_sources([path], used, spec, 512).content_hash
+
+    original = content_hash(data)
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (other / "c.json").write_bytes(data.read_bytes())
+    assert content_hash(other / "c.json") == original
+    larger = Processor.from_folder(model_folder, spec, max_pixels=40 * 784, min_pixels=30 * 784)
+    assert content_hash(data, larger) != original
+    data.write_text(data.read_text().replace("three", "threw"))
+    assert content_hash(data) != original
+
+
+def test_several_sources(data: Path, tmp_path: Path, processor: Processor, spec: ModelSpec) -> None:
+    more = write_json(tmp_path / "more.json", [conversation("q", "r", id="z")])
+    index = scan_sources([data, more], processor, spec, 256)
+    assert index.ids == ["a", "b", "c.json:2", "z"]
+    assert index.source.tolist() == [0, 0, 0, 1]
+    assert index.load(3).turns[1].text == "r"
+
+
+def test_media_root(tmp_path: Path, pictures: Path, processor: Processor, spec: ModelSpec) -> None:
+    path = write_json(tmp_path / "c.json", [conversation("<image>", "x", image="p0.jpg")])
+    with pytest.raises(DataError, match="p0.jpg is missing"):
+        scan_sources([path], processor, spec, 256)
+    index = scan_sources([path], processor, spec, 256, media_root=pictures)
+    assert index.load(0).media[0].parts[0].path == str(pictures / "p0.jpg")
+
+
+def test_a_file_changed_after_the_scan(data: Path, processor: Processor, spec: ModelSpec) -> None:
+    index = scan_sources([data], processor, spec, 256)
+    data.write_text(data.read_text().replace("three", "threw"))
+    assert index.load(0).id == "a"
+    with pytest.raises(DataError, match="sample 'c.json:2' has changed since the file was scanned"):
+        index.load(2)
+    data.unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        index.load(0)
+
+
+def test_too_long_a_sample(data: Path, processor: Processor, spec: ModelSpec) -> None:
+    lengths = scan_sources([data], processor, spec, 256).lengths.tolist()
+    longest = max(lengths)
+    scan_sources([data], processor, spec, longest)
+    with pytest.raises(DataError) as caught:
+        scan_sources([data], processor, spec, longest - 1)
+    assert str(caught.value) == (
+        f"{data}: sample 'c.json:2': it has {longest} tokens, 27 of them image tokens, and a pack "
+        f"holds {longest - 1}; raise --train.pack_length to {longest} or more, lower max_pixels "
+        "in preprocessor_config.json, or shorten the sample"
+    )
+
+
+def test_the_first_problem_in_file_order_is_raised(
+    tmp_path: Path, pictures: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    whole = (pictures / "p2.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "fake.jpg").write_text("GIF?")
+    records = [
+        conversation("fine", "x", id="ok"),
+        conversation("<image>", "x", id="cut", image="cut.jpg"),
+        conversation("<image>", "x", id="fake", image="fake.jpg"),
+        conversation("<image>", "x", id="gone", image="gone.jpg"),
+        conversation("<image>", "x", id="marks"),
+        {"id": "role", "conversations": [{"from": "robot", "value": "x"}]},
+    ]
+    path = write_json(tmp_path / "c.json", records)
+    for workers in (1, 4):
+        with pytest.raises(DataError, match="sample 'cut': cut.jpg is not an image or is cut"):
+            scan_sources([path], processor, spec, 256, workers=workers)
+    # Without verification the cut file is found only when it is decoded.
+    with pytest.raises(DataError, match="sample 'fake': fake.jpg is not an image"):
+        scan_sources([path], processor, spec, 256, verify=False)
+
+
+def test_arguments(data: Path, processor: Processor, spec: ModelSpec) -> None:
+    with pytest.raises(DataError, match="no data given"):
+        scan_sources([], processor, spec, 256)
+    with pytest.raises(DataError, match="pack_length must be at least 1, got 0"):
+        scan_sources([data], processor, spec, 0)
+    with pytest.raises(DataError, match="no such file"):
+        scan_sources([data.parent / "none.json"], processor, spec, 256)
+    with pytest.raises(DataError, match="has no index.jsonl"):
+        scan_sources([data.parent], processor, spec, 256)
+
+
+def test_aspect_ratio(tmp_path: Path, processor: Processor, spec: ModelSpec) -> None:
+    save_image(tmp_path / "thin.png", 3000, 10)
+    path = write_json(tmp_path / "c.json", [conversation("<image>", "x", id="t", image="thin.png")])
+    with pytest.raises(DataError, match=r"sample 't': thin.png: the image is 3000x10 pixels"):
+        scan_sources([path], processor, spec, 256)
+
+
+def test_check_collects_every_problem(tmp_path: Path, pictures: Path, model_folder: Path) -> None:
+    records = [
+        conversation("fine", "x", id="ok"),
+        conversation("<image>", "x", id="image", image=str(pictures / "p0.jpg")),
+        conversation("<image>", "x", id="gone", image="gone.jpg"),
+        conversation("<image>", "x", id="marks"),
+        conversation("word " * 500, "x", id="long"),
+    ]
+    lines = tmp_path / "c.jsonl"
+    lines.write_text("\n".join([json.dumps(record) for record in records] + ["{broken"]))
+    report = cli.check([lines, tmp_path / "none.json"])
+    assert not report.ok
+    assert (report.samples, report.images, report.videos) == (7, 1, 0)
+    starts = ["sample 'gone'", "sample 'marks'", "line 6 is not valid JSON", "no such file"]
+    assert len(report.problems) == 4
+    for problem, start in zip(report.problems, starts, strict=True):
+        assert start in problem
+    assert report.render().splitlines()[-1] == "7 samples, 1 images, 0 videos: 4 problems"
+    report = cli.check([lines], model=model_folder, pack_length=256)
+    assert [p for p in report.problems if "sample 'long'" in p and "a pack holds 256" in p]
+    assert report.tokens > 0
+    good = write_json(tmp_path / "good.json", records[:2])
+    assert cli.check([good]).ok
+    with pytest.raises(DataError, match="only be checked with a model"):
+        cli.check([good], pack_length=3)

@@ -1,0 +1,391 @@
+"""Batches and the loader: pack invariants, exactly once, exact resume on any dp_size."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import conversation, write_json
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from vlmtrain.data.batch import PackedBatch
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.index import SampleIndex, scan_sources
+from vlmtrain.data.loader import PackedLoader, _FrameCache
+from vlmtrain.data.packing import plan_epoch
+from vlmtrain.data.processor import Processor
+from vlmtrain.models.positions import mrope_positions
+from vlmtrain.models.spec import ModelSpec
+
+PACK = 160
+SAMPLES = 23
+
+
+@pytest.fixture(scope="session")
+def records() -> list[dict[str, Any]]:
+    """Relative paths, so that the hash of the index, and with it the plan, is always the same."""
+    built = []
+    for i in range(SAMPLES):
+        words = " ".join(["word"] * (i % 7 + 1))
+        picture = f"p{i % 4}.jpg"
+        if i % 5 == 0:
+            record = conversation(words, f"answer {i}", id=f"s{i}")
+        elif i % 5 == 1:
+            both = [picture, "p4.png"]
+            record = conversation(f"<image>{words}<image>", f"two {i}", id=f"s{i}", images=both)
+        elif i == 12:
+            frames = {"frames": ["p0.jpg"] * 3, "fps": 2}
+            record = conversation("<image><video>?", "v", id=f"s{i}", image=picture, video=frames)
+        else:
+            record = conversation(f"{words}<image>", f"one {i}", id=f"s{i}", image=picture)
+        built.append(record)
+    return built
+
+
+@pytest.fixture(scope="session")
+def index(
+    records: list[dict[str, Any]],
+    pictures: Path,
+    processor: Processor,
+    spec: ModelSpec,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> SampleIndex:
+    path = write_json(tmp_path_factory.mktemp("data") / "c.json", records)
+    return scan_sources([path], processor, spec, PACK, media_root=pictures)
+
+
+@pytest.fixture(scope="session")
+def make(index: SampleIndex, processor: Processor, spec: ModelSpec) -> Any:
+    def make_loader(**options: Any) -> PackedLoader:
+        defaults: dict[str, Any] = {
+            "pack_length": PACK,
+            "global_batch": 4,
+            "prefetch": False,
+            "workers": 1,
+        }
+        return PackedLoader(index, processor, spec, **{**defaults, **options})
+
+    return make_loader
+
+
+def check_invariants(batch: PackedBatch, spec: ModelSpec, length: int = PACK) -> None:
+    assert batch.length == len(batch.labels) == len(batch.visual_index) == length
+    assert batch.position_ids.shape == (3, length)
+    dtypes = {
+        "input_ids": torch.int64,
+        "labels": torch.int64,
+        "position_ids": torch.int64,
+        "cu_seqlens": torch.int32,
+        "visual_index": torch.int32,
+        "pixel_values": torch.float32,
+        "grid_thw": torch.int64,
+    }
+    for name, dtype in dtypes.items():
+        assert getattr(batch, name).dtype == dtype, name
+    borders = batch.cu_seqlens.tolist()
+    assert borders[0] == 0 and borders[-1] == length
+    assert all(a < b for a, b in zip(borders, borders[1:], strict=False))
+    assert batch.num_segments == len(batch.sample_ids) + (batch.pad_tokens > 0)
+    visual = batch.visual_index >= 0
+    pads = (batch.input_ids == spec.image_token_id) | (batch.input_ids == spec.video_token_id)
+    assert torch.equal(visual, pads)
+    rows = int(batch.grid_thw.prod(1).sum()) // 4
+    assert batch.image_tokens == int(visual.sum()) == rows
+    assert batch.visual_index[visual].tolist() == list(range(rows))
+    assert batch.target_tokens == int((batch.labels != -100).sum())
+    for a, b in zip(borders, borders[1:], strict=False):
+        labels, ids = batch.labels[a:b], batch.input_ids[a:b]
+        assert labels[-1] == -100, "the last token of a sample predicts the next sample's first"
+        learned = labels[:-1] != -100
+        assert torch.equal(labels[:-1][learned], ids[1:][learned])
+        assert batch.position_ids[:, a].tolist() == [0, 0, 0]
+    if batch.pad_tokens:
+        tail = slice(length - batch.pad_tokens, length)
+        assert borders[-2] == tail.start
+        assert set(batch.input_ids[tail].tolist()) == {batch.pad_token_id}
+        assert set(batch.labels[tail].tolist()) == {-100}
+        assert batch.position_ids[:, tail].tolist() == [list(range(batch.pad_tokens))] * 3
+
+
+def test_pack_invariants_and_pixels(
+    make: Any,
+    index: SampleIndex,
+    spec: ModelSpec,
+    records: list[dict[str, Any]],
+    pictures: Path,
+) -> None:
+    from conftest import IMAGE_LIMITS
+
+    reference = Qwen2VLImageProcessorPil(**IMAGE_LIMITS)
+    loader = make()
+    by_id = {record["id"]: record for record in records}
+    seen = 0
+    for _ in range(loader.steps_per_epoch):
+        for batch in loader.next_step():
+            check_invariants(batch, spec)
+            assert len(batch.pixel_values) == 4 * batch.image_tokens
+            row = medium = 0
+            for sample_id in batch.sample_ids:
+                record = by_id[sample_id]
+                paths = record.get("images") or [record[k] for k in ("image",) if k in record]
+                for path in paths:
+                    expected = reference(images=[Image.open(pictures / path)])
+                    pixels = torch.from_numpy(np.asarray(expected["pixel_values"]))
+                    assert batch.grid_thw[medium].tolist() == list(expected["image_grid_thw"][0])
+                    assert torch.equal(batch.pixel_values[row : row + len(pixels)], pixels)
+                    row, medium, seen = row + len(pixels), medium + 1, seen + 1
+                if "video" in record:  # three equal frames: two equal slices
+                    t, h, w = batch.grid_thw[medium].tolist()
+                    assert t == 2
+                    slices = batch.pixel_values[row : row + t * h * w].view(2, h * w, -1)
+                    assert torch.equal(slices[0], slices[1])
+                    row, medium = row + t * h * w, medium + 1
+            assert row == len(batch.pixel_values) and medium == len(batch.grid_thw)
+    assert seen >= len(index.grids) - 1  # every image of the epoch; one medium is the video
+
+
+def test_segments_are_the_samples_on_their_own(
+    make: Any, index: SampleIndex, processor: Processor, spec: ModelSpec
+) -> None:
+    """A pack cut at its borders gives each sample's own ids, labels and positions."""
+    for batch in make().next_step():
+        borders = batch.cu_seqlens.tolist()
+        for sample_id, a, b in zip(batch.sample_ids, borders, borders[1:], strict=False):
+            i = index.ids.index(sample_id)
+            sample, layouts = index.load(i), index.layouts(i)
+            alone = processor.encode(sample, layouts)
+            assert torch.equal(batch.input_ids[a:b], alone.input_ids)
+            assert torch.equal(batch.labels[a:b], alone.labels)
+            expected = mrope_positions(
+                alone.input_ids,
+                [layout.grid for layout in layouts],
+                [media.kind for media in sample.media],
+                spec,
+                [layout.seconds for layout in layouts],
+            )
+            assert torch.equal(batch.position_ids[:, a:b], expected)
+
+
+def test_padded_to(make: Any, spec: ModelSpec) -> None:
+    loader = make()
+    batches = [b for _ in range(loader.steps_per_epoch) for b in loader.next_step()]
+    batch = next(b for b in batches if b.pad_tokens > 0)
+    longer = batch.padded_to(PACK + 9)
+    check_invariants(longer, spec, PACK + 9)
+    assert longer.num_segments == batch.num_segments  # the tail grew, no second tail
+    assert longer.padded_to(PACK + 9) is longer
+    real = PACK - batch.pad_tokens
+    full = dataclasses.replace(
+        batch,
+        input_ids=batch.input_ids[:real],
+        labels=batch.labels[:real],
+        position_ids=batch.position_ids[:, :real],
+        visual_index=batch.visual_index[:real],
+        cu_seqlens=batch.cu_seqlens[:-1],
+        pad_tokens=0,
+    )
+    again = full.padded_to(PACK)
+    for field in dataclasses.fields(PackedBatch):
+        mine, theirs = getattr(again, field.name), getattr(batch, field.name)
+        assert torch.equal(mine, theirs) if torch.is_tensor(mine) else mine == theirs, field.name
+    with pytest.raises(ValueError, match=f"length is 3 but the pack already has {PACK} tokens"):
+        batch.padded_to(3)
+    assert torch.equal(batch.to("cpu").input_ids, batch.input_ids)
+
+
+def test_without_pixels(make: Any) -> None:
+    for with_pixels, without in zip(
+        make().next_step(), make(need_pixels=False).next_step(), strict=True
+    ):
+        assert without.pixel_values.shape == (0, 1176)
+        for name in ("input_ids", "labels", "position_ids", "visual_index", "grid_thw"):
+            assert torch.equal(getattr(without, name), getattr(with_pixels, name))
+
+
+def ids_of(steps: list[list[PackedBatch]]) -> list[list[str]]:
+    return [batch.sample_ids for step in steps for batch in step]
+
+
+def run(loaders: list[PackedLoader], steps: int) -> list[list[list[str]]]:
+    """The packs of each step, put together from all ranks in the order of the stream."""
+    result = []
+    for _ in range(steps):
+        ranks = [loader.next_step() for loader in loaders]
+        result.append([ranks[i % len(ranks)][i // len(ranks)].sample_ids for i in range(4)])
+    return result
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_exactly_once_per_epoch(dp_size: int, make: Any, index: SampleIndex) -> None:
+    loaders = [make(dp_rank=r, dp_size=dp_size, need_pixels=False) for r in range(dp_size)]
+    packs = [pack for step in run(loaders, 12) for pack in step]
+    for epoch in range(2):
+        plan = plan_epoch(index.lengths, PACK, 0, epoch, index.content_hash)
+        part, packs = packs[: len(plan)], packs[len(plan) :]
+        assert Counter(i for pack in part for i in pack) == Counter(index.ids)
+        assert part == [[index.ids[i] for i in pack] for pack in plan]
+
+
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_resume_at_random_points_on_other_dp_sizes(data: st.DataObject, make: Any) -> None:
+    """However the run is cut and whatever the dp_size of each part, the stream is the same."""
+    seed = data.draw(st.integers(0, 1000), label="seed")
+    expected = run([make(need_pixels=False, seed=seed)], 9)
+    state: dict[str, Any] | None = None
+    got: list[list[list[str]]] = []
+    while len(got) < 9:
+        dp_size = data.draw(st.sampled_from([1, 2, 4]), label="dp_size")
+        options = {"dp_size": dp_size, "need_pixels": False, "seed": seed}
+        loaders = [make(dp_rank=r, **options) for r in range(dp_size)]
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(dict(state))
+        steps = data.draw(st.integers(1, 9 - len(got)), label="steps")
+        got += run(loaders, steps)
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+        assert loaders[0].step == len(got) == state["step"]
+    assert got == expected
+
+
+def test_resume_with_another_global_batch_continues_the_stream(make: Any) -> None:
+    straight = make(need_pixels=False)
+    expected = ids_of([straight.next_step() for _ in range(6)])
+    first = make(need_pixels=False)
+    got = ids_of([first.next_step() for _ in range(2)])
+    second = make(need_pixels=False, global_batch=2)
+    second.load_state_dict(first.state_dict())
+    got += ids_of([second.next_step() for _ in range(8)])
+    assert got == expected
+
+
+def test_prefetch_and_workers_change_nothing(make: Any) -> None:
+    plain = make()
+    with make(prefetch=True, workers=3) as ahead:
+        for step in range(7):
+            saved = ahead.state_dict()
+            assert saved["step"] == step  # what was prefetched is not yet handed out
+            for a, b in zip(plain.next_step(), ahead.next_step(), strict=True):
+                for field in dataclasses.fields(PackedBatch):
+                    x, y = getattr(a, field.name), getattr(b, field.name)
+                    assert torch.equal(x, y) if torch.is_tensor(x) else x == y, field.name
+        ahead.load_state_dict(saved)
+        again = ids_of([ahead.next_step()])
+        plain.load_state_dict(saved)
+        assert again == ids_of([plain.next_step()])
+
+
+def test_prefetch_overlaps(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the caller computes, the next step is being built on another thread."""
+    loader = make(prefetch=True)
+    built_on: list[str] = []
+    original = PackedLoader._build
+
+    def spy(self: PackedLoader, position: Any) -> list[PackedBatch]:
+        built_on.append(threading.current_thread().name)
+        return original(self, position)
+
+    monkeypatch.setattr(PackedLoader, "_build", spy)
+    with loader:
+        loader.next_step()
+        deadline = time.monotonic() + 20
+        while len(built_on) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        loader.next_step()
+    assert not built_on[0].startswith("prefetch")
+    assert all(name.startswith("prefetch") for name in built_on[1:])
+
+
+def test_a_file_that_vanishes_later_is_named_and_the_position_stays(
+    tmp_path: Path, pictures: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    (tmp_path / "p.jpg").write_bytes((pictures / "p0.jpg").read_bytes())
+    path = write_json(tmp_path / "c.json", [conversation("<image>", "x", id="g", image="p.jpg")])
+    index = scan_sources([path], processor, spec, PACK)
+    options: dict[str, Any] = {"pack_length": PACK, "global_batch": 1, "cache_bytes": 0}
+    for prefetch in (False, True):
+        with PackedLoader(index, processor, spec, prefetch=prefetch, **options) as loader:
+            (tmp_path / "p.jpg").rename(tmp_path / "away.jpg")
+            with pytest.raises(DataError, match=r"sample 'g': the file .*p.jpg is missing"):
+                loader.next_step()
+            assert loader.step == 0
+            (tmp_path / "away.jpg").rename(tmp_path / "p.jpg")
+            assert loader.next_step()[0].sample_ids == ["g"]
+    (tmp_path / "p.jpg").write_bytes((pictures / "p2.jpg").read_bytes())
+    with (
+        PackedLoader(index, processor, spec, **options) as loader,
+        pytest.raises(DataError, match="sample 'g': p.jpg has another size than when it was scan"),
+    ):
+        loader.next_step()
+
+
+def test_progress(make: Any, index: SampleIndex) -> None:
+    loader = make(need_pixels=False)
+    plans = [plan_epoch(index.lengths, PACK, 0, e, index.content_hash) for e in range(3)]
+    assert loader.steps_per_epoch == loader.steps_for_epochs(1) == -(-len(plans[0]) // 4)
+    total = sum(len(plan) for plan in plans)
+    assert loader.steps_for_epochs(3) == -(-total // 4)
+    assert loader.steps_for_epochs(0.5) == -(-len(plans[0]) // 8)
+    assert loader.epoch == 0
+    loader.next_step()
+    assert loader.epoch == 4 / len(plans[0]) and loader.step == 1
+
+
+def test_refusals(make: Any) -> None:
+    with pytest.raises(DataError, match="global_batch is 4; it must be a multiple of the 3 data-"):
+        make(dp_size=3)
+    with pytest.raises(ValueError, match="dp_rank is 2; it must be from 0 to dp_size - 1 = 1"):
+        make(dp_rank=2, dp_size=2)
+    with pytest.raises(DataError, match=r"sample 's\d+' has \d+ tokens and a pack holds 40"):
+        make(pack_length=40)
+    state = make().state_dict()
+    for key, value, message in [
+        ("seed", 5, r"another seed \(seed was 5 and is 0\)"),
+        ("index_hash", "y", "other data or other image settings"),
+        ("pack_length", 99, "another pack length"),
+        ("version", 0, "another version of this program"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            make().load_state_dict({**state, key: value})
+
+
+def test_frame_cache_is_bounded() -> None:
+    cache = _FrameCache(100)
+    frames = {name: np.full(40, i, dtype=np.uint8) for i, name in enumerate("abc")}
+    for name in "ab":
+        cache.put(name, frames[name])
+    assert cache.get("a") is frames["a"]
+    cache.put("c", frames["c"])  # b is the least recently used
+    assert cache.get("b") is None and cache.get("a") is not None and cache.get("c") is not None
+    assert cache.bytes == 80
+    cache.put("big", np.zeros(101, dtype=np.uint8))
+    assert cache.get("big") is None and cache.bytes == 80
+
+
+def test_decoding_happens_once_for_a_small_set(
+    make: Any, processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: Counter[str] = Counter()
+    original = Processor.frames
+
+    def spy(self: Processor, media: Any, sample: Any) -> np.ndarray:
+        decoded[media.kind + media.name] += 1
+        return original(self, media, sample)
+
+    monkeypatch.setattr(Processor, "frames", spy)
+    loader = make()
+    for _ in range(3 * loader.steps_per_epoch):
+        loader.next_step()
+    assert decoded and set(decoded.values()) == {1}

@@ -1,0 +1,214 @@
+"""Reading conversation files: accepted forms and every refusal."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import conversation, save_image, write_json
+
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.sample import Sample, Turn
+from vlmtrain.data.sharegpt import JsonSource
+
+
+def read(path: Path, **options: Any) -> list[Sample]:
+    source = JsonSource(path, **options)
+    samples = []
+    for record in source.records():
+        if isinstance(record, DataError):
+            raise record
+        # The recorded byte range must give the record again.
+        assert path.read_bytes()[record.offset :][: len(record.data)] == record.data
+        samples.append(source.parse(record))
+    return samples
+
+
+def one(tmp_path: Path, record: Any) -> Sample:
+    return read(write_json(tmp_path / "c.json", [record]))[0]
+
+
+def test_llava_record(tmp_path: Path) -> None:
+    record = conversation("<image>\nWhat?", "A cup.", "Sure?", "Yes.", id=7, image="a/b.jpg")
+    sample = one(tmp_path, record)
+    assert sample.id == "7"
+    assert sample.turns == (
+        Turn("user", "<image>\nWhat?"),
+        Turn("assistant", "A cup."),
+        Turn("user", "Sure?"),
+        Turn("assistant", "Yes."),
+    )
+    [media] = sample.media
+    assert (media.kind, media.name) == ("image", "a/b.jpg")
+    assert media.parts[0].path == str(tmp_path / "a/b.jpg")
+
+
+def test_openai_messages_and_marks_anywhere(tmp_path: Path) -> None:
+    record = {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "first <video> then <image>"},
+            {"role": "assistant", "content": "ok <image>"},
+        ],
+        "images": ["1.png", "2.png"],
+        "videos": ["v.mp4"],
+    }
+    sample = one(tmp_path, record)
+    assert sample.id == "c.json:0"
+    assert sample.turns[0] == Turn("system", "Be brief.")
+    assert [(media.kind, media.name) for media in sample.media] == [
+        ("video", "v.mp4"),
+        ("image", "1.png"),
+        ("image", "2.png"),
+    ]
+
+
+def test_media_inside_the_content_list(tmp_path: Path) -> None:
+    parts = [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": " and "},
+        {"type": "video", "video": ["f0.png", "f1.png"], "fps": 3},
+    ]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]
+    sample = one(tmp_path, {"messages": turns})
+    assert sample.turns[0].text == "<image> and <video>"
+    image, video = sample.media
+    assert image.name == "a.png"
+    assert video.frame_list and len(video.parts) == 2 and video.fps == 3
+
+
+def test_video_forms(tmp_path: Path) -> None:
+    for i in (1, 0):
+        save_image(tmp_path / f"f{i}.png", 30, 30)
+    (tmp_path / "notes.txt").write_text("not a frame")
+    turns = ("<video>?", "x")
+    for value in (["f0.png", "f1.png"], ".", {"frames": ["f0.png", "f1.png"], "fps": 4}):
+        [media] = one(tmp_path, conversation(*turns, video=value)).media
+        assert [Path(part.path).name for part in media.parts] == ["f0.png", "f1.png"]
+        assert media.frame_list and media.fps == (4 if isinstance(value, dict) else None)
+    [media] = one(tmp_path, conversation(*turns, video="v.mp4")).media
+    assert not media.frame_list
+    two = one(tmp_path, conversation("<video><video>", "x", video=["a.mp4", "b.mp4"])).media
+    assert [media.name for media in two] == ["a.mp4", "b.mp4"]
+    [media] = one(tmp_path, conversation(*turns, videos=[["f0.png", "f1.png"]])).media
+    assert media.frame_list
+
+
+def test_array_lines_bom_and_unicode_give_the_same(tmp_path: Path) -> None:
+    records = [
+        conversation("Größe 日本 🚀", f"Antwort {i}", id=f"ü{i}", system="Sys ü") for i in range(4)
+    ]
+    expected = read(write_json(tmp_path / "a.json", records))
+    assert [sample.id for sample in expected] == ["ü0", "ü1", "ü2", "ü3"]
+    assert expected[0].turns[0] == Turn("system", "Sys ü")
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    forms = {
+        "pretty.json": json.dumps(records, ensure_ascii=False, indent=2).encode(),
+        "ascii.json": json.dumps(records).encode(),
+        "bom.json": b"\xef\xbb\xbf" + json.dumps(records, ensure_ascii=False).encode(),
+        "lines.jsonl": "\n".join(lines).encode(),
+        "lines.json": ("\n".join(lines) + "\n\n").encode(),  # named .json, as many are
+        "bom.jsonl": b"\xef\xbb\xbf" + "\r\n \r\n".join(lines).encode(),
+    }
+    for name, data in forms.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        assert [s.turns for s in read(path)] == [s.turns for s in expected], name
+    path = tmp_path / "single.jsonl"
+    path.write_text("\n " + lines[0])
+    assert len(read(path)) == 1
+
+
+BAD_RECORDS: list[tuple[Any, str]] = [
+    (["x"], "record 0 is a list; it must be an object"),
+    ({"id": "s"}, "sample 's': it has no 'conversations'"),
+    ({"id": "s", "conversations": []}, "sample 's': 'conversations' must be a list with"),
+    ({"id": "s", "conversations": ["x"]}, "sample 's': turn 0 is not an object"),
+    (
+        {"id": "s", "conversations": [{"from": "bot", "value": "x"}]},
+        "sample 's': turn 0 has the unknown role 'bot'; use one of human, user, gpt",
+    ),
+    ({"id": "s", "messages": [{"role": "user"}]}, "sample 's': turn 0 has no text"),
+    (
+        {"id": "s", "messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+        "sample 's': turn 0 holds a content part that is no text, image or video",
+    ),
+    (
+        {"id": "s", "messages": [{"role": "assistant", "content": "x"}]},
+        "sample 's': the first turn is the assistant's; begin with a human turn",
+    ),
+    (conversation("x", id="s"), "sample 's': it has no assistant turn"),
+    (
+        {
+            "id": "s",
+            "system": "a",
+            "messages": [{"role": "system", "content": "b"}],
+        },
+        "sample 's': turn 0 is a second or late system prompt",
+    ),
+    (
+        conversation("<image>", "x", id="s"),
+        "sample 's': it has 1 <image> mark but 0 images; put one <image> in the text for each",
+    ),
+    (
+        conversation("<image>", "x", id="s", image=["a.png", "b.png"]),
+        "sample 's': it has 1 <image> mark but 2 images",
+    ),
+    (conversation("hi", "x", id="s", video="v.mp4"), "has 0 <video> marks but 1 video;"),
+    (conversation("<image>", "x", id="s", image=3), "sample 's': an image must be a file path"),
+    (
+        conversation("<image>", "x", id="s", image="https://a.b/c.png"),
+        "sample 's': https://a.b/c.png is a URL; download it",
+    ),
+    (conversation("<video>", "x", id="s", video={"fps": 2}), "a video must be a file, a folder"),
+    (
+        conversation("<video>", "x", id="s", video={"video": "v.mp4", "fps": 0}),
+        "fps must be a number above 0, got 0",
+    ),
+    (conversation("<video>", "x", id="s", video="empty"), "the video folder empty holds no images"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD_RECORDS)))
+def test_bad_record(case: int, tmp_path: Path) -> None:
+    record, message = BAD_RECORDS[case]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
+        one(tmp_path, record)
+    assert str(caught.value).startswith(str(tmp_path / "c.json"))
+
+
+BAD_FILES: list[tuple[bytes, str]] = [
+    (b"", "the file is empty"),
+    (b" \n", "the file is empty"),
+    (b"[]", "the list is empty"),
+    (b"hello", "line 1 is not valid JSON"),
+    (b'[{"id": 1}', "expected ',' or ']' after record 0; is the file cut short?"),
+    (b'[{"id": 1}, {"id"', r"not valid JSON at line 1, column 18 (record 1)"),
+    (b"[{}] x", "text after the closing ']'"),
+    (b'["\xff"]', "byte 2 is not UTF-8"),
+    (b'{"data": []}', "the file holds one object with keys ['data']"),
+    (b'{"messages": 1}\n{"messages"\n', "line 2 is not valid JSON"),
+    (b'{"messages": 1}\n"\xff"\n', "line 2 is not valid JSON"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD_FILES)))
+def test_bad_file(case: int, tmp_path: Path) -> None:
+    data, message = BAD_FILES[case]
+    path = tmp_path / "c.json"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
+        # Only the file's form matters here, not what the records hold.
+        for record in JsonSource(path).records():
+            if isinstance(record, DataError):
+                raise record
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file; --data takes a .json or .jsonl file"):
+        read(tmp_path / "none.json")

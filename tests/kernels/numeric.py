@@ -1,0 +1,71 @@
+"""Comparisons that derive their tolerance and name what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from vlmkernels import _native
+
+
+def assert_accurate(name: str, ours: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """Our error against a float64 reference is at most twice that of plain torch at our dtype.
+
+    Errors are root mean squares; one rounding to the dtype (half a unit in the last place, at
+    most eps / 2 relative) is allowed on top, because plain torch is exact on some tiny inputs.
+    """
+    assert ours.shape == exact.shape and ours.dtype == plain.dtype
+    assert exact.isfinite().all()
+    allowed = 2 * (plain.double() - exact).norm() + torch.finfo(ours.dtype).eps / 2 * exact.norm()
+    error = (ours.double() - exact).norm()
+    # Written so that a NaN fails.
+    assert error <= allowed, (
+        f"{name}: error {error:.3e}, allowed {allowed:.3e}; the worst element: "
+        + first_worst(ours, exact)
+    )
+
+
+def first_worst(ours: Tensor, exact: Tensor) -> str:
+    if ours.numel() == 0:
+        return "none"
+    difference = (ours.double() - exact).abs().nan_to_num(torch.inf)
+    index = tuple(int(i) for i in torch.unravel_index(difference.argmax(), exact.shape))
+    return f"{index}: {ours[index].item()!r} for {exact[index].item()!r}"
+
+
+def assert_bitwise(name: str, ours: Tensor, expected: Tensor) -> None:
+    assert ours.shape == expected.shape and ours.dtype == expected.dtype
+    different = (ours != expected) | ours.isnan() | expected.isnan()
+    if different.any():
+        index = tuple(int(i) for i in different.nonzero()[0])
+        raise AssertionError(
+            f"{name}: {int(different.sum())} of {ours.numel()} elements differ; first at {index}: "
+            f"{ours[index].item()!r} for {expected[index].item()!r}"
+        )
+
+
+@contextmanager
+def isa(name: str) -> Iterator[None]:
+    """Runs the block with this instruction set's kernels."""
+    before = _native._C.isa()
+    _native.set_isa(name)
+    try:
+        yield
+    finally:
+        _native.set_isa(before)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Scratch memory and the tensors of torch.empty start as NaN."""
+    _native._C.poison_scratch(True)
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        _native._C.poison_scratch(False)

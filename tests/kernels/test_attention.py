@@ -1,0 +1,263 @@
+"""varlen_attention against a float64 reference, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
+from vlmkernels import _native, varlen_attention
+from vlmkernels.attention import varlen_attention_reference
+
+# AVX-512 BF16 runs the AVX-512 attention kernels.
+ISAS = [name for name in _native.available_isas() if name != "avx512_bf16"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def borders(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def make(
+    lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens = sum(lengths)
+    shapes = ((tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, dim))
+    q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
+    return q, k, v, torch.randn(tokens, heads, dim).to(dtype)
+
+
+def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args: Any, **kw: Any):
+    """{out, dq, dk, dv} of a function."""
+    out = function(q, k, v, *args, **kw)
+    grads = torch.autograd.grad(out, (q, k, v), dout, materialize_grads=True)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, cu: Tensor, **kw: Any) -> None:
+    exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = outputs(varlen_attention_reference, *exact_inputs, dout.double(), cu, **kw)
+    plain = outputs(varlen_attention_reference, q, k, v, dout, cu, **kw)
+    ours = outputs(varlen_attention, q, k, v, dout, cu, **kw)
+    for name in exact:
+        assert_accurate(name, ours[name], plain[name], exact[name])
+
+
+CASES = [  # lengths, heads, kv_heads, head_dim, causal
+    pytest.param([64, 64, 16, 32, 64], 3, 3, 80, False, id="windows"),
+    pytest.param([1, 130, 0, 63, 65], 3, 3, 72, False, id="ragged-72"),
+    pytest.param([100, 0, 29, 64], 6, 2, 128, True, id="gqa-causal-128"),
+    pytest.param([200], 2, 1, 64, True, id="mqa-causal-64"),
+    pytest.param([7, 70], 2, 2, 17, False, id="odd-17"),
+    pytest.param([66], 2, 1, 96, False, id="96"),
+    pytest.param([90, 3], 1, 1, 256, True, id="256"),
+]
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("lengths, heads, kv_heads, dim, causal", CASES)
+def test_accuracy(name, dtype, lengths, heads, kv_heads, dim, causal):
+    with isa(name), poisoned():
+        check(*make(lengths, heads, kv_heads, dim, dtype), borders(lengths), causal=causal)
+
+
+@settings(max_examples=40)
+@given(
+    name=st.sampled_from(ISAS),
+    lengths=st.lists(st.integers(0, 140), max_size=4),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    dim=st.one_of(st.integers(1, 256), st.sampled_from([64, 72, 80, 96, 128])),
+    causal=st.booleans(),
+    scale=st.sampled_from([None, 0.3, -0.2, 0.0]),
+    number=st.integers(0, 2**31 - 1),
+)
+def test_any_shape(name, lengths, kv_heads, group, dim, causal, scale, number):
+    torch.manual_seed(number)
+    inputs = make(lengths, kv_heads * group, kv_heads, dim)
+    with isa(name), poisoned():
+        check(*inputs, borders(lengths), causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_large_scores_neither_overflow_nor_lose_their_order(name):
+    q, k, v, dout = make([150], 2, 2, 64)
+    with isa(name):
+        check(q, k, v, dout, borders([150]), scale=30.0)  # scores of some hundreds
+
+
+@pytest.mark.parametrize("name", ISAS)
+def test_lse_is_the_log_of_the_sum(name):
+    lengths = [5, 80, 64]
+    q, k, v, _ = make(lengths, 4, 2, 40)
+    with isa(name):
+        _, lse = torch.ops.vlmkernels.varlen_attention(q, k, v, borders(lengths), True, 0.5)
+    begin = 0
+    for length in lengths:
+        rows = slice(begin, begin + length)
+        keys = k[rows].double().repeat_interleave(2, 1)
+        scores = torch.einsum("qhd,khd->hqk", q[rows].double(), keys) * 0.5
+        scores += torch.full((length, length), -torch.inf).triu(1)
+        expected = scores.logsumexp(-1)
+        error = (lse[:, rows].double() - expected).abs().max()
+        # 1 unit in the last place of the largest score met, and of the result
+        assert error <= 2e-7 * max(1.0, float(scores[scores.isfinite()].abs().max()))
+        begin += length
+
+
+def fused_views(layout: str, tokens: int, heads: int, dim: int) -> tuple[Tensor, list[Tensor]]:
+    if layout == "[T, 3, H, D]":
+        fused = torch.randn(tokens, 3, heads, dim, requires_grad=True)
+        return fused, list(fused.unbind(1))
+    if layout == "[T, H, 3 D]":
+        fused = torch.randn(tokens, heads, 3 * dim, requires_grad=True)
+        return fused, list(fused.split(dim, dim=2))
+    fused = torch.randn(3, heads, tokens, dim, requires_grad=True)
+    return fused, list(fused.transpose(1, 2).unbind(0))
+
+
+@pytest.mark.parametrize("layout", ["[T, 3, H, D]", "[T, H, 3 D]", "[3, H, T, D]"])
+def test_strided_views_give_the_same_bits(layout):
+    lengths = [70, 9, 130]
+    fused, views = fused_views(layout, sum(lengths), 3, 20)
+    copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in views]
+    copies = [x.requires_grad_() for x in copies]
+    # dout strided, too, and once expanded from a scalar
+    for dout in (torch.randn(3, sum(lengths), 20).transpose(0, 1), torch.ones(()).expand(209, 3, 20)):
+        strided = outputs(varlen_attention, *views, dout, borders(lengths))
+        packed = outputs(varlen_attention, *copies, dout.contiguous(), borders(lengths))
+        for name in packed:
+            assert_bitwise(name, strided[name], packed[name])
+    out = varlen_attention(*views, borders(lengths))
+    (dfused,) = torch.autograd.grad(out, fused, dout, retain_graph=True)
+    expected = torch.autograd.grad(views, fused, [strided[n] for n in ("dq", "dk", "dv")])[0]
+    assert_bitwise("dfused", dfused, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_bitwise_repeatable_with_any_number_of_threads(dtype, causal):
+    lengths = [300, 64, 64, 5, 700]
+    q, k, v, dout = make(lengths, 6, 2, 32, dtype)
+    expected = None
+    for threads in (1, 2, 3, 2, 1):
+        torch.set_num_threads(threads)
+        result = outputs(varlen_attention, q, k, v, dout, borders(lengths), causal=causal)
+        expected = expected or result
+        for name in result:
+            assert_bitwise(f"{name} with {threads} threads", result[name], expected[name])
+
+
+def test_segments_are_islands():
+    lengths = [40, 70, 64]
+    q, k, v, dout = make(lengths, 2, 2, 48)
+    before = outputs(varlen_attention, q, k, v, dout, borders(lengths))
+    poisoned_inputs = [x.detach().clone() for x in (q, k, v)]
+    for x in poisoned_inputs:
+        x[40:110] = torch.nan
+    after = outputs(
+        varlen_attention, *(x.requires_grad_() for x in poisoned_inputs), dout, borders(lengths)
+    )
+    for name in before:
+        assert after[name][40:110].isnan().all()
+        for rows in (slice(0, 40), slice(110, 174)):
+            assert_bitwise(name, after[name][rows], before[name][rows])
+
+
+def test_causal_outputs_ignore_later_tokens():
+    q, k, v, _ = make([150], 2, 1, 64)
+    before = varlen_attention(q, k, v, borders([150]), causal=True)
+    k2, v2 = k.detach().clone(), v.detach().clone()
+    k2[77:] = 1e3
+    v2[77:] = -1e3
+    after = varlen_attention(q, k2, v2, borders([150]), causal=True)
+    assert_bitwise("out", after[:77], before[:77])
+    assert (after[77:] != before[77:]).any()
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_no_tokens(lengths):
+    q, k, v, dout = make(lengths, 4, 2, 16)
+    result = outputs(varlen_attention, q, k, v, dout, borders(lengths))
+    assert [tuple(x.shape) for x in result.values()] == [(0, 4, 16)] * 2 + [(0, 2, 16)] * 2
+
+
+GOOD = {
+    "q": torch.zeros(10, 4, 8),
+    "k": torch.zeros(10, 2, 8),
+    "v": torch.zeros(10, 2, 8),
+    "cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32),
+}
+BAD = [
+    ({"q": torch.zeros(10, 4)}, "q is float32 [10, 4] on cpu; it must be float32 or bfloat16 or"),
+    ({"q": torch.zeros(10, 4, 8).double()}, "q is float64 [10, 4, 8]"),
+    ({"k": torch.zeros(10, 2, 8).half()}, "k is float16 [10, 2, 8] on cpu; it must be float32"),
+    ({"v": torch.zeros(10, 2, 8, device="meta")}, "v is float32 [10, 2, 8] on meta; it must be"),
+    ({"v": torch.zeros(9, 2, 8)}, "k is [10, 2, 8] and v is [9, 2, 8]; both must be"),
+    ({"q": torch.zeros(10, 3, 8)}, "q has 3 heads and k has 2; q's must be a positive multiple"),
+    (
+        {name: torch.zeros(10, 2, 257) for name in "qkv"},
+        "q's head_dim is 257; it must be 1 to 256",
+    ),
+    ({name: torch.zeros(10, 2, 0) for name in "qkv"}, "q's head_dim is 0; it must be 1 to 256"),
+    ({"cu_seqlens": torch.tensor([0, 10])}, "cu_seqlens is int64 [2] on cpu; it must be int32"),
+    ({"cu_seqlens": torch.tensor([]).int()}, "cu_seqlens is empty"),
+    ({"cu_seqlens": torch.tensor([1, 10]).int()}, "cu_seqlens starts at 1; it must start at 0"),
+    ({"cu_seqlens": torch.tensor([0, 11]).int()}, "cu_seqlens ends at 11; it must end at q's"),
+    (
+        {"cu_seqlens": torch.tensor([0, 7, 6, 10]).int()},
+        "cu_seqlens falls from 7 to 6 at element 2",
+    ),
+    (
+        {"q": torch.zeros(10, 8, 4).transpose(1, 2)},
+        "q has strides (32, 1, 4); its last dimension must be contiguous",
+    ),
+]
+
+
+@pytest.mark.parametrize("change, message", BAD, ids=[m[:40] for _, m in BAD])
+def test_bad_arguments_are_named(change, message):
+    arguments: dict[str, Any] = {**GOOD, **change}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        varlen_attention(**arguments)
+
+
+def test_opcheck():
+    q, k, v, _ = make([5, 0, 9], 4, 2, 24)
+    cu = borders([5, 0, 9])
+    torch.library.opcheck(torch.ops.vlmkernels.varlen_attention.default, (q, k, v, cu, True, 0.2))
+    out, lse = torch.ops.vlmkernels.varlen_attention(q, k, v, cu, True, 0.2)
+    arguments = [x.detach() for x in (torch.randn_like(out), q, k, v, out, lse)]
+    torch.library.opcheck(
+        torch.ops.vlmkernels.varlen_attention_backward.default, (*arguments, cu, True, 0.2)
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_into_one_graph(backend):
+    lengths = [30, 41]
+    q, k, v, dout = make(lengths, 4, 2, 16)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
+        return varlen_attention(q * 2, k, v, cu, causal=True) + 1
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    eager = outputs(function, q, k, v, dout, borders(lengths))
+    result = outputs(compiled, q, k, v, dout, borders(lengths))
+    for name in eager:
+        assert_bitwise(name, result[name], eager[name])
+    torch._dynamo.reset()
+
+
+def test_no_gradient_through_lse():
+    q, k, v, _ = make([5], 1, 1, 8)
+    _, lse = torch.ops.vlmkernels.varlen_attention(q, k, v, borders([5]), False, 1.0)
+    with pytest.raises(NotImplementedError, match="no gradient through lse"):
+        lse.sum().backward()

@@ -1,0 +1,100 @@
+"""The CUDA kernels of visual embedding, as nvcc compiled them, against numpy, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .embedding_cases import (
+    Kernels,
+    Pack,
+    check_forward,
+    check_gather,
+    check_reduce,
+    small_suite,
+)
+from .ptxtypes import SimError
+from .toolchain import ARCHITECTURES, CSRC, find_nvcc, missing_tool, run
+
+
+@pytest.mark.parametrize("name", small_suite())
+def test_bitwise(name: str, kernels: Kernels, rng: np.random.Generator) -> None:
+    small_suite()[name](kernels, rng)
+
+
+def test_random_shapes(kernels: Kernels, rng: np.random.Generator) -> None:
+    for _ in range(6):
+        dtype = str(rng.choice(["float32", "bfloat16", "float16"]))
+        hidden = int(rng.choice([1, 3, 8, 24, 100, 264, 640]))
+        # A pointer must be aligned to its element; beyond that anything goes.
+        step = 4 if dtype == "float32" else 2
+        misalign = int(rng.choice([0, 0, 16, step]))
+        pack = Pack(rng, int(rng.integers(1, 60)), hidden, dtype, 7, rng.random(), misalign)
+        print(pack.positions, hidden, dtype, misalign)
+        check_forward(kernels, pack, vocab_range=(0, 4) if rng.random() < 0.5 else None)
+        check_gather(kernels, pack)
+        check_reduce(kernels, pack)
+
+
+def test_access_width(kernels: Kernels, rng: np.random.Generator) -> None:
+    """16-byte accesses wherever rows and pointers allow them; 4 or 2 bytes elsewhere."""
+    for hidden, misalign, unit in ((64, 0, "5uint4"), (66, 0, "j"), (65, 0, "t"), (64, 2, "t")):
+        device = check_forward(kernels, Pack(rng, 4, hidden, "bfloat16", misalign=misalign))
+        (launched,) = device.launches
+        assert re.search(rf"copy_rowsI{unit}\w*EmbeddingSource", launched[0]), launched
+        assert launched[1] == (1, 1, 1, 128, 1, 1)
+
+
+def test_out_of_range_is_trapped(kernels: Kernels, rng: np.random.Generator) -> None:
+    """The message names position, value and limit; nothing out of range is read."""
+    pack = Pack(rng, 20, 16, "bfloat16")
+    place = int(np.flatnonzero(pack.index < 0)[0])
+    for bad in (pack.vocabulary, -1, 1 << 62, -(1 << 63)):
+        pack.ids[place] = bad
+        expected = f"input_ids[{place}] is {bad}, but weight has 11 rows"
+        with pytest.raises(SimError, match="trap after printing .*" + re.escape(expected)):
+            check_forward(kernels, pack)
+    check_forward(kernels, pack, vocab_range=(0, 11))  # there an id of another rank is a zero row
+
+    pack = Pack(rng, 20, 16, "bfloat16")
+    place = int(np.flatnonzero(pack.index >= 0)[-1])
+    pack.index[place] = pack.visual_rows
+    expected = f"visual_index[{place}] is {pack.visual_rows}, but visual has {pack.visual_rows}"
+    with pytest.raises(SimError, match="trap after printing .*" + re.escape(expected)):
+        check_forward(kernels, pack)
+    with pytest.raises(SimError, match="trap after printing .*" + re.escape(expected)):
+        check_gather(kernels, pack)
+    check_forward(kernels, pack, with_visual=False)  # no row of visual is read
+
+    pack.index[place] = 0
+    with pytest.raises(SimError, match=f"names row 0 at positions 0 and {place}"):
+        check_gather(kernels, pack)
+
+
+def test_registers_and_spills(tmp_path: Path) -> None:
+    """ptxas: no spill, and few enough registers for 8 blocks of 128 threads on an SM."""
+    if reason := missing_tool():
+        pytest.skip(f"ptxas was not asked: {reason}")
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    report = run(
+        [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", *targets, "-Xptxas=-v"]
+        + ["-Xptxas=-warn-spills,-Werror", "-I", str(CSRC), "-c"]
+        + [str(CSRC / "cuda" / "embedding.cu"), "-o", str(tmp_path / "embedding.o")]
+    )
+    found = re.findall(
+        r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers",
+        report,
+        flags=re.S,
+    )
+    # 3 units x 2 sources of copy_rows, 6 kinds of reduce_runs, invert_index.
+    assert len(found) == 13 * len(ARCHITECTURES), report
+    for name, target, stores, loads, registers in found:
+        print(target, name, registers)
+        assert int(stores) == int(loads) == 0, f"{name} spills on {target}"
+        assert int(registers) <= 64, f"{name} uses {registers} registers on {target}"

@@ -1,0 +1,153 @@
+"""The interpreter itself: hand-written PTX that does each forbidden thing, and some that does not.
+
+A checker that never fires would make every other test here pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from . import access, arithmetic  # noqa: F401  they register the instructions
+from .machine import Block, launch
+from .memory import GlobalMemory
+from .parser import parse_ptx
+from .ptxtypes import Array, SimError, bf16_to_f32, f32_to_bf16
+
+HEAD = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry kernel(.param .u64 in, .param .u64 out, .param .u32 n)
+{
+  .reg .pred %p<4>;
+  .reg .b16 %h<8>;
+  .reg .b32 %r<16>;
+  .reg .f32 %f<8>;
+  .reg .b64 %rd<16>;
+  ld.param.u64 %rd1, [in];
+  ld.param.u64 %rd2, [out];
+  ld.param.u32 %r1, [n];
+  mov.u32 %r2, %tid.x;
+  mov.u32 %r3, %ctaid.x;
+  mov.u32 %r4, %ntid.x;
+  mad.lo.s32 %r5, %r3, %r4, %r2;   // number of the thread
+  mul.wide.u32 %rd3, %r5, 4;
+  add.s64 %rd4, %rd1, %rd3;        // &in[thread]
+  add.s64 %rd5, %rd2, %rd3;        // &out[thread]
+"""
+
+
+def run(
+    body: str, values: Array, outputs: int, *, blocks: int = 1, threads: int = 32, n: int = 0
+) -> Array:
+    """Runs `body` after HEAD on `blocks` x `threads`; returns out, uint32 [outputs]."""
+    kernel = parse_ptx(HEAD + body + "\nret;\n}\n").kernels["kernel"]
+    memory = GlobalMemory(1 << 16)
+    place = memory.upload("in", values)
+    out = memory.reserve("out", (outputs,), np.uint32)
+    parameters = np.array([place, out, n], np.uint64).tobytes()[:20]
+    launch(kernel, memory, {}, parameters, (blocks, 1, 1), (threads, 1, 1), [])
+    return memory.array("out")
+
+
+def test_divergent_loop_meets_again(rng: np.random.Generator) -> None:
+    """Thread t adds up 1..in[t]: every thread leaves the loop at another time."""
+    values = rng.integers(0, 20, 64).astype(np.uint32)
+    body = """
+      ld.global.u32 %r6, [%rd4];
+      mov.u32 %r7, 0;
+    $top:
+      setp.eq.s32 %p1, %r6, 0;
+      @%p1 bra $done;
+      add.s32 %r7, %r7, %r6;
+      add.s32 %r6, %r6, -1;
+      bra.uni $top;
+    $done:
+      shfl.sync.idx.b32 %r8|%p2, %r7, 0, 31, -1;
+      add.s32 %r7, %r7, %r8;
+      st.global.u32 [%rd5], %r7;
+    """
+    sums = values * (values + 1) // 2
+    want = sums + np.repeat(sums[::32], 32)  # each warp adds its first lane's sum
+    assert run(body, values, 64, blocks=1, threads=64).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("ld.global.u32 %r6, [%rd4+4];", "read of 4 bytes out of bounds: byte 128 of 'in'"),
+        ("st.global.u32 [%rd5+4], %r5;", "write of 4 bytes out of bounds: byte 128 of 'out'"),
+        ("ld.global.u32 %r6, [%rd4+-4];", "out of bounds: byte -4 of 'in'"),
+        ("ld.global.u32 %r6, [%rd1+2];", "misaligned"),
+        ("ld.global.v2.u32 {%r6, %r7}, [%rd1+4];", "misaligned"),
+        ("ld.global.u32 %r6, [%rd5];", "read of never-written bytes of byte 0 of 'out'"),
+        ("st.global.u32 [%rd2], %r5;", "race: two threads write the same address"),
+        (
+            "st.global.u32 [%rd5], %r5; ld.global.nc.u32 %r6, [%rd5];",
+            "nc of bytes that this launch writes",
+        ),
+        ("setp.lt.u32 %p1, %r2, 5; @%p1 bra $a; bra.uni $b; $a: shfl.sync.idx.b32 "
+         "%r6|%p2, %r5, 0, 31, -1; ret; $b: shfl.sync.idx.b32 %r6|%p2, %r5, 1, 31, -1;",
+         "warp divergence"),
+        ("setp.lt.u32 %p1, %r2, 5; @%p1 ret; shfl.sync.idx.b32 %r6|%p2, %r5, 0, 31, -1;",
+         "has exited"),
+        ("$top: bra.uni $top;", "endless loop"),
+        ("trap;", "trap"),
+        ("cos.approx.f32 %f1, %f2;", "not interpreted: cos.approx.f32"),
+        ("add.sat.s32 %r6, %r5, %r5;", r"modifier .sat is not interpreted"),
+        ("mov.u32 %r99x, 0;", "not declared"),
+    ],
+)  # fmt: skip
+def test_forbidden(body: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Block, "MAX_STEPS", 1000)
+    with pytest.raises(SimError, match=message):
+        run(body, np.zeros(32, np.uint32), 32)
+
+
+def test_race_between_blocks() -> None:
+    """Blocks are not ordered: what one writes no other may touch, but atomics may meet."""
+    zeros = np.zeros(64, np.uint32)
+    with pytest.raises(SimError, match="another block of this launch writes"):
+        run("setp.eq.s32 %p1, %r2, 0; @%p1 st.global.u32 [%rd2], %r3;", zeros, 1, blocks=2)
+    body = "atom.global.add.u32 %r6, [%rd1], 1; st.global.u32 [%rd5], %r6;"
+    assert sorted(run(body, zeros, 64, blocks=2)) == list(range(64))
+
+
+def test_unwritten_output_is_an_error() -> None:
+    with pytest.raises(SimError, match="4 of 132 bytes of 'out' were never written.*element 32"):
+        run("st.global.u32 [%rd5], %r5;", np.zeros(32, np.uint32), 33)
+
+
+def test_integers_wrap_and_extend() -> None:
+    """Sign and zero extension, 64-bit products, shifts beyond the width."""
+    values = np.array([0xFFFFFFFF, 0x80000000, 7, 1 << 20], np.uint32)
+    body = """
+      ld.global.u32 %r6, [%rd4];
+      cvt.s64.s32 %rd6, %r6;
+      shr.s64 %rd7, %rd6, 63;
+      cvt.u32.u64 %r7, %rd7;          // all ones where negative
+      mul.wide.u32 %rd8, %r6, %r6;
+      shr.u64 %rd9, %rd8, 32;
+      cvt.u32.u64 %r8, %rd9;          // high half of the square
+      xor.b32 %r9, %r7, %r8;
+      shl.b32 %r10, %r6, 40;          // zero
+      or.b32 %r9, %r9, %r10;
+      st.global.u32 [%rd5], %r9;
+    """
+    want = []
+    for value in values.tolist():
+        sign = 0xFFFFFFFF if value >> 31 else 0
+        want.append(sign ^ (value * value >> 32))
+    assert run(body, values, 4, threads=4).tolist() == want
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    """Every kind of float32 against the definition: the nearest of the two neighbours."""
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x00000001], np.uint32)
+    got = f32_to_bf16(bits.view(np.float32))
+    assert [hex(x) for x in got] == ["0x3f80", "0x3f82", "0x3f81", "0x7f80", "0x0"]
+    every = np.arange(1 << 16, dtype=np.uint16)
+    numbers = every[~np.isnan(bf16_to_f32(every))]
+    assert (f32_to_bf16(bf16_to_f32(numbers)) == numbers).all()
+    assert f32_to_bf16(np.array([np.nan], np.float32))[0] == 0x7FFF

@@ -1,0 +1,85 @@
+"""Run a script as several ranks on this machine, as a launcher would."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass
+class Rank:
+    """One ended rank."""
+
+    code: int
+    output: str
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def run_ranks(
+    arguments: Sequence[str], size: int, *, timeout: float = 300, env: dict[str, str] | None = None
+) -> list[Rank]:
+    """`python ARGUMENTS` as `size` ranks; waits for all, kills what is left after `timeout`."""
+    port = str(free_port())
+    processes = []
+    for rank in range(size):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", *arguments],
+                env=environment,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    end = time.monotonic() + timeout
+    ranks = []
+    for process in processes:
+        try:
+            output, _ = process.communicate(timeout=max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            output += f"\n[killed after {timeout} s]"
+        ranks.append(Rank(process.returncode, output))
+    return ranks
+
+
+def run_cli(
+    arguments: Sequence[str], *, timeout: float = 300, env: dict[str, str] | None = None
+) -> Rank:
+    """`python -m vlmtrain.cli ARGUMENTS` as a user types it."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-m", "vlmtrain.cli", *arguments],
+        env={**clean, "OMP_NUM_THREADS": "1", **(env or {})},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    return Rank(done.returncode, done.stdout)

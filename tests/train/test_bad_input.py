@@ -1,0 +1,263 @@
+"""Bad input of every kind: one sentence that names the culprit, exit code 1, nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_cli, run_ranks
+from tests.train.conftest import options
+from vlmtrain import cli
+
+
+@pytest.fixture
+def samples(conversations) -> list[dict[str, Any]]:
+    return json.loads(conversations.read_text())
+
+
+def write(conversations: Path, tmp_path: Path, samples: Any) -> Path:
+    """A conversation file that finds its photographs where the good one does."""
+    for sample in samples:
+        images = sample.get("image", [])
+        images = [images] if isinstance(images, str) else images
+        paths = [i if os.path.isabs(i) else str(conversations.parent / i) for i in images]
+        if paths:
+            sample["image"] = paths
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps(samples))
+    return path
+
+
+def refused(capsys, arguments: list[str], output: Path) -> str:
+    """Run in this process; returns the one line of stderr."""
+    code = cli.main(arguments)
+    printed = capsys.readouterr()
+    assert code == 1, printed
+    lines = printed.err.strip().splitlines()
+    assert len(lines) == 1, printed.err
+    assert lines[0].startswith("vlmtrain: ")
+    for name in ("metrics.jsonl", "checkpoints", "hf"):
+        assert not (output / name).exists()
+    return lines[0]
+
+
+def broken(kind: str, samples: list[dict[str, Any]], tmp_path: Path) -> tuple[Any, list[str]]:
+    """Samples with one fault, and what the message must name."""
+    first = samples[0]
+    if kind == "missing image":
+        first["image"] = str(tmp_path / "no-such.jpg")
+        return samples, ["no-such.jpg", first["id"]]
+    if kind == "not an image":
+        (tmp_path / "text.jpg").write_text("hello")
+        first["image"] = str(tmp_path / "text.jpg")
+        return samples, ["text.jpg", first["id"]]
+    if kind == "more marks than images":
+        first["conversations"][0]["value"] += " <image>"
+        return samples, [first["id"], "2", "1"]
+    if kind == "unknown role":
+        first["conversations"][1]["from"] = "robot"
+        return samples, [first["id"], "robot"]
+    if kind == "empty":
+        return [], ["conversations.json"]
+    first["conversations"][1]["value"] = "word " * 500
+    return samples, [first["id"], "160"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "missing image",
+        "not an image",
+        "more marks than images",
+        "unknown role",
+        "empty",
+        "longer than the pack",
+    ],
+)
+def test_bad_sample(kind, capsys, model, conversations, samples, tmp_path):
+    content, names = broken(kind, samples, tmp_path)
+    data = write(conversations, tmp_path, content)
+    message = refused(capsys, options(model, data, tmp_path / "run"), tmp_path / "run")
+    for name in names:
+        assert name in message, message
+
+
+def test_truncated_image(capsys, model, conversations, samples, tmp_path):
+    whole = (conversations.parent / samples[0]["image"]).read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    samples[0]["image"] = str(tmp_path / "cut.jpg")
+    data = write(conversations, tmp_path, samples)
+    message = refused(capsys, options(model, data, tmp_path / "run"), tmp_path / "run")
+    assert "cut.jpg" in message and samples[0]["id"] in message
+
+
+class TestModelFolder:
+    @pytest.fixture
+    def folder(self, model, tmp_path) -> Path:
+        return Path(shutil.copytree(model, tmp_path / "model"))
+
+    def check(self, capsys, folder, conversations, tmp_path, *names):
+        message = refused(
+            capsys, options(folder, conversations, tmp_path / "run"), tmp_path / "run"
+        )
+        for name in names:
+            assert name in message, message
+
+    def split(self, folder: Path) -> None:
+        """As a sharded download: two files and an index."""
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        names = sorted(weights)
+        weight_map = {}
+        for i, part in enumerate((names[::2], names[1::2]), 1):
+            file = f"model-0000{i}-of-00002.safetensors"
+            save_file({n: weights[n] for n in part}, folder / file, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(part, file))
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def test_missing_shard(self, capsys, folder, conversations, tmp_path):
+        self.split(folder)
+        (folder / "model-00002-of-00002.safetensors").unlink()
+        self.check(capsys, folder, conversations, tmp_path, "model-00002-of-00002.safetensors")
+
+    def test_shard_cut_short(self, capsys, folder, conversations, tmp_path):
+        self.split(folder)
+        file = folder / "model-00001-of-00002.safetensors"
+        with open(file, "r+b") as handle:
+            handle.truncate(file.stat().st_size // 2)
+        self.check(capsys, folder, conversations, tmp_path, file.name, "cut short")
+
+    def change(self, folder: Path, edit) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        edit(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def test_missing_tensor(self, capsys, folder, conversations, tmp_path):
+        name = next(iter(self.names(folder)))
+        self.change(folder, lambda w: w.pop(name))
+        self.check(capsys, folder, conversations, tmp_path, "missing")
+
+    def test_unexpected_tensor(self, capsys, folder, conversations, tmp_path):
+        import torch
+
+        self.change(folder, lambda w: w.update({"visual.extra.weight": torch.zeros(2)}))
+        self.check(capsys, folder, conversations, tmp_path, "visual.extra.weight")
+
+    def test_nan(self, capsys, folder, conversations, tmp_path):
+        self.change(folder, lambda w: w["lm_head.weight"].view(-1)[3].fill_(float("nan")))
+        self.check(capsys, folder, conversations, tmp_path, "lm_head.weight", "NaN")
+
+    def test_misshapen(self, capsys, folder, conversations, tmp_path):
+        def cut(weights):
+            weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
+
+        self.change(folder, cut)
+        self.check(capsys, folder, conversations, tmp_path, "lm_head.weight")
+
+    def test_no_folder_no_config_other_model(self, capsys, folder, conversations, tmp_path):
+        self.check(capsys, tmp_path / "nowhere", conversations, tmp_path, "nowhere")
+        config = json.loads((folder / "config.json").read_text())
+        config["model_type"] = "llama"
+        (folder / "config.json").write_text(json.dumps(config))
+        self.check(capsys, folder, conversations, tmp_path, "llama", "qwen2_5_vl")
+        (folder / "config.json").unlink()
+        self.check(capsys, folder, conversations, tmp_path, "config.json")
+
+    def names(self, folder: Path) -> list[str]:
+        from safetensors import safe_open
+
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            return sorted(file.keys())
+
+
+@pytest.mark.parametrize(
+    ("option", "names"),
+    [
+        ("--parallel.vision=multiplexed", ["--parallel.vision multiplexed", "not available"]),
+        ("--optimizer.offload_fraction=0.5", ["--optimizer.offload_fraction", "not available"]),
+        ("--freeze.vision", ["--freeze.vision", "not available"]),
+        ("--lora.rank=8", ["--lora.rank", "not available"]),
+        ("--parallel.tensor=2", ["1 processes", "multiple of 2"]),
+        ("--parallel.sequence", ["parallel.sequence", "parallel.tensor"]),
+        ("--train.steps=-1", ["--train.steps", "-1"]),
+        ("--checkpoint.resume=soon", ["--checkpoint.resume", "soon"]),
+        ("--checkpoint.resume=7", ["step-00000007"]),
+    ],
+)
+def test_bad_option(option, names, capsys, model, conversations, tmp_path):
+    message = refused(
+        capsys, options(model, conversations, tmp_path / "run", option), tmp_path / "run"
+    )
+    for name in names:
+        assert name in message, message
+
+
+def test_existing_run_is_not_overwritten(capsys, model, conversations, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    assert cli.main(options(model, conversations, tmp_path / "run")) == 1
+    assert "--checkpoint.resume latest" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_checkpoint_cut_short(model, conversations, tmp_path):
+    output = tmp_path / "run"
+    arguments = options(model, conversations, output, "--train.steps=2", "--checkpoint.every=1")
+    done = run_cli(arguments)
+    assert done.code == 0, done.output
+    newest = output / "checkpoints" / "step-00000002"
+    file = max(newest.rglob("*.distcp"), key=lambda p: p.stat().st_size)
+    with open(file, "r+b") as handle:
+        handle.truncate(file.stat().st_size - 100)
+    before = (output / "metrics.jsonl").read_text()
+    again = options(model, conversations, output, "--train.steps=4", "--checkpoint.resume=latest")
+    done = run_cli(again)
+    assert done.code == 1
+    assert file.name in done.output and "--checkpoint.resume 1" in done.output
+    assert "Traceback" not in done.output
+    assert (output / "metrics.jsonl").read_text() == before
+    done = run_cli([*again[:-1], "--checkpoint.resume=1"])
+    assert done.code == 0, done.output
+    # the same size but another content
+    newest = output / "checkpoints" / "step-00000004"
+    file = max(newest.rglob("*.distcp"), key=lambda p: p.stat().st_size)
+    with open(file, "r+b") as handle:
+        handle.seek(file.stat().st_size // 2)
+        byte = handle.read(1)
+        handle.seek(-1, os.SEEK_CUR)
+        handle.write(bytes([byte[0] ^ 1]))
+    done = run_cli([*again[:-1], "--checkpoint.resume=4", "--train.steps=5"])
+    assert done.code == 1 and "checksum" in done.output, done.output
+
+
+def test_all_ranks_end_and_one_speaks(model, conversations, samples, tmp_path):
+    """Two ranks of one launcher: the fault is on rank 0's desk, rank 1 must not wait for it."""
+    samples[1]["image"] = str(tmp_path / "no-such.jpg")
+    data = write(conversations, tmp_path, samples)
+    arguments = options(model, data, tmp_path / "run", "--parallel.pipeline=2")
+    ranks = run_ranks(["-m", "vlmtrain.cli", *arguments], 2, timeout=90)
+    assert [r.code for r in ranks] == [1, 1], [r.output for r in ranks]
+    assert "no-such.jpg" in ranks[0].output and "no-such.jpg" not in ranks[1].output
+    assert "Traceback" not in ranks[0].output + ranks[1].output
+    done = run_cli([*arguments, "--nproc=2"], timeout=90)
+    assert done.code == 1 and done.output.count("no-such.jpg") == 1, done.output
+    assert "Traceback" not in done.output
+
+
+def test_unknown_command_and_option(capsys):
+    assert cli.main(["fly"]) == 2
+    assert "fly" in capsys.readouterr().err
+    done = run_cli(["train", "--model", "a", "--data", "b", "--output", "c", "--train.stepz", "3"])
+    assert done.code == 2 and "stepz" in done.output
+    assert sys.executable

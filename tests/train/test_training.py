@@ -1,0 +1,186 @@
+"""Whole runs of `vlmtrain train`: what they leave, resume after kill -9, nothing moves at lr 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import ROOT, run_cli
+from tests.train.conftest import losses, options
+
+TWO = ["--nproc=2", "--parallel.pipeline=2"]
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "vlmtrain.cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(output: Path, step: int, process: subprocess.Popen, limit: float = 120) -> None:
+    end = time.monotonic() + limit
+    path = output / "metrics.jsonl"
+    while time.monotonic() < end and process.poll() is None:
+        if path.is_file() and len(path.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-3000:]}")
+
+
+def workers(process: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """kill -9 of the launcher and of every worker."""
+    for victim in [*workers(process), psutil.Process(process.pid)]:
+        victim.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def straight(model, conversations, tmp_path_factory) -> Path:
+    """Ten steps without a break on two pipeline stages."""
+    output = tmp_path_factory.mktemp("straight") / "run"
+    done = run_cli(options(model, conversations, output, "--train.steps=10", *TWO))
+    assert done.code == 0, done.output
+    assert "step 10/10" in done.output and "Traceback" not in done.output
+    return output
+
+
+def test_metrics_of_a_run(straight):
+    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 10
+    for row in rows:
+        assert {"loss", "grad_norm", "lr", "tokens", "target_tokens", "image_tokens"} <= row.keys()
+        assert row["tokens"] + round(row["padding_share"] * 640) == 640  # 4 packs of 160
+        assert 0 < row["target_tokens"] < row["tokens"]
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["step_seconds"])
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert list((straight / "tensorboard").glob("events.*"))
+
+
+def test_the_folder_loads_in_transformers(straight, model):
+    import transformers
+
+    loaded, report = transformers.AutoModelForImageTextToText.from_pretrained(
+        straight / "hf", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    before = load_file(model / "model.safetensors")
+    moved = sum(
+        not torch.equal(tensor, before[name])
+        for file in (straight / "hf").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    )
+    assert moved == len(before)  # every tensor was trained
+    transformers.AutoTokenizer.from_pretrained(straight / "hf")
+
+
+def test_kill_and_resume_is_bitwise(straight, model, conversations, tmp_path):
+    output = tmp_path / "run"
+    arguments = options(
+        model, conversations, output, "--train.steps=10", "--checkpoint.every=5", *TWO
+    )
+    process = start(arguments)
+    wait_for_step(output, 6, process)
+    kill(process)
+    assert not (output / "hf").exists()
+    assert (output / "checkpoints" / "latest").read_text() == "step-00000005\n"
+    done = run_cli([*arguments, "--checkpoint.resume=latest"])
+    assert done.code == 0, done.output
+    assert losses(output) == losses(straight)
+    for file in (straight / "hf").glob("*.safetensors"):
+        other = load_file(output / "hf" / file.name)
+        for name, tensor in load_file(file).items():
+            assert torch.equal(tensor, other[name]), name
+
+
+def test_resume_on_another_layout(straight, model, conversations, tmp_path):
+    """Checkpoints of a pipeline go on as two data-parallel replicas."""
+    output = tmp_path / "run"
+    first = options(model, conversations, output, "--train.steps=10", "--checkpoint.every=5", *TWO)
+    process = start(first)
+    wait_for_step(output, 6, process)
+    kill(process)
+    again = options(model, conversations, output, "--train.steps=10", "--nproc=2")
+    done = run_cli([*again, "--checkpoint.resume=5"])
+    assert done.code == 0, done.output
+    assert losses(output) == pytest.approx(losses(straight), rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_nothing_moves_at_learning_rate_zero(precision, model, conversations, tmp_path):
+    from tests.ranks import run_cli
+
+    folder = model
+    if precision == "bf16":  # weights that bf16 holds exactly
+        import shutil
+
+        from safetensors.torch import save_file
+
+        folder = tmp_path / "model"
+        shutil.copytree(model, folder)
+        weights = load_file(folder / "model.safetensors")
+        save_file(
+            {n: t.bfloat16() for n, t in weights.items()},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+    done = run_cli(
+        options(
+            folder,
+            conversations,
+            tmp_path / "run",
+            "--train.steps=3",
+            "--optimizer.lr=0",
+            "--optimizer.weight_decay=0",
+            f"--train.precision={precision}",
+        )
+    )
+    assert done.code == 0, done.output
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+
+
+def test_one_rank_killed_ends_the_others(model, conversations, tmp_path):
+    output = tmp_path / "run"
+    process = start(options(model, conversations, output, "--train.steps=500", *TWO))
+    wait_for_step(output, 2, process)
+    victim = next(w for w in workers(process) if w.environ().get("RANK") == "1")
+    victim.send_signal(signal.SIGKILL)
+    output_text, _ = process.communicate(timeout=60)
+    assert process.returncode != 0, output_text
+    assert not (output / "hf").exists()
+
+
+def test_a_recipe_and_overrides(model, conversations, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'model = "{model}"\ndata = "{conversations}"\noutput = "{tmp_path / "run"}"\n'
+        '[train]\nsteps = 5\npack_length = 160\nglobal_batch = 2\nprecision = "fp32"\n'
+        "[optimizer]\nlr = 1e-3\nwarmup_steps = 2\n"
+    )
+    done = run_cli(["train", "--config", str(recipe), "--train.steps", "3"])
+    assert done.code == 0, done.output
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3])

@@ -1,0 +1,79 @@
+"""`python -m vlmkernels.info`: what was built, what was found, and why something is off."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+
+import torch
+
+import vlmkernels
+from vlmkernels import _native
+
+#: Import name -> distribution and what it would be used for.
+OPTIONAL = {
+    "flash_attn": ("flash-attn", "attention on CUDA until the package has its own kernel"),
+    "transformer_engine": ("transformer-engine", "Megatron's fused layers and FP8"),
+    "apex": ("apex", "Megatron's fused optimizer and gradient accumulation"),
+}
+
+
+def optional_backend(module: str, distribution: str) -> tuple[str | None, str]:
+    """(version, "") if it imports, else (None, why not)."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        why = "not installed" if missing.split(".")[0] == module else f"needs {missing}"
+        return None, why
+    except Exception as error:  # built for another torch or CUDA: ImportError, OSError, others
+        first_line = (str(error).splitlines() or [""])[0]
+        return None, f"installed, but fails to import: {type(error).__name__}: {first_line}"
+    try:
+        return importlib.metadata.version(distribution), ""
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(found, "__version__", "unknown version")), ""
+
+
+def gpu_lines() -> list[str]:
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return [f"none: torch {torch.__version__} is built without CUDA"]
+        return ["none: torch finds no CUDA device or driver"]
+    lines = []
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        memory = properties.total_memory / 2**30
+        lines.append(f"{properties.name}, sm_{properties.major}{properties.minor}, {memory:.0f} GiB")
+    return lines
+
+
+def report() -> str:
+    """The whole text."""
+    build = _native._C.build_info()
+    chosen = "VLMKERNELS_ISA" if os.environ.get("VLMKERNELS_ISA") else "cpuid"
+    rows = [
+        ("vlmkernels", f"{vlmkernels.__version__} in {os.path.dirname(vlmkernels.__file__)}"),
+        ("python, torch", f"{platform.python_version()}, {torch.__version__}"),
+        ("native module", f"version {build['version']}, compiler {build['compiler']}"),
+        ("CPU kernels", f"{_native._C.isa()} (by {chosen})"),
+        ("available", ", ".join(_native.available_isas())),
+        ("threads", str(torch.get_num_threads())),
+    ]
+    if build["cuda"] is None:
+        rows.append(("CUDA kernels", "not built: no nvcc when the package was installed, or OFF"))
+    else:
+        archs = ", ".join(f"sm_{arch}" for arch in build["cuda_archs"].split(","))
+        rows.append(("CUDA kernels", f"{archs} and PTX, by nvcc {build['cuda']}"))
+    rows += [("GPU", line) for line in gpu_lines()]
+    for module, (distribution, purpose) in OPTIONAL.items():
+        version, why = optional_backend(module, distribution)
+        rows.append((distribution, version or f"off: {why} (would serve: {purpose})"))
+    return "\n".join(f"{name:<20}{value}" for name, value in rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(report() + "\n")

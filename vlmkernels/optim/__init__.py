@@ -1,0 +1,7 @@
+"""Optimizers."""
+
+from __future__ import annotations
+
+from .cpu_adam import CPUAdam
+
+__all__ = ["CPUAdam"]

@@ -1,0 +1,182 @@
+"""Where the patches of a packed batch of images lie: segments, windows, positions, rotary angles.
+
+Legend: n = images and videos, P = patches, m = merge_size, G = P / m^2 merged units (language-model
+tokens). Patches come in the processor's order: frames, then merged units row by row, then the m x m
+patches of a unit.
+
+Method: Qwen2-VL (https://arxiv.org/abs/2409.12191) and Qwen2.5-VL
+(https://arxiv.org/abs/2502.13923), as in transformers' get_window_index and rot_pos_emb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VisionLayout:
+    """Built once per forward from grid_thw on the host; `to(device)` moves it without a sync."""
+
+    num_patches: int
+    #: int32 [frames + 1]: borders of full attention, one segment per temporal slice
+    cu_seqlens: Tensor
+    #: int32 [windows + 1]: borders of window attention, in window order; None without windows
+    cu_window_seqlens: Tensor | None
+    #: int64 [G]: unit of each place in window order, x.view(G, m * m, -1)[window_index]; or None
+    window_index: Tensor | None
+    #: int64 [G]: its inverse, which puts merged rows back; None without windows
+    reverse_index: Tensor | None
+    #: int64 [P, 2]: (row, column) of each patch in its frame, in patch order, not window order
+    position_ids: Tensor
+    merge_size: int = 2
+    #: longest segments, for kernels that would have to ask the device
+    max_seqlen: int = 0
+    max_window_seqlen: int = 0
+
+    @staticmethod
+    def from_grid(
+        grid_thw: Tensor | Sequence[Sequence[int]],
+        *,
+        patch_size: int = 14,
+        merge_size: int = 2,
+        window_size: int | None = None,
+    ) -> VisionLayout:
+        """
+        Args:
+            grid_thw: [n, 3], int64 on the CPU or nested lists: frames, patch rows, patch columns of
+                each image or video; n may be 0.
+            patch_size: pixels along a patch's side; only windows need it.
+            merge_size: patches along a merged unit's side.
+            window_size: pixels along a window's side (112 in Qwen2.5-VL), or None for no windows.
+
+        Raises:
+            ValueError: a grid's shape or sizes don't fit, or the window is smaller than a unit.
+        """
+        grid = _check_grid(grid_thw, merge_size)
+        # One row per frame: everything below works on all frames at once.
+        frames = grid[:, 1:].repeat_interleave(grid[:, 0], dim=0)  # [F, 2]
+        patches = frames.prod(1)
+        units = patches // merge_size**2
+        total_units = int(units.sum())
+        unit_rows, unit_columns = (frames // merge_size).unbind(1)
+
+        frame_of_unit = torch.arange(len(frames)).repeat_interleave(units)  # [G]
+        first_unit = units.cumsum(0) - units
+        index = torch.arange(total_units) - first_unit[frame_of_unit]
+        row = index // unit_columns[frame_of_unit]
+        column = index % unit_columns[frame_of_unit]
+
+        inside = torch.arange(merge_size)
+        unit = torch.stack(torch.meshgrid(inside, inside, indexing="ij"), -1).view(1, -1, 2)
+        corner = torch.stack((row, column), -1)[:, None] * merge_size
+        layout = VisionLayout(
+            num_patches=total_units * merge_size**2,
+            cu_seqlens=_borders(patches),
+            cu_window_seqlens=None,
+            window_index=None,
+            reverse_index=None,
+            position_ids=(corner + unit).view(-1, 2),
+            merge_size=merge_size,
+            max_seqlen=int(patches.max()) if len(patches) else 0,
+        )
+        if window_size is None:
+            return layout
+
+        side = window_size // patch_size // merge_size  # units along a window's side
+        if side < 1:
+            raise ValueError(
+                f"window_size is {window_size} pixels; it must be at least one merged unit, "
+                f"{patch_size * merge_size} pixels"
+            )
+        windows_down = (unit_rows + side - 1) // side
+        windows_across = (unit_columns + side - 1) // side
+        windows = windows_down * windows_across
+        first_window = windows.cumsum(0) - windows
+        window = (
+            first_window[frame_of_unit]
+            + row // side * windows_across[frame_of_unit]
+            + column // side
+        )
+        # Inside a window the units keep their order. Windows are never empty here: transformers'
+        # padding makes empty ones, whose doubled borders have to be dropped.
+        window_index = window.argsort(stable=True)
+        reverse_index = torch.empty_like(window_index)
+        reverse_index[window_index] = torch.arange(total_units)
+        lengths = window.bincount(minlength=int(windows.sum())) * merge_size**2
+        return replace(
+            layout,
+            cu_window_seqlens=_borders(lengths),
+            window_index=window_index,
+            reverse_index=reverse_index,
+            max_window_seqlen=int(lengths.max()) if len(lengths) else 0,
+        )
+
+    def rotary(self, head_dim: int, theta: float = 1e4, *, windowed: bool) -> Tensor:
+        """The angles of the 2D rotary embedding.
+
+        Args:
+            head_dim: a multiple of 4.
+            theta: base of the frequencies.
+            windowed: in window order, else in patch order.
+
+        Returns:
+            float32 [P, head_dim // 2] on position_ids' device: head_dim / 4 angles of the row, then
+            as many of the column. cos and sin take them doubled to head_dim (rotate-half).
+
+        Raises:
+            ValueError: head_dim is no multiple of 4, or windowed without a window_size.
+        """
+        if head_dim <= 0 or head_dim % 4:
+            raise ValueError(f"head_dim is {head_dim}; it must be a positive multiple of 4")
+        device = self.position_ids.device
+        exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device)
+        frequencies = 1.0 / theta ** (exponent / (head_dim // 2))
+        angles = (self.position_ids[..., None].float() * frequencies).flatten(1)
+        if not windowed:
+            return angles
+        if self.window_index is None:
+            raise ValueError("windowed is True, but this layout was made without a window_size")
+        units = angles.view(-1, self.merge_size**2, angles.shape[1])
+        return units[self.window_index].view_as(angles)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> VisionLayout:
+        """The same layout on another device."""
+        names = ("cu_seqlens", "cu_window_seqlens", "window_index", "reverse_index", "position_ids")
+        moved = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name in names
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
+
+def _check_grid(grid_thw: Tensor | Sequence[Sequence[int]], merge_size: int) -> Tensor:
+    grid = torch.as_tensor(grid_thw)
+    if grid.numel() == 0:
+        grid = torch.empty(0, 3, dtype=torch.int64)
+    if grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():
+        raise ValueError(
+            f"grid_thw is {str(grid.dtype)[6:]} {list(grid.shape)}; it must be integers [n, 3]"
+        )
+    grid = grid.to("cpu", torch.int64)
+    if merge_size < 1:
+        raise ValueError(f"merge_size is {merge_size}; it must be at least 1")
+    bad = (grid < 1).any(1) | (grid[:, 1:] % merge_size).any(1)
+    if bad.any():
+        i = int(bad.nonzero()[0])
+        raise ValueError(
+            f"grid_thw[{i}] is {grid[i].tolist()}; t, h and w must be at least 1, and h and w "
+            f"multiples of merge_size = {merge_size}"
+        )
+    return grid
+
+
+def _borders(lengths: Tensor) -> Tensor:
+    """[n] lengths -> int32 [n + 1] running sums from 0."""
+    borders = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=borders[1:])
+    return borders
