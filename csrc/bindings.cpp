@@ -69,16 +69,18 @@ vlmk::HeadsView heads_view(const View& v) {
   return {pointer<void>(static_cast<uintptr_t>(v[0])), v[1], v[2]};
 }
 
-vlmk::AttentionParams attention_params(int dtype, View q, View k, View v, View out, uintptr_t lse,
+vlmk::AttentionParams attention_params(int dtype, View q, View k, View v, View out, uintptr_t stats,
                                        uintptr_t cu_seqlens, int64_t segments, int64_t tokens,
                                        int64_t heads, int64_t kv_heads, int64_t head_dim,
                                        double scale, bool causal) {
+  float* row_max = pointer<float>(stats);  // stats [2, H, T]
   return {static_cast<vlmk::DType>(dtype),
           heads_view(q),
           heads_view(k),
           heads_view(v),
           heads_view(out),
-          pointer<float>(lse),
+          row_max,
+          row_max + heads * tokens,
           pointer<const int32_t>(cu_seqlens),
           segments,
           tokens,
@@ -90,11 +92,11 @@ vlmk::AttentionParams attention_params(int dtype, View q, View k, View v, View o
 }
 
 vlmk::AttentionGradParams attention_grad_params(int dtype, View q, View k, View v, View out,
-                                                uintptr_t lse, uintptr_t cu_seqlens,
+                                                uintptr_t stats, uintptr_t cu_seqlens,
                                                 int64_t segments, int64_t tokens, int64_t heads,
                                                 int64_t kv_heads, int64_t head_dim, double scale,
                                                 bool causal, View dout, View dq, View dk, View dv) {
-  return {attention_params(dtype, q, k, v, out, lse, cu_seqlens, segments, tokens, heads, kv_heads,
+  return {attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads, kv_heads,
                            head_dim, scale, causal),
           heads_view(dout), heads_view(dq), heads_view(dk), heads_view(dv)};
 }

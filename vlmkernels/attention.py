@@ -84,7 +84,7 @@ def _native_arguments(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     cu_seqlens: Tensor,
     causal: bool,
     scale: float,
@@ -92,15 +92,16 @@ def _native_arguments(
     views = (_view(q), _view(k), _view(v), _view(out))
     tokens, heads, head_dim = q.shape
     sizes = (cu_seqlens.shape[0] - 1, tokens, heads, k.shape[1], head_dim)
-    addresses = (lse.data_ptr(), cu_seqlens.data_ptr())
+    addresses = (stats.data_ptr(), cu_seqlens.data_ptr())
     return (DTYPES[q.dtype], *views, *addresses, *sizes, scale, causal)
 
 
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    return q.new_empty(q.shape), lse
+    # stats [2, H, T]: the maximum and the sum of each softmax row (csrc/params.h)
+    stats = q.new_empty((2, q.shape[1], q.shape[0]), dtype=torch.float32)
+    return q.new_empty(q.shape), stats
 
 
 def _forward_cpu(
@@ -108,9 +109,9 @@ def _forward_cpu(
 ) -> tuple[Tensor, Tensor]:
     _check(q, k, v, cu_seqlens)
     cu_seqlens = cu_seqlens.contiguous()
-    out, lse = _forward_fake(q, k, v, cu_seqlens, causal, scale)
-    _C.attention_forward(*_native_arguments(q, k, v, out, lse, cu_seqlens, causal, scale))
-    return out, lse
+    out, stats = _forward_fake(q, k, v, cu_seqlens, causal, scale)
+    _C.attention_forward(*_native_arguments(q, k, v, out, stats, cu_seqlens, causal, scale))
+    return out, stats
 
 
 def _backward_fake(
@@ -119,7 +120,7 @@ def _backward_fake(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     cu_seqlens: Tensor,
     causal: bool,
     scale: float,
@@ -133,7 +134,7 @@ def _backward_cpu(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     cu_seqlens: Tensor,
     causal: bool,
     scale: float,
@@ -142,8 +143,8 @@ def _backward_cpu(
     check_tensor("dout", dout, dtypes=(q.dtype,), shape="[T, H, D]", dim=3, device=q.device)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # sum().backward() expands a scalar
     cu_seqlens = cu_seqlens.contiguous()
-    grads = _backward_fake(dout, q, k, v, out, lse, cu_seqlens, causal, scale)
-    arguments = _native_arguments(q, k, v, out, lse, cu_seqlens, causal, scale)
+    grads = _backward_fake(dout, q, k, v, out, stats, cu_seqlens, causal, scale)
+    arguments = _native_arguments(q, k, v, out, stats, cu_seqlens, causal, scale)
     _C.attention_backward(*arguments, _view(dout), *map(_view, grads))
     return grads
 
@@ -154,22 +155,18 @@ def _backward_cpu(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dlse is not None:
-        raise NotImplementedError("varlen_attention has no gradient through lse; detach it")
-    if dout is None:
-        return (None,) * 6
-    q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
-    grads = _backward_op(dout, q, k, v, out, lse, cu_seqlens, ctx.causal, ctx.scale)
+def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, stats, cu_seqlens = ctx.saved_tensors
+    grads = _backward_op(dout, q, k, v, out, stats, cu_seqlens, ctx.causal, ctx.scale)
     return (*grads, None, None, None)
 
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, bool causal, float scale"
 _backward_op = define(
-    "varlen_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "varlen_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats, "
     "Tensor cu_seqlens, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     cpu=_backward_cpu,
     fake=_backward_fake,

@@ -19,6 +19,14 @@ _USAGE = """usage: vlmtrain COMMAND [options]
 
 'vlmtrain COMMAND --help' lists a command's options.
 """
+# How gloo and NCCL say that the process at the other end has ended.
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "NCCL communicator was aborted",
+)
 _LATER = ("convert", "plan", "generate", "evaluate")
 
 
@@ -99,9 +107,10 @@ def _train(arguments: list[str]) -> int:
     try:
         run(config, process)
     except UserError as error:
-        code = _fail(str(error), 1) if getattr(error, "print_here", True) else 1
-        return _leave(code)
-    except Exception:
+        return _leave(_fail(str(error), 1) if error.print_here else 1)
+    except Exception as error:
+        if any(sign in str(error) for sign in _PEER_GONE):
+            return _leave(_fail(f"rank {process.rank} ends: another rank is gone", 1))
         print(f"vlmtrain: rank {process.rank} failed:", file=sys.stderr)
         traceback.print_exc()
         return _leave(1)

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
-from vlmtrain.checkpoint.hf_import import load_weights
 from vlmtrain.config import OptimizerSection
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.device import Backend
@@ -47,9 +45,10 @@ class StepResult:
 
 
 class Engine:
-    """Builds this rank's stages, loads the weights, then steps.
+    """This rank's stages. Load their weights, `prepare` the optimizer, then `step`.
 
-    `torch.distributed` must be initialised; one engine a process.
+    `torch.distributed` must be initialised; one engine a process. Without weights loaded the
+    parameters are Megatron's random initialisation.
     """
 
     def __init__(
@@ -58,12 +57,10 @@ class Engine:
         layout: Layout,
         backend: Backend,
         *,
-        weights: str | Path | None,
         dtype: torch.dtype,
-        optimizer: OptimizerSection,
         seed: int = 0,
     ) -> None:
-        self.spec, self.layout, self.backend, self.section = spec, layout, backend, optimizer
+        self.spec, self.layout, self.backend, self.dtype = spec, layout, backend, dtype
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,
@@ -86,9 +83,16 @@ class Engine:
         for stage in self.stages:
             for parameter in stage.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        if weights is not None:
-            # Before DDP and the optimizer: both take copies.
-            load_weights(self.stages, spec, weights)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        # The rank whose counts stand for its data-parallel replica.
+        self._reports = (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+
+    def prepare(self, optimizer: OptimizerSection) -> None:
+        """Gradient buffers and optimizer. After the weights are loaded: both take copies."""
+        self.section = optimizer
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
         )
@@ -96,14 +100,8 @@ class Engine:
             DistributedDataParallel(self.config, ddp, stage, disable_bucketing=i > 0)
             for i, stage in enumerate(self.stages)
         ]
-        self.optimizer = build_optimizer(optimizer, self.chunks, dtype)
+        self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.data_rank = parallel_state.get_data_parallel_rank()
-        # The rank whose counts stand for its data-parallel replica.
-        self._reports = (
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
 
     @property
     def needs_pixels(self) -> bool:

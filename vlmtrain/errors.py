@@ -8,3 +8,5 @@ class UserError(Exception):
 
     The command line prints it without a traceback and exits with 1.
     """
+
+    print_here = True  # False on the ranks that raise what another rank prints

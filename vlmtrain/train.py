@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from vlmtrain import device
 from vlmtrain.config import TrainConfig, to_dict
@@ -18,6 +19,7 @@ from vlmtrain.errors import UserError
 from vlmtrain.launch import Process, connect
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import Layout, make_layout
+from vlmtrain.parallel.together import on_every_rank, on_first_rank, shared_error
 
 
 def run(config: TrainConfig, process: Process) -> None:
@@ -37,6 +39,7 @@ def run(config: TrainConfig, process: Process) -> None:
         # After a failure the other ranks may be anywhere: a barrier would wait for them.
         if process.world_size == 1 or sys.exc_info()[0] is None:
             dist.barrier()
+            parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
@@ -69,7 +72,7 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
 def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend) -> None:
     from vlmtrain.checkpoint import training as checkpoints
     from vlmtrain.checkpoint.hf_export import save_weights
-    from vlmtrain.checkpoint.hf_import import HFWeights, check_names
+    from vlmtrain.checkpoint.hf_import import HFWeights, check_names, load_weights
     from vlmtrain.data.index import SampleIndex, scan_sources
     from vlmtrain.data.loader import PackedLoader
     from vlmtrain.data.processor import Processor
@@ -92,15 +95,9 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     # One rank reads and judges all input; the others hear its verdict instead of a hang.
     index, resume = on_first_rank(prepare)
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-    engine = Engine(
-        spec,
-        layout,
-        backend,
-        weights=config.model,
-        dtype=dtype,
-        optimizer=config.optimizer,
-        seed=train.seed,
-    )
+    engine = Engine(spec, layout, backend, dtype=dtype, seed=train.seed)
+    on_every_rank(lambda: load_weights(engine.stages, spec, config.model))
+    engine.prepare(config.optimizer)
     loader = PackedLoader(
         index,
         processor,
@@ -114,7 +111,8 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     )
     done = 0
     if resume is not None:
-        extra = checkpoints.load(resume, engine.stages, engine.optimizer)
+        path = resume
+        extra = on_every_rank(lambda: checkpoints.load(path, engine.stages, engine.optimizer))
         loader.load_state_dict(extra["loader"])
         done = extra["step"]
     total = train.steps or loader.steps_for_epochs(train.epochs)
@@ -139,7 +137,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         backend.synchronize()
         seconds = time.perf_counter() - start
         if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-            raise _everywhere(
+            raise shared_error(
                 f"step {step + 1}: loss is {result.loss}, gradient norm {result.grad_norm}; lower "
                 "--optimizer.lr, or look at the samples of this step"
             )
@@ -163,30 +161,6 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     if metrics is not None:
         metrics.close()
         print(f"Hugging Face folder: {config.output / 'hf'}", flush=True)
-
-
-def on_first_rank(work: Any) -> Any:
-    """Run `work()` on rank 0; every rank returns its value or raises its UserError."""
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = work()
-        except UserError as error:
-            box[1] = str(error)
-        except Exception:  # the others must hear of it too, then it goes its way
-            dist.broadcast_object_list([None, "rank 0 failed while reading the input"], src=0)
-            raise
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise _everywhere(box[1])
-    return box[0]
-
-
-def _everywhere(message: str) -> UserError:
-    """An error that every rank raises: rank 0 prints it."""
-    error = UserError(message)
-    error.print_here = dist.get_rank() == 0  # type: ignore[attr-defined]
-    return error
 
 
 def _check_output(config: TrainConfig) -> None:

@@ -23,8 +23,6 @@ namespace VLMK_ISA {
 namespace {
 
 constexpr int kBlock = 64;            // queries in lanes; also keys per step of the online softmax
-constexpr float kLog2e = 1.44269504f;
-constexpr float kLn2 = 0.693147181f;
 constexpr float kLowest = -3e38f;
 constexpr int64_t kInPlaceRows = 128;  // more rows than that at a large stride cost TLB misses
 
@@ -32,6 +30,15 @@ VLMK_INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
 VLMK_INLINE int vectors_of(int64_t n) { return static_cast<int>((n + kWidth - 1) / kWidth); }
 // Leading dimension of packed rows: whole cache lines.
 VLMK_INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
+
+// Scores are kept as sign(scale) * q.k, whose order is that of the probabilities; |scale| and the
+// change to base 2 come in one FMA before exp2. So a score has no rounding that plain torch's has
+// not, and -inf * scale is no NaN, scale = 0 included.
+VLMK_INLINE float score_sign(const AttentionParams& p) { return p.scale < 0 ? -1.f : 1.f; }
+VLMK_INLINE float score_scale(const AttentionParams& p) {
+  const float scale = __builtin_fabsf(p.scale) * 1.44269504f;
+  return scale > 1e-30f ? scale : 1e-30f;
+}
 
 template <class T>
 VLMK_INLINE T* rows_of(const HeadsView& x, int64_t token, int64_t head) {
@@ -100,6 +107,10 @@ VLMK_NOINLINE void pack_transposed(const T* src, int64_t stride, int64_t n, int6
   }
 }
 
+VLMK_INLINE void copy(const float* src, int64_t n, float* dst) {
+  for (int64_t i = 0; i < n; ++i) dst[i] = src[i];
+}
+
 // src [n, padded(dim)], row i times scale[i] (or scale[0] if kOneScale) -> dst [n, dim]
 template <bool kOneScale, class T>
 VLMK_NOINLINE void store_rows(const float* src, int64_t n, int64_t dim, const float* scale, T* dst,
@@ -126,10 +137,11 @@ VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int
   }
 }
 
-// One step of the online softmax on s [keys, 64] (base-2 scores): s becomes 2^(s - max), row_max,
+// One step of the online softmax on the scores s [keys, 64]: s becomes 2^(scale * (s - max)); row_max,
 // row_sum and correction [64] (what earlier sums and outputs must be multiplied by) are updated.
-VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float* row_max, float* row_sum,
-                                float* correction) {
+VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, float* row_max,
+                                float* row_sum, float* correction) {
+  const Vec c = set1(scale);
   for (int j = 0; j < vectors; ++j) {
     float* column = s + j * kWidth;
     const Vec old_max = load(row_max + j * kWidth);
@@ -143,26 +155,29 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float* row_max,
     }
     for (; i < keys; ++i) m0 = max(m0, load(column + i * kBlock));
     const Vec new_max = max(max(m0, m1), max(m2, m3));
+    // The rounding of this product is the same for all keys and cancels, in the backward too; hence
+    // no FMA in `moved`, which takes sums from the old product to the new.
+    const Vec shift = set1(0.f) - new_max * c;
 
     Vec sum0 = set1(0.f), sum1 = set1(0.f);
     i = 0;
     for (; i + 2 <= keys; i += 2) {
-      const Vec e0 = exp2(load(column + i * kBlock) - new_max);
-      const Vec e1 = exp2(load(column + (i + 1) * kBlock) - new_max);
+      const Vec e0 = exp2(fma(load(column + i * kBlock), c, shift));
+      const Vec e1 = exp2(fma(load(column + (i + 1) * kBlock), c, shift));
       store(column + i * kBlock, e0);
       store(column + (i + 1) * kBlock, e1);
       sum0 = sum0 + e0;
       sum1 = sum1 + e1;
     }
     if (i < keys) {
-      const Vec e = exp2(load(column + i * kBlock) - new_max);
+      const Vec e = exp2(fma(load(column + i * kBlock), c, shift));
       store(column + i * kBlock, e);
       sum0 = sum0 + e;
     }
-    const Vec c = exp2(old_max - new_max);
-    store(correction + j * kWidth, c);
+    const Vec moved = exp2(old_max * c + shift);
+    store(correction + j * kWidth, moved);
     store(row_max + j * kWidth, new_max);
-    store(row_sum + j * kWidth, fma(load(row_sum + j * kWidth), c, sum0 + sum1));
+    store(row_sum + j * kWidth, fma(load(row_sum + j * kWidth), moved, sum0 + sum1));
   }
 }
 
@@ -194,7 +209,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, float* me
     const int64_t queries = minimum(kBlock, item.q_end - q0);
     const int lanes = vectors_of(queries);
     pack_transposed(rows_of<const T>(p.q, item.begin + q0, item.head), p.q.token_stride, queries,
-                    dim, p.scale * kLog2e, qt);
+                    dim, score_sign(p), qt);
     for (int j = 0; j < lanes; ++j) {
       store(row_max + j * kWidth, set1(kLowest));
       store(row_sum + j * kWidth, set1(0.f));
@@ -205,21 +220,15 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, float* me
       gemm<false>({key.data + k0 * key.ld, key.ld, qt, kBlock, s, kBlock, n, lanes,
                    static_cast<int>(dim), Start::kZero, nullptr});
       if (p.causal && k0 + n > q0 + 1) mask_causal(s, k0, n, q0, lanes);
-      softmax_step(s, n, lanes, row_max, row_sum, correction);
+      softmax_step(s, n, lanes, score_scale(p), row_max, row_sum, correction);
       gemm<true>({s, kBlock, values + k0 * ld, ld, out, ld, static_cast<int>(queries),
                   vectors_of(dim), n, k0 == 0 ? Start::kZero : Start::kScale, correction});
     }
-    float* lse = p.lse + item.head * p.tokens + item.begin + q0;
+    const int64_t stats = item.head * p.tokens + item.begin + q0;
+    copy(row_max, queries, p.row_max + stats);
+    copy(row_sum, queries, p.row_sum + stats);
     for (int j = 0; j < lanes; ++j) {
-      const Vec sum = load(row_sum + j * kWidth);
-      const Vec value = (load(row_max + j * kWidth) + log2(sum)) * set1(kLn2);
-      const int64_t left = queries - j * kWidth;
-      if (left >= kWidth) {
-        store(lse + j * kWidth, value);
-      } else {
-        store_n(lse + j * kWidth, value, static_cast<int>(left));
-      }
-      store(correction + j * kWidth, set1(1.f) / sum);
+      store(correction + j * kWidth, set1(1.f) / load(row_sum + j * kWidth));
     }
     store_rows<false>(out, queries, dim, correction, rows_of<T>(p.out, item.begin + q0, item.head),
                       p.out.token_stride);
@@ -242,14 +251,17 @@ VLMK_NOINLINE void row_dots(const T* out, int64_t out_stride, const T* dout, int
   }
 }
 
-// st [keys, 64]: base-2 scores -> probabilities; dpt [keys, 64]: dP^T -> dS^T / scale.
-VLMK_NOINLINE void softmax_gradient(float* st, float* dpt, int keys, int vectors, const float* lse2,
+// st [keys, 64]: scores -> probabilities; dpt [keys, 64]: dP^T -> dS^T / scale.
+VLMK_NOINLINE void softmax_gradient(float* st, float* dpt, int keys, int vectors, float scale,
+                                    const float* row_max, const float* inverse_sum,
                                     const float* delta) {
+  const Vec c = set1(scale);
   for (int j = 0; j < vectors; ++j) {
-    const Vec l = load(lse2 + j * kWidth), d = load(delta + j * kWidth);
+    const Vec shift = set1(0.f) - load(row_max + j * kWidth) * c;
+    const Vec inverse = load(inverse_sum + j * kWidth), d = load(delta + j * kWidth);
     for (int i = 0; i < keys; ++i) {
       const int at = i * kBlock + j * kWidth;
-      const Vec p = exp2(load(st + at) - l);
+      const Vec p = exp2(fma(load(st + at), c, shift)) * inverse;
       store(st + at, p);
       store(dpt + at, p * (load(dpt + at) - d));
     }
@@ -259,7 +271,7 @@ VLMK_NOINLINE void softmax_gradient(float* st, float* dpt, int keys, int vectors
 int64_t backward_floats(const AttentionParams& p, int64_t max_length) {
   const int64_t ld = padded(p.head_dim);
   return 4 * max_length * ld                    // keys, values, dk, dv
-         + kBlock * (5 * ld + 2 * kBlock + 2);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, lse, delta
+         + kBlock * (5 * ld + 2 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, 3 rows
 }
 
 template <class T>
@@ -278,8 +290,9 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, floa
   float* dq = g_rows + ld * kBlock;
   float* st = dq + ld * kBlock;       // [64 keys, 64 queries]
   float* dpt = st + kBlock * kBlock;
-  float* lse2 = dpt + kBlock * kBlock;  // [64]
-  float* delta = lse2 + kBlock;
+  float* row_max = dpt + kBlock * kBlock;  // [64]
+  float* inverse_sum = row_max + kBlock;
+  float* delta = inverse_sum + kBlock;
 
   pack_rows(rows_of<const T>(p.k, item.begin, kv_head), p.k.token_stride, length, dim, keys);
   const Panel value = pack_or_view(rows_of<const T>(p.v, item.begin, kv_head), p.v.token_stride,
@@ -292,12 +305,13 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, floa
       const int lanes = vectors_of(queries), rows = static_cast<int>(queries);
       const T* q = rows_of<const T>(p.q, token, head);
       const T* dout = rows_of<const T>(g.dout, token, head);
-      pack_transposed(q, p.q.token_stride, queries, dim, p.scale * kLog2e, qt);
+      pack_transposed(q, p.q.token_stride, queries, dim, score_sign(p), qt);
       pack_transposed(dout, g.dout.token_stride, queries, dim, 1.f, gt);
       pack_rows(q, p.q.token_stride, queries, dim, q_rows);
       pack_rows(dout, g.dout.token_stride, queries, dim, g_rows);
       for (int i = 0; i < kBlock; ++i) {
-        lse2[i] = i < rows ? p.lse[head * p.tokens + token + i] * kLog2e : 0.f;
+        row_max[i] = i < rows ? p.row_max[head * p.tokens + token + i] : 0.f;
+        inverse_sum[i] = i < rows ? 1.f / p.row_sum[head * p.tokens + token + i] : 0.f;
         delta[i] = 0.f;
       }
       row_dots(rows_of<const T>(p.out, token, head), p.out.token_stride, dout, g.dout.token_stride,
@@ -311,7 +325,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, floa
         gemm<false>({value.data + k0 * value.ld, value.ld, gt, kBlock, dpt, kBlock, n, lanes, depth,
                      Start::kZero, nullptr});
         if (p.causal && k0 + n > q0 + 1) mask_causal(st, k0, n, q0, lanes);
-        softmax_gradient(st, dpt, n, lanes, lse2, delta);
+        softmax_gradient(st, dpt, n, lanes, score_scale(p), row_max, inverse_sum, delta);
         // Blocks of keys are first met by the group's first head: at the first block of queries, or
         // with a causal mask at the diagonal.
         const bool first = head == kv_head * group && q0 == (p.causal ? k0 : 0);

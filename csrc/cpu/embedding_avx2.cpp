@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cpu/embedding.h"
+#include "cpu/half.h"
 
 namespace vlmk::avx2 {
 #include "cpu/embedding_kernel.inl"

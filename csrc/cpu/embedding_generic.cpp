@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "cpu/embedding.h"
+#include "cpu/half.h"
 
 namespace vlmk::generic {
 #include "cpu/embedding_kernel.inl"

@@ -86,87 +86,30 @@ void copy_rows(const Source& source, void* out, int64_t rows, int64_t row_bytes)
   }
 }
 
-inline float bits_to_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
+template <class T>
+inline void add(float* sum, const T* x, int64_t n) {
+  for (int64_t c = 0; c < n; ++c) sum[c] += to_float(x[c]);
 }
-inline uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-struct Fp32 {
-  using Element = float;
-  static void add(float* sum, const float* x, int64_t n) {
-    for (int64_t c = 0; c < n; ++c) sum[c] += x[c];
-  }
-  static void store(float* to, const float* sum, int64_t n) { std::memcpy(to, sum, n * 4); }
-};
-
-struct Bf16 {
-  using Element = uint16_t;
-  static void add(float* sum, const uint16_t* x, int64_t n) {
-    for (int64_t c = 0; c < n; ++c) sum[c] += bits_to_float(static_cast<uint32_t>(x[c]) << 16);
-  }
-  static void store(uint16_t* to, const float* sum, int64_t n) {
-    for (int64_t c = 0; c < n; ++c) {
-      const uint32_t bits = float_to_bits(sum[c]);
-      const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest even
-      const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-      to[c] = static_cast<uint16_t>(nan ? 0x7fff : rounded);
-    }
-  }
-};
-
-struct Fp16 {
-  using Element = uint16_t;
-  static float to_float(uint16_t half) {
-    const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
-    const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
-    if (magnitude >= 0x0f800000)  // infinity and NaN
-      return bits_to_float(sign | 0x70000000 | magnitude);
-    // Exponents are moved by 112 with one multiplication, which is exact for subnormals too.
-    return bits_to_float(sign | float_to_bits(bits_to_float(magnitude) * 0x1p112f));
-  }
-  static uint16_t from_float(float value) {  // to nearest even
-    const uint32_t bits = float_to_bits(value);
-    const uint32_t sign = bits >> 16 & 0x8000;
-    const uint32_t magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);   // NaN
-    if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // rounds to infinity
-    if (magnitude < 0x38800000)  // subnormal: adding 0.5 rounds at the 2^-24 place
-      return static_cast<uint16_t>(
-          sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - float_to_bits(0.5f)));
-    const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
-    return static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13));
-  }
-  static void add(float* sum, const uint16_t* x, int64_t n) {
-    int64_t c = 0;
 #if defined(__F16C__)
-    for (; c + 8 <= n; c += 8) {
-      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + c));
-      _mm256_storeu_ps(sum + c, _mm256_add_ps(_mm256_loadu_ps(sum + c), _mm256_cvtph_ps(half)));
-    }
+inline void add(float* sum, const Float16* x, int64_t n) {
+  int64_t c = 0;
+  for (; c + 8 <= n; c += 8) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + c));
+    _mm256_storeu_ps(sum + c, _mm256_add_ps(_mm256_loadu_ps(sum + c), _mm256_cvtph_ps(half)));
+  }
+  for (; c < n; ++c) sum[c] += to_float(x[c]);
+}
 #endif
-    for (; c < n; ++c) sum[c] += to_float(x[c]);
-  }
-  static void store(uint16_t* to, const float* sum, int64_t n) {
-    for (int64_t c = 0; c < n; ++c) to[c] = from_float(sum[c]);
-  }
-};
 
-template <class Type>
+template <class T>
 void reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t runs) {
-  using Element = typename Type::Element;
-  const auto* grad = static_cast<const Element*>(p.grad);
-  auto* dweight = static_cast<Element*>(p.dweight);
+  const auto* grad = static_cast<const T*>(p.grad);
+  auto* dweight = static_cast<T*>(p.dweight);
   const int64_t tiles = (p.hidden + kColumns - 1) / kColumns;
   // Tasks of one tile of one run: a run of a thousand paddings is shared out too.
-#pragma omp parallel for schedule(                                                     \
-        dynamic, 16) if (p.count * p.hidden * static_cast<int64_t>(sizeof(Element)) >= \
-                             kParallelFromBytes)
+#pragma omp parallel for schedule( \
+        dynamic,                   \
+            16) if (p.count * p.hidden * static_cast<int64_t>(sizeof(T)) >= kParallelFromBytes)
   for (int64_t task = 0; task < runs * tiles; ++task) {
     const int64_t first = starts[task / tiles];
     const int64_t column = task % tiles * kColumns;
@@ -174,8 +117,9 @@ void reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t 
     const int64_t key = p.keys[first];
     alignas(64) float sum[kColumns] = {};
     for (int64_t j = first; j < p.count && p.keys[j] == key; ++j)
-      Type::add(sum, grad + p.order[j] * p.hidden + column, n);
-    Type::store(dweight + key * p.hidden + column, sum, n);
+      add(sum, grad + p.order[j] * p.hidden + column, n);
+    T* to = dweight + key * p.hidden + column;
+    for (int64_t c = 0; c < n; ++c) from_float(sum[c], to[c]);
   }
 }
 
@@ -207,9 +151,9 @@ void embedding_copy_inverse(const EmbeddingGatherParams& p) {
 
 void embedding_reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t runs) {
   if (p.dtype == DType::kFloat32)
-    reduce_runs<Fp32>(p, starts, runs);
+    reduce_runs<float>(p, starts, runs);
   else if (p.dtype == DType::kBFloat16)
-    reduce_runs<Bf16>(p, starts, runs);
+    reduce_runs<BFloat16>(p, starts, runs);
   else
-    reduce_runs<Fp16>(p, starts, runs);
+    reduce_runs<Float16>(p, starts, runs);
 }

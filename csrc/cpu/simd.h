@@ -3,8 +3,8 @@
 // The including file defines VLMK_ISA (the namespace: generic, avx2 or avx512). Everything stands in
 // that namespace with internal linkage, see dispatch.h. + - * / work on Vec directly (GCC and Clang
 // vector types), the rest is here:
-//   kWidth, set1, load, store, load_n, store_n, fma, max, sqrt, exp2, log2, reduce_add,
-//   keep_from, split_exponent, transpose
+//   kWidth, set1, load, store, load_n, store_n, fma, max, sqrt, exp2, reduce_add,
+//   keep_from, transpose
 // load/store take float, BFloat16, Float16; the _n ones touch only the first n elements, the other
 // lanes being zero.
 #pragma once
@@ -85,14 +85,6 @@ VLMK_INLINE Vec keep_from(int first, Vec x, Vec other) {
   const unsigned mask = first <= 0 ? 0xffffu : first >= kWidth ? 0u : 0xffffu << first;
   return _mm512_mask_mov_ps(other, static_cast<__mmask16>(mask), x);
 }
-// Splits normal x > 0 into m * 2^e with m in [sqrt(1/2), sqrt(2)); returns e.
-VLMK_INLINE Vec split_exponent(Vec x, Vec& m) {
-  const __m512i u = _mm512_castps_si512(x);
-  const __m512i e = _mm512_srai_epi32(_mm512_sub_epi32(u, _mm512_set1_epi32(0x3f3504f3)), 23);
-  m = _mm512_castsi512_ps(_mm512_sub_epi32(u, _mm512_slli_epi32(e, 23)));
-  return _mm512_cvtepi32_ps(e);
-}
-
 VLMK_INLINE void transpose(Vec (&row)[kWidth]) {
   __m512i r[16], t[16];
 #pragma GCC unroll 16
@@ -175,13 +167,6 @@ VLMK_INLINE Vec keep_from(int first, Vec x, Vec other) {
   const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane);
   return _mm256_blendv_ps(x, other, _mm256_castsi256_ps(before));
 }
-VLMK_INLINE Vec split_exponent(Vec x, Vec& m) {
-  const __m256i u = _mm256_castps_si256(x);
-  const __m256i e = _mm256_srai_epi32(_mm256_sub_epi32(u, _mm256_set1_epi32(0x3f3504f3)), 23);
-  m = _mm256_castsi256_ps(_mm256_sub_epi32(u, _mm256_slli_epi32(e, 23)));
-  return _mm256_cvtepi32_ps(e);
-}
-
 VLMK_INLINE void transpose(Vec (&r)[kWidth]) {
   Vec t[8];
 #pragma GCC unroll 4
@@ -248,12 +233,6 @@ VLMK_INLINE Vec keep_from(int first, Vec x, Vec other) {
   const VecInt lane = {0, 1, 2, 3};
   return select(lane < VecInt{first, first, first, first}, other, x);
 }
-VLMK_INLINE Vec split_exponent(Vec x, Vec& m) {
-  const VecInt u = reinterpret_cast<VecInt>(x);
-  const VecInt e = (u - 0x3f3504f3) >> 23;
-  m = reinterpret_cast<Vec>(u - (e << 23));
-  return __builtin_convertvector(e, Vec);
-}
 VLMK_INLINE void transpose(Vec (&r)[kWidth]) {
   const Vec t[4] = {r[0], r[1], r[2], r[3]};
   for (int i = 0; i < kWidth; ++i) r[i] = Vec{t[0][i], t[1][i], t[2][i], t[3][i]};
@@ -289,19 +268,6 @@ VLMK_INLINE Vec exp2(Vec x) {
   p = fma(p, r, set1(6.9314720e-1f));
   p = fma(p, r, set1(1.0f));
   return scale_exponent(p, n, x);
-}
-
-// log2(x) for normal x > 0: log2(m) = 2 / ln(2) * atanh((m - 1) / (m + 1)), cut after z^9 (1e-9).
-VLMK_INLINE Vec log2(Vec x) {
-  Vec m;
-  const Vec e = split_exponent(x, m);
-  const Vec z = (m - set1(1.f)) / (m + set1(1.f)), w = z * z;
-  Vec p = set1(2.885390082f / 9);
-  p = fma(p, w, set1(2.885390082f / 7));
-  p = fma(p, w, set1(2.885390082f / 5));
-  p = fma(p, w, set1(2.885390082f / 3));
-  p = fma(p, w, set1(2.885390082f));
-  return fma(p, z, e);
 }
 
 }  // namespace

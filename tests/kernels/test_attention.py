@@ -40,13 +40,47 @@ def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args:
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, cu: Tensor, **kw: Any) -> None:
+def cancelled_terms(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, cu: Tensor, scale: float | None, causal: bool
+) -> dict[str, Tensor]:
+    """Sizes of the terms whose differences are dq and dk: with one key, dP - delta is 0.
+
+    dP and delta are sums of D products, whose rounding errors grow with the square root of D.
+    """
+    group = q.shape[1] // k.shape[1]
+    q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+    for begin, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        a, b, c, g = (x[begin:end].transpose(0, 1) for x in (q, k, v, dout))
+        scores = a @ b.mT * scale
+        if causal:
+            scores = scores + torch.full(scores.shape[1:], -torch.inf).triu(1)
+        squares = scores.softmax(-1) ** 2 * (g**2 @ (c**2).mT) * scale**2 * q.shape[-1]
+        dq[begin:end] = (squares @ b**2).sqrt().transpose(0, 1)
+        dk[begin:end] = (squares.mT @ a**2).sqrt().transpose(0, 1)
+    return {"dq": dq, "dk": dk.unflatten(1, (-1, group)).norm(dim=2)}
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    cu: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+) -> None:
+    kw: dict[str, Any] = {"scale": scale, "causal": causal}
     exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact = outputs(varlen_attention_reference, *exact_inputs, dout.double(), cu, **kw)
     plain = outputs(varlen_attention_reference, q, k, v, dout, cu, **kw)
     ours = outputs(varlen_attention, q, k, v, dout, cu, **kw)
+    cancelled = cancelled_terms(q, k, v, dout, cu, **kw)
     for name in exact:
-        assert_accurate(name, ours[name], plain[name], exact[name])
+        assert_accurate(name, ours[name], plain[name], exact[name], cancelled.get(name))
 
 
 CASES = [  # lengths, heads, kv_heads, head_dim, causal
@@ -91,25 +125,6 @@ def test_large_scores_neither_overflow_nor_lose_their_order(name):
     q, k, v, dout = make([150], 2, 2, 64)
     with isa(name):
         check(q, k, v, dout, borders([150]), scale=30.0)  # scores of some hundreds
-
-
-@pytest.mark.parametrize("name", ISAS)
-def test_lse_is_the_log_of_the_sum(name):
-    lengths = [5, 80, 64]
-    q, k, v, _ = make(lengths, 4, 2, 40)
-    with isa(name):
-        _, lse = torch.ops.vlmkernels.varlen_attention(q, k, v, borders(lengths), True, 0.5)
-    begin = 0
-    for length in lengths:
-        rows = slice(begin, begin + length)
-        keys = k[rows].double().repeat_interleave(2, 1)
-        scores = torch.einsum("qhd,khd->hqk", q[rows].double(), keys) * 0.5
-        scores += torch.full((length, length), -torch.inf).triu(1)
-        expected = scores.logsumexp(-1)
-        error = (lse[:, rows].double() - expected).abs().max()
-        # 1 unit in the last place of the largest score met, and of the result
-        assert error <= 2e-7 * max(1.0, float(scores[scores.isfinite()].abs().max()))
-        begin += length
 
 
 def fused_views(layout: str, tokens: int, heads: int, dim: int) -> tuple[Tensor, list[Tensor]]:
@@ -199,7 +214,6 @@ BAD = [
     ({"q": torch.zeros(10, 4)}, "q is float32 [10, 4] on cpu; it must be float32 or bfloat16 or"),
     ({"q": torch.zeros(10, 4, 8).double()}, "q is float64 [10, 4, 8]"),
     ({"k": torch.zeros(10, 2, 8).half()}, "k is float16 [10, 2, 8] on cpu; it must be float32"),
-    ({"v": torch.zeros(10, 2, 8, device="meta")}, "v is float32 [10, 2, 8] on meta; it must be"),
     ({"v": torch.zeros(9, 2, 8)}, "k is [10, 2, 8] and v is [9, 2, 8]; both must be"),
     ({"q": torch.zeros(10, 3, 8)}, "q has 3 heads and k has 2; q's must be a positive multiple"),
     (
@@ -233,8 +247,8 @@ def test_opcheck():
     q, k, v, _ = make([5, 0, 9], 4, 2, 24)
     cu = borders([5, 0, 9])
     torch.library.opcheck(torch.ops.vlmkernels.varlen_attention.default, (q, k, v, cu, True, 0.2))
-    out, lse = torch.ops.vlmkernels.varlen_attention(q, k, v, cu, True, 0.2)
-    arguments = [x.detach() for x in (torch.randn_like(out), q, k, v, out, lse)]
+    out, stats = torch.ops.vlmkernels.varlen_attention(q, k, v, cu, True, 0.2)
+    arguments = [x.detach() for x in (torch.randn_like(out), q, k, v, out, stats)]
     torch.library.opcheck(
         torch.ops.vlmkernels.varlen_attention_backward.default, (*arguments, cu, True, 0.2)
     )
@@ -254,10 +268,3 @@ def test_compiles_into_one_graph(backend):
     for name in eager:
         assert_bitwise(name, result[name], eager[name])
     torch._dynamo.reset()
-
-
-def test_no_gradient_through_lse():
-    q, k, v, _ = make([5], 1, 1, 8)
-    _, lse = torch.ops.vlmkernels.varlen_attention(q, k, v, borders([5]), False, 1.0)
-    with pytest.raises(NotImplementedError, match="no gradient through lse"):
-        lse.sum().backward()

@@ -27,6 +27,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from vlmtrain.checkpoint.hf_export import gathered, save_weights
+    from vlmtrain.checkpoint.hf_import import load_weights
     from vlmtrain.engine import Engine
 
     spec = ModelSpec.from_folder(case["model"])
@@ -39,13 +40,10 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         microbatches=len(packs),
         **case["layout"],
     )
-    engine = Engine(
-        spec,
-        layout,
-        backend,
-        weights=case["model"],
-        dtype=case.get("dtype", torch.float32),
-        optimizer=OptimizerSection(
+    engine = Engine(spec, layout, backend, dtype=case.get("dtype", torch.float32))
+    load_weights(engine.stages, spec, case["model"])
+    engine.prepare(
+        OptimizerSection(
             lr=ref.LR,
             min_lr=ref.LR,
             weight_decay=ref.DECAY,

@@ -1,7 +1,7 @@
-// Stands in for the CUDA runtime in a host library built by nvcc: keeps the kernels that the library
-// registers, and hands every launch to a callback (the PTX interpreter). It refuses what the real
-// runtime refuses: an unknown kernel, an empty or too large grid or block, more shared memory than
-// was asked for.
+// Stands in for the CUDA runtime in a host library built by nvcc: keeps the kernels that the
+// library registers, and hands every launch to a callback (the PTX interpreter). It refuses what
+// the real runtime refuses: an unknown kernel, an empty or too large grid or block, more shared
+// memory than was asked for.
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -44,7 +44,8 @@ static int find(const void* host) {
 
 void fakecuda_set_callback(launch_callback new_callback) { callback = new_callback; }
 
-// ---- what nvcc's generated code calls ------------------------------------------------------------
+// ---- what nvcc's generated code calls
+// ------------------------------------------------------------
 
 void** __cudaRegisterFatBinary(void* binary) {
   static void* handle;
@@ -59,8 +60,8 @@ void __cudaRegisterVar(void** handle, char* host, char* address, const char* nam
   (void)external, (void)size, (void)constant, (void)global;
 }
 void __cudaRegisterFunction(void** handle, const char* host, char* device, const char* name,
-                            int limit, void* thread, void* block, void* block_size,
-                            void* grid_size, int* warp_size) {
+                            int limit, void* thread, void* block, void* block_size, void* grid_size,
+                            int* warp_size) {
   (void)handle, (void)device, (void)limit, (void)thread;
   (void)block, (void)block_size, (void)grid_size, (void)warp_size;
   if (kernel_count == kMaxKernels) return;
@@ -87,7 +88,8 @@ int __cudaGetKernel(const void** kernel, const void* host) {
   return find(host) < 0 ? fail(kInvalidDeviceFunction) : kSuccess;
 }
 
-// ---- the runtime's interface ---------------------------------------------------------------------
+// ---- the runtime's interface
+// ---------------------------------------------------------------------
 
 int cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t shared,
                      void* stream) {

@@ -149,6 +149,7 @@ class CPUAdam(torch.optim.Optimizer):
         rows: dict[torch.dtype, list[tuple[int, int, int, int, int]]] = {}
         steps: dict[torch.dtype, list[float]] = {}
         keep: list[Tensor] = []  # gradients copied to another layout must outlive the native call
+        counters: list[tuple[dict[str, Any], float]] = []
         for param in group["params"]:
             grad = getattr(param, "decoupled_grad", None)
             grad = param.grad if grad is None else grad
@@ -158,9 +159,8 @@ class CPUAdam(torch.optim.Optimizer):
             keep.append(grad)
             state = self.state[param]
             moments = [self._moment(param, state, key) for key in ("exp_avg", "exp_avg_sq")]
-            # A new tensor, not an addition in place: a loader may have shared one among parameters.
             step = float(state.get("step", 0)) + 1
-            state["step"] = torch.tensor(step, dtype=torch.float32)
+            counters.append((state, step))
             addresses = (x.data_ptr() for x in (param, grad, *moments))
             rows.setdefault(grad.dtype, []).append((*addresses, param.numel()))  # type: ignore[arg-type]
             steps.setdefault(grad.dtype, []).append(step)
@@ -175,6 +175,9 @@ class CPUAdam(torch.optim.Optimizer):
                 float(group["weight_decay"]),
                 bool(group["decoupled_weight_decay"]),
             )
+        for state, step in counters:
+            # A new tensor, not an addition in place: a loader may have shared one among parameters.
+            state["step"] = torch.tensor(step, dtype=torch.float32)
 
     @staticmethod
     def _check_gradient(param: Tensor, grad: Tensor) -> Tensor:

@@ -1,0 +1,128 @@
+"""visual_embedding on a real GPU: the same bits as the CPU kernels, for `make gpu-check`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.numeric import assert_bitwise
+from tests.kernels.test_embedding import DTYPES, SETTINGS, VOCABULARY, gradients, make
+from vlmkernels import _native, scatter_visual, visual_embedding, visual_index
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU: torch.cuda.is_available() is False", allow_module_level=True)
+if not _native.has_cuda_kernels():
+    pytest.skip("vlmkernels was built without CUDA kernels", allow_module_level=True)
+
+
+def to_gpu(*tensors: Tensor) -> Any:
+    return tuple(t.cuda() for t in tensors)
+
+
+@pytest.mark.parametrize("kw", SETTINGS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("hidden", [1, 7, 100, 1536, 3584])
+def test_same_bits_as_the_cpu(hidden: int, dtype: torch.dtype, kw: Any) -> None:
+    """Forward, dvisual and dweight: fp32 sums are in one order on both."""
+    ids, weight, visual, index = make(600, hidden, dtype)
+    weight = weight[slice(*kw.get("vocab_range", (0, VOCABULARY)))]
+    dout = torch.randn(600 // kw.get("shard", (0, 1))[1], hidden).to(dtype)
+    inputs = to_gpu(ids, weight, visual, index)
+    out = visual_embedding(*inputs, **kw)
+    assert_bitwise("out", out.cpu(), visual_embedding(ids, weight, visual, index, **kw))
+    got = gradients(visual_embedding, *to_gpu(ids, weight, visual, index, dout), **kw)
+    want = gradients(visual_embedding, ids, weight, visual, index, dout, **kw)
+    assert_bitwise("dweight", got[0].cpu(), want[0])
+    assert_bitwise("dvisual", got[1].cpu(), want[1])
+    again = gradients(visual_embedding, *to_gpu(ids, weight, visual, index, dout), **kw)
+    assert_bitwise("dweight, a second time", again[0], got[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_scatter(dtype: torch.dtype) -> None:
+    ids, _, visual, index = make(600, 264, dtype)
+    embeddings = torch.randn(600, 264).to(dtype)
+    assert visual_index(ids.cuda(), 3, counts=len(visual)).cpu().tolist() == index.tolist()
+    for size in (1, 3):
+        rows = slice(0, 600 // size)
+        got = scatter_visual(*to_gpu(embeddings[rows], visual, index), shard=(0, size))
+        want = scatter_visual(embeddings[rows], visual, index, shard=(0, size))
+        assert_bitwise("scatter", got.cpu(), want)
+
+
+def test_views_that_are_not_aligned() -> None:
+    """Pointers off by one element take the narrow path."""
+    ids, weight, visual, index = make(64, 128, torch.bfloat16)
+    expected = visual_embedding(ids, weight, visual, index)
+    ids, index = ids.cuda(), index.cuda()
+    for shift in (1, 2, 8):
+        off = [
+            torch.empty(t.numel() + shift, dtype=t.dtype, device="cuda") for t in (weight, visual)
+        ]
+        table = off[0][shift:].view_as(weight).copy_(weight)
+        rows = off[1][shift:].view_as(visual).copy_(visual)
+        got = visual_embedding(ids, table, rows, index)
+        assert_bitwise(f"shift {shift}", got.cpu(), expected)
+
+
+def test_table_beyond_four_gigabytes() -> None:
+    rows, hidden = 2_300_000, 1024  # 4.7 GB
+    weight = torch.empty(rows, hidden, dtype=torch.bfloat16, device="cuda")
+    weight[-2:] = torch.randn(2, hidden, device="cuda")
+    weight[:1] = torch.randn(1, hidden, device="cuda")
+    ids = torch.tensor([rows - 1, 0, rows - 2], device="cuda")
+    index = torch.full((3,), -1, dtype=torch.int32, device="cuda")
+    out = visual_embedding(ids, weight, None, index)
+    assert_bitwise("rows", out, weight[ids])
+
+
+def test_other_stream_and_compile() -> None:
+    ids, weight, visual, index = make(256, 512, torch.bfloat16)
+    expected = visual_embedding(ids, weight, visual, index)
+    inputs = to_gpu(ids, weight, visual, index)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = visual_embedding(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_bitwise("other stream", out.cpu(), expected)
+    compiled = torch.compile(visual_embedding, fullgraph=True, backend="aot_eager")
+    assert_bitwise("compiled", compiled(*inputs).cpu(), expected)
+
+
+def test_opcheck() -> None:
+    ids, weight, visual, index = to_gpu(*make(12, 6, torch.float32))
+    args = (ids, weight.requires_grad_(), visual.requires_grad_(), index, 0, False, 6, 6)
+    torch.library.opcheck(torch.ops.vlmkernels.visual_embedding.default, args)
+
+
+TRAPPED = """
+import torch, vlmkernels
+ids = torch.zeros(8, dtype=torch.int64, device="cuda")
+index = torch.full((8,), -1, dtype=torch.int32, device="cuda")
+weight = torch.ones(4, 16, device="cuda")
+{change}
+vlmkernels.visual_embedding(ids, weight, weight, index)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("ids[5] = 4", "input_ids[5] is 4, but weight has 4 rows"),
+        ("index[3] = 7", "visual_index[3] is 7, but visual has 4 rows"),
+    ],
+)
+def test_out_of_range_traps_with_a_message(change: str, message: str) -> None:
+    """In a process of its own: after a trap the CUDA context is gone."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAPPED.format(change=change)], capture_output=True, text=True
+    )
+    assert done.returncode != 0, "the process ended well"
+    assert message in done.stdout + done.stderr
