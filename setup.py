@@ -112,4 +112,5 @@ class CMakeBuild(build_ext):
         return pybind11.get_cmake_dir()
 
 
-setup(ext_modules=[CMakeExtension("vlmkernels._C")], cmdclass={"build_ext": CMakeBuild})
+if __name__ == "__main__":  # setuptools' build backend runs this file as __main__, too
+    setup(ext_modules=[CMakeExtension("vlmkernels._C")], cmdclass={"build_ext": CMakeBuild})

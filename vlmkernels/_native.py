@@ -7,7 +7,6 @@ arguments and hands raw pointers to `_C`; `define` with one kernel per device, a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -27,8 +26,7 @@ def _load() -> ModuleType:
             "Build it with `pip install .` in the source tree, with this Python "
             "(`python setup.py build_ext --inplace` for a source checkout)"
         ) from error
-    if name := os.environ.get("VLMKERNELS_ISA"):
-        _C.set_isa(name)  # an unknown name is an error at import, not at the first kernel
+    _C.isa()  # a bad VLMKERNELS_ISA is an error at import, not at the first kernel
     return _C
 
 

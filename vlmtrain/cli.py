@@ -88,6 +88,7 @@ def _train(arguments: list[str]) -> int:
         args=arguments,
         description="Train a model. --config FILE reads a TOML recipe first; options override it.",
         default=tyro.MISSING_NONPROP if default is None else default,
+        use_underscores=True,
     )
     config.validate()
     process = launch.joined()
@@ -159,7 +160,7 @@ def _data(arguments: list[str]) -> int:
         return 0 if report.ok else 1
 
     return tyro.extras.subcommand_cli_from_dict(
-        {"build": build, "check": check}, prog="vlmtrain data", args=arguments
+        {"build": build, "check": check}, prog="vlmtrain data", args=arguments, use_underscores=True
     )
 
 
@@ -177,7 +178,7 @@ def _demo(arguments: list[str]) -> int:
         """
         return run_demo(output, nproc=nproc)
 
-    return tyro.cli(demo, prog="vlmtrain demo", args=arguments)
+    return tyro.cli(demo, prog="vlmtrain demo", args=arguments, use_underscores=True)
 
 
 def _take(arguments: list[str], option: str) -> tuple[list[str], str | None]:

@@ -106,10 +106,9 @@ void reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t 
   const auto* grad = static_cast<const T*>(p.grad);
   auto* dweight = static_cast<T*>(p.dweight);
   const int64_t tiles = (p.hidden + kColumns - 1) / kColumns;
+  const bool parallel = p.count * p.hidden * static_cast<int64_t>(sizeof(T)) >= kParallelFromBytes;
   // Tasks of one tile of one run: a run of a thousand paddings is shared out too.
-#pragma omp parallel for schedule( \
-        dynamic,                   \
-            16) if (p.count * p.hidden * static_cast<int64_t>(sizeof(T)) >= kParallelFromBytes)
+#pragma omp parallel for schedule(dynamic, 16) if (parallel)
   for (int64_t task = 0; task < runs * tiles; ++task) {
     const int64_t first = starts[task / tiles];
     const int64_t column = task % tiles * kColumns;

@@ -260,12 +260,14 @@ void launch_reduce(const EmbeddingReduceParams& p, cudaStream_t stream) {
 }  // namespace
 
 int embedding_forward_cuda(const EmbeddingParams& p, void* stream) {
+  if (p.rows == 0) return cudaSuccess;
   const int unit = access_bytes(p.row_bytes, p.table, p.visual, p.out);
   launch_copy<EmbeddingSource>(p, unit, p.out, p.rows, static_cast<cudaStream_t>(stream));
   return cudaGetLastError();
 }
 
 int embedding_gather_cuda(const EmbeddingGatherParams& p, void* stream) {
+  if (p.rows == 0 && p.visual_rows == 0) return cudaSuccess;
   const auto s = static_cast<cudaStream_t>(stream);
   if (p.rows > 0) invert_index<<<blocks(p.rows, kThreads), kThreads, 0, s>>>(p);
   const int unit = access_bytes(p.row_bytes, p.grad, p.dvisual, nullptr);

@@ -1,116 +1,20 @@
-"""A tiny model folder (byte-level BPE with Qwen's special tokens), pictures and conversations."""
+"""A tiny model and a few pictures, shared by the data tests."""
 
 from __future__ import annotations
 
-import json
-import os
-import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from tests.data.helpers import save_image, write_model_folder
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.spec import ModelSpec
 
-SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
-CORPUS = [
-    "You are a helpful assistant. What is in the picture? A red cup of coffee on a wooden table.",
-    "system user assistant Describe both photographs, please. The cat sleeps; the rocket flies!",
-    "Größe, naïve, 日本語, emoji 🚀 and numbers 1234567890.\n\n  indented\ttext\n",
-    "a\n\nb\n\nc\n\nd\n\n",  # so that two newlines become one token
-]
-IMAGE_LIMITS = {"min_pixels": 4 * 28 * 28, "max_pixels": 24 * 28 * 28}
-
 
 @pytest.fixture
-def rng() -> np.random.Generator:
-    seed = int(os.environ.get("VLMKERNELS_TEST_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"VLMKERNELS_TEST_SEED={seed}")
+def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
-
-
-def config(family: str, ids: dict[str, int], vocab_size: int) -> dict[str, Any]:
-    """A config.json with odd small sizes."""
-    vision: dict[str, Any] = {"depth": 2, "num_heads": 3, "patch_size": 14}
-    if family == "qwen2_vl":
-        vision |= {"embed_dim": 48, "hidden_size": 192}
-    else:
-        vision |= {"hidden_size": 48, "out_hidden_size": 192, "tokens_per_second": 2}
-        vision |= {"intermediate_size": 68, "fullatt_block_indexes": [1]}
-    return {
-        "model_type": family,
-        "hidden_size": 192,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "vocab_size": vocab_size,
-        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
-        "tie_word_embeddings": False,
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "vision_config": vision,
-    }
-
-
-def write_model_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:
-    """Config, tokenizer and preprocessor files of a model without weights."""
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=480,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
-    vocab_size = -(-tokenizer.get_vocab_size() // 64) * 64
-    files = {
-        "config.json": config(family, ids, vocab_size),
-        "tokenizer_config.json": {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|endoftext|>",
-            "additional_special_tokens": SPECIAL[1:],
-        },
-        "preprocessor_config.json": IMAGE_LIMITS,
-        "video_preprocessor_config.json": IMAGE_LIMITS,
-    }
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -128,16 +32,6 @@ def processor(model_folder: Path, spec: ModelSpec) -> Processor:
     return Processor.from_folder(model_folder, spec)
 
 
-def save_image(path: Path, width: int, height: int, seed: int = 0, **options: Any) -> Path:
-    """A picture with smooth and sharp parts."""
-    generator = np.random.default_rng(seed)
-    y, x = np.mgrid[0:height, 0:width]
-    pixels = np.stack([x * 3 + y, y * 5, (x * y) // 7], axis=-1) % 256
-    pixels = (pixels + generator.integers(0, 40, pixels.shape)) % 256
-    Image.fromarray(pixels.astype(np.uint8)).save(path, **options)
-    return path
-
-
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with pictures of several sizes and formats."""
@@ -146,17 +40,3 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_image(folder / f"p{number}.jpg", width, height, number)
     save_image(folder / "p4.png", 100, 100, 4)
     return folder
-
-
-def conversation(*turns: str, **record: Any) -> dict[str, Any]:
-    """A record with human and gpt turns in alternation."""
-    names = ("human", "gpt")
-    return {
-        **record,
-        "conversations": [{"from": names[i % 2], "value": text} for i, text in enumerate(turns)],
-    }
-
-
-def write_json(path: Path, records: list[Any]) -> Path:
-    path.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
-    return path

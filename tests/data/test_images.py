@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import IMAGE_LIMITS, save_image
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as reference
 
+from tests.data.helpers import IMAGE_LIMITS, save_image
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.images import ImageSettings, load_image, patchify, probe_image, smart_resize
 from vlmtrain.data.images import resize as resize_image

@@ -7,8 +7,8 @@ import pickle
 from pathlib import Path
 
 import pytest
-from conftest import conversation, save_image, write_json
 
+from tests.data.helpers import conversation, save_image, write_json
 from vlmtrain.data import cli
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import scan_sources
@@ -164,7 +164,7 @@ def test_check_collects_every_problem(tmp_path: Path, pictures: Path, model_fold
     assert len(report.problems) == 4
     for problem, start in zip(report.problems, starts, strict=True):
         assert start in problem
-    assert report.render().splitlines()[-1] == "7 samples, 1 images, 0 videos: 4 problems"
+    assert report.render().splitlines()[-1] == "7 samples, 1 image, 0 videos: 4 problems"
     report = cli.check([lines], model=model_folder, pack_length=256)
     assert [p for p in report.problems if "sample 'long'" in p and "a pack holds 256" in p]
     assert report.tokens > 0

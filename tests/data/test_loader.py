@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import conversation, write_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.data.helpers import IMAGE_LIMITS, conversation, write_json
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex, scan_sources
@@ -124,8 +124,6 @@ def test_pack_invariants_and_pixels(
     records: list[dict[str, Any]],
     pictures: Path,
 ) -> None:
-    from conftest import IMAGE_LIMITS
-
     reference = Qwen2VLImageProcessorPil(**IMAGE_LIMITS)
     loader = make()
     by_id = {record["id"]: record for record in records}

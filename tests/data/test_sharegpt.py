@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import conversation, save_image, write_json
 
+from tests.data.helpers import conversation, save_image, write_json
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.sample import Sample, Turn
 from vlmtrain.data.sharegpt import JsonSource

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import IMAGE_LIMITS, write_model_folder
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
+from tests.data.helpers import IMAGE_LIMITS, write_model_folder
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.processor import MediaLayout, Processor
 from vlmtrain.data.sample import Media, Sample, Turn

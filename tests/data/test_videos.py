@@ -8,9 +8,9 @@ import av
 import numpy as np
 import pytest
 import torch
-from conftest import IMAGE_LIMITS, save_image
 from PIL import Image
 
+from tests.data.helpers import IMAGE_LIMITS, save_image
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.images import ImageSettings
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample

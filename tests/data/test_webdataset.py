@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import webdataset
-from conftest import conversation, write_json
 from PIL import Image
 
+from tests.data.helpers import conversation, write_json
 from vlmtrain.data import cli
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import scan_sources

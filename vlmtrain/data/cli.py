@@ -29,12 +29,15 @@ class CheckReport:
 
     def render(self) -> str:
         """The report as text: one line a problem, then the counts."""
-        tokens = f", {self.tokens} tokens" if self.tokens else ""
-        counts = (
-            f"{self.samples} samples, {self.images} images, {self.videos} videos{tokens}: "
-            f"{len(self.problems) or 'no'} problem{'s' * (len(self.problems) != 1)}"
-        )
-        return "\n".join([*self.problems, counts])
+        parts = [
+            _counted(self.samples, "sample"),
+            _counted(self.images, "image"),
+            _counted(self.videos, "video"),
+        ]
+        if self.tokens:
+            parts.append(_counted(self.tokens, "token"))
+        counts = ", ".join(parts)
+        return "\n".join([*self.problems, f"{counts}: {_counted(len(self.problems), 'problem')}"])
 
 
 def build(
@@ -86,3 +89,7 @@ def check(
             else:
                 report.videos += 1
     return report
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

@@ -13,7 +13,6 @@ import functools
 import io
 import json
 import math
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,9 +266,7 @@ def _open(part: FileRange, sample: Sample, name: str) -> Image.Image:
     except OSError as error:
         raise sample.fail(f"{name} cannot be read: {error}") from None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data))
     except Image.DecompressionBombError:
         raise sample.fail(
             f"{name} has more than {MAX_FILE_PIXELS} pixels; make it smaller"

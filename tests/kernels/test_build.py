@@ -1,0 +1,211 @@
+"""The native module: what it links, which kernels it picks, what it says when something is off."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import vlmkernels
+from vlmkernels import _native, info
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = ["generic", "avx2", "avx512", "avx512_bf16"]
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def needed_tool(name: str) -> str:
+    return shutil.which(name) or pytest.skip(f"{name} is not installed")
+
+
+def setup_module_of_the_build() -> ModuleType:
+    pytest.importorskip("setuptools")
+    specification = importlib.util.spec_from_file_location("vlmkernels_setup", ROOT / "setup.py")
+    assert specification and specification.loader
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_links_neither_torch_nor_the_cuda_runtime():
+    readelf = needed_tool("readelf")
+    command = [readelf, "-d", _native._C.__file__]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    libraries = re.findall(r"\(NEEDED\).*\[(.*)\]", listing)
+    assert any(name.startswith("libgomp") for name in libraries)
+    assert not [n for n in libraries if re.match("libtorch|libc10|libcuda|libpython", n)]
+
+
+def test_shares_one_openmp_runtime_with_torch():
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc")
+    runtimes = {
+        os.path.realpath(line.split()[-1])
+        for line in maps.read_text().splitlines()
+        if re.search(r"/lib(gomp|omp|iomp5)[^/]*\.so", line)
+        and ("torch" in line or "gomp" in line)
+        and "scikit_learn" not in line
+    }
+    assert len(runtimes) == 1, runtimes
+
+
+def test_version_is_that_of_pyproject():
+    declared = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared
+    assert vlmkernels.__version__ == declared[1]
+    assert _native._C.build_info()["version"] == declared[1], "rebuild the native module"
+
+
+def test_best_instruction_set_is_chosen_and_can_be_overridden():
+    available = _native.available_isas()
+    assert available[0] == "generic"
+    assert available == sorted(available, key=ORDER.index)
+    code = "from vlmkernels import _native; print(_native._C.isa())"
+    chosen = run_python(code, VLMKERNELS_ISA="")
+    assert chosen.stdout.strip() == available[-1]
+    assert run_python(code, VLMKERNELS_ISA="generic").stdout.strip() == "generic"
+    bad = run_python(code, VLMKERNELS_ISA="avx1024")
+    assert bad.returncode != 0
+    assert "VLMKERNELS_ISA is 'avx1024', but this machine runs generic" in bad.stderr
+
+
+def test_set_isa_names_what_it_got():
+    before = _native._C.isa()
+    with pytest.raises(ValueError, match="the instruction set is 'mmx', but this machine runs"):
+        _native.set_isa("mmx")
+    assert _native._C.isa() == before
+
+
+def test_isa_files_share_no_symbols():
+    """The linker keeps one copy of a shared inline function: it may be the AVX-512 one."""
+    nm = needed_tool("nm")
+    objects = [
+        path
+        for folder in (ROOT / "build").glob("cmake-*")
+        for path in folder.rglob("csrc/cpu/*.cpp.o")
+        if re.search(r"_avx(2|512|512_bf16)\.cpp\.o$", path.name)
+    ]
+    if not objects:
+        pytest.skip("the package was not built in this source tree")
+    for path in objects:
+        command = [nm, "-C", "--defined-only", str(path)]
+        symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        shared = [x for x in symbols.splitlines() if re.search(r" [VWu] (?!DW\.ref\.)", x)]
+        assert not shared, f"{path.name}: {shared}"
+
+
+def test_load_error_says_what_was_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "vlmkernels._C", None)
+    monkeypatch.delattr(vlmkernels, "_C")
+    pattern = r"native module did not load .*; .*vlmkernels holds _C.*Build it with `pip install"
+    with pytest.raises(ImportError, match=pattern):
+        _native._load()
+
+
+def test_info_tells_what_is_on_and_why_something_is_off():
+    lines = dict(re.split(r"\s{2,}|(?<=^CUDA kernels)\s+", x, maxsplit=1) for x in rows())
+    assert lines["vlmkernels"].startswith(vlmkernels.__version__)
+    assert lines["CPU kernels"].startswith(_native._C.isa())
+    assert lines["available"] == ", ".join(_native.available_isas())
+    if _native.has_cuda_kernels():
+        assert re.match(r"sm_80, sm_90a and PTX, by nvcc \d+", lines["CUDA kernels"])
+    else:
+        assert lines["CUDA kernels"].startswith("not built")
+    if not torch.cuda.is_available():
+        assert lines["GPU"].startswith("none: ")
+
+
+def rows() -> list[str]:
+    return info.report().splitlines()
+
+
+def test_info_explains_broken_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "vlmk_broken.py").write_text("raise OSError('libcudart.so.11.0: no such file')")
+    (tmp_path / "vlmk_partial.py").write_text("import vlmk_missing.part")
+    (tmp_path / "vlmk_fine.py").write_text("__version__ = '1.2'")
+    backend = info.optional_backend
+    why = "installed, but fails to import: OSError: libcudart.so.11.0: no such file"
+    assert backend("vlmk_broken", "vlmk-broken") == (None, why)
+    assert backend("vlmk_partial", "vlmk-partial") == (None, "needs vlmk_missing")
+    assert backend("vlmk_fine", "vlmk-fine") == ("1.2", "")
+    assert backend("vlmk_absent", "vlmk-absent") == (None, "not installed")
+
+
+def test_nvcc_is_looked_for_in_the_documented_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    module = setup_module_of_the_build()
+
+    def place(folder: str) -> str:
+        path = tmp_path / folder / "nvcc"
+        path.parent.mkdir(parents=True)
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+        return str(path)
+
+    pip_toolkit = place("site/nvidia/cu13/bin")
+    cuda_home, on_path, cudacxx = place("home/bin"), place("path"), place("cudacxx")
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    default = "/usr/local/cuda/bin/nvcc"
+    assert module.find_nvcc() == (default if os.path.exists(default) else pip_toolkit)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert module.find_nvcc() == cuda_home
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert module.find_nvcc() == on_path
+    monkeypatch.setenv("CUDACXX", cudacxx)
+    assert module.find_nvcc() == cudacxx
+
+
+@pytest.mark.parametrize(
+    "cuda, succeeds, says",
+    [
+        ("ON", False, "VLMKERNELS_CUDA=ON, but no working nvcc was found: set CUDACXX to it"),
+        ("AUTO", True, "==== vlmkernels: CUDA kernels OFF: no working nvcc was found"),
+        ("MAYBE", False, "VLMKERNELS_CUDA is 'MAYBE'; it must be AUTO, ON or OFF"),
+    ],
+)
+def test_build_without_nvcc(cuda: str, succeeds: bool, says: str, tmp_path: Path):
+    pytest.importorskip("pybind11")
+    if not (ROOT / "CMakeLists.txt").exists():
+        pytest.skip("no source tree")
+    module = setup_module_of_the_build()
+    try:
+        cmake, ninja = module.tool("cmake"), module.tool("ninja")
+    except SystemExit as error:
+        pytest.skip(str(error))
+    configured = subprocess.run(
+        [
+            *(cmake, "-S", str(ROOT), "-B", str(tmp_path), "-GNinja"),
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DVLMKERNELS_CUDA={cuda}",
+        ],
+        env={**os.environ, "CUDACXX": str(tmp_path / "no-nvcc")},
+        capture_output=True,
+        text=True,
+    )
+    text = re.sub(r"\s+", " ", configured.stdout + configured.stderr)
+    assert (configured.returncode == 0) == succeeds, text
+    assert says in text

@@ -1,0 +1,117 @@
+"""Layouts: what runs, how it is balanced, what is refused and in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from vlmtrain.models.spec import ModelSpec, VisionSpec
+from vlmtrain.parallel.layout import LayoutError, make_layout
+
+VISION = VisionSpec(
+    depth=32,
+    hidden_size=1280,
+    num_heads=16,
+    intermediate_size=3420,
+    out_hidden_size=3584,
+    in_channels=3,
+    patch_size=14,
+    temporal_patch_size=2,
+    spatial_merge_size=2,
+    hidden_act="silu",
+    window_size=112,
+    full_attention_layers=(7, 15, 23, 31),
+    tokens_per_second=2.0,
+)
+SPEC_7B = ModelSpec(
+    family="qwen2_5_vl",
+    vision=VISION,
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    mrope_section=(16, 24, 24),
+    max_position_embeddings=128000,
+    tie_word_embeddings=False,
+    image_token_id=151655,
+    video_token_id=151656,
+    vision_start_token_id=151652,
+    vision_end_token_id=151653,
+)
+
+
+def test_defaults_put_the_tower_first_and_balance_the_rest():
+    layout = make_layout(SPEC_7B, world_size=8, pipeline=4)
+    assert layout.data == 2
+    assert layout.vision_layers == (32, 0, 0, 0)
+    assert sum(layout.text_layers) == 28
+    first, *middle, last = layout.text_layers
+    assert first < last < max(middle)  # the tower and the head count for layers
+    assert max(middle) - min(middle) <= 1
+
+
+def test_text_layout_for_megatron():
+    layout = make_layout(
+        SPEC_7B,
+        world_size=4,
+        pipeline=4,
+        vision_layers=[16, 16, 0, 0],
+        text_layers=[0, 8, 10, 10],
+    )
+    rows = layout.megatron_text_layout()
+    assert rows is not None
+    assert [row.count("decoder") for row in rows] == [0, 8, 10, 10]
+    assert "embedding" in rows[1] and rows[3][-1] == "loss"  # untied: beside the merger
+    tied = make_layout(
+        dataclasses.replace(SPEC_7B, tie_word_embeddings=True),
+        world_size=4,
+        pipeline=4,
+        vision_layers=[16, 16, 0, 0],
+        text_layers=[0, 8, 10, 10],
+    )
+    assert tied.embedding_stage == 0 and tied.merger_stage == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(world_size=6, tensor=4), ["6 processes", "4", "multiple of 4"]),
+        (dict(world_size=8, tensor=8), ["parallel.tensor 8", "[1, 2, 4]"]),
+        (dict(world_size=1, sequence=True), ["parallel.sequence", "parallel.tensor"]),
+        (dict(world_size=2, virtual_pipeline=2), ["virtual_pipeline 2", "pipeline"]),
+        (
+            dict(world_size=2, pipeline=2, virtual_pipeline=2, microbatches=3),
+            ["3 per step", "multiple of"],
+        ),
+        (
+            dict(world_size=2, pipeline=2, text_layers=[10, 10]),
+            ["[10, 10]", "sum to 28", "20"],
+        ),
+        (dict(world_size=2, pipeline=2, text_layers=[28]), ["2 numbers", "1 that"]),
+        (dict(world_size=2, pipeline=2, vision_layers=[0, 32]), ["stage 0"]),
+        (
+            dict(world_size=4, pipeline=4, vision_layers=[16, 0, 16, 0]),
+            ["[16, 0, 16, 0]", "stage 1"],
+        ),
+        (
+            dict(world_size=2, pipeline=2, vision_layers=[16, 16], text_layers=[4, 24]),
+            ["[4, 24]", "stage 0", "[0, 28]"],
+        ),
+        (
+            dict(world_size=2, tensor=2, sequence=True, pack_length=1001),
+            ["1001", "1002"],
+        ),
+        (dict(world_size=2, pipeline=0), ["parallel.pipeline is 0"]),
+    ],
+)
+def test_refused(options, words):
+    with pytest.raises(LayoutError) as error:
+        make_layout(SPEC_7B, **options)
+    for word in words:
+        assert word in str(error.value), str(error.value)

@@ -1,0 +1,83 @@
+"""The command line does not grow or change by accident."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import pytest
+
+from vlmtrain import cli, config
+from vlmtrain.config import ConfigError, TrainConfig, from_toml
+
+OPTIONS = """
+model data output nproc
+train.steps train.epochs train.pack_length train.global_batch train.precision train.seed
+train.log_every
+optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay optimizer.beta1
+optimizer.beta2 optimizer.eps optimizer.clip optimizer.offload_fraction
+parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
+parallel.vision_layers parallel.text_layers parallel.vision
+freeze.vision freeze.merger freeze.language
+lora.rank lora.alpha lora.targets
+checkpoint.every checkpoint.keep checkpoint.resume
+""".split()
+
+
+def names(cls: type, prefix: str = "") -> list[str]:
+    hints = typing.get_type_hints(cls)
+    found = []
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            found += names(kind, f"{prefix}{field.name}.")
+        else:
+            found.append(prefix + field.name)
+    return found
+
+
+def test_options_of_train():
+    assert names(TrainConfig) == OPTIONS
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for name in OPTIONS:
+        assert f"--{name}" in text, name
+
+
+def test_usage(capsys):
+    assert cli.main([]) == 2
+    assert cli.main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("[train]\nstepz = 3\n", ["train.", "stepz", "steps"]),
+        ("[train]\nsteps = 'many'\n", ["train.steps", "int", "many"]),
+        ("train = 3\n", ["train", "table"]),
+        ("[train\n", ["TOML"]),
+    ],
+)
+def test_bad_recipe(text, names, tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    base = TrainConfig(model=tmp_path, data="a", output=tmp_path)
+    with pytest.raises(ConfigError) as error:
+        from_toml(path, base)
+    for name in ["recipe.toml", *names]:
+        assert name in str(error.value)
+
+
+def test_recipe_fills_the_same_fields(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text("nproc = 4\n[parallel]\ntext_layers = [1, 3]\n[optimizer]\nlr = 1\n")
+    read = from_toml(path, TrainConfig(model=tmp_path, data="a", output=tmp_path))
+    assert read.nproc == 4 and read.parallel.text_layers == (1, 3)
+    assert read.optimizer.lr == 1.0 and isinstance(read.optimizer.lr, float)
+    assert config.to_dict(read)["parallel"]["text_layers"] == [1, 3]
