@@ -163,9 +163,6 @@ class TrainConfig:
         refused = {
             "--optimizer.offload_fraction": self.optimizer.offload_fraction != 0,
             "--parallel.vision multiplexed": self.parallel.vision != "pipelined",
-            "--freeze.vision": self.freeze.vision,
-            "--freeze.merger": self.freeze.merger,
-            "--freeze.language": self.freeze.language,
             "--lora.rank": self.lora.rank != 0,
         }
         for name, asked in refused.items():

@@ -20,12 +20,13 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
-from vlmtrain.config import OptimizerSection
+from vlmtrain.config import FreezeSection, OptimizerSection
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.device import Backend
 from vlmtrain.models.configs import language_config, vision_config
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.models.stage import QwenVLStage
+from vlmtrain.models.trainable import freeze, mark_lowest_trainable
 from vlmtrain.optimizer import build_optimizer, set_learning_rate
 from vlmtrain.parallel.layout import Layout
 
@@ -90,9 +91,15 @@ class Engine:
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
 
-    def prepare(self, optimizer: OptimizerSection) -> None:
-        """Gradient buffers and optimizer. After the weights are loaded: both take copies."""
+    def prepare(self, optimizer: OptimizerSection, frozen: FreezeSection | None = None) -> None:
+        """Gradient buffers and optimizer. After the weights are loaded: both take copies.
+
+        Raises:
+            UserError: `frozen` leaves nothing to train.
+        """
         self.section = optimizer
+        freeze(self.stages, frozen or FreezeSection())
+        mark_lowest_trainable(self.stages)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
         )

@@ -45,7 +45,9 @@ def build_optimizer(
 
 
 def distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    return [p for p in getattr(optimizer, "chained_optimizers", [optimizer])]
+    """The optimizers of this rank that have parameters (a wholly frozen stage has none)."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not part.is_stub_optimizer]
 
 
 def _use_our_adam(part: DistributedOptimizer) -> None:

@@ -97,7 +97,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     engine = Engine(spec, layout, backend, dtype=dtype, seed=train.seed)
     on_every_rank(lambda: load_weights(engine.stages, spec, config.model))
-    engine.prepare(config.optimizer)
+    engine.prepare(config.optimizer, config.freeze)
     loader = PackedLoader(
         index,
         processor,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import _native, varlen_attention
+from vlmkernels import _native, attention, varlen_attention
 from vlmkernels.attention import varlen_attention_reference
 
 # AVX-512 BF16 runs the AVX-512 attention kernels.
@@ -144,8 +144,8 @@ def test_strided_views_give_the_same_bits(layout):
     fused, views = fused_views(layout, sum(lengths), 3, 20)
     copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in views]
     copies = [x.requires_grad_() for x in copies]
-    # dout strided, too, and once expanded from a scalar
-    for dout in (torch.randn(3, sum(lengths), 20).transpose(0, 1), torch.ones(()).expand(209, 3, 20)):
+    strided_dout = torch.randn(3, sum(lengths), 20).transpose(0, 1)
+    for dout in (strided_dout, torch.ones(()).expand(209, 3, 20)):
         strided = outputs(varlen_attention, *views, dout, borders(lengths))
         packed = outputs(varlen_attention, *copies, dout.contiguous(), borders(lengths))
         for name in packed:
@@ -202,6 +202,18 @@ def test_no_tokens(lengths):
     q, k, v, dout = make(lengths, 4, 2, 16)
     result = outputs(varlen_attention, q, k, v, dout, borders(lengths))
     assert [tuple(x.shape) for x in result.values()] == [(0, 4, 16)] * 2 + [(0, 2, 16)] * 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_stand_in_on_cuda_means_the_same(causal: bool):
+    """It is device-agnostic torch code, so that a machine without a GPU can run it."""
+    lengths = [30, 0, 41]
+    q, k, v, dout = make(lengths, 4, 2, 16)
+    cu = borders(lengths)
+    ours = outputs(attention._cuda, q, k, v, dout, cu, None, causal, 0.25)
+    expected = outputs(varlen_attention_reference, q, k, v, dout, cu, causal=causal, scale=0.25)
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
 GOOD = {

@@ -106,8 +106,8 @@ def test_error_is_that_of_plain_torch(
             grad = grad.bfloat16() if bf16 else grad
             param.decoupled_grad = grad  # type: ignore[attr-defined]
             optimizer.step()
-            for values in results.values():
-                adam_reference(*values[:1], grad, *values[1:], step, lr=lr, decoupled=decoupled, **kw)
+            for p, m, v in results.values():
+                adam_reference(p, grad, m, v, step, lr=lr, decoupled=decoupled, **kw)
     state = optimizer.state[param]
     ours = (param.detach(), state["exp_avg"], state["exp_avg_sq"])
     names = ("param", "exp_avg", "exp_avg_sq")
@@ -233,8 +233,7 @@ def test_as_megatron_uses_it():
     params = parameters([(10,), (11,)])
     others = clones(params)
     groups = [
-        {"params": [p], "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}
-        for p in params
+        {"params": [p], "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False} for p in params
     ]
     ours = CPUAdam(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     theirs = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

@@ -18,9 +18,16 @@ import torch.distributed as dist  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity import reference as ref  # noqa: E402
 from vlmtrain import device, launch  # noqa: E402
-from vlmtrain.config import OptimizerSection  # noqa: E402
+from vlmtrain.config import FreezeSection, OptimizerSection  # noqa: E402
 from vlmtrain.models.spec import ModelSpec  # noqa: E402
 from vlmtrain.parallel.layout import make_layout  # noqa: E402
+
+
+def gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Megatron's accumulated gradient; NaN where a frozen parameter has none."""
+    if not parameter.requires_grad:
+        return torch.full_like(parameter, float("nan"))
+    return parameter.main_grad
 
 
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
@@ -52,6 +59,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             eps=ref.EPS,
             clip=ref.CLIP,
         ),
+        FreezeSection(**case.get("freeze", {})),
     )
     result: dict[str, Any] = {"layout": layout.describe()}
 
@@ -63,7 +71,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         mine = share(case["seed"])
         outputs = engine._forward_backward(mine, forward_only=False)
         result["loss"] = engine._result(mine, outputs, 0.0).loss
-        named = dict(gathered(engine.stages, spec, lambda p: p.main_grad))
+        named = dict(gathered(engine.stages, spec, gradient))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, named)
         result["gradients"] = {n: t for part in everyone for n, t in part.items()}
@@ -71,9 +79,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             alone = [ref.pack([s], length) for p in packs for s in p]
             outputs = engine._forward_backward(alone, forward_only=False)
             result["unpacked_loss"] = engine._result(alone, outputs, 0.0).loss
-            result["unpacked_gradients"] = dict(
-                gathered(engine.stages, spec, lambda p: p.main_grad)
-            )
+            result["unpacked_gradients"] = dict(gathered(engine.stages, spec, gradient))
         if layout.stages == 1 and layout.tensor == 1:
             with torch.no_grad():
                 result["logits"] = [

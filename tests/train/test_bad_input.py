@@ -186,7 +186,6 @@ class TestModelFolder:
     [
         ("--parallel.vision=multiplexed", ["--parallel.vision multiplexed", "not available"]),
         ("--optimizer.offload_fraction=0.5", ["--optimizer.offload_fraction", "not available"]),
-        ("--freeze.vision", ["--freeze.vision", "not available"]),
         ("--lora.rank=8", ["--lora.rank", "not available"]),
         ("--parallel.tensor=2", ["1 processes", "multiple of 2"]),
         ("--parallel.sequence", ["parallel.sequence", "parallel.tensor"]),
@@ -201,6 +200,14 @@ def test_bad_option(option, names, capsys, model, conversations, tmp_path):
     )
     for name in names:
         assert name in message, message
+
+
+def test_everything_frozen(capsys, model, conversations, tmp_path):
+    frozen = ["--freeze.vision", "--freeze.merger", "--freeze.language"]
+    message = refused(
+        capsys, options(model, conversations, tmp_path / "run", *frozen), tmp_path / "run"
+    )
+    assert "nothing to train" in message
 
 
 def test_existing_run_is_not_overwritten(capsys, model, conversations, tmp_path):

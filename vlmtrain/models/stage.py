@@ -90,6 +90,8 @@ class QwenVLStage(LanguageModule):
             # The merger's stage hands the decoder its input; later ones receive it.
             self.language_model.decoder.pre_process = stage == layout.merger_stage
         self.input_tensor: Tensor | None = None
+        self.learns_before = True  # whether an earlier stage has something to train
+        self._zeros: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
@@ -105,9 +107,11 @@ class QwenVLStage(LanguageModule):
         With `logits` the last stage returns [1, S, padded vocabulary / tp] instead.
         """
         received = self.input_tensor
+        if received is not None and not self.learns_before:
+            received = self._cut(received)
         if self.vision is None:
             assert self.language_model is not None
-            self.language_model.set_input_tensor(received)
+            self.language_model.decoder.set_input_tensor(received)
             return self._language(batch, None, logits)
 
         shards = self.layout.tensor if self.layout.sequence else 1
@@ -142,6 +146,15 @@ class QwenVLStage(LanguageModule):
         else:
             embeddings = self._place(self._word_rows(batch, index), visual, index)
         return self._language(batch, embeddings.unsqueeze(1), logits)
+
+    def _cut(self, received: Tensor) -> Tensor:
+        """`received` without a backward pass into it. Megatron sends its gradient back all the
+        same, and an earlier stage waits for one: it gets zeros that cost nothing to compute."""
+        if received.requires_grad:
+            if self._zeros is None or self._zeros.numel() < received.numel():
+                self._zeros = torch.zeros_like(received).view(-1)
+            received.grad = self._zeros[: received.numel()].view(received.shape)
+        return received.detach()
 
     def _table(self) -> Tensor:
         assert self.language_model is not None

@@ -1,0 +1,108 @@
+"""Freezing parts of the model, on every kind of layout, against transformers with the same parts
+frozen: losses of three steps, gradients of what learns, no gradient of what does not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.parity import reference as ref
+from tests.parity.test_parity import run
+from vlmtrain.checkpoint.mapping import canonical_name
+
+SEED = random.SystemRandom().randrange(10**6)
+FROZEN = [
+    dict(vision=True),
+    dict(language=True),
+    dict(vision=True, merger=True),
+    dict(vision=True, language=True),
+    dict(merger=True, language=True),
+]
+LAYOUTS = {
+    1: [{}],
+    2: [
+        dict(pipeline=2),  # the tower alone on stage 0: frozen, it has no trainable parameter
+        dict(pipeline=2, vision_layers=(2, 2), text_layers=(0, 4)),
+        dict(tensor=2, sequence=True),
+    ],
+}
+STEPS = 3
+
+
+def part(name: str) -> str:
+    if "merger" in name:
+        return "merger"
+    return "vision" if name.startswith("visual.") else "language"
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """(tied, frozen) -> model folder, gradients, losses."""
+    print(f"seed {SEED}")
+    table = {}
+    for tied in (False, True):
+        family = "qwen2_vl" if tied else "qwen2_5_vl"
+        folder = ref.save_model(
+            ref.make_model(family, vision_heads=4, tied=tied, seed=SEED),
+            tmp_path_factory.mktemp(family),
+        )
+        for i, frozen in enumerate(FROZEN):
+            model = ref.make_model(family, vision_heads=4, tied=tied, seed=SEED)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not frozen.get(part(canonical_name(name)), False))
+            ref.reference_loss(model, ref.make_samples(SEED)).backward()
+            gradients = {
+                canonical_name(n): None if p.grad is None else p.grad.clone()
+                for n, p in model.named_parameters()
+            }
+            model.zero_grad()
+            steps = [ref.make_samples(SEED + k) for k in range(STEPS)]
+            table[tied, i] = (folder, gradients, ref.reference_training(model, steps))
+    return table
+
+
+@pytest.mark.parametrize("size", sorted(LAYOUTS))
+def test_frozen_parts(size, references, tmp_path):
+    chosen = [
+        (tied, i, layout) for tied, i in references for layout in LAYOUTS[size] if tied or size == 2
+    ]
+    cases = [
+        dict(
+            model=references[tied, i][0],
+            seed=SEED,
+            layout=layout,
+            steps=STEPS,
+            freeze=FROZEN[i],
+            save=tmp_path / f"out{n}",
+        )
+        for n, (tied, i, layout) in enumerate(chosen)
+    ]
+    for (tied, i, layout), case, result in zip(
+        chosen, cases, run(cases, size, tmp_path), strict=True
+    ):
+        folder, gradients, losses = references[tied, i]
+        where = f"{FROZEN[i]} tied={tied} {layout} (seed {SEED})"
+        assert result["losses"] == pytest.approx(losses, rel=1e-5), where
+        for name, want in gradients.items():
+            ours = result["gradients"][name]
+            if want is None:
+                assert ours.isnan().all(), f"{name} is frozen but has a gradient; {where}"
+            else:
+                error = ((ours - want).norm() / want.norm().clamp_min(1e-12)).item()
+                assert error <= 1e-5, f"gradient of {name} is off by {error:.1e}; {where}"
+        check_moved(folder, case["save"], FROZEN[i])
+
+
+def check_moved(before, after, frozen) -> None:
+    """Frozen tensors are bitwise what they were, all others have moved."""
+    from safetensors.torch import load_file
+
+    old, new = {}, {}
+    for table, folder in ((old, before), (new, after)):
+        for file in folder.glob("*.safetensors"):
+            table.update({canonical_name(n): t for n, t in load_file(file).items()})
+    assert old.keys() == new.keys()
+    for name, tensor in old.items():
+        assert torch.equal(tensor, new[name]) == frozen.get(part(name), False), name

@@ -1,0 +1,225 @@
+"""FLOP and parameter counts against torch's own counter and transformers' own modules."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.parity import reference
+from vlmtrain.config import FreezeSection
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.plan import flops
+
+
+def _spec(model: Any) -> ModelSpec:
+    return ModelSpec.from_dict(model.config.to_dict())
+
+
+def _sample(rng: random.Random, grids: list[list[int]]) -> torch.Tensor:
+    """One sequence with the placeholders of every grid and some text around them."""
+    ids = [rng.randrange(10, reference.VOCAB) for _ in range(rng.randrange(3, 9))]
+    for t, h, w in grids:
+        ids += [reference.START, *[reference.IMAGE] * (t * h * w // 4), reference.END]
+        ids += [rng.randrange(10, reference.VOCAB) for _ in range(rng.randrange(1, 7))]
+    return torch.tensor([ids])
+
+
+def _freeze(model: Any, freeze: FreezeSection) -> None:
+    for name, parameter in model.named_parameters():
+        part = "merger" if ".merger." in name else "vision" if ".visual." in name else "language"
+        parameter.requires_grad_(not getattr(freeze, part))
+
+
+def _measured(model: Any, ids: torch.Tensor, grids: list[list[int]]) -> int:
+    """What torch counts in forward and backward, without the table of M-RoPE angles.
+
+    transformers makes that table by a matrix product of inner size 1; this project does not.
+    """
+    pixels = torch.randn(sum(t * h * w for t, h, w in grids), 1176) if grids else None
+    grid = torch.tensor(grids) if grids else None
+    counter = FlopCounterMode(display=False)
+    with counter:
+        output = model(
+            input_ids=ids,
+            pixel_values=pixels,
+            image_grid_thw=grid,
+            mm_token_type_ids=(ids == reference.IMAGE).int(),
+        )
+        if output.logits.requires_grad:
+            output.logits.float().sum().backward()
+    table = FlopCounterMode(display=False)
+    with table:
+        positions = torch.zeros(3, 1, ids.shape[1], dtype=torch.int64)
+        model.model.language_model.rotary_emb(torch.zeros(1), positions)
+    return counter.get_total_flops() - table.get_total_flops()
+
+
+GRIDS = [[1, 8, 8], [1, 10, 14], [1, 4, 22], [1, 18, 2]]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_equals_torch_flop_counter(family: str, seed: int) -> None:
+    rng = random.Random(seed)
+    model = reference.make_model(family)
+    spec = _spec(model)
+    for grids in (GRIDS, rng.sample(GRIDS, 2), []):
+        ids = _sample(rng, grids)
+        work = flops.Work.of([ids.shape[1]], grids, spec.vision, causal=False)
+        counted = flops.count(spec, work)
+        assert counted.total == _measured(model, ids, grids)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("frozen", range(8))
+def test_freezing_equals_torch_flop_counter(family: str, frozen: int, seed: int) -> None:
+    rng = random.Random(seed)
+    freeze = FreezeSection(bool(frozen & 1), bool(frozen & 2), bool(frozen & 4))
+    model = reference.make_model(family)
+    _freeze(model, freeze)
+    spec = _spec(model)
+    grids = rng.sample(GRIDS, 2)
+    ids = _sample(rng, grids)
+    work = flops.Work.of([ids.shape[1]], grids, spec.vision, causal=False)
+    assert flops.count(spec, work, freeze).total == _measured(model, ids, grids)
+
+
+def test_causal_pairs_are_those_of_row_by_row_attention() -> None:
+    """Every query times just the keys it sees, counted by torch."""
+    lengths, heads, dim = [5, 1, 9], 3, 8
+    spec = _spec(reference.make_model("qwen2_vl"))
+    work = flops.Work.of(lengths, [], spec.vision)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        for length in lengths:
+            x = torch.randn(heads, length, dim)
+            for i in range(length):
+                scores = x[:, i : i + 1] @ x[:, : i + 1].transpose(1, 2)
+                scores @ x[:, : i + 1]
+    assert counter.get_total_flops() == 4 * heads * dim * work.causal_pairs
+
+
+def test_windows_are_those_of_the_kernels(seed: int) -> None:
+    from vlmkernels import VisionLayout
+
+    rng = random.Random(seed)
+    spec = _spec(reference.make_model("qwen2_5_vl"))
+    grids = [
+        [rng.randrange(1, 4), 2 * rng.randrange(1, 40), 2 * rng.randrange(1, 40)] for _ in range(50)
+    ]
+    layout = VisionLayout.from_grid(grids, window_size=spec.vision.window_size)
+    assert layout.cu_window_seqlens is not None
+    work = flops.Work.of([], grids, spec.vision)
+    assert work.patches == layout.num_patches
+    assert work.frame_pairs == int((layout.cu_seqlens.long().diff() ** 2).sum())
+    assert work.window_pairs == int((layout.cu_window_seqlens.long().diff() ** 2).sum())
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_of_small_models(family: str, tied: bool) -> None:
+    model = reference.make_model(family, tied=tied)
+    real = sum(parameter.numel() for parameter in model.parameters())  # tied ones come once
+    assert sum(flops.parameter_counts(_spec(model)).values()) == real
+
+
+# What the released config.json files say.
+SIZES = {
+    "qwen2_vl-2b": (1536, 8960, 28, 12, 2, 151936, True, 5120),
+    "qwen2_vl-7b": (3584, 18944, 28, 28, 4, 152064, False, 5120),
+    "qwen2_vl-72b": (8192, 29568, 80, 64, 8, 152064, False, 5120),
+    "qwen2_5_vl-7b": (3584, 18944, 28, 28, 4, 152064, False, 3420),
+    "qwen2_5_vl-72b": (8192, 29568, 80, 64, 8, 152064, False, 3456),
+}
+
+
+def released_config(name: str) -> dict[str, Any]:
+    """A flat config.json as it is published."""
+    hidden, mlp, layers, heads, kv_heads, vocab, tied, vision_mlp = SIZES[name]
+    family = name.split("-")[0]
+    vision: dict[str, Any] = {"depth": 32, "num_heads": 16, "in_channels": 3, "patch_size": 14}
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 1280, "hidden_size": hidden, "mlp_ratio": 4}
+    else:
+        vision |= {"hidden_size": 1280, "out_hidden_size": hidden, "window_size": 112}
+        vision |= {"intermediate_size": vision_mlp, "fullatt_block_indexes": [7, 15, 23, 31]}
+    return {
+        "model_type": family,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "vision_config": vision,
+    }
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
+    import transformers
+
+    config = released_config(name)
+    spec = ModelSpec.from_dict(config)
+    text = {
+        key: value
+        for key, value in config.items()
+        if key not in ("vision_config", "model_type", "rope_scaling") and "token_id" not in key
+    }
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [16, 24, 24]}
+    kind = "Qwen2VL" if spec.family == "qwen2_vl" else "Qwen2_5_VL"
+    real_config = getattr(transformers, f"{kind}Config")(
+        text_config=text,
+        vision_config=config["vision_config"],
+        tie_word_embeddings=config["tie_word_embeddings"],
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(real_config)
+    model.tie_weights()
+    parts = {
+        "patch_embed": model.model.visual.patch_embed,
+        "vision": model.model.visual.blocks,
+        "merger": model.model.visual.merger,
+        "embedding": model.model.language_model.embed_tokens,
+    }
+    counts = flops.parameter_counts(spec)
+    for part, module in parts.items():
+        assert counts[part] == sum(p.numel() for p in module.parameters()), part
+    assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_figures_of_the_cost_model() -> None:
+    """Published figures: 233.05M and 877.66M weights a layer, 57.6 GF per token at 7B."""
+    small = ModelSpec.from_dict(released_config("qwen2_vl-7b"))
+    large = ModelSpec.from_dict(released_config("qwen2_vl-72b"))
+    assert round(flops.text_layer_weights(small) / 1e6, 2) == 233.05
+    assert round(flops.text_layer_weights(large) / 1e6, 2) == 877.66
+    work = flops.Work.of([1478] * 5 + [802], [[1, 62, 62]] * 5, small.vision)
+    assert flops.count(small, work).total / work.tokens == pytest.approx(57.6e9, rel=0.05)
+
+
+def test_hardware_flops_add_what_is_recomputed() -> None:
+    spec = ModelSpec.from_dict(released_config("qwen2_5_vl-7b"))
+    work = flops.Work.of([900, 1100], [[1, 44, 60]], spec.vision)
+    counted = flops.count(spec, work)
+    plain = flops.hardware_flops(counted, attention_recompute=False)
+    assert plain == counted.total
+    again = flops.hardware_flops(counted, recompute=["vision"], attention_recompute=False)
+    assert again - plain == counted.forward["vision"]
+    pairs = 4 * 28 * 28 * 128 * work.causal_pairs
+    windows = 4 * 1280 * (28 * work.window_pairs + 4 * work.frame_pairs)
+    assert flops.hardware_flops(counted) - plain == (pairs + windows) // 2
+    frozen = flops.count(spec, work, FreezeSection(vision=True))
+    assert flops.hardware_flops(frozen, recompute=["vision"]) - frozen.total == pairs // 2
+    assert flops.utilization(counted.total, 0.5, 2, 989e12) == counted.total / 989e12

@@ -1,0 +1,113 @@
+"""Memory against the buffers and saved tensors of real megatron-core stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.reference import make_model
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.plan import memory
+
+GRIDS = [[1, 32, 32], [2, 10, 14]]
+ACTIVATIONS = {"tokens": 512, "grids": GRIDS}
+PATCHES = sum(t * h * w for t, h, w in GRIDS)
+
+
+def _case(family: str, world: int, rank: int, **more: Any) -> dict[str, Any]:
+    case = {"family": family, "tied": False, "precision": "bf16", "layout": {}, "heads": 4}
+    return {**case, "world": world, "rank": rank, **more}
+
+
+UNEVEN = {"pipeline": 4, "vision_layers": [2, 2, 0, 0], "text_layers": [0, 1, 2, 1]}
+CASES = [
+    _case("qwen2_5_vl", 1, 0, activations=ACTIVATIONS),
+    _case("qwen2_vl", 1, 0, activations=ACTIVATIONS),
+    _case("qwen2_5_vl", 1, 0, precision="fp32", activations=ACTIVATIONS),
+    _case("qwen2_vl", 1, 0, precision="fp32", tied=True, activations=ACTIVATIONS),
+    _case("qwen2_5_vl", 2, 1, layout={"tensor": 2}, activations=ACTIVATIONS),
+    _case("qwen2_vl", 6, 4, layout={"tensor": 2, "sequence": True}, activations=ACTIVATIONS),
+    *(_case("qwen2_5_vl", 12, rank, layout=UNEVEN) for rank in (1, 3, 5, 8, 11)),
+    *(_case("qwen2_vl", 12, rank, layout=UNEVEN, tied=True) for rank in (0, 2, 10)),
+    *(
+        _case(
+            "qwen2_5_vl",
+            20,
+            rank,
+            layout={"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "sequence": True},
+            tied=tied,
+        )
+        for rank, tied in ((3, False), (19, True))
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One line per case, all made by one process."""
+    path = tmp_path_factory.mktemp("megatron") / "cases.json"
+    path.write_text(json.dumps(CASES), encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.plan.megatron_worker", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_states_to_the_byte(number: int, measured: list[dict[str, Any]]) -> None:
+    case, real = CASES[number], measured[number]
+    spec = ModelSpec.from_dict(
+        make_model(case["family"], vision_heads=4, tied=case["tied"]).config.to_dict()
+    )
+    layout = make_layout(spec, world_size=case["world"], **case["layout"])
+    # tensor-parallel ranks are innermost, then data, then pipeline
+    data_rank = case["rank"] // layout.tensor % layout.data
+    pipeline_rank = case["rank"] // (layout.tensor * layout.data)
+    stages = range(pipeline_rank, layout.stages, layout.pipeline)
+    counts = [memory.stage_parameters(spec, layout, stage).count for stage in stages]
+    assert counts == real["parameters"]
+    states = memory.model_states(
+        spec, layout, pipeline_rank, data_rank, bf16=case["precision"] == "bf16"
+    )
+    assert states.parameters == real["parameter_bytes"]
+    assert states.gradients == real["gradient_bytes"]
+    assert states.optimizer == real["optimizer_bytes"]
+
+
+@pytest.mark.parametrize("number", [i for i, case in enumerate(CASES) if "activations" in case])
+def test_activations_are_the_tensors_autograd_keeps(
+    number: int, measured: list[dict[str, Any]]
+) -> None:
+    case = CASES[number]
+    spec = ModelSpec.from_dict(make_model(case["family"], vision_heads=4).config.to_dict())
+    layout = make_layout(spec, world_size=case["world"], **case["layout"])
+    model = memory.ActivationModel(
+        spec,
+        tensor=layout.tensor,
+        sequence=layout.sequence,
+        element=2 if case["precision"] == "bf16" else 4,
+        fused_norm=False,  # these run on a CPU
+    )
+    kept = model.stage(layout, 0, recompute_vision=False, recompute_text=False)
+    real = measured[number]["activations"]["bytes"]
+    assert kept.bytes(512, PATCHES) == pytest.approx(real, rel=0.005)
+
+
+def test_shards_of_all_ranks_are_the_parameters() -> None:
+    spec = ModelSpec.from_dict(make_model("qwen2_vl", tied=True).config.to_dict())
+    layout = make_layout(spec, world_size=14, pipeline=2)
+    for stage in range(2):
+        sizes = memory.stage_parameters(spec, layout, stage)
+        assert sum(sizes.shard(layout.data, rank) for rank in range(layout.data)) == sizes.count

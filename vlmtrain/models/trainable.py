@@ -1,0 +1,48 @@
+"""Which parameters learn, and how far down a backward pass must go.
+
+A frozen part keeps its weights bit for bit, has no optimizer state, and no gradient is computed
+below the lowest stage that still learns.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from vlmtrain.config import FreezeSection
+from vlmtrain.models.stage import QwenVLStage
+from vlmtrain.parallel.together import shared_error
+
+
+def freeze(stages: list[QwenVLStage], section: FreezeSection) -> None:
+    """Mark the parameters of the frozen parts. Before gradient buffers are made."""
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if name.startswith("vision.merger"):
+                frozen = section.merger
+            elif name.startswith("vision."):
+                frozen = section.vision
+            else:
+                frozen = section.language
+            if frozen:
+                parameter.requires_grad_(False)
+
+
+def mark_lowest_trainable(stages: list[QwenVLStage]) -> None:
+    """Tell each stage whether an earlier one learns. Collective over the pipeline.
+
+    Raises:
+        UserError: nothing is left to train; on every rank.
+    """
+    mine = {s.stage for s in stages if any(p.requires_grad for p in s.parameters())}
+    group = parallel_state.get_pipeline_model_parallel_group()
+    every: list[set[int]] = [set()] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    learning = set().union(*every)
+    if not learning:
+        raise shared_error(
+            "every parameter is frozen, there is nothing to train; drop one of --freeze.vision, "
+            "--freeze.merger, --freeze.language"
+        )
+    for stage in stages:
+        stage.learns_before = min(learning) < stage.stage
