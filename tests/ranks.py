@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,15 +25,24 @@ class Rank:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port that no outgoing connection can take meanwhile: below the ephemeral range."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32000)
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def run_ranks(
     arguments: Sequence[str], size: int, *, timeout: float = 300, env: dict[str, str] | None = None
 ) -> list[Rank]:
-    """`python ARGUMENTS` as `size` ranks; waits for all, kills what is left after `timeout`."""
+    """`python ARGUMENTS` as `size` ranks.
+
+    Waits for all; kills what is left after `timeout`, or 30 s after a rank has failed.
+    """
     port = str(free_port())
     processes = []
     for rank in range(size):
@@ -56,6 +67,7 @@ def run_ranks(
             )
         )
     end = time.monotonic() + timeout
+    threading.Thread(target=_shorten, args=(processes, end), daemon=True).start()
     ranks = []
     for process in processes:
         try:
@@ -66,6 +78,20 @@ def run_ranks(
             output += f"\n[killed after {timeout} s]"
         ranks.append(Rank(process.returncode, output))
     return ranks
+
+
+def _shorten(processes: list[subprocess.Popen], end: float) -> None:
+    while time.monotonic() < end:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            return
+        if any(codes):
+            time.sleep(30)
+            break
+        time.sleep(0.2)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
 
 
 def run_cli(

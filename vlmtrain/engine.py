@@ -17,6 +17,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from vlmtrain.models.stage import QwenVLStage
 from vlmtrain.models.trainable import freeze, mark_lowest_trainable
 from vlmtrain.optimizer import build_optimizer, set_learning_rate
 from vlmtrain.parallel.layout import Layout
+from vlmtrain.parallel.multiplex import Multiplexer, VisionReplica, replicated_groups
 
 IGNORED_LABEL = -100
 
@@ -74,14 +76,17 @@ class Engine:
 
         self.config = language_config(spec, layout, dtype)
         vision = vision_config(spec, layout, dtype)
-        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.finalize_model_grads_func = self._finalize
         self.stages = [
             QwenVLStage(
                 spec, layout, self.config, vision, i if layout.virtual_pipeline > 1 else None
             ).to(backend.device)
             for i in range(layout.virtual_pipeline)
         ]
-        for stage in self.stages:
+        self.replica: VisionReplica | None = None
+        if layout.multiplexed:
+            self.replica = VisionReplica(spec, vision).to(backend.device)
+        for stage in self.parts:
             for parameter in stage.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         self.data_rank = parallel_state.get_data_parallel_rank()
@@ -98,8 +103,8 @@ class Engine:
             UserError: `frozen` leaves nothing to train.
         """
         self.section = optimizer
-        freeze(self.stages, frozen or FreezeSection())
-        mark_lowest_trainable(self.stages)
+        freeze(self.parts, frozen or FreezeSection())
+        mark_lowest_trainable(self.stages, self.replica)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
         )
@@ -108,12 +113,34 @@ class Engine:
             for i, stage in enumerate(self.stages)
         ]
         self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
+        self.multiplexer: Multiplexer | None = None
+        if self.replica is not None:
+            groups = replicated_groups()
+            self.tower = DistributedDataParallel(
+                self.replica.config, ddp, self.replica, pg_collection=groups
+            )
+            towers = build_optimizer(optimizer, [self.tower], self.dtype, groups)
+            self.optimizer = ChainedOptimizer(
+                [*self.optimizer.chained_optimizers, *towers.chained_optimizers]
+            )
+            self.multiplexer = Multiplexer(self.tower, self.spec, self.layout.tensor, self.dtype)
         self.config.grad_scale_func = self.optimizer.scale_loss
 
     @property
+    def parts(self) -> list[Any]:
+        """Everything on this rank that has weights: its stages, and a replica of the tower."""
+        return [*self.stages, *([self.replica] if self.replica is not None else [])]
+
+    @property
+    def exported(self) -> list[Any]:
+        """The parts that this rank writes when the model is saved: a replica only once."""
+        first = parallel_state.get_pipeline_model_parallel_rank() == 0
+        return self.parts if first else list(self.stages)
+
+    @property
     def needs_pixels(self) -> bool:
-        """Whether a stage of this rank embeds patches."""
-        return any(stage.stage == 0 for stage in self.stages)
+        """Whether this rank embeds patches."""
+        return self.layout.multiplexed or any(stage.stage == 0 for stage in self.stages)
 
     def step(self, packs: list[PackedBatch], lr: float) -> StepResult:
         """One optimizer step over this data-parallel rank's packs (the same on its whole model
@@ -136,9 +163,12 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
+        if self.multiplexer is not None:
+            self.tower.zero_grad_buffer()
+            packs = list(self.multiplexer.encode(packs))
         iterators: Any = [iter(packs) for _ in self.chunks]
         single = len(self.chunks) == 1
-        return get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=iterators[0] if single else iterators,
             model=self.chunks[0] if single else self.chunks,
@@ -147,6 +177,17 @@ class Engine:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        if self.multiplexer is not None and not forward_only:
+            self.multiplexer.backward()
+            self.tower.finish_grad_sync()
+            self.tower.scale_gradients(1.0 / max(1, self._global_targets))
+        return outputs
+
+    def _finalize(self, chunks: list[Any], num_tokens: Tensor, **options: Any) -> None:
+        """Megatron's reduction of gradients; remembers the global number of target tokens, by
+        which it has divided them."""
+        finalize_model_grads(chunks, num_tokens, **options)
+        self._global_targets = int(num_tokens)
 
     def _result(
         self, packs: list[PackedBatch], outputs: list[dict[str, Tensor]], grad_norm: Any

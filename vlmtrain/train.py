@@ -57,6 +57,7 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
         sequence=parallel.sequence,
         vision_layers=parallel.vision_layers,
         text_layers=parallel.text_layers,
+        multiplexed=parallel.vision == "multiplexed",
         microbatches=train.global_batch // replicas,
         pack_length=train.pack_length,
     )
@@ -72,7 +73,8 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
 def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend) -> None:
     from vlmtrain.checkpoint import training as checkpoints
     from vlmtrain.checkpoint.hf_export import save_weights
-    from vlmtrain.checkpoint.hf_import import HFWeights, check_names, load_weights
+    from vlmtrain.checkpoint.hf_import import load_weights
+    from vlmtrain.checkpoint.weights import check_weights
     from vlmtrain.data.index import SampleIndex, scan_sources
     from vlmtrain.data.loader import PackedLoader
     from vlmtrain.data.processor import Processor
@@ -88,7 +90,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     def prepare() -> tuple[SampleIndex, Path | None]:
         _check_output(config)
         resume = checkpoints.find(folder, config.checkpoint.resume)
-        check_names(HFWeights(config.model), spec)
+        check_weights(config.model, spec)
         paths = [part for part in config.data.split(",") if part]
         return scan_sources(paths, processor, spec, train.pack_length), resume
 
@@ -96,7 +98,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     index, resume = on_first_rank(prepare)
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     engine = Engine(spec, layout, backend, dtype=dtype, seed=train.seed)
-    on_every_rank(lambda: load_weights(engine.stages, spec, config.model))
+    on_every_rank(lambda: load_weights(engine.parts, spec, config.model))
     engine.prepare(config.optimizer, config.freeze)
     loader = PackedLoader(
         index,
@@ -111,8 +113,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     )
     done = 0
     if resume is not None:
-        path = resume
-        extra = on_every_rank(lambda: checkpoints.load(path, engine.stages, engine.optimizer))
+        extra = checkpoints.load(resume, engine.parts, engine.optimizer)
         loader.load_state_dict(extra["loader"])
         done = extra["step"]
     total = train.steps or loader.steps_for_epochs(train.epochs)
@@ -122,42 +123,61 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         metrics = Metrics(config.output, done, total, train.log_every)
         _describe(config, spec, layout, index, loader, total, done, resume)
 
+    saver = checkpoints.Saver(
+        folder,
+        config.model,
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+    )
+
     def save(step: int) -> None:
         extra = {"loader": loader.state_dict(), "config": to_dict(config)}
-        checkpoints.save(
-            folder, step, engine.stages, engine.optimizer, extra, config.checkpoint.keep
-        )
+        saver.start(step, engine.parts, engine.optimizer, extra)
 
-    for step in range(done, total):
-        start = time.perf_counter()
-        packs = loader.next_step()
-        waited = time.perf_counter() - start
-        lr = learning_rate(config.optimizer, step, total)
-        result = engine.step(packs, lr)
-        backend.synchronize()
-        seconds = time.perf_counter() - start
-        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-            raise shared_error(
-                f"step {step + 1}: loss is {result.loss}, gradient norm {result.grad_norm}; lower "
-                "--optimizer.lr, or look at the samples of this step"
-            )
-        if metrics is not None:
-            metrics.step(
-                step + 1,
-                result,
-                lr,
-                seconds,
-                data_seconds=waited,
-                epoch=loader.epoch,
-                peak_memory_gb=backend.peak_memory_bytes() / 1e9,
-            )
-        every = config.checkpoint.every
-        if every and (step + 1) % every == 0 and step + 1 < total:
-            save(step + 1)
-    if done < total:
-        save(total)
+    reached = done
+    with checkpoints.StopRequest() as stop:
+        for step in range(done, total):
+            start = time.perf_counter()
+            packs = loader.next_step()
+            waited = time.perf_counter() - start
+            lr = learning_rate(config.optimizer, step, total)
+            result = engine.step(packs, lr)
+            backend.synchronize()
+            seconds = time.perf_counter() - start
+            if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+                raise shared_error(
+                    f"step {step + 1}: loss is {result.loss}, gradient norm {result.grad_norm}; "
+                    "lower --optimizer.lr, or look at the samples of this step"
+                )
+            if metrics is not None:
+                metrics.step(
+                    step + 1,
+                    result,
+                    lr,
+                    seconds,
+                    data_seconds=waited,
+                    epoch=loader.epoch,
+                    peak_memory_gb=backend.peak_memory_bytes() / 1e9,
+                )
+            reached = step + 1
+            due = config.checkpoint.every and reached % config.checkpoint.every == 0
+            stopped = saver.poll(stop.asked)
+            if due or stopped or reached == total:
+                save(reached)
+            if stopped:
+                break
+        saver.finish()
     loader.close()
-    save_weights(engine.stages, spec, config.model, config.output / "hf")
+    if reached < total:
+        if metrics is not None:
+            metrics.close()
+            print(
+                f"stopped by SIGTERM after step {reached}, checkpoint saved; go on with "
+                "--checkpoint.resume latest",
+                flush=True,
+            )
+        return
+    save_weights(engine.exported, spec, config.model, config.output / "hf")
     if metrics is not None:
         metrics.close()
         print(f"Hugging Face folder: {config.output / 'hf'}", flush=True)

@@ -30,6 +30,15 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.main_grad
 
 
+def gather_gradients(engine: Any) -> None:
+    """Undo the reduce-scatter of the distributed optimizer: every rank has whole gradients."""
+    for chunk in [*engine.chunks, *([engine.tower] if engine.replica is not None else [])]:
+        for buffer in chunk.buffers:
+            group = chunk.dp_cp_group
+            mine = buffer.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(buffer.grad_data, mine, group=group)
+
+
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
@@ -48,7 +57,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         **case["layout"],
     )
     engine = Engine(spec, layout, backend, dtype=case.get("dtype", torch.float32))
-    load_weights(engine.stages, spec, case["model"])
+    load_weights(engine.parts, spec, case["model"])
     engine.prepare(
         OptimizerSection(
             lr=ref.LR,
@@ -67,20 +76,20 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         samples = ref.make_samples(seed)
         return [ref.pack(p, length) for p in samples][engine.data_rank :: layout.data]
 
-    if layout.data == 1:
-        mine = share(case["seed"])
-        outputs = engine._forward_backward(mine, forward_only=False)
-        result["loss"] = engine._result(mine, outputs, 0.0).loss
-        named = dict(gathered(engine.stages, spec, gradient))
+    def gradients(packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
+        outputs = engine._forward_backward(packs, forward_only=False)
+        loss = engine._result(packs, outputs, 0.0).loss
+        gather_gradients(engine)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, named)
-        result["gradients"] = {n: t for part in everyone for n, t in part.items()}
+        dist.all_gather_object(everyone, dict(gathered(engine.exported, spec, gradient)))
+        return loss, {n: t for part in everyone for n, t in part.items()}
+
+    if not case.get("only_steps"):
+        result["loss"], result["gradients"] = gradients(share(case["seed"]))
         if case.get("unpacked"):
             alone = [ref.pack([s], length) for p in packs for s in p]
-            outputs = engine._forward_backward(alone, forward_only=False)
-            result["unpacked_loss"] = engine._result(alone, outputs, 0.0).loss
-            result["unpacked_gradients"] = dict(gathered(engine.stages, spec, gradient))
-        if layout.stages == 1 and layout.tensor == 1:
+            result["unpacked_loss"], result["unpacked_gradients"] = gradients(alone)
+        if layout.stages == 1 and layout.tensor == 1 and not layout.multiplexed:
             with torch.no_grad():
                 result["logits"] = [
                     engine.stages[0](ref.pack(p, length), logits=True)[0].float() for p in packs
@@ -89,7 +98,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         engine.step(share(case["seed"] + i), ref.LR).loss for i in range(case.get("steps", 0))
     ]
     if case.get("save"):
-        save_weights(engine.stages, spec, case["model"], case["save"])
+        save_weights(engine.exported, spec, case["model"], case["save"])
     parallel_state.destroy_model_parallel()
     return result
 

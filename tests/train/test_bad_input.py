@@ -184,7 +184,6 @@ class TestModelFolder:
 @pytest.mark.parametrize(
     ("option", "names"),
     [
-        ("--parallel.vision=multiplexed", ["--parallel.vision multiplexed", "not available"]),
         ("--optimizer.offload_fraction=0.5", ["--optimizer.offload_fraction", "not available"]),
         ("--lora.rank=8", ["--lora.rank", "not available"]),
         ("--parallel.tensor=2", ["1 processes", "multiple of 2"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ def language_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
 
 def vision_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
     """The vision tower: LayerNorm + quick_gelu (Qwen2-VL) or RMSNorm + SwiGLU (Qwen2.5-VL)."""
+    if layout.multiplexed:  # the whole tower on every rank
+        layout = replace(
+            layout, tensor=1, pipeline=1, virtual_pipeline=1, sequence=False, vision_layers=(1,)
+        )
     vision = spec.vision
     gated = spec.family == "qwen2_5_vl"
     config = TransformerConfig(

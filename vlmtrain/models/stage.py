@@ -28,6 +28,7 @@ from vlmtrain.models.layers import block_submodules
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
 from vlmtrain.parallel.layout import Layout
+from vlmtrain.parallel.multiplex import EncodedPack
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -61,7 +62,7 @@ class QwenVLStage(LanguageModule):
         self.joint_output = layout.embedding_stage <= stage < layout.merger_stage
 
         self.vision: VisionTower | None = None
-        if stage <= layout.merger_stage:
+        if stage <= layout.merger_stage and not layout.multiplexed:
             self.vision = VisionTower(
                 vision,
                 spec.vision,
@@ -109,6 +110,8 @@ class QwenVLStage(LanguageModule):
         received = self.input_tensor
         if received is not None and not self.learns_before:
             received = self._cut(received)
+        if self.layout.multiplexed and self.stage == 0:
+            return self._language(batch, self._embed_encoded(batch), logits)
         if self.vision is None:
             assert self.language_model is not None
             self.language_model.decoder.set_input_tensor(received)
@@ -141,11 +144,19 @@ class QwenVLStage(LanguageModule):
         if self.joint_input:
             assert words is not None
             embeddings = self._place(words, visual, index)
-        elif self.layout.tensor == 1:
-            embeddings = visual_embedding(batch.input_ids, self._table(), visual, index)
         else:
-            embeddings = self._place(self._word_rows(batch, index), visual, index)
+            embeddings = self._embed(batch, visual, index)
         return self._language(batch, embeddings.unsqueeze(1), logits)
+
+    def _embed_encoded(self, batch: PackedBatch) -> Tensor:
+        """Embeddings [S or S/tp, 1, h] with the rows that parallel/multiplex.py has encoded."""
+        assert isinstance(batch, EncodedPack) and batch.visual_rows is not None
+        return self._embed(batch, batch.visual_rows, batch.visual_index).unsqueeze(1)
+
+    def _embed(self, batch: PackedBatch, visual: Tensor, index: Tensor) -> Tensor:
+        if self.layout.tensor == 1:
+            return visual_embedding(batch.input_ids, self._table(), visual, index)
+        return self._place(self._word_rows(batch, index), visual, index)
 
     def _cut(self, received: Tensor) -> Tensor:
         """`received` without a backward pass into it. Megatron sends its gradient back all the

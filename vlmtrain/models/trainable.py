@@ -6,15 +6,18 @@ below the lowest stage that still learns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.nn import Module
 
 from vlmtrain.config import FreezeSection
 from vlmtrain.models.stage import QwenVLStage
 from vlmtrain.parallel.together import shared_error
 
 
-def freeze(stages: list[QwenVLStage], section: FreezeSection) -> None:
+def freeze(stages: Iterable[Module], section: FreezeSection) -> None:
     """Mark the parameters of the frozen parts. Before gradient buffers are made."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -28,13 +31,17 @@ def freeze(stages: list[QwenVLStage], section: FreezeSection) -> None:
                 parameter.requires_grad_(False)
 
 
-def mark_lowest_trainable(stages: list[QwenVLStage]) -> None:
+def mark_lowest_trainable(stages: list[QwenVLStage], replica: Module | None = None) -> None:
     """Tell each stage whether an earlier one learns. Collective over the pipeline.
+
+    A `replica` of the vision tower feeds stage 0 from outside the pipeline.
 
     Raises:
         UserError: nothing is left to train; on every rank.
     """
     mine = {s.stage for s in stages if any(p.requires_grad for p in s.parameters())}
+    if replica is not None and any(p.requires_grad for p in replica.parameters()):
+        mine.add(-1)
     group = parallel_state.get_pipeline_model_parallel_group()
     every: list[set[int]] = [set()] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)

@@ -30,6 +30,7 @@ class Layout:
     vision_layers: tuple[int, ...]  # per stage
     text_layers: tuple[int, ...]  # per stage
     embedding_stage: int
+    multiplexed: bool = False  # every rank holds the vision tower; vision_layers are all 0
 
     @property
     def stages(self) -> int:
@@ -37,7 +38,10 @@ class Layout:
 
     @property
     def merger_stage(self) -> int:
-        """The last stage with vision layers: it holds the merger and feeds the language model."""
+        """The stage that feeds the language model: the last one with vision layers and the
+        merger, or stage 0 where vision is multiplexed."""
+        if self.multiplexed:
+            return 0
         return max(i for i, n in enumerate(self.vision_layers) if n)
 
     def stage(self, pipeline_rank: int, chunk: int | None) -> int:
@@ -66,8 +70,9 @@ class Layout:
             f"tensor {self.tensor}{' + sequence' if self.sequence else ''}, pipeline "
             f"{self.pipeline}"
             + (f" x {self.virtual_pipeline} virtual" if self.virtual_pipeline > 1 else "")
-            + f", data {self.data}; vision layers {list(self.vision_layers)}, text layers "
-            f"{list(self.text_layers)}"
+            + f", data {self.data}; vision "
+            + ("multiplexed" if self.multiplexed else f"layers {list(self.vision_layers)}")
+            + f", text layers {list(self.text_layers)}"
         )
 
 
@@ -81,6 +86,7 @@ def make_layout(
     sequence: bool = False,
     vision_layers: Sequence[int] = (),
     text_layers: Sequence[int] = (),
+    multiplexed: bool = False,
     microbatches: int | None = None,
     pack_length: int | None = None,
 ) -> Layout:
@@ -92,6 +98,7 @@ def make_layout(
         tensor, pipeline, virtual_pipeline: parallel sizes.
         sequence: sequence parallelism (needs tensor > 1).
         vision_layers, text_layers: layers per stage; empty: balanced by FLOPs.
+        multiplexed: every rank encodes images (`parallel/multiplex.py`).
         microbatches: packs per data-parallel rank and step, checked for interleaving.
         pack_length: tokens per pack, checked for sequence parallelism.
 
@@ -118,13 +125,24 @@ def make_layout(
         raise LayoutError(
             f"parallel.virtual_pipeline {virtual_pipeline} needs parallel.pipeline of at least 2"
         )
-    _check_tensor(spec, tensor, sequence, pack_length)
+    _check_tensor(spec, tensor, sequence, multiplexed, pack_length)
     stages = pipeline * virtual_pipeline
     if virtual_pipeline > 1 and microbatches is not None and microbatches % pipeline:
         raise LayoutError(
             f"with parallel.virtual_pipeline each rank's microbatches ({microbatches} per step) "
             f"must be a multiple of parallel.pipeline {pipeline}; set train.global_batch to a "
             f"multiple of {pipeline} x data-parallel size"
+        )
+    if multiplexed:
+        return _multiplexed_layout(
+            spec,
+            world_size,
+            tensor,
+            pipeline,
+            virtual_pipeline,
+            sequence,
+            vision_layers,
+            text_layers,
         )
     vision = tuple(vision_layers) or (spec.vision.depth, *([0] * (stages - 1)))
     _check_counts("vision_layers", vision, stages, spec.vision.depth)
@@ -165,16 +183,51 @@ def make_layout(
     )
 
 
-def _check_tensor(spec: ModelSpec, tensor: int, sequence: bool, pack_length: int | None) -> None:
+def _multiplexed_layout(
+    spec: ModelSpec,
+    world_size: int,
+    tensor: int,
+    pipeline: int,
+    virtual_pipeline: int,
+    sequence: bool,
+    vision_layers: Sequence[int],
+    text_layers: Sequence[int],
+) -> Layout:
+    if vision_layers:
+        raise LayoutError(
+            f"parallel.vision_layers {list(vision_layers)} has no meaning with parallel.vision "
+            "multiplexed, where every rank holds the whole tower; leave it out"
+        )
+    stages = pipeline * virtual_pipeline
+    none = (0,) * stages
+    text = tuple(text_layers) or _balanced_text_layers(spec, none, stages)
+    _check_counts("text_layers", text, stages, spec.num_layers)
+    return Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=virtual_pipeline,
+        sequence=sequence,
+        data=world_size // (tensor * pipeline),
+        vision_layers=none,
+        text_layers=text,
+        embedding_stage=0,
+        multiplexed=True,
+    )
+
+
+def _check_tensor(
+    spec: ModelSpec, tensor: int, sequence: bool, multiplexed: bool, pack_length: int | None
+) -> None:
     if tensor == 1:
         return
     sizes = {
         "language attention heads": spec.num_heads,
         "language key/value heads": spec.num_kv_heads,
         "language MLP width": spec.intermediate_size,
-        "vision attention heads": spec.vision.num_heads,
-        "vision MLP width": spec.vision.intermediate_size,
     }
+    if not multiplexed:
+        sizes["vision attention heads"] = spec.vision.num_heads
+        sizes["vision MLP width"] = spec.vision.intermediate_size
     bad = {name: size for name, size in sizes.items() if size % tensor}
     if bad:
         good = [
@@ -186,6 +239,11 @@ def _check_tensor(spec: ModelSpec, tensor: int, sequence: bool, pack_length: int
         raise LayoutError(
             f"parallel.tensor {tensor} does not divide the {name} ({size}) of this model; "
             f"use one of {good}"
+            + (
+                ", or --parallel.vision multiplexed, where the tower is not split"
+                if name.startswith("vision")
+                else ""
+            )
         )
     if sequence and pack_length is not None and pack_length % tensor:
         raise LayoutError(
@@ -216,7 +274,7 @@ def _balanced_text_layers(spec: ModelSpec, vision: Sequence[int], stages: int) -
     text_layer = 2 * h * q + 2 * h * kv + 3 * h * spec.intermediate_size
     cost = [n * vision_layer for n in vision]
     cost[-1] += h * spec.vocab_size
-    merger = max(i for i, n in enumerate(vision) if n)
+    merger = max((i for i, n in enumerate(vision) if n), default=0)
     layers = [0] * stages
     allowed = list(range(merger, stages))
     if stages > 1:

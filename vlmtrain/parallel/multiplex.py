@@ -1,0 +1,315 @@
+"""Multiplexed vision: every rank of a pipeline encodes images, data-parallel, before it starts.
+
+A tower on the first stage is the pipeline's bottleneck. Here each of the n = tensor x pipeline
+ranks of a replica holds the whole tower. Per step:
+
+1. The images and videos of the step's microbatches are dealt to the ranks by cost, longest
+   first; every rank computes the same deal from the grids alone.
+2. Each rank encodes its share without keeping activations, in pieces of bounded size, and sends
+   the rows to the ranks that hold the word embedding.
+3. The pipeline runs; the embedding's ranks collect the gradients of the rows.
+4. The gradients go back; each rank encodes its pieces again, now with a backward pass.
+5. The tower's gradients are summed over all ranks of the run.
+
+Memory per rank: its pixels, the rows of the whole step on the embedding's ranks, and the
+activations of one piece. The price is one more forward pass of the tower, spread over n ranks.
+(The idea: DistTrain, arXiv 2408.04275; OrchMLLM, arXiv 2503.23830.)
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from vlmtrain.data.batch import PackedBatch
+from vlmtrain.models.spec import ModelSpec, VisionSpec
+from vlmtrain.models.vision import VisionInputs, VisionTower
+
+# Patches encoded at once: about 41 kB of activations each and layer in bf16, so 16,384 patches
+# through 32 layers of width 1280 take about 21 GB.
+PIECE_PATCHES = 16384
+
+
+@dataclass
+class EncodedPack(PackedBatch):
+    """A pack whose images are encoded: rows [G, h] in media order, on the embedding's ranks."""
+
+    visual_rows: Tensor | None = None
+
+    @classmethod
+    def of(cls, pack: PackedBatch, rows: Tensor | None) -> EncodedPack:
+        return cls(**{f.name: getattr(pack, f.name) for f in fields(pack)}, visual_rows=rows)
+
+
+@dataclass(frozen=True)
+class Medium:
+    """One image or video of a step."""
+
+    pack: int
+    grid: tuple[int, int, int]
+    first_patch: int  # in its pack's pixel rows
+
+    @property
+    def patches(self) -> int:
+        t, h, w = self.grid
+        return t * h * w
+
+
+def media_of(packs: list[PackedBatch]) -> list[Medium]:
+    """All media of a step, in pack order and sequence order."""
+    media = []
+    for number, pack in enumerate(packs):
+        first = 0
+        for t, h, w in pack.grid_thw.tolist():
+            media.append(Medium(number, (t, h, w), first))
+            first += t * h * w
+    return media
+
+
+def vision_cost(spec: VisionSpec, grid: tuple[int, int, int]) -> float:
+    """Forward multiply-accumulates of one image or video, up to a common factor."""
+    t, h, w = grid
+    patches, width = t * h * w, spec.hidden_size
+    gates = 3 if spec.window_size is not None else 2
+    linear = spec.depth * (4 * width**2 + gates * width * spec.intermediate_size)
+    if spec.window_size is None:
+        attention = spec.depth * 2 * width * h * w
+    else:
+        window = (spec.window_size // spec.patch_size) ** 2
+        full = len(spec.full_attention_layers)
+        attention = 2 * width * (full * h * w + (spec.depth - full) * min(window, h * w))
+    return patches * (linear + attention)
+
+
+def deal(costs: list[float], ranks: int) -> list[int]:
+    """Owner of each item: longest processing time first, ties by order. Deterministic.
+
+    The slowest rank is at most 4/3 of the best possible (Graham 1969).
+    """
+    heap = [(0.0, rank) for rank in range(ranks)]
+    owner = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(heap)
+        owner[item] = rank
+        heapq.heappush(heap, (load + costs[item], rank))
+    return owner
+
+
+def replicated_groups() -> ProcessGroupCollection:
+    """Groups of a module that every rank of the run holds whole: data parallel over all."""
+    alone = parallel_state.get_context_parallel_group()  # context parallelism is 1
+    groups = ProcessGroupCollection()
+    for name in ("tp", "pp", "cp", "ep", "mp", "tp_ep_pp", "expt_dp", "expt_tp", "embd"):
+        setattr(groups, name, alone)
+    groups.pos_embd = alone
+    groups.dp = groups.dp_cp = groups.intra_dist_opt = dist.group.WORLD
+    return groups
+
+
+class VisionReplica(MegatronModule):
+    """The whole tower on one rank; for weights in and out it looks like a stage."""
+
+    language_model = None
+
+    def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.vision = VisionTower(
+            config,
+            spec.vision,
+            spec.vision.depth,
+            first=True,
+            last=True,
+            vp_stage=None,
+            groups=replicated_groups(),
+        )
+        for parameter in self.parameters():
+            parameter.tensor_model_parallel = False  # whole here, whatever the language model's TP
+
+    def forward(self, pixels: Tensor, grids: Tensor) -> Tensor:
+        """Rows [G, h] in media order of pixels [P, patch_dim] with grids int64 [media, 3]."""
+        inputs = VisionInputs.from_grid(grids, self.vision.spec, shards=1, device=pixels.device)
+        rows = self.vision(pixels, inputs)
+        return rows if inputs.reverse_index is None else rows[inputs.reverse_index]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        everywhere = {**(metadata or {}), "dp_cp_group": dist.group.WORLD}
+        return self.vision.sharded_state_dict(prefix + "vision.", (), everywhere)
+
+
+class Multiplexer:
+    """Encodes the images of a step on all ranks of this replica."""
+
+    def __init__(self, tower: Any, spec: ModelSpec, tensor: int, dtype: torch.dtype) -> None:
+        """tower: the VisionReplica, or its DistributedDataParallel wrapper."""
+        self.tower, self.spec, self.tensor, self.dtype = tower, spec, tensor, dtype
+        self.ranks: list[int] = dist.get_process_group_ranks(
+            parallel_state.get_model_parallel_group()
+        )
+        self.mine = self.ranks.index(dist.get_rank())
+        first = parallel_state.get_pipeline_model_parallel_rank() == 0
+        place: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(
+            place,
+            parallel_state.get_tensor_model_parallel_rank() if first else None,
+            group=parallel_state.get_model_parallel_group(),
+        )
+        # Members that hold the word embedding, by tensor-parallel rank.
+        self.receivers = [place.index(t) for t in range(tensor)]
+        self.learns = any(p.requires_grad for p in tower.parameters())
+
+    def encode(self, packs: list[PackedBatch]) -> list[EncodedPack]:
+        """The packs with their rows where the embedding is (leaves that collect a gradient)."""
+        self.media = media_of(packs)
+        costs = [vision_cost(self.spec.vision, m.grid) for m in self.media]
+        self.owner = deal(costs, len(self.ranks))
+        self.packs = packs
+        with torch.no_grad():
+            parts = [self.tower(*self._inputs(piece)) for piece in self._pieces()]
+        mine = torch.cat(parts) if parts else self._empty(packs)
+        rows = self._to_receivers(mine)
+        if rows is None:
+            return [EncodedPack.of(pack, None) for pack in packs]
+        unit = self.spec.vision.merge_unit
+        sizes = [0] * len(packs)
+        for medium in self.media:
+            sizes[medium.pack] += medium.patches // unit
+        encoded = []
+        for pack, part in zip(packs, rows.split(sizes), strict=True):
+            leaf = part.detach().clone().requires_grad_(self.learns)
+            encoded.append(EncodedPack.of(pack, leaf))
+        self.encoded = encoded
+        return encoded
+
+    def backward(self) -> None:
+        """Bring the rows' gradients home and add to the tower's. After the pipeline's backward."""
+        if not self.learns:
+            return
+        gradients = None
+        if self.mine in self.receivers:
+            leaves = [pack.visual_rows for pack in self.encoded]
+            gradients = torch.cat(
+                [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            )
+        mine = self._from_receivers(gradients)
+        start = 0
+        for piece in self._pieces():
+            rows = self.tower(*self._inputs(piece))
+            rows.backward(mine[start : start + rows.shape[0]])
+            start += rows.shape[0]
+        self.encoded = []
+
+    def _owned(self, member: int) -> list[int]:
+        return [i for i, owner in enumerate(self.owner) if owner == member]
+
+    def _groups(self, member: int) -> int:
+        """Rows that a member encodes."""
+        unit = self.spec.vision.merge_unit
+        return sum(self.media[i].patches for i in self._owned(member)) // unit
+
+    def _pieces(self) -> list[list[Medium]]:
+        """This rank's media in order, cut into pieces of at most PIECE_PATCHES patches."""
+        pieces: list[list[Medium]] = []
+        room = 0
+        for i in self._owned(self.mine):
+            medium = self.media[i]
+            if not pieces or medium.patches > room:
+                pieces.append([])
+                room = PIECE_PATCHES
+            pieces[-1].append(medium)
+            room -= medium.patches
+        return pieces
+
+    def _inputs(self, piece: list[Medium]) -> tuple[Tensor, Tensor]:
+        pixels = [
+            self.packs[m.pack].pixel_values[m.first_patch : m.first_patch + m.patches]
+            for m in piece
+        ]
+        return torch.cat(pixels), torch.tensor([m.grid for m in piece])
+
+    def _empty(self, packs: list[PackedBatch], rows: int = 0) -> Tensor:
+        return packs[0].pixel_values.new_empty(rows, self.spec.hidden_size, dtype=self.dtype)
+
+    def _order(self) -> Tensor:
+        """Where each row of [member 0's rows | member 1's | ...] stands in media order."""
+        unit = self.spec.vision.merge_unit
+        sizes = [m.patches // unit for m in self.media]
+        starts = list(itertools.accumulate([0, *sizes]))
+        order = [
+            torch.arange(starts[i], starts[i] + sizes[i])
+            for member in range(len(self.ranks))
+            for i in self._owned(member)
+        ]
+        return torch.cat(order) if order else torch.empty(0, dtype=torch.int64)
+
+    def _to_receivers(self, mine: Tensor) -> Tensor | None:
+        """All rows in media order on the embedding's ranks, None elsewhere."""
+        operations: list[dist.P2POp] = []
+        for receiver in self.receivers:
+            if receiver != self.mine and mine.shape[0]:
+                operations.append(dist.P2POp(dist.isend, mine, self.ranks[receiver]))
+        parts: list[Tensor] = []
+        if self.mine in self.receivers:
+            for member, rank in enumerate(self.ranks):
+                part = mine
+                if member != self.mine:
+                    part = self._empty(self.packs, self._groups(member))
+                    if part.shape[0]:
+                        operations.append(dist.P2POp(dist.irecv, part, rank))
+                parts.append(part)
+        _run(operations)
+        if not parts:
+            return None
+        gathered = torch.cat(parts)
+        rows = torch.empty_like(gathered)
+        rows[self._order().to(rows.device)] = gathered
+        return rows
+
+    def _from_receivers(self, gradients: Tensor | None) -> Tensor:
+        """This rank's share of the gradients, from the one receiver that serves it."""
+        operations: list[dist.P2POp] = []
+        mine = self._empty(self.packs, self._groups(self.mine))
+        if gradients is not None:
+            share = gradients[self._order().to(gradients.device)]
+            parts = share.split([self._groups(member) for member in range(len(self.ranks))])
+            for member, part in enumerate(parts):
+                if self._server(member) != self.mine:
+                    continue
+                if member == self.mine:
+                    mine = part
+                elif part.shape[0]:
+                    operations.append(dist.P2POp(dist.isend, part.contiguous(), self.ranks[member]))
+        server = self._server(self.mine)
+        if server != self.mine and mine.shape[0]:
+            operations.append(dist.P2POp(dist.irecv, mine, self.ranks[server]))
+        _run(operations)
+        return mine
+
+    def _server(self, member: int) -> int:
+        """The embedding's rank that sends a member its gradients: all hold them, each serves some.
+
+        A receiver serves itself.
+        """
+        if member in self.receivers:
+            return member
+        return self.receivers[member % len(self.receivers)]
+
+
+def _run(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
