@@ -19,8 +19,11 @@ optimizer.beta2 optimizer.eps optimizer.clip optimizer.offload_fraction
 parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
 parallel.vision_layers parallel.text_layers parallel.vision
 freeze.vision freeze.merger freeze.language
-lora.rank lora.alpha lora.targets
-checkpoint.every checkpoint.keep checkpoint.resume
+lora.rank lora.alpha lora.dropout lora.targets lora.vision
+recompute.vision recompute.language
+checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.resume
+loader.packing loader.unreadable loader.skip_limit loader.workers loader.verify loader.max_samples
+loader.media_root loader.template
 """.split()
 
 

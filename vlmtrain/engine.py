@@ -21,10 +21,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
-from vlmtrain.config import FreezeSection, OptimizerSection
+from vlmtrain.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.device import Backend
 from vlmtrain.models.configs import language_config, vision_config
+from vlmtrain.models.lora import add_adapters
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.models.stage import QwenVLStage
 from vlmtrain.models.trainable import freeze, mark_lowest_trainable
@@ -62,8 +63,11 @@ class Engine:
         *,
         dtype: torch.dtype,
         seed: int = 0,
+        recompute: RecomputeSection | None = None,
+        lora: LoraSection | None = None,
     ) -> None:
         self.spec, self.layout, self.backend, self.dtype = spec, layout, backend, dtype
+        self.lora, self.seed = lora or LoraSection(), seed
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,
@@ -74,8 +78,9 @@ class Engine:
         random.seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
-        self.config = language_config(spec, layout, dtype)
-        vision = vision_config(spec, layout, dtype)
+        recompute = recompute or RecomputeSection()
+        self.config = language_config(spec, layout, dtype, recompute.language)
+        vision = vision_config(spec, layout, dtype, recompute.vision)
         self.config.finalize_model_grads_func = self._finalize
         self.stages = [
             QwenVLStage(
@@ -103,7 +108,11 @@ class Engine:
             UserError: `frozen` leaves nothing to train.
         """
         self.section = optimizer
-        freeze(self.parts, frozen or FreezeSection())
+        if self.lora.rank:
+            freeze(self.parts, FreezeSection(vision=True, merger=True, language=True))
+            self._add_adapters()
+        else:
+            freeze(self.parts, frozen or FreezeSection())
         mark_lowest_trainable(self.stages, self.replica)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
@@ -125,6 +134,15 @@ class Engine:
             )
             self.multiplexer = Multiplexer(self.tower, self.spec, self.layout.tensor, self.dtype)
         self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def _add_adapters(self) -> None:
+        for part in self.parts:
+            if part.language_model is not None:
+                layers = part.language_model.decoder.layers
+                add_adapters(layers, self.spec, self.lora, vision=False, seed=self.seed)
+            if self.lora.vision and part.vision is not None:
+                layers = part.vision.blocks.layers
+                add_adapters(layers, self.spec, self.lora, vision=True, seed=self.seed)
 
     @property
     def parts(self) -> list[Any]:

@@ -33,6 +33,10 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2": dict(tensor=2),
         "tp2 sp": dict(tensor=2, sequence=True),
         "dp2": dict(),
+        "tp2 sp recompute": dict(
+            tensor=2, sequence=True, recompute=dict(vision="full", language="selective")
+        ),
+        "pp2 recompute": dict(pipeline=2, recompute=dict(vision="selective", language="full")),
         "pp2 multiplexed": dict(pipeline=2, multiplexed=True),
         "tp2 sp multiplexed": dict(tensor=2, sequence=True, multiplexed=True),
     },
@@ -176,7 +180,10 @@ class TestLayouts:
         cases, names = [], []
         for (family, tied), (folder, *_) in references.items():
             for name, layout in LAYOUTS[size].items():
-                cases.append(dict(model=folder / "hf", seed=SEED, layout=layout, steps=STEPS))
+                layout = dict(layout)
+                recompute = layout.pop("recompute", {})
+                case = dict(model=folder / "hf", seed=SEED, layout=layout, steps=STEPS)
+                cases.append(dict(case, recompute=recompute))
                 names.append((family, tied, name))
         for (family, tied, name), result in zip(names, run(cases, size, tmp_path), strict=True):
             _, loss, gradients, losses = references[family, tied]

@@ -18,7 +18,12 @@ import torch.distributed as dist  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity import reference as ref  # noqa: E402
 from vlmtrain import device, launch  # noqa: E402
-from vlmtrain.config import FreezeSection, OptimizerSection  # noqa: E402
+from vlmtrain.config import (  # noqa: E402
+    FreezeSection,
+    LoraSection,
+    OptimizerSection,
+    RecomputeSection,
+)
 from vlmtrain.models.spec import ModelSpec  # noqa: E402
 from vlmtrain.parallel.layout import make_layout  # noqa: E402
 
@@ -42,6 +47,7 @@ def gather_gradients(engine: Any) -> None:
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
+    from vlmtrain.checkpoint.adapters import merged, save_adapters
     from vlmtrain.checkpoint.hf_export import gathered, save_weights
     from vlmtrain.checkpoint.hf_import import load_weights
     from vlmtrain.engine import Engine
@@ -56,7 +62,15 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         microbatches=len(packs),
         **case["layout"],
     )
-    engine = Engine(spec, layout, backend, dtype=case.get("dtype", torch.float32))
+    lora = LoraSection(**case.get("lora", {}))
+    engine = Engine(
+        spec,
+        layout,
+        backend,
+        dtype=case.get("dtype", torch.float32),
+        recompute=RecomputeSection(**case.get("recompute", {})),
+        lora=lora,
+    )
     load_weights(engine.parts, spec, case["model"])
     engine.prepare(
         OptimizerSection(
@@ -84,6 +98,8 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         dist.all_gather_object(everyone, dict(gathered(engine.exported, spec, gradient)))
         return loss, {n: t for part in everyone for n, t in part.items()}
 
+    if lora.rank:
+        save_adapters(engine.exported, lora, case["model"], case["adapter"] / "before")
     if not case.get("only_steps"):
         result["loss"], result["gradients"] = gradients(share(case["seed"]))
         if case.get("unpacked"):
@@ -97,8 +113,11 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     result["losses"] = [
         engine.step(share(case["seed"] + i), ref.LR).loss for i in range(case.get("steps", 0))
     ]
+    if lora.rank:
+        save_adapters(engine.exported, lora, case["model"], case["adapter"] / "after")
     if case.get("save"):
-        save_weights(engine.exported, spec, case["model"], case["save"])
+        with merged(engine.exported):
+            save_weights(engine.exported, spec, case["model"], case["save"])
     parallel_state.destroy_model_parallel()
     return result
 

@@ -184,8 +184,9 @@ class TestModelFolder:
 @pytest.mark.parametrize(
     ("option", "names"),
     [
-        ("--optimizer.offload_fraction=0.5", ["--optimizer.offload_fraction", "not available"]),
-        ("--lora.rank=8", ["--lora.rank", "not available"]),
+        ("--optimizer.offload_fraction=1.5", ["--optimizer.offload_fraction", "at most 1"]),
+        ("--lora.targets=qkv --lora.rank=4", ["--lora.targets", "qkv", "q_proj"]),
+        ("--lora.rank=-1", ["--lora.rank", "-1"]),
         ("--parallel.tensor=2", ["1 processes", "multiple of 2"]),
         ("--parallel.sequence", ["parallel.sequence", "parallel.tensor"]),
         ("--train.steps=-1", ["--train.steps", "-1"]),
@@ -195,7 +196,7 @@ class TestModelFolder:
 )
 def test_bad_option(option, names, capsys, model, conversations, tmp_path):
     message = refused(
-        capsys, options(model, conversations, tmp_path / "run", option), tmp_path / "run"
+        capsys, options(model, conversations, tmp_path / "run", *option.split()), tmp_path / "run"
     )
     for name in names:
         assert name in message, message

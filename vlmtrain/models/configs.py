@@ -18,7 +18,9 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def language_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+def language_config(
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
     """The language model: RMSNorm, SwiGLU, grouped queries, bias on q, k, v only, M-RoPE."""
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -35,11 +37,13 @@ def language_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         add_qkv_bias=True,
         mrope_section=list(spec.mrope_section),
         pipeline_model_parallel_layout=layout.megatron_text_layout(),
-        **_common(layout, dtype),
+        **_common(layout, dtype, recompute),
     )
 
 
-def vision_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+def vision_config(
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
     """The vision tower: LayerNorm + quick_gelu (Qwen2-VL) or RMSNorm + SwiGLU (Qwen2.5-VL)."""
     if layout.multiplexed:  # the whole tower on every rank
         layout = replace(
@@ -59,7 +63,7 @@ def vision_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Transf
         activation_func=F.silu if gated else quick_gelu,
         add_bias_linear=True,
         pipeline_model_parallel_layout=layout.megatron_vision_layout(),
-        **_common(layout, dtype),
+        **_common(layout, dtype, recompute),
     )
     # Read by VarlenCoreAttention: every other layer attends within windows.
     config.full_attention_layers = (
@@ -68,7 +72,7 @@ def vision_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Transf
     return config
 
 
-def _common(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def _common(layout: Layout, dtype: torch.dtype, recompute: str) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     common: dict[str, Any] = dict(
         tensor_model_parallel_size=layout.tensor,
@@ -99,4 +103,11 @@ def _common(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
             batch_p2p_comm=False,
             deallocate_pipeline_outputs=False,
         )
+    if recompute == "full":
+        common.update(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    elif recompute == "selective":
+        # An MLP holds most of a layer's activations; what the attention keeps is small.
+        common.update(recompute_granularity="selective", recompute_modules=["mlp"])
     return common

@@ -201,7 +201,7 @@ class Multiplexer:
             return
         gradients = None
         if self.mine in self.receivers:
-            leaves = [pack.visual_rows for pack in self.encoded]
+            leaves = [pack.visual_rows for pack in self.encoded if pack.visual_rows is not None]
             gradients = torch.cat(
                 [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             )

@@ -1,0 +1,80 @@
+"""LoRA against peft: the same adapters, the same training, a folder that peft loads."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.parity import reference as ref
+from tests.parity.test_parity import from_disk, relative, run
+
+SEED = random.SystemRandom().randrange(10**6)
+STEPS = 3
+# family, layout, LoRA options
+CASES = {
+    1: [
+        ("qwen2_5_vl", {}, dict(vision=True)),
+        ("qwen2_vl", {}, dict(targets=("q_proj", "v_proj"))),
+    ],
+    2: [
+        ("qwen2_5_vl", dict(tensor=2, sequence=True), dict(vision=True)),
+        (
+            "qwen2_vl",
+            dict(tensor=2),
+            dict(vision=True, targets=("qkv", "proj", "fc1", "fc2", "q_proj", "up_proj", "o_proj")),
+        ),
+        ("qwen2_5_vl", dict(pipeline=2), {}),  # the stage of the tower has nothing to train
+        ("qwen2_5_vl", dict(pipeline=2, multiplexed=True), dict(vision=True)),
+    ],
+}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("size", sorted(CASES))
+def test_same_as_peft(size, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft, which reads the adapters, is not installed")
+    print(f"seed {SEED}")
+    cases = []
+    for n, (family, layout, more) in enumerate(CASES[size]):
+        folder = tmp_path / f"{n}"
+        ref.save_model(ref.make_model(family, vision_heads=4, seed=SEED), folder / "hf")
+        lora = {"rank": 4, "alpha": 8.0, "targets": TARGETS, **more}
+        cases.append(
+            dict(
+                model=folder / "hf",
+                seed=SEED,
+                layout=layout,
+                steps=STEPS,
+                lora=lora,
+                adapter=folder,
+                save=folder / "merged",
+                only_steps=True,
+            )
+        )
+    for case, result in zip(cases, run(cases, size, tmp_path), strict=True):
+        where = f"{case['layout']} {case['lora']} (seed {SEED})"
+        base, _ = from_disk(case["model"], dtype=torch.float32)
+        model = peft.PeftModel.from_pretrained(base, case["adapter"] / "before", is_trainable=True)
+        trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        assert trainable
+        losses = ref.reference_training(model, [ref.make_samples(SEED + i) for i in range(STEPS)])
+        assert result["losses"] == pytest.approx(losses, rel=1e-5), where
+        assert losses[-1] != losses[0]
+
+        again, _ = from_disk(case["model"], dtype=torch.float32)
+        saved = peft.PeftModel.from_pretrained(again, case["adapter"] / "after")
+        for name, parameter in saved.named_parameters():
+            if ".lora_" in name:
+                want = dict(model.named_parameters())[name]
+                assert (parameter - want).abs().max() <= 0.2 * ref.LR, f"{name}; {where}"
+        merged, report = from_disk(case["save"], dtype=torch.float32)
+        assert not report["missing_keys"] and not report["unexpected_keys"]
+        sample = ref.make_samples(SEED)[0][0]
+        with torch.no_grad():
+            ours = ref.reference_logits(merged, sample)
+            theirs = ref.reference_logits(saved, sample)
+            untouched = ref.reference_logits(from_disk(case["model"])[0].float(), sample)
+        assert relative(ours, theirs) <= 1e-5, where
+        assert relative(ours, untouched) > 1e-4, f"the adapters do nothing; {where}"

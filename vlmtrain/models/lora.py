@@ -1,0 +1,300 @@
+"""Low-rank adapters on megatron-core's linears, split like them (Hu et al., arXiv 2106.09685).
+
+Adapters are those of the Hugging Face modules, one (A, B) pair each, also where Megatron fuses
+several of these into one linear: q, k and v, or gate and up. So a saved adapter is exactly what
+`peft` makes of the same target modules.
+
+    y = W x + (alpha / rank) B A dropout(x),   A [rank, in], B [out, rank], B starts at 0
+
+Column-parallel linears (out split over the tensor-parallel group): A whole, B split by rows.
+Row-parallel linears (in split): A split by columns, B whole. With sequence parallelism the small
+[tokens, rank] product is what is gathered or scattered, never the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from vlmtrain.config import LoraSection
+from vlmtrain.errors import UserError
+from vlmtrain.models.spec import ModelSpec
+
+LANGUAGE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Fused:
+    """How a Megatron linear is made of Hugging Face modules.
+
+    modules: their names below the layer, in Megatron's order.
+    rows: output rows of each.
+    groups: where Megatron orders rows by head groups, their number, else 0.
+    inner: leading blocks of the one module's rows that are each split over ranks (3 for the
+        vision tower's qkv, whose rows are [3, heads, head_dim]).
+    """
+
+    modules: tuple[str, ...]
+    rows: tuple[int, ...]
+    groups: int = 0
+    inner: int = 1
+
+
+def fused_linears(spec: ModelSpec, vision: bool) -> dict[str, Fused]:
+    """Megatron linear (below a layer) -> what it is made of."""
+    if vision:
+        v = spec.vision
+        width, mid = v.hidden_size, v.intermediate_size
+        table = {
+            "self_attention.linear_qkv": Fused(
+                ("attn.qkv",), (3 * width,), v.num_heads, inner=3
+            ),
+            "self_attention.linear_proj": Fused(("attn.proj",), (width,)),
+        }
+        if spec.family == "qwen2_5_vl":
+            table["mlp.linear_fc1"] = Fused(("mlp.gate_proj", "mlp.up_proj"), (mid, mid))
+            table["mlp.linear_fc2"] = Fused(("mlp.down_proj",), (width,))
+        else:
+            table["mlp.linear_fc1"] = Fused(("mlp.fc1",), (mid,))
+            table["mlp.linear_fc2"] = Fused(("mlp.fc2",), (width,))
+        return table
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    mid = spec.intermediate_size
+    return {
+        "self_attention.linear_qkv": Fused(
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            (q, kv, kv),
+            spec.num_kv_heads,
+        ),
+        "self_attention.linear_proj": Fused(("self_attn.o_proj",), (spec.hidden_size,)),
+        "mlp.linear_fc1": Fused(("mlp.gate_proj", "mlp.up_proj"), (mid, mid)),
+        "mlp.linear_fc2": Fused(("mlp.down_proj",), (spec.hidden_size,)),
+    }
+
+
+class Adapter(nn.Module):
+    """A and B of one Hugging Face module, this rank's part."""
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        inputs: int,
+        outputs: int,
+        *,
+        column: bool,
+        sequence: bool,
+        tp_rank: int,
+        tp_size: int,
+        inner: int,
+        seed: int,
+        like: Tensor,
+    ) -> None:
+        super().__init__()
+        self.name, self.column, self.inner = name, column, inner
+        # Drawn whole on the CPU and cut, so that every layout starts from the same values.
+        generator = torch.Generator().manual_seed(seed * 1000003 + zlib.crc32(name.encode()))
+        whole = torch.empty(rank, inputs)
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        if column:
+            a, rows = whole, outputs // tp_size
+        else:
+            a, rows = whole.chunk(tp_size, 1)[tp_rank].contiguous(), outputs
+        self.a = nn.Parameter(a.to(like.device, like.dtype))
+        self.b = nn.Parameter(torch.zeros(rows, rank, device=like.device, dtype=like.dtype))
+        split, whole_one = (self.b, self.a) if column else (self.a, self.b)
+        tensor_parallel.set_tensor_model_parallel_attributes(split, tp_size > 1, int(not column), 1)
+        tensor_parallel.set_tensor_model_parallel_attributes(whole_one, False, -1, 1)
+        # The whole one sees only this rank's tokens: its gradient is summed over the group.
+        whole_one.sequence_parallel = sequence  # type: ignore[attr-defined]
+
+
+class _Lora:
+    """What adapted column- and row-parallel linears share. Mixed into the linear's own class."""
+
+    adapters: nn.ModuleList
+
+    def _hidden(self, x: Tensor) -> list[Tensor]:
+        """dropout(x) A^T of every adapter, in one product; [.., rank] each."""
+        x = F.dropout(x, self.lora_dropout, self.training)  # type: ignore[attr-defined]
+        h = F.linear(x, torch.cat([adapter.a for adapter in self.adapters]))
+        return self._exchange(h).split([adapter.a.shape[0] for adapter in self.adapters], -1)
+
+    def _exchange(self, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _delta(self, x: Tensor) -> Tensor:
+        """What the adapters add to this rank's output."""
+        outputs = {
+            adapter.name: F.linear(h, adapter.b)
+            for adapter, h in zip(self.adapters, self._hidden(x), strict=True)
+        }
+        return self._assemble(outputs) * self.lora_scale  # type: ignore[attr-defined]
+
+    def weight_delta(self) -> Tensor:
+        """The same as a float32 addition to this rank's weight [out, in]."""
+        outputs = {
+            adapter.name: (adapter.b.float() @ adapter.a.float()).t() for adapter in self.adapters
+        }
+        return self._assemble(outputs).t() * self.lora_scale  # type: ignore[attr-defined]
+
+    def _assemble(self, outputs: dict[str, Tensor]) -> Tensor:
+        """Outputs [.., rows] of the adapted modules in the order of Megatron's fused rows."""
+        fused: Fused = self.lora_fused  # type: ignore[attr-defined]
+        some = next(iter(outputs.values()))
+        parts = [
+            outputs[module]
+            if module in outputs
+            else some.new_zeros(*some.shape[:-1], rows // self._parts())
+            for module, rows in zip(fused.modules, fused.rows, strict=True)
+        ]
+        if not fused.groups:
+            return torch.cat(parts, -1)
+        groups = fused.groups // self._parts()
+        if fused.inner > 1:  # [inner, groups, d] -> [groups, inner, d]
+            (only,) = parts
+            return only.unflatten(-1, (fused.inner, groups, -1)).transpose(-3, -2).flatten(-3)
+        return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], -1).flatten(-2)
+
+    def _parts(self) -> int:
+        """Ranks that the output is split over."""
+        raise NotImplementedError
+
+
+class LoraColumnParallelLinear(_Lora, ColumnParallelLinear):
+    """A ColumnParallelLinear with adapters; `add_adapters` turns one into it."""
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, bias = ColumnParallelLinear.forward(self, input_, *args, **kwargs)
+        return output + self._delta(input_), bias
+
+    def _exchange(self, h: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(h, group=self.tp_group)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(h, group=self.tp_group)
+
+    def _parts(self) -> int:
+        return self.tp_group.size()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        return _sharded(self, {"weight": 0, "bias": 0}, prefix, sharded_offsets, metadata)
+
+
+class LoraRowParallelLinear(_Lora, RowParallelLinear):
+    """A RowParallelLinear with adapters; `add_adapters` turns one into it."""
+
+    def forward(self, input_: Tensor) -> Any:
+        output, bias = RowParallelLinear.forward(self, input_)
+        return output + self._delta(input_), bias
+
+    def _exchange(self, h: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(
+                h, group=self.tp_group
+            )
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(h, group=self.tp_group)
+
+    def _parts(self) -> int:
+        return 1
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        return _sharded(self, {"weight": 1}, prefix, sharded_offsets, metadata)
+
+
+def _sharded(
+    linear: Any, axes: dict[str, int], prefix: str, offsets: tuple, metadata: dict | None
+) -> dict[str, Any]:
+    state = linear.state_dict(prefix="", keep_vars=True)
+    for i, adapter in enumerate(linear.adapters):
+        axes[f"adapters.{i}." + ("b" if adapter.column else "a")] = 0 if adapter.column else 1
+    return make_sharded_tensors_for_checkpoint(
+        state,
+        prefix,
+        axes,
+        offsets,
+        tp_group=linear.tp_group,
+        dp_cp_group=(metadata or {}).get("dp_cp_group"),
+    )
+
+
+def add_adapters(
+    layers: Any, spec: ModelSpec, section: LoraSection, *, vision: bool, seed: int
+) -> None:
+    """Put adapters on the target modules of a tower's layers and freeze everything else in them."""
+    prefix = "visual.blocks" if vision else "model.layers"
+    for layer in layers:
+        for path, fused in fused_linears(spec, vision).items():
+            chosen = [m for m in fused.modules if m.rsplit(".", 1)[-1] in section.targets]
+            if not chosen:
+                continue
+            linear = layer.get_submodule(path)
+            column = isinstance(linear, ColumnParallelLinear)
+            group = linear.tp_group
+            size, rank = group.size(), group.rank()
+            inputs = linear.weight.shape[1] * (1 if column else size)
+            index = layer.layer_number - 1
+            linear.adapters = nn.ModuleList()
+            for module in chosen:
+                adapter = Adapter(
+                    f"{prefix}.{index}.{module}",
+                    section.rank,
+                    inputs,
+                    fused.rows[fused.modules.index(module)],
+                    column=column,
+                    sequence=linear.sequence_parallel,
+                    tp_rank=rank,
+                    tp_size=size,
+                    inner=fused.inner,
+                    seed=seed,
+                    like=linear.weight,
+                )
+                adapter.hf_name, adapter.name = adapter.name, module
+                linear.adapters.append(adapter)
+            linear.lora_fused = fused
+            linear.lora_scale = section.alpha / section.rank
+            linear.lora_dropout = section.dropout
+            linear.__class__ = LoraColumnParallelLinear if column else LoraRowParallelLinear
+
+
+def adapted_linears(parts: list[Any]) -> Iterator[Any]:
+    """Every linear with adapters in a rank's stages."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, _Lora):
+                yield module
+
+
+def check_section(section: LoraSection, spec: ModelSpec) -> None:
+    """Raise UserError for targets that this model does not have."""
+    if section.alpha <= 0 or not 0 <= section.dropout < 1:
+        raise UserError(
+            f"--lora.alpha {section.alpha}, --lora.dropout {section.dropout}: alpha must be above "
+            "0, dropout in [0, 1)"
+        )
+    towers = (False, True) if section.vision else (False,)
+    known = {
+        m.rsplit(".", 1)[-1]
+        for vision in towers
+        for fused in fused_linears(spec, vision).values()
+        for m in fused.modules
+    }
+    unknown = [t for t in section.targets if t not in known]
+    if unknown or not section.targets:
+        raise UserError(
+            f"--lora.targets {' '.join(section.targets) or '(none)'}: this model's linears are "
+            f"called {', '.join(sorted(known))}"
+        )
