@@ -35,7 +35,8 @@ def find_nvcc() -> str | None:
             candidates.append(os.path.join(folder, "bin", "nvcc"))
     candidates.append("/usr/local/cuda/bin/nvcc")
     for folder in sys.path:
-        candidates += [str(p) for p in sorted(Path(folder).glob("nvidia/c*/bin/nvcc"), reverse=True)]
+        found = sorted(Path(folder).glob("nvidia/c*/bin/nvcc"), reverse=True)  # newest first
+        candidates += map(str, found)
     return next((c for c in candidates if c and shutil.which(c)), None)
 
 

@@ -1,11 +1,12 @@
-// Every native function, one m.def a line. No torch here: a pointer is a uintptr_t, then come sizes,
-// strides in elements, plain numbers, and for CUDA the stream (uintptr_t) last. Tensors are checked
-// by the Python launchers (vlmkernels/<op>.py), which are the only callers. A function fills the
-// op's struct of params.h and calls its launcher without the GIL; a C++ exception arrives as
-// ValueError (std::invalid_argument) or RuntimeError.
+// Every native function, one m.def a line. No torch here: a pointer is a uintptr_t, then come
+// sizes, strides in elements, plain numbers, and for CUDA the stream (uintptr_t) last. Tensors are
+// checked by the Python launchers (vlmkernels/<op>.py), which are the only callers. A function
+// fills the op's struct of params.h and calls its launcher without the GIL; a C++ exception arrives
+// as ValueError (std::invalid_argument) or RuntimeError.
 //
-// To add an op: csrc/cpu/<op>.h and sources (see cpu/dispatch.h), csrc/cuda/<op>.cu with its launcher
-// declared in csrc/cuda/<op>.h, a filling function and an m.def line here. CMake finds the files.
+// To add an op: csrc/cpu/<op>.h and sources (see cpu/dispatch.h), csrc/cuda/<op>.cu with its
+// launcher declared in csrc/cuda/<op>.h, a filling function and an m.def line here. CMake finds the
+// files.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -19,6 +20,7 @@
 #include "cpu/attention.h"
 #include "cpu/dispatch.h"
 #include "cpu/embedding.h"
+#include "cpu/patchify.h"
 #include "cpu/scratch.h"
 #include "params.h"
 
@@ -96,8 +98,8 @@ vlmk::AttentionGradParams attention_grad_params(int dtype, View q, View k, View 
                                                 int64_t segments, int64_t tokens, int64_t heads,
                                                 int64_t kv_heads, int64_t head_dim, double scale,
                                                 bool causal, View dout, View dq, View dk, View dv) {
-  return {attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads, kv_heads,
-                           head_dim, scale, causal),
+  return {attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
+                           kv_heads, head_dim, scale, causal),
           heads_view(dout), heads_view(dq), heads_view(dk), heads_view(dv)};
 }
 
@@ -148,22 +150,55 @@ vlmk::EmbeddingReduceParams embedding_reduce_params(uintptr_t keys, uintptr_t or
           static_cast<vlmk::DType>(dtype)};
 }
 
+// ---- images
+
+vlmk::PatchifyParams patchify_params(uintptr_t pixels, uintptr_t table, uintptr_t out,
+                                     int64_t frames, int64_t height, int64_t width,
+                                     int64_t patch_size, int64_t temporal_patch_size,
+                                     int64_t merge_size, int64_t threads, int dtype) {
+  return {pointer<const uint8_t>(pixels),
+          pointer<const void>(table),
+          pointer<void>(out),
+          frames,
+          height,
+          width,
+          patch_size,
+          temporal_patch_size,
+          merge_size,
+          threads,
+          static_cast<vlmk::DType>(dtype)};
+}
+
 // ---- optimizer
 
-// A row of int64: addresses of param, grad, exp_avg, exp_avg_sq, then numel; the step as a double.
-void adam_step(const std::vector<std::array<int64_t, 5>>& rows, const std::vector<double>& steps,
-               int grad_dtype, double lr, double beta1, double beta2, double eps,
-               double weight_decay, bool decoupled) {
+// A row: addresses of param, grad, exp_avg, exp_avg_sq, the low-precision copy (or 0) and step (one
+// float), then numel and the number of the first element.
+void adam_step(const std::vector<std::array<int64_t, 8>>& rows, int grad_dtype, int moment_dtype,
+               double lr, double beta1, double beta2, double eps, double weight_decay,
+               bool decoupled, double grad_scale) {
   std::vector<vlmk::AdamTensor> tensors;
   tensors.reserve(rows.size());
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const auto& r = rows[i];
-    tensors.push_back({pointer<float>(r[0]), pointer<const void>(r[1]), pointer<float>(r[2]),
-                       pointer<float>(r[3]), r[4], steps.at(i),
-                       static_cast<vlmk::DType>(grad_dtype)});
+  for (const auto& r : rows) {
+    tensors.push_back({pointer<float>(r[0]), pointer<const void>(r[1]), pointer<void>(r[2]),
+                       pointer<void>(r[3]), pointer<void>(r[4]), r[6], r[7],
+                       *pointer<float>(r[5]) + 1.0, static_cast<vlmk::DType>(grad_dtype),
+                       static_cast<vlmk::DType>(moment_dtype)});
   }
   vlmk::adam_step({tensors.data(), static_cast<int64_t>(tensors.size()), lr, beta1, beta2, eps,
-                   weight_decay, decoupled});
+                   weight_decay, decoupled, static_cast<float>(grad_scale)});
+  for (size_t i = 0; i < rows.size(); ++i) {
+    *pointer<float>(rows[i][5]) = static_cast<float>(tensors[i].step);
+  }
+}
+
+// A row: address, numel, dtype.
+double sum_of_squares(const std::vector<std::array<int64_t, 3>>& rows) {
+  std::vector<vlmk::AdamGradient> grads;
+  grads.reserve(rows.size());
+  for (const auto& r : rows) {
+    grads.push_back({pointer<const void>(r[0]), r[1], static_cast<vlmk::DType>(r[2])});
+  }
+  return vlmk::sum_of_squares(grads.data(), static_cast<int64_t>(grads.size()));
 }
 
 // The Python callable of a launcher: the arguments of its filling function.
@@ -204,8 +239,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("embedding_gather", on_cpu(embedding_gather_params, vlmk::embedding_gather), VLMK_NO_GIL);
   m.def("embedding_reduce", on_cpu(embedding_reduce_params, vlmk::embedding_reduce), VLMK_NO_GIL);
 
+  // ---- images
+  m.def("patchify", on_cpu(patchify_params, vlmk::patchify), VLMK_NO_GIL);
+
   // ---- optimizer
   m.def("adam_step", &adam_step, VLMK_NO_GIL);
+  m.def("sum_of_squares", &sum_of_squares, VLMK_NO_GIL);
 
 #ifdef VLMKERNELS_WITH_CUDA
   // ---- CUDA: pointers are device pointers, the stream comes last

@@ -44,11 +44,14 @@ struct AttentionGradParams {
 struct AdamTensor {
   float* param;
   const void* grad;  // fp32 or bf16, see grad_dtype
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;     // fp32 or bf16, see moment_dtype
+  void* exp_avg_sq;
+  void* low;  // bf16 copy of param to write, or null; may be grad's own memory where that is bf16
   int64_t numel;
-  double step;  // counted from 1
+  int64_t first;  // number of element 0, where this is a piece of a tensor: a multiple of 16
+  double step;    // counted from 1
   DType grad_dtype;
+  DType moment_dtype;
 };
 
 struct AdamParams {
@@ -59,7 +62,15 @@ struct AdamParams {
   double beta2;
   double eps;
   double weight_decay;
-  bool decoupled;  // AdamW: decay the parameter; else Adam with L2: decay the gradient
+  bool decoupled;    // AdamW: decay the parameter; else Adam with L2: decay the gradient
+  float grad_scale;  // multiplies every gradient as it is read
+};
+
+// Gradients of which the sum of squares is wanted.
+struct AdamGradient {
+  const void* grad;  // [numel]
+  int64_t numel;
+  DType dtype;  // fp32 or bf16
 };
 
 // Visual embedding: S = positions of the whole pack, R = rows of this rank's shard, V = table rows
@@ -103,6 +114,22 @@ struct EmbeddingReduceParams {
   int64_t hidden;        // h
   int64_t vocab_rows;    // V
   DType dtype;           // of grad and dweight
+};
+
+// out[row] = table[channel][pixel], rows in the order (slice, y/merge, x/merge, merge, merge),
+// inside a row (channel, frame of the slice, y, x). Frames past the end repeat the last one.
+struct PatchifyParams {
+  const uint8_t* pixels;  // [frames, height, width, 3], height and width multiples of patch * merge
+  const void* table;      // [3, 256], dtype
+  void* out;              // [slices * height/patch * width/patch, 3 * temporal * patch^2], dtype
+  int64_t frames;         // >= 1
+  int64_t height;
+  int64_t width;
+  int64_t patch_size;
+  int64_t temporal_patch_size;
+  int64_t merge_size;
+  int64_t threads;
+  DType dtype;  // of table and out
 };
 
 }  // namespace vlmk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+MEMORY = 14 << 30  # address space, of which a rank uses less than 1 GB
 
 
 @dataclass
@@ -64,6 +66,7 @@ def run_ranks(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                preexec_fn=_limit_memory,
             )
         )
     end = time.monotonic() + timeout
@@ -78,6 +81,11 @@ def run_ranks(
             output += f"\n[killed after {timeout} s]"
         ranks.append(Rank(process.returncode, output))
     return ranks
+
+
+def _limit_memory() -> None:
+    """A rank that runs away fails alone instead of taking the machine with it."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def _shorten(processes: list[subprocess.Popen], end: float) -> None:

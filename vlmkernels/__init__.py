@@ -6,12 +6,16 @@ import torch as _torch  # noqa: F401  first: the native module then shares torch
 
 from .attention import varlen_attention
 from .embedding import scatter_visual, visual_embedding, visual_index
-from .optim import CPUAdam
+from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
+from .patchify import patchify
 from .vision_layout import VisionLayout
 
 __all__ = [
     "CPUAdam",
+    "HybridDeviceOptimizer",
+    "PinnedArena",
     "VisionLayout",
+    "patchify",
     "scatter_visual",
     "varlen_attention",
     "visual_embedding",

@@ -7,6 +7,7 @@ arguments and hands raw pointers to `_C`; `define` with one kernel per device, a
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ import torch  # first: the native module then shares torch's OpenMP runtime and 
 
 def _load() -> ModuleType:
     try:
-        from vlmkernels import _C
+        _C = importlib.import_module("vlmkernels._C")
     except ImportError as error:
         folder = Path(__file__).parent
         built = sorted(p.name for p in folder.glob("_C*")) or ["no file _C*"]

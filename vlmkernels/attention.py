@@ -9,7 +9,9 @@ for every storage type, and results don't depend on the number of threads.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ def varlen_attention_reference(
     return torch.cat(out)
 
 
-# ---- launchers ------------------------------------------------------------------------------------
+# ---- launchers ----------------------------------------------------------------------------------
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
@@ -149,7 +151,7 @@ def _backward_cpu(
     return grads
 
 
-# ---- registration ---------------------------------------------------------------------------------
+# ---- registration -------------------------------------------------------------------------------
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -164,15 +166,15 @@ def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, None, None, None)
 
 
-_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, bool causal, float scale"
 _backward_op = define(
-    "varlen_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor stats, "
-    "Tensor cu_seqlens, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "varlen_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
+    "Tensor stats, Tensor cu_seqlens, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     cpu=_backward_cpu,
     fake=_backward_fake,
 )
 _forward_op = define(
-    f"varlen_attention({_ARGUMENTS}) -> (Tensor, Tensor)",
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, bool causal, "
+    "float scale) -> (Tensor, Tensor)",
     cpu=_forward_cpu,
     fake=_forward_fake,
     setup_context=_setup_context,
@@ -180,7 +182,16 @@ _forward_op = define(
 )
 
 
-# ---- CUDA: no kernel of ours yet -----------------------------------------------------------------
+# ---- CUDA: no kernel of ours yet ----------------------------------------------------------------
+
+
+@functools.cache
+def _flash_attn() -> Callable[..., Tensor] | None:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
 
 
 def _cuda(
@@ -188,16 +199,9 @@ def _cuda(
 ) -> Tensor:
     """flash-attn where it is installed and takes the inputs, else torch's SDPA per segment."""
     lengths = cu.diff()
-    if q.dtype != torch.float32:
-        try:
-            from flash_attn import flash_attn_varlen_func
-        except ImportError:
-            pass
-        else:
-            longest = int(lengths.max()) if max_seqlen is None else max_seqlen
-            return flash_attn_varlen_func(
-                q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=causal
-            )
+    if q.dtype != torch.float32 and (flash := _flash_attn()) is not None:
+        longest = int(lengths.max()) if max_seqlen is None else max_seqlen
+        return flash(q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=causal)
     sizes = lengths.tolist()
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
@@ -209,10 +213,10 @@ def _cuda(
         for segment in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
         if segment[0].shape[0]
     ]
-    return torch.cat(parts) if parts else q * 1
+    return torch.cat([q[:0], *parts])
 
 
-# ---- public ---------------------------------------------------------------------------------------
+# ---- public -------------------------------------------------------------------------------------
 
 
 def varlen_attention(

@@ -47,7 +47,8 @@ def gpu_lines() -> list[str]:
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         memory = properties.total_memory / 2**30
-        lines.append(f"{properties.name}, sm_{properties.major}{properties.minor}, {memory:.0f} GiB")
+        sm = f"sm_{properties.major}{properties.minor}"
+        lines.append(f"{properties.name}, {sm}, {memory:.0f} GiB")
     return lines
 
 

@@ -14,7 +14,9 @@ from vlmtrain.errors import UserError
 _USAGE = """usage: vlmtrain COMMAND [options]
 
   train      train a Qwen2-VL or Qwen2.5-VL model from and to a Hugging Face folder
-  data       build: conversations to WebDataset shards; check: report broken samples
+  data       build: conversations to WebDataset shards; check: report broken samples; stats
+  convert    Hugging Face folders to Megatron checkpoints and back; verify compares two
+  plan       the best layouts for a model on GPUs that are not rented yet
   demo       train a small model on real photographs and let it answer
 
 'vlmtrain COMMAND --help' lists a command's options.
@@ -27,7 +29,7 @@ _PEER_GONE = (
     "remote process exited",
     "NCCL communicator was aborted",
 )
-_LATER = ("convert", "plan", "generate", "evaluate")
+_LATER = ("generate", "evaluate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "data": _data,
+        "convert": _convert,
+        "plan": _plan,
         "demo": _demo,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -132,36 +136,108 @@ def _data(arguments: list[str]) -> int:
 
     from vlmtrain.data import cli as data
 
-    def build(source: Path, target: Path, overwrite: bool = False) -> int:
-        """Write conversations and their media as WebDataset shards.
+    def build(
+        source: Path,
+        target: Path,
+        model: Path | None = None,
+        media_root: Path | None = None,
+        samples_per_shard: int = 1000,
+        workers: int = 4,
+        verify: bool = True,
+        overwrite: bool = False,
+    ) -> int:
+        """Write conversations and their media as WebDataset shards, which Megatron-Energon reads
+        too. Run again after an error, it goes on where it stopped.
 
         Args:
-            source: conversation file (.json or .jsonl).
+            source: conversation file (.json, .jsonl or .parquet).
             target: folder to write.
-            overwrite: replace the folder if it exists.
+            model: Hugging Face folder; with it training starts without tokenizing everything first.
+            media_root: folder that relative media paths start from; default: the source's own.
+            samples_per_shard: samples in a shard, at most.
+            workers: shards written at once.
+            verify: decode every image and video once, to find broken ones now.
+            overwrite: replace the folder if it holds a finished build.
         """
-        summary = data.build(source, target, overwrite=overwrite)
+        summary = data.build(
+            source,
+            target,
+            model=model,
+            samples_per_shard=samples_per_shard,
+            media_root=media_root,
+            overwrite=overwrite,
+            verify=verify,
+            workers=workers,
+            progress=True,
+        )
         print(
             f"{summary.samples} samples, {summary.images} images, {summary.videos} videos in "
             f"{summary.shards} shards ({summary.bytes / 1e6:.1f} MB): {target}"
         )
         return 0
 
-    def check(source: str, model: Path | None = None, pack_length: int | None = None) -> int:
-        """Report every broken sample.
+    def check(
+        source: str,
+        model: Path | None = None,
+        pack_length: int | None = None,
+        media_root: Path | None = None,
+    ) -> int:
+        """Report every broken sample; duplicates are warnings.
 
         Args:
-            source: conversation files or shard folders, comma-separated.
+            source: files or shard folders, comma-separated, or a .toml list.
             model: Hugging Face folder; with it lengths are checked too.
             pack_length: tokens per pack.
+            media_root: folder that relative media paths start from; default: each file's own.
         """
-        report = data.check(source.split(","), model=model, pack_length=pack_length)
+        report = data.check(source, model=model, pack_length=pack_length, media_root=media_root)
         print(report.render())
         return 0 if report.ok else 1
 
+    def stats(
+        source: str,
+        model: Path,
+        target: Path | None = None,
+        pack_length: int = 8192,
+        media_root: Path | None = None,
+    ) -> int:
+        """Print, and plot, how text, images and costs are distributed.
+
+        Args:
+            source: files or shard folders, comma-separated, or a .toml list.
+            model: Hugging Face folder.
+            target: image file for the plot, e.g. stats.png.
+            pack_length: tokens per pack.
+            media_root: folder that relative media paths start from; default: each file's own.
+        """
+        found = data.stats(source, model, pack_length=pack_length, media_root=media_root)
+        print(data.render_stats(found))
+        if target is not None:
+            data.plot_stats(found, target)
+            print(f"plot: {target}")
+        return 0
+
     return tyro.extras.subcommand_cli_from_dict(
-        {"build": build, "check": check}, prog="vlmtrain data", args=arguments, use_underscores=True
+        {"build": build, "check": check, "stats": stats},
+        prog="vlmtrain data",
+        args=arguments,
+        use_underscores=True,
     )
+
+
+def _convert(arguments: list[str]) -> int:
+    from vlmtrain.checkpoint.commands import convert
+
+    warnings.filterwarnings("ignore")
+    return convert(arguments)
+
+
+def _plan(arguments: list[str]) -> int:
+    import tyro
+
+    from vlmtrain.plan.cli import plan
+
+    return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
 
 
 def _demo(arguments: list[str]) -> int:

@@ -92,7 +92,29 @@ class LoraSection:
     rank: int = 0
     """0: train the weights themselves."""
     alpha: float = 32.0
-    targets: tuple[str, ...] = ()
+    """Adapters are scaled by alpha / rank."""
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Linears that get adapters, by their Hugging Face names; also qkv, proj, fc1, fc2 (vision)."""
+    vision: bool = False
+    """Adapters on the vision tower's linears as well."""
+
+
+@dataclass
+class RecomputeSection:
+    """Activations that are computed again in the backward pass instead of kept."""
+
+    vision: Literal["none", "selective", "full"] = "none"
+    """selective: the MLPs, where most of a layer's activations are; full: whole layers."""
+    language: Literal["none", "selective", "full"] = "none"
 
 
 @dataclass
@@ -103,8 +125,32 @@ class CheckpointSection:
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 2
     """Newest checkpoints to keep."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
     resume: str = "none"
     """latest, a step number, or none."""
+
+
+@dataclass
+class LoaderSection:
+    """How `--data` is read, packed and dealt out."""
+
+    packing: Literal["balanced", "best_fit", "bucket", "in_order", "none"] = "balanced"
+    """balanced: full packs of even cost, dealt to the ranks by cost; the others for comparison."""
+    unreadable: Literal["raise", "skip"] = "raise"
+    """What a bad sample means: the end, or a line in the log and one sample less."""
+    skip_limit: int = 100
+    """With `skip`: bad samples allowed at the start, and again during the run."""
+    workers: int = 2
+    """Decoder processes of each rank that needs pixels; 0: threads of the rank itself."""
+    verify: bool = True
+    """Decode all media of files that are not shards once at the start, to find broken ones."""
+    max_samples: int = 0
+    """Of each source only the first so many; 0: all."""
+    media_root: str = ""
+    """Folder that relative media paths start from; default: the data file's own."""
+    template: str = ""
+    """File with a Jinja chat template, instead of the model's own."""
 
 
 @dataclass
@@ -114,7 +160,8 @@ class TrainConfig:
     model: Path
     """Hugging Face folder: config.json, *.safetensors, tokenizer."""
     data: str
-    """Conversation files (.json, .jsonl) or WebDataset folders, comma-separated."""
+    """Files (.json, .jsonl, .parquet) or shard folders, comma-separated; path:2 counts twice; or a
+    .toml list."""
     output: Path
     """Folder for metrics.jsonl, checkpoints/ and hf/."""
     nproc: int = 0
@@ -124,7 +171,9 @@ class TrainConfig:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     freeze: FreezeSection = field(default_factory=FreezeSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    recompute: RecomputeSection = field(default_factory=RecomputeSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    loader: LoaderSection = field(default_factory=LoaderSection)
 
     def validate(self) -> None:
         """Raise ConfigError for the first setting that can't be used."""
@@ -139,13 +188,24 @@ class TrainConfig:
             ("optimizer.warmup_steps", 0),
             ("optimizer.weight_decay", 0),
             ("optimizer.clip", 0),
+            ("optimizer.offload_fraction", 0),
+            ("lora.rank", 0),
             ("checkpoint.every", 0),
             ("checkpoint.keep", 1),
+            ("checkpoint.keep_every", 0),
+            ("loader.skip_limit", 0),
+            ("loader.workers", 0),
+            ("loader.max_samples", 0),
             ("nproc", 0),
         ):
             value = self._get(name)
             if not value >= smallest:
                 raise ConfigError(f"--{name} is {value}; it must be at least {smallest}")
+        if self.optimizer.offload_fraction > 1:
+            raise ConfigError(
+                f"--optimizer.offload_fraction is {self.optimizer.offload_fraction}; it must be at "
+                "most 1"
+            )
         if self.optimizer.min_lr > self.optimizer.lr:
             raise ConfigError(
                 f"--optimizer.min_lr {self.optimizer.min_lr} is above --optimizer.lr "
@@ -156,18 +216,6 @@ class TrainConfig:
             raise ConfigError(
                 f"--checkpoint.resume is {resume!r}; use latest, none or a step number"
             )
-        self._refuse_what_is_not_built()
-
-    def _refuse_what_is_not_built(self) -> None:
-        """Accepted by the command line's fixed surface, not available in this version."""
-        refused = {
-            "--optimizer.offload_fraction": self.optimizer.offload_fraction != 0,
-            "--parallel.vision multiplexed": self.parallel.vision != "pipelined",
-            "--lora.rank": self.lora.rank != 0,
-        }
-        for name, asked in refused.items():
-            if asked:
-                raise ConfigError(f"{name} is not available in this version; leave it out")
 
     def _get(self, dotted: str) -> Any:
         value: Any = self

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
 import re
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+
+import psutil
 
 from vlmtrain.errors import UserError
 
@@ -99,6 +105,9 @@ def start(arguments: Sequence[str], nproc: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
     # torchrun logs every ended worker at length; the worker has printed the one line that counts.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    handled: dict[str, Any] = {}
+    if "signals_to_handle" in {f.name for f in dataclasses.fields(LaunchConfig)}:
+        handled["signals_to_handle"] = "SIGINT,SIGHUP,SIGQUIT"  # before torch 2.8 it takes all
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -108,11 +117,23 @@ def start(arguments: Sequence[str], nproc: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
+        **handled,
     )
+    # SIGTERM goes on to the processes, which save and end by themselves; torchrun's own way
+    # would kill them 30 seconds later.
+    before = signal.signal(signal.SIGTERM, _pass_on)
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "vlmtrain.cli", *arguments)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         code = failure.exitcode
         return code if code > 0 else 128 - code
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _pass_on(number: int, _: object) -> None:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)

@@ -1,8 +1,4 @@
-"""The Megatron optimizer of a run: distributed AdamW shards, our CPU Adam, and load fixes.
-
-megatron-core 0.16.1 without transformer-engine or apex has three faults in restoring a
-distributed optimizer; `load_state` works around them, each where it is named.
-"""
+"""The Megatron optimizer of a run: distributed AdamW shards and our CPU Adam."""
 
 from __future__ import annotations
 
@@ -12,17 +8,24 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from vlmkernels import CPUAdam
+from vlmkernels.integrations.megatron_optimizer import offload
+from vlmtrain.checkpoint.optimizer_state import create_state, distributed_parts
 from vlmtrain.config import OptimizerSection
 
 
 def build_optimizer(
-    section: OptimizerSection, chunks: list[Any], dtype: torch.dtype
+    section: OptimizerSection,
+    chunks: list[Any],
+    dtype: torch.dtype,
+    groups: ProcessGroupCollection | None = None,
 ) -> MegatronOptimizer:
     """AdamW over the chunks' gradient buffers, its state sharded over data-parallel ranks.
 
-    Make it after the weights are loaded: the float32 master copies are taken here.
+    Make it after the weights are loaded: the float32 master copies are taken here. `groups`
+    replaces Megatron's global process groups for chunks that are spread otherwise.
     """
     config = OptimizerConfig(
         optimizer="adam",
@@ -37,17 +40,14 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, chunks)
+    optimizer = get_megatron_optimizer(
+        config, chunks, pg_collection=groups, use_gloo_process_groups=groups is None
+    )
     for part in distributed_parts(optimizer):
         _use_our_adam(part)
-        _create_state(part)
+        create_state(part)
+    offload(optimizer, section.offload_fraction)
     return optimizer
-
-
-def distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The optimizers of this rank that have parameters (a wholly frozen stage has none)."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if not part.is_stub_optimizer]
 
 
 def _use_our_adam(part: DistributedOptimizer) -> None:
@@ -71,43 +71,6 @@ def _use_our_adam(part: DistributedOptimizer) -> None:
             group.setdefault(key, value)
     ours.param_groups = inner.param_groups
     part.optimizer = ours
-
-
-def _create_state(part: DistributedOptimizer) -> None:
-    """Zero moments from the start: megatron-core asserts when it saves or loads without them."""
-    inner = part.optimizer
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            if not inner.state[parameter]:
-                inner.state[parameter] = {
-                    "step": torch.tensor(0.0, dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-
-def load_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict`, exact."""
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        # It copies every key of the inner state, but 'step' is not among the saved tensors.
-        if "step" not in tensors:
-            group, order = self.model_param_group_index_map[model_param]
-            inner = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-            tensors = {**tensors, "step": inner["step"]}
-        original(self, model_param, tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
-    try:
-        optimizer.load_state_dict(state)
-    finally:
-        DistributedOptimizer._set_main_param_and_optimizer_states = original
-    for part in distributed_parts(optimizer):
-        for entry in part.optimizer.state.values():
-            # After a load all parameters share one tensor, which each step would then advance
-            # once per parameter.
-            entry["step"] = entry["step"].detach().clone()
 
 
 def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vlmtrain import device
 from vlmtrain.config import TrainConfig, to_dict
 from vlmtrain.errors import UserError
 from vlmtrain.launch import Process, connect
+from vlmtrain.models.lora import check_section
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import Layout, make_layout
 from vlmtrain.parallel.together import on_every_rank, on_first_rank, shared_error
@@ -46,6 +48,8 @@ def run(config: TrainConfig, process: Process) -> None:
 def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
     """Everything that can be refused before a process group exists."""
     spec = ModelSpec.from_folder(config.model)
+    if config.lora.rank:
+        check_section(config.lora, spec)
     parallel, train = config.parallel, config.train
     replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))
     layout = make_layout(
@@ -72,12 +76,15 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
 
 def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend) -> None:
     from vlmtrain.checkpoint import training as checkpoints
+    from vlmtrain.checkpoint.adapters import merged, save_adapters
     from vlmtrain.checkpoint.hf_export import save_weights
     from vlmtrain.checkpoint.hf_import import load_weights
     from vlmtrain.checkpoint.weights import check_weights
+    from vlmtrain.data.agreement import across_ranks
     from vlmtrain.data.index import SampleIndex, scan_sources
     from vlmtrain.data.loader import PackedLoader
     from vlmtrain.data.processor import Processor
+    from vlmtrain.data.sources import parse_sources
     from vlmtrain.engine import Engine
     from vlmtrain.metrics import Metrics
     from vlmtrain.optimizer import learning_rate
@@ -85,19 +92,39 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     rank = dist.get_rank()
     train = config.train
     folder = config.output / "checkpoints"
-    processor = Processor.from_folder(config.model, spec)
+    data = config.loader
+    processor = Processor.from_folder(config.model, spec, template=data.template or None)
 
     def prepare() -> tuple[SampleIndex, Path | None]:
         _check_output(config)
         resume = checkpoints.find(folder, config.checkpoint.resume)
         check_weights(config.model, spec)
-        paths = [part for part in config.data.split(",") if part]
-        return scan_sources(paths, processor, spec, train.pack_length), resume
+        sources = parse_sources(
+            config.data, max_samples=data.max_samples, media_root=data.media_root
+        )
+        index = scan_sources(
+            sources,
+            processor,
+            spec,
+            train.pack_length,
+            verify=data.verify,
+            skip_limit=data.skip_limit if data.unreadable == "skip" else 0,
+            log=partial(print, flush=True),
+        )
+        return index, resume
 
     # One rank reads and judges all input; the others hear its verdict instead of a hang.
     index, resume = on_first_rank(prepare)
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-    engine = Engine(spec, layout, backend, dtype=dtype, seed=train.seed)
+    engine = Engine(
+        spec,
+        layout,
+        backend,
+        dtype=dtype,
+        seed=train.seed,
+        recompute=config.recompute,
+        lora=config.lora,
+    )
     on_every_rank(lambda: load_weights(engine.parts, spec, config.model))
     engine.prepare(config.optimizer, config.freeze)
     loader = PackedLoader(
@@ -109,7 +136,16 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         dp_rank=engine.data_rank,
         dp_size=layout.data,
         seed=train.seed,
+        packing=data.packing,
         need_pixels=engine.needs_pixels,
+        pixel_dtype=dtype,
+        workers=data.workers or 2,
+        isolate=data.workers > 0,
+        pin_memory=backend.is_cuda,
+        unreadable=data.unreadable,
+        skip_limit=data.skip_limit,
+        agree=across_ranks(backend.device) if dist.get_world_size() > 1 else None,
+        log=partial(print, flush=True) if rank == 0 else None,
     )
     done = 0
     if resume is not None:
@@ -177,7 +213,10 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
                 flush=True,
             )
         return
-    save_weights(engine.exported, spec, config.model, config.output / "hf")
+    with merged(engine.exported):
+        save_weights(engine.exported, spec, config.model, config.output / "hf")
+    if config.lora.rank:
+        save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
     if metrics is not None:
         metrics.close()
         print(f"Hugging Face folder: {config.output / 'hf'}", flush=True)

@@ -7,9 +7,21 @@
 #include <vector>
 
 namespace vlmk {
+namespace {
 
-void adam_chunk(const AdamParams& p, const AdamChunk& chunk) {
-  VLMK_DISPATCH(adam_chunk, p, chunk)
+constexpr int64_t kSmall = 1 << 14;  // floats a thread at least: starting one costs microseconds
+
+int useful_threads(int64_t elements) {
+  const int64_t useful = std::max<int64_t>(1, elements / kSmall);
+  return static_cast<int>(std::min<int64_t>(omp_get_max_threads(), useful));
+}
+
+}  // namespace
+
+void adam_chunk(const AdamParams& p, const AdamChunk& chunk) { VLMK_DISPATCH(adam_chunk, p, chunk) }
+
+void sum_of_squares_chunk(const AdamGradient& g, int64_t begin, int64_t end, double* sum) {
+  VLMK_DISPATCH(sum_of_squares_chunk, g, begin, end, sum)
 }
 
 // Each thread takes one equal share of all elements, across tensor borders, cut at cache lines: no
@@ -17,27 +29,57 @@ void adam_chunk(const AdamParams& p, const AdamChunk& chunk) {
 // streams stay long.
 void adam_step(const AdamParams& p) {
   constexpr int64_t kLine = 16;  // floats
-  constexpr int64_t kSmall = 1 << 14;  // floats a thread at least: starting one costs microseconds
+  // A copy of this many floats would push everything else out of the caches.
+  constexpr int64_t kStreamed = 1 << 22;
   std::vector<int64_t> first_line(p.count + 1, 0);
   for (int64_t i = 0; i < p.count; ++i) {
     first_line[i + 1] = first_line[i] + (p.tensors[i].numel + kLine - 1) / kLine;
   }
   const int64_t lines = first_line[p.count];
-  const int64_t useful = std::max<int64_t>(1, lines * kLine / kSmall);
-  const int threads = static_cast<int>(std::min<int64_t>(omp_get_max_threads(), useful));
+  const int threads = useful_threads(lines * kLine);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
     const int64_t begin = lines * me / team, end = lines * (me + 1) / team;
     // The tensor that holds line `begin`: the last one that starts at or before it.
-    int64_t i = std::upper_bound(first_line.begin(), first_line.end(), begin) -
-                first_line.begin() - 1;
+    int64_t i =
+        std::upper_bound(first_line.begin(), first_line.end(), begin) - first_line.begin() - 1;
     for (; i < p.count && first_line[i] < end; ++i) {
+      const AdamTensor& tensor = p.tensors[i];
       const int64_t from = std::max(begin - first_line[i], int64_t{0}) * kLine;
-      const int64_t to = std::min((end - first_line[i]) * kLine, p.tensors[i].numel);
-      if (from < to) adam_chunk(p, {&p.tensors[i], from, to});
+      const int64_t to = std::min((end - first_line[i]) * kLine, tensor.numel);
+      // Over the gradient's own memory the lines are in the cache already.
+      const bool stream = lines * kLine >= kStreamed && tensor.low != tensor.grad;
+      if (from < to) adam_chunk(p, {&tensor, from, to, stream});
     }
   }
+}
+
+double sum_of_squares(const AdamGradient* grads, int64_t count) {
+  constexpr int64_t kPart = 1 << 16;  // summed on its own, so that threads don't change the order
+  struct Part {
+    const AdamGradient* grad;
+    int64_t begin;
+  };
+  std::vector<Part> parts;
+  int64_t elements = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    elements += grads[i].numel;
+    for (int64_t begin = 0; begin < grads[i].numel; begin += kPart) {
+      parts.push_back({&grads[i], begin});
+    }
+  }
+  std::vector<double> sums(parts.size(), 0.0);
+  const int threads = useful_threads(elements);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Part& part = parts[i];
+    sum_of_squares_chunk(*part.grad, part.begin, std::min(part.begin + kPart, part.grad->numel),
+                         &sums[i]);
+  }
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  return total;
 }
 
 }  // namespace vlmk

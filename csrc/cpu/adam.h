@@ -13,11 +13,18 @@ struct AdamChunk {
   const AdamTensor* tensor;
   int64_t begin;
   int64_t end;
+  bool stream;  // write the low-precision copy past the caches
 };
 
 VLMK_DECLARE(adam_chunk, const AdamParams&, const AdamChunk&);
 
-// Throws nothing; tensors are the launcher's to check (vlmkernels/optim/cpu_adam.py).
+// Tensors are the launcher's to check (vlmkernels/optim/native.py).
 void adam_step(const AdamParams& p);
+
+// *sum = squares of elements [begin, end); infinite or NaN only if an element is.
+VLMK_DECLARE(sum_of_squares_chunk, const AdamGradient&, int64_t begin, int64_t end, double* sum);
+
+// Over all gradients, the same bits with any number of threads.
+double sum_of_squares(const AdamGradient* grads, int64_t count);
 
 }  // namespace vlmk

@@ -1,8 +1,12 @@
 // The Adam step for one instruction set, included by adam_<isa>.cpp, which defines VLMK_ISA.
 //
-// Speed of light: 28 bytes an element with fp32 gradients (4 reads, 3 writes in place), about 15
-// operations: memory-bound by far. Prefetching 2 KiB ahead gives 8 to 13% on one core; non-temporal
-// stores to arrays that were just read cost 5%.
+// Speed of light, bytes an element (about 15 operations: memory-bound by far):
+//   grad   moments  bf16 copy   reads         writes       bytes
+//   fp32   fp32     no          4+4+4+4       4+4+4        28
+//   bf16   fp32     yes         2+4+4+4       4+4+4+2      28   (+2 where the copy isn't streamed)
+//   bf16   bf16     yes         2+4+2+2       4+2+2+2      20
+// Prefetching 2 KiB ahead gives 8 to 13% on one core. Non-temporal stores to arrays that were just
+// read cost 5%; for the bf16 copy, which is not read, they save reading it.
 #include <cmath>
 
 #include "cpu/adam.h"
@@ -12,16 +16,22 @@ namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
+typedef uint32_t Bits __attribute__((vector_size(sizeof(float) * kWidth)));
+
 // torch's constants: computed in double, rounded once.
 struct Constants {
-  float decay;          // 1 - lr * weight_decay, AdamW
-  float l2;             // weight_decay, Adam
-  float beta1_rest;     // 1 - beta1
+  float decay;       // 1 - lr * weight_decay, AdamW
+  float l2;          // weight_decay, Adam
+  float beta1_rest;  // 1 - beta1
   float beta2;
-  float beta2_rest;     // 1 - beta2
-  float correction2;    // sqrt(1 - beta2^step)
+  float beta2_rest;   // 1 - beta2
+  float correction2;  // sqrt(1 - beta2^step)
   float eps;
   float negative_step;  // -lr / (1 - beta1^step)
+  float grad_scale;
+  bool decoupled;
+  bool decays;
+  uint32_t key;  // of this step's random bits
 };
 
 // exp_avg + (1 - beta1) * (grad - exp_avg) as torch's lerp computes it: from the nearer end.
@@ -36,10 +46,10 @@ struct Lerp {
 enum class Rounded { kV, kG };
 
 template <Rounded kRounded>
-VLMK_INLINE void update(const Constants& c, const Lerp& lerp, bool decoupled, bool decays, Vec g,
-                        Vec& p, Vec& m, Vec& v) {
-  if (decays) {
-    if (decoupled) {
+VLMK_INLINE void update(const Constants& c, const Lerp& lerp, Vec g, Vec& p, Vec& m, Vec& v) {
+  g = g * set1(c.grad_scale);
+  if (c.decays) {
+    if (c.decoupled) {
       p = p * set1(c.decay);
     } else {
       g = fma(p, set1(c.l2), g);
@@ -53,13 +63,71 @@ VLMK_INLINE void update(const Constants& c, const Lerp& lerp, bool decoupled, bo
   p = p + set1(c.negative_step) * m / denominator;
 }
 
-template <class Grad>
-void run(const Constants& c, const Lerp& lerp, bool decoupled, bool decays, const AdamChunk& chunk) {
+// Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31/.
+template <class Word>
+VLMK_INLINE Word mix(Word x) {
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  x ^= x >> 15;
+  x *= 0x846ca68bU;
+  return x ^ (x >> 16);
+}
+
+// 32 random bits for each element from `first` on: the same whatever thread or vector it is in.
+VLMK_INLINE Bits random_bits(uint32_t key, int64_t first) {
+  Bits index;
+  for (int lane = 0; lane < kWidth; ++lane) index[lane] = static_cast<uint32_t>(lane);
+  return mix<Bits>((index + static_cast<uint32_t>(first)) * 0x9e3779b1U + key);
+}
+
+// The bf16 neighbour above in magnitude with the probability of how near it is, else the one below.
+// Rounded to nearest, exp_avg_sq could not follow falling gradients: with beta2 = 0.999 a step
+// changes it by a tenth of a percent, and bf16 values lie 0.4 to 0.8% apart.
+VLMK_INLINE Vec round_randomly(Vec x, Bits random) {
+  const Bits u = reinterpret_cast<Bits>(x);
+  const Bits rounded = (u + random) & 0xffff0000U;
+  const Bits is_nan = reinterpret_cast<Bits>(x != x);
+  return reinterpret_cast<Vec>((is_nan & u) | (~is_nan & rounded));
+}
+
+VLMK_INLINE void randomise(float*, uint32_t, int64_t, Vec&, Vec&) {}
+VLMK_INLINE void randomise(BFloat16*, uint32_t key, int64_t first, Vec& m, Vec& v) {
+  const Bits random = random_bits(key, first);
+  m = round_randomly(m, random & 0xffffU);
+  v = round_randomly(v, random >> 16);
+}
+
+// Past the caches; p is a multiple of kWidth elements from a 64-byte boundary.
+VLMK_INLINE void stream(BFloat16* p, Vec x) {
+#if defined(__AVX512F__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x, BFloat16{}));
+#elif defined(__AVX2__)
+  alignas(16) BFloat16 packed[kWidth];
+  store(packed, x);
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_load_si128(reinterpret_cast<const __m128i*>(packed)));
+#else
+  store(p, x);
+#endif
+}
+
+VLMK_INLINE void finish_streams() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
+enum class Low { kNone, kStored, kStreamed };
+
+template <class Grad, class Moment, Low kLow>
+void run(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
   constexpr int64_t kAhead = 2048 / sizeof(float);
   float* param = chunk.tensor->param;
   const Grad* grad = static_cast<const Grad*>(chunk.tensor->grad);
-  float* exp_avg = chunk.tensor->exp_avg;
-  float* exp_avg_sq = chunk.tensor->exp_avg_sq;
+  Moment* exp_avg = static_cast<Moment*>(chunk.tensor->exp_avg);
+  Moment* exp_avg_sq = static_cast<Moment*>(chunk.tensor->exp_avg_sq);
+  BFloat16* low = static_cast<BFloat16*>(chunk.tensor->low);
+  const int64_t first = chunk.tensor->first;
   int64_t i = chunk.begin;
   for (; i + kWidth <= chunk.end; i += kWidth) {
     __builtin_prefetch(param + i + kAhead, 1);
@@ -67,10 +135,13 @@ void run(const Constants& c, const Lerp& lerp, bool decoupled, bool decays, cons
     __builtin_prefetch(exp_avg + i + kAhead, 1);
     __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
     Vec p = load(param + i), m = load(exp_avg + i), v = load(exp_avg_sq + i);
-    update<Rounded::kV>(c, lerp, decoupled, decays, load(grad + i), p, m, v);
+    update<Rounded::kV>(c, lerp, load(grad + i), p, m, v);
+    randomise(exp_avg, c.key, first + i, m, v);
     store(param + i, p);
     store(exp_avg + i, m);
     store(exp_avg_sq + i, v);
+    if (kLow == Low::kStored) store(low + i, p);
+    if (kLow == Low::kStreamed) stream(low + i, p);
   }
   while (i < chunk.end) {  // the tensor's last elements: 8 at a time while there are 8, see Rounded
     const int64_t left = chunk.end - i;
@@ -80,15 +151,72 @@ void run(const Constants& c, const Lerp& lerp, bool decoupled, bool decays, cons
     Vec v = load_n(exp_avg_sq + i, lanes);
     const Vec g = load_n(grad + i, lanes);
     if (left >= 8) {
-      update<Rounded::kV>(c, lerp, decoupled, decays, g, p, m, v);
+      update<Rounded::kV>(c, lerp, g, p, m, v);
     } else {
-      update<Rounded::kG>(c, lerp, decoupled, decays, g, p, m, v);
+      update<Rounded::kG>(c, lerp, g, p, m, v);
     }
+    randomise(exp_avg, c.key, first + i, m, v);
     store_n(param + i, p, lanes);
     store_n(exp_avg + i, m, lanes);
     store_n(exp_avg_sq + i, v, lanes);
+    if (kLow != Low::kNone) store_n(low + i, p, lanes);
     i += lanes;
   }
+  if (kLow == Low::kStreamed) finish_streams();
+}
+
+template <class Grad, class Moment>
+void run(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
+  const AdamTensor& t = *chunk.tensor;
+  if (t.low == nullptr) {
+    run<Grad, Moment, Low::kNone>(c, lerp, chunk);
+  } else if (chunk.stream && reinterpret_cast<uintptr_t>(t.low) % 64 == 0) {
+    run<Grad, Moment, Low::kStreamed>(c, lerp, chunk);
+  } else {
+    run<Grad, Moment, Low::kStored>(c, lerp, chunk);
+  }
+}
+
+template <class Grad>
+void run(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
+  if (chunk.tensor->moment_dtype == DType::kBFloat16) {
+    run<Grad, BFloat16>(c, lerp, chunk);
+  } else {
+    run<Grad, float>(c, lerp, chunk);
+  }
+}
+
+template <class Grad>
+double squares(const Grad* grad, int64_t begin, int64_t end) {
+  constexpr int kSums = 4;                    // hide the latency of the additions
+  constexpr int64_t kBlock = 64 * kSums * 4;  // short enough for sums in float32
+  double total = 0;
+  for (int64_t block = begin; block < end; block += kBlock) {
+    const int64_t last = block + kBlock < end ? block + kBlock : end;
+    Vec sums[kSums] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
+    int64_t i = block;
+    for (; i + kSums * kWidth <= last; i += kSums * kWidth) {
+      __builtin_prefetch(grad + i + 2048 / sizeof(Grad), 0);
+      for (int s = 0; s < kSums; ++s) {
+        const Vec g = load(grad + i + s * kWidth);
+        sums[s] = fma(g, g, sums[s]);
+      }
+    }
+    double sum = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < last; ++i) {
+      const double g = to_float(grad[i]);
+      sum += g * g;
+    }
+    if (!(sum < INFINITY)) {  // squares overflow float32 where gradients need not
+      sum = 0;
+      for (i = block; i < last; ++i) {
+        const double g = to_float(grad[i]);
+        sum += g * g;
+      }
+    }
+    total += sum;
+  }
+  return total;
 }
 
 }  // namespace
@@ -104,14 +232,22 @@ void adam_chunk(const AdamParams& a, const AdamChunk& chunk) {
   c.correction2 = static_cast<float>(std::sqrt(1 - std::pow(a.beta2, step)));
   c.eps = static_cast<float>(a.eps);
   c.negative_step = static_cast<float>(-(a.lr / (1 - std::pow(a.beta1, step))));
+  c.grad_scale = a.grad_scale;
+  c.decoupled = a.decoupled;
+  c.decays = a.weight_decay != 0;
+  c.key = mix<uint32_t>(static_cast<uint32_t>(step));
   const bool from_grad = !(c.beta1_rest < 0.5f);
   const Lerp lerp{from_grad ? c.beta1_rest - 1 : c.beta1_rest, from_grad};
-  const bool decays = a.weight_decay != 0;
   if (chunk.tensor->grad_dtype == DType::kBFloat16) {
-    run<BFloat16>(c, lerp, a.decoupled, decays, chunk);
+    run<BFloat16>(c, lerp, chunk);
   } else {
-    run<float>(c, lerp, a.decoupled, decays, chunk);
+    run<float>(c, lerp, chunk);
   }
+}
+
+void sum_of_squares_chunk(const AdamGradient& g, int64_t begin, int64_t end, double* sum) {
+  *sum = g.dtype == DType::kBFloat16 ? squares(static_cast<const BFloat16*>(g.grad), begin, end)
+                                     : squares(static_cast<const float*>(g.grad), begin, end);
 }
 
 }  // namespace VLMK_ISA

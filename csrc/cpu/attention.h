@@ -1,4 +1,5 @@
-// Packed variable-length attention on the CPU, fp32 arithmetic for every storage type.
+// Packed variable-length attention on the CPU, fp32 arithmetic for every storage type but bf16 on
+// processors with fast bf16 dot products.
 // Method: FlashAttention-2's online softmax (Dao 2023, arXiv:2307.08691) with transposed scores.
 #pragma once
 #include <cstdint>
@@ -23,13 +24,22 @@ struct AttentionWork {
   const AttentionItem* items;
   int64_t count;
   int64_t max_length;
+  int64_t chunk;     // consecutive items that one thread takes, >= 1
+  bool past_caches;  // the results are too large to be found in a cache by whoever reads them
 };
 
 VLMK_DECLARE(attention_forward_items, const AttentionParams&, const AttentionWork&);
 VLMK_DECLARE(attention_backward_items, const AttentionGradParams&, const AttentionWork&);
 
-// Throws std::runtime_error when memory is short. Arguments are the launcher's to check (vlmkernels/attention.py), but for
-// cu_seqlens: std::invalid_argument unless 0 <= ... <= T, starting at 0, never falling, ending at T.
+// With bf16 dot products for bf16; other types as avx512.
+namespace avx512_bf16 {
+void attention_forward_items(const AttentionParams&, const AttentionWork&);
+void attention_backward_items(const AttentionGradParams&, const AttentionWork&);
+}  // namespace avx512_bf16
+
+// Throws std::runtime_error when memory is short. Arguments are the launcher's to check
+// (vlmkernels/attention.py), but for cu_seqlens: std::invalid_argument unless 0 <= ... <= T,
+// starting at 0, never falling, ending at T.
 void attention_forward(const AttentionParams& p);
 void attention_backward(const AttentionGradParams& p);
 

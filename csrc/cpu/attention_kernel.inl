@@ -1,20 +1,24 @@
 // Attention for one instruction set, included by attention_<isa>.cpp, which defines VLMK_ISA.
 //
-// Scores are computed transposed, S^T = K Q^T, with up to 64 queries in vector lanes: row maxima and
-// sums are then vertical operations, and a ragged number of keys needs no masks, because keys are
-// loop counts. The softmax is online over blocks of 64 keys. Every product is gemm() of gemm.h on
-// panels in cache:
-//   forward   S^T = K Q^T          O  = P V
-//   backward  S^T = K Q^T          dP^T = V dO^T      dV += P^T dO      dK += dS^T Q      dQ += dS K
-// Storage types are converted while packing; all arithmetic is fp32.
+// Scores are computed transposed, S^T = K Q^T, with up to 64 queries in vector lanes: row maxima
+// and sums are then vertical operations, and a ragged number of keys needs no masks, because keys
+// are loop counts. Up to 64 keys, the softmax is one pass; beyond, it is online over blocks of 64.
+// Every product is gemm() of gemm.h on panels in cache:
+//   forward   S^T = K Q^T   O += P V
+//   backward  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q   dQ += dS K
+// Math = Fp32: storage types are converted while packing, all arithmetic is fp32. Math = Bf16Pairs
+// (AVX-512 BF16 only): products of bf16 summed in fp32; P and dS are rounded to bf16 before their
+// products, as plain torch does.
 //
-// Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2 (about
-// 12 operations) per pair: GEMM-bound for every D >= 64.
+// Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2
+// (about 12 operations) per pair: GEMM-bound for every D >= 64, if the rows arrive in time; see
+// Ahead in gemm.h. docs/attention.md has the figures.
 #include <omp.h>
 
 #include <type_traits>
 
 #include "cpu/attention.h"
+#include "cpu/attention_pack.h"
 #include "cpu/gemm.h"
 #include "cpu/scratch.h"
 
@@ -22,14 +26,8 @@ namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
-constexpr int kBlock = 64;            // queries in lanes; also keys per step of the online softmax
 constexpr float kLowest = -3e38f;
-constexpr int64_t kInPlaceRows = 128;  // more rows than that at a large stride cost TLB misses
-
-VLMK_INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
-VLMK_INLINE int vectors_of(int64_t n) { return static_cast<int>((n + kWidth - 1) / kWidth); }
-// Leading dimension of packed rows: whole cache lines.
-VLMK_INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
+constexpr int64_t kAheadLength = 128;  // longer segments are bound by arithmetic
 
 // Scores are kept as sign(scale) * q.k, whose order is that of the probabilities; |scale| and the
 // change to base 2 come in one FMA before exp2. So a score has no rounding that plain torch's has
@@ -40,93 +38,12 @@ VLMK_INLINE float score_scale(const AttentionParams& p) {
   return scale > 1e-30f ? scale : 1e-30f;
 }
 
+// Of exp2's polynomial: a probability of a 16-bit type needs no more than 4.
 template <class T>
-VLMK_INLINE T* rows_of(const HeadsView& x, int64_t token, int64_t head) {
-  return static_cast<T*>(x.data) + token * x.token_stride + head * x.head_stride;
-}
+constexpr int kDegree = std::is_same<T, float>::value ? 6 : 4;
 
-// An fp32 matrix, rows contiguous.
-struct Panel {
-  const float* data;
-  ptrdiff_t ld;
-};
-
-// src [n, dim] -> dst [n, padded(dim)], zeros behind dim.
-template <class T>
-VLMK_NOINLINE void pack_rows(const T* src, int64_t stride, int64_t n, int64_t dim, float* dst) {
-  const int64_t ld = padded(dim), whole = dim / kWidth * kWidth;
-  for (int64_t i = 0; i < n; ++i, src += stride, dst += ld) {
-    int64_t d = 0;
-    for (; d < whole; d += kWidth) store(dst + d, load(src + d));
-    if (d < dim) {
-      store(dst + d, load_n(src + d, static_cast<int>(dim - d)));
-      d += kWidth;
-    }
-    for (; d < ld; d += kWidth) store(dst + d, set1(0.f));
-  }
-}
-
-// As pack_rows, but fp32 rows are used where they are: for panels that gemm() reads by broadcasts.
-template <class T>
-VLMK_INLINE Panel pack_or_view(const T* src, int64_t stride, int64_t n, int64_t dim, float* dst) {
-  if constexpr (std::is_same<T, float>::value) {
-    if (n <= kInPlaceRows) return {src, stride};
-  }
-  pack_rows(src, stride, n, dim, dst);
-  return {dst, padded(dim)};
-}
-
-// src [n <= 64, dim] -> dst [dim, 64] times scale; zeros in the lanes from n to a whole vector.
-template <class T>
-VLMK_NOINLINE void pack_transposed(const T* src, int64_t stride, int64_t n, int64_t dim,
-                                   float scale, float* dst) {
-  const Vec factor = set1(scale);
-  for (int64_t i = 0; i < n; i += kWidth) {
-    const int64_t rows = minimum(kWidth, n - i);
-    for (int64_t d = 0; d < dim; d += kWidth) {
-      const int64_t columns = minimum(kWidth, dim - d);
-      const T* from = src + i * stride + d;
-      Vec r[kWidth];
-      if (rows == kWidth && columns == kWidth) {
-#pragma GCC unroll 16
-        for (int j = 0; j < kWidth; ++j) r[j] = load(from + j * stride);
-      } else {
-        for (int j = 0; j < kWidth; ++j) {
-          r[j] = j < rows ? load_n(from + j * stride, static_cast<int>(columns)) : set1(0.f);
-        }
-      }
-      transpose(r);
-      float* to = dst + d * kBlock + i;
-      if (columns == kWidth) {
-#pragma GCC unroll 16
-        for (int j = 0; j < kWidth; ++j) store(to + j * kBlock, r[j] * factor);
-      } else {
-        for (int j = 0; j < columns; ++j) store(to + j * kBlock, r[j] * factor);
-      }
-    }
-  }
-}
-
-VLMK_INLINE void copy(const float* src, int64_t n, float* dst) {
-  for (int64_t i = 0; i < n; ++i) dst[i] = src[i];
-}
-
-// src [n, padded(dim)], row i times scale[i] (or scale[0] if kOneScale) -> dst [n, dim]
-template <bool kOneScale, class T>
-VLMK_NOINLINE void store_rows(const float* src, int64_t n, int64_t dim, const float* scale, T* dst,
-                              int64_t stride) {
-  const int64_t ld = padded(dim), whole = dim / kWidth * kWidth;
-  for (int64_t i = 0; i < n; ++i, src += ld, dst += stride) {
-    const Vec s = set1(scale[kOneScale ? 0 : i]);
-    for (int64_t d = 0; d < whole; d += kWidth) store(dst + d, load(src + d) * s);
-    if (whole < dim) {
-      store_n(dst + whole, load(src + whole) * s, static_cast<int>(dim - whole));
-    }
-  }
-}
-
-// Scores of keys after their query become -inf. s [keys, 64]: key i is at position k0 + i, the query
-// of lane j at q0 + j.
+// Scores of keys after their query become -inf. s [keys, 64]: key i is at position k0 + i, the
+// query of lane j at q0 + j.
 VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int vectors) {
   for (int64_t i = 0; i < keys; ++i) {
     for (int j = 0; j < vectors; ++j) {
@@ -137,14 +54,16 @@ VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int
   }
 }
 
-// One step of the online softmax on the scores s [keys, 64]: s becomes 2^(scale * (s - max)); row_max,
-// row_sum and correction [64] (what earlier sums and outputs must be multiplied by) are updated.
-VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, float* row_max,
-                                float* row_sum, float* correction) {
+// One step of the online softmax on the scores s [keys, 64]: s becomes 2^(scale * (s - max)), pairs
+// [keys / 2, 64] where Math wants them; row_max, row_sum and correction [64] (what earlier sums and
+// outputs must be multiplied by) are updated. `first`: there is nothing earlier.
+template <class Math, int kDegree>
+VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bool first,
+                                float* row_max, float* row_sum, float* correction) {
   const Vec c = set1(scale);
   for (int j = 0; j < vectors; ++j) {
     float* column = s + j * kWidth;
-    const Vec old_max = load(row_max + j * kWidth);
+    const Vec old_max = first ? set1(kLowest) : load(row_max + j * kWidth);
     Vec m0 = old_max, m1 = old_max, m2 = old_max, m3 = old_max;
     int i = 0;
     for (; i + 4 <= keys; i += 4) {
@@ -160,25 +79,87 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, fl
     const Vec shift = set1(0.f) - new_max * c;
 
     Vec sum0 = set1(0.f), sum1 = set1(0.f);
-    i = 0;
-    for (; i + 2 <= keys; i += 2) {
-      const Vec e0 = exp2(fma(load(column + i * kBlock), c, shift));
-      const Vec e1 = exp2(fma(load(column + (i + 1) * kBlock), c, shift));
-      store(column + i * kBlock, e0);
-      store(column + (i + 1) * kBlock, e1);
+    for (i = 0; i + 2 <= keys; i += 2) {
+      const Vec e0 = exp2<kDegree>(fma(load(column + i * kBlock), c, shift));
+      const Vec e1 = exp2<kDegree>(fma(load(column + (i + 1) * kBlock), c, shift));
       sum0 = sum0 + e0;
       sum1 = sum1 + e1;
+      if constexpr (Math::kStep == 1) {
+        store(column + i * kBlock, e0);
+        store(column + (i + 1) * kBlock, e1);
+      } else {
+        store(column + i / 2 * kBlock, Math::pair(e0, e1));
+      }
     }
     if (i < keys) {
-      const Vec e = exp2(fma(load(column + i * kBlock), c, shift));
-      store(column + i * kBlock, e);
+      const Vec e = exp2<kDegree>(fma(load(column + i * kBlock), c, shift));
       sum0 = sum0 + e;
+      if constexpr (Math::kStep == 1) {
+        store(column + i * kBlock, e);
+      } else {
+        store(column + i / 2 * kBlock, Math::pair(e, set1(0.f)));
+      }
     }
-    const Vec moved = exp2(old_max * c + shift);
-    store(correction + j * kWidth, moved);
+    Vec sum = sum0 + sum1;
+    if (!first) {
+      const Vec moved = exp2(old_max * c + shift);
+      store(correction + j * kWidth, moved);
+      sum = fma(load(row_sum + j * kWidth), moved, sum);
+    }
     store(row_max + j * kWidth, new_max);
-    store(row_sum + j * kWidth, fma(load(row_sum + j * kWidth), moved, sum0 + sum1));
+    store(row_sum + j * kWidth, sum);
   }
+}
+
+// Adds the rows of heads [head, last_head] of x to what tiles fetch ahead: as one run of bytes a
+// row where they lie side by side, else of the first head only.
+template <class T>
+VLMK_INLINE void fetch(Ahead& ahead, const HeadsView& x, int64_t token, int64_t head,
+                       int64_t last_head, int64_t dim) {
+  constexpr int64_t kLongestRun = 4096;
+  const int64_t run = ((last_head - head) * x.head_stride + dim) * static_cast<int64_t>(sizeof(T));
+  const int64_t one = dim * static_cast<int64_t>(sizeof(T));
+  ahead.rows[ahead.tensors++] = {reinterpret_cast<const char*>(rows_of<const T>(x, token, head)),
+                                 x.token_stride * static_cast<ptrdiff_t>(sizeof(T)),
+                                 run >= one && run <= kLongestRun ? run : one};
+}
+
+// Items [first, last] come next: consecutive heads of one segment, or nothing is fetched.
+VLMK_INLINE bool start_fetching(Ahead& ahead, const AttentionItem& first,
+                                const AttentionItem& last) {
+  const bool worthwhile = first.begin == last.begin && first.length <= kAheadLength;
+  ahead.tensor = ahead.tensors = 0;
+  ahead.rows_left = worthwhile ? first.length : 0;
+  return worthwhile;
+}
+
+template <class T>
+void fetch_forward(const AttentionParams& p, const AttentionItem& first, const AttentionItem& last,
+                   bool past, Ahead& ahead) {
+  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim;
+  if (!start_fetching(ahead, first, last)) return;
+  fetch<T>(ahead, p.q, first.begin, first.head, last.head, dim);
+  fetch<T>(ahead, p.k, first.begin, first.head / group, last.head / group, dim);
+  fetch<T>(ahead, p.v, first.begin, first.head / group, last.head / group, dim);
+  if (!past) fetch<T>(ahead, p.out, first.begin, first.head, last.head, dim);
+}
+
+template <class T>
+void fetch_backward(const AttentionGradParams& g, const AttentionItem& first,
+                    const AttentionItem& last, bool past, Ahead& ahead) {
+  const AttentionParams& p = g.forward;
+  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim;
+  const int64_t q_first = first.head * group, q_last = (last.head + 1) * group - 1;
+  if (!start_fetching(ahead, first, last)) return;
+  fetch<T>(ahead, p.k, first.begin, first.head, last.head, dim);
+  fetch<T>(ahead, p.v, first.begin, first.head, last.head, dim);
+  fetch<T>(ahead, p.q, first.begin, q_first, q_last, dim);
+  fetch<T>(ahead, g.dout, first.begin, q_first, q_last, dim);
+  fetch<T>(ahead, p.out, first.begin, q_first, q_last, dim);
+  if (past) return;
+  fetch<T>(ahead, g.dq, first.begin, q_first, q_last, dim);
+  fetch<T>(ahead, g.dk, first.begin, first.head, last.head, dim);
+  fetch<T>(ahead, g.dv, first.begin, first.head, last.head, dim);
 }
 
 int64_t forward_floats(const AttentionParams& p, int64_t max_length) {
@@ -187,42 +168,46 @@ int64_t forward_floats(const AttentionParams& p, int64_t max_length) {
          + 3 * kBlock;                                 // row_max, row_sum, correction
 }
 
-template <class T>
-void forward_item(const AttentionParams& p, const AttentionItem& item, float* memory) {
-  const int64_t dim = p.head_dim, ld = padded(dim);
-  const int64_t kv_head = item.head / (p.heads / p.kv_heads);
+template <class T, class Math>
+void forward_item(const AttentionParams& p, const AttentionItem& item, bool past, Ahead& ahead,
+                  float* memory) {
+  using Element = typename Math::Element;
+  const int64_t dim = p.head_dim, ld = padded(dim), group = p.heads / p.kv_heads;
+  const int64_t kv_head = item.head / group;
   const int64_t keys = p.causal ? item.q_end : item.length;
-  float* key_buffer = memory;
-  float* values = key_buffer + keys * ld;  // [keys, ld]
-  float* qt = values + keys * ld;          // [dim, 64]
-  float* out = qt + ld * kBlock;           // [64, ld]
-  float* s = out + ld * kBlock;            // [64 keys, 64 queries]
-  float* row_max = s + kBlock * kBlock;    // [64]
+  const int depth = steps_of<Math>(dim);
+  auto* key_buffer = reinterpret_cast<Element*>(memory);
+  Element* values = key_buffer + keys * ld;                // [keys / kStep, ld]
+  Element* qt = values + keys * ld;                        // [depth, 64]
+  auto* out = reinterpret_cast<float*>(qt) + ld * kBlock;  // [64, ld]
+  float* s = out + ld * kBlock;                            // [64 keys, 64 queries]
+  float* row_max = s + kBlock * kBlock;                    // [64]
   float* row_sum = row_max + kBlock;
   float* correction = row_sum + kBlock;
 
-  const Panel key = pack_or_view(rows_of<const T>(p.k, item.begin, kv_head), p.k.token_stride, keys,
-                                 dim, key_buffer);
-  pack_rows(rows_of<const T>(p.v, item.begin, kv_head), p.v.token_stride, keys, dim, values);
+  const Panel<Math> key = pack_rows(Math{}, rows_of<const T>(p.k, item.begin, kv_head),
+                                    p.k.token_stride, keys, dim, key_buffer);
+  pack_depth(rows_of<const T>(p.v, item.begin, kv_head), p.v.token_stride, keys, dim, values);
 
   for (int64_t q0 = item.q_begin; q0 < item.q_end; q0 += kBlock) {
     const int64_t queries = minimum(kBlock, item.q_end - q0);
     const int lanes = vectors_of(queries);
-    pack_transposed(rows_of<const T>(p.q, item.begin + q0, item.head), p.q.token_stride, queries,
-                    dim, score_sign(p), qt);
-    for (int j = 0; j < lanes; ++j) {
-      store(row_max + j * kWidth, set1(kLowest));
-      store(row_sum + j * kWidth, set1(0.f));
-    }
+    pack_lanes(rows_of<const T>(p.q, item.begin + q0, item.head), p.q.token_stride, queries, dim,
+               score_sign(p), qt);
     const int64_t key_end = p.causal ? q0 + queries : keys;
     for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
       const int n = static_cast<int>(minimum(kBlock, key_end - k0));
-      gemm<false>({key.data + k0 * key.ld, key.ld, qt, kBlock, s, kBlock, n, lanes,
-                   static_cast<int>(dim), Start::kZero, nullptr});
+      const bool first = k0 == 0;
+      gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, s, kBlock, n, lanes, depth,
+                         Start::kZero, nullptr},
+                        ahead);
       if (p.causal && k0 + n > q0 + 1) mask_causal(s, k0, n, q0, lanes);
-      softmax_step(s, n, lanes, score_scale(p), row_max, row_sum, correction);
-      gemm<true>({s, kBlock, values + k0 * ld, ld, out, ld, static_cast<int>(queries),
-                  vectors_of(dim), n, k0 == 0 ? Start::kZero : Start::kScale, correction});
+      softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, row_max, row_sum,
+                                     correction);
+      gemm<Math, true>({reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld,
+                        ld, out, ld, static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
+                        first ? Start::kZero : Start::kScale, correction},
+                       ahead);
     }
     const int64_t stats = item.head * p.tokens + item.begin + q0;
     copy(row_max, queries, p.row_max + stats);
@@ -231,7 +216,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, float* me
       store(correction + j * kWidth, set1(1.f) / load(row_sum + j * kWidth));
     }
     store_rows<false>(out, queries, dim, correction, rows_of<T>(p.out, item.begin + q0, item.head),
-                      p.out.token_stride);
+                      p.out.token_stride, past);
   }
 }
 
@@ -251,64 +236,118 @@ VLMK_NOINLINE void row_dots(const T* out, int64_t out_stride, const T* dout, int
   }
 }
 
-// st [keys, 64]: scores -> probabilities; dpt [keys, 64]: dP^T -> dS^T / scale.
-VLMK_NOINLINE void softmax_gradient(float* st, float* dpt, int keys, int vectors, float scale,
+// What softmax_gradient leaves for the three products that follow it.
+template <class Math>
+struct Gradients {
+  float* st;                      // [keys, 64] scores -> P^T
+  float* dpt;                     // [keys, 64] dP^T -> dS^T / scale; Bf16Pairs: pairs along keys
+  typename Math::Element* p_row;  // Bf16Pairs: [keys, 32] P^T, pairs along queries; Fp32: st
+  typename Math::Element* ds_row;
+  int row_ld;
+};
+
+template <class Math, int kDegree>
+VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vectors, float scale,
                                     const float* row_max, const float* inverse_sum,
                                     const float* delta) {
   const Vec c = set1(scale);
   for (int j = 0; j < vectors; ++j) {
     const Vec shift = set1(0.f) - load(row_max + j * kWidth) * c;
     const Vec inverse = load(inverse_sum + j * kWidth), d = load(delta + j * kWidth);
-    for (int i = 0; i < keys; ++i) {
-      const int at = i * kBlock + j * kWidth;
-      const Vec p = exp2(fma(load(st + at), c, shift)) * inverse;
-      store(st + at, p);
-      store(dpt + at, p * (load(dpt + at) - d));
+    const auto probability = [&](int i) {
+      return exp2<kDegree>(fma(load(g.st + i * kBlock + j * kWidth), c, shift)) * inverse;
+    };
+    const auto gradient = [&](int i, Vec p) {
+      return p * (load(g.dpt + i * kBlock + j * kWidth) - d);
+    };
+    if constexpr (Math::kStep == 1) {
+      for (int i = 0; i < keys; ++i) {
+        const Vec p = probability(i);
+        store(g.dpt + i * kBlock + j * kWidth, gradient(i, p));
+        store(g.st + i * kBlock + j * kWidth, p);
+      }
+    } else {
+      const auto store_row = [&](typename Math::Element* rows, int i, Vec x) {
+        store(reinterpret_cast<BFloat16*>(rows + i * g.row_ld) + j * kWidth, x);
+      };
+      for (int i = 0; i < keys; i += 2) {
+        Vec p[2], ds[2];
+        for (int u = 0; u < 2; ++u) {
+          const bool inside = i + u < keys;
+          p[u] = inside ? probability(i + u) : set1(0.f);
+          ds[u] = inside ? gradient(i + u, p[u]) : set1(0.f);
+          if (!inside) continue;
+          store_row(g.p_row, i + u, p[u]);
+          store_row(g.ds_row, i + u, ds[u]);
+        }
+        // Row i / 2 was read before: it is row i or an earlier one.
+        const Vec pairs = Math::pair(ds[0], ds[1]);
+        store(g.dpt + i / 2 * kBlock + j * kWidth, pairs);
+      }
     }
   }
 }
 
 int64_t backward_floats(const AttentionParams& p, int64_t max_length) {
   const int64_t ld = padded(p.head_dim);
-  return 4 * max_length * ld                    // keys, values, dk, dv
-         + kBlock * (5 * ld + 2 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, 3 rows
+  return 5 * (max_length + 1) * ld              // keys in two layouts, values, dk, dv
+         + kBlock * (5 * ld + 3 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, pairs, 3 rows
 }
 
-template <class T>
-void backward_item(const AttentionGradParams& g, const AttentionItem& item, float* memory) {
+template <class T, class Math>
+void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool past, Ahead& ahead,
+                   float* memory) {
+  using Element = typename Math::Element;
   const AttentionParams& p = g.forward;
   const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;
-  const int columns = vectors_of(dim), depth = static_cast<int>(dim);
-  float* keys = memory;               // [length, ld]
-  float* value_buffer = keys + length * ld;
-  float* dk = value_buffer + length * ld;
-  float* dv = dk + length * ld;
-  float* qt = dv + length * ld;       // [dim, 64]
-  float* gt = qt + ld * kBlock;
-  float* q_rows = gt + ld * kBlock;   // [64, ld]
-  float* g_rows = q_rows + ld * kBlock;
-  float* dq = g_rows + ld * kBlock;
-  float* st = dq + ld * kBlock;       // [64 keys, 64 queries]
+  const int64_t group = p.heads / p.kv_heads, rows_ld = (length + 1) * ld;
+  const int columns = vectors_of(dim), depth = steps_of<Math>(dim);
+  float* dk = memory;  // [length, ld]
+  float* dv = dk + rows_ld;
+  auto* key_depth = reinterpret_cast<Element*>(dv + rows_ld);  // [length / kStep, ld]
+  Element* key_buffer = key_depth + rows_ld;
+  Element* value_buffer = key_buffer + rows_ld;
+  Element* qt = value_buffer + rows_ld;  // [depth, 64]
+  Element* gt = qt + ld * kBlock;
+  Element* q_depth = gt + ld * kBlock;  // [64 / kStep, ld]
+  Element* g_depth = q_depth + ld * kBlock;
+  float* dq = reinterpret_cast<float*>(g_depth) + ld * kBlock;  // [64, ld]
+  float* st = dq + ld * kBlock;                                 // [64 keys, 64 queries]
   float* dpt = st + kBlock * kBlock;
-  float* row_max = dpt + kBlock * kBlock;  // [64]
+  Gradients<Math> gradients{st, dpt, nullptr, nullptr, kBlock};
+  if constexpr (Math::kStep == 1) {
+    gradients.p_row = st;
+    gradients.ds_row = dpt;
+  } else {
+    gradients.p_row = reinterpret_cast<Element*>(dpt + kBlock * kBlock);
+    gradients.ds_row = gradients.p_row + kBlock * kBlock / 2;
+    gradients.row_ld = kBlock / 2;
+  }
+  float* row_max = dpt + 2 * kBlock * kBlock;  // [64]
   float* inverse_sum = row_max + kBlock;
   float* delta = inverse_sum + kBlock;
 
-  pack_rows(rows_of<const T>(p.k, item.begin, kv_head), p.k.token_stride, length, dim, keys);
-  const Panel value = pack_or_view(rows_of<const T>(p.v, item.begin, kv_head), p.v.token_stride,
-                                   length, dim, value_buffer);
+  const T* k_rows = rows_of<const T>(p.k, item.begin, kv_head);
+  pack_depth(k_rows, p.k.token_stride, length, dim, key_depth);
+  Panel<Math> key;
+  if constexpr (Math::kStep == 1) {
+    key = {key_depth, static_cast<ptrdiff_t>(ld)};
+  } else {
+    key = pack_rows(Math{}, k_rows, p.k.token_stride, length, dim, key_buffer);
+  }
+  const Panel<Math> value = pack_rows(Math{}, rows_of<const T>(p.v, item.begin, kv_head),
+                                      p.v.token_stride, length, dim, value_buffer);
 
-  const int64_t group = p.heads / p.kv_heads;
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int64_t q0 = 0; q0 < length; q0 += kBlock) {
       const int64_t queries = minimum(kBlock, length - q0), token = item.begin + q0;
       const int lanes = vectors_of(queries), rows = static_cast<int>(queries);
       const T* q = rows_of<const T>(p.q, token, head);
       const T* dout = rows_of<const T>(g.dout, token, head);
-      pack_transposed(q, p.q.token_stride, queries, dim, score_sign(p), qt);
-      pack_transposed(dout, g.dout.token_stride, queries, dim, 1.f, gt);
-      pack_rows(q, p.q.token_stride, queries, dim, q_rows);
-      pack_rows(dout, g.dout.token_stride, queries, dim, g_rows);
+      pack_lanes(q, p.q.token_stride, queries, dim, score_sign(p), qt);
+      pack_lanes(dout, g.dout.token_stride, queries, dim, 1.f, gt);
+      pack_depth(q, p.q.token_stride, queries, dim, q_depth);
+      pack_depth(dout, g.dout.token_stride, queries, dim, g_depth);
       for (int i = 0; i < kBlock; ++i) {
         row_max[i] = i < rows ? p.row_max[head * p.tokens + token + i] : 0.f;
         inverse_sum[i] = i < rows ? 1.f / p.row_sum[head * p.tokens + token + i] : 0.f;
@@ -320,71 +359,123 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, floa
       const int64_t key_end = p.causal ? q0 + queries : length;
       for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
         const int n = static_cast<int>(minimum(kBlock, key_end - k0));
-        gemm<false>({keys + k0 * ld, ld, qt, kBlock, st, kBlock, n, lanes, depth, Start::kZero,
-                     nullptr});
-        gemm<false>({value.data + k0 * value.ld, value.ld, gt, kBlock, dpt, kBlock, n, lanes, depth,
-                     Start::kZero, nullptr});
+        gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, st, kBlock, n, lanes, depth,
+                           Start::kZero, nullptr},
+                          ahead);
+        gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kBlock, dpt, kBlock, n, lanes,
+                           depth, Start::kZero, nullptr},
+                          ahead);
         if (p.causal && k0 + n > q0 + 1) mask_causal(st, k0, n, q0, lanes);
-        softmax_gradient(st, dpt, n, lanes, score_scale(p), row_max, inverse_sum, delta);
+        softmax_gradient<Math, kDegree<T>>(gradients, n, lanes, score_scale(p), row_max,
+                                           inverse_sum, delta);
         // Blocks of keys are first met by the group's first head: at the first block of queries, or
         // with a causal mask at the diagonal.
         const bool first = head == kv_head * group && q0 == (p.causal ? k0 : 0);
         const Start start = first ? Start::kZero : Start::kAdd;
-        gemm<false>({st, kBlock, g_rows, ld, dv + k0 * ld, ld, n, columns, rows, start, nullptr});
-        gemm<false>({dpt, kBlock, q_rows, ld, dk + k0 * ld, ld, n, columns, rows, start, nullptr});
-        gemm<true>({dpt, kBlock, keys + k0 * ld, ld, dq, ld, rows, columns, n,
-                    k0 == 0 ? Start::kZero : Start::kAdd, nullptr});
+        const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;
+        gemm<Math, false>({gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns,
+                           steps, start, nullptr},
+                          ahead);
+        gemm<Math, false>({gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns,
+                           steps, start, nullptr},
+                          ahead);
+        gemm<Math, true>({reinterpret_cast<const Element*>(dpt), kBlock,
+                          key_depth + k0 / Math::kStep * ld, ld, dq, ld, rows, columns,
+                          steps_of<Math>(n), k0 == 0 ? Start::kZero : Start::kAdd, nullptr},
+                         ahead);
       }
-      store_rows<true>(dq, queries, dim, &p.scale, rows_of<T>(g.dq, token, head),
-                       g.dq.token_stride);
+      store_rows<true>(dq, queries, dim, &p.scale, rows_of<T>(g.dq, token, head), g.dq.token_stride,
+                       past);
     }
   }
   const float one = 1.f;
   store_rows<true>(dk, length, dim, &p.scale, rows_of<T>(g.dk, item.begin, kv_head),
-                   g.dk.token_stride);
-  store_rows<true>(dv, length, dim, &one, rows_of<T>(g.dv, item.begin, kv_head), g.dv.token_stride);
+                   g.dk.token_stride, past);
+  store_rows<true>(dv, length, dim, &one, rows_of<T>(g.dv, item.begin, kv_head), g.dv.token_stride,
+                   past);
 }
 
-// Runs function(params, item, memory) over all items on torch's threads.
-template <class Params, class Function>
-VLMK_INLINE void run_items(const Params& params, const AttentionWork& work, int64_t floats,
-                           Function function) {
+// Runs run(params, item, past, ahead, memory) over all items on torch's threads. A thread takes
+// work.chunk consecutive items at a time, and already while it works on the chunk before, so that
+// it can have fetch(params, first item, last item, past, ahead) name what to fetch.
+template <class Params>
+using RunItem = void (*)(const Params&, const AttentionItem&, bool, Ahead&, float*);
+template <class Params>
+using FetchItems = void (*)(const Params&, const AttentionItem&, const AttentionItem&, bool,
+                            Ahead&);
+
+template <class Params>
+void run_items(const Params& params, const AttentionWork& work, int64_t floats, bool past,
+               RunItem<Params> run, FetchItems<Params> fetch) {
+  const int64_t chunks = (work.count + work.chunk - 1) / work.chunk;
+  const auto end_of = [&](int64_t chunk) { return minimum((chunk + 1) * work.chunk, work.count); };
   bool out_of_memory = false;
-#pragma omp parallel for schedule(dynamic, 1) if (work.count > 1)
-  for (int64_t i = 0; i < work.count; ++i) {
-    if (float* memory = scratch(static_cast<size_t>(floats))) {
-      function(params, work.items[i], memory);
-    } else {
+  int64_t taken = 0;
+#pragma omp parallel if (chunks > 1)
+  {
+    const auto take = [&] {
+      int64_t chunk;
+#pragma omp atomic capture
+      chunk = taken++;
+      return chunk;
+    };
+    Ahead ahead;
+    int64_t next = 0;
+    for (int64_t chunk = take(); chunk < chunks; chunk = next) {
+      next = take();
+      if (next < chunks) {
+        fetch(params, work.items[next * work.chunk], work.items[end_of(next) - 1], past, ahead);
+      }
+      for (int64_t i = chunk * work.chunk; i < end_of(chunk); ++i) {
+        if (float* memory = scratch(static_cast<size_t>(floats))) {
+          run(params, work.items[i], past, ahead, memory);
+        } else {
 #pragma omp atomic write
-      out_of_memory = true;
+          out_of_memory = true;
+        }
+      }
+      ahead.finish();
     }
+    if (past) fence_streams();
   }
   if (out_of_memory) throw_out_of_memory(floats);
 }
+
+#if defined(__AVX512BF16__)
+using Bf16Math = Bf16Pairs;
+#else
+using Bf16Math = Fp32;
+#endif
 
 }  // namespace
 
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
   const int64_t floats = forward_floats(p, work.max_length);
+  const bool past = work.past_caches && whole_lines(p.out, p.head_dim);
   switch (p.dtype) {
     case DType::kFloat32:
-      return run_items(p, work, floats, forward_item<float>);
+      return run_items(p, work, floats, past, forward_item<float, Fp32>, fetch_forward<float>);
     case DType::kBFloat16:
-      return run_items(p, work, floats, forward_item<BFloat16>);
+      return run_items(p, work, floats, false, forward_item<BFloat16, Bf16Math>,
+                       fetch_forward<BFloat16>);
     case DType::kFloat16:
-      return run_items(p, work, floats, forward_item<Float16>);
+      return run_items(p, work, floats, false, forward_item<Float16, Fp32>, fetch_forward<Float16>);
   }
 }
 
 void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
-  const int64_t floats = backward_floats(g.forward, work.max_length);
+  const int64_t dim = g.forward.head_dim, floats = backward_floats(g.forward, work.max_length);
+  const bool past = work.past_caches && whole_lines(g.dq, dim) && whole_lines(g.dk, dim) &&
+                    whole_lines(g.dv, dim);
   switch (g.forward.dtype) {
     case DType::kFloat32:
-      return run_items(g, work, floats, backward_item<float>);
+      return run_items(g, work, floats, past, backward_item<float, Fp32>, fetch_backward<float>);
     case DType::kBFloat16:
-      return run_items(g, work, floats, backward_item<BFloat16>);
+      return run_items(g, work, floats, false, backward_item<BFloat16, Bf16Math>,
+                       fetch_backward<BFloat16>);
     case DType::kFloat16:
-      return run_items(g, work, floats, backward_item<Float16>);
+      return run_items(g, work, floats, false, backward_item<Float16, Fp32>,
+                       fetch_backward<Float16>);
   }
 }
 

@@ -81,6 +81,7 @@ Isa choose() {
 }
 
 std::atomic<int> active{-1};  // -1: not chosen yet
+std::atomic<bool> forced{false};
 
 }  // namespace
 
@@ -100,7 +101,13 @@ Isa active_isa() {
   return static_cast<Isa>(isa);
 }
 
+bool isa_is_forced() {
+  const char* name = std::getenv("VLMKERNELS_ISA");
+  return forced.load(std::memory_order_relaxed) || (name && *name);
+}
+
 void set_isa(const char* name) {
+  forced.store(true, std::memory_order_relaxed);
   active.store(static_cast<int>(parse(name, "the instruction set")), std::memory_order_relaxed);
 }
 

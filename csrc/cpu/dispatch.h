@@ -1,10 +1,11 @@
 // Which instruction set runs: chosen once from cpuid, VLMKERNELS_ISA overrides.
 //
-// An op is one <op>_kernel.inl, included by <op>_generic.cpp, <op>_avx2.cpp, <op>_avx512.cpp, each of
-// which CMakeLists.txt compiles with its own flags (told apart by the file name) and each of which
-// puts the code into its own namespace. Whatever such a file defines must have internal linkage or
-// stand in that namespace, templates and inline functions too: the linker keeps one copy of a shared
-// inline function, and it may keep the AVX-512 one. tests/kernels/test_build.py looks for that.
+// An op is one <op>_kernel.inl, included by <op>_generic.cpp, <op>_avx2.cpp, <op>_avx512.cpp, each
+// of which CMakeLists.txt compiles with its own flags (told apart by the file name) and each of
+// which puts the code into its own namespace. Whatever such a file defines must have internal
+// linkage or stand in that namespace, templates and inline functions too: the linker keeps one copy
+// of a shared inline function, and it may keep the AVX-512 one. tests/kernels/test_build.py looks
+// for that.
 #pragma once
 
 namespace vlmk {
@@ -19,6 +20,9 @@ bool isa_available(Isa isa);
 // The best available one, or VLMKERNELS_ISA's. Throws std::invalid_argument for an unknown name or
 // one that this machine can't run.
 Isa active_isa();
+
+// Whether that was VLMKERNELS_ISA or set_isa, not the best one.
+bool isa_is_forced();
 
 // For tests: the same checks as VLMKERNELS_ISA. Not to be called while kernels run.
 void set_isa(const char* name);
@@ -43,12 +47,12 @@ void set_isa(const char* name);
 
 // Calls generic::function, avx2::function or avx512::function. An op with kernels for AVX-512 BF16
 // writes its own switch.
-#define VLMK_DISPATCH(function, ...)           \
-  switch (::vlmk::active_isa()) {              \
-    VLMK_CASE_AVX512(function, __VA_ARGS__)    \
-    VLMK_CASE_AVX2(function, __VA_ARGS__)      \
-    default:                                   \
-      return generic::function(__VA_ARGS__);   \
+#define VLMK_DISPATCH(function, ...)         \
+  switch (::vlmk::active_isa()) {            \
+    VLMK_CASE_AVX512(function, __VA_ARGS__)  \
+    VLMK_CASE_AVX2(function, __VA_ARGS__)    \
+    default:                                 \
+      return generic::function(__VA_ARGS__); \
   }
 
 // Declares the three entry points of one op, for <op>.h: VLMK_DECLARE(attention_forward, const

@@ -1,14 +1,87 @@
-// Small matrix products C = A B on packed fp32 panels in cache: the one compute primitive of the
+// Small matrix products C = A B on packed panels in cache: the one compute primitive of the
 // attention kernels. Included after simd.h, inside an ISA translation unit.
 //
-// Speed of light: a tile of R rows x V vectors does R*V FMAs per step of the depth for V loads and R
-// broadcasts. Two FMAs and two loads a cycle, latency 4: R*V >= 8 chains, R*V >= R+V loads.
+// Speed of light: a tile of R rows x V vectors does R*V multiply-adds per step of the depth for V
+// loads and R broadcasts. Two multiply-adds and two loads a cycle, latency 4: R*V >= 8 chains, R*V
+// >= R+V loads.
 #pragma once
+#include <type_traits>
+
 #include "cpu/simd.h"
 
 namespace vlmk {
 namespace VLMK_ISA {
 namespace {
+
+// What one step of the depth is. An element of A is broadcast, one of B stands in each lane.
+struct Fp32 {
+  using Element = float;
+  static constexpr int kStep = 1;  // of the depth, per element
+  static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) { return fma(x, y, sum); }
+  static VLMK_MEMBER Vec broadcast(const float* p) { return set1(*p); }
+};
+#if defined(__AVX512BF16__)
+// Words of a and b alternating: a's lane i below b's lane i.
+VLMK_INLINE __m512i interleave(__m256i a, __m256i b) {
+  const __m512i wide = _mm512_cvtepu16_epi32(a);
+  return _mm512_or_si512(wide, _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+}
+
+// Two bf16 values of consecutive depth in each element, products summed in fp32.
+struct Bf16Pairs {
+  using Element = uint32_t;
+  static constexpr int kStep = 2;
+  static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y));
+  }
+  static VLMK_MEMBER Vec broadcast(const uint32_t* p) {
+    int bits;  // memory may hold bf16 objects at any alignment of 2
+    std::memcpy(&bits, p, sizeof bits);
+    return _mm512_castsi512_ps(_mm512_set1_epi32(bits));
+  }
+  // Two vectors rounded to bf16: lane by lane, `even`'s below `odd`'s.
+  static VLMK_MEMBER Vec pair(Vec even, Vec odd) {
+    return _mm512_castsi512_ps(interleave(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(even)),
+                                          reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(odd))));
+  }
+};
+#endif
+
+// Rows that the thread will need next, fetched a cache line at a time between the steps of tiles: a
+// window's attention takes about as long as its rows take to arrive. Spread out, because a core has
+// few line fills in flight, which its own loads need too; in runs of lines of several heads,
+// because the hardware's prefetcher follows those, but not rows a token apart.
+struct Ahead {
+  static constexpr int kMaxTensors = 8;
+  struct Rows {
+    const char* row;   // the next one
+    ptrdiff_t stride;  // bytes
+    int64_t bytes;     // of a row
+  };
+  const char* line = nullptr;
+  const char* end = nullptr;
+  int64_t rows_left = 0;  // of the current tensor
+  int tensor = 0;
+  int tensors = 0;
+  Rows rows[kMaxTensors];
+
+  VLMK_MEMBER void step() {
+    if (line >= end) {
+      if (rows_left == 0) return;
+      Rows& r = rows[tensor];
+      line = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(r.row) & ~uintptr_t{63});
+      end = r.row + r.bytes;
+      r.row += r.stride;
+      if (++tensor == tensors) tensor = 0, --rows_left;
+    }
+    __builtin_prefetch(line, 0, 2);
+    line += 64;
+  }
+  VLMK_MEMBER bool busy() const { return line < end || rows_left > 0; }
+  VLMK_MEMBER void finish() {
+    while (busy()) step();
+  }
+};
 
 // What a tile starts from: 0, C, or C with row i multiplied by row_scale[i].
 enum class Start { kZero, kAdd, kScale };
@@ -19,22 +92,23 @@ constexpr int kMaxTileVectors = kWidth == 16 ? 4 : 2;
 constexpr int tile_rows(int vectors) { return vectors == 1 ? 12 : 6; }  // 1 vector: more chains
 
 // A's element (row i, step k): a[i * lda + k], or a[k * lda + i] if kByColumns.
+template <class Math>
 struct GemmArgs {
-  const float* a;
+  const typename Math::Element* a;
   ptrdiff_t lda;
-  const float* b;  // (step k, column j): b[k * ldb + j]
+  const typename Math::Element* b;  // (step k, column j): b[k * ldb + j]
   ptrdiff_t ldb;
   float* c;  // (row i, column j): c[i * ldc + j]
   ptrdiff_t ldc;
   int rows;
   int vectors;  // of columns
-  int depth;
+  int depth;    // elements, kStep of the depth each
   Start start;
   const float* row_scale;  // [rows], for Start::kScale
 };
 
-template <bool kByColumns, int kRows, int kVectors>
-VLMK_NOINLINE void tile(const GemmArgs& g, int row, int column) {
+template <class Math, bool kByColumns, int kRows, int kVectors>
+VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Ahead& ahead) {
   Vec acc[kRows][kVectors];
   float* c = g.c + row * g.ldc + column;
   if (g.start == Start::kZero) {
@@ -52,23 +126,36 @@ VLMK_NOINLINE void tile(const GemmArgs& g, int row, int column) {
     }
   }
   const ptrdiff_t lda = g.lda, ldb = g.ldb;
-  const float* a = g.a + (kByColumns ? row : row * lda);
-  const float* b = g.b + column;
+  const typename Math::Element* a = g.a + (kByColumns ? row : row * lda);
+  const typename Math::Element* b = g.b + column;
   const int depth = g.depth;
-#pragma GCC unroll 2
-  for (int k = 0; k < depth; ++k) {
+  const auto step = [&]() __attribute__((always_inline)) {
     Vec y[kVectors];
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) y[j] = load(b + j * kWidth);
+    for (int j = 0; j < kVectors; ++j) y[j] = load(reinterpret_cast<const float*>(b) + j * kWidth);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const Vec x = set1(kByColumns ? a[i] : a[i * lda]);
+      const Vec x = Math::broadcast(kByColumns ? a + i : a + i * lda);
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) acc[i][j] = fma(x, y[j], acc[i][j]);
+      for (int j = 0; j < kVectors; ++j) acc[i][j] = Math::mac(x, y[j], acc[i][j]);
     }
     a += kByColumns ? lda : 1;
     b += ldb;
+  };
+  int k = 0;
+  if (ahead.busy()) {
+    for (; k + 2 <= depth; k += 2) {
+      ahead.step();
+      step();
+      step();
+    }
+  } else {
+    for (; k + 2 <= depth; k += 2) {
+      step();
+      step();
+    }
   }
+  if (k < depth) step();
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -76,41 +163,43 @@ VLMK_NOINLINE void tile(const GemmArgs& g, int row, int column) {
   }
 }
 
-template <bool kByColumns, int kVectors>
-VLMK_INLINE void column_group(const GemmArgs& g, int column) {
+template <class Math, bool kByColumns, int kVectors>
+VLMK_INLINE void column_group(const GemmArgs<Math>& g, int column, Ahead& ahead) {
   constexpr int kRows = tile_rows(kVectors);
   int row = 0;
-  for (; row + kRows <= g.rows; row += kRows) tile<kByColumns, kRows, kVectors>(g, row, column);
+  for (; row + kRows <= g.rows; row += kRows) {
+    tile<Math, kByColumns, kRows, kVectors>(g, row, column, ahead);
+  }
   if (kRows > 6 && row + 6 <= g.rows) {
-    tile<kByColumns, 6, kVectors>(g, row, column);
+    tile<Math, kByColumns, 6, kVectors>(g, row, column, ahead);
     row += 6;
   }
   if (row + 4 <= g.rows) {
-    tile<kByColumns, 4, kVectors>(g, row, column);
+    tile<Math, kByColumns, 4, kVectors>(g, row, column, ahead);
     row += 4;
   }
   if (row + 2 <= g.rows) {
-    tile<kByColumns, 2, kVectors>(g, row, column);
+    tile<Math, kByColumns, 2, kVectors>(g, row, column, ahead);
     row += 2;
   }
-  if (row < g.rows) tile<kByColumns, 1, kVectors>(g, row, column);
+  if (row < g.rows) tile<Math, kByColumns, 1, kVectors>(g, row, column, ahead);
 }
 
 // Every element of C is one sum over the depth in order, whatever the tiling: results don't depend
 // on how rows and columns are split.
-template <bool kByColumns>
-VLMK_NOINLINE void gemm(const GemmArgs& g) {
+template <class Math, bool kByColumns>
+VLMK_NOINLINE void gemm(const GemmArgs<Math>& g, Ahead& ahead) {
   int done = 0;
   for (int groups = (g.vectors + kMaxTileVectors - 1) / kMaxTileVectors; groups > 0; --groups) {
     const int left = g.vectors - done;
     const int vectors = (left + groups - 1) / groups;  // even groups: 5 = 3 + 2, not 4 + 1
     const int column = done * kWidth;
     if constexpr (kMaxTileVectors == 4) {
-      if (vectors == 4) column_group<kByColumns, 4>(g, column);
-      if (vectors == 3) column_group<kByColumns, 3>(g, column);
+      if (vectors == 4) column_group<Math, kByColumns, 4>(g, column, ahead);
+      if (vectors == 3) column_group<Math, kByColumns, 3>(g, column, ahead);
     }
-    if (vectors == 2) column_group<kByColumns, 2>(g, column);
-    if (vectors == 1) column_group<kByColumns, 1>(g, column);
+    if (vectors == 2) column_group<Math, kByColumns, 2>(g, column, ahead);
+    if (vectors == 1) column_group<Math, kByColumns, 1>(g, column, ahead);
     done += vectors;
   }
 }

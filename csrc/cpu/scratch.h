@@ -5,8 +5,8 @@
 
 namespace vlmk {
 
-// At least `floats` floats, 64-byte aligned, contents undefined; valid until the thread's next call.
-// Null when memory is short: callers stand in OpenMP regions, which no exception may leave.
+// At least `floats` floats, 64-byte aligned, contents undefined; valid until the thread's next
+// call. Null when memory is short: callers stand in OpenMP regions, which no exception may leave.
 float* scratch(size_t floats);
 
 // Throws std::runtime_error naming the size: outside OpenMP regions, after a null.

@@ -1,9 +1,9 @@
 // One vector of floats, for the instruction set that the including file is compiled for.
 //
-// The including file defines VLMK_ISA (the namespace: generic, avx2 or avx512). Everything stands in
-// that namespace with internal linkage, see dispatch.h. + - * / work on Vec directly (GCC and Clang
-// vector types), the rest is here:
-//   kWidth, set1, load, store, load_n, store_n, fma, max, sqrt, exp2, reduce_add,
+// The including file defines VLMK_ISA (the namespace: generic, avx2 or avx512). Everything stands
+// in that namespace with internal linkage, see dispatch.h. + - * / work on Vec directly (GCC and
+// Clang vector types), the rest is here:
+//   kWidth, set1, load, store, load_n, store_n, stream, fma, max, sqrt, exp2, reduce_add,
 //   keep_from, transpose
 // load/store take float, BFloat16, Float16; the _n ones touch only the first n elements, the other
 // lanes being zero.
@@ -20,13 +20,15 @@
 #endif
 
 #define VLMK_INLINE static inline __attribute__((always_inline))
+#define VLMK_MEMBER inline __attribute__((always_inline))
 #define VLMK_NOINLINE static __attribute__((noinline))
 
 namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
-#if defined(__AVX512F__)  // ---------------------------------------------------------------- AVX-512
+#if defined(__AVX512F__)  // ----------------------------------------------------------------
+                          // AVX-512
 
 constexpr int kWidth = 16;
 using Vec = __m512;
@@ -69,6 +71,11 @@ template <class Half>
 VLMK_INLINE void store_n(Half* p, Vec x, int n) {
   _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x, Half{}));
 }
+// A store that does not read the line first; p is 64-byte aligned. fence_streams() orders it before
+// what other threads read.
+#define VLMK_HAS_STREAM 1
+VLMK_INLINE void stream(float* p, Vec x) { _mm512_stream_ps(p, x); }
+VLMK_INLINE void fence_streams() { _mm_sfence(); }
 VLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 VLMK_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 VLMK_INLINE Vec sqrt(Vec x) { return _mm512_sqrt_ps(x); }
@@ -117,7 +124,8 @@ VLMK_INLINE void transpose(Vec (&row)[kWidth]) {
   }
 }
 
-#elif defined(__AVX2__)  // ------------------------------------------------------------ AVX2 and FMA
+#elif defined( \
+    __AVX2__)  // ------------------------------------------------------------ AVX2 and FMA
 
 constexpr int kWidth = 8;
 using Vec = __m256;  // functions are explained above, under AVX-512
@@ -190,7 +198,8 @@ VLMK_INLINE void transpose(Vec (&r)[kWidth]) {
   for (int i = 0; i < 8; ++i) r[i] = t[i];
 }
 
-#else  // ----------------------------------------------------------- GCC vectors: SSE2, NEON, others
+#else  // ----------------------------------------------------------- GCC vectors: SSE2, NEON,
+       // others
 
 constexpr int kWidth = 4;
 typedef float Vec __attribute__((vector_size(16)));
@@ -238,7 +247,13 @@ VLMK_INLINE void transpose(Vec (&r)[kWidth]) {
   for (int i = 0; i < kWidth; ++i) r[i] = Vec{t[0][i], t[1][i], t[2][i], t[3][i]};
 }
 
-#endif  // ----------------------------------------------------------------------------------- common
+#endif  // -----------------------------------------------------------------------------------
+        // common
+
+#if !defined(VLMK_HAS_STREAM)
+VLMK_INLINE void stream(float* p, Vec x) { store(p, x); }
+VLMK_INLINE void fence_streams() {}
+#endif
 
 #if !defined(__AVX512F__)
 template <class T>
@@ -255,17 +270,30 @@ VLMK_INLINE void store_n(T* p, Vec x, int n) {
 }
 #endif
 
-// 2^x for x <= 0 or little above: relative error below 1.2e-7, 0 below -126, NaN stays NaN. The
-// polynomial is the minimax one of degree 6 on [-0.5, 0.5] with its constant fixed at 1 (4.5e-9).
+// 2^x for x <= 0 or little above; 0 below -126, NaN stays NaN. The polynomials are minimax on
+// [-0.5, 0.5] with their constant fixed at 1. Relative error below 1.2e-7 with degree 6 (4.5e-9 of
+// it the polynomial's), 4e-6 with degree 4: a thousandth of a rounding to bf16.
+template <int kDegree = 6>
 VLMK_INLINE Vec exp2(Vec x) {
-  x = max(set1(-1e4f), x);  // -inf - -inf would be NaN
+  static_assert(kDegree == 4 || kDegree == 6);
+#if !defined(__AVX512F__)
+  x = max(set1(-1e4f), x);  // -inf - -inf would be NaN; AVX-512 masks that lane out at the end
+#endif
   const Vec n = round(x), r = x - n;
-  Vec p = set1(1.5353362e-4f);
-  p = fma(p, r, set1(1.3398874e-3f));
-  p = fma(p, r, set1(9.6184373e-3f));
-  p = fma(p, r, set1(5.5503324e-2f));
-  p = fma(p, r, set1(2.4022648e-1f));
-  p = fma(p, r, set1(6.9314720e-1f));
+  Vec p;
+  if constexpr (kDegree == 6) {
+    p = set1(1.5353362e-4f);
+    p = fma(p, r, set1(1.3398874e-3f));
+    p = fma(p, r, set1(9.6184373e-3f));
+    p = fma(p, r, set1(5.5503324e-2f));
+    p = fma(p, r, set1(2.4022648e-1f));
+    p = fma(p, r, set1(6.9314720e-1f));
+  } else {
+    p = set1(0.00961813f);
+    p = fma(p, r, set1(0.05550411f));
+    p = fma(p, r, set1(0.24022651f));
+    p = fma(p, r, set1(0.69314718f));
+  }
   p = fma(p, r, set1(1.0f));
   return scale_exponent(p, n, x);
 }

@@ -28,7 +28,7 @@ SMALL = ImageSettings(**IMAGE_LIMITS)
 def ours(path: Path, settings_: ImageSettings) -> tuple[np.ndarray, tuple[int, int, int]]:
     image = load_image(FileRange(str(path)), SAMPLE, path.name)
     return (
-        patchify(resize_image(image, settings_)[None], settings_),
+        patchify(resize_image(image, settings_)[None], settings_).numpy(),
         settings_.grid(image.height, image.width),
     )
 
@@ -121,7 +121,7 @@ def test_patch_rows_by_the_written_formula(rng: np.random.Generator) -> None:
         .transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
         .reshape(3 * 4 * 6, 1176)
     )
-    rows = patchify(frames, SMALL)
+    rows = patchify(frames, SMALL).numpy()
     # Three float32 roundings of values below 3: each at most 2^-24 relative, doubled by cancelling.
     np.testing.assert_allclose(rows, expected, rtol=0, atol=3 * 2**-22)
 

@@ -164,7 +164,10 @@ def test_check_collects_every_problem(tmp_path: Path, pictures: Path, model_fold
     assert len(report.problems) == 4
     for problem, start in zip(report.problems, starts, strict=True):
         assert start in problem
-    assert report.render().splitlines()[-1] == "7 samples, 1 image, 0 videos: 4 problems"
+    assert report.render().splitlines()[-1] == (
+        "7 samples, 1 image, 0 videos: 4 problems (1 with broken or missing media, 1 whose marks "
+        "do not match the media, 2 otherwise wrong)"
+    )
     report = cli.check([lines], model=model_folder, pack_length=256)
     assert [p for p in report.problems if "sample 'long'" in p and "a pack holds 256" in p]
     assert report.tokens > 0

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
+import sqlite3
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import webdataset
@@ -13,6 +18,7 @@ from PIL import Image
 
 from tests.data.helpers import conversation, write_json
 from vlmtrain.data import cli
+from vlmtrain.data import webdataset as webdataset_module
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
@@ -45,14 +51,17 @@ def source(tmp_path: Path, pictures: Path) -> Path:
 
 def test_webdataset_itself_reads_the_shards(source: Path, pictures: Path, tmp_path: Path) -> None:
     target = tmp_path / "shards"
-    counts: list[int] = []
-    summary = build_shards(source, target, samples_per_shard=2, progress=counts.append)
-    names = sorted(path.name for path in target.iterdir())
-    assert names == ["index.jsonl", *(f"shard-{i:06d}.tar" for i in range(3))]
+    counts: list[tuple[int, int]] = []
+    summary = build_shards(
+        source, target, samples_per_shard=2, progress=lambda *count: counts.append(count)
+    )
+    shards = [f"shard-{i:06d}.tar" for i in range(3)]
+    expected = [".nv-meta", "index.jsonl", *shards, *(f"{name}.idx" for name in shards)]
+    assert sorted(path.name for path in target.iterdir()) == sorted(expected)
     size = sum(path.stat().st_size for path in target.glob("*.tar"))
     assert summary == ShardSummary(samples=5, images=4, videos=1, shards=3, bytes=size)
-    assert counts == [1, 2, 3, 4, 5]
-    paths = [str(target / name) for name in names[1:]]
+    assert counts == [(i, 5) for i in range(1, 6)]
+    paths = [str(target / name) for name in shards]
     read = list(webdataset.WebDataset(paths, shardshuffle=False))
     assert [item["__key__"] for item in read] == [f"{i:09d}" for i in range(5)]
     assert [json.loads(item["json"])["id"] for item in read] == ["a", "b", "c", "d", "e/../x"]
@@ -85,7 +94,12 @@ def test_a_shard_closes_at_its_size(source: Path, tmp_path: Path) -> None:
     assert build_shards(source, tmp_path / "s", shard_bytes=1).shards == 5
 
 
-def test_a_bad_sample_leaves_nothing(source: Path, tmp_path: Path) -> None:
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_missing_file_is_found_before_anything_is_written(source: Path, tmp_path: Path) -> None:
     records = json.loads(source.read_text())
     records[3] = conversation("<image>", "x", id="bad", image="none.jpg")
     write_json(source, records)
@@ -97,29 +111,222 @@ def test_a_bad_sample_leaves_nothing(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_build_goes_on_where_it_stopped(
+    workers: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken image in the second shard: the first stays, is not written again, and the result
+    is that of one go."""
+    target, straight = tmp_path / "s", tmp_path / "straight"
+    build_shards(source, straight, samples_per_shard=2)
+    records = json.loads(source.read_text())
+    good = Path(records[2]["images"][1])
+    broken = source.parent / good.name
+    broken.write_bytes(bytes(good.stat().st_size))
+    write_json(
+        source,
+        [
+            *records[:2],
+            {**records[2], "images": [records[2]["images"][0], str(broken)]},
+            *records[3:],
+        ],
+    )
+    with pytest.raises(DataError, match="sample 'c': .*p1.jpg is not an image"):
+        build_shards(source, target, samples_per_shard=2, workers=workers)
+    left = {path.name for path in target.iterdir()}
+    assert {"shard-000000.tar", "shard-000000.part"} <= left
+    assert "index.jsonl" not in left and not [name for name in left if name.endswith(".tmp")]
+    with pytest.raises(DataError, match="its build was interrupted"):
+        list(ShardSource(target).records())
+    before = (target / "shard-000000.tar").stat().st_mtime_ns
+    write_json(source, records)
+    written: list[int] = []
+    original = webdataset_module._write_shard
+
+    def spy(shard: Any, *rest: Any) -> Any:
+        written.append(shard.number)
+        return original(shard, *rest)
+
+    monkeypatch.setattr(webdataset_module, "_write_shard", spy)
+    counts: list[int] = []
+    build_shards(
+        source, target, samples_per_shard=2, progress=lambda done, total: counts.append(done)
+    )
+    assert 0 not in written and (target / "shard-000000.tar").stat().st_mtime_ns == before
+    assert counts[-1] == 5
+    assert contents(target) == contents(straight)
+
+
+def test_a_changed_record_makes_its_shard_anew(source: Path, tmp_path: Path) -> None:
+    """Also where the shard's size stays the same."""
+    target, straight = tmp_path / "s", tmp_path / "straight"
+    good = (source.parent / "late.jpg").resolve()
+    records = json.loads(source.read_text())
+    records[4]["image"] = str(good)
+    good.write_bytes(b"not yet")
+    write_json(source, records)
+    with pytest.raises(DataError, match="sample 'e/../x': .*late.jpg is not an image"):
+        build_shards(source, target, samples_per_shard=2, workers=1)
+    assert (target / "shard-000000.part").exists()
+    good.write_bytes(Path(json.loads(source.read_text())[0]["image"]).read_bytes())
+    records[1]["conversations"][1]["value"] = "six"  # was "two"
+    write_json(source, records)
+    build_shards(source, target, samples_per_shard=2)
+    build_shards(source, straight, samples_per_shard=2)
+    assert contents(target) == contents(straight)
+
+
 def test_target_rules(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "shards"
     build_shards(source, target)
-    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    before = contents(target)
     with pytest.raises(DataError, match="holds a finished build"):
         build_shards(source, target)
     build_shards(source, target, samples_per_shard=1, overwrite=True)
     build_shards(source, target, overwrite=True)
     # Same input, same bytes: nothing of the time or the machine is written.
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert contents(target) == before
     # An interrupted build has no index: it is refused by the reader and built anew.
     (target / "index.jsonl").unlink()
     (target / "shard-000001.tar.tmp").write_bytes(b"half")
     with pytest.raises(DataError, match="its build was interrupted; run 'vlmtrain data build'"):
         list(ShardSource(target).records())
     build_shards(source, target)
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert contents(target) == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("mine")
     with pytest.raises(DataError, match=r"holds other files \(thesis.tex, ...\)"):
         build_shards(source, tmp_path / "other", overwrite=True)
     with pytest.raises(DataError, match="is a file; --target must be a folder"):
         build_shards(source, source)
+    with pytest.raises(DataError, match="is a folder; --source takes a .json, .jsonl or .parquet"):
+        build_shards(target, tmp_path / "again")
+
+
+def test_with_a_model_the_index_knows_the_tokens(
+    source: Path,
+    tmp_path: Path,
+    model_folder: Path,
+    processor: Processor,
+    spec: ModelSpec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same index as a scan of the file, made without tokenizing; other settings scan anew."""
+    build_shards(source, tmp_path / "s", samples_per_shard=2, processor=processor)
+    plain = scan_sources([source], processor, spec, 512)
+    asked: list[str] = []
+    original = Processor.measure
+
+    def spy(self: Processor, sample: Any, infos: Any) -> Any:
+        asked.append(sample.id)
+        return original(self, sample, infos)
+
+    monkeypatch.setattr(Processor, "measure", spy)
+    index = scan_sources([tmp_path / "s"], processor, spec, 512)
+    assert asked == []
+    for name in ("lengths", "target_tokens", "image_tokens", "grids", "seconds", "kinds", "infos"):
+        assert getattr(index, name).tolist() == getattr(plain, name).tolist(), name
+    assert index.ids == plain.ids
+    larger = Processor.from_folder(model_folder, spec, min_pixels=30 * 784, max_pixels=40 * 784)
+    other = scan_sources([tmp_path / "s"], larger, spec, 512)
+    assert sorted(asked) == sorted(plain.ids) and other.grids.tolist() != plain.grids.tolist()
+    with pytest.raises(DataError, match="sample 'a': it has .* tokens, .*a pack holds 20"):
+        scan_sources([tmp_path / "s"], processor, spec, 20)
+
+
+def test_energon_itself_reads_the_shards(source: Path, pictures: Path, tmp_path: Path) -> None:
+    """Opened with energon as they are, and the same files as its own `prepare` writes."""
+    if importlib.util.find_spec("megatron.energon") is None:
+        print("skipped: megatron-energon is not installed (pip install 'vlmkernels[energon]')")
+        pytest.skip("megatron-energon is not installed")
+    target = tmp_path / "shards"
+    build_shards(source, target, samples_per_shard=2)
+    script = """
+import json, sys, struct
+from pathlib import Path
+from megatron.energon import WorkerConfig, get_train_dataset, get_savable_loader, basic_sample_keys
+from megatron.energon import DefaultTaskEncoder, Cooker, stateless
+from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+from megatron.energon.flavors.webdataset.indexing import SqliteIndexReader
+from megatron.energon.epathlib import EPath
+
+@stateless
+def cook(sample):
+    parts = {name: value for name, value in sample.items() if not name.startswith("__")}
+    return dict(**basic_sample_keys(sample), parts=parts)
+
+class Encoder(DefaultTaskEncoder):
+    decoder = None
+    cookers = [Cooker(cook, has_subflavors={"format": "vlmtrain"})]
+    def batch(self, samples): return samples
+    def encode_batch(self, batch): return batch
+
+folder = Path(sys.argv[1])
+config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+dataset = get_train_dataset(folder, worker_config=config, batch_size=1, shuffle_buffer_size=None,
+    max_samples_per_sequence=None, task_encoder=Encoder(), repeat=False)
+seen = {}
+for batch in get_savable_loader(dataset):
+    for sample in batch:
+        parts = sample["parts"]
+        found = json.loads(parts.pop("json"))
+        seen[sample["__key__"]] = [found["id"], {k: len(v) for k, v in parts.items()}]
+index = SqliteIndexReader(EPath(folder / ".nv-meta" / "index.sqlite"))
+keys = {key: index.get_sample_part(key.rsplit("/")[-1].split(".")[0], "json").raw_byte_size
+        for key in ["000000000", "000000004"]}
+print(json.dumps([seen, keys, index.get_sample_count()]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(target)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen, sizes, count = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(found[0] for found in seen.values()) == ["a", "b", "c", "d", "e/../x"]
+    by_id = {found[0]: found[1] for found in seen.values()}
+    assert by_id["c"] == {
+        "0.png": (pictures / "p4.png").stat().st_size,
+        "1.jpg": (pictures / "p1.jpg").stat().st_size,
+    }
+    assert by_id["d"] == {f"0.0000{i}.jpg": (pictures / "p0.jpg").stat().st_size for i in range(2)}
+    lines = [json.loads(line) for line in (target / "index.jsonl").read_text().splitlines()[1:]]
+    assert sizes == {lines[i]["key"]: lines[i]["json"][1] for i in (0, 4)} and count == 5
+    # Its own prepare, over a copy without our files.
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in target.glob("*.tar"):
+        (copy / path.name).write_bytes(path.read_bytes())
+    prepare = """
+import sys
+from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
+from megatron.energon.epathlib import EPath
+from pathlib import Path
+if __name__ == "__main__":
+    folder = EPath(sys.argv[1])
+    names = sorted(path.name for path in Path(sys.argv[1]).glob("*.tar"))
+    WebdatasetPreparator.prepare_dataset(folder, names, split_parts_ratio=[("train", 1.0)],
+        tar_index_only=False, workers=1)
+"""
+    (tmp_path / "prepare.py").write_text(prepare)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "prepare.py"), str(copy)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for path in sorted(copy.glob("*.idx")):
+        assert path.read_bytes() == (target / path.name).read_bytes(), path.name
+    mine, theirs = (
+        json.loads((folder / ".nv-meta" / ".info.json").read_text())["shard_counts"]
+        for folder in (target, copy)
+    )
+    assert mine == theirs
+    for table in ("samples", "sample_parts"):
+        rows = []
+        for folder in (target, copy):
+            with sqlite3.connect(folder / ".nv-meta" / "index.sqlite") as connection:
+                rows.append(sorted(connection.execute(f"SELECT * FROM {table}").fetchall()))
+        assert rows[0] == rows[1], table
 
 
 def test_damaged_shards_are_noticed(

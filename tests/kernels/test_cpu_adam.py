@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.kernels.numeric import assert_bitwise, isa
 from vlmkernels import CPUAdam, _native
-from vlmkernels.optim.cpu_adam import adam_reference
+from vlmkernels.optim.native import adam_reference
 
 ISAS = [name for name in _native.available_isas() if name != "avx512_bf16"]
 # Without FMA instructions torch's order of operations can't be had bit for bit.
@@ -229,7 +229,7 @@ def test_state_dicts_are_interchangeable(direction: str):
 
 
 def test_as_megatron_uses_it():
-    """Extra group keys; moments made before the first step, without `step`; one shared step."""
+    """Extra group keys; moments made before the first step; a step that is shared, or a number."""
     params = parameters([(10,), (11,)])
     others = clones(params)
     groups = [
@@ -240,13 +240,17 @@ def test_as_megatron_uses_it():
     for p in params:
         ours.state[p]["exp_avg"] = torch.zeros_like(p.data)
         ours.state[p]["exp_avg_sq"] = torch.zeros_like(p.data)
-    for number in range(4):
+    for number in range(6):
         if number == 2:
             state = ours.state_dict()
             shared = torch.tensor(2.0)
             for values in state["state"].values():
                 values["step"] = shared
             ours.load_state_dict(state)
+        if number == 4:
+            ours.state[params[0]]["step"] = ours.state[params[1]]["step"] = torch.tensor(4.0)
+        if number == 5:
+            ours.state[params[0]]["step"] = 5
         for p, q in zip(params, others, strict=True):
             p.grad = gradient(p)
             q.grad = p.grad.clone()
@@ -254,7 +258,7 @@ def test_as_megatron_uses_it():
         theirs.step()
     for p, q in zip(params, others, strict=True):
         assert_bitwise("parameter", p.detach(), q.detach())
-        assert float(ours.state[p]["step"]) == 4
+        assert float(ours.state[p]["step"]) == 6
     assert ours.param_groups[0]["is_expert_parallel"] is False
 
 
@@ -331,7 +335,7 @@ def test_bad_gradients_are_named_and_change_nothing(grad: Tensor):
         optimizer.step()
     for p, q in zip(params, before, strict=True):
         assert_bitwise("parameter", p.detach(), q.detach())
-        assert "step" not in optimizer.state[p]
+        assert float(optimizer.state[p].get("step", 0)) == 0
 
 
 def test_bad_states_are_named():

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.parity.reference import make_model
 from vlmtrain import device
-from vlmtrain.config import OptimizerSection
+from vlmtrain.config import OptimizerSection, RecomputeSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import make_layout
 
@@ -29,14 +29,15 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from vlmtrain.engine import Engine
     from vlmtrain.optimizer import distributed_parts
 
-    spec = ModelSpec.from_dict(make_model(
-        case["family"], vision_heads=case["heads"], tied=case["tied"]
-    ).config.to_dict())
+    spec = ModelSpec.from_dict(
+        make_model(case["family"], vision_heads=case["heads"], tied=case["tied"]).config.to_dict()
+    )
     world, rank = case["world"], case["rank"]
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     layout = make_layout(spec, world_size=world, **case["layout"])
     dtype = torch.bfloat16 if case["precision"] == "bf16" else torch.float32
-    engine = Engine(spec, layout, backend, dtype=dtype)
+    recompute = RecomputeSection(*case.get("recompute", ("none", "none")))
+    engine = Engine(spec, layout, backend, dtype=dtype, recompute=recompute)
     engine.prepare(OptimizerSection())
     counts = [sum(p.numel() for p in stage.parameters()) for stage in engine.stages]
     buffers = [b for c in engine.chunks for b in c.buffers]

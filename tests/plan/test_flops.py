@@ -126,6 +126,20 @@ def test_parameters_of_small_models(family: str, tied: bool) -> None:
     assert sum(flops.parameter_counts(_spec(model)).values()) == real
 
 
+def test_padding_of_a_batch_does_not_count() -> None:
+    from tests.plan.megatron_worker import make_batch
+
+    spec = _spec(reference.make_model("qwen2_5_vl"))
+    grids = [[1, 8, 12], [2, 4, 6]]
+    batch = make_batch(spec, 100, grids)
+    padded = batch.padded_to(130)
+    wanted = flops.Work.of([100], grids, spec.vision)
+    assert flops.Work.of_batch(batch, spec.vision) == wanted
+    assert flops.Work.of_batch(padded, spec.vision) == wanted
+    tail = flops.Work(tokens=30, causal_pairs=30 * 31 // 2)
+    assert flops.Work.of_batch(padded, spec.vision, padding=True) == wanted + tail
+
+
 # What the released config.json files say.
 SIZES = {
     "qwen2_vl-2b": (1536, 8960, 28, 12, 2, 151936, True, 5120),

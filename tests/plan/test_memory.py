@@ -32,10 +32,12 @@ CASES = [
     _case("qwen2_vl", 1, 0, activations=ACTIVATIONS),
     _case("qwen2_5_vl", 1, 0, precision="fp32", activations=ACTIVATIONS),
     _case("qwen2_vl", 1, 0, precision="fp32", tied=True, activations=ACTIVATIONS),
+    _case("qwen2_5_vl", 1, 0, recompute=["selective", "full"], activations=ACTIVATIONS),
+    _case("qwen2_vl", 1, 0, recompute=["full", "selective"], activations=ACTIVATIONS),
     _case("qwen2_5_vl", 2, 1, layout={"tensor": 2}, activations=ACTIVATIONS),
     _case("qwen2_vl", 6, 4, layout={"tensor": 2, "sequence": True}, activations=ACTIVATIONS),
-    *(_case("qwen2_5_vl", 12, rank, layout=UNEVEN) for rank in (1, 3, 5, 8, 11)),
-    *(_case("qwen2_vl", 12, rank, layout=UNEVEN, tied=True) for rank in (0, 2, 10)),
+    *(_case("qwen2_5_vl", 12, rank, layout=UNEVEN) for rank in (1, 5, 11)),
+    *(_case("qwen2_vl", 12, rank, layout=UNEVEN, tied=True) for rank in (2, 10)),
     *(
         _case(
             "qwen2_5_vl",
@@ -100,9 +102,10 @@ def test_activations_are_the_tensors_autograd_keeps(
         element=2 if case["precision"] == "bf16" else 4,
         fused_norm=False,  # these run on a CPU
     )
-    kept = model.stage(layout, 0, recompute_vision=False, recompute_text=False)
+    vision, text = case.get("recompute", ("none", "none"))
+    per_token, per_patch = model.stages(layout, recompute_vision=vision, recompute_text=text)
     real = measured[number]["activations"]["bytes"]
-    assert kept.bytes(512, PATCHES) == pytest.approx(real, rel=0.005)
+    assert per_token[0] * 512 + per_patch[0] * PATCHES == pytest.approx(real, rel=0.003)
 
 
 def test_shards_of_all_ranks_are_the_parameters() -> None:

@@ -43,6 +43,16 @@ def wait_for_step(output: Path, step: int, process: subprocess.Popen, limit: flo
     raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-3000:]}")
 
 
+def wait_for_checkpoint(output: Path, process: subprocess.Popen, limit: float = 60) -> None:
+    """Checkpoints are written while training goes on: complete a step or two later."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end and process.poll() is None:
+        if (output / "checkpoints" / "latest").is_file():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no checkpoint: {process.communicate()[0][-3000:]}")
+
+
 def workers(process: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
@@ -100,6 +110,7 @@ def test_kill_and_resume_is_bitwise(straight, model, conversations, tmp_path):
     )
     process = start(arguments)
     wait_for_step(output, 6, process)
+    wait_for_checkpoint(output, process)
     kill(process)
     assert not (output / "hf").exists()
     assert (output / "checkpoints" / "latest").read_text() == "step-00000005\n"
@@ -118,6 +129,7 @@ def test_resume_on_another_layout(straight, model, conversations, tmp_path):
     first = options(model, conversations, output, "--train.steps=10", "--checkpoint.every=5", *TWO)
     process = start(first)
     wait_for_step(output, 6, process)
+    wait_for_checkpoint(output, process)
     kill(process)
     again = options(model, conversations, output, "--train.steps=10", "--nproc=2")
     done = run_cli([*again, "--checkpoint.resume=5"])

@@ -4,59 +4,69 @@ Method: Kingma & Ba 2015 (https://arxiv.org/abs/1412.6980), Loshchilov & Hutter 
 (https://arxiv.org/abs/1711.05101), in the operation order of torch.optim.AdamW(fused=True), to
 which parameters and moments are bit-identical on machines with AVX2 or AVX-512.
 
-Speed of light: 28 bytes an element with float32 gradients (4 reads, 3 writes), so memory bandwidth.
+Speed of light: memory bandwidth at 28 bytes an element with float32 gradients (4 reads, 3 writes),
+28 with bfloat16 gradients and a bfloat16 copy of the parameter written in the same pass, 20 with
+bfloat16 moments as well.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, describe
+from vlmkernels._native import describe
 
-_GRADIENTS = (torch.float32, torch.bfloat16)
+from .native import (
+    MOMENTS,
+    Rows,
+    check_gradient,
+    check_hyperparameters,
+    is_dense,
+    is_host,
+    is_step,
+    overlap,
+    sum_of_squares,
+)
 
-
-def adam_reference(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-) -> None:
-    """What one step means, in place, in plain torch: tests and documentation. `step` is from 1."""
-    beta1, beta2 = betas
-    grad = grad.to(param.dtype)
-    if decoupled:
-        param.mul_(1 - lr * weight_decay)
-    else:
-        grad = grad + weight_decay * param
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5 + eps
-    param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+logger = logging.getLogger(__name__)
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Its elements fill one piece of memory without gaps or overlaps, in any order."""
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+class _Known:
+    """A parameter whose tensors were checked, and the row that they make."""
+
+    __slots__ = ("param", "grad", "exp_avg", "exp_avg_sq", "step", "key", "row", "written")
+
+    def __init__(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], low: Tensor | None
+    ) -> None:
+        self.param = param
+        self.grad = weakref.ref(grad)  # zero_grad is to free its memory
+        self.exp_avg, self.exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        self.step = state["step"]
+        self.written = (param,) if low is None else (param, low)
+        self.key, self.row = Rows.make(param, grad, self.exp_avg, self.exp_avg_sq, self.step, low)
+
+    def holds(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> bool:
+        """Whether these are the same tensors, and lie where they did."""
+        row = self.row
+        return (
+            self.param is param
+            and param.data_ptr() == row[0]
+            and grad.data_ptr() == row[1]
+            and grad is self.grad()
+            and self.exp_avg.data_ptr() == row[2]
+            and self.exp_avg_sq.data_ptr() == row[3]
+            and self.step.data_ptr() == row[5]
+            and self.exp_avg is state.get("exp_avg")
+            and self.exp_avg_sq is state.get("exp_avg_sq")
+            and self.step is state.get("step")
+        )
 
 
 class CPUAdam(torch.optim.Optimizer):
@@ -73,10 +83,17 @@ class CPUAdam(torch.optim.Optimizer):
         eps: added to the denominator.
         weight_decay: AdamW's decay per unit of lr; L2 penalty where not decoupled.
         decoupled: True is AdamW, False is Adam with an L2 penalty (torch.optim.Adam).
+        moments: torch.float32, or torch.bfloat16 to hold both moments in half the memory. They are
+            then rounded up or down at random in proportion, which keeps their mean: rounded to
+            nearest, exp_avg_sq would stand still at beta2 = 0.999. The random numbers depend on
+            step and element alone, so that a run can be repeated and resumed bit for bit.
+        nonfinite: what a NaN or an infinity in any gradient does. "propagate": as in torch, it goes
+            into parameters and moments. "skip": the step changes nothing and is counted in
+            `skipped_steps`; looking for them reads the gradients once more.
 
     Gradients are float32 or bfloat16, read from `param.decoupled_grad` where that attribute is set
     (torch refuses a bfloat16 `grad` on a float32 parameter), else from `param.grad`. A parameter
-    without a gradient is skipped.
+    without a gradient is skipped. Gradients are read once and never written.
 
     Raises:
         ValueError: a hyperparameter, parameter, gradient or loaded state that doesn't fit.
@@ -90,13 +107,21 @@ class CPUAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         decoupled: bool = True,
+        *,
+        moments: torch.dtype = torch.float32,
+        nonfinite: Literal["propagate", "skip"] = "propagate",
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}; it must be at least 0")
-        for i, beta in enumerate(betas):
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas[{i}] is {beta}; it must be in [0, 1)")
+        check_hyperparameters(lr, betas, eps, weight_decay)
+        if moments not in MOMENTS:
+            raise ValueError(f"moments is {moments}; it must be torch.float32 or torch.bfloat16")
+        if nonfinite not in ("propagate", "skip"):
+            raise ValueError(f"nonfinite is {nonfinite!r}; it must be 'propagate' or 'skip'")
+        self.moments = moments
+        self.nonfinite = nonfinite
+        #: Steps that changed nothing, because of a gradient that was not finite or `found_inf`.
+        self.skipped_steps = 0
+        self._low: dict[Tensor, Tensor] = {}
+        self._known: list[list[_Known | None]] = []  # by group and parameter, of the last step
         # The name under which torch.optim.Adam and AdamW keep this flag.
         defaults = {
             "lr": lr,
@@ -110,22 +135,61 @@ class CPUAdam(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if param.dtype != torch.float32 or param.device.type != "cpu" or not _is_dense(param):
+            if param.dtype != torch.float32 or param.device.type != "cpu" or not is_dense(param):
                 self.param_groups.pop()
                 raise ValueError(
                     f"a parameter is {describe(param)} with strides {tuple(param.stride())}; "
                     "CPUAdam needs float32 on cpu, without gaps in memory"
                 )
 
+    def set_low_precision(self, param: Tensor, copy: Tensor | None) -> None:
+        """Keep `copy` equal to `param` rounded to bfloat16: now, and in the same pass at each step.
+
+        Args:
+            param: one of this optimizer's parameters.
+            copy: bfloat16, the parameter's shape and strides, in host memory of its own; None ends
+                it. A change of the parameter by others reaches the copy with the next step.
+
+        Raises:
+            ValueError: a tensor that doesn't fit.
+        """
+        if not any(param is p for group in self.param_groups for p in group["params"]):
+            raise ValueError(f"param, {describe(param)}, is not a parameter of this optimizer")
+        if copy is None:
+            self._low.pop(param, None)
+            self._known = []
+            return
+        if (
+            copy.dtype != torch.bfloat16
+            or copy.shape != param.shape
+            or copy.stride() != param.stride()
+            or not is_host(copy)
+            or overlap(copy, param)
+        ):
+            raise ValueError(
+                f"copy is {describe(copy)} with strides {tuple(copy.stride())}; it must be "
+                f"bfloat16 {list(param.shape)} on cpu with strides {tuple(param.stride())}, in "
+                "memory of its own"
+            )
+        with torch.no_grad():
+            copy.copy_(param)
+        self._low[param] = copy
+        self._known = []
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._known = []
+        # torch pickles state, groups and defaults only.
+        for name, value in (("moments", torch.float32), ("nonfinite", "propagate"), ("_low", {})):
+            self.__dict__.setdefault(name, value)
+        self.__dict__.setdefault("skipped_steps", 0)
         for group in self.param_groups:
             group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
             for flag in ("amsgrad", "maximize"):
                 if group.get(flag):
                     raise ValueError(f"the loaded state has {flag}=True; CPUAdam has no {flag}")
         for param, values in self.state.items():
-            if "step" in values:  # Megatron loads a plain number, or one tensor for all parameters
+            if "step" in values:  # Megatron loads one tensor for all parameters
                 values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
             for key in ("exp_avg", "exp_avg_sq"):
                 if key in values and values[key].shape != param.shape:
@@ -134,74 +198,123 @@ class CPUAdam(torch.optim.Optimizer):
                         f"{list(param.shape)}; they must be equal"
                     )
 
+    def grad_norm(self) -> float:
+        """The L2 norm of all gradients, in one pass; infinite or NaN where a gradient is."""
+        grads = [self._gradient(p) for group in self.param_groups for p in group["params"]]
+        held = [g for g in grads if g is not None]
+        dense = [g if is_dense(g) else g.contiguous() for g in held]
+        return math.sqrt(sum_of_squares(dense))
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's result."""
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_scale: float = 1.0,
+        found_inf: bool | Tensor | None = None,
+    ) -> Any:
+        """Updates every parameter that has a gradient; returns the closure's result.
+
+        Args:
+            closure: computes loss and gradients first.
+            grad_scale: multiplies every gradient as it is read: a clip factor, the inverse of a
+                loss scale, or their product.
+            found_inf: whether a gradient is not finite, where the caller knows: True skips the
+                step under either policy, False saves looking.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
+        seen: set[int] = set()
+        keep: list[Tensor] = []
+        written: list[Tensor] = []
+        numbers = range(len(self.param_groups))
+        collected = [self._collect(i, seen, keep, written) for i in numbers]
+        if found_inf is None and self.nonfinite == "skip":
+            found_inf = not math.isfinite(sum_of_squares(keep) * grad_scale)
+        if found_inf:
+            self.skipped_steps += 1
+            logger.warning("a gradient is not finite: step skipped, %d so far", self.skipped_steps)
+            return loss
+        for group, rows in zip(self.param_groups, collected, strict=True):
+            rows.step(group, grad_scale)
+        # Autograd is to notice when a saved tensor was overwritten.
+        torch.autograd.graph.increment_version(written)
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        rows: dict[torch.dtype, list[tuple[int, int, int, int, int]]] = {}
-        steps: dict[torch.dtype, list[float]] = {}
-        keep: list[Tensor] = []  # gradients copied to another layout must outlive the native call
-        counters: list[tuple[dict[str, Any], float]] = []
-        for param in group["params"]:
-            grad = getattr(param, "decoupled_grad", None)
-            grad = param.grad if grad is None else grad
+    @staticmethod
+    def _gradient(param: Tensor) -> Tensor | None:
+        grad = getattr(param, "decoupled_grad", None)
+        grad = param.grad if grad is None else grad
+        if grad is not None:
+            check_gradient(param, grad)
+        return grad
+
+    def _collect(
+        self, number: int, seen: set[int], keep: list[Tensor], written: list[Tensor]
+    ) -> Rows:
+        """Checks the tensors of a group and returns them as rows; their gradients go into `keep`,
+        since those copied to another layout must outlive the native calls, and what a step changes
+        of the model into `written`.
+
+        With thousands of small tensors Python takes longer than the arithmetic: what was checked at
+        the last step and is the same objects at the same addresses is not looked at again (a
+        third of the time). `seen` holds the addresses of the steps met so far: a loader may have
+        given one step tensor to several parameters, which would then count every update of each.
+        """
+        params, rows, states = self.param_groups[number]["params"], Rows(), self.state
+        if len(self._known) <= number or len(self._known[number]) != len(params):
+            del self._known[number:]
+            self._known.append([None] * len(params))
+        known = self._known[number]
+        for i, param in enumerate(params):
+            # The attribute is looked up where it would be, as its absence is slow to find out.
+            grad = param.__dict__.get("decoupled_grad")
             if grad is None:
-                continue
-            grad = self._check_gradient(param, grad)
+                grad = param.grad
+                if grad is None:
+                    continue
+            state, entry = states.get(param), known[i]
+            if entry is None or state is None or not entry.holds(param, grad, state):
+                grad, entry = self._check(param, grad)
+                known[i] = entry
+            if entry.row[5] in seen:
+                self.state[param]["step"] = entry.step.clone()
+                grad, entry = self._check(param, grad)
+                known[i] = entry
+            seen.add(entry.row[5])
             keep.append(grad)
-            state = self.state[param]
-            moments = [self._moment(param, state, key) for key in ("exp_avg", "exp_avg_sq")]
-            step = float(state.get("step", 0)) + 1
-            counters.append((state, step))
-            addresses = (x.data_ptr() for x in (param, grad, *moments))
-            rows.setdefault(grad.dtype, []).append((*addresses, param.numel()))  # type: ignore[arg-type]
-            steps.setdefault(grad.dtype, []).append(step)
-        for dtype, tensors in rows.items():
-            _C.adam_step(
-                tensors,
-                steps[dtype],
-                DTYPES[dtype],
-                float(group["lr"]),
-                *map(float, group["betas"]),
-                float(group["eps"]),
-                float(group["weight_decay"]),
-                bool(group["decoupled_weight_decay"]),
-            )
-        for state, step in counters:
-            # A new tensor, not an addition in place: a loader may have shared one among parameters.
-            state["step"] = torch.tensor(step, dtype=torch.float32)
+            written += entry.written
+            rows.append(entry.key, entry.row)
+        return rows
 
-    @staticmethod
-    def _check_gradient(param: Tensor, grad: Tensor) -> Tensor:
-        if (
-            grad.dtype not in _GRADIENTS
-            or grad.shape != param.shape
-            or grad.layout != torch.strided
-            or grad.device != param.device
-        ):
-            layout = "" if grad.layout == torch.strided else f" ({grad.layout})"
+    def _check(self, param: Tensor, grad: Tensor) -> tuple[Tensor, _Known]:
+        """The gradient in the parameter's memory layout, perhaps a copy, and the row."""
+        check_gradient(param, grad)
+        stride = param.stride()
+        if grad.stride() != stride:  # the native step walks through memory, not indices
+            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        elif grad.data_ptr() == param.data_ptr() and grad.numel():
             raise ValueError(
-                f"a gradient is {describe(grad)}{layout}; it must be dense float32 or bfloat16 "
-                f"{list(param.shape)} on {param.device}"
+                f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs its own"
             )
-        if grad.stride() == param.stride():
-            return grad
-        return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        state = self.state[param]
+        moments = (state.get("exp_avg"), state.get("exp_avg_sq"))
+        if not is_step(state.get("step")) or not all(self._fits(m, stride) for m in moments):
+            self._prepare_state(param, state)
+        return grad, _Known(param, grad, state, self._low.get(param))
 
-    @staticmethod
-    def _moment(param: Tensor, state: dict[str, Any], key: str) -> Tensor:
-        """The moment in the parameter's memory layout: the native step walks memory, not indices."""
-        moment = state.get(key)
-        if moment is None:
-            moment = state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        elif moment.dtype != torch.float32 or moment.stride() != param.stride():
-            moment = state[key] = torch.empty_like(param).copy_(moment)
-        return moment
+    def _fits(self, moment: Tensor | None, stride: tuple[int, ...]) -> bool:
+        return moment is not None and moment.dtype == self.moments and moment.stride() == stride
+
+    def _prepare_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Makes what is missing; moves moments to the parameter's memory layout and their type."""
+        if not is_step(state.get("step")):
+            state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = state.get(key)
+            if moment is None:
+                state[key] = torch.zeros_like(param, dtype=self.moments)
+            elif not self._fits(moment, param.stride()):
+                state[key] = torch.empty_like(param, dtype=self.moments).copy_(moment)

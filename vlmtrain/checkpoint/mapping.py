@@ -2,7 +2,8 @@
 
 A row names the Hugging Face tensors (one or several), the Megatron tensor they make, and a
 transform. `{i}` is the global layer number. The table knows nothing of tensor or pipeline
-parallelism: `split` cuts a whole Megatron tensor for one rank, driven by the parameter itself.
+parallelism: a whole Megatron tensor is cut for one rank by `split`, and `pieces` says which slices
+of the Hugging Face tensors make one rank's piece without the rest.
 
 Hugging Face names are those written to disk by every transformers release (`visual.*`,
 `model.*`); names of transformers >= 4.52 in memory (`model.visual.*`,
@@ -11,6 +12,7 @@ Hugging Face names are those written to disk by every transformers release (`vis
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -131,14 +133,19 @@ def rows(spec: ModelSpec) -> Iterator[Row]:
 # --- transforms ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Transform:
-    """How whole Hugging Face tensors become one whole Megatron tensor, and back."""
+    """How Hugging Face tensors become one Megatron tensor, and back.
+
+    `to_megatron` also takes one tensor-parallel rank's slices (`pieces`): it then returns that
+    rank's piece. Both directions accept tensors on the meta device, to learn shapes.
+    """
 
     to_megatron: Callable[[Sequence[Tensor]], Tensor]
     to_hf: Callable[[Tensor], list[Tensor]]
-    parts: int = 1  # equal blocks along dim 0 that are each split over tensor-parallel ranks
+    parts: int = 1  # equal blocks of the Megatron tensor along dim 0, each split over ranks
+    blocks: int = 1  # the same of each Hugging Face tensor
 
 
-def transforms(spec: ModelSpec, padded_vocab: int) -> dict[str, Transform]:
+def transforms(spec: ModelSpec) -> dict[str, Transform]:
     """The named transforms of a model."""
     vision = spec.vision
     kernel = (
@@ -148,66 +155,119 @@ def transforms(spec: ModelSpec, padded_vocab: int) -> dict[str, Transform]:
         vision.patch_size,
     )
 
-    def pad_vocab(tensors: Sequence[Tensor]) -> Tensor:
-        (table,) = tensors
-        if table.shape[0] != spec.vocab_size:
-            raise WeightError(f"has {table.shape[0]} rows, vocab_size is {spec.vocab_size}")
-        return torch.cat([table, table.new_zeros(padded_vocab - spec.vocab_size, table.shape[1])])
-
     # Vision: [3, heads, head_dim, ...] <-> [heads, 3, head_dim, ...].
     def vision_qkv(tensors: Sequence[Tensor]) -> Tensor:
         (x,) = tensors
         tail = x.shape[1:]
-        x = x.view(3, vision.num_heads, vision.head_dim, *tail).transpose(0, 1)
-        return x.reshape(-1, *tail)
+        return x.view(3, -1, vision.head_dim, *tail).transpose(0, 1).reshape(-1, *tail)
 
     def vision_qkv_back(x: Tensor) -> list[Tensor]:
         tail = x.shape[1:]
-        x = x.view(vision.num_heads, 3, vision.head_dim, *tail).transpose(0, 1)
-        return [x.reshape(-1, *tail)]
+        return [x.view(-1, 3, vision.head_dim, *tail).transpose(0, 1).reshape(-1, *tail)]
 
     # Language: per key/value group its queries, its key, its value.
-    groups, dim = spec.num_kv_heads, spec.head_dim
-    per_group = spec.num_heads // groups
+    dim, queries = spec.head_dim, spec.num_heads // spec.num_kv_heads
 
     def text_qkv(tensors: Sequence[Tensor]) -> Tensor:
         tail = tensors[0].shape[1:]
-        return torch.cat([t.view(groups, -1, dim, *tail) for t in tensors], 1).reshape(-1, *tail)
+        q, k, v = tensors
+        grouped = [x.view(-1, n, dim, *tail) for x, n in ((q, queries), (k, 1), (v, 1))]
+        return torch.cat(grouped, 1).reshape(-1, *tail)
 
     def text_qkv_back(x: Tensor) -> list[Tensor]:
         tail = x.shape[1:]
-        x = x.view(groups, per_group + 2, dim, *tail)
-        return [t.reshape(-1, *tail) for t in x.split([per_group, 1, 1], 1)]
+        x = x.view(-1, queries + 2, dim, *tail)
+        return [t.reshape(-1, *tail) for t in x.split([queries, 1, 1], 1)]
 
     return {
         "same": Transform(lambda t: t[0], lambda x: [x]),
-        "vocab": Transform(pad_vocab, lambda x: [x[: spec.vocab_size]]),
+        # The rows that pad the vocabulary are zeros: added by `pad_rows`, cut off here.
+        "vocab": Transform(lambda t: t[0], lambda x: [x[: spec.vocab_size]]),
         "patch_embed": Transform(
             lambda t: t[0].reshape(vision.hidden_size, vision.patch_dim),
             lambda x: [x.reshape(vision.hidden_size, *kernel)],
         ),
-        "vision_qkv": Transform(vision_qkv, vision_qkv_back),
+        "vision_qkv": Transform(vision_qkv, vision_qkv_back, blocks=3),
         "text_qkv": Transform(text_qkv, text_qkv_back),
         "gate_up": Transform(lambda t: torch.cat(list(t)), lambda x: list(x.chunk(2)), parts=2),
     }
 
 
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding table in Megatron: a multiple of 128 x tensor-parallel size."""
+    unit = 128 * tensor
+    return -(-vocab_size // unit) * unit
+
+
 # --- splitting -----------------------------------------------------------------------------------
-def split(whole: Tensor, parameter: Tensor, parts: int, rank: int, size: int) -> Tensor:
+_SPLIT_ROWS = re.compile(
+    r".*\.(linear_qkv|linear_fc1|merger_fc1)\.(weight|bias)$|.*\.(word_embeddings|output_layer)\..*"
+)
+_SPLIT_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2|merger_fc2)\.weight$")
+
+
+def split_dim(megatron: str) -> int | None:
+    """The dimension along which tensor-parallel ranks share a Megatron tensor; None: all hold it.
+
+    For tools that build no model. A parameter in a model says it itself (`split`, `join`), and a
+    test holds the two together.
+    """
+    if _SPLIT_ROWS.match(megatron):
+        return 0
+    return 1 if _SPLIT_COLUMNS.match(megatron) else None
+
+
+def parameter_split_dim(parameter: Tensor) -> int | None:
+    """The same, as a model's parameter says it."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    return parameter.partition_dim  # type: ignore[attr-defined]
+
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) per dimension
+
+
+def pieces(shape: Sequence[int], dim: int | None, blocks: int, rank: int, size: int) -> list[Box]:
+    """The boxes of a whole tensor of `shape` that `rank` of `size` holds, in order of dim 0.
+
+    `blocks` equal blocks along dim 0 are each split, where `dim` is 0.
+
+    Raises:
+        WeightError: the sizes can't be divided.
+    """
+    whole = [(0, n) for n in shape]
+    if dim is None or size == 1:
+        return [tuple(whole)]
+    count = blocks if dim == 0 else 1
+    if dim >= len(shape) or shape[dim] % (count * size):
+        raise WeightError(f"{list(shape)} can't be split into {count * size} along dim {dim}")
+    block, part = shape[dim] // count, shape[dim] // (count * size)
+    boxes = []
+    for i in range(count):
+        start = i * block + rank * part
+        boxes.append((*whole[:dim], (start, start + part), *whole[dim + 1 :]))
+    return boxes
+
+
+def pad_rows(table: Tensor, rows: int) -> Tensor:
+    """`table` with zero rows appended up to `rows`; the table itself where it has them."""
+    if table.shape[0] == rows:
+        return table
+    return torch.cat([table, table.new_zeros(rows - table.shape[0], *table.shape[1:])])
+
+
+def split(whole: Tensor, dim: int | None, parts: int, rank: int, size: int) -> Tensor:
     """The piece of a whole Megatron tensor that tensor-parallel `rank` of `size` holds."""
-    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return whole
-    dim = parameter.partition_dim  # type: ignore[attr-defined]
-    blocks = whole.chunk(parts, dim) if parts > 1 else (whole,)
-    return torch.cat([b.chunk(size, dim)[rank] for b in blocks], dim)
+    boxes = pieces(whole.shape, dim, parts, rank, size)
+    cut = [whole[tuple(slice(*bounds) for bounds in box)] for box in boxes]
+    return cut[0] if len(cut) == 1 else torch.cat(cut)
 
 
-def join(pieces: Sequence[Tensor], parameter: Tensor, parts: int) -> Tensor:
+def join(shards: Sequence[Tensor], dim: int | None, parts: int) -> Tensor:
     """The whole Megatron tensor from the pieces of all tensor-parallel ranks."""
-    if len(pieces) == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return pieces[0]
-    dim = parameter.partition_dim  # type: ignore[attr-defined]
-    blocks = [piece.chunk(parts, dim) for piece in pieces]
+    if len(shards) == 1 or dim is None:
+        return shards[0]
+    blocks = [shard.chunk(parts, dim) for shard in shards]
     return torch.cat([b[i] for i in range(parts) for b in blocks], dim)
 
 
@@ -224,3 +284,27 @@ def canonical_name(name: str) -> str:
         if name.startswith(new):
             return old + name[len(new) :]
     return name
+
+
+_LAYER = re.compile(r"(.*\.layers\.)(\d+)\.(.*)")
+# Megatron's checkpoints name a layer's norms after the linear layer that follows them, so that
+# fused and unfused models can read each other's.
+_FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def checkpoint_key(megatron: str) -> tuple[str, int | None]:
+    """Key of a Megatron tensor in a distributed checkpoint, and its layer.
+
+    The layers of a tower are one tensor there with the layer as first dimension.
+    """
+    match = _LAYER.match(megatron)
+    if match is None:
+        return megatron, None
+    prefix, layer, name = match.groups()
+    for norm, fused in _FUSED.items():
+        if name.startswith(norm):
+            name = fused + name[len(norm) :]
+    return prefix + name, int(layer)

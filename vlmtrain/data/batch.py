@@ -23,7 +23,7 @@ class PackedBatch:
     position_ids: Tensor  # int64 [3, S]: M-RoPE time, height, width, counted per sample
     cu_seqlens: Tensor  # int32 [n + 1]: borders; a padded tail is a segment of its own
     visual_index: Tensor  # int32 [S]: row of the merged visual features, -1 for text
-    pixel_values: Tensor  # float32 [P, 1176], media in sequence order; [0, 1176] if not wanted
+    pixel_values: Tensor  # [P, 1176], media in sequence order; [0, 1176] if not wanted
     grid_thw: Tensor  # int64 [m, 3], media in sequence order
     sample_ids: list[str]
     target_tokens: int
@@ -68,6 +68,31 @@ class PackedBatch:
             visual_index=_extend(self.visual_index[:real], tail, -1),
             pad_tokens=tail,
         )
+
+    def without(self, segment: int) -> PackedBatch:
+        """The same pack in which a sample stands but counts for nothing.
+
+        The rows of its images stand first, then padding; its pixels are zeros, its labels -100.
+        Length and number of rows stay, so every rank, whether it could read the sample or not,
+        now has the same. The tensors are written in place.
+        """
+        begin, end = self.cu_seqlens[segment : segment + 2].tolist()
+        part = slice(begin, end)
+        visual = self.visual_index[part] >= 0
+        rows, ids = self.visual_index[part][visual], self.input_ids[part][visual]
+        targets = int((self.labels[part] != IGNORE).sum())
+        self.input_ids[part] = self.pad_token_id
+        self.input_ids[begin : begin + len(ids)] = ids
+        self.visual_index[part] = -1
+        self.visual_index[begin : begin + len(rows)] = rows
+        self.labels[part] = IGNORE
+        self.position_ids[:, part] = torch.arange(end - begin)
+        if len(rows) and len(self.pixel_values):
+            count = int((self.visual_index >= 0).sum())
+            unit = len(self.pixel_values) // count  # patches a row
+            first, last = int(rows[0]), int(rows[-1]) + 1
+            self.pixel_values[unit * first : unit * last] = 0
+        return replace(self, target_tokens=self.target_tokens - targets)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """The same batch with its tensors on `device`."""

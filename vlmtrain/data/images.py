@@ -2,20 +2,18 @@
 
 Legend: T frames, H and W pixels, t, h, w patches in time, height, width.
 
-The work per pixel is: bicubic resize (PIL), then ((x / 255) - mean) / std, then the gather into
-patch rows. The input is 8 bits, so the arithmetic is a table of 256 values per channel, computed
-once with the reference's own operations; and the gather moves bytes, not floats.
+The work per pixel is: bicubic resize (PIL), then ((x / 255) - mean) / std and the gather into
+patch rows, which `vlmkernels.patchify` does in one pass.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -24,10 +22,14 @@ from vlmtrain.data.errors import DataError
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
 from vlmtrain.models.spec import VisionSpec
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT_RATIO = 200  # the reference refuses more
 MAX_FILE_PIXELS = 2 * 89_478_485  # where PIL speaks of a decompression bomb and refuses
+_TOO_LARGE = f"{{}} has more than {MAX_FILE_PIXELS} pixels; make it smaller"
 _EXIF_ORIENTATION = 0x0112
 
 
@@ -210,50 +212,38 @@ def resize(image: Image.Image, settings: ImageSettings) -> np.ndarray:
     return np.asarray(image.resize((width, height), resample=settings.resample))
 
 
-def patchify(
-    frames: np.ndarray, settings: ImageSettings, out: np.ndarray | None = None
-) -> np.ndarray:
-    """Normalise and gather frames into patch rows.
+def patchify(frames: np.ndarray, settings: ImageSettings, out: Tensor | None = None) -> Tensor:
+    """Normalise and gather frames into patch rows (`vlmkernels.patchify`).
 
     Args:
         frames: uint8 [T, H, W, 3], H and W multiples of `settings.factor`; the last frame is
             repeated where T is no multiple of temporal_patch_size (a single image fills two).
         settings: mean, std and sizes.
-        out: float32 [t*h*w, patch_dim] to write into, C-contiguous.
+        out: [t*h*w, patch_dim] to write into, float32 or bfloat16.
 
     Returns:
-        float32 [t*h*w, patch_dim]: rows in the order (t, h/2, w/2, 2, 2), so that four
-        consecutive rows are one language token; inside a row (channel, frame, y, x).
+        [t*h*w, patch_dim]: rows in the order (t, h/2, w/2, 2, 2), so that four consecutive rows
+        are one language token; inside a row (channel, frame, y, x).
+
+    Raises:
+        ValueError: `out` is not of that shape.
     """
-    count, height, width, channels = frames.shape
-    tp, ps, ms = settings.temporal_patch_size, settings.patch_size, settings.merge_size
-    t, h, w = -(-count // tp), height // ps, width // ps
-    if out is None:
-        out = np.empty((t * h * w, settings.patch_dim), dtype=np.float32)
-    rows = out.reshape(t, h // ms, w // ms, ms, ms, channels, tp, ps, ps)
-    table = _table(settings.rescale_factor, settings.mean, settings.std)
-    for step in range(tp):
-        # Frame `step` of every temporal slice; the indices past the end repeat the last frame.
-        chosen = frames[np.minimum(np.arange(t) * tp + step, count - 1)]
-        if count == 1 and step:  # a still image: the second frame equals the first
-            rows[..., step, :, :] = rows[..., 0, :, :]
-            continue
-        blocks = chosen.reshape(t, h // ms, ms, ps, w // ms, ms, ps, channels)
-        blocks = np.ascontiguousarray(blocks.transpose(0, 1, 4, 2, 5, 7, 3, 6))
-        for channel in range(channels):
-            rows[..., channel, step, :, :] = table[channel][blocks[..., channel, :, :]]
-    return out
+    import torch  # decoder processes import this file and get along without it
 
+    from vlmkernels import patchify as native
 
-@functools.lru_cache(maxsize=8)
-def _table(factor: float, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
-    """float32 [channels, 256]: the normalised value of each byte.
-
-    The reference rescales in float64, rounds to float32, and normalises in float32.
-    """
-    values = (np.arange(256).astype(np.float64) * factor).astype(np.float32)
-    means, stds = np.array(mean, dtype=np.float32), np.array(std, dtype=np.float32)
-    return (values[None] - means[:, None]) / stds[:, None]
+    if not frames.flags.writeable:  # torch has no read-only tensors
+        frames = frames.copy()
+    return native(
+        torch.from_numpy(frames),
+        mean=settings.mean,
+        std=settings.std,
+        rescale_factor=settings.rescale_factor,
+        patch_size=settings.patch_size,
+        temporal_patch_size=settings.temporal_patch_size,
+        merge_size=settings.merge_size,
+        out=out,
+    )
 
 
 def _open(part: FileRange, sample: Sample, name: str) -> Image.Image:
@@ -261,25 +251,28 @@ def _open(part: FileRange, sample: Sample, name: str) -> Image.Image:
         data = part.read()
     except FileNotFoundError:
         raise sample.fail(
-            f"the file {part.path} is missing; put it there or correct the path in the sample"
+            f"the file {part.path} is missing; put it there or correct the path in the sample",
+            "unreadable",
         ) from None
     except OSError as error:
-        raise sample.fail(f"{name} cannot be read: {error}") from None
+        raise sample.fail(f"{name} cannot be read: {error}", "unreadable") from None
     try:
         image = Image.open(io.BytesIO(data))
     except Image.DecompressionBombError:
-        raise sample.fail(
-            f"{name} has more than {MAX_FILE_PIXELS} pixels; make it smaller"
-        ) from None
+        raise sample.fail(_TOO_LARGE.format(name), "unreadable") from None
     except Exception as error:  # see probe_image
         if isinstance(error, Image.UnidentifiedImageError):
             error = Exception(f"{len(data)} bytes that no image format begins with")
         raise _broken(sample, name, error) from None
+    if image.width * image.height > MAX_FILE_PIXELS:  # PIL's own check can be switched off
+        raise sample.fail(_TOO_LARGE.format(name), "unreadable")
     return image
 
 
 def _broken(sample: Sample, name: str, error: Exception) -> DataError:
-    return sample.fail(f"{name} is not an image or is cut short ({error}); replace it or drop it")
+    return sample.fail(
+        f"{name} is not an image or is cut short ({error}); replace it or drop it", "unreadable"
+    )
 
 
 def _first(*values: Any) -> Any:

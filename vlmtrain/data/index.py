@@ -7,6 +7,7 @@ the others; the samples themselves are read again from their files by byte offse
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import zlib
 from collections import deque
@@ -19,9 +20,10 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.processor import MediaLayout, Processor
+from vlmtrain.data.processor import Measure, MediaLayout, Processor
 from vlmtrain.data.sample import MediaInfo, Sample
 from vlmtrain.data.sharegpt import JsonSource, Record
+from vlmtrain.data.sources import SourceSpec, parse_sources
 from vlmtrain.data.videos import probe_media
 from vlmtrain.data.webdataset import ShardSource
 from vlmtrain.models.spec import ModelSpec
@@ -36,12 +38,22 @@ class Source(Protocol):
 
     def records(self) -> Iterator[Record | DataError]: ...
 
+    def read(self, number: int, offset: int, size: int) -> Record: ...
+
+    def measured(self, record: Record, fingerprint: str) -> Measure | None: ...
+
     def parse(self, record: Record) -> Sample: ...
 
 
 def open_source(path: str | Path, media_root: str | Path | None = None) -> Source:
     """A conversation file, or a folder written by `build_shards`."""
-    return ShardSource(path) if Path(path).is_dir() else JsonSource(path, media_root)
+    if Path(path).is_dir():
+        return ShardSource(path)
+    if Path(path).suffix.lower() == ".parquet":
+        from vlmtrain.data.parquet import ParquetSource
+
+        return ParquetSource(path, media_root)
+    return JsonSource(path, media_root)
 
 
 @dataclass(frozen=True)
@@ -50,19 +62,14 @@ class Row:
 
     source: int
     record: Record
-    sample: Sample
-    infos: tuple[MediaInfo, ...]
-    layouts: tuple[MediaLayout, ...]
-    length: int
-    target_tokens: int
-    image_tokens: int
+    measure: Measure  # without a processor: the media only, lengths 0
 
 
 @dataclass
 class SampleIndex:
     """Every sample's place and layout; n samples with m images and videos in all."""
 
-    sources: list[tuple[str, str | None]]  # path, media_root
+    sources: list[SourceSpec]
     ids: list[str]
     source: np.ndarray  # int32 [n]: which source
     number: np.ndarray  # int64 [n]: the record's number in it
@@ -79,6 +86,7 @@ class SampleIndex:
     infos: np.ndarray  # float64 [m, 4]: width, height, frames, fps (0: unknown) of the files
     pack_length: int
     content_hash: str  # of every record, its layout and the processor's settings, not of paths
+    skipped: list[str] = field(default_factory=list)  # why each left-out sample was left out
     _opened: dict[int, Source] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -111,20 +119,24 @@ class SampleIndex:
         """
         which = int(self.source[position])
         if which not in self._opened:
-            self._opened[which] = open_source(*self.sources[which])
+            spec = self.sources[which]
+            self._opened[which] = open_source(spec.path, spec.media_root)
         source = self._opened[which]
+        number, offset, size = (
+            int(array[position]) for array in (self.number, self.offset, self.size)
+        )
         try:
-            with open(source.path, "rb") as file:
-                file.seek(int(self.offset[position]))
-                data = file.read(int(self.size[position]))
+            record = source.read(number, offset, size)
         except OSError as error:
-            raise DataError(f"{source.path}: cannot be read: {error.strerror}") from None
-        if zlib.crc32(data) != int(self.crc[position]):
+            raise DataError(
+                f"{source.path}: sample {self.ids[position]!r}: the file cannot be read: "
+                f"{error.strerror or error}"
+            ) from None
+        if zlib.crc32(record.data) != int(self.crc[position]):
             raise DataError(
                 f"{source.path}: sample {self.ids[position]!r} has changed since the file was "
                 "scanned; start the run again"
             )
-        record = Record(int(self.number[position]), int(self.offset[position]), data)
         sample = source.parse(record)
         infos = self.infos[self.media_start[position] : self.media_start[position + 1]].tolist()
         media = tuple(
@@ -135,7 +147,7 @@ class SampleIndex:
 
 
 def scan_sources(
-    paths: Sequence[str | Path],
+    paths: Sequence[str | Path | SourceSpec],
     processor: Processor,
     spec: ModelSpec,
     pack_length: int,
@@ -143,26 +155,31 @@ def scan_sources(
     verify: bool = True,
     workers: int | None = None,
     media_root: str | Path | None = None,
+    max_samples: int | None = None,
+    skip_limit: int = 0,
     log: Callable[[str], None] | None = None,
 ) -> SampleIndex:
     """Read and check all training data before anything is trained.
 
     Args:
-        paths: .json or .jsonl files, or folders written by `build_shards`.
+        paths: what `parse_sources` takes or gives.
         processor: the model's tokenizer and image settings.
         spec: the model's shape; must be the processor's.
         pack_length: tokens in a pack; no sample may be longer.
-        verify: decode every image and video of .json files, to find broken ones. Shards were
-            verified when they were built.
+        verify: decode every image and video of files that are not shards, to find broken ones.
+            Shards were verified when they were built.
         workers: threads; default: the CPUs this process may use, at most 8.
         media_root: folder that relative media paths start from; default: each file's own.
-        log: called with a line of progress now and then.
+        max_samples: of every source, the first so many.
+        skip_limit: leave out up to this many bad samples, which `SampleIndex.skipped` lists; 0:
+            the first one is an error.
+        log: called with a line of progress now and then, and with a line for each sample left out.
 
     Raises:
-        DataError: the first problem in file order, naming file, sample and what to do.
+        DataError: the first problem in file order, naming file, sample and what to do; or more
+            than `skip_limit` bad samples.
     """
-    if not paths:
-        raise DataError("no data given; --data takes .json or .jsonl files or folders of shards")
+    sources = parse_sources(paths, max_samples=max_samples, media_root=media_root)
     if pack_length < 1:
         raise DataError(f"pack_length must be at least 1, got {pack_length}")
     if processor.spec != spec:
@@ -172,34 +189,46 @@ def scan_sources(
     seconds: list[float] = []
     infos: list[tuple[float, ...]] = []
     ids: list[str] = []
+    skipped: list[str] = []
     media_start = [0]
     digest = hashlib.sha256(processor.fingerprint().encode())
-    for outcome in scan(
-        paths, processor, pack_length, verify=verify, workers=workers, media_root=media_root
-    ):
+    digest.update(repr([source.weight for source in sources]).encode())
+    for outcome in scan(sources, processor, pack_length, verify=verify, workers=workers):
         if isinstance(outcome, DataError):
-            raise outcome
-        row = outcome
-        crc = zlib.crc32(row.record.data)
+            if outcome.whole_source or not skip_limit:
+                raise outcome
+            skipped.append(str(outcome))
+            if log is not None:
+                log(f"left out: {outcome}")
+            if len(skipped) > skip_limit:
+                raise DataError(
+                    f"{len(skipped)} samples are bad, more than the {skip_limit} that "
+                    f"--loader.skip_limit allows; the last: {outcome}"
+                )
+            continue
+        row = outcome.measure
+        record = outcome.record
         rows.append(
-            (row.source, row.record.number, row.record.offset, len(row.record.data), crc)
-            + (row.length, row.target_tokens, row.image_tokens)
+            (outcome.source, record.number, record.offset, len(record.data))
+            + (zlib.crc32(record.data), row.length, row.target_tokens, row.image_tokens)
         )
-        for medium, info, layout in zip(row.sample.media, row.infos, row.layouts, strict=True):
-            media.append((*layout.grid, _KINDS.index(medium.kind)))
+        for kind, info, layout in zip(row.kinds, row.infos, row.layouts, strict=True):
+            media.append((*layout.grid, _KINDS.index(kind)))
             seconds.append(layout.seconds)
             infos.append((info.width, info.height, info.frames, info.fps or 0.0))
         media_start.append(len(media))
-        ids.append(row.sample.id)
-        digest.update(hashlib.sha256(row.record.data).digest())
+        ids.append(row.id)
+        digest.update(hashlib.sha256(record.data).digest())
         if log is not None and len(ids) % 10_000 == 0:
             log(f"scanned {len(ids)} samples")
+    if not ids:
+        raise DataError(f"all {len(skipped)} samples are bad; the last: {skipped[-1]}")
     table = np.array(rows, dtype=np.int64).reshape(-1, 8).T
     grids = np.array(media, dtype=np.int64).reshape(-1, 4)
-    for array in (table[5], table[6], grids, np.array(seconds), np.array(infos)):
+    for array in (table[0], table[5], table[6], grids, np.array(seconds), np.array(infos)):
         digest.update(array.tobytes())
     index = SampleIndex(
-        sources=[(str(path), None if media_root is None else str(media_root)) for path in paths],
+        sources=sources,
         ids=ids,
         source=table[0].astype(np.int32),
         number=table[1].copy(),
@@ -216,33 +245,34 @@ def scan_sources(
         infos=np.array(infos, dtype=np.float64).reshape(-1, 4),
         pack_length=pack_length,
         content_hash=digest.hexdigest(),
+        skipped=skipped,
     )
     if log is not None:
         log(
             f"{len(index)} samples, {len(grids)} images and videos, {index.lengths.sum()} tokens, "
             f"{index.target_tokens.sum()} of them targets"
+            + (f"; {len(skipped)} bad samples left out" if skipped else "")
         )
     return index
 
 
 def scan(
-    paths: Sequence[str | Path],
+    sources: Sequence[SourceSpec],
     processor: Processor | None,
     pack_length: int | None,
     *,
     verify: bool = True,
     workers: int | None = None,
-    media_root: str | Path | None = None,
 ) -> Iterator[Row | DataError]:
     """Every sample in order, as a row or as the error found in it.
 
     Without a processor only the records and the media files are checked and lengths are 0.
-    A source that cannot be read at all gives one error.
+    A source that cannot be read at all gives one error, with `whole_source` set.
     """
     probed: dict[object, MediaInfo] = {}  # several samples may share an image
-    with ThreadPoolExecutor(workers or _default_workers()) as pool:
-        for number, path in enumerate(paths):
-            source = open_source(path, media_root)
+    with ThreadPoolExecutor(workers or default_workers()) as pool:
+        for number, spec in enumerate(sources):
+            source = open_source(spec.path, spec.media_root)
 
             def examine(
                 record: Record | DataError, source: Source = source, number: int = number
@@ -255,8 +285,10 @@ def scan(
                     return error
 
             try:
-                yield from _ordered_map(pool, examine, source.records())
+                records = itertools.islice(source.records(), spec.max_samples)
+                yield from ordered_map(pool, examine, records)
             except DataError as error:
+                error.whole_source = True
                 yield error
 
 
@@ -269,37 +301,36 @@ def _examine(
     verify: bool,
     probed: dict[object, MediaInfo],
 ) -> Row:
-    sample = source.parse(record)
-    infos: list[MediaInfo] = []
-    layouts: list[MediaLayout] = []
-    for media in sample.media:
-        key = (media.kind, media.parts, media.fps)
-        if key not in probed:
-            probed[key] = probe_media(media, sample, verify)
-        infos.append(probed[key])
-        if processor is not None:
-            layouts.append(processor.layout(media, probed[key], sample))
-    if processor is None:
-        return Row(number, record, sample, tuple(infos), (), 0, 0, 0)
-    encoded = processor.encode(sample, layouts)
-    length, visual = len(encoded.input_ids), int(encoded.visual_mask.sum())
-    if pack_length is not None and length > pack_length:
-        raise sample.fail(
-            f"it has {length} tokens, {visual} of them image tokens, and a pack holds "
-            f"{pack_length}; raise --train.pack_length to {length} or more, lower max_pixels in "
-            "preprocessor_config.json, or shorten the sample"
+    measure = None
+    if processor is not None:
+        measure = source.measured(record, processor.fingerprint())
+    where = source.path
+    if measure is None:
+        sample = source.parse(record)
+        where = sample.source
+        for media in sample.media:
+            if media.key not in probed:
+                probed[media.key] = probe_media(media, sample, verify)
+        infos = tuple(probed[media.key] for media in sample.media)
+        if processor is None:
+            kinds = tuple(media.kind for media in sample.media)
+            return Row(number, record, Measure(sample.id, kinds, infos, (), 0, 0, 0))
+        measure = processor.measure(sample, infos)
+    if pack_length is not None and measure.length > pack_length:
+        raise Sample(measure.id, (), (), where).fail(
+            f"it has {measure.length} tokens, {measure.image_tokens} of them image tokens, and a "
+            f"pack holds {pack_length}; raise --train.pack_length to {measure.length} or more, "
+            "lower max_pixels in preprocessor_config.json, or shorten the sample",
+            "too_long",
         )
-    if encoded.target_tokens == 0:
-        raise sample.fail("it has no token to learn; give the assistant's turns some text")
-    targets = encoded.target_tokens
-    return Row(number, record, sample, tuple(infos), tuple(layouts), length, targets, visual)
+    return Row(number, record, measure)
 
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
-def _ordered_map(
+def ordered_map(
     pool: ThreadPoolExecutor, function: Callable[[_In], _Out], items: Iterable[_In]
 ) -> Iterator[_Out]:
     """`pool.map` that reads its input as it goes: at most 64 items are under way."""
@@ -312,6 +343,6 @@ def _ordered_map(
         yield waiting.popleft().result()
 
 
-def _default_workers() -> int:
+def default_workers() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     return min(len(affinity(0)) if affinity else os.cpu_count() or 1, 8)

@@ -1,7 +1,7 @@
 """Hands out packed microbatches: deterministic, resumable anywhere, decoding ahead of the compute.
 
 The packs of epoch 0, 1, 2, ... form one endless stream. Optimizer step k takes the next
-`global_batch` packs of it, and data-parallel rank r every dp_size-th of these. The position in
+`global_batch` packs of it, which are dealt to the data-parallel ranks by cost. The position in
 the stream is all the state there is, so a run resumes exactly, on another dp_size too.
 """
 
@@ -10,19 +10,24 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from vlmtrain.data.agreement import Agree, Failure, Report
 from vlmtrain.data.batch import PackedBatch, collate
+from vlmtrain.data.costs import COST_VERSION, sample_costs
+from vlmtrain.data.decoding import DecoderPool
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex
-from vlmtrain.data.packing import PLAN_VERSION, plan_epoch
-from vlmtrain.data.processor import Processor
+from vlmtrain.data.packing import PLAN_VERSION, Plan, Policy, deal, epoch_entries, plan_epoch
+from vlmtrain.data.processor import IGNORE, EncodedSample, Processor
 from vlmtrain.data.sample import Media, Sample
+from vlmtrain.errors import UserError
 from vlmtrain.models.spec import ModelSpec
 
 # What must be unchanged for a saved position to mean the same samples.
@@ -30,8 +35,10 @@ _IDENTITY = {
     "version": "another version of this program, which packs differently",
     "seed": "another seed",
     "pack_length": "another pack length",
+    "packing": "another way of packing",
     "index_hash": "other data or other image settings",
 }
+_COST_UNIT = 16  # costs are whole numbers of 1/16 token, so that every machine plans the same
 
 
 @dataclass(frozen=True)
@@ -43,21 +50,40 @@ class _Position:
     pack: int = 0  # packs of this epoch already handed out
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One optimizer step as planned."""
+
+    mine: list[np.ndarray]  # this rank's packs
+    after: _Position
+    metrics: dict[str, float]
+
+
 class PackedLoader:
     """The microbatches of one data-parallel rank.
 
     Args:
         index: `scan_sources`' result; the same on every rank.
         processor: the model's tokenizer and image settings.
-        spec: the model's shape.
+        spec: the model's shape; its sizes are the prices of the cost model.
         pack_length: tokens of every batch.
         global_batch: packs in an optimizer step, over all ranks.
         dp_rank, dp_size: this rank's place among the data-parallel ranks.
         seed: of the shuffle.
+        packing: see `plan_epoch`.
         need_pixels: False on ranks without the vision tower: nothing is decoded.
+        pixel_dtype: float32, or bfloat16 where the model casts to it anyway.
         prefetch: build the next step's batches in the background.
         workers: threads that decode images.
+        isolate: decode in processes of their own, one for each of `workers`, so that a crash of a
+            decoder is an unreadable sample.
+        pin_memory: hand out page-locked tensors, for copies to a GPU.
         cache_bytes: bound of the memory that keeps decoded, resized images (uint8).
+        unreadable: what a sample means that can't be read any more: "raise", or "skip": it
+            stays in its pack but counts for nothing.
+        skip_limit: samples that may be skipped in a run; one more is an error.
+        agree: how the ranks hear of each other's failures; see `agreement.across_ranks`.
+        log: called with a line for each sample skipped.
 
     Raises:
         DataError: global_batch is no multiple of dp_size, or a sample is longer than a pack.
@@ -74,10 +100,18 @@ class PackedLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 0,
+        packing: Policy = "balanced",
         need_pixels: bool = True,
+        pixel_dtype: torch.dtype = torch.float32,
         prefetch: bool = True,
         workers: int = 2,
+        isolate: bool = False,
+        pin_memory: bool = False,
         cache_bytes: int = 512 << 20,
+        unreadable: Literal["raise", "skip"] = "raise",
+        skip_limit: int = 100,
+        agree: Agree | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(
@@ -97,13 +131,21 @@ class PackedLoader:
         self.index, self.processor, self.spec = index, processor, spec
         self.pack_length, self.global_batch, self.seed = pack_length, global_batch, seed
         self.dp_rank, self.dp_size, self.need_pixels = dp_rank, dp_size, need_pixels
+        self.packing, self.pixel_dtype, self.pin_memory = packing, pixel_dtype, pin_memory
+        self.unreadable, self.skip_limit = unreadable, skip_limit
+        self.skipped = 0  # samples skipped since the start of the run, on all ranks
+        self.metrics: dict[str, float] = {}
+        self._agree, self._log = agree, log
+        costs = sample_costs(index.lengths, index.media_start, index.grids, spec).sum(1)
+        self._costs = np.maximum(np.rint(costs * _COST_UNIT), 1).astype(np.int64)
         self._position = _Position()
-        self._plans: OrderedDict[int, list[np.ndarray]] = OrderedDict()
+        self._plans: OrderedDict[int, Plan] = OrderedDict()
         self._plan_lock = threading.Lock()
         self._frames = _FrameCache(cache_bytes)
+        self._pool = DecoderPool(processor.images, processor.videos) if isolate else None
         self._decoders = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="decode")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
-        self._pending: tuple[_Position, Future[list[PackedBatch]]] | None = None
+        self._pending: tuple[_Position, Future[tuple[list[PackedBatch], Report]]] | None = None
 
     @property
     def step(self) -> int:
@@ -132,21 +174,71 @@ class PackedLoader:
     def next_step(self) -> list[PackedBatch]:
         """This rank's global_batch / dp_size microbatches of the next optimizer step.
 
+        `metrics` then tells of the whole global batch: `fill`, the share of tokens that are no
+        padding; `rank_balance` and `microbatch_balance`, the largest cost of a rank and of a
+        microbatch over the mean; `skipped`, the samples skipped so far in this run.
+
         Raises:
             DataError: a file has gone or changed since the scan. The position stays, so the call
-                can be repeated.
+                can be repeated. With `agree` every rank raises what one has met.
         """
         start = self._position
         pending, self._pending = self._pending, None
-        if pending is not None and pending[0] == start:
-            batches = pending[1].result()
-        else:
-            batches = self._build(start)
-        _, after = self._take(start)
-        self._position = after
+        batches: list[PackedBatch] = []
+        report, error = Report(), None
+        try:
+            if pending is not None and pending[0] == start:
+                batches, report = pending[1].result()
+            else:
+                batches, report = self._build(start)
+        except Exception as caught:
+            error = caught
+        failures = self._agreed(report, error)
+        step = self._take(start)
+        self._position = step.after
         if self._ahead is not None:
-            self._pending = (after, self._ahead.submit(self._build, after))
+            self._pending = (step.after, self._ahead.submit(self._build, step.after))
+        for failure in failures:
+            if failure.dp_rank == self.dp_rank:
+                place = failure.microbatch
+                batches[place] = batches[place].without(failure.segment)
+        self.metrics = {**step.metrics, "skipped": float(self.skipped)}
         return batches
+
+    def _agreed(self, report: Report, error: Exception | None) -> list[Failure]:
+        """The failures of all ranks, each once; raises on all where one has an error."""
+        if self._agree is None:
+            if error is not None:
+                raise error
+            reports = [report]
+        else:
+            if error is not None:
+                known = isinstance(error, UserError)
+                report.error = str(error) if known else f"{type(error).__name__}: {error}"
+            reports = self._agree(report)
+            message = next((one.error for one in reports if one.error is not None), None)
+            if message is not None:
+                if error is not None and not isinstance(error, UserError):
+                    raise error  # a fault of the program: its traceback must be seen
+                raise self._everywhere(message)
+        found = {(f.dp_rank, f.microbatch, f.segment): f for one in reports for f in one.failures}
+        failures = [found[place] for place in sorted(found)]
+        self.skipped += len(failures)
+        for failure in failures:
+            if self._log is not None:
+                self._log(f"skipped: {failure.message}")
+        if self.skipped > self.skip_limit:
+            message = (
+                f"{self.skipped} samples could not be read, more than the {self.skip_limit} that "
+                f"--loader.skip_limit allows; the last: {failures[-1].message}"
+            )
+            raise DataError(message) if self._agree is None else self._everywhere(message)
+        return failures
+
+    def _everywhere(self, message: str) -> UserError:
+        from vlmtrain.parallel.together import shared_error
+
+        return shared_error(message)
 
     def state_dict(self) -> dict[str, int | str]:
         """The position after the last step handed out; the same on every rank, plain values."""
@@ -158,7 +250,9 @@ class PackedLoader:
             "seed": self.seed,
             "pack_length": self.pack_length,
             "global_batch": self.global_batch,
+            "packing": self._packing_identity,
             "index_hash": self.index.content_hash,
+            "skipped": self.skipped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,6 +270,7 @@ class PackedLoader:
                     f"{mine[key]}); restore it, or start again with --checkpoint.resume none"
                 )
         self._position = _Position(int(state["step"]), int(state["epoch"]), int(state["pack"]))
+        self.skipped = int(state.get("skipped", 0))
         self._pending = None
 
     def close(self) -> None:
@@ -184,6 +279,8 @@ class PackedLoader:
         for pool in (self._ahead, self._decoders):
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
 
     def __enter__(self) -> PackedLoader:
         return self
@@ -191,69 +288,150 @@ class PackedLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _plan(self, epoch: int) -> list[np.ndarray]:
+    @property
+    def _packing_identity(self) -> str:
+        """What decides which samples share a pack: the policy, and where it uses them the costs."""
+        return f"{self.packing}/{COST_VERSION}" if self.packing == "balanced" else self.packing
+
+    def _plan(self, epoch: int) -> Plan:
         with self._plan_lock:
             if epoch not in self._plans:
+                index = self.index
+                weights = [source.weight for source in index.sources]
                 self._plans[epoch] = plan_epoch(
-                    self.index.lengths, self.pack_length, self.seed, epoch, self.index.content_hash
+                    index.lengths,
+                    self.pack_length,
+                    self.seed,
+                    epoch,
+                    index.content_hash,
+                    costs=self._costs,
+                    policy=self.packing,
+                    entries=epoch_entries(
+                        index.source, weights, self.seed, epoch, index.content_hash
+                    ),
                 )
                 while len(self._plans) > 4:
                     self._plans.popitem(last=False)
             return self._plans[epoch]
 
-    def _take(self, position: _Position) -> tuple[list[np.ndarray], _Position]:
-        """This rank's packs of the step at `position`, and the position after it."""
-        chosen: list[np.ndarray] = []
+    def _take(self, position: _Position) -> _Step:
+        """The step at `position`: the composition of the global batch, and this rank's share."""
+        packs: list[np.ndarray] = []
+        costs: list[int] = []
+        tokens = 0
         epoch, pack = position.epoch, position.pack
-        for number in range(self.global_batch):
+        while len(packs) < self.global_batch:
             plan = self._plan(epoch)
-            if number % self.dp_size == self.dp_rank:
-                chosen.append(plan[pack])
+            packs.append(plan.packs[pack])
+            costs.append(int(plan.costs[pack]))
+            tokens += int(plan.tokens[pack])
             pack += 1
             if pack == len(plan):
                 epoch, pack = epoch + 1, 0
-        return chosen, _Position(position.step + 1, epoch, pack)
+        dealt = deal(np.array(costs), self.dp_size, self.packing)
+        heaviest = max(sum(costs[i] for i in share) for share in dealt)
+        metrics = {
+            "fill": tokens / (self.global_batch * self.pack_length),
+            "rank_balance": heaviest * self.dp_size / sum(costs),
+            "microbatch_balance": max(costs) * len(costs) / sum(costs),
+        }
+        mine = [packs[i] for i in dealt[self.dp_rank]]
+        return _Step(mine, _Position(position.step + 1, epoch, pack), metrics)
 
-    def _build(self, position: _Position) -> list[PackedBatch]:
-        packs, _ = self._take(position)
-        return [self._batch(pack.tolist()) for pack in packs]
+    def _build(self, position: _Position) -> tuple[list[PackedBatch], Report]:
+        report = Report()
+        batches = []
+        for number, pack in enumerate(self._take(position).mine):
+            batch, bad = self._batch(pack.tolist())
+            batches.append(batch.pin_memory() if self.pin_memory else batch)
+            report.failures += [
+                Failure(self.dp_rank, number, segment, self.index.ids[pack[segment]], str(error))
+                for segment, error in sorted(bad.items())
+            ]
+        return batches, report
 
-    def _batch(self, pack: list[int]) -> PackedBatch:
-        samples = [self.index.load(position) for position in pack]
+    def _batch(self, pack: list[int]) -> tuple[PackedBatch, dict[int, DataError]]:
+        """The pack, and the segments that could not be read."""
+        bad: dict[int, DataError] = {}
+
+        def note(segment: int, error: DataError) -> None:
+            if self.unreadable == "raise":
+                raise error
+            bad.setdefault(segment, error)
+
+        encoded: list[EncodedSample] = []
+        media: list[tuple[int, Media | None, Sample | None]] = []
         layouts = [self.index.layouts(position) for position in pack]
-        encoded = []
-        for position, sample, layout in zip(pack, samples, layouts, strict=True):
-            encoded.append(self.processor.encode(sample, layout))
-            if len(encoded[-1].input_ids) != self.index.lengths[position]:
-                raise sample.fail("it has changed since it was scanned; start the run again")
+        for segment, (position, layout) in enumerate(zip(pack, layouts, strict=True)):
+            try:
+                sample = self.index.load(position)
+                one = self.processor.encode(sample, layout)
+                if len(one.input_ids) != self.index.lengths[position]:
+                    raise sample.fail("it has changed since it was scanned; start the run again")
+                media += [(segment, item, sample) for item in sample.media]
+            except DataError as error:
+                note(segment, error)
+                one = self._blank(position)
+                media += [(segment, None, None)] * len(layout)
+            encoded.append(one)
         grids = torch.tensor(
             [layout.grid for group in layouts for layout in group], dtype=torch.int64
         ).reshape(-1, 3)
-        media = [(item, sample) for sample in samples for item in sample.media]
         rows = int(grids.prod(1).sum()) if self.need_pixels else 0
-        pixels = torch.empty(rows, self.spec.vision.patch_dim)
+        pixels = torch.empty(rows, self.spec.vision.patch_dim, dtype=self.pixel_dtype)
         if self.need_pixels:
-            out = pixels.numpy()
             jobs, start = [], 0
-            for (item, sample), count in zip(media, grids.prod(1).tolist(), strict=True):
-                part = out[start : start + count]
-                jobs.append(self._decoders.submit(self._pixels, item, sample, part))
+            for (segment, item, sample_), count in zip(media, grids.prod(1).tolist(), strict=True):
+                part = pixels[start : start + count]
                 start += count
-            for job in jobs:
-                job.result()
-        return collate(encoded, grids, pixels, self.pack_length, self.processor.pad_token_id)
+                if item is None or sample_ is None:
+                    part.zero_()
+                else:
+                    job = self._decoders.submit(self._pixels, item, sample_, part)
+                    jobs.append((segment, part, job))
+            try:
+                for segment, part, job in jobs:
+                    try:
+                        job.result()
+                    except DataError as error:
+                        note(segment, error)
+                        part.zero_()
+            except BaseException:  # the others write into `pixels`: not after it is gone
+                for _, _, job in jobs:
+                    job.cancel()
+                raise
+        pad = self.processor.pad_token_id
+        return collate(encoded, grids, pixels, self.pack_length, pad), bad
 
-    def _pixels(self, media: Media, sample: Sample, out: np.ndarray) -> None:
-        key = (media.kind, media.parts, media.fps)
-        frames = self._frames.get(key)
+    def _blank(self, position: int) -> EncodedSample:
+        """A sample that could not even be read, in its length: its images' rows, then padding."""
+        length = int(self.index.lengths[position])
+        visual = torch.arange(length) < int(self.index.image_tokens[position])
+        ids = torch.full((length,), self.processor.pad_token_id)
+        media = slice(*self.index.media_start[position : position + 2])
+        tokens = self.index.grids[media].prod(1) // self.spec.vision.merge_unit
+        kinds = torch.tensor([self.spec.image_token_id, self.spec.video_token_id])
+        kind = torch.from_numpy(self.index.kinds[media].astype(np.int64))
+        ids[visual] = kinds[kind].repeat_interleave(torch.from_numpy(tokens))
+        return EncodedSample(
+            self.index.ids[position],
+            ids,
+            torch.full((length,), IGNORE),
+            torch.arange(length).expand(3, length),
+            visual,
+        )
+
+    def _pixels(self, media: Media, sample: Sample, out: torch.Tensor) -> None:
+        frames = self._frames.get(media.key)
         if frames is None:
-            frames = self.processor.frames(media, sample)
-            self._frames.put(key, frames)
+            frames = (self._pool or self.processor).frames(media, sample)
+            self._frames.put(media.key, frames)
         try:
             self.processor.pixels(media, frames, out)
         except ValueError:
             raise sample.fail(
-                f"{media.name} has another size than when it was scanned; start the run again"
+                f"{media.name} has another size than when it was scanned; start the run again",
+                "unreadable",
             ) from None
 
 

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmtrain.data.images import ImageSettings, load_image, patchify, read_config
-from vlmtrain.data.images import resize as resize_image
-from vlmtrain.data.sample import Media, MediaInfo, Sample
+from vlmtrain.data.images import ImageSettings, patchify, read_config
+from vlmtrain.data.sample import Media, MediaInfo, MediaKind, Sample
 from vlmtrain.data.template import ChatTemplate
-from vlmtrain.data.videos import VideoSettings, load_video, probe_media
+from vlmtrain.data.videos import VideoSettings, load_frames
 from vlmtrain.models.positions import mrope_positions
 from vlmtrain.models.spec import ModelSpec
 
@@ -29,6 +28,19 @@ class MediaLayout:
 
     grid: tuple[int, int, int]
     seconds: float
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A sample in numbers: all that packing needs."""
+
+    id: str
+    kinds: tuple[MediaKind, ...]
+    infos: tuple[MediaInfo, ...]
+    layouts: tuple[MediaLayout, ...]
+    length: int  # tokens
+    target_tokens: int
+    image_tokens: int  # tokens of images and videos
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class Processor:
             {}, spec.vision, ImageSettings(), "defaults"
         )
         self.videos = videos or VideoSettings.default(self.images)
+        self._fingerprint: str | None = None
 
     @classmethod
     def from_folder(
@@ -79,6 +92,7 @@ class Processor:
         num_frames: int | None = None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        template: str | Path | None = None,
     ) -> Processor:
         """Read tokenizer, chat template and processor settings of a Hugging Face folder.
 
@@ -88,6 +102,7 @@ class Processor:
             fps: frames a second taken from videos; default: the folder's, else 2.
             num_frames: frames taken from every video, instead of fps.
             min_pixels, max_pixels: bounds of an image's area, instead of the folder's.
+            template: file with a Jinja chat template, instead of the folder's.
 
         Raises:
             DataError: no tokenizer, or settings that contradict config.json.
@@ -99,16 +114,21 @@ class Processor:
         videos = VideoSettings.from_folder(
             folder, images, spec.vision, fps=fps, num_frames=num_frames
         )
-        return cls(ChatTemplate.from_folder(folder, spec), spec, images, videos)
+        return cls(ChatTemplate.from_folder(folder, spec, template), spec, images, videos)
 
     @property
     def pad_token_id(self) -> int:
         return self.template.pad_token_id
 
     def fingerprint(self) -> str:
-        """A hash of every setting that changes what a sample becomes (tokenizer aside)."""
-        settings = [self.template.template, asdict(self.images), asdict(self.videos)]
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        """A hash of everything that changes what a sample becomes: vocabulary, chat template,
+        image and video settings."""
+        if self._fingerprint is None:
+            settings: list[object] = [self.template.template, self.template.vocabulary_hash()]
+            settings += [asdict(self.images), asdict(self.videos)]
+            text = json.dumps(settings, sort_keys=True)
+            self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        return self._fingerprint
 
     def layout(self, media: Media, info: MediaInfo, sample: Sample) -> MediaLayout:
         """Grid and seconds of a medium. Raises DataError for an impossible size."""
@@ -118,6 +138,27 @@ class Processor:
             return MediaLayout(*self.videos.layout(media, info))
         except ValueError as error:
             raise sample.fail(f"{media.name}: {error}") from None
+
+    def measure(self, sample: Sample, infos: Sequence[MediaInfo]) -> Measure:
+        """Encode a sample only to count. Raises DataError as `layout` and `encode`, and where
+        there is nothing to learn."""
+        layouts = tuple(
+            self.layout(media, info, sample)
+            for media, info in zip(sample.media, infos, strict=True)
+        )
+        encoded = self.encode(sample, layouts)
+        targets = encoded.target_tokens
+        if targets == 0:
+            raise sample.fail("it has no token to learn; give the assistant's turns some text")
+        return Measure(
+            sample.id,
+            tuple(media.kind for media in sample.media),
+            tuple(infos),
+            layouts,
+            len(encoded.input_ids),
+            targets,
+            int(encoded.visual_mask.sum()),
+        )
 
     def encode(self, sample: Sample, layouts: Sequence[MediaLayout]) -> EncodedSample:
         """Token ids, labels and positions of a sample.
@@ -164,15 +205,8 @@ class Processor:
         Raises:
             DataError: the file is missing or broken.
         """
-        if media.kind == "image":
-            image = load_image(media.parts[0], sample, media.name)
-            try:
-                return resize_image(image, self.images)[None]
-            except ValueError as error:
-                raise sample.fail(f"{media.name}: {error}") from None
-        info = probe_media(media, sample, verify=False)
-        return load_video(media, info, self.videos, sample)
+        return load_frames(media, sample, self.images, self.videos)
 
-    def pixels(self, media: Media, frames: np.ndarray, out: np.ndarray) -> None:
-        """Normalised patch rows of `frames` into `out`, float32 [t*h*w, patch_dim]."""
+    def pixels(self, media: Media, frames: np.ndarray, out: Tensor) -> None:
+        """Normalised patch rows of `frames` into `out`, [t*h*w, patch_dim], its dtype."""
         patchify(frames, self.images if media.kind == "image" else self.videos.images, out)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+import stat
+from dataclasses import dataclass, field
 from typing import Literal
 
-from vlmtrain.data.errors import DataError
+from vlmtrain.data.errors import DataError, Kind
 
 Role = Literal["system", "user", "assistant"]
 MediaKind = Literal["image", "video"]
@@ -18,14 +20,23 @@ MARK_PATTERN = re.compile("(" + "|".join(re.escape(mark) for mark in MARKS) + ")
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of a file: all of it, or `size` bytes from `offset` (a member of a tar)."""
+    """Bytes of a file: all of it, or `size` bytes from `offset` (a member of a tar).
+
+    Where a record brings the bytes itself (a parquet column), `data` holds them and `path` only
+    names them.
+    """
 
     path: str
     offset: int = 0
     size: int | None = None
+    data: bytes | None = field(default=None, compare=False, repr=False)
 
     def read(self) -> bytes:
         """Raises OSError when the file is missing or shorter than the range."""
+        if self.data is not None:
+            return self.data
+        if not stat.S_ISREG(os.stat(self.path).st_mode):  # a pipe would block, a device never end
+            raise OSError(f"{self.path} is not a file")
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             data = file.read() if self.size is None else file.read(self.size)
@@ -55,6 +66,12 @@ class Media:
     fps: float | None = None  # frame_list: the rate the frames were taken at, if given
     info: MediaInfo | None = None  # known already (shards hold it), else None
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What makes two media the same pixels; small, whatever the media hold."""
+        parts = tuple((part.path, part.offset, part.size) for part in self.parts)
+        return self.kind, parts, self.fps
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -71,6 +88,8 @@ class Sample:
     media: tuple[Media, ...]
     source: str  # the file it was read from; for messages
 
-    def fail(self, problem: str) -> DataError:
+    def fail(self, problem: str, kind: Kind = "format") -> DataError:
         """The error to raise for this sample: `problem` says what is wrong and what to do."""
-        return DataError(f"{self.source}: sample {self.id!r}: {problem}")
+        error = DataError(f"{self.source}: sample {self.id!r}: {problem}")
+        error.kind, error.sample_id = kind, self.id
+        return error

@@ -1,13 +1,16 @@
-"""Reads ShareGPT / LLaVA conversation files (JSON and JSONL) into `Sample`s.
+"""Reads ShareGPT, LLaVA and alpaca files (JSON and JSONL) into `Sample`s.
 
-A record holds `conversations` (from/value) or `messages` (role/content), and its media in
-`image`, `images`, `video` or `videos`. Each `<image>` or `<video>` mark in the text, wherever it
-stands, takes the next image or video of the record; the text around a mark is kept to the letter.
+A record holds `conversations` (from/value), `messages` (role/content) or alpaca's `instruction`,
+`input`, `output`, `history` and `system`, and its media in `image`, `images`, `video` or
+`videos`. Each `<image>` or `<video>` mark in the text, wherever it stands, takes the next image or
+video of the record; the text around a mark is kept to the letter.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +77,15 @@ class JsonSource:
         if not found:
             raise DataError(f"{self.path}: the list is empty; it must hold at least one sample")
 
+    def read(self, number: int, offset: int, size: int) -> Record:
+        """One record again. Raises OSError."""
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            return Record(number, offset, file.read(size))
+
+    def measured(self, record: Record, fingerprint: str) -> None:
+        """Conversation files do not hold what their samples become."""
+
     def parse(self, record: Record) -> Sample:
         """The sample of one record. Raises DataError as `parse_record`."""
         return parse_record(
@@ -95,6 +107,8 @@ class JsonSource:
                 _, end = decoder.raw_decode(text, position)
             except json.JSONDecodeError as error:
                 raise self._not_json(error, number) from None
+            except RecursionError:
+                raise DataError(f"{self.path}: record {number} is nested too deeply") from None
             if ascii_only:
                 offset, size = start + position, end - position
             else:
@@ -120,7 +134,7 @@ class JsonSource:
         # A whole-file object is the likeliest other mistake: say so instead of "line 1 is bad".
         if start == 0 and data.lstrip()[:1] == b"{" and _is_one_object(data):
             value = json.loads(data)
-            if not {"conversations", "messages"} & value.keys():
+            if not {"conversations", "messages", "instruction"} & value.keys():
                 raise DataError(
                     f"{self.path}: the file holds one object with keys {sorted(value)[:5]}; it "
                     "must be a list of samples, or one sample a line"
@@ -133,7 +147,7 @@ class JsonSource:
             if stripped:
                 try:
                     json.loads(stripped)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     yield DataError(
                         f"{self.path}: line {line_number} is not valid JSON ({error}); a JSONL "
                         "file holds one sample a line"
@@ -169,6 +183,7 @@ def parse_record(record: Any, source: str, number: int, media_root: Path) -> Sam
         )
     identity = record.get("id")
     sample_id = str(identity) if identity not in (None, "") else f"{Path(source).name}:{number}"
+    sample_id = sample_id.encode("utf-8", "backslashreplace").decode()
     bare = Sample(sample_id, (), (), source)
     turns, embedded = _turns(record, bare)
     pools: dict[MediaKind, list[Media]] = {
@@ -187,13 +202,20 @@ def _turns(record: dict[str, Any], bare: Sample) -> tuple[tuple[Turn, ...], list
             raw = record[key]
             break
     else:
-        raise bare.fail("it has no 'conversations' (from/value) or 'messages' (role/content)")
+        if record.get("instruction") is None:
+            raise bare.fail(
+                "it has no 'conversations' (from/value), 'messages' (role/content) or "
+                "'instruction' and 'output'"
+            )
+        raw = _alpaca(record, bare)
+    if record.get("tools") not in (None, "", "[]", []):
+        raise bare.fail("it has 'tools', which are not supported; drop the sample")
     if not isinstance(raw, list) or not raw:
         raise bare.fail(f"'{key}' must be a list with at least one turn")
     turns: list[Turn] = []
     embedded: list[tuple[MediaKind, Any]] = []
     if isinstance(record.get("system"), str) and record["system"]:
-        turns.append(Turn("system", record["system"]))
+        turns.append(Turn("system", _sound(record["system"], "'system'", bare)))
     for position, turn in enumerate(raw):
         if not isinstance(turn, dict):
             raise bare.fail(f"turn {position} is not an object")
@@ -219,17 +241,39 @@ def _turns(record: dict[str, Any], bare: Sample) -> tuple[tuple[Turn, ...], list
     return tuple(turns), embedded
 
 
+def _alpaca(record: dict[str, Any], bare: Sample) -> list[dict[str, Any]]:
+    """The turns of an alpaca record: history, instruction and input, output."""
+    history = record.get("history") or []
+    pairs = isinstance(history, list) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in history
+    )
+    if not pairs:
+        raise bare.fail("'history' must be a list of [instruction, answer] pairs")
+    for key in ("instruction", "input", "output"):
+        if not isinstance(record.get(key), (str, type(None))):
+            raise bare.fail(f"'{key}' must be a string")
+    question = "\n".join(
+        record[key] for key in ("instruction", "input") if record.get(key) not in (None, "")
+    )
+    turns = [*history, (question, record.get("output"))]
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
 def _text(content: Any, position: int, embedded: list[tuple[MediaKind, Any]], bare: Sample) -> str:
     """A turn's text with marks; list contents put their own media into `embedded`."""
     if isinstance(content, str):
-        return content
+        return _sound(content, f"turn {position}", bare)
     if not isinstance(content, list):
         raise bare.fail(f"turn {position} has no text ('value' or 'content' must be a string)")
     text = ""
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
-            text += part["text"]
+            text += _sound(part["text"], f"turn {position}", bare)
         elif kind in ("image", "video"):
             text += f"<{kind}>"
             entry = part.get(kind, part.get("path"))
@@ -240,6 +284,18 @@ def _text(content: Any, position: int, embedded: list[tuple[MediaKind, Any]], ba
                 f"turn {position} holds a content part that is no text, image or video: "
                 f"{str(part)[:80]}"
             )
+    return text
+
+
+def _sound(text: str, where: str, bare: Sample) -> str:
+    """The text, unless it holds half a character (an escape such as \\ud83d without its pair)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bare.fail(
+            f"{where} holds half a character at {error.start} ({error.object[error.start]!r}); "
+            "save the text as UTF-8"
+        ) from None
     return text
 
 
@@ -269,22 +325,30 @@ def _is_frames(value: Any) -> bool:
 
 def _media(kind: MediaKind, entry: Any, root: Path, bare: Sample) -> list[Media]:
     if kind == "image":
+        data = None
         if isinstance(entry, dict):
+            data = entry.get("bytes")
             entry = entry.get("path", entry.get("image"))
+        elif isinstance(entry, bytes):
+            data, entry = entry, None
+        if isinstance(data, bytes):  # the record brings the file: its path is only a name
+            name = f"{entry or 'image'}{'' if Path(entry or '').suffix else _magic(data)}"
+            place = f"{bare.source}#{bare.id}/{zlib.crc32(data):08x}/{Path(name).name}"
+            return [Media("image", name, (FileRange(place, 0, len(data), data),))]
         if not isinstance(entry, str) or not entry:
             raise bare.fail(f"an image must be a file path, got {str(entry)[:80]!r}")
         return [Media("image", entry, (_file(entry, root, bare),))]
     fps = None
     if isinstance(entry, dict):
         fps = entry.get("fps")
-        if fps is not None and not (isinstance(fps, (int, float)) and fps > 0):
+        if fps is not None and not (isinstance(fps, (int, float)) and 0 < fps < math.inf):
             raise bare.fail(f"a video's fps must be a number above 0, got {fps!r}")
         entry = entry.get("frames", entry.get("video", entry.get("path")))
     if isinstance(entry, list) and entry and all(isinstance(item, str) for item in entry):
         frames = entry
         name = f"{entry[0]} ... ({len(entry)} frames)"
     elif isinstance(entry, str) and entry:
-        if not (root / entry).is_dir():
+        if "\0" in entry or not (root / entry).is_dir():
             return [Media("video", entry, (_file(entry, root, bare),), fps=fps)]
         frames = sorted(
             str(path) for path in (root / entry).iterdir() if path.suffix.lower() in IMAGE_SUFFIXES
@@ -301,9 +365,17 @@ def _media(kind: MediaKind, entry: Any, root: Path, bare: Sample) -> list[Media]
     return [Media("video", name, parts, frame_list=True, fps=fps)]
 
 
+def _magic(data: bytes) -> str:
+    """The suffix that belongs to the first bytes of an image."""
+    known = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"RIFF": ".webp"}
+    return next((suffix for start, suffix in known.items() if data.startswith(start)), ".bin")
+
+
 def _file(entry: str, root: Path, bare: Sample) -> FileRange:
     if "://" in entry and not entry.startswith("file://"):
         raise bare.fail(f"{entry} is a URL; download it and give the file's path")
+    if "\0" in _sound(entry, "a file path", bare):
+        raise bare.fail(f"the file path {entry!r} holds a zero byte")
     return FileRange(str(root / entry.removeprefix("file://")))
 
 
@@ -317,7 +389,8 @@ def _match(
         if marks != len(pool):
             raise bare.fail(
                 f"it has {marks} <{kind}> mark{'s' * (marks != 1)} but {len(pool)} "
-                f"{kind}{'s' * (len(pool) != 1)}; put one <{kind}> in the text for each {kind}"
+                f"{kind}{'s' * (len(pool) != 1)}; put one <{kind}> in the text for each {kind}",
+                "marks",
             )
     iterators = {kind: iter(pool) for kind, pool in pools.items()}
     return tuple(next(iterators[kind]) for kind in order)
@@ -347,7 +420,7 @@ def _decode(data: bytes, path: str) -> str:
 def _loads(data: bytes, path: str, number: int) -> Any:
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: record {number} is not valid JSON: {error}") from None
 
 
@@ -357,7 +430,7 @@ def _is_one_object(data: bytes) -> bool:
         return False
     try:
         json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -8,6 +8,7 @@ an <|im_end|> inside a text nor a different template can move the borders.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,14 +102,17 @@ class ChatTemplate:
         self._takes_parts = "vision_start" in self.template or "image_pad" in self.template
 
     @classmethod
-    def from_folder(cls, folder: str | Path, spec: ModelSpec) -> ChatTemplate:
+    def from_folder(
+        cls, folder: str | Path, spec: ModelSpec, file: str | Path | None = None
+    ) -> ChatTemplate:
         """Load the tokenizer and the template of a Hugging Face model folder.
 
         The template is looked for where transformers' processor does: chat_template.jinja,
-        chat_template.json, then the tokenizer's own.
+        chat_template.json, then the tokenizer's own. `file` replaces all of these.
 
         Raises:
-            DataError: the folder has no usable tokenizer, or it contradicts config.json.
+            DataError: `file` cannot be read, the folder has no usable tokenizer, or it contradicts
+                config.json.
         """
         from transformers import AutoTokenizer
 
@@ -122,7 +126,12 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:200]
             raise DataError(f"{folder}: the tokenizer cannot be loaded: {reason}") from error
         template = None
-        if (folder / "chat_template.jinja").is_file():
+        if file is not None and str(file):
+            try:
+                template = Path(file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{file}: the chat template cannot be read: {error}") from None
+        elif (folder / "chat_template.jinja").is_file():
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
         elif (folder / "chat_template.json").is_file():
             try:
@@ -141,6 +150,14 @@ class ChatTemplate:
             if token_id is not None:
                 return int(token_id)
         return 0
+
+    def vocabulary_hash(self) -> str:
+        """A hash of everything that turns text into ids."""
+        if self._backend is not None:
+            text = self._backend.to_str()
+        else:
+            text = json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def render(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False

@@ -13,7 +13,14 @@ import numpy as np
 from PIL import Image
 
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.images import ImageSettings, load_image, probe_image, read_config, resize
+from vlmtrain.data.images import (
+    MAX_FILE_PIXELS,
+    ImageSettings,
+    load_image,
+    probe_image,
+    read_config,
+    resize,
+)
 from vlmtrain.data.sample import Media, MediaInfo, Sample
 
 
@@ -120,19 +127,23 @@ def probe_video(media: Media, sample: Sample, verify: bool) -> MediaInfo:
         if len(set(sizes)) != 1:
             raise sample.fail(
                 f"the frames of {media.name} have different sizes "
-                f"({sizes[0].width}x{sizes[0].height} and others); make them equal"
+                f"({sizes[0].width}x{sizes[0].height} and others); make them equal",
+                "unreadable",
             )
         return replace(sizes[0], frames=len(sizes), fps=media.fps)
     with _VideoFile(media, sample) as video:
         promised = video.stream.frames  # 0 in formats that do not say
         packets, count = video.count(decode=verify)
         if count == 0:
-            raise sample.fail(f"the video {media.name} holds no frames; replace it or drop it")
+            raise sample.fail(
+                f"the video {media.name} holds no frames; replace it or drop it", "unreadable"
+            )
         # Packets, not frames: an edit list may rightly hide some of the frames.
         if packets < promised:
             raise sample.fail(
                 f"the video {media.name} is cut short: its header says {promised} frames and it "
-                f"holds {packets}; replace it or drop it"
+                f"holds {packets}; replace it or drop it",
+                "unreadable",
             )
         rate = video.stream.average_rate or video.stream.guessed_rate
         context = video.stream.codec_context
@@ -159,16 +170,34 @@ def load_video(
     with _VideoFile(media, sample) as video:
         for position, frame in video.frames():
             if len(frames) < len(wanted) and position == wanted[len(frames)]:
-                image = Image.fromarray(frame.to_ndarray(format="rgb24"))
+                image = Image.fromarray(video.pixels(frame))
                 frames.append(resize(image, settings.images))
             if len(frames) == len(wanted):
                 break
     if len(frames) < len(wanted):
         raise sample.fail(
             f"the video {media.name} ended after {len(frames)} of {len(wanted)} sampled frames; "
-            "has the file changed since it was scanned?"
+            "has the file changed since it was scanned?",
+            "unreadable",
         )
     return np.stack(frames)
+
+
+def load_frames(
+    media: Media, sample: Sample, images: ImageSettings, videos: VideoSettings
+) -> np.ndarray:
+    """Decode and resize an image or a video. Returns uint8 [T, H, W, 3]; T is 1 for an image.
+
+    Raises:
+        DataError: the file is missing or broken.
+    """
+    if media.kind == "image":
+        image = load_image(media.parts[0], sample, media.name)
+        try:
+            return resize(image, images)[None]
+        except ValueError as error:
+            raise sample.fail(f"{media.name}: {error}", "unreadable") from None
+    return load_video(media, probe_media(media, sample, verify=False), videos, sample)
 
 
 class _VideoFile:
@@ -185,18 +214,32 @@ class _VideoFile:
             data = part.read()
         except FileNotFoundError:
             raise self.sample.fail(
-                f"the file {part.path} is missing; put it there or correct the path in the sample"
+                f"the file {part.path} is missing; put it there or correct the path in the sample",
+                "unreadable",
             ) from None
         except OSError as error:
-            raise self.sample.fail(f"{self.media.name} cannot be read: {error}") from None
+            raise self.sample.fail(
+                f"{self.media.name} cannot be read: {error}", "unreadable"
+            ) from None
         try:
             self.container: Any = av.open(io.BytesIO(data))
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
         if not self.container.streams.video:
             self.container.close()
-            raise self.sample.fail(f"{self.media.name} has no video stream; is it a video?")
+            raise self.sample.fail(
+                f"{self.media.name} has no video stream; is it a video?", "unreadable"
+            )
         self.stream = self.container.streams.video[0]
+        context = self.stream.codec_context
+        if context is None or not 0 < context.width * context.height <= MAX_FILE_PIXELS:
+            self.container.close()
+            size = "unknown size" if context is None else f"{context.width}x{context.height} pixels"
+            raise self.sample.fail(
+                f"the frames of {self.media.name} have {size}; at least 1 and at most "
+                f"{MAX_FILE_PIXELS} are read",
+                "unreadable",
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -208,6 +251,15 @@ class _VideoFile:
 
         try:
             yield from enumerate(self.container.decode(self.stream))
+        except (av.error.FFmpegError, ValueError) as error:
+            raise self._broken(error) from None
+
+    def pixels(self, frame: Any) -> np.ndarray:
+        """uint8 [height, width, 3]"""
+        import av
+
+        try:
+            return frame.to_ndarray(format="rgb24")
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
 
@@ -227,7 +279,8 @@ class _VideoFile:
 
     def _broken(self, error: Exception) -> DataError:
         return self.sample.fail(
-            f"{self.media.name} is not a video or is cut short ({error}); replace it or drop it"
+            f"{self.media.name} is not a video or is cut short ({error}); replace it or drop it",
+            "unreadable",
         )
 
 

@@ -4,7 +4,13 @@ A folder holds `shard-000000.tar`, `shard-000001.tar`, ... and `index.jsonl`. In
 sample is `<key>.json` followed by its media, `<key>.0.jpg`, `<key>.1.png`, ..., the original
 bytes of the files. `index.jsonl` is written last: a folder without it is an unfinished build. Its
 first line describes the folder, each further line one sample: where its members lie in the tar,
-and sizes and frame counts of its media, so that reading needs neither unpacking nor probing.
+sizes and frame counts of its media, and, where the build knew the model, its tokens and grids, so
+that reading needs neither unpacking nor probing nor tokenizing. `*.tar.idx` and `.nv-meta` are
+what Megatron-Energon needs to read the same shards (energon.py).
+
+The shards are cut first, from the sizes of the files, and then written side by side. Each leaves
+a `.part` file when it is done; a build that is run again keeps the shards whose part says that
+they were made of the same bytes.
 
 Nothing is ever unpacked to disk and no member name is ever used as a path: only byte ranges of
 the shards that stand beside the index are read.
@@ -12,26 +18,34 @@ the shards that stand beside the index are read.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import re
+import shutil
 import tarfile
+import threading
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vlmtrain.data.energon import META_FOLDER, write_energon
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.processor import Measure, MediaLayout, Processor
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample, Turn
 from vlmtrain.data.sharegpt import JsonSource, Record
 from vlmtrain.data.videos import probe_media
 
 INDEX_NAME = "index.jsonl"
 FORMAT = "vlmtrain-shards"
-VERSION = 1
-_OWN_FILES = re.compile(r"(shard-\d{6}\.tar|index\.jsonl)(\.tmp)?")
+VERSION = 2
+_OWN_FILES = re.compile(r"(shard-\d{6}\.(tar|tar\.idx|part)|index\.jsonl)(\.tmp)?|\.nv-meta")
+_SHARD = re.compile(r"shard-\d{6}\.tar")
+_HEADER = 512  # bytes of a member's header in a USTAR archive
 
 
 @dataclass(frozen=True)
@@ -54,48 +68,78 @@ def build_shards(
     verify: bool = True,
     media_root: str | Path | None = None,
     overwrite: bool = False,
-    progress: Callable[[int], None] | None = None,
+    processor: Processor | None = None,
+    workers: int = 4,
+    progress: Callable[[int, int], None] | None = None,
 ) -> ShardSummary:
     """Write a conversation file and its media as WebDataset shards.
 
     Args:
-        source: a .json or .jsonl conversation file.
-        target: the folder to write; created if missing.
+        source: a .json, .jsonl or .parquet conversation file.
+        target: the folder to write; created if missing. An unfinished build is continued.
         samples_per_shard: samples in a shard, at most.
-        shard_bytes: a shard is closed once it holds this many bytes.
+        shard_bytes: a shard is closed once it holds this many bytes of records and media.
         verify: decode every image and video once, so that a broken one is found now.
         media_root: folder that relative media paths start from; default: the source's folder.
         overwrite: replace a finished build.
-        progress: called with the number of samples written so far.
+        processor: of the model to train; with it the index holds each sample's tokens and grids,
+            and training with the same settings starts without a scan.
+        workers: threads; each writes one shard.
+        progress: called with the number of samples written so far, and of all.
 
     Raises:
-        DataError: bad source or sample, or a target that holds something else. Whatever was
-            written until then is removed again.
+        DataError: bad source or sample, or a target that holds something else. Shards that were
+            finished until then stay for the next run.
     """
-    if samples_per_shard < 1 or shard_bytes < 1:
+    if samples_per_shard < 1 or shard_bytes < 1 or workers < 1:
         raise DataError(
-            f"samples_per_shard ({samples_per_shard}) and shard_bytes ({shard_bytes}) must be at "
-            "least 1"
+            f"samples_per_shard ({samples_per_shard}), shard_bytes ({shard_bytes}) and workers "
+            f"({workers}) must be at least 1"
         )
-    reader = JsonSource(source, media_root)
-    records = reader.records()
-    first = next(records)  # refuse a bad source before the target is touched
+    reader = _reader(source, media_root)
+    settings = f"{VERSION} {verify} {processor.fingerprint() if processor else None}"
+    shards = _cut(reader, samples_per_shard, shard_bytes, settings)  # refuses before it writes
     folder = Path(target)
     created = _prepare(folder, overwrite)
-    writer = _ShardWriter(folder, samples_per_shard, shard_bytes)
-    try:
-        record: Record | DataError | None = first
-        while record is not None:
-            if isinstance(record, DataError):
-                raise record
-            sample = reader.parse(record)
-            writer.add(sample, [probe_media(media, sample, verify) for media in sample.media])
+    counted, total, lock = 0, sum(len(shard.records) for shard in shards), threading.Lock()
+    stop = threading.Event()
+
+    def count(samples: int) -> None:
+        nonlocal counted
+        with lock:
+            counted += samples
             if progress is not None:
-                progress(writer.samples)
-            record = next(records, None)
-        return writer.finish()
+                progress(counted, total)
+
+    def work(shard: _Shard) -> dict[str, Any]:
+        done = shard.finished(folder)
+        if done is not None:
+            count(len(shard.records))
+            return done
+        if stop.is_set():
+            raise DataError("another shard failed")
+        try:
+            return _write_shard(shard, folder, reader, processor, verify, count, stop)
+        except BaseException:
+            stop.set()
+            raise
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = [pool.submit(work, shard) for shard in shards]
+            try:
+                errors = [error for job in jobs if (error := job.exception()) is not None]
+            except BaseException:  # ctrl-C: let the shards at work stop early
+                stop.set()
+                raise
+            if errors:
+                # The first in file order among those that are a cause, not a consequence.
+                raise next((e for e in errors if str(e) != "another shard failed"), errors[0])
+            parts = [job.result() for job in jobs]
+        return _finish(folder, parts, processor)
     except BaseException:
-        writer.abandon()
+        for path in folder.glob("*.tmp"):
+            path.unlink()
         if created and not any(folder.iterdir()):
             folder.rmdir()
         raise
@@ -108,6 +152,7 @@ class ShardSource:
         self.folder = str(folder)
         self.path = str(Path(folder) / INDEX_NAME)
         self._shards: list[tuple[str, int]] | None = None
+        self._processor: str | None = None
 
     def records(self) -> Iterator[Record]:
         """Every sample's index line, in order.
@@ -128,6 +173,35 @@ class ShardSource:
             for number, line in enumerate(file):
                 yield Record(number, offset, line)
                 offset += len(line)
+
+    def read(self, number: int, offset: int, size: int) -> Record:
+        """One index line again. Raises OSError."""
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            return Record(number, offset, file.read(size))
+
+    def measured(self, record: Record, fingerprint: str) -> Measure | None:
+        """What the build wrote about a sample, if its processor was the one asked about."""
+        shards = self._header()
+        if self._processor != fingerprint:
+            return None
+        try:
+            line = json.loads(record.data)
+            for media in line["media"]:
+                for part in (line["json"], *media["parts"]):
+                    _range(*shards[int(line["shard"])], part)
+            known = line["measure"]
+            return Measure(
+                str(line["id"]),
+                tuple(media["kind"] for media in line["media"]),
+                tuple(MediaInfo(**media["info"]) for media in line["media"]),
+                tuple(MediaLayout((t, h, w), seconds) for t, h, w, seconds in known["layouts"]),
+                int(known["length"]),
+                int(known["target_tokens"]),
+                int(known["image_tokens"]),
+            )
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise self._damaged(record, error) from None
 
     def parse(self, record: Record) -> Sample:
         """The sample of an index line; reads its JSON member from the shard.
@@ -158,9 +232,12 @@ class ShardSource:
             )
             return Sample(str(content["id"]), turns, media, self.folder)
         except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
-            raise DataError(
-                f"{self.path}: entry {record.number} is damaged ({error}); build the shards again"
-            ) from None
+            raise self._damaged(record, error) from None
+
+    def _damaged(self, record: Record, error: Exception) -> DataError:
+        return DataError(
+            f"{self.path}: entry {record.number} is damaged ({error}); build the shards again"
+        )
 
     def _header(self) -> list[tuple[str, int]]:
         """(path, bytes) of every shard."""
@@ -174,11 +251,11 @@ class ShardSource:
         try:
             with open(self.path, "rb") as file:
                 header = json.loads(file.readline())
-            if header["format"] != FORMAT or header["version"] != VERSION:
+            if header["format"] != FORMAT or header["version"] not in (1, VERSION):
                 raise ValueError(f"format {header['format']} version {header['version']}")
             names = [(str(shard["name"]), int(shard["bytes"])) for shard in header["shards"]]
             for name, _ in names:
-                if not _OWN_FILES.fullmatch(name):
+                if not _SHARD.fullmatch(name):
                     raise ValueError(f"shard name {name!r}")
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -186,138 +263,222 @@ class ShardSource:
                 "shards again"
             ) from None
         self._shards = [(str(Path(self.folder) / name), size) for name, size in names]
+        self._processor = header.get("processor")
         return self._shards
 
 
-class _ShardWriter:
-    def __init__(self, folder: Path, samples_per_shard: int, shard_bytes: int) -> None:
-        self.folder = folder
-        self.samples_per_shard, self.shard_bytes = samples_per_shard, shard_bytes
-        self.samples = self.images = self.videos = 0
-        self.shards: list[dict[str, Any]] = []
-        self._lines: list[bytes] = []
-        self._pending: list[dict[str, Any]] = []  # samples of the open shard, ranges not yet known
-        self._file: BinaryIO | None = None
-        self._tar: tarfile.TarFile | None = None
-        self._written: list[Path] = []
+@dataclass(frozen=True)
+class _Shard:
+    """What will stand in one shard."""
 
-    def add(self, sample: Sample, infos: list[MediaInfo]) -> None:
-        if self._tar is None:
-            path = self.folder / f"shard-{len(self.shards):06d}.tar.tmp"
-            self._written.append(path)
-            self._file = path.open("wb")
-            self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.USTAR_FORMAT)
-        key = f"{self.samples:09d}"
-        entries: list[dict[str, Any]] = []
-        members: list[tuple[str, FileRange]] = []
-        for position, (media, info) in enumerate(zip(sample.media, infos, strict=True)):
-            names = [
-                f"{key}.{position}{f'.{i:05d}' if media.frame_list else ''}{_suffix(part.path)}"
-                for i, part in enumerate(media.parts)
-            ]
-            members += zip(names, media.parts, strict=True)
-            entries.append(
-                {
-                    "kind": media.kind,
-                    "name": Path(media.name).name,
-                    "parts": names,
-                    "frame_list": media.frame_list,
-                    "fps": media.fps,
-                    "info": asdict(info),
-                }
-            )
-        content = {
-            "id": sample.id,
-            "messages": [{"role": turn.role, "content": turn.text} for turn in sample.turns],
-            "media": [
-                {key: entry[key] for key in ("kind", "parts", "frame_list", "fps")}
-                for entry in entries
-            ],
-        }
-        data = json.dumps(content, ensure_ascii=False).encode()
-        self._member(f"{key}.json", data)
-        for name, part in members:
-            try:
-                self._member(name, part.read())
-            except OSError as error:
-                raise sample.fail(f"{part.path} cannot be read: {error}") from None
-        self._pending.append(
-            {"json": f"{key}.json", "crc": zlib.crc32(data), "media": entries, "id": sample.id}
-        )
-        self.samples += 1
-        self.images += sum(media.kind == "image" for media in sample.media)
-        self.videos += sum(media.kind == "video" for media in sample.media)
-        assert self._file is not None
-        if len(self._pending) >= self.samples_per_shard or self._file.tell() >= self.shard_bytes:
-            self._close()
+    number: int
+    first: int  # samples in the shards before
+    records: list[tuple[int, int, int]]  # number, offset, size in the source
+    digest: str  # of the records' bytes, the sizes of their media, and the settings
 
-    def finish(self) -> ShardSummary:
-        """Close the last shard and write the index, which makes the build valid."""
-        if self._tar is not None:
-            self._close()
-        header = {
-            "format": FORMAT,
-            "version": VERSION,
-            "samples": self.samples,
-            "shards": self.shards,
-        }
-        temporary = self.folder / f"{INDEX_NAME}.tmp"
-        self._written.append(temporary)
-        with temporary.open("wb") as file:
-            file.write(json.dumps(header).encode() + b"\n")
-            file.writelines(self._lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.folder / INDEX_NAME)
-        return ShardSummary(
-            self.samples,
-            self.images,
-            self.videos,
-            len(self.shards),
-            sum(shard["bytes"] for shard in self.shards),
-        )
+    @property
+    def name(self) -> str:
+        return f"shard-{self.number:06d}.tar"
 
-    def abandon(self) -> None:
-        """Remove everything written."""
-        if self._file is not None:
-            self._file.close()
-        for path in self._written:
-            path.unlink(missing_ok=True)
+    def finished(self, folder: Path) -> dict[str, Any] | None:
+        """The part of an earlier run, if it holds just this and its shard is whole."""
+        try:
+            part = json.loads((folder / self.name).with_suffix(".part").read_bytes())
+            whole = (folder / self.name).stat().st_size == part["bytes"]
+            return part if whole and part["digest"] == self.digest else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
-    def _member(self, name: str, data: bytes) -> None:
-        assert self._tar is not None
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        member.mode = 0o644
-        self._tar.addfile(member, io.BytesIO(data))
 
-    def _close(self) -> None:
-        assert self._tar is not None and self._file is not None
-        self._tar.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._tar = self._file = None
-        temporary = self._written[-1]
-        final = temporary.with_suffix("")
-        with tarfile.open(temporary) as tar:
-            ranges = {member.name: [member.offset_data, member.size] for member in tar}
-        number = len(self.shards)
-        for entry in self._pending:
-            line = {
-                **entry,
-                "shard": number,
-                "json": ranges[entry["json"]],
-                "media": [
-                    {**media, "parts": [ranges[name] for name in media["parts"]]}
-                    for media in entry["media"]
-                ],
+def _reader(source: str | Path, media_root: str | Path | None) -> Any:
+    if Path(source).is_dir():
+        raise DataError(f"{source} is a folder; --source takes a .json, .jsonl or .parquet file")
+    if Path(source).suffix.lower() == ".parquet":
+        from vlmtrain.data.parquet import ParquetSource
+
+        return ParquetSource(source, media_root)
+    return JsonSource(source, media_root)
+
+
+def _cut(reader: Any, samples: int, size: int, settings: str) -> list[_Shard]:
+    """Divide the records among shards. Raises DataError for a bad record or a missing file."""
+    shards: list[_Shard] = []
+    records: list[tuple[int, int, int]] = []
+    digest, filled, first = hashlib.sha256(settings.encode()), 0, 0
+
+    def close() -> None:
+        nonlocal records, digest, filled, first
+        shards.append(_Shard(len(shards), first, records, digest.hexdigest()))
+        first += len(records)
+        records, digest, filled = [], hashlib.sha256(settings.encode()), 0
+
+    for record in reader.records():
+        if isinstance(record, DataError):
+            raise record
+        sample = reader.parse(record)
+        records.append((record.number, record.offset, len(record.data)))
+        digest.update(hashlib.sha256(record.data).digest())
+        filled += len(record.data)
+        for media in sample.media:
+            for part in media.parts:
+                try:
+                    bytes_ = len(part.data) if part.data is not None else os.path.getsize(part.path)
+                except OSError:
+                    raise sample.fail(
+                        f"the file {part.path} is missing; put it there or correct the path in "
+                        "the sample",
+                        "unreadable",
+                    ) from None
+                digest.update(f"{bytes_} ".encode())
+                filled += bytes_
+        if len(records) >= samples or filled >= size:
+            close()
+    if records:
+        close()
+    return shards
+
+
+def _write_shard(
+    shard: _Shard,
+    folder: Path,
+    reader: Any,
+    processor: Processor | None,
+    verify: bool,
+    count: Callable[[int], None],
+    stop: threading.Event,
+) -> dict[str, Any]:
+    """Write one shard, its energon index and, last, its part; returns the part."""
+    lines: list[dict[str, Any]] = []
+    path = folder / f"{shard.name}.tmp"
+    with path.open("wb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for place, position in enumerate(shard.records):
+                if stop.is_set():
+                    raise DataError("another shard failed")
+                sample = reader.parse(reader.read(*position))
+                infos = [probe_media(media, sample, verify) for media in sample.media]
+                key = f"{shard.first + place:09d}"
+                line = _write_sample(tar, file, key, sample, infos)
+                if processor is not None:
+                    line["measure"] = _measured(processor.measure(sample, infos))
+                lines.append({**line, "shard": shard.number})
+                count(1)
+            end = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path, folder / shard.name)
+    part = {
+        "digest": shard.digest,
+        "name": shard.name,
+        "bytes": (folder / shard.name).stat().st_size,
+        "end": end,
+        "lines": lines,
+    }
+    _write(folder / f"shard-{shard.number:06d}.part", json.dumps(part).encode())
+    return part
+
+
+def _write_sample(
+    tar: tarfile.TarFile, file: BinaryIO, key: str, sample: Sample, infos: list[MediaInfo]
+) -> dict[str, Any]:
+    """Add a sample's members; returns its index line."""
+    entries: list[dict[str, Any]] = []
+    members: list[tuple[str, FileRange]] = []
+    for position, (media, info) in enumerate(zip(sample.media, infos, strict=True)):
+        names = [
+            f"{key}.{position}{f'.{i:05d}' if media.frame_list else ''}{_suffix(part.path)}"
+            for i, part in enumerate(media.parts)
+        ]
+        members += zip(names, media.parts, strict=True)
+        entries.append(
+            {
+                "kind": media.kind,
+                "name": Path(media.name).name,
+                "parts": names,
+                "frame_list": media.frame_list,
+                "fps": media.fps,
+                "info": asdict(info),
             }
-            self._lines.append(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        self._pending = []
-        os.replace(temporary, final)
-        self._written[-1] = final
-        self.shards.append({"name": final.name, "bytes": final.stat().st_size})
+        )
+    content = {
+        "id": sample.id,
+        "messages": [{"role": turn.role, "content": turn.text} for turn in sample.turns],
+        "media": [
+            {name: entry[name] for name in ("kind", "parts", "frame_list", "fps")}
+            for entry in entries
+        ],
+    }
+    data = json.dumps(content, ensure_ascii=False).encode()
+    ranges = {f"{key}.json": _member(tar, file, f"{key}.json", data)}
+    for name, part in members:
+        try:
+            ranges[name] = _member(tar, file, name, part.read())
+        except (OSError, ValueError) as error:  # ValueError: above 8 GB, too much for USTAR
+            raise sample.fail(f"{part.path} cannot be read or stored: {error}") from None
+    return {
+        "id": sample.id,
+        "key": key,
+        "json": ranges[f"{key}.json"],
+        "crc": zlib.crc32(data),
+        "media": [
+            {**entry, "names": entry["parts"], "parts": [ranges[name] for name in entry["parts"]]}
+            for entry in entries
+        ],
+    }
+
+
+def _member(tar: tarfile.TarFile, file: BinaryIO, name: str, data: bytes) -> list[int]:
+    """Add a file; returns where its bytes lie: offset, size."""
+    offset = file.tell() + _HEADER
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    member.mode = 0o644
+    tar.addfile(member, io.BytesIO(data))
+    return [offset, len(data)]
+
+
+def _measured(measure: Measure) -> dict[str, Any]:
+    return {
+        "length": measure.length,
+        "target_tokens": measure.target_tokens,
+        "image_tokens": measure.image_tokens,
+        "layouts": [[*layout.grid, layout.seconds] for layout in measure.layouts],
+    }
+
+
+def _finish(folder: Path, parts: list[dict[str, Any]], processor: Processor | None) -> ShardSummary:
+    """Write energon's files and then the index, which makes the build valid."""
+    write_energon(folder, parts)
+    lines = [line for part in parts for line in part["lines"]]
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "samples": len(lines),
+        "shards": [{"name": part["name"], "bytes": part["bytes"]} for part in parts],
+        "processor": processor.fingerprint() if processor else None,
+    }
+    data = [json.dumps(item, ensure_ascii=False).encode() + b"\n" for item in [header, *lines]]
+    _write(folder / INDEX_NAME, b"".join(data))
+    for part in parts:
+        (folder / part["name"]).with_suffix(".part").unlink()
+    kinds = [media["kind"] for line in lines for media in line["media"]]
+    return ShardSummary(
+        len(lines),
+        kinds.count("image"),
+        kinds.count("video"),
+        len(parts),
+        sum(part["bytes"] for part in parts),
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Appears whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def _prepare(folder: Path, overwrite: bool) -> bool:
@@ -332,11 +493,17 @@ def _prepare(folder: Path, overwrite: bool) -> bool:
     foreign = [path.name for path in folder.iterdir() if not _OWN_FILES.fullmatch(path.name)]
     if foreign:
         raise DataError(f"{folder} holds other files ({foreign[0]}, ...); name an empty folder")
-    if (folder / INDEX_NAME).exists() and not overwrite:
+    finished = (folder / INDEX_NAME).exists()
+    if finished and not overwrite:
         raise DataError(f"{folder} holds a finished build; name another folder or overwrite it")
-    # The index goes first: from here on the folder counts as unfinished.
+    # The index goes first: from here on the folder counts as unfinished. Shards that an unfinished
+    # build left with their part may be used again; the rest goes.
     for path in sorted(folder.iterdir(), key=lambda path: path.name != INDEX_NAME):
-        path.unlink()
+        partner = folder / (path.name.split(".")[0] + ".part")
+        if path.name == META_FOLDER:
+            shutil.rmtree(path)
+        elif finished or path.suffix not in (".part", ".tar") or not partner.exists():
+            path.unlink()
     return created
 
 

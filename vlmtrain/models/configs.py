@@ -22,7 +22,7 @@ def language_config(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, recompute: str = "none"
 ) -> TransformerConfig:
     """The language model: RMSNorm, SwiGLU, grouped queries, bias on q, k, v only, M-RoPE."""
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,
@@ -39,6 +39,8 @@ def language_config(
         pipeline_model_parallel_layout=layout.megatron_text_layout(),
         **_common(layout, dtype, recompute),
     )
+    config.recompute_mlp = recompute == "selective"  # read by layers.recompute_mlps
+    return config
 
 
 def vision_config(
@@ -65,6 +67,7 @@ def vision_config(
         pipeline_model_parallel_layout=layout.megatron_vision_layout(),
         **_common(layout, dtype, recompute),
     )
+    config.recompute_mlp = recompute == "selective"
     # Read by VarlenCoreAttention: every other layer attends within windows.
     config.full_attention_layers = (
         frozenset(vision.full_attention_layers) if vision.window_size is not None else None
@@ -107,7 +110,4 @@ def _common(layout: Layout, dtype: torch.dtype, recompute: str) -> dict[str, Any
         common.update(
             recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
         )
-    elif recompute == "selective":
-        # An MLP holds most of a layer's activations; what the attention keeps is small.
-        common.update(recompute_granularity="selective", recompute_modules=["mlp"])
     return common

@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from vlmkernels.integrations.megatron import VarlenCoreAttention
 
@@ -33,6 +39,34 @@ class Norm:
 def init_device(config: TransformerConfig) -> torch.device | None:
     """Where new parameters are made: host memory, or the current device."""
     return None if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+class RecomputedMLP(MLP):
+    """An MLP that keeps its input only: most of a layer's activations are made here.
+
+    megatron-core's own `recompute_modules=["mlp"]` returns the bias through the checkpoint, which
+    makes a parameter its own ancestor and recurses without end where there is a bias.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        def product(x: Tensor) -> Tensor:
+            return MLP.forward(self, x, *args, **kwargs)[0]
+
+        fc2 = self.linear_fc2
+        return tensor_parallel.checkpoint(product, False, hidden_states), (
+            fc2.bias if fc2.skip_bias_add else None
+        )
+
+
+def recompute_mlps(block: TransformerBlock) -> None:
+    """Where the config asks for it, let a built block's MLPs keep their input only.
+
+    Their class is changed afterwards: a spec with another class than MLP would not get the
+    tensor-parallel group from its layer.
+    """
+    if getattr(block.config, "recompute_mlp", False):
+        for layer in block.layers:
+            layer.mlp.__class__ = RecomputedMLP
 
 
 def block_submodules(

@@ -56,9 +56,7 @@ def fused_linears(spec: ModelSpec, vision: bool) -> dict[str, Fused]:
         v = spec.vision
         width, mid = v.hidden_size, v.intermediate_size
         table = {
-            "self_attention.linear_qkv": Fused(
-                ("attn.qkv",), (3 * width,), v.num_heads, inner=3
-            ),
+            "self_attention.linear_qkv": Fused(("attn.qkv",), (3 * width,), v.num_heads, inner=3),
             "self_attention.linear_proj": Fused(("attn.proj",), (width,)),
         }
         if spec.family == "qwen2_5_vl":

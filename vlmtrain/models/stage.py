@@ -24,7 +24,7 @@ from torch import Tensor
 from vlmkernels import scatter_visual, visual_embedding
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.models.language import LanguageModel
-from vlmtrain.models.layers import block_submodules
+from vlmtrain.models.layers import block_submodules, recompute_mlps
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
 from vlmtrain.parallel.layout import Layout
@@ -88,6 +88,7 @@ class QwenVLStage(LanguageModule):
                 vp_stage=vp_stage,
                 spec=spec,
             )
+            recompute_mlps(self.language_model.decoder)
             # The merger's stage hands the decoder its input; later ones receive it.
             self.language_model.decoder.pre_process = stage == layout.merger_stage
         self.input_tensor: Tensor | None = None

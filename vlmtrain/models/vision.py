@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vlmkernels import VisionLayout
 from vlmkernels.integrations.megatron import VisionPackedSeqParams
-from vlmtrain.models.layers import Norm, block_submodules, init_device
+from vlmtrain.models.layers import Norm, block_submodules, init_device, recompute_mlps
 from vlmtrain.models.spec import VisionSpec
 
 
@@ -136,6 +136,7 @@ class VisionTower(MegatronModule):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+        recompute_mlps(self.blocks)
         if last:
             merger = copy.copy(config)
             merger.sequence_parallel = False

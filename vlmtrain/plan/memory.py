@@ -21,6 +21,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import Layout
 
@@ -223,20 +225,27 @@ class ActivationModel:
             return (2 * e * width + 4) / shards
         return (8 * width + 4 + e * width) / shards
 
-    def text_layer(self) -> Kept:
+    def text_layer(self, recompute: str = "none") -> Kept:
+        """With `selective` the MLP keeps only its input, with `full` the layer does."""
+        if recompute == "full":
+            return self.text_input()
         spec, e, t = self.spec, self.element, self.tensor
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         norms = 2 * self._norm(spec.hidden_size, self.shards, layer_norm=False)
         attention = e * 3 * (q + kv) / t + 8 * spec.num_heads / t + 4 * e * spec.head_dim
-        return Kept(per_token=norms + attention + 5 * e * spec.intermediate_size / t)
+        mlp = 0.0 if recompute == "selective" else 5 * e * spec.intermediate_size / t
+        return Kept(per_token=norms + attention + mlp)
 
-    def vision_layer(self) -> Kept:
+    def vision_layer(self, recompute: str = "none") -> Kept:
+        if recompute == "full":
+            return self.vision_input()
         spec, vision = self.spec, self.spec.vision
         e, t, wide = self.element, self.tensor, vision.hidden_size
         gated = spec.family == "qwen2_5_vl"
         norms = 2 * self._norm(wide, self.shards, layer_norm=not gated)
         attention = e * 6 * wide / t + 8 * vision.num_heads / t + 4 * e * vision.head_dim
         mlp = (5 if gated else 3) * e * vision.intermediate_size / t
+        mlp = 0.0 if recompute == "selective" else mlp
         return Kept(per_patch=norms + attention + mlp)
 
     def patch_embed(self) -> Kept:
@@ -278,22 +287,28 @@ class ActivationModel:
             return Kept(per_patch=e * (3 * size.intermediate_size / t + 2 * size.hidden_size))
         return Kept(per_token=e * (3 * spec.intermediate_size / t + 2 * spec.hidden_size))
 
-    def stage(
-        self, layout: Layout, stage: int, *, recompute_vision: bool, recompute_text: bool
-    ) -> Kept:
-        """What `stage` keeps of one microbatch from its forward to its backward."""
-        kept = Kept()
-        text = self.text_input() if recompute_text else self.text_layer()
-        vision = self.vision_input() if recompute_vision else self.vision_layer()
-        if stage == 0:
-            kept += self.patch_embed()
-        kept += vision * layout.vision_layers[stage]
-        if stage == layout.merger_stage:
-            kept += self.merger() + self.embedding()
-        kept += text * layout.text_layers[stage]
-        if stage == layout.stages - 1:
-            kept += self.head()
-        return kept
+    def stages(
+        self, layout: Layout, *, recompute_vision: str = "none", recompute_text: str = "none"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes per token and bytes per patch, [stages] each, that stages keep of a microbatch
+        from its forward to its backward; without the vision tower where it is multiplexed.
+
+        `recompute_*` are none, selective (MLPs) or full (whole layers).
+        """
+        text, vision = self.text_layer(recompute_text), self.vision_layer(recompute_vision)
+        per_token = text.per_token * np.array(layout.text_layers, dtype=float)
+        per_patch = vision.per_patch * np.array(layout.vision_layers, dtype=float)
+        # full recomputation holds on to the float32 rotary table, one for all layers of a stage
+        if recompute_text == "full":
+            per_token += 4 * self.spec.head_dim * (per_token > 0)
+        if recompute_vision == "full":
+            per_patch += 4 * self.spec.vision.head_dim * (per_patch > 0)
+        if not layout.multiplexed:
+            per_patch[0] += self.patch_embed().per_patch
+            per_patch[layout.merger_stage] += self.merger().per_patch
+        per_token[layout.merger_stage] += self.embedding().per_token
+        per_token[-1] += self.head().per_token
+        return per_token, per_patch
 
 
 def batch_bytes(spec: ModelSpec, tokens: float, patches: float, *, pixels: bool) -> float:

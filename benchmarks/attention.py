@@ -1,0 +1,249 @@
+"""varlen_attention beside every way that stock torch has of attending within segments."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import ceilings
+from benchmarks.harness import FAULT_FREE, Comparison, Context, Row, compare, say
+from vlmkernels import _native, varlen_attention
+
+HEADS, HEAD_DIM = 16, 80
+
+#: Qwen2-VL's tower sees whole images, Qwen2.5-VL's mostly windows of 64 patches.
+IMAGES = [256, 400, 576, 784, 1024, 1024, 1156, 1296]
+IMAGES += [1600, 1764, 2048, 2304, 2704, 3136, 3600, 4096]
+SHAPES: dict[str, list[int]] = {
+    "1,024 tokens": [1024],
+    "16 mixed images, 256 to 4,096 tokens": IMAGES,
+    "256 windows of 64": [64] * 256,
+    "272 ragged windows of 12 to 64": [64] * 240 + [16] * 15 + [48] * 16 + [12],
+}
+QUICK_SHAPES: dict[str, list[int]] = {
+    "256 tokens": [256],
+    "4 images, 64 to 256 tokens": [64, 100, 144, 256],
+    "16 windows of 64": [64] * 16,
+    "20 ragged windows of 12 to 64": [64] * 15 + [16] * 2 + [48] * 2 + [12],
+}
+CUDA_SHAPES: dict[str, list[int]] = {
+    "1,024 windows of 64": [64] * 1024,
+    "8 images of 4,096": [4096] * 8,
+    "16 mixed images, 256 to 4,096 tokens": IMAGES,
+}
+
+#: (windows, dtype, backward) -> bar of the ratio; the same for the share of the ceiling.
+BARS = {
+    (False, "float32", False): 2.2,
+    (False, "float32", True): 2.2,
+    (False, "bfloat16", False): 2.5,
+    (False, "bfloat16", True): 2.0,
+    (True, "float32", False): 2.5,
+    (True, "float32", True): 2.2,
+    (True, "bfloat16", False): 3.5,
+    (True, "bfloat16", True): 3.2,
+}
+CEILING_BARS = {(False, "float32", False): 85.0, (False, "float32", True): 85.0}
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _batched(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None]  # [L, H, D] -> [1, H, L, D]
+
+
+def peers(lengths: list[int], device: str, quick: bool) -> dict[str, Attend]:
+    """Name -> function of q, k, v [T, H, D]. Index tensors are made here, outside the timing."""
+    borders = torch.tensor([0, *accumulate(lengths)], device=device)
+    tokens, longest = int(borders[-1]), max(lengths)
+    segment = torch.repeat_interleave(
+        torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device)
+    )
+
+    def sdpa_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        out = [F.scaled_dot_product_attention(*map(_batched, part)) for part in parts]
+        return torch.cat([o[0].transpose(0, 1) for o in out])
+
+    def eager_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = []
+        for part in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+            a, b, c = (x.transpose(0, 1) for x in part)
+            scores = torch.matmul(a, b.transpose(1, 2)) * HEAD_DIM**-0.5
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+            out.append(torch.matmul(weights, c).transpose(0, 1))
+        return torch.cat(out)
+
+    groups: dict[int, list[Tensor]] = defaultdict(list)
+    for start, length in zip(borders.tolist(), lengths, strict=False):
+        groups[length].append(torch.arange(start, start + length, device=device))
+    rows = {length: torch.cat(parts) for length, parts in groups.items()}
+
+    def grouped(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attend:
+        """Segments of one length as one batch [n, H, L, D]."""
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if len(rows) == 1:
+                batch = [x.view(-1, longest, HEADS, HEAD_DIM).transpose(1, 2) for x in (q, k, v)]
+                return attend(*batch).transpose(1, 2).reshape(tokens, HEADS, HEAD_DIM)
+            out = []
+            for length, index in rows.items():
+                batch = [
+                    x.index_select(0, index).view(-1, length, HEADS, HEAD_DIM).transpose(1, 2)
+                    for x in (q, k, v)
+                ]
+                out.append(attend(*batch).transpose(1, 2).reshape(-1, HEADS, HEAD_DIM))
+            whole = torch.cat(list(rows.values()))
+            return torch.empty_like(q).index_copy(0, whole, torch.cat(out))
+
+        return run
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q, k.transpose(-1, -2)) * HEAD_DIM**-0.5
+        return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
+
+    def nested(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        jagged = [
+            torch.nested.nested_tensor_from_jagged(
+                x, borders, min_seqlen=min(lengths), max_seqlen=longest
+            ).transpose(1, 2)
+            for x in (q, k, v)
+        ]
+        return F.scaled_dot_product_attention(*jagged).transpose(1, 2).values()
+
+    found: dict[str, Attend] = {
+        "SDPA per segment": sdpa_loop,
+        "eager per segment": eager_loop,
+        "SDPA per length": grouped(F.scaled_dot_product_attention),
+        "eager per length": grouped(eager),
+        "nested tensor": nested,
+    }
+    if not quick:
+        found["flex attention"] = _flex(segment, tokens, device)
+    if device == "cuda":
+        found |= _cuda_peers(borders.int(), longest)
+    return found
+
+
+def _flex(segment: Tensor, tokens: int, device: str) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention)
+    masks: list = []
+
+    def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return segment[i] == segment[j]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not masks:  # made at the first call, which is not timed
+            masks.append(create_block_mask(same, None, None, tokens, tokens, device=device))
+        out = compiled(_batched(q), _batched(k), _batched(v), block_mask=masks[0])
+        return out[0].transpose(0, 1)
+
+    return run
+
+
+def _cuda_peers(borders: Tensor, longest: int) -> dict[str, Attend]:
+    def torch_varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(q, k, v, borders, borders, longest, longest)
+
+    def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(q, k, v, borders, borders, longest, longest)
+
+    return {"torch.nn.attention.varlen": torch_varlen, "flash-attn": flash_attn}
+
+
+def _close(dtype: torch.dtype) -> Callable[[list[Tensor], list[Tensor]], str | None]:
+    allowed = 1e-3 if dtype == torch.float32 else 3e-2  # of the norm: the same function at all?
+
+    def check(theirs: list[Tensor], ours: list[Tensor]) -> str | None:
+        for a, b in zip(theirs, ours, strict=True):
+            error = float((a.float() - b.float()).norm() / b.float().norm())
+            if not error <= allowed:
+                return f"differs from ours by {error:.1e}"
+        return None
+
+    return check
+
+
+def _call(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> list[Tensor]:
+    if dout is None:
+        with torch.no_grad():
+            return [attend(q, k, v)]
+    out = attend(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def comparison(
+    shape: str, lengths: list[int], dtype: torch.dtype, backward: bool, context: Context
+) -> Comparison:
+    """One row: forward, or forward and backward, over segments of these lengths."""
+    tokens, device = sum(lengths), context.device
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(tokens, HEADS, HEAD_DIM, generator=generator, device=device).to(dtype)
+        for _ in range(4)
+    )
+    if backward:
+        for x in (q, k, v):
+            x.requires_grad_()
+    grad = dout if backward else None
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attention(q, k, v, borders, max_seqlen=longest)
+
+    # Two products forward, five backward; the softmax is not counted.
+    flops = 4.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths) * (3.5 if backward else 1)
+    windows = longest <= 64
+    if device == "cuda" and windows:  # bound by memory there: q, k, v, out and their gradients
+        traffic = q.numel() * q.element_size() * (4 + (8 if backward else 0))
+        limits = ceilings.copy(traffic, context)
+    else:
+        limits = ceilings.arithmetic(flops, dtype, context)
+    key = (windows, str(dtype)[6:], backward)
+    on_cpu = device == "cpu" and not context.quick
+    return Comparison(
+        op="attention, forward + backward" if backward else "attention, forward",
+        shape=f"{shape} x {HEADS} heads x {HEAD_DIM}",
+        dtype=str(dtype)[6:],
+        ours=partial(_call, ours, q, k, v, grad),
+        peers={
+            name: partial(_call, attend, q, k, v, grad)
+            for name, attend in peers(lengths, device, context.quick).items()
+        },
+        ceilings=limits,
+        check=_close(dtype),
+        bar=BARS.get(key) if on_cpu else None,
+        ceiling_bar=CEILING_BARS.get(key) if on_cpu else None,
+    )
+
+
+def rows(context: Context) -> Iterator[Row]:
+    """Forward and forward + backward, fp32 and bf16 (bf16 on a GPU)."""
+    shapes, dtypes = SHAPES, [torch.float32, torch.bfloat16]
+    if context.device == "cuda":
+        if not hasattr(_native._C, "attention_forward_cuda"):
+            say("attention on CUDA skipped: vlmkernels has no CUDA attention kernel yet")
+            return
+        shapes, dtypes = CUDA_SHAPES, [torch.bfloat16]
+    elif context.quick:
+        shapes = QUICK_SHAPES
+    for shape, lengths in shapes.items():
+        # Long segments are bound by arithmetic: page faults are measured on the windows only.
+        if context.device == "cpu" and max(lengths) > 64 and context.memory != FAULT_FREE:
+            continue
+        for dtype in dtypes:
+            for backward in (False, True):
+                yield compare(comparison(shape, lengths, dtype, backward, context), context)

@@ -1,0 +1,179 @@
+"""Preprocessing beside transformers' image processor, planning, and the loader beside a torch
+DataLoader. `python -m benchmarks.data` prints how evenly the plan deals a typical mix."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import ceilings
+from benchmarks.harness import Comparison, Context, Row, compare
+from vlmkernels import patchify
+from vlmkernels.patchify import patchify_reference
+from vlmtrain.data.costs import sample_costs
+from vlmtrain.data.images import ImageSettings, load_image, resize
+from vlmtrain.data.images import patchify as patch_rows
+from vlmtrain.data.packing import POLICIES, Policy, deal, plan_epoch
+from vlmtrain.data.sample import FileRange, Sample
+from vlmtrain.models.spec import ModelSpec
+
+PACK = 8192
+MICROBATCHES = 8
+
+
+def seven_billion(family: str) -> ModelSpec:
+    """The sizes of the released 7B models."""
+    vision: dict[str, Any] = {"depth": 32, "num_heads": 16, "patch_size": 14}
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 1280, "hidden_size": 3584}
+    else:
+        vision |= {"hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420}
+    config = {
+        "model_type": family,
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 28,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "rope_scaling": {"mrope_section": [16, 24, 24]},
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_config": vision,
+    }
+    return ModelSpec.from_dict(config)
+
+
+def mix(spec: ModelSpec, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and costs of the planner's typical mix, repeated to that many samples."""
+    from vlmtrain.plan.workload import typical
+
+    data = typical(spec)
+    start = np.cumsum([0, *(len(sample) for sample in data.grids)])
+    grids = np.array([grid for sample in data.grids for grid in sample])
+    lengths = np.array(data.tokens)
+    costs = np.rint(16 * sample_costs(lengths, start, grids, spec).sum(1)).astype(np.int64)
+    copies = -(-samples // len(lengths))
+    return np.tile(lengths, copies)[:samples], np.tile(costs, copies)[:samples]
+
+
+def balance(family: str, policy: Policy, ranks: int, samples: int = 40_000) -> tuple[float, ...]:
+    """(slowest rank, costliest microbatch) over the mean, averaged over steps, and the fill."""
+    lengths, costs = mix(seven_billion(family), samples)
+    plan = plan_epoch(lengths, PACK, 0, 0, "bench", costs=costs, policy=policy)
+    size = ranks * MICROBATCHES
+    found = []
+    for step in range(len(plan) // size):
+        batch = plan.costs[step * size : (step + 1) * size]
+        dealt = deal(batch, ranks, policy)
+        mean = batch.mean()
+        slowest = max(batch[share].sum() for share in dealt) / mean / MICROBATCHES
+        found.append((slowest, batch.max() / mean))
+    fill = plan.tokens.sum() / (len(plan) * PACK)
+    return (*np.mean(found, axis=0).tolist(), float(fill))
+
+
+def photograph(width: int, height: int) -> bytes:
+    """A JPEG with smooth and sharp parts."""
+    from PIL import Image
+
+    y, x = np.mgrid[0:height, 0:width]
+    pixels = np.stack([x // 3 + y // 5, y // 2, x * y // 999], axis=-1) % 256
+    noise = np.random.default_rng(0).integers(0, 12, pixels.shape)
+    buffer = io.BytesIO()
+    Image.fromarray(((pixels + noise) % 256).astype(np.uint8)).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def _same(theirs: Any, ours: Any) -> str | None:
+    return None if torch.equal(torch.as_tensor(theirs), ours) else "gives other pixels"
+
+
+def kernel(context: Context) -> Iterator[Comparison]:
+    """Resized bytes to patch rows; the peer is the processor's own arithmetic in torch."""
+    height, width = (280, 252) if context.quick else (1008, 980)
+    pixels = torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = patchify(pixels, dtype=dtype)
+        yield Comparison(
+            op="patchify",
+            shape=f"{width}x{height} image",
+            dtype=str(dtype)[6:],
+            ours=lambda out=out: patchify(pixels, out=out, threads=context.threads),
+            peers={"torch": lambda dtype=dtype: patchify_reference(pixels, dtype=dtype)},
+            ceilings=ceilings.copy(pixels.nbytes + out.nbytes, context),
+            check=_same,
+            bar=None if context.quick else 4.0,
+        )
+
+
+def image(context: Context) -> Iterator[Comparison]:
+    """A JPEG file's bytes to patch rows."""
+    from PIL import Image
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    settings = ImageSettings()
+    reference = Qwen2VLImageProcessorPil(
+        min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
+    )
+    sizes = [(320, 240)] if context.quick else [(640, 480), (1600, 1200)]
+    for width, height in sizes:
+        data = photograph(width, height)
+        part, sample = FileRange("photo.jpg", data=data), Sample("photo", (), (), "bench")
+
+        def ours(part: FileRange = part, sample: Sample = sample) -> torch.Tensor:
+            pixels = resize(load_image(part, sample, "photo.jpg"), settings)
+            return patch_rows(pixels[None], settings)
+
+        def theirs(data: bytes = data) -> Any:
+            return reference(images=[Image.open(io.BytesIO(data))])["pixel_values"]
+
+        yield Comparison(
+            op="decode, resize, patchify",
+            shape=f"{width}x{height} JPEG",
+            dtype="float32",
+            ours=ours,
+            peers={"transformers' PIL processor": theirs},
+            check=_same,
+        )
+
+
+def plan(context: Context) -> Iterator[Comparison]:
+    lengths, costs = mix(seven_billion("qwen2_5_vl"), 1000 if context.quick else 10_000)
+    for policy in ("balanced", "best_fit"):
+        yield Comparison(
+            op=f"plan_epoch, {policy}",
+            shape=f"{len(lengths)} samples",
+            dtype="int64",
+            ours=lambda policy=policy: plan_epoch(
+                lengths, PACK, 0, 0, "bench", costs=costs, policy=policy
+            ),
+            peers={},
+        )
+
+
+def rows(context: Context) -> Iterator[Row]:
+    if context.device == "cuda":
+        return
+    for part in (kernel, image, plan):
+        for comparison in part(context):
+            yield compare(comparison, context)
+
+
+def main() -> None:
+    print("| family, policy | fill | DP8 | DP32 | DP256 | costliest microbatch, DP32 |")
+    print("|---|---|---|---|---|---|")
+    for family in ("qwen2_vl", "qwen2_5_vl"):
+        for policy in POLICIES:
+            found = [balance(family, policy, ranks) for ranks in (8, 32, 256)]
+            cells = [f"{found[0][2]:.3f}", *(f"{slowest:.3f}" for slowest, _, _ in found)]
+            print(f"| {family}, {policy} | {' | '.join(cells)} | {found[1][1]:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

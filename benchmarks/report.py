@@ -1,0 +1,241 @@
+"""benchmarks/results/<machine>.json, and benchmarks/RESULTS.md made of them.
+
+python -m benchmarks.report writes RESULTS.md anew without measuring anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import AS_IT_COMES, FAULT_FREE, QUIET_SHARE, REPETITIONS, ROOT, Row
+
+RESULTS = ROOT / "benchmarks" / "results"
+REPORT = ROOT / "benchmarks" / "RESULTS.md"
+
+HEADER = f"{'op':<40} {'shape':<44} {'dtype':<9} thr {'ours':>10} {'best peer':>10}  ratio  ceiling"
+
+
+# ---- the machine ---------------------------------------------------------------------------------
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """What figures depend on. Imports torch and, where they are installed, the peers' versions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    from vlmkernels import _native
+
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    packages = {}
+    for name in ("torch", "transformers", "megatron-core", "deepspeed", "flash-attn"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    machine = {
+        "cpu": _cpu_name(),
+        "cores": len(affinity) or os.cpu_count() or 1,
+        "kernels": _native._C.isa(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": packages,
+    }
+    if device == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name()
+        machine["cuda"] = torch.version.cuda
+    return machine
+
+
+def machine_slug(machine: dict[str, Any], device: str) -> str:
+    """A file name: the GPU's name, or the CPU's and its number of cores."""
+    name = machine["gpu"] if device == "cuda" else f"{machine['cpu']} {machine['cores']} cores"
+    name = re.sub(r"\((r|tm)\)", "", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+# ---- the JSON files ------------------------------------------------------------------------------
+
+
+def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """Raises ValueError naming the file, where it is no results file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content["machine"], [Row.from_json(row) for row in content["rows"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of benchmark results: {error}") from error
+
+
+def store(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
+    """Adds rows; one of the same key replaces the older one."""
+    old = load(path)[1] if path.exists() else []
+    merged = {row.key: row for row in [*old, *rows]}
+    content = {"machine": machine, "rows": [row.to_json() for row in merged.values()]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def _milliseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def line(row: Row) -> str:
+    """One row for the terminal."""
+    noisy = f"  NOISY: {row.kept} of {row.rounds} repetitions quiet" if row.noisy else ""
+    ceiling = ""
+    if row.percent_of_ceiling is not None:
+        ceiling = f"{row.percent_of_ceiling:.0f}% of {row.ceiling}"
+    tokens = ""
+    if row.tokens_per_second:
+        peer = _number(row.peer_tokens_per_second, 0)
+        tokens = f"  {row.tokens_per_second:.0f} tokens/s, peer {peer}"
+    return (
+        f"{row.op:<40} {row.shape:<44} {row.dtype:<9} {row.threads:>3} "
+        f"{_milliseconds(row.ours_ms):>7} ms {_milliseconds(row.best_peer_ms):>7} ms "
+        f"{_number(row.ratio, 2, 'x'):>6}  {ceiling} [{row.best_peer}; {row.memory}]{tokens}{noisy}"
+    )
+
+
+def _verdict(row: Row) -> str:
+    """Against the bars, if there are any."""
+    missed = []
+    if row.bar is not None and (row.ratio is None or row.ratio < row.bar):
+        missed.append(f"{row.bar:g}x")
+    percent = row.percent_of_ceiling
+    if row.ceiling_bar is not None and (percent is None or percent < row.ceiling_bar):
+        missed.append(f"{row.ceiling_bar:g}%")
+    if missed:
+        return "misses " + " and ".join(missed)
+    return "met" if row.bar is not None or row.ceiling_bar is not None else ""
+
+
+def _table(rows: list[Row]) -> list[str]:
+    out = [
+        "| op | shape | dtype | threads | ours, ms | best peer, ms | best peer | ratio "
+        "| ceiling | % of it | bar | quiet | date, commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        quiet = f"{row.kept}/{row.rounds}" + (" (noisy)" if row.noisy else "")
+        cells = [
+            row.op,
+            row.shape,
+            row.dtype,
+            str(row.threads),
+            _milliseconds(row.ours_ms),
+            _milliseconds(row.best_peer_ms),
+            row.best_peer or "-",
+            _number(row.ratio, 2, "x"),
+            row.ceiling or "-",
+            _number(row.percent_of_ceiling, 0, "%"),
+            _verdict(row),
+            quiet,
+            f"{row.date}, {row.commit}",
+        ]
+        out.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return out
+
+
+def _training(rows: list[Row]) -> list[str]:
+    """Tokens per second, where a row has them."""
+    out = []
+    for row in rows:
+        if row.tokens_per_second is None:
+            continue
+        out.append(
+            f"- {row.op}, {row.shape}: {row.tokens_per_second:.0f} tokens/s; {row.best_peer}: "
+            f"{_number(row.peer_tokens_per_second, 0)} tokens/s; ratio {_number(row.ratio, 2)}."
+        )
+    return ["", *out] if out else []
+
+
+def _others(rows: list[Row]) -> list[str]:
+    """Every peer that is not in the table, once: slower ones and those that could not run."""
+    out = []
+    for row in rows:
+        slower = [
+            f"{n} {_milliseconds(t)} ms" for n, t in row.peers_ms.items() if n != row.best_peer
+        ]
+        out_of_race = [f"{n} ({why})" for n, why in row.skipped.items()]
+        if slower or out_of_race:
+            text = "; ".join(slower + out_of_race)
+            out.append(
+                f"- {row.op}, {row.shape}, {row.dtype}, {row.threads} threads, {row.memory}: {text}"
+            )
+    if not out:
+        return []
+    return ["", "<details><summary>The other peers</summary>", "", *out, "", "</details>"]
+
+
+_TITLES = {
+    FAULT_FREE: "Fault-free: " + "fresh outputs lie on pages that the process has already",
+    AS_IT_COMES: "As it comes: page faults of fresh outputs included",
+    "device": "On the GPU",
+}
+
+
+def render(files: dict[str, tuple[dict[str, Any], list[Row]]]) -> str:
+    """RESULTS.md of {file name: (machine, rows)}; depends on nothing else."""
+    out = [
+        "# Measured",
+        "",
+        "Made by `make bench` (`python -m benchmarks.run`) and, on a GPU, `make gpu-check`; "
+        "written by `python -m benchmarks.report` from benchmarks/results/. Do not edit.",
+        "",
+        "Ours, its peers and the ceiling run interleaved in random order in one process. A "
+        f"repetition counts if the scheduler kept its threads waiting for less than "
+        f"{QUIET_SHARE:.0%} of it; times are medians of at least {REPETITIONS} such repetitions; "
+        "a row that has fewer is marked noisy. The ratio is the median over rounds of best peer / "
+        "ours: above 1 ours is faster. The ceiling is measured in the same rounds, scaled to the "
+        "op's work.",
+    ]
+    for name, (machine, rows) in sorted(files.items()):
+        packages = ", ".join(f"{k} {v}" for k, v in machine["packages"].items())
+        title = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+        out += ["", f"## {title}", ""]
+        out.append(
+            f"{machine['system']}, {machine['kernels']} kernels, Python {machine['python']}, "
+            f"{packages}. Source: results/{name}."
+        )
+        for memory, text in _TITLES.items():
+            if chosen := [row for row in rows if row.memory == memory]:
+                out += ["", f"### {text}", "", *_table(chosen), *_training(chosen)]
+        out += _others(rows)
+    if not files:
+        out += ["", "Nothing has been measured yet."]
+    return "\n".join(out) + "\n"
+
+
+def write(results: Path = RESULTS, target: Path = REPORT) -> None:
+    files = {path.name: load(path) for path in sorted(results.glob("*.json"))}
+    target.write_text(render(files), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
+    sys.stdout.write(f"{REPORT} written\n")

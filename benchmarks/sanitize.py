@@ -1,0 +1,26 @@
+"""Every CUDA kernel of ours once, small: what gpu_check.sh runs under compute-sanitizer."""
+
+from __future__ import annotations
+
+import torch
+
+from vlmkernels import scatter_visual, visual_embedding, visual_index
+
+
+def main() -> None:
+    for dtype, hidden in ((torch.bfloat16, 264), (torch.float32, 7)):
+        ids = torch.randint(0, 100, (96,))
+        ids[10:50] = 100
+        index = visual_index(ids, 100).cuda()
+        weight = torch.randn(101, hidden).to(dtype).cuda().requires_grad_()
+        visual = torch.randn(40, hidden).to(dtype).cuda().requires_grad_()
+        out = visual_embedding(ids.cuda(), weight, visual, index)
+        scatter_visual(out, visual, index).float().square().sum().backward()
+        assert weight.grad is not None and visual.grad is not None
+        assert bool(weight.grad.isfinite().all()) and bool(visual.grad.isfinite().all())
+    torch.cuda.synchronize()
+    print("all kernels ran")
+
+
+if __name__ == "__main__":
+    main()

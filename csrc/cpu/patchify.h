@@ -1,0 +1,10 @@
+// Frames of bytes to normalised patch rows, on the CPU.
+#pragma once
+
+#include "params.h"
+
+namespace vlmk {
+
+void patchify(const PatchifyParams& p);
+
+}  // namespace vlmk

@@ -1,0 +1,168 @@
+"""What megatron-core does wrong with an optimizer's state, and what we make of it.
+
+One process; prints a JSON object. `theirs`: what plain megatron-core does; `ours`: what
+checkpoint/optimizer_state.py and torch_dist.py do. tests/checkpoint/test_workarounds.py says what
+each must be.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+import torch  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.checkpoint.worker import build  # noqa: E402
+from tests.parity import reference as ref  # noqa: E402
+from vlmtrain import device, launch  # noqa: E402
+
+
+def outcome(work: Any) -> str:
+    """The name of the error that `work` ends with, or "works"."""
+    try:
+        work()
+    except Exception as error:
+        return type(error).__name__
+    return "works"
+
+
+def plain_optimizer(engine: Any) -> Any:
+    """megatron-core's own, without anything of ours."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-3, use_distributed_optimizer=True, params_dtype=torch.float32
+    )
+    return get_megatron_optimizer(config, engine.chunks).chained_optimizers[0]
+
+
+def step_tensors(part: Any) -> int:
+    return len({entry["step"].data_ptr() for entry in part.optimizer.state.values()})
+
+
+def moments_lost(engine: Any) -> tuple[int, int]:
+    """Parameters whose moments come back wrong, by two ways of gathering, from several buckets."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from vlmtrain.checkpoint import optimizer_state
+
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=5000
+    )
+    engine.chunks = [DistributedDataParallel(engine.config, config, engine.stages[0])]
+    part = plain_optimizer(engine)
+    optimizer_state.create_state(part)
+    truth = {}
+    for parameter, _ in optimizer_state._slices(part):
+        moment = part._get_main_param_and_optimizer_states(parameter)["exp_avg"]
+        moment.normal_()
+        truth[id(parameter)] = moment
+    assert len(part.buffers[0].buckets) > 10 and len(truth) > 50
+    (state,) = part.get_parameter_state_dp_zero(use_gloo_comm=False)[0].values()
+    theirs = sum(
+        not torch.equal(state["exp_avg"][start:stop], truth[id(p)].view(-1))
+        for p, (start, stop, _) in part.buffers[0].param_index_map.items()
+    )
+    found = {id(p): t for p, key, t in optimizer_state._gathered(part) if key == "exp_avg"}
+    ours = sum(not torch.equal(found[n].view(-1), t.view(-1)) for n, t in truth.items())
+    return theirs, ours
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    model = folder / "model"
+    ref.save_model(ref.make_model("qwen2_5_vl", vision_heads=3, seed=1), model)
+    backend = device.setup(0)
+    launch.connect(launch.Process(0, 1, 0), backend.process_group)
+    engine, length = build(dict(model=model, layout={}), backend)
+    from megatron.core import dist_checkpointing
+
+    from vlmtrain.checkpoint import optimizer_state, training
+    from vlmtrain.checkpoint.torch_dist import ChunkReader
+
+    theirs: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
+    plain = plain_optimizer(engine)
+    (part,) = optimizer_state.distributed_parts(engine.optimizer)
+
+    theirs["state before a step"] = outcome(plain.state_dict)
+    ours["state before a step"] = outcome(part.state_dict)
+
+    packs = [ref.pack(p, length) for p in ref.make_samples(0)]
+    for seed in range(2):
+        engine.step([ref.pack(p, length) for p in ref.make_samples(seed)], ref.LR)
+
+    parameter, _ = next(optimizer_state._slices(part))
+    held = {
+        key: value.clone()
+        for key, value in part._get_main_param_and_optimizer_states(parameter).items()
+        if key != "step"
+    }
+    with torch.no_grad():
+        theirs["saved tensors without a step"] = outcome(
+            lambda: part._set_main_param_and_optimizer_states(parameter, held)
+        )
+
+    optimizer_state.create_state(plain)
+    plain.load_state_dict(plain.state_dict())
+    theirs["step tensors after a load"] = step_tensors(plain)
+    saver = training.Saver(folder / "checkpoints", model, keep=1)
+    saver.start(2, engine.parts, engine.optimizer, {})
+    saver.finish()
+    path = folder / "checkpoints" / "step-00000002"
+    training.load(path, engine.parts, engine.optimizer)
+    ours["step tensors after a load"] = step_tensors(part)
+    ours["parameters"] = len(part.optimizer.state)
+    engine.step(packs, ref.LR)
+    ours["step after a load and an update"] = optimizer_state.steps_taken(engine.optimizer)
+
+    stub = type(part).__new__(type(part))
+    stub.is_stub_optimizer, stub.optimizer = True, None
+    theirs["a rank with nothing to train"] = outcome(stub.state_dict)
+    ours["a rank with nothing to train"] = optimizer_state.steps_taken(stub)
+
+    # The two implementations read each other's files.
+    sharded = engine.stages[0].sharded_state_dict()
+    sharded = {k: v for k, v in sharded.items() if not k.endswith("_extra_state")}
+    want = {n: p.detach().clone() for n, p in engine.stages[0].named_parameters()}
+    (folder / "theirs").mkdir()
+    dist_checkpointing.save(dict(sharded), str(folder / "theirs"))
+    saver.start(4, engine.parts, engine.optimizer, {})
+    saver.finish()
+    with torch.no_grad():
+        for p in engine.stages[0].parameters():
+            p.zero_()
+    loaded = dist_checkpointing.load(dict(sharded), str(folder / "checkpoints" / "step-00000004"))
+    ours["read by megatron-core"] = all(
+        torch.equal(loaded[name], tensor) for name, tensor in want.items()
+    )
+    mine, other = (
+        ChunkReader(f) for f in (folder / "checkpoints" / "step-00000004", folder / "theirs")
+    )
+    keys = other.keys()
+    ours["reads megatron-core's"] = len(keys) > 20 and all(
+        torch.equal(
+            mine.read(key, tuple((0, n) for n in mine.shape(key))),
+            other.read(key, tuple((0, n) for n in other.shape(key))),
+        )
+        for key in keys
+    )
+    from vlmtrain.checkpoint.hf_import import stage_parameters
+    from vlmtrain.checkpoint.mapping import checkpoint_key, parameter_split_dim, split_dim
+
+    parameters = stage_parameters(engine.stages[0])
+    ours["keys"] = {checkpoint_key(name)[0] for name in parameters} == keys
+    ours["split dimensions"] = [
+        name for name, p in parameters.items() if parameter_split_dim(p) != split_dim(name)
+    ]
+    theirs["moments lost"], ours["moments lost"] = moments_lost(engine)
+    print(json.dumps({"theirs": theirs, "ours": ours}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""`vlmtrain convert`: round trips, both kinds of folder, what is refused, and memory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity import reference as ref
+from tests.ranks import ROOT
+from vlmtrain import cli
+from vlmtrain.checkpoint import convert, files
+from vlmtrain.checkpoint.files import CheckpointError
+from vlmtrain.checkpoint.hf_files import HFWeights
+from vlmtrain.checkpoint.mapping import WeightError, canonical_name
+from vlmtrain.checkpoint.torch_dist import ChunkReader
+from vlmtrain.checkpoint.verify import compare
+from vlmtrain.checkpoint.weights import check_weights
+from vlmtrain.config import ParallelSection
+from vlmtrain.models.spec import ModelSpec
+
+SEED = random.SystemRandom().randrange(10**6)
+LAYOUTS = [
+    ParallelSection(),
+    ParallelSection(tensor=2),
+    ParallelSection(tensor=2, pipeline=2, text_layers=(1, 3)),
+    ParallelSection(pipeline=4, vision_layers=(3, 1, 0, 0), text_layers=(0, 1, 2, 1)),
+    ParallelSection(
+        pipeline=2, virtual_pipeline=2, vision_layers=(2, 2, 0, 0), text_layers=(0, 1, 2, 1)
+    ),
+    ParallelSection(tensor=2, pipeline=2, vision="multiplexed"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    print(f"seed {SEED}")
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "tied": ref.save_model(
+            ref.make_model("qwen2_vl", vision_heads=4, tied=True, seed=SEED), folder / "tied"
+        ),
+        "untied": ref.save_model(
+            ref.make_model("qwen2_5_vl", vision_heads=4, seed=SEED), folder / "untied"
+        ),
+    }
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """What safetensors' own reader finds in a folder."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update({canonical_name(n): t for n, t in load_file(file).items()})
+    return found
+
+
+def variant(source: Path, target: Path, dtype: torch.dtype, shards: int, new_names: bool) -> Path:
+    """The folder in another type, in several files, with the names of transformers >= 4.52."""
+    shutil.copytree(source, target)
+    (target / "model.safetensors").unlink()
+    table = {}
+    for name, tensor in tensors(source).items():
+        if new_names and name.startswith("visual."):
+            name = "model." + name
+        elif new_names and name.startswith("model."):
+            name = "model.language_model." + name.removeprefix("model.")
+        table[name] = tensor.to(dtype)
+    names = sorted(table)
+    if shards == 1:
+        save_file(table, target / "model.safetensors", metadata={"format": "pt"})
+        return target
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({n: table[n] for n in names[i::shards]}, target / file)
+        weight_map.update(dict.fromkeys(names[i::shards], file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    return target
+
+
+def layout_of(folder: Path, section: ParallelSection):
+    return convert.layout_for(ModelSpec.from_folder(folder), section)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize(
+    ("dtype", "shards", "new_names"),
+    [(torch.float32, 1, False), (torch.bfloat16, 3, True), (torch.float16, 2, False)],
+    ids=["fp32", "bf16, 3 files, new names", "fp16, 2 files"],
+)
+def test_round_trip_is_bitwise(kind, dtype, shards, new_names, models, tmp_path):
+    """HF -> A -> B -> HF over random layouts, then what transformers' own reader finds."""
+    source = variant(models[kind], tmp_path / "source", dtype, shards, new_names)
+    a, b = random.Random(SEED).sample(LAYOUTS, 2)
+    where = f"{a} {b} (seed {SEED})"
+    convert.to_megatron(source, tmp_path / "a", layout_of(source, a))
+    convert.to_megatron(tmp_path / "a", tmp_path / "b", layout_of(source, b))
+    check_weights(tmp_path / "b", ModelSpec.from_folder(tmp_path / "b"))
+    convert.to_hf(tmp_path / "b", tmp_path / "back", shard_bytes=10**6)
+    before, after = tensors(source), tensors(tmp_path / "back")
+    assert after.keys() == before.keys(), where
+    for name, tensor in before.items():
+        assert after[name].dtype == dtype and torch.equal(after[name], tensor), (name, where)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    comparison = compare(source, tmp_path / "b")
+    assert comparison.equal
+    assert sum(g.tensors for g in comparison.groups.values()) == len(before)
+
+
+@pytest.mark.parametrize("section", LAYOUTS[1:], ids=str)
+def test_each_layout_has_its_files(section, models, tmp_path):
+    """One file a rank, each tensor where that layout's rank looks for it."""
+    source = models["untied"]
+    convert.to_megatron(source, tmp_path / "a", layout_of(source, section))
+    names = {p.name for p in (tmp_path / "a").glob("*.distcp")}
+    assert names == {f"__{r}_0.distcp" for r in range(section.tensor * section.pipeline)}
+    reader = ChunkReader(tmp_path / "a")
+    rows = reader.shape("language_model.embedding.word_embeddings.weight")[0]
+    assert rows == 256 and rows % (128 * section.tensor) == 0
+
+
+def test_transformers_reads_what_is_written(models, tmp_path):
+    import transformers
+
+    source = models["untied"]
+    convert.to_megatron(source, tmp_path / "a", layout_of(source, LAYOUTS[2]))
+    convert.to_hf(tmp_path / "a", tmp_path / "back", dtype=torch.bfloat16)
+    model, report = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert model.dtype == torch.bfloat16
+    table = tensors(source)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, table[canonical_name(name)].bfloat16()), name
+
+
+def edit(source: Path, target: Path, change) -> Path:
+    shutil.copytree(source, target)
+    table = load_file(target / "model.safetensors")
+    change(table)
+    save_file(table, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+NORM = "model.layers.2.input_layernorm.weight"
+MERGER = "visual.merger.mlp.0.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(next(n for n in t if n.endswith("norm2.weight"))), ["norm2", "missing"]),
+        (lambda t: t.update(extra=torch.zeros(1)), ["extra", "no place"]),
+        (lambda t: next(v for n, v in t.items() if "up_proj" in n)[3].fill_(math.inf), ["up_proj"]),
+        (lambda t: next(v for n, v in t.items() if "q_proj.bias" in n)[0].fill_(math.nan), ["NaN"]),
+        (
+            lambda t: t.update(
+                {n: v[:, :-1].clone() for n, v in t.items() if "layers.1.mlp.gate_proj" in n}
+            ),
+            ["gate_proj", "[108, 95]"],
+        ),
+        (
+            lambda t: t.update({n: v.int() for n, v in t.items() if "layers.3.mlp.down" in n}),
+            ["down_proj", "I32"],
+        ),
+    ],
+    ids=["missing", "unexpected", "inf", "nan", "misshapen", "integers"],
+)
+def test_bad_weights_are_named(change, words, models, tmp_path):
+    source = edit(models["untied"], tmp_path / "source", change)
+    with pytest.raises(WeightError) as error:
+        convert.to_megatron(source, tmp_path / "out", layout_of(source, LAYOUTS[1]))
+    for word in words:
+        assert word in str(error.value), str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]  # nothing looks finished
+
+
+def test_a_cast_that_overflows_is_named(models, tmp_path):
+    def grow(table):
+        next(v for n, v in table.items() if "o_proj" in n)[0, 0] = 1e6
+
+    source = edit(models["untied"], tmp_path / "source", grow)
+    with pytest.raises(WeightError, match="float16"):
+        convert.to_megatron(
+            source, tmp_path / "out", layout_of(source, LAYOUTS[0]), dtype=torch.float16
+        )
+
+
+def test_damage_is_found_before_use(models, tmp_path):
+    source = models["untied"]
+    convert.to_megatron(source, tmp_path / "a", layout_of(source, LAYOUTS[1]))
+    spec = ModelSpec.from_folder(tmp_path / "a")
+    file = tmp_path / "a" / "__1_0.distcp"
+    whole = file.read_bytes()
+    for damaged, word in (
+        (whole[:-10], "bytes"),
+        (whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:], "checksum"),
+        (None, "missing"),
+    ):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        with pytest.raises(WeightError, match=word) as error:
+            check_weights(tmp_path / "a", spec)
+        assert "__1_0.distcp" in str(error.value)
+
+
+def test_verify_tells_one_changed_bit(models, tmp_path, capsys):
+    source = models["untied"]
+    convert.to_megatron(source, tmp_path / "a", layout_of(source, LAYOUTS[1]))
+
+    def flip(table):
+        table["lm_head.weight"].view(torch.int32)[7, 7] ^= 1
+
+    other = edit(source, tmp_path / "other", flip)
+    arguments = ["convert", "verify", "--target", str(tmp_path / "a"), "--logits", "no"]
+    assert cli.main([*arguments, "--source", str(source)]) == 0
+    assert "bitwise equal" in capsys.readouterr().out
+    assert cli.main([*arguments, "--source", str(other)]) == 1
+    printed = capsys.readouterr().out
+    assert "different: lm_head.weight" in printed and "not the same" in printed
+
+
+def test_full_disk_leaves_what_was_there(models, tmp_path, monkeypatch):
+    """ENOSPC after every possible number of writes is one sentence, and the old target stays."""
+    source, target = models["untied"], tmp_path / "out"
+    layout = layout_of(source, LAYOUTS[1])
+    convert.to_megatron(source, target, layout)
+    before = (target / "manifest.json").read_text()
+    left = 0
+    original = files.SummedFile.write
+
+    def write(self, data):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, data)
+
+    monkeypatch.setattr(files.SummedFile, "write", write)
+    for left in (0, 1, 50, 300):  # noqa: B007
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            convert.to_megatron(source, target, layout, overwrite=True)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            left = 0
+            convert.to_hf(target, tmp_path / "hf")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    assert (target / "manifest.json").read_text() == before
+    check_weights(target, ModelSpec.from_folder(target))
+
+
+def test_command_line(models, tmp_path, capsys):
+    source, a, back = str(models["tied"]), str(tmp_path / "a"), str(tmp_path / "back")
+    assert cli.main(["convert", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert len(page.splitlines()) < 50
+    for word in ("hf-to-megatron", "megatron-to-hf", "reshard", "verify", "--source", "--target",
+                 "--dtype", "--overwrite", "--logits", "--parallel.text_layers"):  # fmt: skip
+        assert word in page
+    run = ["convert", "hf-to-megatron", "--source", source, "--target", a]
+    assert cli.main([*run, "--parallel.tensor", "2"]) == 0
+    assert cli.main(["convert", "megatron-to-hf", "--source", a, "--target", back]) == 0
+    for arguments, words in (
+        (run, ["exists", "--overwrite"]),
+        (["convert", "reshard", "--source", source, "--target", back], ["no Megatron checkpoint"]),
+        (["convert", "hf-to-megatron", "--source", a, "--target", back], ["reshard"]),
+        (["convert", "upside-down"], ["upside-down", "hf-to-megatron"]),
+        ([*run[:-1], back + "2", "--parallel.tensor", "3"], ["parallel.tensor 3"]),
+    ):
+        capsys.readouterr()
+        assert cli.main(arguments) == 1
+        message = capsys.readouterr().err.strip()
+        assert len(message.splitlines()) == 1
+        for word in words:
+            assert word in message, message
+
+
+def big_folder(folder: Path) -> int:
+    """A model of about 0.4 GB with one large tensor, written tensor by tensor; its bytes."""
+    from tests.checkpoint.full_size import config_of, shapes
+    from vlmtrain.checkpoint.hf_files import SafetensorsWriter
+    from vlmtrain.checkpoint.mapping import rows
+
+    config = config_of(
+        "qwen2_5_vl", vocab=40960, hidden=1024, layers=6, heads=8, groups=2, width=2816, depth=4
+    )
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = ModelSpec.from_folder(folder)
+    table = shapes(spec)
+    names = [n for row in rows(spec) for n in row.hf]
+    writer = SafetensorsWriter(
+        folder / "model.safetensors", [(n, torch.bfloat16, table[n]) for n in names]
+    )
+    for name in names:
+        writer.add(name, torch.full(table[name], 0.5, dtype=torch.bfloat16))
+    writer.close()
+    return (folder / "model.safetensors").stat().st_size
+
+
+def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
+    total = big_folder(tmp_path / "hf")
+    largest = max(
+        math.prod(HFWeights(tmp_path / "hf").shape(n)) * 2
+        for n in HFWeights(tmp_path / "hf").names()
+    )
+    assert total > 3.5 * largest
+    script = (
+        "import resource, sys\n"
+        "from vlmtrain.checkpoint import commands, convert\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "import torch, rich, tyro; torch.zeros(1).half()\n"
+        "from torch.distributed.checkpoint import filesystem\n"
+        "before = peak()\n"
+        "assert commands.convert(sys.argv[1:]) == 0\n"
+        "print(peak() - before)\n"
+    )
+    for arguments in (
+        ["hf-to-megatron", "--source", "hf", "--target", "mg", "--parallel.tensor", "2"],
+        ["megatron-to-hf", "--source", "mg", "--target", "back"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script, *arguments],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        grown = int(done.stdout.split()[-1])
+        print(f"{arguments[0]}: {grown / largest:.2f} x the largest tensor")
+        assert grown < 2.5 * largest, done.stdout

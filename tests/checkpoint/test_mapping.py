@@ -1,0 +1,218 @@
+"""The mapping table and the splitting, without a process group: any config, any layout."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmtrain.checkpoint.convert import layer_count, stage_of
+from vlmtrain.checkpoint.mapping import (
+    canonical_name,
+    checkpoint_key,
+    join,
+    padded_vocab_size,
+    pieces,
+    rows,
+    split,
+    split_dim,
+    transforms,
+)
+from vlmtrain.checkpoint.weights import hf_shapes
+from vlmtrain.errors import UserError
+from vlmtrain.models.spec import ModelSpec, VisionSpec
+from vlmtrain.parallel.layout import make_layout
+
+
+@st.composite
+def specs(draw: Any, tensor: int = 1) -> ModelSpec:
+    """A model of either family whose sizes `tensor` divides."""
+    gated = draw(st.booleans())
+    vision_heads = tensor * draw(st.integers(1, 3))
+    vision_dim = 4 * draw(st.integers(1, 3))
+    groups = tensor * draw(st.integers(1, 2))
+    head_dim = 2 * draw(st.integers(1, 4))
+    heads = groups * draw(st.integers(1, 3))
+    hidden = heads * head_dim
+    return ModelSpec(
+        family="qwen2_5_vl" if gated else "qwen2_vl",
+        vision=VisionSpec(
+            depth=draw(st.integers(1, 3)),
+            hidden_size=vision_heads * vision_dim,
+            num_heads=vision_heads,
+            intermediate_size=tensor * draw(st.integers(1, 7)),
+            out_hidden_size=hidden,
+            in_channels=3,
+            patch_size=2,
+            temporal_patch_size=2,
+            spatial_merge_size=2,
+            hidden_act="silu" if gated else "quick_gelu",
+            window_size=112 if gated else None,
+            full_attention_layers=(),
+            tokens_per_second=None,
+        ),
+        vocab_size=draw(st.integers(5, 300)),
+        hidden_size=hidden,
+        intermediate_size=tensor * draw(st.integers(1, 7)),
+        num_layers=draw(st.integers(1, 4)),
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=head_dim,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        mrope_section=(1, 0, 0),
+        max_position_embeddings=100,
+        tie_word_embeddings=draw(st.booleans()),
+        image_token_id=0,
+        video_token_id=1,
+        vision_start_token_id=2,
+        vision_end_token_id=3,
+    )
+
+
+def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
+    """Hugging Face shapes, from what the architectures say, not from the table."""
+    v, h, w = spec.vision, spec.hidden_size, spec.vision.hidden_size
+    kv = spec.num_kv_heads * spec.head_dim
+    found: dict[str, list[int]] = {
+        "model.embed_tokens.weight": [spec.vocab_size, h],
+        "model.norm.weight": [h],
+        "visual.patch_embed.proj.weight": [w, 3, 2, v.patch_size, v.patch_size],
+        "visual.merger.mlp.0.weight": [4 * w, 4 * w],
+        "visual.merger.mlp.0.bias": [4 * w],
+        "visual.merger.mlp.2.weight": [h, 4 * w],
+        "visual.merger.mlp.2.bias": [h],
+        "visual.merger.ln_q.weight": [w],
+    }
+    if not spec.tie_word_embeddings:
+        found["lm_head.weight"] = [spec.vocab_size, h]
+    for i in range(spec.num_layers):
+        layer = f"model.layers.{i}."
+        for name, n in (("q", h), ("k", kv), ("v", kv)):
+            found[f"{layer}self_attn.{name}_proj.weight"] = [n, h]
+            found[f"{layer}self_attn.{name}_proj.bias"] = [n]
+        found[layer + "self_attn.o_proj.weight"] = [h, h]
+        found[layer + "mlp.gate_proj.weight"] = [spec.intermediate_size, h]
+        found[layer + "mlp.up_proj.weight"] = [spec.intermediate_size, h]
+        found[layer + "mlp.down_proj.weight"] = [h, spec.intermediate_size]
+        found[layer + "input_layernorm.weight"] = [h]
+        found[layer + "post_attention_layernorm.weight"] = [h]
+    for i in range(v.depth):
+        block, n = f"visual.blocks.{i}.", v.intermediate_size
+        found[block + "attn.qkv.weight"], found[block + "attn.qkv.bias"] = [3 * w, w], [3 * w]
+        found[block + "attn.proj.weight"], found[block + "attn.proj.bias"] = [w, w], [w]
+        linears = (
+            {"gate_proj": (n, w), "up_proj": (n, w), "down_proj": (w, n)}
+            if spec.family == "qwen2_5_vl"
+            else {"fc1": (n, w), "fc2": (w, n)}
+        )
+        for name, (out, into) in linears.items():
+            found[f"{block}mlp.{name}.weight"] = [out, into]
+            found[f"{block}mlp.{name}.bias"] = [out]
+        for norm in ("norm1", "norm2"):
+            found[f"{block}{norm}.weight"] = [w]
+            if spec.family == "qwen2_vl":
+                found[f"{block}{norm}.bias"] = [w]
+    if spec.family == "qwen2_vl":
+        found["visual.merger.ln_q.bias"] = [w]
+    return found
+
+
+tensor_sizes = st.sampled_from([1, 2, 4])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), size=tensor_sizes)
+def test_split_join_and_slices(data, size):
+    """HF -> whole -> pieces -> whole -> HF is bitwise; slices read alone make the same pieces."""
+    spec = data.draw(specs(size))
+    named = transforms(spec)
+    shapes = shapes_of(spec)
+    seen = set()
+    for row in rows(spec):
+        transform = named[row.transform]
+        whole_hf = [
+            torch.arange(torch.Size(shapes[n]).numel()).view(shapes[n]) + 1000 * k
+            for k, n in enumerate(row.hf)
+        ]
+        seen |= set(row.hf)
+        whole = transform.to_megatron(whole_hf)
+        assert hf_shapes(transform, whole.shape) == [list(t.shape) for t in whole_hf]
+        if row.transform == "vocab":
+            rows_ = padded_vocab_size(spec.vocab_size, size)
+            whole = torch.cat([whole, whole.new_zeros(rows_ - spec.vocab_size, whole.shape[1])])
+        dim = split_dim(row.megatron)
+        shards = [split(whole, dim, transform.parts, r, size) for r in range(size)]
+        assert torch.equal(join(shards, dim, transform.parts), whole), row
+        if size > 1:
+            assert (dim is None) == all(torch.equal(s, shards[0]) for s in shards), row
+        back = transform.to_hf(join(shards, dim, transform.parts))
+        for got, want in zip(back, whole_hf, strict=True):
+            assert torch.equal(got, want), row
+        if row.transform == "vocab":
+            continue
+        for rank in range(size):
+            cut = []
+            for tensor in whole_hf:
+                boxes = pieces(tensor.shape, dim, transform.blocks, rank, size)
+                cut.append(torch.cat([tensor[tuple(slice(*x) for x in b)] for b in boxes]))
+            assert torch.equal(transform.to_megatron(cut), shards[rank]), (row, rank)
+    assert seen == set(shapes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_tensor_has_one_stage(data):
+    """On any valid layout each row lies on the stage that the layers' counts say."""
+    tensor = data.draw(tensor_sizes)
+    spec = data.draw(specs(tensor))
+    pipeline, virtual = data.draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1)]))
+    stages = pipeline * virtual
+    cuts = sorted(data.draw(st.lists(st.integers(0, spec.num_layers), min_size=stages - 1,
+                                     max_size=stages - 1)))  # fmt: skip
+    text = [b - a for a, b in itertools.pairwise([0, *cuts, spec.num_layers])]
+    try:
+        layout = make_layout(
+            spec,
+            world_size=tensor * pipeline,
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual_pipeline=virtual,
+            text_layers=text,
+            multiplexed=data.draw(st.booleans()) if stages > 1 else False,
+        )
+    except UserError:
+        return
+    counts = {"vision": [0] * stages, "language_model": [0] * stages}
+    for row in rows(spec):
+        stage = stage_of(row.megatron, layout)
+        key, layer = checkpoint_key(row.megatron)
+        if layer is not None and "linear_qkv.weight" in key:
+            counts[key.split(".")[0]][stage] += 1
+            assert layer < layer_count(row.megatron, spec)
+    assert counts["language_model"] == text
+    if not layout.multiplexed:
+        assert counts["vision"] == list(layout.vision_layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight"),
+        ("visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight"),
+        ("model.language_model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+        ("model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_both_styles_of_names(name, canonical):
+    assert canonical_name(name) == canonical
+
+
+def test_sizes_that_can_not_be_split():
+    with pytest.raises(UserError, match="can't be split"):
+        pieces([3420, 4], 0, 1, 0, 8)

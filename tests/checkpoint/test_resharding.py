@@ -1,0 +1,215 @@
+"""Training checkpoints: what one layout wrote, every other reads, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.parity import reference as ref
+from tests.ranks import run_ranks
+from vlmtrain.checkpoint.convert import layout_for, to_hf, to_megatron
+from vlmtrain.checkpoint.files import verify_manifest
+from vlmtrain.checkpoint.mapping import canonical_name
+from vlmtrain.config import ParallelSection
+from vlmtrain.models.spec import ModelSpec
+
+SEED = random.SystemRandom().randrange(10**6)
+# Each of four ranks' layouts reads what the one before it wrote, and writes it again.
+CHAIN: list[tuple[str, dict[str, Any]]] = [
+    ("tp2 pp2 sp", dict(tensor=2, pipeline=2, sequence=True, text_layers=(1, 3))),
+    (
+        "pp2 vpp2 dp2",
+        dict(
+            pipeline=2,
+            virtual_pipeline=2,
+            vision_layers=(2, 2, 0, 0),
+            text_layers=(0, 1, 2, 1),
+        ),
+    ),
+    ("pp4 spread vision", dict(pipeline=4, vision_layers=(3, 1, 0, 0), text_layers=(0, 1, 2, 1))),
+    ("dp4", {}),
+    ("multiplexed tp2 pp2", dict(tensor=2, pipeline=2, multiplexed=True)),
+]
+KINDS = ("tied", "untied")
+# What is frozen, on two pipeline stages: rank 0 has nothing to train, then rank 1 has not.
+FROZEN: dict[str, tuple[dict[str, bool], dict[str, Any]]] = {
+    "first stage": (
+        dict(vision=True, merger=True),
+        dict(pipeline=2, vision_layers=(3, 1), text_layers=(0, 4)),
+    ),
+    "last stage": (dict(language=True), dict(pipeline=2)),
+}
+BF16 = torch.bfloat16
+
+
+def run(cases: list[dict[str, Any]], size: int, folder: Path) -> list[dict[str, Any]]:
+    path = folder / f"cases{size}-{len(list(folder.glob('cases*.pt')))}.pt"
+    torch.save(cases, path)
+    ranks = run_ranks(["tests/checkpoint/worker.py", str(path)], size, timeout=600)
+    assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
+    return torch.load(path.with_suffix(".out"), weights_only=False)
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: str) -> None:
+    assert ours.keys() == theirs.keys(), where
+    for name, want in theirs.items():
+        got = ours[name]
+        if not torch.equal(got, want) and not (got.isnan().all() and want.isnan().all()):
+            at = (got != want).nonzero()[0].tolist()
+            raise AssertionError(f"{where}: {name} differs first at {at} (seed {SEED})")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """All cases by name, in two starts of processes: four ranks, then two."""
+    print(f"seed {SEED}")
+    folder = tmp_path_factory.mktemp("resharding")
+    models = {
+        kind: ref.save_model(
+            ref.make_model(family, vision_heads=4, tied=kind == "tied", seed=SEED), folder / kind
+        )
+        for kind, family in (("tied", "qwen2_vl"), ("untied", "qwen2_5_vl"))
+    }
+    untied, steps, found = models["untied"], [SEED, SEED + 1], {}
+
+    four: dict[str, dict[str, Any]] = {}
+    for kind in KINDS:
+        before = None
+        for number, (name, layout) in enumerate(CHAIN, 1):
+            path = folder / f"{kind}-chain" / f"step-{number:08d}"
+            four[f"{kind} {name}"] = dict(model=models[kind], layout=layout, save=path)
+            four[f"{kind} {name}"].update(load=before) if before else None
+            before = path
+        four[f"{kind} {CHAIN[0][0]}"]["steps"] = steps
+        models[f"{kind} chain"] = before
+    found.update(zip(four, run(list(four.values()), 4, folder), strict=True))
+
+    # Offline: weights for two ranks, and the last checkpoint of a chain written anew.
+    layout = layout_for(ModelSpec.from_folder(untied), ParallelSection(tensor=2))
+    to_megatron(untied, folder / "megatron", layout)
+    to_megatron(models["untied chain"], folder / "offline" / "step-00000009", layout)
+    to_hf(models["untied chain"], folder / "exported")
+    two: dict[str, dict[str, Any]] = {
+        "untied fewer ranks": dict(model=untied, layout=dict(tensor=2), load=before),
+        "resharded offline": dict(
+            model=untied, layout=dict(pipeline=2), load=folder / "offline" / "step-00000009"
+        ),
+        "started from Megatron": dict(model=folder / "megatron", layout=dict(pipeline=2)),
+        "started from a checkpoint": dict(model=models["untied chain"], layout=dict(tensor=2)),
+        "weights are no run": dict(model=untied, layout={}, load=folder / "megatron"),
+    }
+    for name, (freeze, layout) in FROZEN.items():
+        path = folder / name / "step-00000002"
+        same_freeze = dict(model=untied, freeze=freeze)
+        two[f"{name} saved"] = dict(**same_freeze, layout=layout, steps=steps, save=path)
+        two[f"{name} loaded"] = dict(**same_freeze, layout=dict(tensor=2), load=path)
+        two[f"{name} thawed"] = dict(model=untied, layout={}, load=path)
+    more = dict(language=True, vision=True)
+    two["more frozen"] = dict(
+        model=untied, layout={}, freeze=more, load=folder / "last stage" / "step-00000002"
+    )
+    path = folder / "meanwhile" / "step-00000002"
+    half = dict(model=models["tied"], layout={}, dtype=BF16)
+    two["plain"] = dict(**half, steps=steps)
+    two["saved"] = dict(**half, steps=steps, save=path, meanwhile=[SEED + 2, SEED + 3])
+    two["loaded"] = dict(**half, load=path)
+    two["wider"] = dict(model=models["tied"], layout={}, load=path)
+    full = folder / "full" / "step-00000007"
+    shutil.copytree(models["tied chain"], full.with_name("step-00000002"))
+    half["layout"] = dict(pipeline=2)  # where rank 1 has something to write
+    two["disk full"] = dict(**half, load=path, save=full, disk_full=1)
+    found.update(zip(two, run(list(two.values()), 2, folder), strict=True))
+    found["folders"] = dict(folder=folder, **models)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, _ in CHAIN[1:]] + ["fewer ranks"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_reads_every_other_bitwise(kind, name, results):
+    """Weights, master weights, both moments and the step."""
+    if name == "fewer ranks" and kind == "tied":
+        return
+    first, result = results[f"{kind} {CHAIN[0][0]}"], results[f"{kind} {name}"]
+    assert "error" not in result, result["error"]
+    same(result["state"], first["state"], f"{kind} {name}")
+    assert result["step"] == 2 and result["extra"]["note"] == "kept"
+
+
+def test_resharded_offline(results):
+    """The converter's checkpoint, with the optimizer's state."""
+    same(results["resharded offline"]["state"], results["untied tp2 pp2 sp"]["state"], "offline")
+    assert results["resharded offline"]["step"] == 2
+
+
+def test_exported_offline(results):
+    table = {}
+    for file in (results["folders"]["folder"] / "exported").glob("*.safetensors"):
+        table.update(load_file(file))
+    state = results["untied tp2 pp2 sp"]["state"]
+    assert {f"model {n}" for n in table} == {n for n in state if n.startswith("model ")}
+    for name, tensor in table.items():
+        assert torch.equal(tensor, state[f"model {name}"]), name
+
+
+def test_training_starts_from_a_megatron_folder(results):
+    stored = load_file(results["folders"]["untied"] / "model.safetensors")
+    state = results["started from Megatron"]["state"]
+    for name, tensor in stored.items():
+        assert torch.equal(state[f"model {canonical_name(name)}"], tensor), name
+        assert not state[f"exp_avg {canonical_name(name)}"].any()
+    begun = results["started from a checkpoint"]
+    trained = results["untied tp2 pp2 sp"]["state"]
+    for name, tensor in begun["state"].items():
+        if name.startswith("model "):
+            assert torch.equal(tensor, trained[name]), name
+    assert begun["step"] == 0
+    message = results["weights are no run"]["error"]
+    assert "weights only" in message and "--model" in message
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_parts(name, results):
+    saved, loaded = results[f"{name} saved"], results[f"{name} loaded"]
+    same(loaded["state"], saved["state"], name)
+    assert saved["step"] == loaded["step"] == 2
+    frozen = [n for n, t in saved["state"].items() if t.isnan().all()]
+    assert 100 < len(frozen) < len(saved["state"]) - 100
+    message = results[f"{name} thawed"]["error"]
+    assert "frozen" in message and "--model" in message, message
+    assert ("vision" if name == "first stage" else "language_model") in message, message
+
+
+def test_what_is_frozen_later_keeps_its_weights(results):
+    saved, later = results["last stage saved"]["state"], results["more frozen"]["state"]
+    for name, tensor in later.items():
+        if name.startswith("model ") or not tensor.isnan().all():
+            assert torch.equal(tensor, saved[name]), name
+
+
+def test_a_save_does_not_see_the_training_that_goes_on(results):
+    """Two steps were taken while it was written."""
+    plain, saved = results["plain"]["state"], results["saved"]["state"]
+    same(results["loaded"]["state"], plain, "loaded")
+    assert sum(not torch.equal(saved[n], t) for n, t in plain.items()) > 100
+
+
+def test_another_precision_takes_the_master_weights(results):
+    wider = results["wider"]["state"]
+    for name, tensor in results["plain"]["state"].items():
+        if name.startswith("param "):
+            assert torch.equal(wider[name], tensor), name
+            assert torch.equal(wider[name.replace("param ", "model ")], tensor), name
+
+
+def test_full_disk_on_one_rank_is_every_ranks_error(results):
+    """The checkpoint before stays, whole, and nothing else does."""
+    assert "No space left on device" in results["disk full"]["error"]
+    folder = results["folders"]["folder"] / "full"
+    assert [p.name for p in folder.iterdir()] == ["step-00000002"]
+    verify_manifest(folder / "step-00000002")

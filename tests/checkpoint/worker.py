@@ -1,0 +1,157 @@
+"""One rank of a checkpoint run: python worker.py CASES.pt; results go beside it, from rank 0.
+
+A case builds an engine on a layout from a model folder, perhaps loads a checkpoint, perhaps takes
+steps, perhaps saves one, and returns the whole state under Hugging Face names: weights, master
+weights and both moments, gathered by code that shares nothing with the checkpoints'.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.parity import reference as ref  # noqa: E402
+from vlmtrain import device, launch  # noqa: E402
+from vlmtrain.config import FreezeSection, OptimizerSection  # noqa: E402
+from vlmtrain.errors import UserError  # noqa: E402
+from vlmtrain.models.spec import ModelSpec  # noqa: E402
+from vlmtrain.parallel.layout import make_layout  # noqa: E402
+
+
+def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
+    """An engine with weights and optimizer, and the tokens of a pack."""
+    from vlmtrain.checkpoint.hf_import import load_weights
+    from vlmtrain.engine import Engine
+
+    spec = ModelSpec.from_folder(case["model"])
+    packs = ref.make_samples(case.get("seed", 0))
+    length = ref.pack_length(packs)
+    layout = make_layout(
+        spec,
+        world_size=dist.get_world_size(),
+        pack_length=length,
+        microbatches=len(packs),
+        **case["layout"],
+    )
+    engine = Engine(spec, layout, backend, dtype=case.get("dtype", torch.float32))
+    load_weights(engine.parts, spec, case["model"])
+    section = OptimizerSection(lr=ref.LR, min_lr=ref.LR, weight_decay=ref.DECAY, clip=ref.CLIP)
+    engine.prepare(section, FreezeSection(**case.get("freeze", {})))
+    return engine, length
+
+
+def optimizer_tensors(engine: Any, key: str) -> dict[torch.Tensor, torch.Tensor]:
+    """Master weights or moments of every parameter here, shaped like it: all ranks' slices."""
+    found = {}
+    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        if part.is_stub_optimizer:
+            continue
+        order = [p for buffer in part.buffers for p in buffer.param_index_map]
+        slices = []
+        for ranges in part.gbuf_ranges:
+            for buckets in ranges.values():
+                for parameter, held in ((p, h) for b in buckets for p, h in b["param_map"].items()):
+                    group, i = part.model_param_group_index_map[parameter]
+                    main = part.optimizer.param_groups[group]["params"][i]
+                    tensor = main if key == "param" else part.optimizer.state[main][key]
+                    place = next(n for n, p in enumerate(order) if p is parameter)
+                    slices.append((place, held["param"].start, tensor.detach().clone()))
+        every: list[Any] = [None] * dist.get_world_size(part.data_parallel_group)
+        dist.all_gather_object(every, slices, group=part.data_parallel_group)
+        flat = [torch.full((p.numel(),), float("nan")) for p in order]
+        for place, start, tensor in (s for rank in every for s in rank):
+            flat[place][start : start + tensor.numel()] = tensor
+        found.update({p: t.view(p.shape) for p, t in zip(order, flat, strict=True)})
+    return found
+
+
+def value_or_nan(table: dict[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
+    """A frozen parameter has no optimizer state."""
+    return table.get(parameter, torch.full(parameter.shape, float("nan")))
+
+
+def whole_state(engine: Any) -> dict[str, torch.Tensor]:
+    from vlmtrain.checkpoint.hf_export import gathered
+
+    named = {f"model {n}": t for n, t in gathered(engine.exported, engine.spec)}
+    for key in ("param", "exp_avg", "exp_avg_sq"):
+        tensors = optimizer_tensors(engine, key)
+        values = partial(value_or_nan, tensors)
+        for name, tensor in gathered(engine.exported, engine.spec, values):
+            named[f"{key} {name}"] = tensor
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, named)
+    return {n: t for part in every for n, t in part.items()}
+
+
+def fill_disk() -> None:
+    """From here on every write fails as it does on a full disk."""
+    from vlmtrain.checkpoint import files
+
+    def write(self: Any, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files.SummedFile.write = write  # type: ignore[method-assign]
+
+
+def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    from vlmtrain.checkpoint import training
+    from vlmtrain.checkpoint.optimizer_state import steps_taken
+
+    engine, length = build(case, backend)
+    result: dict[str, Any] = {}
+    try:
+        if case.get("load"):
+            result["extra"] = training.load(Path(case["load"]), engine.parts, engine.optimizer)
+
+        def share(seed: int) -> list[Any]:
+            samples = ref.make_samples(seed)
+            return [ref.pack(p, length) for p in samples][engine.data_rank :: engine.layout.data]
+
+        seeds = case.get("steps", [])
+        result["losses"] = [engine.step(share(s), ref.LR).loss for s in seeds]
+        if case.get("save"):
+            target = Path(case["save"])
+            saver = training.Saver(target.parent, Path(case["model"]), keep=99)
+            step = int(target.name.split("-")[1])
+            if case.get("disk_full") == dist.get_rank():
+                fill_disk()
+            saver.start(step, engine.parts, engine.optimizer, {"note": "kept"})
+            # Training goes on while it is written: the checkpoint must not notice.
+            for s in case.get("meanwhile", []):
+                engine.step(share(s), ref.LR)
+            saver.finish()
+        result["step"] = steps_taken(engine.optimizer)
+        result["state"] = whole_state(engine)
+    except UserError as error:
+        result["error"] = str(error)
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def main() -> None:
+    process = launch.joined() or launch.Process(0, 1, 0)
+    torch.set_num_threads(1)
+    backend = device.setup(process.local_rank)
+    launch.connect(process, backend.process_group)
+    path = Path(sys.argv[1])
+    results = [run_case(case, backend) for case in torch.load(path, weights_only=False)]
+    if process.rank == 0:
+        torch.save(results, path.with_suffix(".out"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A device whose copies are done late, in random order, and whose targets are NaN until then.
+
+A copy reads its source when it is done, not when it was begun: whoever writes the source too early,
+reads the target too early, or counts on the order of two copies gets other numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Copy:
+    source: Tensor
+    target: Tensor
+    done: bool = False
+
+
+class DelayedTransfers:
+    """As vlmkernels.optim.transfer.Transfers."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(random.getrandbits(32))
+        self.pending: list[Copy] = []
+        self.downloads = self.uploads = self.bytes = 0
+
+    def download(self, source: Tensor, target: Tensor) -> Copy:
+        self.downloads += 1
+        return self._begin(source, target)
+
+    def upload(self, source: Tensor, target: Tensor) -> Copy:
+        assert source.dtype == target.dtype and source.is_contiguous()
+        self.uploads += 1
+        return self._begin(source, target)
+
+    def wait(self, ticket: Copy) -> None:
+        while not ticket.done:
+            self._finish_one()
+
+    device_wait = wait
+
+    def _begin(self, source: Tensor, target: Tensor) -> Copy:
+        for other in self.pending:
+            assert other.target.data_ptr() != target.data_ptr(), "two copies to one place"
+        with torch.no_grad():
+            target.fill_(float("nan"))
+        copy = Copy(source, target)
+        self.bytes += target.numel() * target.element_size()
+        self.pending.append(copy)
+        while self.pending and self.random.random() < 0.2:
+            self._finish_one()
+        return copy
+
+    def _finish_one(self) -> None:
+        copy = self.pending.pop(self.random.randrange(len(self.pending)))
+        with torch.no_grad():
+            copy.target.copy_(copy.source)
+        copy.done = True

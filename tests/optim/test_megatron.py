@@ -1,0 +1,101 @@
+"""Offloaded DistributedOptimizer against the plain one: the same bits on every layout."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.test_resharding import same
+from tests.parity import reference as ref
+from tests.ranks import run_cli, run_ranks
+from tests.train.conftest import conversations, losses, model, options  # noqa: F401  fixtures
+
+SEED = random.SystemRandom().randrange(10**6)
+STEPS = [SEED, SEED + 1, SEED + 2]
+MIXED = [0.4, 1.0, 0.7]
+DP2: dict[str, Any] = {}
+TP2 = dict(tensor=2)
+PP2 = dict(pipeline=2)
+
+
+def run(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    path = folder / "cases.pt"
+    torch.save(cases, path)
+    ranks = run_ranks(["tests/optim/megatron_worker.py", str(path)], 2)
+    assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
+    results = torch.load(path.with_suffix(".out"), weights_only=False)
+    assert not any("error" in r for r in results), [r.get("error") for r in results]
+    return results
+
+
+def test_bits_of_the_plain_optimizer(tmp_path):
+    """Two processes; fractions change at every step, copies are late and in random order, gradients
+    are clipped (from norms of 1 to 4 to 0.7). A checkpoint of one fraction goes on with another."""
+    print(f"seed {SEED}")
+    small = ref.save_model(ref.make_model("qwen2_vl", vision_heads=4, seed=SEED), tmp_path / "m")
+    saved = tmp_path / "checkpoints" / "step-00000002"
+    wide = dict(dtype=torch.bfloat16, gradients=torch.float32)
+    cases: dict[str, dict[str, Any]] = {
+        "dp2": dict(layout=DP2, steps=STEPS),
+        "dp2 offloaded": dict(layout=DP2, steps=STEPS, fractions=MIXED, delayed=True),
+        "tp2": dict(layout=TP2, steps=STEPS),
+        "tp2 offloaded": dict(layout=TP2, steps=STEPS, fractions=[1.0] * 3),
+        "pp2": dict(layout=PP2, steps=STEPS),
+        "pp2 offloaded": dict(layout=PP2, steps=STEPS, fractions=MIXED[::-1]),
+        "bf16": dict(layout=DP2, steps=STEPS, dtype=torch.bfloat16),
+        "bf16 offloaded": dict(layout=DP2, steps=STEPS, fractions=MIXED, delayed=True, **wide),
+        "bf16 on the way": dict(
+            layout=DP2, steps=STEPS, fractions=[1.0] * 3, delayed=True, dtype=torch.bfloat16
+        ),
+        "scaled": dict(layout=DP2, steps=STEPS, loss_scale=64.0),
+        "scaled offloaded": dict(
+            layout=DP2, steps=STEPS, loss_scale=64.0, fractions=MIXED, delayed=True
+        ),
+        "saved": dict(layout=DP2, steps=STEPS[:2], fractions=[1.0, 1.0], save=saved),
+        "resumed": dict(layout=DP2, steps=STEPS[2:], fractions=[0.3], load=saved),
+        "resumed on tp2": dict(layout=TP2, steps=[], fractions=[1.0], load=saved, delayed=True),
+    }
+    results = dict(
+        zip(cases, run([dict(c, model=small) for c in cases.values()], tmp_path), strict=True)
+    )
+    for name in ("dp2", "tp2", "pp2", "bf16", "scaled"):
+        same(results[f"{name} offloaded"]["state"], results[name]["state"], name)
+        assert results[f"{name} offloaded"]["losses"] == results[name]["losses"]
+        assert results[f"{name} offloaded"]["step"] == (2 if name == "scaled" else 3)
+    same(results["resumed"]["state"], results["dp2"]["state"], "resumed")
+    same(results["resumed on tp2"]["state"], results["saved"]["state"], "resumed on tp2")
+    # Gradients rounded to bfloat16 on the way: other last bits, the same training.
+    plain, rounded = results["bf16"], results["bf16 on the way"]
+    assert rounded["losses"] == pytest.approx(plain["losses"], rel=2e-3)
+    moments = [n for n in plain["state"] if n.startswith("exp_avg ")]
+    assert any(not torch.equal(rounded["state"][n], plain["state"][n]) for n in moments)
+    for name in moments:
+        a, b = rounded["state"][name], plain["state"][name]
+        # Rounding moves a gradient by 2^-9 of its size; weights one rounding apart move it again.
+        assert (a - b).norm() <= 0.1 * b.norm() + 1e-12, name
+
+
+def test_what_cannot_be_offloaded_is_named():
+    from vlmkernels.integrations.megatron_optimizer import offload
+
+    with pytest.raises(ValueError, match="fraction is 1.5; it must be from 0 to 1"):
+        offload(None, 1.5)
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="has a AdamW; offload needs a DistributedOptimizer"):
+        offload(adam, 0.5)
+
+
+def test_vlmtrain_trains_the_same_with_and_without(model, conversations, tmp_path):  # noqa: F811
+    two = ["--nproc=2", "--parallel.pipeline=2", "--train.steps=4"]
+    found = []
+    for fraction in ("0.0", "1.0"):
+        output = tmp_path / fraction
+        extra = [*two, f"--optimizer.offload_fraction={fraction}"]
+        done = run_cli(options(model, conversations, output, *extra))
+        assert done.code == 0, done.output
+        found.append(losses(output))
+    assert found[0] == found[1] and len(found[0]) == 4 and found[0][-1] < found[0][0]

@@ -1,0 +1,211 @@
+"""`vlmtrain plan` as a user meets it: files, refusals, and the documented examples."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.plan.test_flops import released_config
+from vlmtrain import config as configuration
+from vlmtrain.errors import UserError
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.plan import hardware, workload
+from vlmtrain.plan.cli import compact, plan
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen2-vl-72b")
+    (folder / "config.json").write_text(json.dumps(released_config("qwen2_vl-72b")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen2-vl-2b")
+    (folder / "config.json").write_text(json.dumps(released_config("qwen2_vl-2b")))
+    return folder
+
+
+def test_72b_on_256_h100(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.process_time()
+    assert plan(large, 256, "h100", output=tmp_path) == 0
+    assert time.process_time() - start < 10
+    text = capsys.readouterr().out
+    assert "Qwen2-VL (73.4B) on 256 x h100" in text
+    rows = re.findall(r"^\d[ *] +([\d.]+) +([\d,]+) +([\d.]+)% +(\d+)%", text, re.M)
+    assert 5 <= len(rows) <= 6
+    seconds = [float(row[0]) for row in rows]
+    assert seconds == sorted(seconds)
+    assert text.count("*") >= 2  # the row that runs today, and the note about it
+
+    # the recipe is one that training accepts
+    blank = configuration.TrainConfig(model=Path(), data="d.json", output=Path("out"))
+    recipe = configuration.from_toml(tmp_path / "plan.toml", blank)
+    recipe.validate()
+    assert recipe.model == large
+    parallel = recipe.parallel
+    layout = make_layout(
+        ModelSpec.from_folder(large),
+        world_size=256,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        sequence=parallel.sequence,
+        vision_layers=parallel.vision_layers,
+        text_layers=parallel.text_layers,
+        microbatches=recipe.train.global_batch * parallel.tensor * parallel.pipeline // 256,
+        pack_length=recipe.train.pack_length,
+    )
+    assert recipe.train.global_batch % layout.data == 0
+
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert figures["runnable"]["step_seconds"] == pytest.approx(
+        float(re.search(r"step ([\d.]+) s", (tmp_path / "plan.toml").read_text()).group(1)),  # type: ignore[union-attr]
+        abs=0.006,
+    )
+    assert len(figures["runnable"]["memory_bytes"]) == parallel.pipeline
+
+    with Image.open(tmp_path / "plan.png") as image:
+        assert image.width > 1500 and image.height > 500
+        colours = {c for _, c in image.convert("RGB").getcolors(1 << 20)}  # type: ignore[union-attr]
+    for wanted in ("8fc1f0", "1f6fc0", "dde2e8", "3d4f66"):  # text, waiting, memory
+        assert tuple(bytes.fromhex(wanted)) in colours
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    work = [e for e in events if e["ph"] == "X"]
+    assert {e["tid"] for e in work} == set(range(parallel.pipeline))
+    for rank in range(parallel.pipeline):
+        mine = sorted((e["ts"], e["dur"]) for e in work if e["tid"] == rank)
+        assert all(a + d <= b + 0.01 for (a, d), (b, _) in zip(mine, mine[1:], strict=False))
+
+
+def test_lengths_of_real_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vlmtrain.demo import run, tiny_model
+
+    model = tiny_model.write_folder(tmp_path / "tiny", run.training_texts())
+    data = tmp_path / "talk.json"
+    turns = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat, I think."}]
+    samples = [{"id": str(i), "conversations": turns * (i + 1)} for i in range(5)]
+    data.write_text(json.dumps(samples))
+    plan(model, 2, "h100", data=str(data), output=tmp_path / "out", pack_length=640)
+    printed = capsys.readouterr().out
+    assert f"{data} (5 samples)" in printed
+    assert "0% image tokens" in printed
+    recipe = configuration.from_toml(
+        tmp_path / "out" / "plan.toml",
+        configuration.TrainConfig(model=Path(), data="", output=Path("o")),
+    )
+    assert recipe.data == str(data)
+
+
+REFUSALS = [
+    ({"gpus": 0}, "--gpus is 0; it must be at least 1"),
+    ({"gpus": -4}, "--gpus is -4; it must be at least 1"),
+    ({"gpu": "h1000"}, "--gpu 'h1000' is not known; the nearest is h100"),
+    ({"gpu": "A100-40"}, "the nearest is a100-80"),
+    ({"gpu": "missing.toml"}, "--gpu missing.toml can't be read: No such file"),
+    ({"pack_length": 0}, "--pack_length is 0; it must be at least 1"),
+    ({"pack_length": 40}, "--pack_length 40 is too short for a typical mix"),
+    ({"global_batch": 0}, "--global_batch is 0; it must be at least 1"),
+    ({"model": Path("nowhere")}, "nowhere: no such folder"),
+    ({"data": "a", "length_histogram": Path("b")}, "pass one of them"),
+]
+
+
+@pytest.mark.parametrize("change,message", REFUSALS)
+def test_refusals_are_one_line(
+    change: dict[str, object], message: str, small: Path, tmp_path: Path
+) -> None:
+    arguments = {"model": small, "gpus": 8, "gpu": "h100", "output": tmp_path / "out", **change}
+    with pytest.raises(UserError) as error:
+        plan(**arguments)  # type: ignore[arg-type]
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+HISTOGRAMS = [
+    ("[", "is not valid JSON"),
+    ("[]", "must be a list of token counts"),
+    ("3", "must be a list of token counts"),
+    ("[5, -1]", "entry 1 must have tokens of at least 1"),
+    ('[{"tokens": 5, "image_tokens": 6}]', "image_tokens must be from 0 to tokens; it is 6"),
+    ('[{"tokens": 5, "grids": [[1, 3, 4]]}]', "multiples of 2; it is [1, 3, 4]"),
+    ('{"counts": [1]}', 'needs "lengths"'),
+    ('{"lengths": [5, 6], "counts": [1]}', 'as long as "lengths" (2)'),
+    ('{"lengths": [5], "counts": [0]}', "not all 0"),
+    ('{"lengths": [5], "image_share": 1.5}', '"image_share" is 1.5'),
+    ("[9000]", "has a sample of 9000 tokens and a pack holds 8192"),
+]
+
+
+@pytest.mark.parametrize("text,message", HISTOGRAMS)
+def test_bad_histograms(text: str, message: str, small: Path, tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        plan(small, 8, "h100", length_histogram=path, output=tmp_path / "out")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_histogram_names_the_nearest(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[100]")
+    with pytest.raises(UserError, match=r"did you mean .*lengths\.json\?"):
+        plan(small, 8, "h100", length_histogram=tmp_path / "lenghts.json", output=tmp_path / "o")
+
+
+GPU_FILES = [
+    ("peak_tflops = 100", "lacks memory_gb, memory_gbs, nvlink_gbs, network_gbs"),
+    ('base = "h1"', "base 'h1' is none of"),
+    ('base = "h100"\npeak_tflop = 3', "peak_tflop is no setting of a GPU; the nearest is peak_tf"),
+    ('base = "h100"\npeak_tflops = -3', "peak_tflops is -3; it must be a float above 0"),
+    ('base = "h100"\n[efficiency]\nlanguage = 1.4', "efficiency.language is 1.4"),
+    ('base = "h100"\n[efficiency]\ntext = 0.4', "efficiency.text is no setting"),
+    ("= 3", "is not valid TOML"),
+]
+
+
+@pytest.mark.parametrize("text,message", GPU_FILES)
+def test_bad_gpu_files(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        hardware.find_gpu(str(path))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_documented_files_are_read(tmp_path: Path) -> None:
+    """The JSON and TOML examples of docs/planning.md."""
+    text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    spec = ModelSpec.from_dict(released_config("qwen2_vl-7b"))
+    examples = re.findall(r"```(json|toml)\n(.*?)```", text, re.S)
+    assert {kind for kind, _ in examples} == {"json", "toml"}
+    for number, (kind, content) in enumerate(examples):
+        path = tmp_path / f"{number}.{kind}"
+        path.write_text(content)
+        if kind == "json":
+            assert len(workload.read_histogram(path, spec)) > 0
+        else:
+            assert hardware.find_gpu(str(path)).peak > 0
+
+
+def test_grids_make_up_the_image_tokens() -> None:
+    spec = ModelSpec.from_dict(released_config("qwen2_vl-7b"))
+    for visual in (0, 1, 5, 100, 777, 5000, 20000):
+        grids = workload._grids_of(visual, 2)
+        tokens = sum(t * h * w for t, h, w in grids) // spec.vision.merge_unit
+        assert visual - 4 <= tokens <= visual
+
+
+def test_compact_lists() -> None:
+    assert compact((3, 3, 3, 1)) == "3x3 1"
+    assert compact((2,)) == "2"

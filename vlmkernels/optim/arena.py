@@ -1,0 +1,160 @@
+"""Host memory in slabs, page-locked where a GPU copies to and from it.
+
+torch's pinned allocator rounds each tensor up to a power of two: one of 129.5 MB takes 256 MB. A
+slab holds many tensors back to back at 64-byte borders, and one larger than a slab gets its own of
+exactly its size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes: a cache line
+_PAGE = 4096
+
+
+class _Slab:
+    """One piece of memory; `free` holds its (offset, bytes) holes, in order, no two adjacent."""
+
+    def __init__(self, size: int, pin: bool) -> None:
+        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.free = [(0, size)]
+        self.pinned = False
+        if pin:
+            error = int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))
+            if error:
+                raise RuntimeError(
+                    f"{size} bytes of host memory can't be page-locked (CUDA error {error}); "
+                    "raise `ulimit -l` or offload less"
+                )
+        self.pinned = pin
+
+    @property
+    def size(self) -> int:
+        return self.memory.numel()
+
+    def close(self) -> None:
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+
+    def take(self, size: int) -> int | None:
+        """The offset of `size` bytes, of the first hole that is large enough."""
+        for i, (offset, hole) in enumerate(self.free):
+            if hole >= size:
+                self.free[i : i + 1] = [(offset + size, hole - size)] if hole > size else []
+                return offset
+        return None
+
+    def give(self, offset: int, size: int) -> None:
+        self.free.append((offset, size))
+        self.free.sort()
+        merged = [self.free[0]]
+        for start, length in self.free[1:]:
+            last, before = merged[-1]
+            if last + before == start:
+                merged[-1] = (last, before + length)
+            else:
+                merged.append((start, length))
+        self.free = merged
+
+    @property
+    def unused(self) -> bool:
+        return self.free == [(0, self.size)]
+
+
+class PinnedArena:
+    """Tensors in host memory, cut from slabs; page-locked where there is a CUDA device.
+
+    A tensor's memory returns to its slab when the tensor and all views of it are gone, and a slab
+    to the system when nothing in it is used. Each tensor is a storage of its own: saving one saves
+    its bytes only. Any thread may allocate.
+
+    Args:
+        slab_bytes: size of a slab; what is larger gets one of its own. At most one slab's rest and
+            the holes left by tensors of other sizes are wasted.
+        pin: page-lock; None: where CUDA is available. Without CUDA it is plain memory.
+    """
+
+    def __init__(self, slab_bytes: int = 64 << 20, pin: bool | None = None) -> None:
+        if slab_bytes < _PAGE:
+            raise ValueError(f"slab_bytes is {slab_bytes}; it must be at least {_PAGE}")
+        self._slab_bytes = slab_bytes
+        self.pinned = torch.cuda.is_available() if pin is None else pin
+        self._slabs: list[_Slab] = []
+        self._lock = threading.Lock()
+        # Filled by finalizers, which may run at any point of any thread: they must not take locks.
+        self._returned: deque[tuple[_Slab, int, int]] = deque()
+        self._used = 0
+        self._peak = 0
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor.
+
+        Raises:
+            RuntimeError: memory is short, or can't be page-locked.
+        """
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        wanted = math.prod(shape) * dtype.itemsize
+        if wanted == 0:
+            return torch.empty(shape, dtype=dtype)
+        size = -(-wanted // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            self._drain()
+            slab, offset = self._find(size)
+            self._used += size
+        buffer: Any = (ctypes.c_uint8 * wanted).from_address(slab.memory.data_ptr() + offset)
+        finalizer = weakref.finalize(buffer, self._returned.append, (slab, offset, size))
+        finalizer.atexit = False
+        return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+    def zeros(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.empty(shape, dtype).zero_()
+
+    def _find(self, size: int) -> tuple[_Slab, int]:
+        for slab in self._slabs:
+            offset = slab.take(size)
+            if offset is not None:
+                return slab, offset
+        slab = _Slab(max(self._slab_bytes, -(-size // _PAGE) * _PAGE), self.pinned)
+        self._slabs.append(slab)
+        self._peak = max(self._peak, sum(s.size for s in self._slabs))
+        offset = slab.take(size)
+        assert offset is not None
+        return slab, offset
+
+    def _drain(self) -> None:
+        while self._returned:
+            slab, offset, size = self._returned.popleft()
+            slab.give(offset, size)
+            self._used -= size
+            if slab.unused:
+                slab.close()
+                self._slabs.remove(slab)
+
+    @property
+    def used_bytes(self) -> int:
+        """Held by tensors, each rounded up to 64 bytes."""
+        with self._lock:
+            self._drain()
+            return self._used
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Taken from the system."""
+        with self._lock:
+            self._drain()
+            return sum(slab.size for slab in self._slabs)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was ever taken from the system at one time."""
+        return self._peak

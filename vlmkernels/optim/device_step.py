@@ -1,0 +1,127 @@
+"""One Adam step on the parameters' own device: the part of a hybrid optimizer that stays there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .native import Rows, sum_of_squares
+
+# Elements whose gradients are widened to float32 at a time.
+_WIDENED = 64 << 20
+
+
+def step_on_device(
+    group: dict[str, Any],
+    params: list[Tensor],
+    masters: list[Tensor],
+    states: list[dict[str, Any]],
+    scale: float,
+) -> None:
+    """Steps float32 masters (contiguous) with the parameters' gradients and writes the parameters;
+    a master may be its parameter."""
+    if not params:
+        return
+    if params[0].device.type == "cpu":
+        _native(group, params, masters, states, scale)
+        return
+    for part in _parts(params):
+        _fused(group, params[part], masters[part], states[part], scale)
+
+
+def _native(
+    group: dict[str, Any],
+    params: list[Tensor],
+    masters: list[Tensor],
+    states: list[dict[str, Any]],
+    scale: float,
+) -> None:
+    rows, keep = Rows(), []
+    for param, master, state in zip(params, masters, states, strict=True):
+        # A contiguous bfloat16 parameter is written in the same pass.
+        low = param.detach() if _rounds_in_place(param) else None
+        assert param.grad is not None
+        grad = param.grad.contiguous()
+        keep.append(grad)  # until the native call
+        rows.add(master, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], low)
+    rows.step(group, scale)
+    for param, master in zip(params, masters, strict=True):
+        if _rounds_in_place(param) or master.data_ptr() == param.data_ptr():
+            torch.autograd.graph.increment_version(param)
+        else:
+            param.copy_(master)
+
+
+def _rounds_in_place(param: Tensor) -> bool:
+    return param.dtype == torch.bfloat16 and param.is_contiguous()
+
+
+def _parts(params: list[Tensor]) -> Iterator[slice]:
+    first = 0
+    while first < len(params):
+        last, elements = first, 0
+        while last < len(params) and (last == first or elements < _WIDENED):
+            elements += params[last].numel()
+            last += 1
+        yield slice(first, last)
+        first = last
+
+
+def _fused(
+    group: dict[str, Any],
+    params: list[Tensor],
+    masters: list[Tensor],
+    states: list[dict[str, Any]],
+    scale: float,
+) -> None:
+    """torch's fused kernel."""
+    grads = [p.grad.contiguous().float() for p in params if p.grad is not None]
+    if scale != 1.0:
+        grads = list(torch._foreach_mul(grads, scale))
+    wide = [[s[key].float() for s in states] for key in ("exp_avg", "exp_avg_sq")]
+    steps = [s["step"].add_(1).to(params[0].device, non_blocking=True) for s in states]
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    kernel(
+        masters,
+        grads,
+        *wide,
+        [],
+        steps,
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
+        amsgrad=False,
+        maximize=False,
+    )
+    for key, moments in zip(("exp_avg", "exp_avg_sq"), wide, strict=True):
+        for state, moment in zip(states, moments, strict=True):
+            if state[key].dtype != torch.float32:
+                seed = int(state["step"]) * 2 + (key == "exp_avg_sq")
+                state[key].copy_(round_randomly(moment, seed))
+    for param, master in zip(params, masters, strict=True):
+        if master.data_ptr() != param.data_ptr():
+            param.copy_(master)
+
+
+def round_randomly(x: Tensor, seed: int) -> Tensor:
+    """float32 to the bfloat16 value above or below in magnitude, in proportion; see CPUAdam."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    noise = torch.randint(0x10000, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    rounded = ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).bfloat16()
+
+
+def norm(grads: list[Tensor]) -> float:
+    """L2 norm of all; not finite where an element isn't."""
+    if not grads:
+        return 0.0
+    if grads[0].device.type == "cpu":
+        return math.sqrt(sum_of_squares([g.contiguous() for g in grads]))
+    norms = torch._foreach_norm([g.detach() for g in grads], 2, dtype=torch.float32)
+    return float(torch.linalg.vector_norm(torch.stack(norms)))

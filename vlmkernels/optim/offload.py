@@ -1,0 +1,182 @@
+"""Adam in host memory for tensors that live on a device: gradients down, new values up.
+
+Where the bytes go, for a bfloat16 tensor of n elements: 2n down over PCIe, n times the 28 bytes of
+the CPU's step through host memory, 2n up. Page-locked memory is 2n: one slot, in which the gradient
+arrives and which the same pass of the step overwrites with the new value, whence it goes up.
+
+Gradients are all down before the first step is made, since a clip factor is known only when the
+last gradient is: so their slots can't be a small ring, and nothing ever has to be rolled back. The
+alternative, to step into shadow copies and commit when the norm is known, would take 12n more host
+memory and as much more traffic on what limits the step, the host's memory bandwidth, to gain at
+most the time between the last gradient and the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arena import PinnedArena
+from .native import Rows
+from .transfer import Ticket, Transfers
+
+
+@dataclass(eq=False)
+class Shard:
+    """A tensor of the model whose optimizer state is in host memory.
+
+    `state` holds step, exp_avg and exp_avg_sq and belongs to the optimizer, which may replace what
+    is in it; `master` is the one float32 copy. Host tensors are contiguous in the target's shape.
+    """
+
+    target: Tensor  # on the device, what the model reads: float32 or bfloat16
+    master: Tensor  # host, float32
+    state: dict[str, Any]
+    slot: Tensor  # page-locked, the type in which gradients come down
+    value: Tensor  # page-locked, the target's type: slot or master where that fits
+    grad: Tensor | None = None  # on the device: whose copy `slot` is or will be
+    version: int = 0  # of `grad`, when its copy began
+    down: Ticket = None
+    up: list[Ticket] = field(default_factory=list)
+
+    def holds(self, grad: Tensor) -> bool:
+        """Whether the slot gets this gradient as it is now."""
+        same = self.grad is grad or (
+            self.grad is not None
+            and self.grad.data_ptr() == grad.data_ptr()
+            and self.grad.shape == grad.shape
+        )
+        return same and self.version == grad._version
+
+    @property
+    def rounds(self) -> bool:
+        return self.value is not self.master
+
+
+_Piece = tuple[dict[str, Any], Shard, int, int]  # parameter group, shard, elements [first, last)
+
+
+class Offload:
+    """Steps shards; one for a device.
+
+    Args:
+        transfers: the copies.
+        pinned: memory that the device copies to and from.
+        bucket_bytes: of gradients stepped at a time, before their new values go up: small enough
+            that little is left to go up after the last, large enough to be worth the calls.
+    """
+
+    def __init__(self, transfers: Transfers, pinned: PinnedArena, bucket_bytes: int = 32 << 20):
+        self.transfers, self.pinned, self.bucket_bytes = transfers, pinned, bucket_bytes
+        self._begun: dict[Shard, None] = {}  # in the order in which gradients came
+
+    def shard(self, target: Tensor, state: dict[str, Any], grad_type: torch.dtype) -> Shard:
+        """A shard whose master is the target's value, to full precision what the model has.
+
+        `state` must have its moments; gradients are sent down as `grad_type`.
+        """
+        shape = target.shape
+        if target.dtype == torch.float32:
+            master = value = self.pinned.empty(shape, torch.float32)
+        else:
+            master = torch.empty(shape, dtype=torch.float32)
+        slot = self.pinned.empty(shape, grad_type)
+        if target.dtype != torch.float32:
+            same = grad_type == target.dtype
+            value = slot if same else self.pinned.empty(shape, target.dtype)
+        shard = Shard(target, master, state, slot, value)
+        self.read_master(shard)
+        return shard
+
+    def read_master(self, shard: Shard) -> None:
+        """The model's value is the truth: take it as the master."""
+        self.settle(shard)
+        with torch.no_grad():
+            shard.master.copy_(shard.target)
+
+    def begin(self, shard: Shard, grad: Tensor) -> None:
+        """Start this gradient's way down; a later call replaces an earlier one's gradient."""
+        self.settle(shard)
+        shard.grad, shard.version = grad, grad._version
+        self._begun.pop(shard, None)
+        self._begun[shard] = None
+        if grad.numel():
+            shard.down = self.transfers.download(grad.detach(), shard.slot)
+
+    def settle(self, shard: Shard) -> None:
+        """Return when no copy is on its way: the slot may be written, the master read or moved."""
+        if shard.down is not None:
+            self.transfers.wait(shard.down)
+        for ticket in shard.up:
+            self.transfers.wait(ticket)
+        shard.down, shard.up = None, []
+
+    def forget(self, shards: Iterable[Shard]) -> None:
+        """Drop gradients that were begun and won't be stepped."""
+        for shard in shards:
+            self.settle(shard)
+            shard.grad = None
+            self._begun.pop(shard, None)
+
+    @torch.no_grad()
+    def step(self, work: list[tuple[dict[str, Any], Shard]], grad_scale: float = 1.0) -> None:
+        """One Adam step for each (parameter group, shard), whose gradients were begun.
+
+        The device is told to wait for the new values with its next work. Returns when all steps
+        are made; the last new values may still be on their way up.
+        """
+        order = {shard: i for i, shard in enumerate(self._begun)}
+        work = sorted(work, key=lambda item: order[item[1]])
+        bucket: list[_Piece] = []
+        filled = 0
+        for group, shard in work:
+            for first, last in self._cuts(shard):
+                bucket.append((group, shard, first, last))
+                filled += (last - first) * shard.slot.element_size()
+                if filled >= self.bucket_bytes:
+                    self._step_bucket(bucket, grad_scale)
+                    bucket, filled = [], 0
+        self._step_bucket(bucket, grad_scale)
+        for _, shard in work:
+            shard.state["step"] += 1
+            shard.grad = None
+            del self._begun[shard]
+            for ticket in shard.up:
+                self.transfers.device_wait(ticket)
+
+    def _cuts(self, shard: Shard) -> list[tuple[int, int]]:
+        """Ranges of at most a bucket, so that a large tensor's first part goes up while the next is
+        stepped; at multiples of 4,096 elements, which no vector or random number crosses."""
+        numel = shard.master.numel()
+        length = max(self.bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
+        if not shard.target.is_contiguous():
+            length = max(numel, 1)
+        return [(first, min(first + length, numel)) for first in range(0, numel, length)]
+
+    def _step_bucket(self, bucket: list[_Piece], grad_scale: float) -> None:
+        by_group: dict[int, tuple[dict[str, Any], Rows]] = {}
+        steps = []  # each piece counts on a copy: the native call counts up what it is given
+        for group, shard, first, last in bucket:
+            if shard.down is not None:
+                self.transfers.wait(shard.down)
+                shard.down = None
+            _, rows = by_group.setdefault(id(group), (group, Rows()))
+            state = shard.state
+            steps.append(state["step"].clone())
+            master, grad, exp_avg, exp_avg_sq = (
+                x.view(-1)[first:last]
+                for x in (shard.master, shard.slot, state["exp_avg"], state["exp_avg_sq"])
+            )
+            low = shard.value.view(-1)[first:last] if shard.rounds else None
+            rows.add(master, grad, exp_avg, exp_avg_sq, steps[-1], low, first)
+        for group, rows in by_group.values():
+            rows.step(group, grad_scale)
+        for _, shard, first, last in bucket:
+            source, target = shard.value, shard.target.detach()
+            if target.is_contiguous():
+                source, target = source.view(-1)[first:last], target.view(-1)[first:last]
+            shard.up.append(self.transfers.upload(source, target))

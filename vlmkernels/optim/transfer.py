@@ -1,0 +1,98 @@
+"""Copies between a device and host memory that run while both compute.
+
+The interface is what ordering needs and no more, so that a test can put a device behind it that
+delays copies and completes them in any order (tests/optim/delayed.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+#: What a copy returns, to be waited for: opaque, an event or the like.
+Ticket = Any
+
+
+class Transfers(Protocol):
+    """Asynchronous copies. Between the call and `wait`, neither the source may be written by the
+    host nor the target be read or written by it; on the device's side, `download` comes after all
+    work asked for before, and only work asked for after `device_wait` sees an upload's result."""
+
+    def download(self, source: Tensor, target: Tensor) -> Ticket:
+        """Begin target (host) <- source (device), converted on the device where types differ. The
+        source is the device's to keep until the copy is done."""
+        ...
+
+    def upload(self, source: Tensor, target: Tensor) -> Ticket:
+        """Begin target (device) <- source (host), of one type."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """Return when the copy is done."""
+        ...
+
+    def device_wait(self, ticket: Ticket) -> None:
+        """What the device is asked to do from now on waits for the copy; the host goes on."""
+        ...
+
+
+class HostTransfers:
+    """The device is the host: a copy is done when the call returns."""
+
+    def download(self, source: Tensor, target: Tensor) -> Ticket:
+        target.copy_(source)
+        return None
+
+    def upload(self, source: Tensor, target: Tensor) -> Ticket:
+        target.copy_(source)
+        return None
+
+    def wait(self, ticket: Ticket) -> None:
+        pass
+
+    def device_wait(self, ticket: Ticket) -> None:
+        pass
+
+
+class CudaTransfers:
+    """One stream down and one up beside the computing one: PCIe carries both ways at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._down = torch.cuda.Stream(device)
+        self._up = torch.cuda.Stream(device)
+
+    def download(self, source: Tensor, target: Tensor) -> Ticket:
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            source.record_stream(self._down)  # zero_grad may free it while it is being read
+            target.copy_(source.to(target.dtype), non_blocking=True)
+            return self._down.record_event()
+
+    def upload(self, source: Tensor, target: Tensor) -> Ticket:
+        # The device may still be reading the old value: in the norm, in the other parameters' step.
+        self._up.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._up):
+            target.copy_(source, non_blocking=True)
+            return self._up.record_event()
+
+    def wait(self, ticket: Ticket) -> None:
+        ticket.synchronize()
+
+    def device_wait(self, ticket: Ticket) -> None:
+        torch.cuda.current_stream(self.device).wait_event(ticket)
+
+
+def transfers_for(device: torch.device) -> Transfers:
+    """The engine for parameters on this device.
+
+    Raises:
+        ValueError: neither CUDA nor the CPU.
+    """
+    if device.type == "cuda":
+        return CudaTransfers(device)
+    if device.type == "cpu":
+        return HostTransfers()
+    raise ValueError(f"parameters are on {device}; offloading knows cuda and cpu")

@@ -1,0 +1,56 @@
+"""What a sample that cannot be read means for all ranks.
+
+Ranks of one replica hold the same packs, but only those with the vision tower decode images, and
+a file system may fail on one machine alone. So what one rank meets, all must hear of before they
+compute, or some would wait for ever: one all-reduce of a single number a step where all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A sample of this step that could not be read, and where it stands."""
+
+    dp_rank: int
+    microbatch: int
+    segment: int
+    sample_id: str
+    message: str
+
+
+@dataclass
+class Report:
+    """What one rank met while it built a step."""
+
+    failures: list[Failure] = field(default_factory=list)
+    error: str | None = None  # what ends the run
+
+
+Agree = Callable[[Report], list[Report]]
+
+
+def across_ranks(device: torch.device | str) -> Agree:
+    """All ranks' reports, for `PackedLoader(agree=...)`; an empty list where none has anything.
+
+    Every rank of the default process group must call it once a step. `device` is where the
+    group's backend takes tensors.
+    """
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def agree(report: Report) -> list[Report]:
+        flag.fill_(bool(report.failures or report.error))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if not flag.item():
+            return []
+        reports: list[Report | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report)
+        return [one for one in reports if one is not None]
+
+    return agree

@@ -1,0 +1,393 @@
+"""Seconds of every stage as a linear function of a pack's work, and bytes of every rank.
+
+A row of costs is [5]: seconds per token, causal pair, patch, frame pair and window pair, in the
+order of `flops.Work`; times of many packs are one matrix product. Communication of tensor
+parallelism stands beside compute because the driver does not overlap the two.
+
+Per layer and microbatch a group of t ranks moves (t-1)/t of the hidden states, 2sh bytes, 4 times
+forward and 6 times backward with sequence parallelism, 4 and 4 times without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from vlmtrain.config import FreezeSection
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.parallel.layout import Layout
+from vlmtrain.plan import driver, flops, memory, schedule
+from vlmtrain.plan.hardware import Gpu
+from vlmtrain.plan.workload import Packs
+
+# Rows of a cost block: compute and communication, forward and backward.
+COMPUTE_F, COMPUTE_B, COMM_F, COMM_B = range(4)
+TOKENS, PAIRS, PATCHES, FRAMES, WINDOWS = range(5)
+PIECE_PATCHES = 16384  # encoded at once by a multiplexed tower, as in parallel/multiplex.py
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout with what is not in `Layout`: everything the search chooses."""
+
+    layout: Layout
+    microbatches: int  # per data-parallel rank and step
+    recompute_vision: str = "none"  # none, selective (MLPs) or full (whole layers)
+    recompute_text: str = "none"
+    offload: float = 0.0
+
+    @property
+    def multiplexed(self) -> bool:
+        return self.layout.multiplexed
+
+    @property
+    def recomputes(self) -> bool:
+        return self.recompute_vision != "none" or self.recompute_text != "none"
+
+    @property
+    def waits_for(self) -> list[str]:
+        """What of it the driver can't do yet; empty: `vlmtrain train` runs it."""
+        used = {
+            "multiplexed vision": self.multiplexed,
+            "recomputation": self.recomputes,
+            "optimizer offload": self.offload > 0,
+        }
+        return [name for name, on in used.items() if on and not driver.accepts(name)]
+
+
+class CostModel:
+    """Prices of a model's parts on one kind of GPU, for packs of one kind of data."""
+
+    def __init__(
+        self, spec: ModelSpec, gpu: Gpu, packs: Packs, freeze: FreezeSection | None = None
+    ) -> None:
+        self.spec, self.gpu, self.packs = spec, gpu, packs
+        self.freeze = freeze or FreezeSection()
+        self.mean, self.large = packs.mean, packs.large
+        self._units: dict[tuple[int, bool], dict[str, np.ndarray]] = {}
+        self._sizes: dict[int, dict[str, int]] = {}
+
+    # --- seconds ------------------------------------------------------------------------------
+
+    def units(self, tensor: int, sequence: bool) -> dict[str, np.ndarray]:
+        """Blocks [4, 5] of patch_embed, merger, text, head; vision is [depth + 1, 4, 5], sums of
+        the first i layers."""
+        key = (tensor, sequence)
+        if key in self._units:
+            return self._units[key]
+        spec, vision, gpu = self.spec, self.spec.vision, self.gpu
+        factors = flops.backward_factors(self.freeze)
+        language = 1 / (gpu.peak * gpu.efficiency.language * tensor)
+        tower = 1 / (gpu.peak * gpu.efficiency.vision * tensor)
+
+        def block(price: flops.Price, part: str, seconds: float) -> np.ndarray:
+            weights = np.array(price.weights.values(), dtype=float) * seconds
+            pairs = np.array(price.attention.values(), dtype=float) * seconds
+            result = np.zeros((4, 5))
+            result[COMPUTE_F] = weights + pairs
+            result[COMPUTE_B] = weights * factors[part][0] + pairs * factors[part][1]
+            return result
+
+        def exchange(result: np.ndarray, column: int, width: float, calls: tuple[int, int]) -> None:
+            """Add `calls` collectives, forward and backward, over rows of `width` elements."""
+            if tensor == 1:
+                return
+            bandwidth = gpu.nvlink_gbs * 1e9 * gpu.efficiency.link
+            per_row = 2 * width * (tensor - 1) / tensor / bandwidth
+            for row, count in zip((COMM_F, COMM_B), calls, strict=True):
+                if row == COMM_B and not result[COMPUTE_B].any():
+                    continue
+                result[row, column] += count * per_row
+                # every pack has as many tokens: a constant is a price per token
+                result[row, TOKENS] += count * gpu.latency_us * 1e-6 / self.packs.pack_length
+
+        per_layer = (4, 6) if sequence else (4, 4)
+        text = block(flops.text_layer_price(spec), "language", language)
+        exchange(text, TOKENS, spec.hidden_size, per_layer)
+        padded = memory.padded_vocab(spec, tensor)
+        head = block(flops.head_price(spec, padded), "head", language)
+        exchange(head, TOKENS, spec.hidden_size, (1, 2))
+        merger = block(flops.merger_price(spec), "merger", tower)
+        exchange(merger, PATCHES, vision.hidden_size, (1, 1))
+        exchange(merger, PATCHES, 2 * vision.out_hidden_size / vision.merge_unit, (1, 1))
+        # Computed again by selective recomputation: an MLP, and half a layer's collectives.
+        text_mlp, vision_mlp = np.zeros((4, 5)), np.zeros((4, 5))
+        text_mlp[COMPUTE_F, TOKENS] = 6 * spec.hidden_size * spec.intermediate_size * language
+        products = flops.vision_layer_weights(spec) - 4 * vision.hidden_size**2
+        vision_mlp[COMPUTE_F, PATCHES] = 2 * products * tower
+        exchange(text_mlp, TOKENS, spec.hidden_size, (2, 0))
+        exchange(vision_mlp, PATCHES, vision.hidden_size, (2, 0))
+        layers = [np.zeros((4, 5))]
+        for i in range(vision.depth):
+            layer = block(flops.vision_layer_price(spec, i), "vision", tower)
+            exchange(layer, PATCHES, vision.hidden_size, per_layer)
+            layers.append(layers[-1] + layer)
+        embed = block(flops.patch_embed_price(spec), "patch_embed", tower * tensor)
+        if sequence:
+            embed /= tensor  # each rank embeds its own rows
+        self._units[key] = {
+            "text": text,
+            "head": head,
+            "merger": merger,
+            "patch_embed": embed,
+            "text_mlp": text_mlp,
+            "vision_mlp": vision_mlp,
+            "vision": np.stack(layers),
+        }
+        return self._units[key]
+
+    def text_cost(self, tensor: int, sequence: bool, recompute: str) -> np.ndarray:
+        """[4, 5] of a language layer."""
+        units = self.units(tensor, sequence)
+        again = {"none": 0 * units["text"], "selective": units["text_mlp"], "full": units["text"]}
+        return _again(units["text"], again[recompute])
+
+    def vision_costs(self, tensor: int, sequence: bool, recompute: str) -> np.ndarray:
+        """[depth + 1, 4, 5]: the first i vision layers."""
+        units = self.units(tensor, sequence)
+        tower = units["vision"]
+        number = np.arange(len(tower))[:, None, None]
+        again = {"none": 0 * tower, "selective": number * units["vision_mlp"], "full": tower}
+        return _again(tower, again[recompute])
+
+    def stage_costs(self, option: Option, *, with_vision: bool = True) -> np.ndarray:
+        """[stages, 4, 5]; multiplexed vision is left out (see `multiplexed_seconds`)."""
+        layout = option.layout
+        sizes = layout.tensor, layout.sequence
+        units = self.units(*sizes)
+        text = self.text_cost(*sizes, option.recompute_text)
+        result = np.array(layout.text_layers, dtype=float)[:, None, None] * text
+        result[-1] += units["head"]
+        if not option.multiplexed and with_vision:
+            tower = self.vision_costs(*sizes, option.recompute_vision)
+            ends = np.cumsum(layout.vision_layers)
+            result += tower[ends] - tower[ends - np.array(layout.vision_layers)]
+            result[0] += units["patch_embed"]
+            result[layout.merger_stage] += units["merger"]
+        return self._with_overhead(result)
+
+    def _with_overhead(self, stages: np.ndarray) -> np.ndarray:
+        """Add the host's time between two pieces of work, as a price per token."""
+        constant = self.gpu.overhead_us * 1e-6 / self.packs.pack_length
+        stages[:, COMPUTE_F : COMPUTE_B + 1, TOKENS] += constant
+        return stages
+
+    def multiplexed_seconds(self, option: Option) -> tuple[float, float]:
+        """Seconds that each rank spends on its share of a step's images, before and after the
+        pipeline. Every rank of a replica holds the whole tower; it encodes once without keeping
+        anything and once more for the backward pass. The embedding's ranks receive all rows; of
+        the gradients each sends its share back.
+        """
+        layout, gpu = option.layout, self.gpu
+        units = self.units(1, False)
+        tower = units["vision"][-1] + units["patch_embed"] + units["merger"]
+        cost = tower @ self.mean
+        ranks = layout.pipeline * layout.tensor
+        share = option.microbatches / ranks * 1.02  # images don't divide evenly
+        tokens = option.microbatches * self.mean[PATCHES] / self.spec.vision.merge_unit
+        size = 2 * tokens * self.spec.hidden_size * (ranks - 1) / ranks
+        exchange = size / self.stage_bandwidth(layout)
+        latency = gpu.latency_us * 1e-6 * ranks
+        forward = share * cost[COMPUTE_F]
+        backward = share * (cost[COMPUTE_F] + cost[COMPUTE_B])
+        return forward + exchange + latency, backward + exchange / layout.tensor + latency
+
+    def stage_bandwidth(self, layout: Layout) -> float:
+        """Bytes/s between neighbouring stages: ranks are numbered tensor, data, pipeline."""
+        inside = layout.tensor * layout.data * layout.pipeline <= self.gpu.gpus_per_node
+        gbs = self.gpu.nvlink_gbs if inside else self.gpu.network_gbs
+        return gbs * 1e9 * self.gpu.efficiency.link
+
+    def transfers(self, option: Option) -> list[float]:
+        """[stages - 1] seconds of the one tensor that goes on to the next stage."""
+        layout = option.layout
+        shards = layout.tensor if layout.sequence else 1
+        bandwidth = self.stage_bandwidth(layout)
+        text = self.mean[TOKENS] * self.spec.hidden_size
+        vision = self.mean[PATCHES] * self.spec.vision.hidden_size
+        result = []
+        for stage in range(layout.stages - 1):
+            size = text if stage >= layout.merger_stage else vision
+            if layout.embedding_stage <= stage < layout.merger_stage:
+                size = text + vision
+            result.append(2 * size / shards / bandwidth + self.gpu.latency_us * 1e-6)
+        return result
+
+    def data_parallel_seconds(self, option: Option) -> float:
+        """Reduce-scatter of float32 gradients and all-gather of bf16 parameters, not overlapped.
+
+        A group with several members per node uses all of their network ports. A multiplexed
+        tower is one group of all GPUs.
+        """
+        layout, gpu = option.layout, self.gpu
+
+        def seconds(elements: int, size: int, apart: int) -> float:
+            """A group of `size` ranks that stand `apart` ranks from each other."""
+            if size == 1:
+                return 0.0
+            gbs = gpu.nvlink_gbs
+            if size * apart > gpu.gpus_per_node:
+                gbs = min(gbs, gpu.network_gbs * max(1, gpu.gpus_per_node // apart))
+            share = (size - 1) / size
+            return 6 * elements * share / (gbs * 1e9 * gpu.efficiency.link)
+
+        world = layout.tensor * layout.data * layout.pipeline
+        stages = seconds(max(self.rank_parameters(option)), layout.data, layout.tensor)
+        return stages + seconds(self.tower_parameters(option), world, 1)
+
+    def optimizer_seconds(self, option: Option) -> float:
+        """Memory traffic of clearing gradients, their norm and AdamW; offloaded: host and PCIe.
+
+        4 bytes down and 28 through host memory and 2 up for each offloaded parameter.
+        """
+        gpu, layout = self.gpu, option.layout
+        elements, tower = max(self.rank_parameters(option)), self.tower_parameters(option)
+        mine = elements / layout.data
+        mine += tower / (layout.tensor * layout.data * layout.pipeline)
+        elements += tower
+        device = (1 - option.offload) * mine * 30 + elements * 4 + mine * 4
+        seconds = device / (gpu.memory_gbs * 1e9 * gpu.efficiency.memory)
+        host = option.offload * mine * 1e-9
+        return seconds + host * (4 / gpu.pcie_gbs + 28 / gpu.host_gbs + 2 / gpu.pcie_gbs)
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def sizes(self, tensor: int) -> dict[str, int]:
+        """Parameters of the units on one tensor-parallel rank."""
+        if tensor not in self._sizes:
+            spec = self.spec
+            self._sizes[tensor] = {
+                "patch_embed": spec.vision.patch_dim * spec.vision.hidden_size,
+                "vision": sum(memory.vision_layer_parameters(spec, tensor)),
+                "merger": sum(memory.merger_parameters(spec, tensor)),
+                "text": sum(memory.text_layer_parameters(spec, tensor)),
+                "table": memory.padded_vocab(spec, tensor) // tensor * spec.hidden_size,
+            }
+        return self._sizes[tensor]
+
+    def rank_parameters(self, option: Option) -> list[int]:
+        """Parameters of each pipeline rank, its chunks together; no multiplexed tower."""
+        layout, sizes = option.layout, self.sizes(option.layout.tensor)
+        tied = self.spec.tie_word_embeddings
+        stages = sizes["text"] * np.array(layout.text_layers, dtype=np.int64)
+        stages[layout.embedding_stage] += sizes["table"]
+        stages[-1] += self.spec.hidden_size
+        if not (tied and layout.embedding_stage == layout.stages - 1):
+            stages[-1] += sizes["table"]
+        if not option.multiplexed:
+            stages += sizes["vision"] * np.array(layout.vision_layers, dtype=np.int64)
+            stages[0] += sizes["patch_embed"]
+            stages[layout.merger_stage] += sizes["merger"]
+        return stages.reshape(-1, layout.pipeline).sum(0).tolist()
+
+    def tower_parameters(self, option: Option) -> int:
+        """Parameters of the whole vision tower, which every rank holds where it is multiplexed."""
+        if not option.multiplexed:
+            return 0
+        sizes = self.sizes(1)
+        tower = self.spec.vision.depth * sizes["vision"]
+        return tower + sizes["patch_embed"] + sizes["merger"]
+
+    def rank_memory(self, option: Option) -> list[RankMemory]:
+        """Bytes of each pipeline rank at its peak."""
+        layout = option.layout
+        model = _activations(self.spec, layout.tensor, layout.sequence)
+        tokens, patches = self.mean[TOKENS], self.mean[PATCHES]
+        per_token, per_patch = model.stages(
+            layout,
+            recompute_vision=option.recompute_vision,
+            recompute_text=option.recompute_text,
+        )
+        if layout.virtual_pipeline > 1:  # outputs are not freed after sending
+            text = np.array(layout.text_layers) > 0
+            per_token += text * model.text_input().per_token
+            per_patch += ~text * model.vision_input().per_patch
+        mean = per_token * tokens + per_patch * patches
+        extra = per_patch * (self.large[PATCHES] - patches)
+        transients = self._transients(option, model)
+        chunks = layout.virtual_pipeline
+        result = []
+        tower = self.tower_parameters(option)
+        world = layout.tensor * layout.data * layout.pipeline
+        for rank, elements in enumerate(self.rank_parameters(option)):
+            padded = elements + 128 * layout.data * chunks
+            mine = padded / layout.data + tower / world
+            states = 6 * (padded + tower) + (1 - option.offload) * memory.STATE_BYTES * mine
+            shape = (layout.pipeline, chunks, option.microbatches, rank)
+            # the excess of many microbatches over their mean grows as the root of their number
+            number = max(1.0, schedule.peak_kept(*shape, [1 / chunks] * chunks))
+            activations = schedule.peak_kept(*shape, mean[rank :: layout.pipeline])
+            if extra[rank :: layout.pipeline].any():
+                activations += (
+                    schedule.peak_kept(*shape, extra[rank :: layout.pipeline]) / number**0.5
+                )
+            if option.multiplexed:
+                # one phase after the other; the rows and their gradients stay for both
+                rows = 4 * self.spec.hidden_size * patches / self.spec.vision.merge_unit
+                waiting = rows * option.microbatches if rank == 0 else 0.0
+                activations = max(activations, self._piece_bytes(option)) + waiting
+            pixels = rank == 0 or option.multiplexed  # every rank reads its images from all packs
+            batch = option.microbatches * memory.batch_bytes(
+                self.spec, tokens, patches, pixels=pixels
+            )
+            transient = float(transients[rank :: layout.pipeline].max())
+            result.append(
+                RankMemory(states, activations, transient, batch, option.offload * 12 * mine)
+            )
+        return result
+
+    def _piece_bytes(self, option: Option) -> float:
+        """Activations of the largest piece of images that a rank of a multiplexed tower encodes."""
+        model = _activations(self.spec, 1, False)
+        kept = model.vision_layer() * self.spec.vision.depth + model.patch_embed() + model.merger()
+        share = option.microbatches * self.mean[PATCHES]
+        share /= option.layout.pipeline * option.layout.tensor
+        return kept.per_patch * min(share, PIECE_PATCHES)
+
+    def _transients(self, option: Option, model: memory.ActivationModel) -> np.ndarray:
+        """[stages] bytes of the largest piece of short-lived memory."""
+        layout = option.layout
+        tokens, patches = self.mean[TOKENS], self.large[PATCHES]
+        text = model.layer_transient(vision=False)
+        if option.recompute_text != "none":
+            text += model.text_layer()
+        vision = model.layer_transient(vision=True)
+        if option.recompute_vision != "none":
+            vision += model.vision_layer()
+        has_vision = np.array(layout.vision_layers) > 0
+        result = np.maximum(
+            (np.array(layout.text_layers) > 0) * text.bytes(tokens, 0),
+            has_vision * vision.bytes(0, patches),
+        )
+        result[-1] = max(result[-1], model.head_transient().bytes(tokens, 0))
+        return result
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one GPU of a pipeline rank, at the peak."""
+
+    states: float  # parameters, gradients, optimizer
+    activations: float
+    transient: float
+    batch: float  # the step's own tensors, pixels above all
+    host: float  # in host memory, not on the GPU
+
+    @property
+    def total(self) -> float:
+        return self.states + self.activations + self.transient + self.batch
+
+
+@lru_cache(maxsize=64)
+def _activations(spec: ModelSpec, tensor: int, sequence: bool) -> memory.ActivationModel:
+    return memory.ActivationModel(spec, tensor, sequence)
+
+
+def _again(block: np.ndarray, again: np.ndarray) -> np.ndarray:
+    """Recomputation: the forward pass of `again` once more before the backward of `block`."""
+    result = block.copy()
+    result[..., COMPUTE_B, :] += again[..., COMPUTE_F, :]
+    result[..., COMM_B, :] += again[..., COMM_F, :]
+    return result

@@ -1,0 +1,289 @@
+"""What the data looks like to the planner: packs, each with its tokens, pairs and patches.
+
+A length histogram is a JSON file in one of three forms:
+
+    [812, 1530, ...]                                  tokens of each sample
+    [{"tokens": 812, "grids": [[1, 38, 52]]}, ...]    with its images; "image_tokens": 494 will do
+    {"lengths": [512, 1024], "counts": [100, 40], "image_share": 0.7}
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.plan.flops import Work
+from vlmtrain.plan.hardware import PlanError
+
+IMAGE_SHARE = 0.70  # assumed where a histogram has lengths only
+_SAMPLES = 20_000  # more samples than this are thinned: packs to simulate come from these
+_COLUMNS = 5  # fields of Work
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Samples: tokens of each, and the grids of its images and videos."""
+
+    tokens: list[int]
+    grids: list[list[Grid]]
+    origin: str  # for people: where it comes from
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Packs of a fixed length; `work` is float64 [packs, 5] in the order of Work's fields."""
+
+    work: np.ndarray  # as computed: the padded tail included
+    useful: np.ndarray  # without padding
+    pack_length: int
+    origin: str
+
+    @property
+    def fill(self) -> float:
+        """Share of tokens that are not padding."""
+        return float(self.useful[:, 0].sum() / self.work[:, 0].sum())
+
+    @property
+    def image_share(self) -> float:
+        return float(self.work[:, 2].sum() / 4 / self.useful[:, 0].sum())
+
+    @property
+    def mean(self) -> np.ndarray:
+        return self.work.mean(0)
+
+    @property
+    def large(self) -> np.ndarray:
+        """A pack that 99 of 100 don't exceed, column by column: what memory is planned for."""
+        return np.quantile(self.work, 0.99, axis=0)
+
+
+def make_packs(lengths: Lengths, spec: ModelSpec, pack_length: int) -> Packs:
+    """Pack the samples as training does (best fit) and total the work of each pack.
+
+    Raises:
+        PlanError: a sample is longer than a pack.
+    """
+    from vlmtrain.data.packing import plan_epoch
+
+    longest = max(lengths.tokens)
+    if longest > pack_length:
+        raise PlanError(
+            f"{lengths.origin} has a sample of {longest} tokens and a pack holds {pack_length}; "
+            f"raise --pack_length to {longest} or more"
+        )
+    chosen = range(len(lengths))
+    if len(lengths) > _SAMPLES:
+        chosen = sorted(random.Random(0).sample(chosen, _SAMPLES))  # type: ignore[assignment]
+    tokens = np.array([lengths.tokens[i] for i in chosen], dtype=np.int64)
+    rows = np.zeros((len(tokens), _COLUMNS))
+    for place, i in enumerate(chosen):
+        rows[place] = Work.of([lengths.tokens[i]], lengths.grids[i], spec.vision).values()
+    copies = 1
+    if tokens.sum() < 64 * pack_length:  # a handful of samples: repeat them to fill some packs
+        copies = math.ceil(64 * pack_length / int(tokens.sum()))
+        tokens, rows = np.tile(tokens, copies), np.tile(rows, (copies, 1))
+    packs = plan_epoch(tokens, pack_length, 0, 0, "plan")
+    useful = np.array([rows[pack].sum(0) for pack in packs])
+    work = useful.copy()
+    tail = pack_length - useful[:, 0]  # padding is a causal segment of its own
+    work[:, 0] += tail
+    work[:, 1] += tail * (tail + 1) / 2
+    return Packs(work, useful, pack_length, lengths.origin)
+
+
+# --- sources ----------------------------------------------------------------------------------
+
+
+def typical(spec: ModelSpec, pack_length: int = 8192) -> Lengths:
+    """A mix of 35% natural images, 15% documents, 10% charts, 8% OCR, 7% diagrams, 5% with several
+    images and 20% text: mean about 1,300 tokens, median about 900, 1% above 6,200, 72% of all
+    tokens from images. Used where no data is given.
+
+    Raises:
+        PlanError: packs too short for any of its images.
+    """
+    rng = random.Random(0)
+
+    def image(mean: float, spread: float, most: int) -> Grid:
+        """Log-normal number of tokens around a median, of a random shape."""
+        units = min(most, max(16.0, mean * math.exp(spread * rng.gauss(0, 1))))
+        ratio = math.exp(0.3 * rng.gauss(0, 1))
+        rows = max(2, round(math.sqrt(units * ratio)))
+        columns = max(2, round(units / rows))
+        return 1, rows * spec.vision.spatial_merge_size, columns * spec.vision.spatial_merge_size
+
+    #        share, images, median tokens, spread, most, median text
+    kinds = (
+        (0.35, (1, 1), 560, 0.45, 1600, 190),
+        (0.15, (1, 1), 1900, 0.35, 3600, 280),
+        (0.10, (1, 1), 560, 0.40, 1600, 150),
+        (0.08, (1, 1), 1400, 0.50, 3600, 240),
+        (0.07, (1, 1), 520, 0.40, 1600, 150),
+        (0.05, (3, 12), 700, 0.35, 1600, 380),
+        (0.20, (0, 0), 0, 0.0, 0, 420),
+    )
+    tokens, grids = [], []
+    for _ in range(6000):
+        kind = rng.choices(kinds, [k[0] for k in kinds])[0]
+        _, images, median, spread, most, text = kind
+        count = rng.randint(*images)
+        found = [image(median, spread, most) for _ in range(count)]
+        visual = sum(t * h * w for t, h, w in found) // spec.vision.merge_unit
+        words = int(min(2000, text * math.exp(0.8 * rng.gauss(0, 1)))) + 12
+        if visual + words > min(pack_length, 8000):
+            continue
+        tokens.append(visual + words)
+        grids.append(found)
+    if not any(grids):
+        raise PlanError(
+            f"--pack_length {pack_length} is too short for a typical mix of images and text; pass "
+            "--length_histogram, or 512 tokens or more"
+        )
+    return Lengths(tokens, grids, "a typical mix of images and text (no data was given)")
+
+
+def read_histogram(path: Path, spec: ModelSpec) -> Lengths:
+    """Read a JSON file of lengths.
+
+    Raises:
+        PlanError: missing file (naming the most similar one there), or contents of another form.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        near = _similar(path)
+        hint = f"; did you mean {near}?" if near else ""
+        raise PlanError(
+            f"--length_histogram {path} can't be read: {error.strerror}{hint}"
+        ) from error
+    except ValueError as error:
+        raise PlanError(f"--length_histogram {path} is not valid JSON: {error}") from error
+    share = IMAGE_SHARE
+    if isinstance(value, dict):
+        value, share = _expand(value, path)
+    if not isinstance(value, list) or not value:
+        raise PlanError(
+            f"--length_histogram {path} must be a list of token counts, or an object with "
+            f'"lengths" and "counts"; it is {_show(value)}'
+        )
+    tokens: list[int] = []
+    grids: list[list[Grid]] = []
+    for number, entry in enumerate(value):
+        length, found = _entry(entry, share, f"--length_histogram {path}: entry {number}", spec)
+        tokens.append(length)
+        grids.append(found)
+    return Lengths(tokens, grids, f"{path} ({len(tokens):,} samples)")
+
+
+def _expand(value: dict[str, Any], path: Path) -> tuple[list[int], float]:
+    lengths, counts = value.get("lengths"), value.get("counts")
+    share = value.get("image_share", IMAGE_SHARE)
+    where = f"--length_histogram {path}"
+    if not isinstance(lengths, list) or not lengths:
+        raise PlanError(f'{where} needs "lengths", a list of token counts')
+    counts = [1] * len(lengths) if counts is None else counts
+    if not isinstance(counts, list) or len(counts) != len(lengths):
+        raise PlanError(
+            f'{where}: "counts" must be a list as long as "lengths" ({len(lengths)}); it is '
+            f"{_show(counts)}"
+        )
+    if any(not _is_int(c) or c < 0 for c in counts) or not sum(counts):
+        raise PlanError(f'{where}: "counts" must be integers of at least 0, not all 0')
+    if not isinstance(share, (int, float)) or not 0 <= share < 1:
+        raise PlanError(f'{where}: "image_share" is {share!r}; it must be at least 0 and below 1')
+    # Thinned in proportion, so that a histogram of millions stays small.
+    scale = min(1.0, _SAMPLES / sum(counts))
+    repeats = [max(1, round(c * scale)) if c else 0 for c in counts]
+    return [n for n, r in zip(lengths, repeats, strict=True) for _ in range(r)], float(share)
+
+
+def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, list[Grid]]:
+    if _is_int(entry):
+        entry = {"tokens": entry, "image_tokens": int(entry * share)}
+    if not isinstance(entry, dict) or not _is_int(entry.get("tokens")) or entry["tokens"] < 1:
+        raise PlanError(f"{where} must have tokens of at least 1; it is {_show(entry)}")
+    merge = spec.vision.spatial_merge_size
+    grids = entry.get("grids")
+    if grids is None:
+        visual = entry.get("image_tokens", 0)
+        if not _is_int(visual) or not 0 <= visual <= entry["tokens"]:
+            raise PlanError(f"{where}: image_tokens must be from 0 to tokens; it is {visual!r}")
+        return entry["tokens"], _grids_of(visual, merge)
+    found: list[Grid] = []
+    for grid in grids if isinstance(grids, list) else [grids]:
+        ok = isinstance(grid, list) and len(grid) == 3 and all(_is_int(x) and x > 0 for x in grid)
+        if not ok or grid[1] % merge or grid[2] % merge:
+            raise PlanError(
+                f"{where}: a grid is [frames, rows, columns] of patches, rows and columns multiples"
+                f" of {merge}; it is {_show(grid)}"
+            )
+        found.append((grid[0], grid[1], grid[2]))
+    return entry["tokens"], found
+
+
+def _grids_of(visual: int, merge: int) -> list[Grid]:
+    """Nearly square images of at most 4,096 tokens that make up `visual` tokens."""
+    grids: list[Grid] = []
+    while visual > 0:
+        part = min(visual, 4096)
+        rows = max(1, math.isqrt(part))
+        grids.append((1, rows * merge, part // rows * merge))
+        visual -= rows * (part // rows)
+        if visual < 4:
+            break
+    return grids
+
+
+def from_data(data: str, model: Path, spec: ModelSpec, pack_length: int) -> Lengths:
+    """Scan conversation files or shards, as training would.
+
+    Raises:
+        UserError: unreadable data, or a model folder without a tokenizer.
+    """
+    from vlmtrain.data.index import scan_sources
+    from vlmtrain.data.processor import Processor
+
+    processor = Processor.from_folder(model, spec)
+    paths = data.split(",")
+    index = scan_sources(paths, processor, spec, pack_length, verify=False)
+    return from_index(index, data)
+
+
+def from_index(index: Any, origin: str) -> Lengths:
+    """The lengths of a `SampleIndex`."""
+    starts: Sequence[int] = index.media_start.tolist()
+    rows = [(int(t), int(h), int(w)) for t, h, w in index.grids.tolist()]
+    grids = [rows[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return Lengths(index.lengths.tolist(), grids, f"{origin} ({len(index):,} samples)")
+
+
+def _similar(path: Path) -> Path | None:
+    try:
+        names = [p.name for p in path.parent.iterdir() if p.suffix == ".json"]
+    except OSError:
+        return None
+    near = difflib.get_close_matches(path.name, names, 1, 0.3)
+    return path.parent / near[0] if near else None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
