@@ -8,10 +8,11 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*.* csrc/*/*.*) CMakeLists.txt setup.py pyproject.toml
 EXTRAS := train,demo,test
 
-.PHONY: help setup test test-kernels lint format demo bench gpu-check clean
+.PHONY: help setup test test-kernels test-crash test-full lint format demo bench gpu-check clean
 help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
 	@echo "make test       lint, types and all tests"
+	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
 	@echo "make bench      speed beside the peers, into benchmarks/"
 	@echo "make gpu-check  GPU tests and benchmarks (needs a GPU)"
 	@echo "make format     rewrite Python and C++ sources in the project's style"
@@ -41,6 +42,14 @@ format: setup
 	$(RUN) -m ruff check --fix -q .
 	$(RUN) -m ruff format -q .
 	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
+
+# 50 kills at random moments of saves and conversions (10 min).
+test-crash: setup
+	$(RUN) -W ignore -m tests.checkpoint.crash 50
+
+# Converts a random-weight model of Qwen2-VL-2B's sizes there and back (20 GB of disk).
+test-full: setup
+	$(RUN) -W ignore -m tests.checkpoint.full_size build/full-size 2B
 
 demo: setup
 	$(RUN) -m vlmtrain.cli demo --output demo_out

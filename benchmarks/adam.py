@@ -169,6 +169,6 @@ def rows(context: Context) -> Iterator[Row]:
             yield compare(float32(shape, mixed, here, bars[1]), here)
             yield compare(float32(f"{len(small):,} tensors of 4,096", small, here, bars[1]), here)
             for moments, bar in ((torch.float32, 1.5), (torch.bfloat16, 2.0)):
-                bar = None if context.quick else bar
-                one = composite(f"1 tensor of {big:,}", [big], here, moments, bar)
+                limit = None if context.quick else bar
+                one = composite(f"1 tensor of {big:,}", [big], here, moments, limit)
                 yield compare(one, here)

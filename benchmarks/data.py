@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,8 +105,8 @@ def kernel(context: Context) -> Iterator[Comparison]:
             op="patchify",
             shape=f"{width}x{height} image",
             dtype=str(dtype)[6:],
-            ours=lambda out=out: patchify(pixels, out=out, threads=context.threads),
-            peers={"torch": lambda dtype=dtype: patchify_reference(pixels, dtype=dtype)},
+            ours=partial(patchify, pixels, out=out, threads=context.threads),
+            peers={"torch": partial(patchify_reference, pixels, dtype=dtype)},
             ceilings=ceilings.copy(pixels.nbytes + out.nbytes, context),
             check=_same,
             bar=None if context.quick else 4.0,
@@ -150,9 +151,7 @@ def plan(context: Context) -> Iterator[Comparison]:
             op=f"plan_epoch, {policy}",
             shape=f"{len(lengths)} samples",
             dtype="int64",
-            ours=lambda policy=policy: plan_epoch(
-                lengths, PACK, 0, 0, "bench", costs=costs, policy=policy
-            ),
+            ours=partial(plan_epoch, lengths, PACK, 0, 0, "bench", costs=costs, policy=policy),
             peers={},
         )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MEMORY = 14 << 30  # address space, of which a rank uses less than 1 GB
+MEMORY = 32 << 30  # address space; a rank uses less than 1 GB of memory
 
 
 @dataclass

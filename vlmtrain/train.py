@@ -194,6 +194,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
                     data_seconds=waited,
                     epoch=loader.epoch,
                     peak_memory_gb=backend.peak_memory_bytes() / 1e9,
+                    **loader.metrics,
                 )
             reached = step + 1
             due = config.checkpoint.every and reached % config.checkpoint.every == 0

@@ -73,28 +73,48 @@ VLMK_INLINE Word mix(Word x) {
   return x ^ (x >> 16);
 }
 
-// 32 random bits for each element from `first` on: the same whatever thread or vector it is in.
+// 32 random bits for each element from `first` on: the same whatever thread or vector it is in. One
+// round of `mix` on a Weyl sequence that starts elsewhere at each step.
 VLMK_INLINE Bits random_bits(uint32_t key, int64_t first) {
-  Bits index;
-  for (int lane = 0; lane < kWidth; ++lane) index[lane] = static_cast<uint32_t>(lane);
-  return mix<Bits>((index + static_cast<uint32_t>(first)) * 0x9e3779b1U + key);
+  constexpr uint32_t kWeyl = 0x9e3779b1U;
+  Bits x;
+  for (int lane = 0; lane < kWidth; ++lane) x[lane] = static_cast<uint32_t>(lane) * kWeyl;
+  x += static_cast<uint32_t>(first) * kWeyl + key;
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  return x ^ (x >> 15);
 }
 
 // The bf16 neighbour above in magnitude with the probability of how near it is, else the one below.
 // Rounded to nearest, exp_avg_sq could not follow falling gradients: with beta2 = 0.999 a step
 // changes it by a tenth of a percent, and bf16 values lie 0.4 to 0.8% apart.
-VLMK_INLINE Vec round_randomly(Vec x, Bits random) {
+VLMK_INLINE Bits round_randomly(Vec x, Bits random) {
   const Bits u = reinterpret_cast<Bits>(x);
-  const Bits rounded = (u + random) & 0xffff0000U;
-  const Bits is_nan = reinterpret_cast<Bits>(x != x);
-  return reinterpret_cast<Vec>((is_nan & u) | (~is_nan & rounded));
+  return x != x ? u : u + random;  // bf16 is the upper half
 }
 
-VLMK_INLINE void randomise(float*, uint32_t, int64_t, Vec&, Vec&) {}
-VLMK_INLINE void randomise(BFloat16*, uint32_t key, int64_t first, Vec& m, Vec& v) {
+VLMK_INLINE void store_upper(BFloat16* p, Bits u) {
+#if defined(__AVX512F__)
+  const __m512i upper = _mm512_srli_epi32(reinterpret_cast<__m512i>(u), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
+#elif defined(__AVX2__)
+  const __m256i upper = reinterpret_cast<__m256i>(u >> 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+#else
+  for (int i = 0; i < kWidth; ++i) p[i].bits = static_cast<uint16_t>(u[i] >> 16);
+#endif
+}
+
+VLMK_INLINE void store_moments(float* exp_avg, float* exp_avg_sq, Vec m, Vec v, uint32_t, int64_t) {
+  store(exp_avg, m);
+  store(exp_avg_sq, v);
+}
+VLMK_INLINE void store_moments(BFloat16* exp_avg, BFloat16* exp_avg_sq, Vec m, Vec v, uint32_t key,
+                               int64_t first) {
   const Bits random = random_bits(key, first);
-  m = round_randomly(m, random & 0xffffU);
-  v = round_randomly(v, random >> 16);
+  store_upper(exp_avg, round_randomly(m, random & 0xffffU));
+  store_upper(exp_avg_sq, round_randomly(v, random >> 16));
 }
 
 // Past the caches; p is a multiple of kWidth elements from a 64-byte boundary.
@@ -136,10 +156,8 @@ void run(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
     __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
     Vec p = load(param + i), m = load(exp_avg + i), v = load(exp_avg_sq + i);
     update<Rounded::kV>(c, lerp, load(grad + i), p, m, v);
-    randomise(exp_avg, c.key, first + i, m, v);
     store(param + i, p);
-    store(exp_avg + i, m);
-    store(exp_avg_sq + i, v);
+    store_moments(exp_avg + i, exp_avg_sq + i, m, v, c.key, first + i);
     if (kLow == Low::kStored) store(low + i, p);
     if (kLow == Low::kStreamed) stream(low + i, p);
   }
@@ -155,10 +173,13 @@ void run(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
     } else {
       update<Rounded::kG>(c, lerp, g, p, m, v);
     }
-    randomise(exp_avg, c.key, first + i, m, v);
     store_n(param + i, p, lanes);
-    store_n(exp_avg + i, m, lanes);
-    store_n(exp_avg_sq + i, v, lanes);
+    Moment moments[2][kWidth];
+    store_moments(moments[0], moments[1], m, v, c.key, first + i);
+    for (int lane = 0; lane < lanes; ++lane) {
+      exp_avg[i + lane] = moments[0][lane];
+      exp_avg_sq[i + lane] = moments[1][lane];
+    }
     if (kLow != Low::kNone) store_n(low + i, p, lanes);
     i += lanes;
   }

@@ -21,10 +21,15 @@ from vlmkernels.optim.native import sum_of_squares
 MASK = 0xFFFFFFFF
 
 
-def mix(x: Tensor) -> Tensor:
-    """lowbias32 on the low 32 bits of int64, whose products wrap around as they should."""
+def one_round(x: Tensor) -> Tensor:
+    """On the low 32 bits of int64, whose products wrap around as they should."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & MASK
-    x = (x ^ (x >> 15)) * 0x846CA68B & MASK
+    return x ^ (x >> 15)
+
+
+def mix(x: Tensor) -> Tensor:
+    """lowbias32."""
+    x = one_round(x) * 0x846CA68B & MASK
     return x ^ (x >> 16)
 
 
@@ -102,10 +107,10 @@ def test_bfloat16_moments_bit_for_bit(name: str):
             for i, (p, q) in enumerate(zip(params, others, strict=True)):
                 assert_bitwise(f"parameter {i}", p.detach(), q.detach())
                 index = torch.arange(p.numel()) * 0x9E3779B1
-                random = mix(index + mix(torch.tensor(step)) & MASK).view(p.shape)
+                random_bits = one_round(index + mix(torch.tensor(step)) & MASK).view(p.shape)
                 state, exact = ours.state[p], theirs.state[q]
-                first = rounded_randomly(exact["exp_avg"], random & 0xFFFF)
-                second = rounded_randomly(exact["exp_avg_sq"], random >> 16)
+                first = rounded_randomly(exact["exp_avg"], random_bits & 0xFFFF)
+                second = rounded_randomly(exact["exp_avg_sq"], random_bits >> 16)
                 assert_bitwise(f"exp_avg {i}", state["exp_avg"], first)
                 assert_bitwise(f"exp_avg_sq {i}", state["exp_avg_sq"], second)
 

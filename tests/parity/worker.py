@@ -38,10 +38,10 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor:
 def gather_gradients(engine: Any) -> None:
     """Undo the reduce-scatter of the distributed optimizer: every rank has whole gradients."""
     for chunk in [*engine.chunks, *([engine.tower] if engine.replica is not None else [])]:
-        for buffer in chunk.buffers:
-            group = chunk.dp_cp_group
-            mine = buffer.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(buffer.grad_data, mine, group=group)
+        group = chunk.dp_cp_group
+        for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
@@ -119,6 +119,9 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         with merged(engine.exported):
             save_weights(engine.exported, spec, case["model"], case["save"])
     parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):  # or their threads pile up
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     return result
 
 

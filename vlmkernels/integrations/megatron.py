@@ -1,4 +1,5 @@
-"""megatron-core: the packed attention as a layer's `core_attention`, our Adam as its optimizer.
+"""megatron-core: the packed attention as a layer's `core_attention` (the optimizer: see
+megatron_optimizer.py).
 
 Usage, in a layer spec of your own:
 

@@ -120,7 +120,8 @@ class OffloadedOptimizer(DistributedOptimizer):
     ) -> None:
         device = self.buffers[0].param_data.device
         self._gradients = gradients
-        self._engine = Offload(transfers or transfers_for(device), PinnedArena(), bucket_bytes)
+        arena = PinnedArena(pin=device.type == "cuda")
+        self._engine = Offload(transfers or transfers_for(device), arena, bucket_bytes)
         self._shards: dict[Tensor, Shard] = {}  # by float32 master
         self._grads: dict[Tensor, Tensor] = {}  # on the device, of this step
         # Rides along when Megatron clips, to learn the factor: its gradient is 1.

@@ -148,8 +148,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                     f"a parameter is {describe(param)}; it must be float32 or bfloat16 on {device}"
                 )
         if self._offload is None and first:
-            transfers = self._transfers or transfers_for(first[0].device)
-            self._offload = Offload(transfers, PinnedArena(), self._bucket_bytes)
+            device = first[0].device
+            transfers = self._transfers or transfers_for(device)
+            arena = PinnedArena(pin=device.type == "cuda")
+            self._offload = Offload(transfers, arena, self._bucket_bytes)
         self.set_offload_fraction(self._fraction)
 
     def _params(self) -> list[Tensor]:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vlmkernels import scatter_visual, visual_embedding
+from vlmtrain.checkpoint.mapping import padded_vocab_size
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.models.language import LanguageModel
 from vlmtrain.models.layers import block_submodules, recompute_mlps
@@ -29,12 +30,6 @@ from vlmtrain.models.spec import ModelSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
 from vlmtrain.parallel.layout import Layout
 from vlmtrain.parallel.multiplex import EncodedPack
-
-
-def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """Rows of the embedding table in Megatron: a multiple of 128 x tensor-parallel size."""
-    unit = 128 * tensor
-    return -(-vocab_size // unit) * unit
 
 
 class QwenVLStage(LanguageModule):

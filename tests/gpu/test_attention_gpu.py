@@ -1,0 +1,82 @@
+"""Window attention on a real GPU, for `make gpu-check`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.kernels.numeric import assert_accurate, assert_bitwise
+from tests.kernels.test_attention import borders, cancelled_terms, make, outputs
+from vlmkernels import _native, attention, varlen_attention
+from vlmkernels.attention import varlen_attention_reference
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU: torch.cuda.is_available() is False", allow_module_level=True)
+if not _native.has_cuda_kernels():
+    pytest.skip("vlmkernels was built without CUDA kernels", allow_module_level=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dim", attention.WINDOW_HEAD_DIMS)
+@pytest.mark.parametrize(
+    "lengths, heads, kv_heads",
+    [([64, 64, 17, 0, 1, 48], 16, 16), ([128, 127, 65, 3], 6, 2)],
+    ids=["windows", "128-keys-gqa"],
+)
+def test_accuracy(lengths, heads, kv_heads, dim, dtype, causal):
+    q, k, v, dout = make(lengths, heads, kv_heads, dim, dtype)
+    cu = borders(lengths)
+    exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = outputs(varlen_attention_reference, *exact_inputs, dout.double(), cu, causal=causal)
+    gpu = [x.detach().cuda().requires_grad_() for x in (q, k, v)]
+    plain = outputs(varlen_attention_reference, *gpu, dout.cuda(), cu.cuda(), causal=causal)
+    ours = outputs(varlen_attention, *gpu, dout.cuda(), cu.cuda(), causal=causal)
+    cancelled = cancelled_terms(q, k, v, dout, cu, None, causal)
+    for name in exact:
+        a, b = ours[name].cpu(), plain[name].cpu()
+        assert_accurate(name, a, b, exact[name], cancelled.get(name))
+
+
+def test_bitwise_repeatable():
+    q, k, v, dout = (x.detach().cuda() for x in make([64] * 300, 16, 16, 80, torch.bfloat16))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    cu = borders([64] * 300).cuda()
+    expected = outputs(varlen_attention, *inputs, dout, cu, max_seqlen=64)
+    for _ in range(30):
+        again = outputs(varlen_attention, *inputs, dout, cu, max_seqlen=64)
+        for name in expected:
+            assert_bitwise(name, again[name], expected[name])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_synchronisation_with_max_seqlen(compiled):
+    q, k, v, _ = (x.detach().cuda() for x in make([64] * 4, 2, 2, 80, torch.bfloat16))
+    cu = borders([64] * 4).cuda()
+
+    def run():
+        return varlen_attention(q, k, v, cu, max_seqlen=64)
+
+    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    expected = function()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert_bitwise("out", function(), expected)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_too_long_segment_ends_the_kernel():
+    """In a process of its own: the error is sticky."""
+    code = (
+        "import torch; from vlmkernels import varlen_attention\n"
+        "q = torch.zeros(80, 2, 80, dtype=torch.bfloat16, device='cuda')\n"
+        "cu = torch.tensor([0, 80], dtype=torch.int32, device='cuda')\n"
+        "varlen_attention(q, q, q, cu, max_seqlen=64); torch.cuda.synchronize()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "segment 0 is tokens 0 to 80 of 80, and max_seqlen is 64" in done.stdout
