@@ -27,6 +27,7 @@
 #ifdef VLMKERNELS_WITH_CUDA
 #include <cuda_runtime.h>
 
+#include "cuda/attention_window.h"
 #include "cuda/embedding.h"
 #endif
 
@@ -102,6 +103,27 @@ vlmk::AttentionGradParams attention_grad_params(int dtype, View q, View k, View 
                            kv_heads, head_dim, scale, causal),
           heads_view(dout), heads_view(dq), heads_view(dk), heads_view(dv)};
 }
+
+#ifdef VLMKERNELS_WITH_CUDA
+vlmk::WindowAttentionParams window_attention_params(int dtype, View q, View k, View v, View out,
+                                                    uintptr_t stats, uintptr_t cu_seqlens,
+                                                    int64_t segments, int64_t tokens, int64_t heads,
+                                                    int64_t kv_heads, int64_t head_dim,
+                                                    double scale, bool causal, int64_t max_length) {
+  return {attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
+                           kv_heads, head_dim, scale, causal),
+          max_length};
+}
+
+vlmk::WindowAttentionGradParams window_attention_grad_params(
+    int dtype, View q, View k, View v, View out, uintptr_t stats, uintptr_t cu_seqlens,
+    int64_t segments, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
+    double scale, bool causal, View dout, View dq, View dk, View dv, int64_t max_length) {
+  return {attention_grad_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
+                                kv_heads, head_dim, scale, causal, dout, dq, dk, dv),
+          max_length};
+}
+#endif
 
 // ---- embedding
 
@@ -248,6 +270,10 @@ PYBIND11_MODULE(_C, m) {
 
 #ifdef VLMKERNELS_WITH_CUDA
   // ---- CUDA: pointers are device pointers, the stream comes last
+  m.def("window_attention_forward_cuda",
+        on_cuda(window_attention_params, vlmk::window_attention_forward_cuda), VLMK_NO_GIL);
+  m.def("window_attention_backward_cuda",
+        on_cuda(window_attention_grad_params, vlmk::window_attention_backward_cuda), VLMK_NO_GIL);
   m.def("embedding_forward_cuda", on_cuda(embedding_params, vlmk::embedding_forward_cuda),
         VLMK_NO_GIL);
   m.def("embedding_gather_cuda", on_cuda(embedding_gather_params, vlmk::embedding_gather_cuda),

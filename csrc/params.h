@@ -40,6 +40,17 @@ struct AttentionGradParams {
   HeadsView dv;             // [T, Hkv, D]
 };
 
+// On CUDA: segments of at most 128 tokens, bf16 or fp16, 16-byte aligned rows.
+struct WindowAttentionParams {
+  AttentionParams forward;
+  int64_t max_length;  // of a segment
+};
+
+struct WindowAttentionGradParams {
+  AttentionGradParams backward;
+  int64_t max_length;
+};
+
 // One parameter tensor of a multi-tensor Adam step; all arrays [numel], dense, same element order.
 struct AdamTensor {
   float* param;

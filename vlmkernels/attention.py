@@ -2,9 +2,11 @@
 
 Legend: T = packed tokens, H = query heads, Hkv = key/value heads, D = head_dim, n = segments.
 
-Method: FlashAttention-2's online softmax (Dao 2023, https://arxiv.org/abs/2307.08691), with scores
-transposed so that queries lie in vector lanes: csrc/cpu/attention_kernel.inl. Arithmetic is float32
-for every storage type, and results don't depend on the number of threads.
+Method: FlashAttention-2's online softmax (Dao 2023, https://arxiv.org/abs/2307.08691). On the CPU
+with scores transposed, so that queries lie in vector lanes (csrc/cpu/attention_kernel.inl);
+arithmetic is float32 for every storage type, but for bfloat16 on processors with fast bf16 dot
+products, and results don't depend on the number of threads. On CUDA, segments of at most 128 tokens
+stand whole in shared memory (csrc/cuda/attention_window.cu). docs/attention.md explains both.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, check_last_contiguous, check_tensor, define
+from vlmkernels._native import (
+    _C,
+    DTYPES,
+    check_last_contiguous,
+    check_tensor,
+    cuda_stream,
+    define,
+)
 
 MAX_HEAD_DIM = 256
 
@@ -182,7 +191,32 @@ _forward_op = define(
 )
 
 
-# ---- CUDA: no kernel of ours yet ----------------------------------------------------------------
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+#: What csrc/cuda/attention_window.cu holds whole in shared memory, and its instances.
+WINDOW_LENGTH = 128
+WINDOW_HEAD_DIMS = (64, 80, 96, 128)
+_DENSE = torch.contiguous_format
+_HAS_WINDOW = hasattr(_C, "window_attention_forward_cuda")  # built with CUDA kernels
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether every row of a 16-bit [T, H, D] tensor starts at a multiple of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0
+
+
+def cuda_backend(dtype: torch.dtype, head_dim: int, longest: int) -> str:
+    """Which kernel attends on CUDA: "window" (ours), "flash-attn" or "sdpa" (one per segment).
+
+    A window's whole attention fits into one thread block up to 128 tokens. For longer segments
+    there is no kernel of ours yet.
+    """
+    if dtype != torch.float32:
+        if _HAS_WINDOW and longest <= WINDOW_LENGTH and head_dim in WINDOW_HEAD_DIMS:
+            return "window"
+        if _flash_attn() is not None:
+            return "flash-attn"
+    return "sdpa"
 
 
 @functools.cache
@@ -194,15 +228,109 @@ def _flash_attn() -> Callable[..., Tensor] | None:
     return flash_attn_varlen_func
 
 
+def _window_fake(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _forward_fake(q, k, v, cu_seqlens, causal, scale)
+
+
+def _window_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, cu_seqlens)
+    cu_seqlens = cu_seqlens.contiguous()
+    q, k, v = (x if _aligned(x) else x.clone(memory_format=_DENSE) for x in (q, k, v))
+    out, stats = _forward_fake(q, k, v, cu_seqlens, causal, scale)
+    arguments = _native_arguments(q, k, v, out, stats, cu_seqlens, causal, scale)
+    _C.window_attention_forward_cuda(*arguments, longest, cuda_stream(q))
+    return out, stats
+
+
+def _window_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(q, k, v, cu_seqlens)
+    check_tensor("dout", dout, dtypes=(q.dtype,), shape="[T, H, D]", dim=3, device=q.device)
+    if dout.stride(-1) != 1 or not _aligned(dout):
+        dout = dout.clone(memory_format=_DENSE)
+    cu_seqlens = cu_seqlens.contiguous()
+    q, k, v = (x if _aligned(x) else x.clone(memory_format=_DENSE) for x in (q, k, v))
+    grads = _backward_fake(dout, q, k, v, out, stats, cu_seqlens, causal, scale)
+    arguments = _native_arguments(q, k, v, out, stats, cu_seqlens, causal, scale)
+    views = (_view(dout), *map(_view, grads))
+    _C.window_attention_backward_cuda(*arguments, *views, longest, cuda_stream(q))
+    return grads
+
+
+def _window_backward_fake(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward_fake(dout, q, k, v, out, stats, cu_seqlens, causal, scale)
+
+
+def _window_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, ctx.longest, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _window_gradient(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, stats, cu_seqlens = ctx.saved_tensors
+    grads = _window_backward_op(
+        dout, q, k, v, out, stats, cu_seqlens, ctx.longest, ctx.causal, ctx.scale
+    )
+    return (*grads, None, None, None, None)
+
+
+_window_backward_op = define(
+    "window_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
+    "Tensor stats, Tensor cu_seqlens, int longest, bool causal, float scale) "
+    "-> (Tensor, Tensor, Tensor)",
+    cuda=_window_backward,
+    fake=_window_backward_fake,
+)
+_window_op = define(
+    "window_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int longest, bool causal, "
+    "float scale) -> (Tensor, Tensor)",
+    cuda=_window_forward,
+    fake=_window_fake,
+    setup_context=_window_setup,
+    backward=_window_gradient,
+)
+
+
 def _cuda(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int | None, causal: bool, scale: float
 ) -> Tensor:
-    """flash-attn where it is installed and takes the inputs, else torch's SDPA per segment."""
-    lengths = cu.diff()
-    if q.dtype != torch.float32 and (flash := _flash_attn()) is not None:
-        longest = int(lengths.max()) if max_seqlen is None else max_seqlen
+    """Runs the backend that cuda_backend names."""
+    if max_seqlen is None:
+        longest = int(cu.diff().max()) if len(cu) > 1 else 0
+    else:
+        longest = max_seqlen
+    backend = cuda_backend(q.dtype, q.shape[-1], longest)
+    if backend == "window":
+        return _window_op(q, k, v, cu, longest, causal, scale)[0]
+    if backend == "flash-attn" and (flash := _flash_attn()) is not None:
         return flash(q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=causal)
-    sizes = lengths.tolist()
+    sizes = cu.diff().tolist()
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1)[None] for x in segment),
@@ -238,13 +366,14 @@ def varlen_attention(
             head h // (H / Hkv).
         cu_seqlens: int32 [n + 1] on q's device: segment i is tokens cu_seqlens[i] up to
             cu_seqlens[i + 1]; starts at 0, ends at T; segments may be empty.
-        max_seqlen: the longest segment, if known: spares a device synchronisation on CUDA.
+        max_seqlen: the longest segment, if known: spares a device synchronisation on CUDA, where a
+            longer one than it says ends the kernel with an error.
         causal: a token sees itself and earlier tokens of its segment only.
         scale: default D ** -0.5.
 
     Returns:
         [T, H, D], contiguous, q's dtype. Differentiable in q, k and v; bitwise repeatable, with any
-        number of threads, on the CPU.
+        number of threads, on the CPU, and on CUDA for segments of at most 128 tokens.
 
     Raises:
         ValueError: an argument's dtype, shape, device, strides or values don't fit.

@@ -77,6 +77,112 @@ __device__ __forceinline__ T* broadcast(T* value, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(kAllLanes, bits, lane));
 }
 
+// The value of the lane whose number differs in the bits of `mask`. Every lane must arrive.
+__device__ __forceinline__ float exchange(float value, int mask) {
+  return __shfl_xor_sync(kAllLanes, value, mask);
+}
+
+// ---- shared memory: addresses are 32-bit, of the shared window
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Starts a copy of 16 bytes from global memory, past L1; zeros and no access where `on` is false.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool on) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(on ? 16 : 0)
+               : "memory");
+}
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until at most kPending of this thread's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane i names row i % 8 of matrix i / 8 and gets, of each
+// matrix, elements (i / 4, 2 * (i % 4)) and the next one; (2 * (i % 4), i / 4) and the one below if
+// transposed.
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// 2^x, relative error 2^-22; 0 for x = -inf.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Arithmetic of a 16-bit type on the tensor cores. multiply_add: c [16, 8] += a [16, 16] b [16, 8],
+// fragments as in the PTX manual, m16n8k16; b0 and b1 are b's rows 0 to 7 and 8 to 15.
+struct Bf16Math {
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
+  }
+  static __device__ __forceinline__ float low(uint32_t v) { return __uint_as_float(v << 16); }
+  static __device__ __forceinline__ float high(uint32_t v) {
+    return __uint_as_float(v & 0xffff0000u);
+  }
+  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4],
+                                                      uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+struct Fp16Math {
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t v;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
+  }
+  static __device__ __forceinline__ float low(uint32_t v) {
+    float f;
+    asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %1;\n\tcvt.f32.f16 %0, l;\n\t}"
+        : "=f"(f)
+        : "r"(v));
+    return f;
+  }
+  static __device__ __forceinline__ float high(uint32_t v) { return low(v >> 16); }
+  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4],
+                                                      uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
 // Sets *address to `value` where it holds `expected`; returns what it held before.
 __device__ __forceinline__ int compare_and_swap(int* address, int expected, int value) {
   return atomicCAS(address, expected, value);

@@ -12,7 +12,7 @@ from .memory import LocalMemory
 from .parser import Address, Instruction, Operand, Symbol, Vector
 from .ptxtypes import TYPES, UNSIGNED, Array, SimError, size_of
 
-_SPACES = ("global", "local", "param")
+_SPACES = ("global", "local", "param", "shared")
 # Cache hints change speed only.
 _HINTS = ("nc", "ca", "cg", "cs", "lu", "wb", "wt", "L1::no_allocate")
 _COUNTS = {"v2": 2, "v4": 4}
@@ -68,6 +68,8 @@ def load(block: Block, instruction: Instruction, lanes: Lanes) -> None:
             data = block.parameters[at]
         elif space == "local":
             data = block.local.load(address, size, block.numbers(lanes))
+        elif space == "shared":
+            data = block.shared.load(address, size, block.numbers(lanes))
         elif space == "generic" and (address >= LocalMemory.BASE).all():
             data = block.local.load(address - LocalMemory.BASE, size, block.numbers(lanes))
         else:
@@ -91,6 +93,8 @@ def store(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     address = block.address(target, lanes)
     if space == "local":
         block.local.store(address, data, block.numbers(lanes))
+    elif space == "shared":
+        block.shared.store(address, data, block.numbers(lanes))
     elif space == "generic" and (address >= LocalMemory.BASE).all():
         block.local.store(address - LocalMemory.BASE, data, block.numbers(lanes))
     elif space == "param":

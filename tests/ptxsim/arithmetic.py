@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .machine import WARP, Block, Lanes, handles
-from .memory import LocalMemory
+from .memory import LocalMemory, SharedMemory
 from .parser import Discard, Instruction, Pair, Register, Vector
 from .ptxtypes import TYPES, UNSIGNED, Array, SimError, bf16_to_f32, f32_to_bf16, size_of
 
@@ -17,7 +17,7 @@ _ROUNDINGS = ("rn", "rni", "rz", "rzi")
 def _reject(instruction: Instruction, *allowed: str) -> None:
     """An unknown modifier would silently be computed wrong."""
     for modifier in instruction.modifiers:
-        if modifier not in TYPES and modifier not in allowed:
+        if modifier not in TYPES and modifier not in (*allowed, "f16x2", "bf16x2"):
             raise SimError(f"modifier .{modifier} is not interpreted")
 
 
@@ -41,27 +41,77 @@ def binary(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     _reject(instruction, "rn")
     if instruction.type in ("f16", "bf16"):
         raise SimError(f"arithmetic in {instruction.type} is not interpreted")
+    operation = _BINARY[instruction.opcode]
     if instruction.type.startswith("f") and instruction.opcode in ("min", "max"):
-        raise SimError("min and max of floats are not interpreted")
+        operation = np.fmin if instruction.opcode == "min" else np.fmax  # the number, not the NaN
     a, b = _inputs(block, instruction, lanes)
     with np.errstate(all="ignore"):
-        block.write(instruction.operands[0], _BINARY[instruction.opcode](a, b), lanes)
+        block.write(instruction.operands[0], operation(a, b), lanes)
 
 
 @handles("mul", "mad")
 def multiply(block: Block, instruction: Instruction, lanes: Lanes) -> None:
-    """mul of floats; mul and mad of integers, .lo or .wide."""
-    _reject(instruction, "lo", "wide", "rn")
+    """mul of floats; mul and mad of integers, .lo or .wide; mul.hi of 32 bits."""
+    _reject(instruction, "lo", "wide", "hi", "rn")
     kind = instruction.type
     if instruction.opcode == "mad" and kind[0] == "f":
         raise SimError("mad of floats is not interpreted")
-    wide = f"{kind[0]}{16 * size_of(kind)}" if "wide" in instruction.modifiers else kind
+    high = "hi" in instruction.modifiers
+    if high and (instruction.opcode == "mad" or size_of(kind) != 4):
+        raise SimError(f"{instruction.text} is not interpreted")
+    double = high or "wide" in instruction.modifiers
+    wide = f"{kind[0]}{16 * size_of(kind)}" if double else kind
     a, b = (block.read(o, kind, lanes).astype(TYPES[wide]) for o in instruction.operands[1:3])
     with np.errstate(all="ignore"):
         result = a * b
         if instruction.opcode == "mad":
             result = result + block.read(instruction.operands[3], wide, lanes)
+        if high:
+            result = (result >> 32).astype(TYPES[kind])
     block.write(instruction.operands[0], result, lanes)
+
+
+@handles("div", "rem")
+def divide(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    """Of integers, truncated; division by zero is an error here."""
+    _reject(instruction)
+    a, b = _inputs(block, instruction, lanes)
+    if a.dtype.kind == "f" or (b == 0).any():
+        raise SimError("division of floats, or by zero, is not interpreted")
+    quotient = a // b
+    if a.dtype.kind == "i":  # numpy rounds down
+        quotient = quotient + ((a % b != 0) & ((a < 0) != (b < 0)))
+    result = quotient if instruction.opcode == "div" else a - quotient * b
+    block.write(instruction.operands[0], result.astype(a.dtype), lanes)
+
+
+@handles("fma")
+def fused(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    """In float64 and rounded: within one ulp in 2^29 cases of the single rounding."""
+    _reject(instruction, "rn")
+    a, b, c = (x.astype(np.float64) for x in _inputs(block, instruction, lanes))
+    with np.errstate(all="ignore"):
+        block.write(instruction.operands[0], (a * b + c).astype(np.float32), lanes)
+
+
+@handles("ex2", "rcp")
+def special(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    """Correctly rounded; the hardware's ex2.approx is within 2^-22."""
+    _reject(instruction, "approx", "ftz", "rn")
+    (a,) = _inputs(block, instruction, lanes)
+    with np.errstate(all="ignore"):
+        result = np.exp2(a) if instruction.opcode == "ex2" else np.float32(1) / a
+    block.write(instruction.operands[0], result.astype(np.float32), lanes)
+
+
+@handles("bfi")
+def insert_bits(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    _reject(instruction)
+    target, field, base, start, length = instruction.operands
+    f, b = (block.read(x, "b32", lanes).astype(np.uint64) for x in (field, base))
+    at, n = (block.read(x, "u32", lanes).astype(np.uint64) & 0xFF for x in (start, length))
+    mask = ((np.uint64(1) << n) - np.uint64(1)) << at
+    block.write(target, ((b & ~mask) | ((f << at) & mask)).astype(np.uint32), lanes)
 
 
 @handles("neg", "abs", "not")
@@ -150,11 +200,12 @@ def move(block: Block, instruction: Instruction, lanes: Lanes) -> None:
 
 @handles("cvta")
 def convert_address(block: Block, instruction: Instruction, lanes: Lanes) -> None:
-    """Global addresses are generic ones; local memory is a window above them."""
-    _reject(instruction, "to", "global", "local")
+    """Global addresses are generic ones; local and shared memory are windows above them."""
+    _reject(instruction, "to", "global", "local", "shared")
     address = block.read(instruction.operands[1], "u64", lanes)
-    if "local" in instruction.modifiers:
-        base = np.uint64(LocalMemory.BASE)
+    if "global" not in instruction.modifiers:
+        local = "local" in instruction.modifiers
+        base = np.uint64(LocalMemory.BASE if local else SharedMemory.BASE)
         address = address - base if "to" in instruction.modifiers else address + base
     block.write(instruction.operands[0], address, lanes)
 
@@ -163,6 +214,9 @@ def convert_address(block: Block, instruction: Instruction, lanes: Lanes) -> Non
 def convert(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     _reject(instruction, *_ROUNDINGS)
     to, of = instruction.modifiers[-2:]
+    if to in ("f16x2", "bf16x2"):
+        _convert_pair(block, instruction, lanes)
+        return
     if to in ("f16", "bf16", "f32") and {"rz", "rzi", "rni"} & set(instruction.modifiers):
         raise SimError("rounding of a float other than to nearest is not interpreted")
     value = block.read(instruction.operands[1], of, lanes)
@@ -181,6 +235,22 @@ def convert(block: Block, instruction: Instruction, lanes: Lanes) -> None:
         else:
             result = value.astype(TYPES[to])
     block.write(instruction.operands[0], result, lanes)
+
+
+def _convert_pair(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    """The first source becomes the upper half."""
+    to, of = instruction.modifiers[-2:]
+    if of != "f32" or {"rz", "relu"} & set(instruction.modifiers):
+        raise SimError(f"conversion {instruction.text} is not interpreted")
+    target, high, low = instruction.operands
+    halves = []
+    for operand in (low, high):
+        value = block.read(operand, "f32", lanes)
+        with np.errstate(over="ignore"):
+            half = value.astype(np.float16).view(np.uint16) if to == "f16x2" else None
+        halves.append(f32_to_bf16(value) if half is None else half)
+    packed = halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << np.uint32(16)
+    block.write(target, packed, lanes)
 
 
 @handles("shfl")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import access, arithmetic  # noqa: F401  they register the instructions
+from . import access, arithmetic, matrix  # noqa: F401  they register the instructions
 from .machine import launch
 from .memory import GlobalMemory
 from .parser import Module, parse_ptx
@@ -67,8 +67,6 @@ class Device:
     def _run(self, name: str, dims: tuple[int, ...], shared: int, arguments: Any) -> None:
         if name not in self.module.kernels:
             raise SimError(f"launch of {name}, which the PTX does not have")
-        if shared:
-            raise SimError("shared memory is not interpreted yet")
         kernel = self.module.kernels[name]
         parameters = bytearray(kernel.parameter_bytes)
         for i, parameter in enumerate(kernel.parameters):
@@ -77,5 +75,12 @@ class Device:
         self.launches.append((name, dims))
         grid, block = (dims[0], dims[1], dims[2]), (dims[3], dims[4], dims[5])
         self.steps += launch(
-            kernel, self.memory, self._symbols, bytes(parameters), grid, block, self.printed
+            kernel,
+            self.memory,
+            self._symbols,
+            bytes(parameters),
+            grid,
+            block,
+            self.printed,
+            shared,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .memory import GlobalMemory, LocalMemory
+from .memory import GlobalMemory, LocalMemory, SharedMemory
 from .parser import (
     Address,
     Discard,
@@ -27,7 +27,7 @@ from .parser import (
 from .ptxtypes import TYPES, UNSIGNED, Array, SimError
 
 WARP = 32
-READY, PARKED, DONE = 0, 1, 2
+READY, PARKED, DONE, AT_BARRIER = 0, 1, 2, 3
 
 #: Which threads an instruction runs for: their numbers, or all.
 Lanes = Any
@@ -35,6 +35,10 @@ Lanes = Any
 
 class Park(Exception):
     """The instruction needs all lanes of its warps, and some have not arrived."""
+
+
+class Barrier(Exception):
+    """The instruction is done, and its threads wait for the rest of the block."""
 
 
 Handler = Callable[["Block", Instruction, Lanes], None]
@@ -67,6 +71,7 @@ class Block:
         block: tuple[int, int, int],
         index: tuple[int, int, int],
         printed: list[str],
+        dynamic_shared: int = 0,
     ) -> None:
         self.kernel = kernel
         self.memory = memory
@@ -76,6 +81,7 @@ class Block:
         self.threads = block[0] * block[1] * block[2]
         self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
         self.local = LocalMemory(self.threads, kernel.local_bytes)
+        self.shared = SharedMemory(kernel.shared_bytes + dynamic_shared, self.threads)
         self.call_parameters: dict[str, Array] = {}
         self.steps = 0
         self._pc = np.zeros(self.threads, np.int64)
@@ -184,13 +190,25 @@ class Block:
         while not (self._state == DONE).all():
             ready = self._state == READY
             if not ready.any():
-                raise SimError("warp divergence: lanes wait for a part of their warp for ever")
+                self._open_barrier()
+                continue
             current = int(self._pc[ready].min())
-            chosen = (self._state != DONE) & (self._pc == current)
+            chosen = ((self._state == READY) | (self._state == PARKED)) & (self._pc == current)
             self._state[chosen] = READY
             waiting = ready & (self._pc > current)
             limit = int(self._pc[waiting].min()) if waiting.any() else 1 << 60
             self._run_together(current, limit, chosen)
+
+    def _open_barrier(self) -> None:
+        """Nothing can run: every live thread is at the barrier, or this is a deadlock."""
+        waiting = self._state == AT_BARRIER
+        if (self._state == PARKED).any() or not waiting.any():
+            at_it = f"; {waiting.sum()} threads wait at a barrier" if waiting.any() else ""
+            raise SimError(f"warp divergence: lanes wait for a part of their warp for ever{at_it}")
+        if len(np.unique(self._pc[waiting])) > 1:
+            raise SimError("threads of the block wait at different barriers")
+        self._state[waiting] = READY
+        self.shared.barrier()
 
     def _run_together(self, current: int, limit: int, chosen: Array) -> None:
         """Runs the chosen threads until they part, end, park, or reach others at `limit`."""
@@ -225,6 +243,12 @@ class Block:
                     self._pc[lanes] = current
                     self._state[lanes] = PARKED
                     return
+                except Barrier:
+                    if self.count(active) != self.count(lanes):
+                        raise SimError(f"a part of a warp is at {instruction.text}") from None
+                    self._pc[lanes] = current + 1
+                    self._state[lanes] = AT_BARRIER
+                    return
             current += 1
         self._pc[lanes] = current
 
@@ -254,6 +278,7 @@ def launch(
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
     printed: list[str],
+    dynamic_shared: int = 0,
 ) -> int:
     """Runs a whole grid, block after block; returns the number of vector instructions."""
     if kernel.max_threads is not None and block[0] * block[1] * block[2] > kernel.max_threads:
@@ -266,7 +291,18 @@ def launch(
         for y in range(grid[1]):
             for x in range(grid[0]):
                 index = (x, y, z)
-                running = Block(kernel, memory, symbols, parameters, grid, block, index, printed)
+                running = Block(
+                    kernel,
+                    memory,
+                    symbols,
+                    parameters,
+                    grid,
+                    block,
+                    index,
+                    printed,
+                    dynamic_shared,
+                )
                 running.run()
+                running.shared.end()
                 steps += running.steps
     return steps

@@ -1,4 +1,6 @@
-"""Global memory with the checks of compute-sanitizer, on one real arena.
+"""Global, local and shared memory with the checks of compute-sanitizer.
+
+Global memory is one real arena.
 
 The arena is ordinary host memory, so the addresses that a host launcher passes to a kernel are
 real pointers, and code on the host can use them too. Shadow arrays, one entry a byte, know which
@@ -172,3 +174,109 @@ class LocalMemory:
         if (at % size).any():
             raise SimError("misaligned local access")
         return at[:, None] + np.arange(size)
+
+
+class SharedMemory:
+    """Shared memory of one block: which bytes were written, are under way, and by which warp since
+    the last barrier of the block.
+
+    Lanes of one warp count as ordered: a missing __syncwarp is not seen.
+    """
+
+    BASE = 1 << 50  # of its window in the generic address space
+    _SEVERAL = -2  # warps have read it since the barrier
+
+    def __init__(self, size: int, threads: int) -> None:
+        self._bytes = np.full(size, _POISON, np.uint8)
+        self._written = np.zeros(size, np.bool_)
+        self._in_flight = np.zeros(size, np.int32)
+        self._writer = np.full(size, -1, np.int32)  # warp that wrote it since the barrier
+        self._reader = np.full(size, -1, np.int32)
+        self._groups = np.zeros(threads, np.int64)  # committed by each thread
+        # Copies under way: threads, their groups, places [lanes, size] and data.
+        self._copies: list[tuple[Array, Array, Array, Array]] = []
+
+    def load(self, addresses: Array, size: int, threads: Array) -> Array:
+        """uint8 [lanes, size]."""
+        at = self._checked(addresses, size, "read")
+        warp = (threads // 32)[:, None]
+        if (self._in_flight[at] > 0).any():
+            raise SimError("read of shared bytes whose asynchronous copy was not waited for")
+        if not self._written[at].all():
+            raise SimError(f"read of never-written shared memory at {self._first(at)}")
+        if ((self._writer[at] >= 0) & (self._writer[at] != warp)).any():
+            raise SimError("race: shared read after another warp's write without a barrier")
+        reader = self._reader[at]
+        same = (reader == -1) | (reader == warp)
+        # Lanes of several warps may read one byte in this very instruction.
+        self._reader[at] = np.where(same, warp, self._SEVERAL)
+        now = self._reader[at]
+        self._reader[at] = np.where(now == warp, now, self._SEVERAL)
+        return self._bytes[at]
+
+    def store(self, addresses: Array, data: Array, threads: Array) -> None:
+        """`data` is uint8 [lanes, size]."""
+        at = self._checked(addresses, data.shape[1], "write")
+        if len(np.unique(addresses)) != len(addresses):
+            raise SimError("race: two threads write the same shared address in one instruction")
+        self._claim(at, threads)
+        if (self._in_flight[at] > 0).any():
+            raise SimError("race: shared write onto bytes of an asynchronous copy under way")
+        self._bytes[at] = data
+        self._written[at] = True
+
+    def start_copy(self, addresses: Array, data: Array, threads: Array) -> None:
+        """cp.async: the bytes belong to nobody until the threads have waited."""
+        at = self._checked(addresses, data.shape[1], "asynchronous write")
+        self._claim(at, threads)
+        if (self._in_flight[at] > 0).any():
+            raise SimError("race: two asynchronous copies to the same shared bytes")
+        np.add.at(self._in_flight, at, 1)
+        self._copies.append((threads, self._groups[threads], at, data))
+
+    def commit(self, threads: Array) -> None:
+        self._groups[threads] += 1
+
+    def wait(self, threads: Array, pending: int) -> None:
+        """Lands the copies of these threads, but for their `pending` youngest groups."""
+        waiting = np.zeros(len(self._groups), np.bool_)
+        waiting[threads] = True
+        left = []
+        for owner, group, at, data in self._copies:
+            lands = waiting[owner] & (group < self._groups[owner] - pending)
+            if lands.any():
+                self._claim(at[lands], owner[lands])
+                self._bytes[at[lands]] = data[lands]
+                self._written[at[lands]] = True
+                self._in_flight[at[lands]] = 0
+            if not lands.all():
+                left.append((owner[~lands], group[~lands], at[~lands], data[~lands]))
+        self._copies = left
+
+    def barrier(self) -> None:
+        self._writer[:] = -1
+        self._reader[:] = -1
+
+    def end(self) -> None:
+        if self._copies:
+            raise SimError("the kernel ended with asynchronous copies that nobody waited for")
+
+    def _claim(self, at: Array, threads: Array) -> None:
+        warp = (threads // 32)[:, None]
+        if ((self._writer[at] >= 0) & (self._writer[at] != warp)).any():
+            raise SimError("race: two warps write the same shared bytes without a barrier")
+        if ((self._reader[at] != -1) & (self._reader[at] != warp)).any():
+            raise SimError("race: shared write after another warp's read without a barrier")
+        self._writer[at] = warp
+
+    def _checked(self, addresses: Array, size: int, what: str) -> Array:
+        at = addresses.astype(np.int64)
+        if ((at < 0) | (at + size > len(self._bytes))).any():
+            bad = int(at[int(np.argmax((at < 0) | (at + size > len(self._bytes))))])
+            raise SimError(f"shared {what} at byte {bad}, out of bounds of {len(self._bytes)}")
+        if (at % size).any():
+            raise SimError(f"misaligned shared {what} of {size} bytes")
+        return at[:, None] + np.arange(size)
+
+    def _first(self, at: Array) -> str:
+        return f"byte {int(at[~self._written[at]][0])}"

@@ -33,7 +33,7 @@ class Special:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A variable's address: space is param, local, global or call (parameter of a call)."""
+    """A variable's address: space is param, local, shared, global or call (of a call)."""
 
     name: str
     space: str
@@ -98,6 +98,7 @@ class Kernel:
     parameters: list[Variable] = field(default_factory=list)
     parameter_bytes: int = 0
     local_bytes: int = 0
+    shared_bytes: int = 0  # static; the dynamic part follows it
     instructions: list[Instruction] = field(default_factory=list)
     register_types: list[str] = field(default_factory=list)
     max_threads: int | None = None
@@ -154,12 +155,14 @@ class _Scope:
 class _Body:
     """Parses the statements between the braces of one kernel."""
 
-    def __init__(self, kernel: Kernel, globals_: dict[str, Variable]) -> None:
+    def __init__(self, kernel: Kernel, globals_: dict[str, Variable], dynamic: list[str]) -> None:
         self.kernel = kernel
         self.scope = _Scope(None)
         self.branches: list[tuple[Instruction, str, _Scope]] = []
         for name in globals_:
             self.scope.symbols[name] = Symbol(name, "global")
+        for name in dynamic:  # extern __shared__ arrays all begin where the static ones end
+            self.scope.symbols[name] = Symbol(name, "shared", 0)
         for parameter in kernel.parameters:
             self.scope.symbols[parameter.name] = Symbol(parameter.name, "param", parameter.offset)
 
@@ -208,6 +211,10 @@ class _Body:
             variable = _variable(text, self.kernel.local_bytes)
             self.kernel.local_bytes = variable.offset + variable.size
             self.scope.symbols[variable.name] = Symbol(variable.name, "local", variable.offset)
+        elif text.startswith(".shared"):
+            variable = _variable(text, self.kernel.shared_bytes)
+            self.kernel.shared_bytes = variable.offset + variable.size
+            self.scope.symbols[variable.name] = Symbol(variable.name, "shared", variable.offset)
         elif text.startswith(".param"):
             variable = _variable(text, 0)
             self.scope.symbols[variable.name] = Symbol(variable.name, "call")
@@ -300,6 +307,7 @@ def parse_ptx(text: str) -> Module:
     for declaration in re.findall(r"^(?:\.visible\s+)?(\.global\s[^;]*);", text, flags=re.M):
         variable = _variable(" ".join(declaration.split()), 0)
         module.globals[variable.name] = variable
+    dynamic = re.findall(r"^\.extern\s+\.shared[^;]*?([\w$]+)\[\];", text, flags=re.M)
     entry = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)\s*([^{]*)\{", flags=re.S)
     at = 0
     while match := entry.search(text, at):
@@ -316,6 +324,8 @@ def parse_ptx(text: str) -> Module:
         if limit:
             x, y, z = (int(n or 1) for n in limit.groups())
             kernel.max_threads = x * y * z
-        at = _Body(kernel, module.globals).parse(text, match.end())
+        at = _Body(kernel, module.globals, dynamic).parse(text, match.end())
+        if dynamic and kernel.shared_bytes:
+            raise SimError("static and dynamic shared memory in one kernel are not interpreted")
         module.kernels[kernel.name] = kernel
     return module

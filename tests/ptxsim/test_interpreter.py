@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from . import access, arithmetic  # noqa: F401  they register the instructions
+from . import access, arithmetic, matrix  # noqa: F401  they register the instructions
 from .machine import Block, launch
 from .memory import GlobalMemory
 from .parser import parse_ptx
@@ -151,3 +151,91 @@ def test_bf16_rounds_to_nearest_even() -> None:
     numbers = every[~np.isnan(bf16_to_f32(every))]
     assert (f32_to_bf16(bf16_to_f32(numbers)) == numbers).all()
     assert f32_to_bf16(np.array([np.nan], np.float32))[0] == 0x7FFF
+
+
+SHARED = """
+  .shared .align 16 .b8 tile[512];
+  mov.u32 %r6, tile;
+  mad.lo.s32 %r7, %r2, 4, %r6;     // &tile[thread]
+  xor.b32 %r8, %r2, 32;
+  mad.lo.s32 %r8, %r8, 4, %r6;     // that of the same lane of the other warp
+"""
+
+
+def test_shared_memory_and_barrier() -> None:
+    """Two warps exchange their numbers."""
+    body = (
+        SHARED
+        + """
+      st.shared.u32 [%r7], %r2;
+      bar.sync 0;
+      ld.shared.u32 %r9, [%r8];
+      st.global.u32 [%rd5], %r9;
+    """
+    )
+    got = run(body, np.zeros(64, np.uint32), 64, threads=64)
+    assert got.tolist() == [t ^ 32 for t in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("st.shared.u32 [%r7], %r2; ld.shared.u32 %r9, [%r8];",
+         "race: shared read after another warp's write"),
+        ("st.shared.u32 [%r7], %r2; bar.sync 0; ld.shared.u32 %r9, [%r8]; "
+         "st.shared.u32 [%r7], %r2;", "race: shared write after another warp's read"),
+        ("st.shared.u32 [%r7], %r2; st.shared.u32 [%r8], %r2;", "two warps write"),
+        ("ld.shared.u32 %r9, [%r7];", "read of never-written shared memory at byte 0"),
+        ("st.shared.u32 [%r7+508], %r2;", "out of bounds of 512"),
+        ("st.shared.u32 [%r7+2], %r2;", "misaligned shared write"),
+        ("setp.lt.u32 %p1, %r2, 5; @%p1 bar.sync 0;", "exited|divergence|a part of a warp"),
+        ("setp.lt.u32 %p1, %r2, 32; @%p1 bra $a; bar.sync 0; bra.uni $b; $a: bar.sync 0; $b: ret;",
+         "different barriers"),
+        ("cp.async.ca.shared.global [%r7], [%rd4], 4; ld.shared.u32 %r9, [%r7];",
+         "asynchronous copy was not waited for"),
+        ("cp.async.ca.shared.global [%r7], [%rd4], 4; cp.async.commit_group; "
+         "cp.async.wait_group 1; ld.shared.u32 %r9, [%r7];", "was not waited for"),
+        ("cp.async.ca.shared.global [%r7], [%rd4], 4; cp.async.commit_group; "
+         "cp.async.wait_group 0; ld.shared.u32 %r9, [%r8];", "race: shared read after another"),
+        ("cp.async.ca.shared.global [%r7], [%rd4], 4;", "copies that nobody waited for"),
+    ],
+)  # fmt: skip
+def test_forbidden_in_shared_memory(body: str, message: str) -> None:
+    with pytest.raises(SimError, match=message):
+        run(SHARED + body, np.zeros(64, np.uint32), 64, threads=64)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_mma_is_a_matrix_product(kind: str, rng: np.random.Generator) -> None:
+    """Fragments as in the manual: registers hold rows g and g + 8, columns 2 t and 2 t + 8."""
+    a, b = rng.integers(-8, 8, (16, 16)), rng.integers(-8, 8, (16, 8))
+
+    def bits(x: int) -> int:
+        f = np.array([x], np.float32)
+        halves = f32_to_bf16(f) if kind == "bf16" else f.astype(np.float16).view(np.uint16)
+        return int(halves[0])
+
+    words = np.zeros((6, 32), np.uint32)
+    for lane in range(32):
+        g, t = lane // 4, lane % 4 * 2
+        places = [(g, t), (g + 8, t), (g, t + 8), (g + 8, t + 8)]
+        for i, (r, c) in enumerate(places):
+            words[i, lane] = bits(a[r, c]) | bits(a[r, c + 1]) << 16
+        for i, r in enumerate((t, t + 8)):
+            words[4 + i, lane] = bits(b[r, g]) | bits(b[r + 1, g]) << 16
+    loads = "".join(f"ld.global.u32 %r{6 + i}, [%rd4+{128 * i}];" for i in range(6))
+    zeros = "".join(f"mov.f32 %f{1 + i}, 0f3F800000;" for i in range(4))
+    body = f"""
+      {loads} {zeros}
+      mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32
+        {{%f1, %f2, %f3, %f4}}, {{%r6, %r7, %r8, %r9}}, {{%r10, %r11}}, {{%f1, %f2, %f3, %f4}};
+      mul.wide.u32 %rd6, %r2, 16;
+      add.s64 %rd7, %rd2, %rd6;
+      st.global.v4.f32 [%rd7], {{%f1, %f2, %f3, %f4}};
+    """
+    got = run(body, words.ravel(), 128).view(np.float32).reshape(32, 4)
+    want = a @ b + 1
+    for lane in range(32):
+        g, t = lane // 4, lane % 4 * 2
+        places = [(g, t), (g, t + 1), (g + 8, t), (g + 8, t + 1)]
+        assert got[lane].tolist() == [want[p] for p in places]

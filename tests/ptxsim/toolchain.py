@@ -117,7 +117,12 @@ def params_struct(name: str) -> type[ctypes.Structure]:
     """The ctypes twin of a struct of csrc/params.h, read from that file."""
     body = re.search(rf"struct {name} {{(.*?)\n}};", (CSRC / "params.h").read_text(), flags=re.S)
     assert body is not None, f"params.h has no struct {name}"
-    kinds = {"int64_t": ctypes.c_int64, "bool": ctypes.c_bool, "DType": ctypes.c_int}
+    kinds = {
+        "int64_t": ctypes.c_int64,
+        "bool": ctypes.c_bool,
+        "DType": ctypes.c_int,
+        "float": ctypes.c_float,
+    }
     fields: list[Any] = []
     for line in body.group(1).splitlines():
         code = line.split("//")[0].strip()
@@ -126,5 +131,8 @@ def params_struct(name: str) -> type[ctypes.Structure]:
         declared = re.fullmatch(r"(?:const )?(\w+)(\*?) (\w+);", code)
         assert declared is not None, f"{name}: cannot read {code!r}"
         kind, star, field = declared.groups()
-        fields.append((field, ctypes.c_void_p if star else kinds[kind]))
+        if not star and kind not in kinds:
+            fields.append((field, params_struct(kind)))
+        else:
+            fields.append((field, ctypes.c_void_p if star else kinds[kind]))
     return type(name, (ctypes.Structure,), {"_fields_": fields})

@@ -1,0 +1,12 @@
+// Launchers of window attention on CUDA; each returns a cudaError_t. `stream` is a cudaStream_t.
+#pragma once
+
+#include "params.h"
+
+namespace vlmk {
+
+// head_dim 64, 80, 96 or 128, max_length <= 128, else cudaErrorInvalidValue.
+int window_attention_forward_cuda(const WindowAttentionParams& p, void* stream);
+int window_attention_backward_cuda(const WindowAttentionGradParams& p, void* stream);
+
+}  // namespace vlmk

@@ -1,0 +1,129 @@
+"""Shared memory's own instructions and the tensor core's: barriers, cp.async, ldmatrix, mma."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .machine import WARP, Barrier, Block, Lanes, handles
+from .parser import Immediate, Instruction, Operand, Vector
+from .ptxtypes import Array, SimError, bf16_to_f32
+
+#: Of a lane in an 8 x 8 piece: its row, and the first of its two columns.
+_ROW, _COLUMN = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
+
+
+def _items(operand: Operand, count: int) -> tuple[Operand, ...]:
+    if not isinstance(operand, Vector) or len(operand.items) != count:
+        raise SimError(f"{operand} is not a list of {count} registers")
+    return operand.items
+
+
+def _number(operand: Operand) -> int:
+    if not isinstance(operand, Immediate):
+        raise SimError(f"{operand} is not a constant")
+    return operand.bits
+
+
+@handles("bar", "barrier")
+def barrier(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    """bar.sync 0 of the whole block, and bar.warp.sync of whole warps."""
+    block.whole_warps(lanes)
+    if "warp" in instruction.modifiers:
+        mask = block.read(instruction.operands[0], "u32", lanes)
+        if (mask != 0xFFFFFFFF).any():
+            raise SimError("a warp's barrier for a part of the warp is not interpreted")
+        return
+    if "sync" not in instruction.modifiers or len(instruction.operands) != 1:
+        raise SimError(f"{instruction.text} is not interpreted")
+    if _number(instruction.operands[0]) != 0:
+        raise SimError("barriers other than 0 are not interpreted")
+    raise Barrier
+
+
+@handles("cp")
+def copy_async(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    modifiers = instruction.modifiers
+    threads = block.numbers(lanes)
+    if modifiers == ("async", "commit_group"):
+        block.shared.commit(threads)
+        return
+    if modifiers == ("async", "wait_group"):
+        block.shared.wait(threads, _number(instruction.operands[0]))
+        return
+    if modifiers not in (("async", "cg", "shared", "global"), ("async", "ca", "shared", "global")):
+        raise SimError(f"{instruction.text} is not interpreted")
+    target, source, size, *rest = instruction.operands
+    count = _number(size)
+    given = block.read(rest[0], "u32", lanes) if rest else np.full(len(threads), count)
+    if not np.isin(given, (0, count)).all():
+        raise SimError("cp.async of a part of its bytes is not interpreted")
+    data = np.zeros((len(threads), count), np.uint8)
+    reads = given > 0
+    if reads.any():
+        addresses = block.address(source, lanes)[reads]
+        data[reads] = block.memory.load(addresses, count, block.number)
+    block.shared.start_copy(block.address(target, lanes), data, threads)
+
+
+@handles("ldmatrix")
+def load_matrix(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    """Lanes 8 i to 8 i + 7 name the rows of matrix i."""
+    modifiers = tuple(m for m in instruction.modifiers if m != "trans")
+    counts = {"x1": 1, "x2": 2, "x4": 4}
+    if len(modifiers) != 6 or modifiers[2:3] != ("m8n8",) or modifiers[3] not in counts:
+        raise SimError(f"{instruction.text} is not interpreted")
+    block.whole_warps(lanes)
+    count = counts[modifiers[3]]
+    threads = block.numbers(lanes).reshape(-1, WARP)
+    rows = block.address(instruction.operands[1], lanes).reshape(-1, WARP)[:, : 8 * count]
+    owners = threads[:, : 8 * count]
+    data = block.shared.load(rows.ravel(), 16, owners.ravel())
+    pieces = np.ascontiguousarray(data).view(np.uint16).reshape(-1, count, 8, 8)
+    if "trans" in instruction.modifiers:
+        pieces = pieces.transpose(0, 1, 3, 2)
+    for i, item in enumerate(_items(instruction.operands[0], count)):
+        low, high = pieces[:, i, _ROW, _COLUMN], pieces[:, i, _ROW, _COLUMN + 1]
+        packed = low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
+        block.write(item, packed.ravel(), lanes)
+
+
+def _halves(
+    block: Block, items: tuple[Operand, ...], kind: str, lanes: Lanes
+) -> list[tuple[Array, Array]]:
+    """float32 [warps, 32] of the lower and the upper half of each register."""
+    result = []
+    for item in items:
+        bits = block.read(item, "b32", lanes).reshape(-1, WARP)
+        parts = (bits & np.uint32(0xFFFF), bits >> np.uint32(16))
+        words = [np.ascontiguousarray(p.astype(np.uint16)) for p in parts]
+        if kind == "bf16":
+            result.append((bf16_to_f32(words[0]), bf16_to_f32(words[1])))
+        else:
+            low, high = (w.view(np.float16).astype(np.float32) for w in words)
+            result.append((low, high))
+    return result
+
+
+@handles("mma")
+def multiply_matrices(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    """mma.sync m16n8k16, bf16 or fp16, sums in float32 (the hardware's order is its own)."""
+    kind = instruction.modifiers[-2]
+    wanted = ("sync", "aligned", "m16n8k16", "row", "col", "f32", kind, kind, "f32")
+    if instruction.modifiers != wanted or kind not in ("bf16", "f16"):
+        raise SimError(f"{instruction.text} is not interpreted")
+    block.whole_warps(lanes)
+    target, left, right, start = instruction.operands
+    warps = block.count(lanes) // WARP
+    a = np.empty((warps, 16, 16), np.float32)
+    for i, (low, high) in enumerate(_halves(block, _items(left, 4), kind, lanes)):
+        row, column = _ROW + i % 2 * 8, _COLUMN + i // 2 * 8
+        a[:, row, column], a[:, row, column + 1] = low, high
+    b = np.empty((warps, 16, 8), np.float32)
+    for i, (low, high) in enumerate(_halves(block, _items(right, 2), kind, lanes)):
+        b[:, _COLUMN + i * 8, _ROW], b[:, _COLUMN + i * 8 + 1, _ROW] = low, high
+    with np.errstate(all="ignore"):
+        product = a @ b
+    starts = [block.read(item, "f32", lanes) for item in _items(start, 4)]
+    for i, item in enumerate(_items(target, 4)):
+        part = product[:, _ROW + i // 2 * 8, _COLUMN + i % 2].ravel()
+        block.write(item, starts[i] + part, lanes)
