@@ -234,8 +234,8 @@ def rows(context: Context) -> Iterator[Row]:
     """Forward and forward + backward, fp32 and bf16 (bf16 on a GPU)."""
     shapes, dtypes = SHAPES, [torch.float32, torch.bfloat16]
     if context.device == "cuda":
-        if not hasattr(_native._C, "attention_forward_cuda"):
-            say("attention on CUDA skipped: vlmkernels has no CUDA attention kernel yet")
+        if not hasattr(_native._C, "window_attention_forward_cuda"):
+            say("attention on CUDA skipped: vlmkernels was built without CUDA")
             return
         shapes, dtypes = CUDA_SHAPES, [torch.bfloat16]
     elif context.quick:

@@ -15,7 +15,7 @@ from vlmkernels import _native
 
 #: Import name -> distribution and what it would be used for.
 OPTIONAL = {
-    "flash_attn": ("flash-attn", "attention on CUDA until the package has its own kernel"),
+    "flash_attn": ("flash-attn", "attention on CUDA for segments above 128 tokens"),
     "transformer_engine": ("transformer-engine", "Megatron's fused layers and FP8"),
     "apex": ("apex", "Megatron's fused optimizer and gradient accumulation"),
 }

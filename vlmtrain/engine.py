@@ -121,6 +121,8 @@ class Engine:
             DistributedDataParallel(self.config, ddp, stage, disable_bucketing=i > 0)
             for i, stage in enumerate(self.stages)
         ]
+        for chunk in self.chunks:
+            _skip_lonely_collectives(chunk)
         self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
         self.multiplexer: Multiplexer | None = None
         if self.replica is not None:
@@ -128,6 +130,7 @@ class Engine:
             self.tower = DistributedDataParallel(
                 self.replica.config, ddp, self.replica, pg_collection=groups
             )
+            _skip_lonely_collectives(self.tower)
             towers = build_optimizer(optimizer, [self.tower], self.dtype, groups)
             self.optimizer = ChainedOptimizer(
                 [*self.optimizer.chained_optimizers, *towers.chained_optimizers]
@@ -228,6 +231,19 @@ class Engine:
             image_tokens=int(image),
             pad_tokens=int(pad),
         )
+
+
+def _skip_lonely_collectives(chunk: DistributedDataParallel) -> None:
+    """With one data-parallel rank, gloo's reduce-scatter of gradients and all-gather of weights
+    copy whole buffers onto themselves, several times. (NCCL returns at once.)"""
+    for group in chunk.bucket_groups:
+        if group.intra_distributed_optimizer_instance_size == 1:
+            group.start_grad_sync = group.finish_grad_sync = _nothing
+            group.start_param_sync = _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
