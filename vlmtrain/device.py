@@ -64,7 +64,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Redirects requests for CUDA tensors and pinned memory to plain CPU tensors (about 2 us a call)."""
+    """Redirects requests for CUDA tensors and pinned memory to CPU tensors (about 2 us a call)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
