@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch as _torch  # noqa: F401  first: the native module then shares torch's OpenMP runtime
 
 from .attention import varlen_attention
-from .embedding import scatter_visual, visual_embedding
+from .embedding import scatter_visual, scatter_visual_, visual_embedding
 from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
 from .patchify import patchify
 from .routing import visual_index
@@ -18,6 +18,7 @@ __all__ = [
     "VisionLayout",
     "patchify",
     "scatter_visual",
+    "scatter_visual_",
     "varlen_attention",
     "visual_embedding",
     "visual_index",
