@@ -8,7 +8,7 @@ from .attention import varlen_attention
 from .embedding import scatter_visual, scatter_visual_, visual_embedding
 from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
 from .patchify import patchify
-from .routing import visual_index
+from .routing import exchange_rows, row_exchange, visual_index
 from .vision_layout import VisionLayout
 
 __all__ = [
@@ -16,7 +16,9 @@ __all__ = [
     "HybridDeviceOptimizer",
     "PinnedArena",
     "VisionLayout",
+    "exchange_rows",
     "patchify",
+    "row_exchange",
     "scatter_visual",
     "scatter_visual_",
     "varlen_attention",

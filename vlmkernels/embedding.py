@@ -23,6 +23,7 @@ from torch import Tensor
 
 from . import embedding_grad
 from ._native import DTYPES, check_tensor, define, describe
+from .routing import shard_rows
 
 #: Where visual_embedding's gradient of the table goes.
 WeightGrad = Literal["dense", "sparse", "main_grad"]
@@ -51,7 +52,7 @@ def visual_embedding_reference(
     whole = words.where(here[:, None], 0).to(dtype or weight.dtype)
     if visual is not None:
         whole = scatter_visual_reference(whole, visual.to(whole.dtype), visual_index)
-    first, rows = _shard_rows(shard, input_ids.shape[0])
+    first, rows = shard_rows(shard, input_ids.shape[0])
     return whole[first : first + rows]
 
 
@@ -63,7 +64,7 @@ def scatter_visual_reference(
     shard: tuple[int, int] | None = None,
 ) -> Tensor:
     """`scatter_visual` in plain torch."""
-    first, rows = _shard_rows(shard, visual_index.shape[0])
+    first, rows = shard_rows(shard, visual_index.shape[0])
     index = visual_index[first : first + rows].long()
     with_zero_row = torch.cat([visual, visual.new_zeros(1, visual.shape[1])])
     picked = with_zero_row[index.where(index >= 0, visual.shape[0])]
@@ -280,21 +281,6 @@ class _ScatterInPlace(torch.autograd.Function):
 # ---- argument checks -----------------------------------------------------------------------------
 
 
-def _shard_rows(shard: tuple[int, int] | None, positions: int) -> tuple[int, int]:
-    """First position and number of rows of a shard of `positions`."""
-    if shard is None:
-        return 0, positions
-    rank, size = shard
-    if not 0 <= rank < size:
-        raise ValueError(f"shard is {(rank, size)}; it must be (rank, size) with 0 <= rank < size")
-    if positions % size != 0:
-        raise ValueError(
-            f"visual_index has {positions} positions, which {size} shards cannot share equally: "
-            f"pad the pack to a multiple of {size}"
-        )
-    return positions // size * rank, positions // size
-
-
 def _check_index(visual_index: Tensor, device: torch.device) -> None:
     check_tensor(
         "visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1, device=device
@@ -318,7 +304,7 @@ def _check_scatter(
     check_tensor("embeddings", embeddings, dtypes=DTYPES, shape="[S, h]", dim=2)
     _check_index(visual_index, embeddings.device)
     _check_visual(visual, embeddings, "embeddings")
-    first, rows = _shard_rows(shard, visual_index.shape[0])
+    first, rows = shard_rows(shard, visual_index.shape[0])
     if embeddings.shape[0] != rows:
         raise ValueError(
             f"embeddings has {embeddings.shape[0]} rows, but visual_index "
@@ -429,7 +415,7 @@ def visual_embedding(
                 f"vocab_range is {(start, end)}; it must hold as many ids as weight has rows, "
                 f"{weight.shape[0]}"
             )
-    first, rows = _shard_rows(shard, input_ids.shape[0])
+    first, rows = shard_rows(shard, input_ids.shape[0])
     inputs = (
         input_ids,
         weight,

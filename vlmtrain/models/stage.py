@@ -151,7 +151,7 @@ class QwenVLStage(LanguageModule):
 
     def _embed(self, batch: PackedBatch, visual: Tensor, index: Tensor) -> Tensor:
         if self.layout.tensor == 1:
-            return visual_embedding(batch.input_ids, self._table(), visual, index)
+            return self._lookup(batch, visual, index)
         return self._place(self._word_rows(batch, index), visual, index)
 
     def _cut(self, received: Tensor) -> Tensor:
@@ -163,23 +163,32 @@ class QwenVLStage(LanguageModule):
             received.grad = self._zeros[: received.numel()].view(received.shape)
         return received.detach()
 
-    def _table(self) -> Tensor:
+    def _lookup(
+        self,
+        batch: PackedBatch,
+        visual: Tensor | None,
+        index: Tensor,
+        vocab_range: tuple[int, int] | None = None,
+    ) -> Tensor:
         assert self.language_model is not None
-        return self.language_model.embedding.word_embeddings.weight
+        table = self.language_model.embedding.word_embeddings.weight
+        # Megatron's wrapper gives a parameter a main_grad: then no gradient of the table's size is
+        # made, and none is added to another.
+        into: Literal["main_grad", "dense"] = (
+            "main_grad" if hasattr(table, "main_grad") else "dense"
+        )
+        return visual_embedding(
+            batch.input_ids, table, visual, index, vocab_range=vocab_range, weight_grad=into
+        )
 
     def _word_rows(self, batch: PackedBatch, index: Tensor) -> Tensor:
         """Word embeddings [S or S/tp, h], zero at visual positions, summed over the TP group."""
         if self.layout.tensor == 1:
-            return visual_embedding(batch.input_ids, self._table(), None, index)
+            return self._lookup(batch, None, index)
         assert self.language_model is not None
         words = self.language_model.embedding.word_embeddings
-        rows = visual_embedding(
-            batch.input_ids,
-            words.weight,
-            None,
-            index,
-            vocab_range=(words.vocab_start_index, words.vocab_end_index),
-        )
+        held = (words.vocab_start_index, words.vocab_end_index)
+        rows = self._lookup(batch, None, index, vocab_range=held)
         if self.layout.sequence:
             return tensor_parallel.reduce_scatter_to_sequence_parallel_region(rows)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(rows)
