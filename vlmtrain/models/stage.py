@@ -174,11 +174,13 @@ class QwenVLStage(LanguageModule):
         table = self.language_model.embedding.word_embeddings.weight
         # Megatron's wrapper gives a parameter a main_grad: then no gradient of the table's size is
         # made, and none is added to another.
-        into: Literal["main_grad", "dense"] = (
-            "main_grad" if hasattr(table, "main_grad") else "dense"
-        )
         return visual_embedding(
-            batch.input_ids, table, visual, index, vocab_range=vocab_range, weight_grad=into
+            batch.input_ids,
+            table,
+            visual,
+            index,
+            vocab_range=vocab_range,
+            weight_grad="main_grad" if hasattr(table, "main_grad") else "dense",
         )
 
     def _word_rows(self, batch: PackedBatch, index: Tensor) -> Tensor:
