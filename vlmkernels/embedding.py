@@ -188,40 +188,52 @@ _embedding = define(
 
 
 class _Embedding(torch.autograd.Function):
-    """The same with a sparse dweight, or with one that is added to weight.main_grad."""
+    """The same with another place for dweight, or with a visual index of its own for dvisual."""
 
     @staticmethod
-    def forward(ctx: Any, main_grad: Tensor | None, *inputs: Any) -> Tensor:
+    def forward(
+        ctx: Any, mode: str, main_grad: Tensor | None, all_index: Tensor, *inputs: Any
+    ) -> Tensor:
         _embedding_setup(ctx, inputs, inputs[1])
-        ctx.main_grad, ctx.hidden = main_grad, inputs[1].shape[1]
+        ctx.save_for_backward(inputs[0], inputs[3], all_index)
+        ctx.mode, ctx.main_grad, ctx.hidden = mode, main_grad, inputs[1].shape[1]
         return _embedding(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
-        input_ids, visual_index = ctx.saved_tensors
+        input_ids, visual_index, all_index = ctx.saved_tensors
         start, vocab_rows, first, padding_idx = ctx.place
         dweight = dvisual = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[4]:
             if ctx.main_grad is not None:
                 embedding_grad.weight_grad_into(
                     ctx.main_grad, grad, input_ids, visual_index, start, first, padding_idx
                 )
                 rows = input_ids.new_empty(0)
                 values = grad.new_empty(0, ctx.hidden, dtype=ctx.weight_dtype)
-            else:
+                dweight = _sparse(rows, values, vocab_rows)
+            elif ctx.mode == "sparse":
                 rows, values = embedding_grad.weight_grad_sparse(
                     grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype
                 )
-            dweight = torch.sparse_coo_tensor(
-                rows[None],
-                values,
-                (vocab_rows, ctx.hidden),
-                is_coalesced=True,
-                check_invariants=False,
-            )
-        if ctx.needs_input_grad[3]:
-            dvisual = _dvisual(ctx, grad, visual_index)
-        return None, None, dweight, dvisual, *[None] * 7
+                dweight = _sparse(rows, values, vocab_rows)
+            else:
+                dweight = embedding_grad.weight_grad(
+                    grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype
+                )
+        if ctx.needs_input_grad[5]:
+            dvisual = _dvisual(ctx, grad, all_index)
+        return None, None, None, None, dweight, dvisual, *[None] * 7
+
+
+def _sparse(rows: Tensor, values: Tensor, vocab_rows: int) -> Tensor:
+    return torch.sparse_coo_tensor(
+        rows[None],
+        values,
+        (vocab_rows, values.shape[1]),
+        is_coalesced=True,
+        check_invariants=False,
+    )
 
 
 def _scatter_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -352,6 +364,7 @@ def visual_embedding(
     *,
     vocab_range: tuple[int, int] | None = None,
     shard: tuple[int, int] | None = None,
+    contribute: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
     padding_idx: int | None = None,
     weight_grad: WeightGrad = "dense",
@@ -368,6 +381,11 @@ def visual_embedding(
             == V. Ids outside give zero rows, to be summed over the ranks.
         shard: (rank, size): only rows [rank * S / size, (rank + 1) * S / size) are made. size must
             divide S.
+        contribute: (rank, size), with vocab_range: of the visual rows only those in part `rank` of
+            `size` equal parts of the sequence are written, the others become zeros, so that the sum
+            over the ranks holds each once. dvisual is that of all rows all the same: behind a
+            reduce-scatter or an all-reduce every rank gets the whole gradient, and so the whole
+            dvisual without another exchange.
         dtype: of the result: values are converted as they are written, rounded to nearest even;
             gradients are converted back in the same way. None: that of weight.
         padding_idx: an id whose row gets no gradient, as torch.nn.Embedding's.
@@ -416,11 +434,20 @@ def visual_embedding(
                 f"{weight.shape[0]}"
             )
     first, rows = shard_rows(shard, input_ids.shape[0])
+    ids, index = input_ids, visual_index
+    if contribute is not None:
+        if vocab_range is None or visual is None:
+            raise ValueError("contribute is given; it needs vocab_range and visual too")
+        begin, count = shard_rows(contribute, input_ids.shape[0])
+        place = torch.arange(input_ids.shape[0], device=device)
+        others = (visual_index >= 0) & ((place < begin) | (place >= begin + count))
+        # A text id that no rank holds: a row of zeros, and no gradient.
+        ids, index = ids.masked_fill(others, -1), index.masked_fill(others, -1)
     inputs = (
-        input_ids,
+        ids,
         weight,
         visual,
-        visual_index,
+        index,
         start,
         vocab_range is not None,
         first,
@@ -429,9 +456,9 @@ def visual_embedding(
         weight.dtype if dtype is None else dtype,
     )
     main_grad = _main_grad(weight, weight_grad)
-    if main_grad is None and weight_grad != "sparse":
+    if main_grad is None and weight_grad != "sparse" and contribute is None:
         return _embedding(*inputs)
-    return _Embedding.apply(main_grad, *inputs)
+    return _Embedding.apply(weight_grad, main_grad, visual_index, *inputs)
 
 
 def scatter_visual(

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
-from tests.kernels.test_embedding import DTYPES, IMAGE, ISAS, VOCABULARY, _Calls, gradients, make
+from tests.kernels.test_embedding import (
+    DTYPES,
+    IMAGE,
+    ISAS,
+    VOCABULARY,
+    _Calls,
+    gradients,
+    make,
+    today,
+)
 from vlmkernels import embedding, scatter_visual, scatter_visual_, visual_embedding, visual_index
 
 SETTINGS = [
@@ -197,6 +206,48 @@ def test_padding_id_gets_no_gradient(mode: Any) -> None:
         got = got.to_dense() if got.is_sparse else got
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
         assert got[padding].abs().max() == 0
+
+
+# ---- visual rows from exactly one rank -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_contributions_add_up(dtype: torch.dtype, share: float) -> None:
+    """Tensor-parallel ranks: the sum of their rows is the whole, bit for bit, and each rank's
+    gradients, from the gradient of that sum, are those of the whole: its rows, all of visual."""
+    ids, weight, visual, index = make(24, 17, dtype, share)
+    ids[(index < 0).nonzero()[:, 0][:1]] = VOCABULARY - 1
+    dout = torch.randn(24, 17).to(dtype)
+    ranges = [(0, 5), (5, 6), (6, VOCABULARY + 3)]  # the last with padded rows
+    padded = torch.cat([weight, torch.zeros(3, 17).to(dtype)])
+    expected = gradients(visual_embedding, ids, padded, visual, index, dout)
+    for mode in ("dense", "sparse", "main_grad"):
+        total = torch.zeros(24, 17)
+        for rank, (a, b) in enumerate(ranges):
+            table, rows = padded[a:b].clone().requires_grad_(), visual.clone().requires_grad_()
+            table.main_grad = torch.zeros(table.shape)  # type: ignore[attr-defined]
+            kw: Any = dict(vocab_range=(a, b), contribute=(rank, 3), weight_grad=mode)
+            with poisoned():
+                part = visual_embedding(ids, table, rows, index, **kw)
+                part.backward(dout)
+            mine = torch.arange(24) // 8 == rank
+            others = (index >= 0) & ~mine
+            assert part[others].abs().max() == 0 if others.any() else True
+            total += part.detach().float()
+            got = table.main_grad if mode == "main_grad" else table.grad  # type: ignore
+            got = (got.to_dense() if got.is_sparse else got).to(dtype)
+            assert_bitwise(f"dweight of rank {rank}", got, expected[0][a:b])
+            assert_bitwise(f"dvisual on rank {rank}", rows.grad, expected[1])  # type: ignore
+        assert_bitwise("sum", total.to(dtype), today(ids, weight, visual))
+
+
+def test_contribute_needs_a_range() -> None:
+    ids, weight, visual, index, _ = case({}, torch.float32, 12, 8)
+    with pytest.raises(ValueError, match="contribute is given; it needs vocab_range and visual"):
+        visual_embedding(ids, weight, visual, index, contribute=(0, 2))
+    with pytest.raises(ValueError, match="12 positions, which 5 shards cannot share equally"):
+        visual_embedding(ids, weight, visual, index, vocab_range=(0, VOCABULARY), contribute=(0, 5))
 
 
 # ---- in place ------------------------------------------------------------------------------------
