@@ -143,6 +143,7 @@ struct Elements {
 // How a row is moved, in `units` accesses of a warp's lanes: as it is ...
 template <class Unit>
 struct Copy {
+  static constexpr bool kTyped = false;
   using Value = Unit;
   Unit* out;
   int units;  // of a row
@@ -161,6 +162,7 @@ struct Copy {
 // ... or converted to the output's type.
 template <int kCount>
 struct Convert {
+  static constexpr bool kTyped = true;
   using Value = Elements<kCount>;
   char* out;
   int units;  // of kCount elements, of a row
@@ -194,7 +196,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
     const char* from = ptx::broadcast(mine, k);
-    const auto type = static_cast<DType>(ptx::broadcast(static_cast<int>(types), k));
+    DType type = types;
+    if constexpr (Mover::kTyped)
+      type = static_cast<DType>(ptx::broadcast(static_cast<int>(types), k));
     if (mover.is_row(from, first + k)) continue;
 #pragma unroll 1
     for (int base = lane; base < units; base += ptx::kWarpSize * kUnroll) {
