@@ -328,7 +328,8 @@ def _forward_converted(kernels: Kernels, rng: np.random.Generator) -> None:
     check_forward(kernels, wide, out_dtype="bfloat16", shard=None, vocab_range=(2, 8))
     narrow = Pack(rng, 7, 33, "float32", visual_dtype="float16", misalign=4)
     check_forward(kernels, narrow, out_dtype="float16")
-    check_forward(kernels, narrow, out_dtype="float32", with_visual=True)
+    check_forward(kernels, narrow, out_dtype="float32")
+    check_forward(kernels, Pack(rng, 5, 33, "float32"), out_dtype="bfloat16")
     check_forward(kernels, Pack(rng, 6, 8, "float16"), out_dtype="float32", with_visual=False)
 
 

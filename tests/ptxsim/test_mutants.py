@@ -49,7 +49,6 @@ KERNEL_MUTANTS = [
         "static_cast<int>(types), k)",
         "static_cast<int>(types), 0)",
     ),
-    ("a row in place is copied", "embedding", "if (mover.is_row(from, first + k)) continue;", ""),
     (
         "every fourth element",
         "embedding",
@@ -81,12 +80,6 @@ KERNEL_MUTANTS = [
         "p.accumulate ? sum[e + i] :",
     ),
     (
-        "added where it should not",
-        "embedding",
-        "if (p.accumulate) v.load_plain",
-        "if (true) v.load_plain",
-    ),
-    (
         "first four sums twice",
         "embedding",
         "= p.accumulate ? v.v[i] + sum[e + i]",
@@ -97,6 +90,12 @@ KERNEL_MUTANTS = [
         "primitives",
         "@p st.global.v2.b32 [%0], {%1, %2}",
         "@p st.global.b32 [%0], %1",
+    ),
+    (
+        "rows of its own are written",
+        "embedding",
+        "return from == reinterpret",
+        "return from != reinterpret",
     ),
     ("unguarded store", "primitives", '"@p st.global.v4', '"st.global.v4'),
     (
@@ -113,7 +112,7 @@ HOST_MUTANTS = [
     ("converted as if in one type", "p.visual_dtype == p.out_dtype) {", "true) {"),
     ("wide where rows are not", "access_bytes(p.hidden * 4, p.table", "access_bytes(0, p.table"),
     ("one tile of columns", "blocks(p.hidden / Vec::kCount, kThreads)", "1"),
-    ("fp16 taken for bf16", "p.dtype == DType::kBFloat16", "p.dtype != DType::kFloat32"),
+    ("fp16 taken for bf16", "p.grad_dtype == DType::kBFloat16", "p.grad_dtype != DType::kFloat32"),
 ]
 
 
