@@ -131,17 +131,16 @@ struct Row {
 };
 
 // out[i] = *source(i), or zeros where that is null, for every row; a row that is its own source
-// stays. `uneven`: most rows may be such.
-template <class Source>
-void copy_rows(const Source& source, void* out, DType type, int64_t rows, int64_t hidden,
-               bool uneven) {
+// stays. kUneven: most rows may be such.
+template <bool kUneven, class Source>
+void copy_rows(const Source& source, void* out, DType type, int64_t rows, int64_t hidden) {
   char* const base = static_cast<char*>(out);
   const int64_t row_bytes = hidden * size_of(type), total = rows * row_bytes;
   const bool stream = streams(base, total, row_bytes);
   const auto copy = [&](int64_t i) {
     const Row row = source(i);
     char* to = base + i * row_bytes;
-    if (row.from == to) return;
+    if (kUneven && row.from == to) return;
     if (row.from == nullptr)
       write_zeros(to, row_bytes, stream);
     else if (row.type != type)
@@ -153,7 +152,7 @@ void copy_rows(const Source& source, void* out, DType type, int64_t rows, int64_
   };
 #pragma omp parallel if (total >= kParallelFromBytes)
   {
-    if (uneven) {
+    if constexpr (kUneven) {
 #pragma omp for schedule(dynamic, 32)
       for (int64_t i = 0; i < rows; ++i) copy(i);
     } else {
@@ -254,7 +253,10 @@ void embedding_copy(const EmbeddingParams& p) {
     if (row >= static_cast<uint64_t>(p.vocab_rows)) return {nullptr, p.table_dtype};
     return {table + static_cast<int64_t>(row) * table_bytes, p.table_dtype};
   };
-  copy_rows(source, p.out, p.out_dtype, p.rows, p.hidden, p.table == p.out);
+  if (p.table == p.out)
+    copy_rows<true>(source, p.out, p.out_dtype, p.rows, p.hidden);
+  else
+    copy_rows<false>(source, p.out, p.out_dtype, p.rows, p.hidden);
 }
 
 void embedding_copy_inverse(const EmbeddingGatherParams& p) {
@@ -263,7 +265,7 @@ void embedding_copy_inverse(const EmbeddingGatherParams& p) {
   const auto source = [&](int64_t r) -> Row {
     return {p.inverse[r] < 0 ? nullptr : grad + p.inverse[r] * row_bytes, p.grad_dtype};
   };
-  copy_rows(source, p.dvisual, p.dvisual_dtype, p.visual_rows, p.hidden, false);
+  copy_rows<false>(source, p.dvisual, p.dvisual_dtype, p.visual_rows, p.hidden);
 }
 
 void embedding_reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t runs) {

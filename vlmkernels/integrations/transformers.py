@@ -19,8 +19,8 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
   graph with padding, and on CUDA batches without padding.
 
 Weights, state dicts and results stay those of the model, up to the order of float sums.
-Tried with transformers 5.23; works from 4.53, where the attention interface came, as far as the
-names that it needs are there: `enable` says so where they are not.
+Tried with transformers 5.23.0 (the tests) and 4.57.6. It needs 4.53 or later, where attention
+became an interface; `enable` says so where a name it needs is missing.
 """
 
 from __future__ import annotations
