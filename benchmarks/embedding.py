@@ -264,19 +264,24 @@ def in_a_step(packs: list[tuple[Tensor, Tensor]], vocabulary: int, hidden: int) 
         visual = torch.randn(int((index >= 0).sum()), hidden).requires_grad_()
         cases.append((ids, index, index >= 0, visual, torch.randn(len(ids), hidden)))
 
-    def ours() -> None:
+    def ours() -> tuple[Tensor, ...]:
+        gradients = []
         for ids, index, _, visual, dout in cases:
             out = visual_embedding(ids, weight, visual, index, weight_grad="main_grad")
-            torch.autograd.grad(out, (weight, visual), dout)
+            gradients.append(torch.autograd.grad(out, (weight, visual), dout)[1])
+        return tuple(gradients)
 
-    def bridge() -> None:
+    def bridge() -> tuple[Tensor, ...]:
+        gradients = []
         for ids, _, mask, visual, dout in cases:
             x = F.embedding(ids[None], weight).transpose(0, 1).contiguous()
             x = x.transpose(0, 1).contiguous()
             x = x.masked_scatter(mask[None, :, None].expand_as(x), visual)
             x = x.transpose(0, 1).contiguous().squeeze(1)
-            dweight, _ = torch.autograd.grad(x, (weight, visual), dout)
+            dweight, dvisual = torch.autograd.grad(x, (weight, visual), dout)
             weight.main_grad.add_(dweight)  # type: ignore[attr-defined]
+            gradients.append(dvisual)
+        return tuple(gradients)
 
     tokens = sum(len(ids) for ids, _ in packs)
     return Comparison(
@@ -285,6 +290,7 @@ def in_a_step(packs: list[tuple[Tensor, Tensor]], vocabulary: int, hidden: int) 
         dtype="float32",
         ours=ours,
         peers={"F.embedding, transposes, masked_scatter, add": bridge},
+        check=_same,
     )
 
 
