@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch as _torch  # noqa: F401  first: the native module then shares torch's OpenMP runtime
 
 from .attention import varlen_attention
-from .embedding import scatter_visual, visual_embedding, visual_index
+from .embedding import scatter_visual, visual_embedding
 from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
 from .patchify import patchify
+from .routing import visual_index
 from .vision_layout import VisionLayout
 
 __all__ = [

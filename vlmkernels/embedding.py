@@ -14,7 +14,7 @@ raises. Nothing out of range is ever read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,16 +24,6 @@ from torch import Tensor
 from ._native import _C, DTYPES, check_tensor, cuda_stream, define, has_cuda_kernels
 
 # ---- plain-torch references: the documented meaning ----------------------------------------------
-
-
-def visual_index_reference(input_ids: Tensor, token_ids: int | Sequence[int]) -> Tensor:
-    """What `visual_index` returns, position by position."""
-    wanted = {token_ids} if isinstance(token_ids, int) else set(token_ids)
-    rows, row = [], 0
-    for token in input_ids.tolist():
-        rows.append(row if token in wanted else -1)
-        row += token in wanted
-    return torch.tensor(rows, dtype=torch.int32, device=input_ids.device)
 
 
 def visual_embedding_reference(
@@ -109,6 +99,7 @@ def _kernels(call: Callable[..., None]) -> dict[str, Callable]:
         partial: bool,
         first: int,
         rows: int,
+        padding_idx: int,
     ) -> Tensor:
         input_ids, visual_index = input_ids.contiguous(), visual_index.contiguous()
         weight = weight.contiguous()
@@ -171,11 +162,15 @@ def _kernels(call: Callable[..., None]) -> dict[str, Callable]:
         vocab_start: int,
         vocab_rows: int,
         first: int,
+        padding_idx: int,
     ) -> Tensor:
         grad = grad.contiguous()
         here = slice(first, first + grad.shape[0])
-        row = input_ids[here] - vocab_start
+        ids = input_ids[here]
+        row = ids - vocab_start
         other = (visual_index[here] >= 0) | (row < 0) | (row >= vocab_rows)
+        if padding_idx >= 0:
+            other |= ids == padding_idx
         # Stable, so that the rows of one id are added in the order of their positions.
         keys, order = row.masked_fill(other, vocab_rows).sort(stable=True)
         out = grad.new_zeros(vocab_rows, grad.shape[1])
@@ -212,20 +207,21 @@ _visual_grad = define(
 
 _weight_grad = define(
     "visual_embedding_weight_grad(Tensor grad, Tensor input_ids, Tensor visual_index,"
-    " SymInt vocab_start, SymInt vocab_rows, SymInt first) -> Tensor",
+    " SymInt vocab_start, SymInt vocab_rows, SymInt first, SymInt padding_idx) -> Tensor",
     cpu=_cpu["weight_grad"],
     cuda=_cuda["weight_grad"],
-    fake=lambda grad, input_ids, visual_index, vocab_start, vocab_rows, first: grad.new_empty(
-        vocab_rows, grad.shape[1]
+    fake=lambda grad, input_ids, visual_index, vocab_start, vocab_rows, first, padding_idx: (
+        grad.new_empty(vocab_rows, grad.shape[1])
     ),
 )
 
 
 def _embedding_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    input_ids, weight, visual, visual_index, vocab_start, _, first, _ = inputs
+    input_ids, weight, visual, visual_index, vocab_start, _, first, _, padding_idx = inputs
     ctx.save_for_backward(input_ids, visual_index)
     ctx.vocab_rows, ctx.vocab_start, ctx.first = weight.shape[0], vocab_start, first
     ctx.visual_rows = 0 if visual is None else visual.shape[0]
+    ctx.padding_idx = padding_idx
 
 
 def _embedding_backward(ctx: Any, grad: Tensor) -> tuple:
@@ -233,19 +229,25 @@ def _embedding_backward(ctx: Any, grad: Tensor) -> tuple:
     dweight = dvisual = None
     if ctx.needs_input_grad[1]:
         dweight = _weight_grad(
-            grad, input_ids, visual_index, ctx.vocab_start, ctx.vocab_rows, ctx.first
+            grad,
+            input_ids,
+            visual_index,
+            ctx.vocab_start,
+            ctx.vocab_rows,
+            ctx.first,
+            ctx.padding_idx,
         )
     if ctx.needs_input_grad[2]:
         dvisual = _visual_grad(grad, visual_index, ctx.first, ctx.visual_rows)
-    return None, dweight, dvisual, None, None, None, None, None
+    return None, dweight, dvisual, None, None, None, None, None, None
 
 
 _embedding = define(
     "visual_embedding(Tensor input_ids, Tensor weight, Tensor? visual, Tensor visual_index,"
-    " SymInt vocab_start, bool partial, SymInt first, SymInt rows) -> Tensor",
+    " SymInt vocab_start, bool partial, SymInt first, SymInt rows, SymInt padding_idx) -> Tensor",
     cpu=_cpu["embedding"],
     cuda=_cuda["embedding"],
-    fake=lambda input_ids, weight, visual, visual_index, vocab_start, partial, first, rows: (
+    fake=lambda input_ids, weight, visual, index, start, partial, first, rows, padding_idx: (
         weight.new_empty(rows, weight.shape[1])
     ),
     backward=_embedding_backward,
@@ -318,45 +320,6 @@ def _check_visual(visual: Tensor, like: Tensor, name: str) -> None:
 # ---- public functions ----------------------------------------------------------------------------
 
 
-def visual_index(
-    input_ids: Tensor,
-    token_ids: int | Sequence[int],
-    counts: int | Sequence[int] | Tensor | None = None,
-) -> Tensor:
-    """The row of the merged visual features that stands at each position.
-
-    Args:
-        input_ids: int64 [S].
-        token_ids: the placeholder's id, or the ids of several (image and video) whose features
-            form one stream in sequence order.
-        counts: how many visual rows there are; a sequence (rows per image) is summed. Given, it is
-            compared with the placeholders found, which on CUDA waits for the device.
-
-    Returns:
-        int32 [S]: 0, 1, 2, ... at the placeholders in order, -1 elsewhere.
-
-    Raises:
-        ValueError: an argument of another kind; or the placeholders are not `counts` in number.
-    """
-    check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1)
-    ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-    if not ids:
-        raise ValueError("token_ids is empty; it must name at least one placeholder id")
-    found = input_ids == ids[0]
-    for token in ids[1:]:
-        found = found | (input_ids == token)
-    running = found.cumsum(0, dtype=torch.int32)
-    if counts is not None:
-        wanted = counts if isinstance(counts, int) else int(sum(int(c) for c in counts))
-        have = int(running[-1]) if len(running) else 0
-        if have != wanted:
-            raise ValueError(
-                f"input_ids holds {have} placeholders of token_ids {ids}, but counts says that "
-                f"there are {wanted} visual rows"
-            )
-    return torch.where(found, running - 1, -1)
-
-
 def visual_embedding(
     input_ids: Tensor,
     weight: Tensor,
@@ -365,6 +328,7 @@ def visual_embedding(
     *,
     vocab_range: tuple[int, int] | None = None,
     shard: tuple[int, int] | None = None,
+    padding_idx: int | None = None,
 ) -> Tensor:
     """Embedding of a pack whose placeholders are replaced by visual rows, in one pass.
 
@@ -378,6 +342,7 @@ def visual_embedding(
             == V. Ids outside give zero rows, to be summed over the ranks.
         shard: (rank, size): only rows [rank * S / size, (rank + 1) * S / size) are made. size must
             divide S.
+        padding_idx: an id whose row gets no gradient, as torch.nn.Embedding's.
 
     Returns:
         [S, h], or [S / size, h] with `shard`, dtype of weight.
@@ -413,8 +378,17 @@ def visual_embedding(
                 f"{weight.shape[0]}"
             )
     first, rows = _shard_rows(shard, input_ids.shape[0])
+    padding = -1 if padding_idx is None else padding_idx
     return _embedding(
-        input_ids, weight, visual, visual_index, start, vocab_range is not None, first, rows
+        input_ids,
+        weight,
+        visual,
+        visual_index,
+        start,
+        vocab_range is not None,
+        first,
+        rows,
+        padding,
     )
 
 

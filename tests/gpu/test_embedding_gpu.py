@@ -97,7 +97,7 @@ def test_other_stream_and_compile() -> None:
 
 def test_opcheck() -> None:
     ids, weight, visual, index = to_gpu(*make(12, 6, torch.float32))
-    args = (ids, weight.requires_grad_(), visual.requires_grad_(), index, 0, False, 6, 6)
+    args = (ids, weight.requires_grad_(), visual.requires_grad_(), index, 0, False, 6, 6, -1)
     torch.library.opcheck(torch.ops.vlmkernels.visual_embedding.default, args)
 
 

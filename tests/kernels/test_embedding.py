@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import _native, embedding, scatter_visual, visual_embedding, visual_index
+from vlmkernels import _native, embedding, routing, scatter_visual, visual_embedding, visual_index
 
 # AVX-512 BF16 runs the AVX-512 kernels.
 ISAS = [name for name in _native.available_isas() if name != "avx512_bf16"]
@@ -86,7 +86,7 @@ def test_visual_index() -> None:
     both = visual_index(ids, [7, 9], counts=[2, 3])
     assert both.tolist() == [-1, 0, 1, -1, 2, 3, 4, -1] and both.dtype == torch.int32
     for tokens in (7, [9], [7, 9], [100]):
-        expected = embedding.visual_index_reference(ids, tokens)
+        expected = routing.visual_index_reference(ids, tokens)
         assert visual_index(ids, tokens).tolist() == expected.tolist()
     assert visual_index(ids[:0], 7, counts=0).shape == (0,)
     assert visual_index(ids, 7, counts=torch.tensor([1, 2])).max() == 2
@@ -359,14 +359,14 @@ def test_opcheck() -> None:
     ids, weight, visual, index = make(12, 6, torch.float32)
     ops = torch.ops.vlmkernels
     for w, v in ((weight.requires_grad_(), visual.requires_grad_()), (weight.detach(), None)):
-        torch.library.opcheck(ops.visual_embedding.default, (ids, w, v, index, 0, False, 6, 6))
+        torch.library.opcheck(ops.visual_embedding.default, (ids, w, v, index, 0, False, 6, 6, -1))
     embeddings = torch.randn(6, 6, requires_grad=True)
     torch.library.opcheck(ops.scatter_visual.default, (embeddings, visual, index, 6))
     torch.library.opcheck(ops.scatter_visual.default, (embeddings, None, index, 6))
     dout = torch.randn(6, 6)
     torch.library.opcheck(ops.visual_embedding_visual_grad.default, (dout, index, 6, len(visual)))
     torch.library.opcheck(
-        ops.visual_embedding_weight_grad.default, (dout, ids, index, 0, VOCABULARY, 6)
+        ops.visual_embedding_weight_grad.default, (dout, ids, index, 0, VOCABULARY, 6, 2)
     )
 
 
@@ -490,10 +490,10 @@ def test_cuda_functions_take_what_the_launchers_pass() -> None:
 
     ops = embedding._kernels(call)
     ids, weight, visual, index = make(0, 8, torch.bfloat16)
-    assert ops["embedding"](ids, weight, visual, index, 0, False, 0, 0).shape == (0, 8)
+    assert ops["embedding"](ids, weight, visual, index, 0, False, 0, 0, -1).shape == (0, 8)
     assert ops["scatter"](weight[:0], visual, index, 0).shape == (0, 8)
     assert ops["visual_grad"](weight[:0], index, 0, 0).shape == (0, 8)
-    assert ops["weight_grad"](weight[:0], ids, index, 0, 13, 0).abs().max() == 0
+    assert ops["weight_grad"](weight[:0], ids, index, 0, 13, 0, -1).abs().max() == 0
     assert names == ["embedding_forward"] * 2 + ["embedding_gather", "embedding_reduce"]
 
 
