@@ -209,6 +209,8 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
 
     def work() -> list[Scored]:
         answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
+        for task in tasks:
+            answerer.check(task.sample)
         mine = track(
             tasks[rank::size],
             "questions",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +77,8 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
     config.validate()
     if config.input is not None:
         questions = read_questions(config.input)
-        with _answerer(config) as answer:
-            _batch(questions, answer, config)
+        with _answerer(config) as (answerer, sampling):
+            _batch(questions, answerer, sampling, config.output)
         return 0
     media = {
         "images": [str(path) for path in config.image],
@@ -87,18 +87,17 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
     if config.prompt:
         sample = question(config.prompt, media, system=config.system)
         check_media(sample)
-        with _answerer(config) as answer:
-            answer(sample, _say)
-            print(flush=True)
+        with _answerer(config) as (answerer, sampling):
+            _say(answerer, sampling, sample)
         return 0
-    with _answerer(config) as answer:
-        _chat(config, media, answer, typed or sys.stdin)
+    with _answerer(config) as (answerer, sampling):
+        _chat(config, media, answerer, sampling, typed or sys.stdin)
     return 0
 
 
 @contextmanager
-def _answerer(config: GenerateConfig) -> Iterator[Callable[..., str]]:
-    """A function that answers a sample and streams the text if it is given a stream."""
+def _answerer(config: GenerateConfig) -> Iterator[tuple[Any, Any]]:
+    """The model, and how it is to choose its words."""
     from vlmtrain.checkpoint.loadable import as_hf
     from vlmtrain.generate.model import Answerer, Sampling
 
@@ -111,46 +110,54 @@ def _answerer(config: GenerateConfig) -> Iterator[Callable[..., str]]:
 
         answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
         torch.manual_seed(config.seed)
-
-        def answer(sample: Any, stream: Any = None) -> str:
-            given = answerer.answer(sample, sampling, stream)
-            if not given.finished:
-                print(
-                    f"\nvlmtrain: cut off after {len(given.ids)} tokens; raise --max_new_tokens",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return given.text
-
-        yield answer
+        yield answerer, sampling
 
 
-def _say(text: str) -> None:
-    print(text, end="", flush=True)
+def _say(answerer: Any, sampling: Any, sample: Any) -> str:
+    """Print an answer as it is made; returns its text."""
+    given = answerer.answer(sample, sampling, lambda text: print(text, end="", flush=True))
+    print(flush=True)
+    if not given.finished:
+        print(
+            f"vlmtrain: cut off after {len(given.ids)} tokens; raise --max_new_tokens",
+            file=sys.stderr,
+            flush=True,
+        )
+    return given.text
 
 
-def _batch(questions: list[Any], answer: Callable[..., str], config: GenerateConfig) -> None:
+def _batch(questions: list[Any], answerer: Any, sampling: Any, output: Path | None) -> None:
     from rich.console import Console
     from rich.progress import track
 
-    assert config.output is not None
+    assert output is not None
+    for _, sample in questions:
+        answerer.check(sample)
     console = Console(stderr=True)
     shown = track(
         questions, "answers", console=console, disable=not console.is_terminal, transient=True
     )
+    cut = 0
     try:
-        with open(config.output, "x", encoding="utf-8") as file:
+        with open(output, "x", encoding="utf-8") as file:
             for record, sample in shown:
-                row = {**record, "answer": answer(sample)}
+                given = answerer.answer(sample, sampling)
+                cut += not given.finished
+                row = {**record, "answer": given.text}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()  # what was answered is there, whatever comes
     except OSError as error:
-        raise UserError(f"--output {config.output} can't be written: {error.strerror}") from error
-    print(f"{len(questions)} answers: {config.output}")
+        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
+    note = f" ({cut} cut off at --max_new_tokens {sampling.max_new_tokens})" if cut else ""
+    print(f"{len(questions)} answers{note}: {output}")
 
 
 def _chat(
-    config: GenerateConfig, media: dict[str, list[str]], answer: Callable[..., str], typed: TextIO
+    config: GenerateConfig,
+    media: dict[str, list[str]],
+    answerer: Any,
+    sampling: Any,
+    typed: TextIO,
 ) -> None:
     """Turn after turn until the input ends. A turn at fault is told and asked again."""
     from vlmtrain.generate.questions import answered, check_media, question, then
@@ -176,9 +183,7 @@ def _chat(
             sample = question(line, media, system=config.system, source="this turn")
             check_media(sample)
             longer = sample if conversation is None else then(conversation, sample)
-            text = answer(longer, _say)
-            print(flush=True)
-            conversation = answered(longer, text)
+            conversation = answered(longer, _say(answerer, sampling, longer))
         except UserError as error:
             print(f"vlmtrain: {error}", file=sys.stderr, flush=True)
         media = {"images": [], "videos": []}

@@ -32,6 +32,7 @@ def load_transformers(folder: Path) -> Any:
         UserError: it can't be loaded, or `from_pretrained` found a missing, unexpected or
             mismatched key, that is, a part of the model would have stayed at random values.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 
@@ -40,7 +41,7 @@ def load_transformers(folder: Path) -> Any:
         model, report = AutoModelForImageTextToText.from_pretrained(
             folder, output_loading_info=True, local_files_only=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder}: transformers can't load it: {reason}") from error
     for what in _KEYS:
@@ -150,6 +151,10 @@ class Answerer:
             inputs["mm_token_type_ids"] = image.int() + 2 * video.int()
         self._positions = encoded.position_ids[:, None].to(self.device)  # [3, 1, S]
         return inputs
+
+    def check(self, sample: Sample) -> None:
+        """Raise DataError for a conversation that can't be asked; media are not read."""
+        self.processor.template.question(sample)
 
     def _pixels(self, sample: Sample, layouts: Sequence[MediaLayout], chosen: list[int]) -> Tensor:
         """Patch rows [P, patch_dim] of some of the media, in order."""
