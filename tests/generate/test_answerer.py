@@ -186,6 +186,16 @@ def test_impossible_sampling(sampling, word) -> None:
         sampling.check()
 
 
+def test_bf16_rounds_weights_and_nothing_else(answerer, folder, pictures) -> None:
+    half = Answerer(folder, precision="bf16")
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
+    frequencies = dict(answerer.model.named_buffers())
+    for name, buffer in half.model.named_buffers():
+        assert torch.equal(buffer, frequencies[name]), name
+    given = half.answer(ask(pictures, "What?", images=["a.jpg"]), TOKENS)
+    assert len(given.ids) == 12
+
+
 def test_a_damaged_folder_is_one_sentence(folder, tmp_path) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -47,7 +47,7 @@ def reference(folder: Path, data: Path) -> tuple[float, int]:
     """Loss and target tokens by a plain transformers loop, one sample at a time, in float32."""
     spec = ModelSpec.from_folder(folder)
     processor = Processor.from_folder(folder, spec)
-    plain = load_transformers(folder).float()
+    plain = load_transformers(folder, torch.float32)
     total, count = 0.0, 0
     source = JsonSource(data)
     for record in source.records():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from vlmtrain.demo.photographs import image_names
@@ -69,7 +70,7 @@ class Model:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self.model: Any = load_transformers(folder).float()
+        self.model: Any = load_transformers(folder, torch.float32)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.images: Any = _image_processor(folder)
 
@@ -79,8 +80,6 @@ class Model:
 
     def answer(self, question: str, photographs: Iterable[Path], max_new_tokens: int = 64) -> str:
         """The greedy answer to `question`, with an `<image>` mark for each of `photographs`."""
-        import torch
-
         prompt = self.tokenizer.apply_chat_template(
             _messages(question), tokenize=False, add_generation_prompt=True
         )

@@ -22,24 +22,29 @@ from vlmtrain.errors import UserError
 from vlmtrain.models.spec import ModelSpec
 
 Stream = Callable[[str], None]  # called with each piece of text as it is decided
+_CPU = torch.device("cpu")
 _KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
-def load_transformers(folder: Path) -> Any:
-    """The model in `folder`, by transformers' `from_pretrained`, in evaluation mode.
+def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
+    """The model in `folder`, by transformers' `from_pretrained`, in evaluation mode, its weights
+    in `dtype`. (Cast after loading, the frequencies of its rotary embeddings would be rounded.)
 
     Raises:
         UserError: it can't be loaded, or `from_pretrained` found a missing, unexpected or
             mismatched key, that is, a part of the model would have stayed at random values.
     """
+    import transformers
     from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    kind = {"dtype" if version >= (4, 56) else "torch_dtype": dtype}
     try:
         model, report = AutoModelForImageTextToText.from_pretrained(
-            folder, output_loading_info=True, local_files_only=True
+            folder, output_loading_info=True, local_files_only=True, **kind
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -111,7 +116,7 @@ class Answerer:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else _CPU
         wanted = precision if precision != "auto" else ("bf16" if cuda else "fp32")
         self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
-        self.model = load_transformers(folder).to(self.device, self.dtype)
+        self.model = load_transformers(folder, self.dtype).to(self.device)
         if kernels:
             from vlmkernels.integrations import transformers as hf
 
@@ -213,9 +218,6 @@ class Answerer:
         ends = set(given if isinstance(given, list) else [] if given is None else [given])
         end = self.tokenizer.get_vocab().get("<|im_end|>", self.tokenizer.eos_token_id)
         return sorted(ends | ({end} if end is not None else set()))
-
-
-_CPU = torch.device("cpu")
 
 
 def _without_newline(text: str) -> str:
