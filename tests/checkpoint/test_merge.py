@@ -1,4 +1,4 @@
-"""Adapters merged into their weights, against peft's own merge; what is not plain LoRA is refused."""
+"""Adapters merged into their weights, against peft's own merge; other kinds are refused."""
 
 from __future__ import annotations
 
