@@ -116,6 +116,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         if config.evaluate.data:
             held = config.evaluate.data
             apart = heldout.scan(held, data, processor, spec, train.pack_length)
+            print(f"held out: {len(apart):,} samples of {held}", flush=True)
         return index, apart, resume
 
     # One rank reads and judges all input; the others hear its verdict instead of a hang.
