@@ -67,6 +67,13 @@ def test_a_file_of_questions(generate, said, pictures, capsys) -> None:
     assert "exists" in capsys.readouterr().err
 
 
+def test_media_without_marks_come_first(pictures) -> None:
+    media = {"videos": ["film"], "images": ["a.jpg", "b.png"]}
+    sample = questions.question("What?", media, media_root=pictures)
+    assert [turn.text for turn in sample.turns] == ["<image><image><video>What?"]
+    assert [medium.name for medium in sample.media] == ["a.jpg", "b.png", "film"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -99,7 +106,7 @@ def test_a_bad_line_is_named_before_anything_is_asked(
 
 def test_a_chat(answerer, folder, pictures, capsys) -> None:
     """Turns build on each other; a turn at fault is told, and the chat goes on."""
-    typed = f"/image {pictures / 'a.jpg'}\nWhat?\n\n/image nowhere.jpg\nThis?\nAnd now?\n"
+    typed = f"/image {pictures / 'a.jpg'}\nWhat?\n\n/image nowhere.jpg\nThis?\nAnd now?\nSo?\n"
     config = command.GenerateConfig(model=folder, max_new_tokens=LENGTH)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vlmtrain.generate.model.Answerer", lambda path, **options: answerer)
@@ -110,7 +117,9 @@ def test_a_chat(answerer, folder, pictures, capsys) -> None:
     one = answerer.answer(first, sampling).text
     longer = questions.then(questions.answered(first, one), questions.question("And now?"))
     two = answerer.answer(longer, sampling).text
-    assert printed.out == f"{one}\n{two}\n"  # nothing else where nobody types
+    longer = questions.then(questions.answered(longer, two), questions.question("So?"))
+    three = answerer.answer(longer, sampling).text
+    assert printed.out == f"{one}\n{two}\n{three}\n"  # nothing else where nobody types
     assert "nowhere.jpg is missing" in printed.err
 
 
