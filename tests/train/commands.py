@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -17,6 +18,8 @@ from vlmtrain import cli  # noqa: E402
 if __name__ == "__main__":
     for port, arguments in json.loads(Path(sys.argv[1]).read_text()):
         os.environ["MASTER_PORT"] = str(port)
+        start = time.perf_counter()
         code = cli.main(arguments)
+        print(f"{time.perf_counter() - start:.1f} s: {' '.join(arguments)}", flush=True)
         if code:
             sys.exit(code)
