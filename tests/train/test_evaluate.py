@@ -4,7 +4,6 @@ undisturbed bit for bit, and the same scores before and after conversion."""
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,9 @@ def two_ranks(model, conversations, questions, tmp_path_factory) -> Path:
     for number, source in enumerate((model, folder / "megatron", folder / "back")):
         output = folder / f"scores-{number}"
         commands.append([*measure, f"--model={source}", f"--output={output}"])
-    ports = random.SystemRandom().sample(range(free_port(), 32500), len(commands))
+    ports: list[int] = []
+    while len(ports) < len(commands):
+        ports += {free_port()} - set(ports)
     path = folder / "commands.json"
     path.write_text(json.dumps(list(zip(ports, commands, strict=True))))
     ranks = run_ranks([str(ROOT / "commands.py"), str(path)], 2)
