@@ -8,10 +8,11 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*.* csrc/*/*.*) CMakeLists.txt setup.py pyproject.toml
 EXTRAS := train,demo,test
 
-.PHONY: help setup test test-kernels test-crash test-full lint format demo bench gpu-check clean
+.PHONY: help setup test test-layouts test-kernels test-crash test-full lint format demo bench gpu-check clean
 help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
 	@echo "make test       lint, types and all tests"
+	@echo "make test-layouts   every parallel layout against transformers (under 20 min)"
 	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
 	@echo "make bench      speed beside the peers, into benchmarks/"
 	@echo "make gpu-check  GPU tests and benchmarks (needs a GPU)"
@@ -34,6 +35,10 @@ lint: setup
 
 test: lint
 	$(RUN) -m pytest tests
+
+# Every layout against transformers, 240 cases, failing ranks, resumed LoRA (under 20 min on 2 cores).
+test-layouts: setup
+	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py -rP
 
 test-kernels: setup
 	$(RUN) -m pytest tests/kernels tests/ptxsim

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.config import ParallelSection
 from vlmtrain.errors import UserError
 
 _USAGE = """usage: vlmtrain COMMAND [options]
@@ -32,6 +33,7 @@ _PEER_GONE = (
     "remote process exited",
     "NCCL communicator was aborted",
 )
+_ONE_PROCESS = ParallelSection()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -283,14 +285,17 @@ def _demo(arguments: list[str]) -> int:
 
     from vlmtrain.demo.run import run_demo
 
-    def demo(output: Path = Path("demo_out"), nproc: int = 2) -> int:
+    def demo(
+        output: Path = Path("demo_out"), nproc: int = 2, parallel: ParallelSection = _ONE_PROCESS
+    ) -> int:
         """Train a small model on photographs and let transformers ask it about them.
 
         Args:
             output: folder to write.
-            nproc: processes (pipeline stages).
+            nproc: processes (pipeline stages, unless --parallel.* says otherwise).
+            parallel: layout of the training run.
         """
-        return run_demo(output, nproc=nproc)
+        return run_demo(output, nproc=nproc, parallel=parallel)
 
     return tyro.cli(demo, prog="vlmtrain demo", args=arguments, use_underscores=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from vlmtrain.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
@@ -31,7 +32,9 @@ from vlmtrain.models.stage import QwenVLStage
 from vlmtrain.models.trainable import freeze, mark_lowest_trainable
 from vlmtrain.optimizer import build_optimizer, set_learning_rate
 from vlmtrain.parallel.layout import Layout
+from vlmtrain.parallel.messages import KnownShapes
 from vlmtrain.parallel.multiplex import Multiplexer, VisionReplica, replicated_groups
+from vlmtrain.parallel.overlap import parameters_ready
 
 IGNORED_LABEL = -100
 
@@ -54,6 +57,8 @@ class Engine:
     `torch.distributed` must be initialised; one engine a process. Without weights loaded the
     parameters are Megatron's random initialisation.
     """
+
+    bucket_size: int | None = None  # numbers in a gradient bucket; None: Megatron's 40 million
 
     def __init__(
         self,
@@ -94,6 +99,10 @@ class Engine:
         for stage in self.parts:
             for parameter in stage.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.messages: KnownShapes | None = None
+        if layout.pipeline > 1:
+            self.messages = KnownShapes(spec, layout, self.config)
         self.data_rank = parallel_state.get_data_parallel_rank()
         # The rank whose counts stand for its data-parallel replica.
         self._reports = (
@@ -101,8 +110,22 @@ class Engine:
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
 
-    def prepare(self, optimizer: OptimizerSection, frozen: FreezeSection | None = None) -> None:
+    def prepare(
+        self,
+        optimizer: OptimizerSection,
+        frozen: FreezeSection | None = None,
+        *,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+    ) -> None:
         """Gradient buffers and optimizer. After the weights are loaded: both take copies.
+
+        Args:
+            optimizer: AdamW's settings.
+            frozen: parts that do not learn.
+            overlap_grad_reduce: reduce gradients over data-parallel ranks beside the backward pass.
+            overlap_param_gather: gather updated weights beside the next forward pass; before they
+                are read elsewhere, call `gather_weights`.
 
         Raises:
             UserError: `frozen` leaves nothing to train.
@@ -114,21 +137,35 @@ class Engine:
         else:
             freeze(self.parts, frozen or FreezeSection())
         mark_lowest_trainable(self.stages, self.replica)
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
+        self.overlap_param_gather = overlap_param_gather
+        ddp = partial(
+            DistributedDataParallelConfig,
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            check_for_nan_in_grad=False,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+            bucket_size=self.bucket_size,
         )
         self.chunks: list[Any] = [
-            DistributedDataParallel(self.config, ddp, stage, disable_bucketing=i > 0)
+            DistributedDataParallel(self.config, ddp(), stage, disable_bucketing=i > 0)
             for i, stage in enumerate(self.stages)
         ]
         for chunk in self.chunks:
             _skip_lonely_collectives(chunk)
+        if overlap_grad_reduce:
+            syncs = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+            for chunk in self.chunks:
+                tower = chunk.module.vision
+                if tower is not None:
+                    tower.on_skipped_backward = partial(parameters_ready, chunk, tower)
         self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
         self.multiplexer: Multiplexer | None = None
         if self.replica is not None:
             groups = replicated_groups()
             self.tower = DistributedDataParallel(
-                self.replica.config, ddp, self.replica, pg_collection=groups
+                self.replica.config, ddp(), self.replica, pg_collection=groups
             )
             _skip_lonely_collectives(self.tower)
             towers = build_optimizer(optimizer, [self.tower], self.dtype, groups)
@@ -155,6 +192,15 @@ class Engine:
                 layers = part.vision.blocks.layers
                 add_adapters(layers, self.spec, self.lora, vision=True, seed=self.seed)
 
+    def gather_weights(self) -> None:
+        """Wait until this rank has all updated weights. Collective; before they are saved."""
+        if self.overlap_param_gather:
+            for chunk in self._wrapped():
+                chunk.start_param_sync(force_sync=True)
+
+    def _wrapped(self) -> list[DistributedDataParallel]:
+        return [*self.chunks, *([self.tower] if self.replica is not None else [])]
+
     @property
     def parts(self) -> list[Any]:
         """Everything on this rank that has weights: its stages, and a replica of the tower."""
@@ -170,6 +216,11 @@ class Engine:
     def needs_pixels(self) -> bool:
         """Whether this rank embeds patches."""
         return self.layout.multiplexed or any(stage.stage == 0 for stage in self.stages)
+
+    @property
+    def pixel_share(self) -> Callable[[Sequence[np.ndarray]], list[tuple[bool, ...]]] | None:
+        """Where this rank needs some media of a step only: which (see `Multiplexer.share`)."""
+        return None if self.multiplexer is None else self.multiplexer.share
 
     def step(self, packs: list[PackedBatch], lr: float) -> StepResult:
         """One optimizer step over this data-parallel rank's packs (the same on its whole model
@@ -199,6 +250,10 @@ class Engine:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+        more: dict[str, Any] = {}
+        if self.messages is not None:
+            self.messages.expect(packs)
+            more = dict(p2p_communicator=self.messages, pg_collection=self.groups)
         packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
         if self.multiplexer is not None:
             if not forward_only:
@@ -214,25 +269,26 @@ class Engine:
             seq_length=packs[0].input_ids.shape[0],
             micro_batch_size=1,
             forward_only=forward_only,
+            **more,
         )
         if self.multiplexer is not None and not forward_only:
             self.multiplexer.backward()
             self.tower.finish_grad_sync()
-            self.tower.scale_gradients(1.0 / max(1, self._global_targets))
+            self.tower.scale_gradients(1.0 / self._global_targets.clamp_min(1))
         return outputs
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **options: Any) -> None:
         """Megatron's reduction of gradients; remembers the global number of target tokens, by
         which it has divided them."""
         finalize_model_grads(chunks, num_tokens, **options)
-        self._global_targets = int(num_tokens)
+        self._global_targets = num_tokens
 
     def _result(
         self, packs: list[PackedBatch], outputs: list[dict[str, Tensor]], grad_norm: Any
     ) -> StepResult:
         totals = torch.zeros(5, dtype=torch.float64)
         if self._reports:
-            totals[0] = sum(float(out["loss"]) for out in outputs)
+            totals[0] = torch.stack([out["loss"] for out in outputs]).double().sum().item()
             totals[1] = sum(p.target_tokens for p in packs)
             totals[2] = sum(p.image_tokens for p in packs)
             totals[3] = sum(p.pad_tokens for p in packs)
@@ -256,7 +312,7 @@ def _skip_lonely_collectives(chunk: DistributedDataParallel) -> None:
     for group in chunk.bucket_groups:
         if group.intra_distributed_optimizer_instance_size == 1:
             group.start_grad_sync = group.finish_grad_sync = _nothing
-            group.start_param_sync = _nothing
+            group.start_param_sync = group.finish_param_sync = _nothing
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ from vlmtrain.launch import Process, connect
 from vlmtrain.models.lora import check_section
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import Layout, make_layout
+from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 from vlmtrain.parallel.together import on_every_rank, on_first_rank, shared_error
 
 
@@ -31,6 +32,7 @@ def run(config: TrainConfig, process: Process) -> None:
         UserError: bad input; raised on every rank, marked so that only rank 0 prints it.
     """
     spec, layout = check(config, process.world_size)
+    prepare_tensor_overlap(config.parallel, os.environ)
     backend = device.setup(process.local_rank)
     if backend.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
@@ -51,6 +53,7 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
     if config.lora.rank:
         check_section(config.lora, spec)
     parallel, train = config.parallel, config.train
+    check_tensor_overlap(parallel, os.environ)
     replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))
     layout = make_layout(
         spec,
@@ -132,7 +135,12 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         lora=config.lora,
     )
     on_every_rank(lambda: load_weights(engine.parts, spec, config.model))
-    engine.prepare(config.optimizer, config.freeze)
+    engine.prepare(
+        config.optimizer,
+        config.freeze,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
     loader = PackedLoader(
         index,
         processor,
@@ -144,13 +152,14 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         seed=train.seed,
         packing=data.packing,
         need_pixels=engine.needs_pixels,
+        pixel_share=engine.pixel_share,
         pixel_dtype=dtype,
         workers=data.workers or 2,
         isolate=data.workers > 0,
         pin_memory=backend.is_cuda,
         unreadable=data.unreadable,
         skip_limit=data.skip_limit,
-        agree=across_ranks(backend.device) if dist.get_world_size() > 1 else None,
+        agree=across_ranks("cpu") if dist.get_world_size() > 1 else None,
         log=partial(print, flush=True) if rank == 0 else None,
     )
     held_out = None
@@ -183,6 +192,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     )
 
     def save(step: int) -> None:
+        engine.gather_weights()
         extra = {"loader": loader.state_dict(), "config": to_dict(config)}
         saver.start(step, engine.parts, engine.optimizer, extra)
 
@@ -240,6 +250,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
                 flush=True,
             )
         return
+    engine.gather_weights()
     with merged(engine.exported):
         save_weights(engine.exported, spec, config.model, config.output / "hf")
     if config.lora.rank:

@@ -174,17 +174,6 @@ def test_nothing_moves_at_learning_rate_zero(precision, model, conversations, tm
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
 
 
-def test_one_rank_killed_ends_the_others(model, conversations, tmp_path):
-    output = tmp_path / "run"
-    process = start(options(model, conversations, output, "--train.steps=500", *TWO))
-    wait_for_step(output, 2, process)
-    victim = next(w for w in workers(process) if w.environ().get("RANK") == "1")
-    victim.send_signal(signal.SIGKILL)
-    output_text, _ = process.communicate(timeout=60)
-    assert process.returncode != 0, output_text
-    assert not (output / "hf").exists()
-
-
 def test_a_recipe_and_overrides(model, conversations, tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(

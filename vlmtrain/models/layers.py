@@ -42,6 +42,15 @@ def init_device(config: TransformerConfig) -> torch.device | None:
     return None if config.use_cpu_initialization else torch.cuda.current_device()
 
 
+def touch(module: torch.nn.Module) -> None:
+    """Run a module's forward pre-hooks where its weight is used, or skipped, without a call of it.
+
+    With `overlap_param_gather` Megatron waits there until the weight has arrived.
+    """
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+
+
 class TowerMLP(MLP):
     """megatron-core's MLP, on the CPU with fewer passes over its widest tensors, and where the
     config's `recompute_mlp` asks for it keeping its input only: most of a layer's activations are

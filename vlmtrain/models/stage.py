@@ -25,7 +25,7 @@ from vlmkernels.integrations.megatron import RotaryPackedSeqParams
 from vlmtrain.checkpoint.mapping import padded_vocab_size
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.models.language import LanguageModel
-from vlmtrain.models.layers import adapt_mlps, block_submodules
+from vlmtrain.models.layers import adapt_mlps, block_submodules, touch
 from vlmtrain.models.positions import mrope_cos_sin
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
@@ -184,6 +184,7 @@ class QwenVLStage(LanguageModule):
         """What this rank's part of the table has, [S, h]."""
         assert self.language_model is not None
         words = self.language_model.embedding.word_embeddings
+        touch(words)
         held = (words.vocab_start_index, words.vocab_end_index)
         return visual_embedding(
             batch.input_ids,
@@ -233,6 +234,7 @@ class QwenVLStage(LanguageModule):
             qkv_format="sbhd",
             cu_seqlens_q=batch.cu_seqlens,
             cu_seqlens_kv=batch.cu_seqlens,
+            max_seqlen_q=batch.max_seqlen,
             rotary_cos=cos,
             rotary_sin=sin,
         )
