@@ -25,7 +25,7 @@ from vlmkernels import scatter_visual, visual_embedding
 from vlmtrain.checkpoint.mapping import padded_vocab_size
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.models.language import LanguageModel
-from vlmtrain.models.layers import block_submodules, recompute_mlps
+from vlmtrain.models.layers import ask_for_gradient, block_submodules, recompute_mlps
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
 from vlmtrain.parallel.layout import Layout
@@ -109,8 +109,9 @@ class QwenVLStage(LanguageModule):
         if self.layout.multiplexed and self.stage == 0:
             return self._language(batch, self._embed_encoded(batch), logits)
         if self.vision is None:
-            assert self.language_model is not None
-            self.language_model.decoder.set_input_tensor(received)
+            assert self.language_model is not None and received is not None
+            decoder = self.language_model.decoder
+            decoder.set_input_tensor(ask_for_gradient(decoder, received))
             return self._language(batch, None, logits)
 
         shards = self.layout.tensor if self.layout.sequence else 1
@@ -208,6 +209,8 @@ class QwenVLStage(LanguageModule):
         packed = PackedSeqParams(
             qkv_format="sbhd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens
         )
+        if embeddings is not None:
+            embeddings = ask_for_gradient(self.language_model.decoder, embeddings)
         labels = batch.labels.clamp_min(0)[None] if self.post_process and not logits else None
         return self.language_model(
             batch.input_ids[None],

@@ -24,7 +24,13 @@ from torch import Tensor
 
 from vlmkernels import VisionLayout
 from vlmkernels.integrations.megatron import VisionPackedSeqParams
-from vlmtrain.models.layers import Norm, block_submodules, init_device, recompute_mlps
+from vlmtrain.models.layers import (
+    Norm,
+    ask_for_gradient,
+    block_submodules,
+    init_device,
+    recompute_mlps,
+)
 from vlmtrain.models.spec import VisionSpec
 
 
@@ -169,9 +175,9 @@ class VisionTower(MegatronModule):
         that `VisionInputs.visual_index` follows.
         """
         if self.first:
-            x = self._embed_patches(x, inputs)
+            x = ask_for_gradient(self.blocks, self._embed_patches(x, inputs))
         else:
-            self.blocks.set_input_tensor(x)
+            self.blocks.set_input_tensor(ask_for_gradient(self.blocks, x))
         x = self.blocks(
             hidden_states=x,
             attention_mask=None,

@@ -34,6 +34,7 @@ from torch import Tensor
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.models.spec import ModelSpec, VisionSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
+from vlmtrain.timing import Clock
 
 # Patches encoded at once: about 41 kB of activations each and layer in bf16, so 16,384 patches
 # through 32 layers of width 1280 take about 21 GB.
@@ -154,9 +155,12 @@ class VisionReplica(MegatronModule):
 class Multiplexer:
     """Encodes the images of a step on all ranks of this replica."""
 
-    def __init__(self, tower: Any, spec: ModelSpec, tensor: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tower: Any, spec: ModelSpec, tensor: int, dtype: torch.dtype, clock: Clock
+    ) -> None:
         """tower: the VisionReplica, or its DistributedDataParallel wrapper."""
         self.tower, self.spec, self.tensor, self.dtype = tower, spec, tensor, dtype
+        self.clock = clock
         self.ranks: list[int] = dist.get_process_group_ranks(
             parallel_state.get_model_parallel_group()
         )
@@ -178,7 +182,7 @@ class Multiplexer:
         costs = [vision_cost(self.spec.vision, m.grid) for m in self.media]
         self.owner = deal(costs, len(self.ranks))
         self.packs = packs
-        with torch.no_grad():
+        with torch.no_grad(), self.clock.span("compute"):
             parts = [self.tower(*self._inputs(piece)) for piece in self._pieces()]
         mine = torch.cat(parts) if parts else self._empty(packs)
         rows = self._to_receivers(mine)
@@ -207,10 +211,11 @@ class Multiplexer:
             )
         mine = self._from_receivers(gradients)
         start = 0
-        for piece in self._pieces():
-            rows = self.tower(*self._inputs(piece))
-            rows.backward(mine[start : start + rows.shape[0]])
-            start += rows.shape[0]
+        with self.clock.span("compute"):
+            for piece in self._pieces():
+                rows = self.tower(*self._inputs(piece))
+                rows.backward(mine[start : start + rows.shape[0]])
+                start += rows.shape[0]
         self.encoded = []
 
     def _owned(self, member: int) -> list[int]:
