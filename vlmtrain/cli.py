@@ -1,4 +1,4 @@
-"""The command line: train, convert, data, plan, generate, evaluate, demo."""
+"""The command line: train, convert, data, plan, report, generate, evaluate, demo."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _USAGE = """usage: vlmtrain COMMAND [options]
   data       build: conversations to WebDataset shards; check: report broken samples; stats
   convert    Hugging Face folders to Megatron checkpoints and back; verify compares two
   plan       the best layouts for a model on GPUs that are not rented yet
+  report     one HTML page about a run: loss, throughput, where the time went
   demo       train a small model on real photographs and let it answer
 
 'vlmtrain COMMAND --help' lists a command's options.
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "data": _data,
         "convert": _convert,
         "plan": _plan,
+        "report": _report,
         "demo": _demo,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -238,6 +240,12 @@ def _plan(arguments: list[str]) -> int:
     from vlmtrain.plan.cli import plan
 
     return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
+
+
+def _report(arguments: list[str]) -> int:
+    from vlmtrain.report.cli import main as report
+
+    return report(arguments)
 
 
 def _demo(arguments: list[str]) -> int:

@@ -64,6 +64,9 @@ def measure(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     engine.prepare(OptimizerSection(), FreezeSection(**case.get("freeze", {})))
     batch = make_batch(spec, case["tokens"], case["grids"])
     stage = engine.stages[0]
+    for name, parameter in stage.named_parameters():
+        if "adapters" in name:  # B starts at 0, and with it the gradient of A
+            torch.nn.init.normal_(parameter)
     mapping = {
         torch.ops.vlmkernels.varlen_attention: forward_flops,
         torch.ops.vlmkernels.varlen_attention_backward: backward_flops,

@@ -170,6 +170,7 @@ class Follow:
             "processes": layout.tensor * layout.pipeline * layout.data,
             "layout": layout.describe(),
             "pipeline": layout.pipeline,
+            "replicas": layout.data,
             "peak_flops": self.peak.flops,
             "peak": self.peak.source,
             "plan": None,

@@ -15,7 +15,6 @@ from vlmtrain.plan.costs import CostModel
 from vlmtrain.plan.hardware import PlanError, find_gpu
 from vlmtrain.plan.search import Plan, Prediction, search
 
-
 NOTHING_FROZEN, NO_ADAPTERS = FreezeSection(), LoraSection()
 
 

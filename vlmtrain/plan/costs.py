@@ -387,7 +387,7 @@ class CostModel:
         for rank, (every, learning) in enumerate(self.rank_parameters(option)):
             padded = learning + 128 * layout.data * chunks
             mine = padded / layout.data + tower_learns / world
-            states = self.element * (every - learning + padded + tower)
+            states = float(self.element * (every - learning + padded + tower))
             states += 4 * (padded + tower_learns) + (1 - option.offload) * master * mine
             shape = (layout.pipeline, chunks, option.microbatches, rank)
             # the excess of many microbatches over their mean grows as the root of their number
@@ -399,7 +399,9 @@ class CostModel:
                 )
             if option.multiplexed:
                 # one phase after the other; the rows and their gradients stay for both
-                rows = 2 * self.element * self.spec.hidden_size * patches / self.spec.vision.merge_unit
+                rows = (
+                    2 * self.element * self.spec.hidden_size * patches / self.spec.vision.merge_unit
+                )
                 waiting = rows * option.microbatches if rank == 0 else 0.0
                 activations = max(activations, self._piece_bytes(option)) + waiting
             pixels = rank == 0 or option.multiplexed  # every rank reads its images from all packs

@@ -389,13 +389,13 @@ class ActivationModel:
 
     def text_layer(self, recompute: str = "none", *, first: bool = False) -> Kept:
         """With `selective` the MLP keeps only its input, with `full` the layer does. The `first`
-        layer keeps less where nothing below it learns."""
+        layer keeps less where nothing below it learns, unless it recomputes."""
         learning = self.learning
         if not learning.below_text and not any(learning.text_adapters):
             return Kept()
         if recompute == "full":
             return self.text_input()
-        below = learning.below_text or not first
+        below = learning.below_text or not first or recompute != "none"
         return Kept(per_token=self._layer(recompute, vision=False, below=below))
 
     def vision_layer(self, recompute: str = "none", *, first: bool = False) -> Kept:
@@ -404,7 +404,7 @@ class ActivationModel:
             return Kept()
         if recompute == "full":
             return self.vision_input()
-        below = learning.vision or not first
+        below = learning.vision or not first or recompute != "none"
         return Kept(per_patch=self._layer(recompute, vision=True, below=below))
 
     def patch_embed(self) -> Kept:
@@ -417,6 +417,8 @@ class ActivationModel:
         trained, e = self.learning.merger, self.element
         norm = self._norm(wide, 1, layer_norm=not gated, trained=trained)
         kept = norm if self.learning.tower or trained else 0.0
+        if not self.learning.tower and trained and gated and not self.fused_norm:
+            kept = 4.0 * wide  # for its weight alone
         kept += e * wide / self.tensor if self.learning.tower or trained else 0.0  # GELU's input
         if trained:
             kept += e * wide + e * wide / self.tensor  # inputs of the two products
