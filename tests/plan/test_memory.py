@@ -132,7 +132,7 @@ def test_activations_are_the_tensors_autograd_keeps(
         tensor=layout.tensor,
         sequence=layout.sequence,
         element=2 if case["precision"] == "bf16" else 4,
-        fused_norm=False,  # these run on a CPU
+        cuda=False,
         learning=memory.Learning.of(
             spec,
             FreezeSection(**case.get("freeze", {})),

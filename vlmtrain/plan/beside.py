@@ -45,7 +45,8 @@ def own_plan(
     train, again = config.train, config.recompute
     packs = workload.make_packs(lengths, spec, train.pack_length)
     element = 2 if train.precision == "bf16" else 4
-    model = CostModel(spec, gpu, packs, config.freeze, config.lora, element=element)
+    cuda = gpu.name != "cpu"
+    model = CostModel(spec, gpu, packs, config.freeze, config.lora, element=element, cuda=cuda)
     option = Option(
         layout,
         train.global_batch // layout.data,

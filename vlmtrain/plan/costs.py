@@ -60,7 +60,7 @@ class Option:
 class CostModel:
     """Prices of a model's parts on one kind of GPU, for packs of one kind of data.
 
-    `element`: bytes of parameters and activations, 2 (bf16) or 4.
+    `element`: bytes of parameters and activations, 2 (bf16) or 4; `cuda`: which layers run.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class CostModel:
         lora: LoraSection | None = None,
         *,
         element: int = 2,
+        cuda: bool = True,
     ) -> None:
         self.spec, self.gpu, self.packs, self.element = spec, gpu, packs, element
+        self.cuda = cuda
         self.freeze, self.lora = freeze or FreezeSection(), lora or LoraSection()
         self.learning = memory.Learning.of(spec, self.freeze, self.lora)
         self.mean, self.large = packs.mean, packs.large
@@ -423,7 +425,7 @@ class CostModel:
         return kept.per_patch * min(share, PIECE_PATCHES)
 
     def _activations(self, tensor: int, sequence: bool) -> memory.ActivationModel:
-        return _activations(self.spec, tensor, sequence, self.element, self.learning)
+        return _activations(self.spec, tensor, sequence, self.element, self.cuda, self.learning)
 
     def _transients(self, option: Option, model: memory.ActivationModel) -> np.ndarray:
         """[stages] bytes of the largest piece of short-lived memory."""
@@ -461,9 +463,14 @@ class RankMemory:
 
 @lru_cache(maxsize=64)
 def _activations(
-    spec: ModelSpec, tensor: int, sequence: bool, element: int, learning: memory.Learning
+    spec: ModelSpec,
+    tensor: int,
+    sequence: bool,
+    element: int,
+    cuda: bool,
+    learning: memory.Learning,
 ) -> memory.ActivationModel:
-    return memory.ActivationModel(spec, tensor, sequence, element, learning=learning)
+    return memory.ActivationModel(spec, tensor, sequence, element, cuda, learning)
 
 
 def _again(block: np.ndarray, again: np.ndarray) -> np.ndarray:

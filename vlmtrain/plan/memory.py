@@ -12,8 +12,9 @@ by tensor. e = bytes per element, t = tensor-parallel size, s = t under sequence
 
     4eh/s + 8/s            two norms: input and output, and the statistics
     e(3q + 3kv)/t          rotated q and k, the fused projection that v is a view of, the output
-    8H/t + 4ed             softmax statistics, cos and sin of q and of k
-    5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product
+    8H/t + 2ed             softmax statistics, cos and sin of q and of k (float32 runs share one
+                           table of 4d bytes among a stage's layers)
+    5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product; on the CPU 3ef
 
 A frozen weight does not keep its input; where nothing below learns, nothing is kept at all. An
 adapter keeps its linear's input and its own small product.
@@ -324,15 +325,15 @@ class Learning:
 class ActivationModel:
     """What one stage of a layout keeps of a microbatch.
 
-    `fused_norm`: the norms of CUDA keep their input and one or two statistics; torch's RMSNorm on
-    CPU computes in float32 step by step and keeps that too.
+    `cuda`: its norms keep their input and one or two statistics; on the CPU torch's RMSNorm of
+    bf16 keeps its steps in float32, and host_ops.py's activations keep their input alone.
     """
 
     spec: ModelSpec
     tensor: int = 1
     sequence: bool = False
     element: int = 2  # bytes
-    fused_norm: bool = True
+    cuda: bool = True
     learning: Learning = Learning()
 
     @property
@@ -343,9 +344,9 @@ class ActivationModel:
         """What a norm itself keeps; its output is kept by the weight that reads it."""
         e = self.element
         if layer_norm:
-            statistics = 8 if self.fused_norm else 2 * e
+            statistics = 8 if self.cuda else 2 * e
             return (e * width + statistics) / shards
-        if self.fused_norm:
+        if self.cuda or e == 4:
             return (e * width + 4) / shards
         return ((8 if trained else 4) * width + 4) / shards
 
@@ -373,7 +374,8 @@ class ActivationModel:
         kept += read if learns[0] else 0.0
         needs = below or learns[0]
         if needs:
-            kept += e * 3 * (q + kv) / t + 8 * heads / t + 4 * e * head_dim
+            angles = 0 if e == 4 else 2 * e * head_dim
+            kept += e * 3 * (q + kv) / t + 8 * heads / t + angles
         elif learns[1]:
             kept += e * q / t
         needs = needs or learns[1]
@@ -383,7 +385,8 @@ class ActivationModel:
             return kept + (read if needs or learns[2] or learns[3] else 0.0)
         kept += read if learns[2] else 0.0
         needs = needs or learns[2]
-        kept += (4 if gated else 2) * e * f / t if needs else 0.0
+        activation = (2 if gated else 1) * (2 if self.cuda else 1)
+        kept += activation * e * f / t if needs else 0.0
         kept += e * f / t if learns[3] else 0.0
         return kept + e * (ranks[2] + ranks[3])
 
@@ -417,7 +420,7 @@ class ActivationModel:
         trained, e = self.learning.merger, self.element
         norm = self._norm(wide, 1, layer_norm=not gated, trained=trained)
         kept = norm if self.learning.tower or trained else 0.0
-        if not self.learning.tower and trained and gated and not self.fused_norm:
+        if not self.learning.tower and trained and gated and not self.cuda and e == 2:
             kept = 4.0 * wide  # for its weight alone
         kept += e * wide / self.tensor if self.learning.tower or trained else 0.0  # GELU's input
         if trained:
@@ -472,10 +475,10 @@ class ActivationModel:
         if layout.vision_layers[0]:
             first = self.vision_layer(recompute_vision, first=True).per_patch
             per_patch[0] += first - vision.per_patch
-        # full recomputation holds on to the float32 rotary table, one for all layers of a stage
-        if recompute_text == "full":
+        # layers of float32 runs share the rotary table of their stage
+        if self.element == 4 and recompute_text != "full":
             per_token += 4 * self.spec.head_dim * (per_token > 0)
-        if recompute_vision == "full":
+        if self.element == 4 and recompute_vision != "full":
             per_patch += 4 * self.spec.vision.head_dim * (per_patch > 0)
         if not layout.multiplexed:
             per_patch[0] += self.patch_embed().per_patch
