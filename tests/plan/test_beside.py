@@ -167,6 +167,29 @@ def test_drift_is_said_once_each_way(
     assert 90 < second < 100 and "steps take again what their work explains" in said[second]
 
 
+def test_efficiencies_are_those_of_the_run() -> None:
+    """Twice the planned compute, half the planned speed of links and of memory."""
+    gpu = hardware.find_gpu("h100")
+    planned = {
+        "compute": 0.8,
+        "tensor-parallel communication": 0.2,
+        "gradients and parameters": 0.6,
+        "optimizer": 0.1,
+    }
+    taken = {"compute": 1.5, "padding": 0.5, "gradients": 0.8, "optimizer": 0.4 + 0.2}
+    found = beside.as_measured(gpu, planned, taken, "bf16").efficiency
+    assert found == hardware.Efficiency(
+        language=pytest.approx(0.25),
+        vision=pytest.approx(0.19),
+        link=pytest.approx(0.75 / 2),
+        memory=pytest.approx(0.8 / 2),
+    )
+    alone = {**planned, "gradients and parameters": 0.0}
+    taken = {"compute": 1.0, "padding": 0.0, "gradients": 0.001, "optimizer": 0.05}
+    found = beside.as_measured(gpu, alone, taken, "fp32").efficiency
+    assert (found.link, found.memory) == (0.75, 1.0)
+
+
 def test_device_names_of_the_driver() -> None:
     from vlmtrain.plan.machine import known_gpu
 

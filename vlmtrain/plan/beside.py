@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vlmtrain.config import TrainConfig, to_dict
-from vlmtrain.ledger import Peak, StepResult
+from vlmtrain.ledger import ROWS, Peak, StepResult
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import Layout
 from vlmtrain.plan import driver, workload
@@ -157,7 +157,7 @@ class Follow:
         self.measured: Gpu | None = None  # with efficiencies as this run reaches them
         self._rows: deque[np.ndarray] = deque(maxlen=_WINDOW)
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
-        self._compute: deque[float] = deque(maxlen=_WINDOW)
+        self._parts: deque[dict[str, float]] = deque(maxlen=_WINDOW)
         self._recent: deque[float] = deque(maxlen=FEW)
         self._steps = 0
         self._apart = False
@@ -223,7 +223,7 @@ class Follow:
         lines = self._drift(expected, active)
         self._rows.append(row)
         self._seconds.append(active)
-        self._compute.append(parts["compute"] + parts["padding"])
+        self._parts.append(parts)
         count = self._steps - SKIPPED
         if count >= FEW and (count == FEW or count % FEW == 0) and not self._apart:
             self.coefficients = fit(np.array(self._rows), np.array(self._seconds))
@@ -256,10 +256,11 @@ class Follow:
             return []
         measured = float(np.median(self._seconds))
         planned = self.plan.step_seconds
-        compute = float(np.median(self._compute))
+        taken = {name: float(np.median([p[name] for p in self._parts])) for name in ROWS}
+        compute = taken["compute"] + taken["padding"]
         expected = waterfall(self.plan)
         work = expected["compute"] + expected["tensor-parallel communication"]
-        self.measured = calibrated(self.gpu, work, compute) if compute > 0 else None
+        self.measured = as_measured(self.gpu, expected, taken, self.config.train.precision)
         apart = f"{_more(measured / planned)} the planned {planned:.3g} s"
         if abs(measured / planned - 1) <= PARTED:
             return [f"measured {measured:.3g} s a step, {apart}"]
@@ -272,6 +273,28 @@ class Follow:
 
 def _more(ratio: float) -> str:
     return f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'less'} than"
+
+
+def as_measured(
+    gpu: Gpu, planned: dict[str, float], taken: dict[str, float], precision: str
+) -> Gpu:
+    """The GPU with the efficiencies that a run has reached: matrix work from its compute, the
+    links from its reduction of gradients (4 of the 4 + e bytes that a parameter moves), memory
+    from the rest of its optimizer. What it has not used keeps what was assumed."""
+    work = planned["compute"] + planned["tensor-parallel communication"]
+    compute = taken["compute"] + taken["padding"]
+    result = calibrated(gpu, work, compute) if compute > 0 else gpu
+    old, moved = result.efficiency, planned["gradients and parameters"]
+    reduced = moved * 4 / (6 if precision == "bf16" else 8)
+    link, optimizer = 1.0, taken["optimizer"]
+    if reduced > 0 and taken["gradients"] > 0:
+        link = min(reduced / taken["gradients"], 1 / old.link)
+        optimizer -= (moved - reduced) / link
+    memory = planned["optimizer"] / optimizer if optimizer > 0 else 1.0
+    efficiency = dataclasses.replace(
+        old, link=old.link * link, memory=min(1.0, old.memory * memory)
+    )
+    return dataclasses.replace(result, efficiency=efficiency)
 
 
 def write_gpu(path: Path, gpu: Gpu) -> None:
