@@ -192,6 +192,17 @@ def test_points_stand_where_their_values_are() -> None:
     assert y1 == pytest.approx(12 + 0.08 / 2.08 * (charts.HEIGHT - 12 - 26), abs=0.1)
 
 
+def test_bars_stand_end_to_end() -> None:
+    parts = [("a", "red", 3.0), ("b & c", "blue", 1.0), ("none", "grey", 0.0)]
+    svg = charts.bars([("row", parts)], "a <b>", "GB")
+    rects = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', svg)
+    assert len(rects) == 2
+    (x0, w0), (x1, w1) = ((float(x), float(w)) for x, w in rects)
+    assert x1 == pytest.approx(x0 + w0, abs=0.2) and w0 == pytest.approx(3 * w1, abs=0.2)
+    assert "b &amp; c: 1 GB, 25.0%" in svg and "a &lt;b&gt;" in svg and "4 GB" in svg
+    assert "a &lt;b&gt;" in charts.legend([("a <b>", "red")])
+
+
 def test_ticks_are_round() -> None:
     assert charts.ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert charts.ticks(0, 0.013) == pytest.approx([0, 0.005, 0.01])

@@ -29,6 +29,7 @@ def _case(family: str, world: int, rank: int, **more: Any) -> dict[str, Any]:
 
 LORA = {"rank": 8, "vision": True}
 VISION = ["qkv", "proj", "fc1", "fc2", "q_proj", "o_proj"]
+ROWS = {"rank": 3, "targets": ["q_proj", "o_proj", "gate_proj", "down_proj"]}
 MLPS = ["selective", "selective"]
 UNEVEN = {"pipeline": 4, "vision_layers": [2, 2, 0, 0], "text_layers": [0, 1, 2, 1]}
 CASES = [
@@ -55,6 +56,7 @@ CASES = [
         )
     ),
     _case("qwen2_5_vl", 6, 4, layout={"tensor": 2, "pipeline": 3}, lora=LORA),
+    *(_case("qwen2_vl", 10, rank, layout={"tensor": 2}, lora=ROWS) for rank in (2, 7)),
     _case("qwen2_vl", 6, 3, layout={"tensor": 2, "sequence": True}, freeze={"vision": True}),
     _case("qwen2_vl", 8, 5, layout={"pipeline": 4, "multiplexed": True}),
     _case("qwen2_5_vl", 4, 1, layout={"pipeline": 2, "multiplexed": True}, lora=LORA),
