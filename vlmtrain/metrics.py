@@ -29,7 +29,11 @@ class Metrics:
         wandb: str = "",
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """`wandb`: project to log to, or empty; `facts` go into run.json."""
+        """`wandb`: project to log to, or empty; `facts` go into run.json.
+
+        Raises:
+            UserError: Weights & Biases does not let the run in.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = output / "metrics.jsonl"
@@ -51,9 +55,12 @@ class Metrics:
         if wandb:
             import wandb as service
 
-            self._wandb = service.init(
-                project=wandb, dir=str(output), config=self.facts, resume="allow"
-            )
+            try:
+                self._wandb = service.init(
+                    project=wandb, dir=str(output), config=self.facts, resume="allow"
+                )
+            except service.Error as error:  # no account, no network
+                raise UserError(f"--train.wandb {wandb}: {error}") from error
 
     def write_facts(self, **more: Any) -> None:
         """Write run.json again, with `more` in it."""
