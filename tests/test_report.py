@@ -21,7 +21,7 @@ def fake_run(folder: Path, steps: int = 40, plan: bool = True) -> Path:
     rows = []
     for step in range(1, steps + 1):
         seconds = 0.5 if step > 2 else 5.0
-        shares = (0.5, 0.05, 0.2, 0.1, 0.02, 0.03, 0.06, 0.0, 0.04)
+        shares = (0.5, 0.05, 0.2, 0.1, 0.02, 0.03, 0.06, 0.0, 0.0, 0.04)
         rows.append(
             {
                 "step": step,
@@ -140,7 +140,7 @@ def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
     assert len(rows) == 40
     mean = page.mean_waterfall(page.steady(rows))
     assert mean == pytest.approx(
-        dict(zip(ROWS, (0.25, 0.025, 0.1, 0.05, 0.01, 0.015, 0.03, 0.0, 0.02), strict=True))
+        dict(zip(ROWS, (0.25, 0.025, 0.1, 0.05, 0.01, 0.015, 0.03, 0.0, 0.0, 0.02), strict=True))
     )
     html = page.render(rows, facts, "run")
     table = re.search(r"<table><tr><td><i.*?</table>", html, re.S)

@@ -14,6 +14,7 @@ means over all ranks that add up to the step:
     gradients    reduction of gradients that backward passes did not hide
     optimizer    clearing gradients, their norm, the update, gathering parameters
     checkpoint   copying state to the host; starting and completing the write
+    evaluation   the loss of held-out data
     other        everything else on the host: moving packs, this ledger, the log
 
 Waiting is told from work without comparing clocks: ranks leave the last step together, so the one
@@ -47,6 +48,7 @@ ROWS = (
     "gradients",
     "optimizer",
     "checkpoint",
+    "evaluation",
     "other",
 )
 
@@ -201,7 +203,13 @@ def gather(
 
 
 def waterfall(
-    ranks: Ranks, seconds: float, checkpoint: float, padding: float, *, waits: bool
+    ranks: Ranks,
+    seconds: float,
+    checkpoint: float,
+    padding: float,
+    *,
+    waits: bool,
+    evaluation: float = 0.0,
 ) -> dict[str, float]:
     """Seconds of ROWS, means over all ranks.
 
@@ -212,6 +220,7 @@ def waterfall(
         padding: share of compute that goes into padding.
         waits: whether ranks of a replica wait for each other (pipeline, multiplexed vision); else
             what forward and backward passes take beside compute is `other`.
+        evaluation: of `seconds`, those of measuring held-out data.
     """
     replicas = np.unique(ranks.replica)
     longest = {d: ranks.passes[ranks.replica == d].max() for d in replicas}
@@ -225,7 +234,8 @@ def waterfall(
     beside = own - ranks.compute - unseen
     host = ranks.step - ranks.passes - ranks.gradients - ranks.optimizer
     compute = float(ranks.compute.mean())
-    rest = seconds - checkpoint - ranks.waited - ranks.step  # all ranks' steps are equally long
+    outside = checkpoint + evaluation
+    rest = seconds - outside - ranks.waited - ranks.step  # all ranks' steps are equally long
     return {
         "compute": compute * (1 - padding),
         "padding": compute * padding,
@@ -235,6 +245,7 @@ def waterfall(
         "gradients": float(gradients.mean()),
         "optimizer": float(optimizer.mean()),
         "checkpoint": checkpoint,
+        "evaluation": evaluation,
         "other": float((host + rest).mean()) + (0.0 if waits else float(beside.mean())),
     }
 
@@ -258,8 +269,11 @@ class Ledger:
     lora: LoraSection = field(default_factory=LoraSection)
     recompute: RecomputeSection = field(default_factory=RecomputeSection)
 
-    def row(self, result: StepResult, seconds: float, checkpoint: float) -> dict[str, Any]:
-        """Throughput, FLOPs, utilization and the waterfall of a step of `seconds`."""
+    def row(
+        self, result: StepResult, seconds: float, checkpoint: float, evaluation: float = 0.0
+    ) -> dict[str, Any]:
+        """Throughput, FLOPs, utilization and the waterfall of a step of `seconds`, of which
+        `checkpoint` went into saving and `evaluation` into held-out data."""
         ranks, world = result.ranks, len(result.ranks)
         model = self._count(result.work).total
         padded = self._count(result.padded_work).total
@@ -271,6 +285,7 @@ class Ledger:
             checkpoint,
             1 - model / padded,
             waits=self.layout.pipeline > 1 or self.layout.multiplexed,
+            evaluation=evaluation,
         )
         return {
             "tokens_per_second_per_gpu": result.tokens / seconds / world,

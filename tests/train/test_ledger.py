@@ -88,7 +88,8 @@ def table(**columns: list[float]) -> Ranks:
 
 def test_waterfall_of_a_known_step() -> None:
     """Two replicas of two stages, by hand: 1 s of data, passes of 6 s and 8 s, then 0.5 s of
-    reduction and 1.5 s of optimizer once the slowest is done; 0.25 s of saving, 0.75 s of rest."""
+    reduction and 1.5 s of optimizer once the slowest is done; 0.25 s of saving, 3 s of evaluation,
+    0.75 s of rest."""
     ranks = table(
         waited=[1, 1, 1, 1],
         step=[10, 10, 10, 10],
@@ -100,7 +101,7 @@ def test_waterfall_of_a_known_step() -> None:
         replica=[0, 0, 1, 1],
         stage=[0, 1, 0, 1],
     )
-    parts = waterfall(ranks, 12.0, 0.25, 0.2, waits=True)
+    parts = waterfall(ranks, 15.0, 0.25, 0.2, waits=True, evaluation=3.0)
     assert parts == pytest.approx(
         {
             "compute": 4.75 * 0.8,
@@ -111,10 +112,11 @@ def test_waterfall_of_a_known_step() -> None:
             "gradients": 0.5,
             "optimizer": 1.5,
             "checkpoint": 0.25,
+            "evaluation": 3.0,
             "other": 0.75,
         }
     )
-    assert sum(parts.values()) == pytest.approx(12.0)
+    assert sum(parts.values()) == pytest.approx(15.0)
 
 
 def test_waiting_that_shows_up_in_the_optimizer() -> None:

@@ -211,14 +211,15 @@ class Follow:
         """What the fit expected of this step before it was seen (None: too few steps so far), and
         lines for people.
 
-        `work` with padding; `seconds` of the step, `parts` its waterfall. The time of saving and
-        of waiting for data is no work and left out.
+        `work` with padding; `seconds` of the step, `parts` its waterfall. The time of saving, of
+        evaluating and of waiting for data is no work on the step and left out.
         """
         self._steps += 1
         if self._steps <= SKIPPED:
             return None, []
         row = features(work, self.spec, self.layout.data)
-        active = seconds - parts["data_wait"] - parts["checkpoint"]
+        beside = parts["data_wait"] + parts["checkpoint"] + parts["evaluation"]
+        active = seconds - beside
         expected = None if self.coefficients is None else float(row @ self.coefficients)
         lines = self._drift(expected, active)
         self._rows.append(row)
@@ -230,7 +231,7 @@ class Follow:
         if count == FEW:
             lines += self._compare()
         if expected is not None:
-            expected += parts["data_wait"] + parts["checkpoint"]
+            expected += beside
         return expected, lines
 
     def _drift(self, expected: float | None, active: float) -> list[str]:

@@ -39,6 +39,7 @@ COLOURS = {
     "gradients": "var(--violet)",
     "optimizer": "var(--green)",
     "checkpoint": "var(--brown)",
+    "evaluation": "var(--teal)",
     "other": "var(--dark)",
 }
 MEANING = {
@@ -50,6 +51,7 @@ MEANING = {
     "gradients": "reduction of gradients, not hidden",
     "optimizer": "clearing, norm, update, gathering of weights",
     "checkpoint": "saving",
+    "evaluation": "measuring held-out data",
     "other": "moving packs to the device, records, the rest",
 }
 MEMORY = (
@@ -396,7 +398,7 @@ def _settings(facts: dict[str, Any]) -> str:
 _STYLE = """
 :root{--ink:#1b1f24;--soft:#626c77;--line:#dde2e8;--page:#f5f6f8;--card:#fff;
 --blue:#2f77c9;--rose:#e3a3a3;--grey:#b3bcc7;--plum:#b0529b;--amber:#eda23a;--violet:#7a68bd;
---green:#4b9a6a;--brown:#8d6b4f;--dark:#3d4f66}
+--green:#4b9a6a;--brown:#8d6b4f;--teal:#3aa6a0;--dark:#3d4f66}
 @media (prefers-color-scheme:dark){:root{--ink:#e6e9ed;--soft:#9aa4af;--line:#343c46;
 --page:#14181d;--card:#1d232a;--grey:#6c7681;--dark:#8497b0;--blue:#5b9be3}}
 *{box-sizing:border-box}
