@@ -198,7 +198,7 @@ def _loss(rows: Sequence[Row]) -> str:
     if span > 1:
         series.append(Series(f"mean of about {span}", "var(--blue)", smooth(losses, span)))
     norms = column(rows, "grad_norm")
-    spike = 4 * median(norms)
+    spike = max(4 * median(norms), 1.1 * sorted(norms)[int(0.97 * (len(norms) - 1))])
     return (
         lines(xs, series)
         + "<h3>Gradient norm and learning rate</h3>"
