@@ -107,7 +107,7 @@ class Engine:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
         )
-        self.chunks = [
+        self.chunks: list[Any] = [
             DistributedDataParallel(self.config, ddp, stage, disable_bucketing=i > 0)
             for i, stage in enumerate(self.stages)
         ]
@@ -130,6 +130,16 @@ class Engine:
             )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.timers = self.clock
+
+    def prepare_evaluation(self) -> None:
+        """What `evaluate` needs, and no more: no gradient buffers, no optimizer. Instead of
+        `prepare`; before or after the weights are loaded."""
+        self.chunks = list(self.stages)
+        self.multiplexer = None
+        if self.replica is not None:
+            self.multiplexer = Multiplexer(
+                self.replica, self.spec, self.layout.tensor, self.dtype, self.clock
+            )
 
     def _add_adapters(self) -> None:
         for part in self.parts:
@@ -170,19 +180,28 @@ class Engine:
         return self._result(packs, outputs, grad_norm, start, waited)
 
     def evaluate(self, packs: list[PackedBatch]) -> StepResult:
-        """The same loss without a backward pass or a step."""
+        """The same loss without a backward pass or a step. It draws no random numbers and leaves
+        gradients, weights and optimizer alone, so training goes on as if it had not been."""
         start = time.perf_counter()
-        with torch.no_grad():
-            outputs = self._forward_backward(packs, forward_only=True)
+        for part in self.parts:
+            part.eval()
+        try:
+            with torch.no_grad():
+                outputs = self._forward_backward(packs, forward_only=True)
+        finally:
+            for part in self.parts:
+                part.train()
         return self._result(packs, outputs, 0.0, start, 0.0)
 
     def _forward_backward(
         self, packs: list[PackedBatch], forward_only: bool
     ) -> list[dict[str, Tensor]]:
-        with self.clock.span("optimizer"):
-            for chunk in [*self.chunks, *([self.tower] if self.multiplexer is not None else [])]:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+        if not forward_only:
+            with self.clock.span("optimizer"):
+                towers = [self.tower] if self.multiplexer is not None else []
+                for chunk in [*self.chunks, *towers]:
+                    chunk.zero_grad_buffer()
+                self.optimizer.zero_grad()
         with self.clock.span("passes"):
             return self._passes(packs, forward_only)
 

@@ -87,9 +87,16 @@ class Metrics:
         self._file.flush()
         scalars = dict(_scalars(row))
         for name, value in scalars.items():
-            self._board.add_scalar(f"train/{name}", value, step)
+            tag = f"train/{name}".replace("train/heldout_", "heldout/")
+            self._board.add_scalar(tag, value, step)
         if self._wandb is not None:
             self._wandb.log(scalars, step=step)
+        if "heldout_loss" in more:
+            print(
+                f"step {step}: held-out loss {more['heldout_loss']:.4f}, "
+                f"perplexity {more['heldout_perplexity']:.4g}",
+                flush=True,
+            )
         if step % self.log_every == 0 or step == self.total_steps:
             mfu = more.get("mfu")
             print(
