@@ -39,8 +39,8 @@ def cases(seed: int) -> list[dict[str, Any]]:
         case("heavy first stage", 1, 8, lambda s, m: 0.05 if s == 0 else 0.01),
         case("uneven stages and packs", 1, 8, lambda s, m: drawn[s][m]),
         case("fewer packs than ranks", 1, 3, lambda s, m: 0.02),
-        case("interleaved", 2, 8, lambda s, m: 0.02),
-        case("interleaved, uneven", 2, 8, lambda s, m: drawn[s][m]),
+        case("interleaved", 2, 8, lambda s, m: 0.035),
+        case("interleaved, uneven", 2, 8, lambda s, m: 1.5 * drawn[s][m]),
         case("frozen below", 1, 8, lambda s, m: 0.02, lambda s, m: 0.0 if s == 0 else 0.04),
     ]
 
