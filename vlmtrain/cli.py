@@ -1,4 +1,4 @@
-"""The command line: train, convert, data, plan, generate, evaluate, demo."""
+"""The command line: train, convert, data, plan, report, generate, evaluate, demo."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _USAGE = """usage: vlmtrain COMMAND [options]
   data       build: conversations to WebDataset shards; check: report broken samples; stats
   convert    Hugging Face folders to Megatron checkpoints and back; verify compares two
   plan       the best layouts for a model on GPUs that are not rented yet
+  report     one HTML page about a run: loss, throughput, where the time went
   generate   ask a model about images and videos: a question, a chat, or a file of questions
   evaluate   loss and perplexity on held-out conversations, scores on questions
   demo       train a small model on real photographs and let it answer
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "data": _data,
         "convert": _convert,
         "plan": _plan,
+        "report": _report,
         "generate": _generate,
         "evaluate": _evaluate,
         "demo": _demo,
@@ -253,6 +255,12 @@ def _plan(arguments: list[str]) -> int:
     from vlmtrain.plan.cli import plan
 
     return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
+
+
+def _report(arguments: list[str]) -> int:
+    from vlmtrain.report.cli import main as report
+
+    return report(arguments)
 
 
 def _generate(arguments: list[str]) -> int:

@@ -36,6 +36,8 @@ class TrainSection:
     """Seed of the data order and of freshly initialised values."""
     log_every: int = 1
     """Steps between two progress lines; metrics.jsonl has every step."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well; empty: none."""
 
 
 @dataclass

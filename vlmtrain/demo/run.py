@@ -1,4 +1,5 @@
-"""The demo from end to end: photographs -> shards -> training -> transformers -> a picture."""
+"""The demo from end to end: photographs -> shards -> training -> transformers -> a picture and a
+report."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def run_demo(
     _heading(4, "transformers loads the trained folder and answers")
     answers, parameters = _ask(output / "trained" / "hf", output / "photographs")
 
-    _heading(5, "the picture")
+    _heading(5, "the picture and the report")
     right = sum(answer.right for answer in answers)
     results = {
         "right": right,
@@ -92,6 +93,9 @@ def run_demo(
         training_seconds=training_seconds,
     )
     print(f"  {picture}")
+    from vlmtrain.report.page import write_report
+
+    print(f"  {write_report(output / 'trained')}")
     return _verdict(answers, output, time.perf_counter() - started)
 
 
@@ -218,7 +222,8 @@ def _verdict(answers: list[Answer], output: Path, seconds: float) -> int:
     right, asked = sum(answer.right for answer in answers), len(answers)
     print(
         f"\n{right} of {asked} training answers reproduced word for word by transformers, "
-        f"{seconds:.0f} s in all. Look at {output / 'demo.png'}"
+        f"{seconds:.0f} s in all. Look at {output / 'demo.png'} "
+        f"and {output / 'trained' / 'report.html'}"
     )
     if right < PASS_SHARE * asked:
         print(

@@ -84,6 +84,20 @@ def adapt_mlps(block: TransformerBlock) -> None:
         layer.mlp.__class__ = TowerMLP
 
 
+def ask_for_gradient(block: TransformerBlock, x: Tensor) -> Tensor:
+    """The input of a block that recomputes, so that what learns in it gets its gradients.
+
+    A recomputed layer passes gradients on only if its input asks for one, which the input of
+    adapters above frozen layers does not.
+    """
+    recomputes = block.config.recompute_granularity or getattr(block.config, "recompute_mlp", False)
+    if not recomputes or x.requires_grad or not torch.is_grad_enabled():
+        return x
+    if not any(p.requires_grad for p in block.parameters()):
+        return x
+    return x.detach().requires_grad_()
+
+
 def block_submodules(
     config: TransformerConfig, mask: AttnMaskType, num_layers: int
 ) -> TransformerBlockSubmodules:

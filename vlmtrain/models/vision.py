@@ -25,7 +25,14 @@ from torch import Tensor
 
 from vlmkernels import VisionLayout
 from vlmkernels.integrations.megatron import VisionPackedSeqParams
-from vlmtrain.models.layers import Norm, adapt_mlps, block_submodules, init_device, touch
+from vlmtrain.models.layers import (
+    Norm,
+    adapt_mlps,
+    ask_for_gradient,
+    block_submodules,
+    init_device,
+    touch,
+)
 from vlmtrain.models.spec import VisionSpec
 
 
@@ -200,9 +207,9 @@ class VisionTower(MegatronModule):
         if inputs.empty:
             return self._skip(x, inputs)
         if self.first:
-            x = self._embed_patches(x, inputs)
+            x = ask_for_gradient(self.blocks, self._embed_patches(x, inputs))
         else:
-            self.blocks.set_input_tensor(x)
+            self.blocks.set_input_tensor(ask_for_gradient(self.blocks, x))
         x = self.blocks(
             hidden_states=x,
             attention_mask=None,

@@ -40,6 +40,7 @@ from vlmtrain.models.layers import touch
 from vlmtrain.models.spec import ModelSpec, VisionSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
 from vlmtrain.parallel.overlap import parameters_ready
+from vlmtrain.timing import Clock
 
 # Patches encoded at once: about 41 kB of activations each and layer in bf16, so 16,384 patches
 # through 32 layers of width 1280 take about 21 GB.
@@ -167,9 +168,12 @@ class VisionReplica(MegatronModule):
 class Multiplexer:
     """Encodes the images of a step on all ranks of this replica."""
 
-    def __init__(self, tower: Any, spec: ModelSpec, tensor: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tower: Any, spec: ModelSpec, tensor: int, dtype: torch.dtype, clock: Clock
+    ) -> None:
         """tower: the VisionReplica, or its DistributedDataParallel wrapper."""
         self.tower, self.spec, self.tensor, self.dtype = tower, spec, tensor, dtype
+        self.clock = clock
         self.ranks: list[int] = dist.get_process_group_ranks(
             parallel_state.get_model_parallel_group()
         )
@@ -204,7 +208,7 @@ class Multiplexer:
         self._random = tracker.get_states()
         # A random stream of its own: ranks encode different numbers of images, and those of a
         # tensor-parallel group must go on to drop the same values in the language model.
-        with torch.no_grad(), tracker.fork():
+        with torch.no_grad(), tracker.fork(), self.clock.span("compute"):
             parts = [self.tower(*self._inputs(piece)) for piece in self._pieces()]
         if not parts:  # the others gather their updated weights at this point
             for module in self.tower.modules():
@@ -240,7 +244,7 @@ class Multiplexer:
         tracker.set_states(self._random)  # dropout falls where it fell in the first pass
         pieces = self._pieces()
         start = 0
-        with tracker.fork():
+        with tracker.fork(), self.clock.span("compute"):
             for number, piece in enumerate(pieces):
                 last = number == len(pieces) - 1
                 with contextlib.nullcontext() if last else self.tower.no_sync():
