@@ -8,6 +8,7 @@ from .attention import varlen_attention
 from .embedding import scatter_visual, visual_embedding, visual_index
 from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
 from .patchify import patchify
+from .vision_attention import vision_attention
 from .vision_layout import VisionLayout
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "patchify",
     "scatter_visual",
     "varlen_attention",
+    "vision_attention",
     "visual_embedding",
     "visual_index",
 ]

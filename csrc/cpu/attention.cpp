@@ -62,6 +62,13 @@ void check_segments(const AttentionParams& p) {
                                 "; it must end at q's number of tokens, " +
                                 std::to_string(p.tokens));
   }
+  if (!p.order) return;
+  const auto bounds = std::minmax_element(p.order, p.order + p.tokens);
+  if (p.tokens > 0 && (*bounds.first < 0 || *bounds.second >= p.tokens)) {
+    throw std::invalid_argument("window_order runs from " + std::to_string(*bounds.first) + " to " +
+                                std::to_string(*bounds.second) + "; it must be a permutation of " +
+                                std::to_string(p.tokens) + " patches");
+  }
 }
 
 // Rows of queries per item. Each item packs the segment's keys and values anew, 1/8 of the work of

@@ -19,6 +19,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/attention_pack.h"
+#include "cpu/attention_rotary.h"
 #include "cpu/gemm.h"
 #include "cpu/scratch.h"
 
@@ -111,55 +112,86 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
   }
 }
 
-// Adds the rows of heads [head, last_head] of x to what tiles fetch ahead: as one run of bytes a
-// row where they lie side by side, else of the first head only.
+// Adds to what tiles fetch ahead the rows of heads [head, last_head] of x: as one run of bytes a
+// row where they lie side by side, else of the first head only. `more`: elements behind the last
+// head that are wanted too.
 template <class T>
-VLMK_INLINE void fetch(Ahead& ahead, const HeadsView& x, int64_t token, int64_t head,
-                       int64_t last_head, int64_t dim) {
+VLMK_INLINE void fetch(Ahead& ahead, const HeadsView& x, const int32_t* order, int64_t place,
+                       int64_t head, int64_t last_head, int64_t dim, int64_t more = 0) {
   constexpr int64_t kLongestRun = 4096;
-  const int64_t run = ((last_head - head) * x.head_stride + dim) * static_cast<int64_t>(sizeof(T));
-  const int64_t one = dim * static_cast<int64_t>(sizeof(T));
-  ahead.rows[ahead.tensors++] = {reinterpret_cast<const char*>(rows_of<const T>(x, token, head)),
-                                 x.token_stride * static_cast<ptrdiff_t>(sizeof(T)),
-                                 run >= one && run <= kLongestRun ? run : one};
+  const auto size = static_cast<int64_t>(sizeof(T));
+  const int64_t run = ((last_head - head) * x.head_stride + dim + more) * size;
+  const int64_t one = (dim + more) * size;
+  const Rows<const T> rows = rows_of<const T>(x, order, place, head);
+  ahead.rows[ahead.tensors++] = {reinterpret_cast<const char*>(rows.data), rows.stride * size,
+                                 run >= one && run <= kLongestRun ? run : one, rows.order};
+}
+
+// q, k and v of as many heads; in a fused projection [T, H, 3, D] they are one run.
+template <class T>
+VLMK_INLINE void fetch_qkv(Ahead& ahead, const HeadsView& q, const HeadsView& k, const HeadsView& v,
+                           const int32_t* order, int64_t place, int64_t head, int64_t last_head,
+                           int64_t dim) {
+  const auto after_q = [&](const HeadsView& x) {
+    return static_cast<const T*>(x.data) - static_cast<const T*>(q.data);
+  };
+  if (after_q(k) == dim && after_q(v) == 2 * dim && q.head_stride == 3 * dim) {
+    fetch<T>(ahead, q, order, place, head, last_head, dim, 2 * dim);
+    return;
+  }
+  fetch<T>(ahead, q, order, place, head, last_head, dim);
+  fetch<T>(ahead, k, order, place, head, last_head, dim);
+  fetch<T>(ahead, v, order, place, head, last_head, dim);
 }
 
 // Items [first, last] come next: consecutive heads of one segment, or nothing is fetched.
-VLMK_INLINE bool start_fetching(Ahead& ahead, const AttentionItem& first,
+VLMK_INLINE bool start_fetching(Ahead& ahead, const AttentionParams& p, const AttentionItem& first,
                                 const AttentionItem& last) {
   const bool worthwhile = first.begin == last.begin && first.length <= kAheadLength;
   ahead.tensor = ahead.tensors = 0;
   ahead.rows_left = worthwhile ? first.length : 0;
+  if (worthwhile && p.rotary) {
+    const HeadsView table{const_cast<float*>(p.rotary), p.head_dim, 0};
+    fetch<float>(ahead, table, p.order, first.begin, 0, 0, p.head_dim);
+  }
   return worthwhile;
 }
 
 template <class T>
 void fetch_forward(const AttentionParams& p, const AttentionItem& first, const AttentionItem& last,
                    bool past, Ahead& ahead) {
-  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim;
-  if (!start_fetching(ahead, first, last)) return;
-  fetch<T>(ahead, p.q, first.begin, first.head, last.head, dim);
-  fetch<T>(ahead, p.k, first.begin, first.head / group, last.head / group, dim);
-  fetch<T>(ahead, p.v, first.begin, first.head / group, last.head / group, dim);
-  if (!past) fetch<T>(ahead, p.out, first.begin, first.head, last.head, dim);
+  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim, at = first.begin;
+  if (!start_fetching(ahead, p, first, last)) return;
+  if (group == 1) {
+    fetch_qkv<T>(ahead, p.q, p.k, p.v, p.order, at, first.head, last.head, dim);
+  } else {
+    fetch<T>(ahead, p.q, p.order, at, first.head, last.head, dim);
+    fetch<T>(ahead, p.k, p.order, at, first.head / group, last.head / group, dim);
+    fetch<T>(ahead, p.v, p.order, at, first.head / group, last.head / group, dim);
+  }
+  if (!past) fetch<T>(ahead, p.out, p.order, at, first.head, last.head, dim);
 }
 
 template <class T>
 void fetch_backward(const AttentionGradParams& g, const AttentionItem& first,
                     const AttentionItem& last, bool past, Ahead& ahead) {
   const AttentionParams& p = g.forward;
-  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim;
+  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim, at = first.begin;
   const int64_t q_first = first.head * group, q_last = (last.head + 1) * group - 1;
-  if (!start_fetching(ahead, first, last)) return;
-  fetch<T>(ahead, p.k, first.begin, first.head, last.head, dim);
-  fetch<T>(ahead, p.v, first.begin, first.head, last.head, dim);
-  fetch<T>(ahead, p.q, first.begin, q_first, q_last, dim);
-  fetch<T>(ahead, g.dout, first.begin, q_first, q_last, dim);
-  fetch<T>(ahead, p.out, first.begin, q_first, q_last, dim);
-  if (past) return;
-  fetch<T>(ahead, g.dq, first.begin, q_first, q_last, dim);
-  fetch<T>(ahead, g.dk, first.begin, first.head, last.head, dim);
-  fetch<T>(ahead, g.dv, first.begin, first.head, last.head, dim);
+  if (!start_fetching(ahead, p, first, last)) return;
+  const auto fetch_three = [&](const HeadsView& q, const HeadsView& k, const HeadsView& v) {
+    if (group == 1) {
+      fetch_qkv<T>(ahead, q, k, v, p.order, at, first.head, last.head, dim);
+      return;
+    }
+    fetch<T>(ahead, k, p.order, at, first.head, last.head, dim);
+    fetch<T>(ahead, v, p.order, at, first.head, last.head, dim);
+    fetch<T>(ahead, q, p.order, at, q_first, q_last, dim);
+  };
+  fetch_three(p.q, p.k, p.v);
+  fetch<T>(ahead, g.dout, p.order, at, q_first, q_last, dim);
+  fetch<T>(ahead, p.out, p.order, at, q_first, q_last, dim);
+  if (!past) fetch_three(g.dq, g.dk, g.dv);
 }
 
 int64_t forward_floats(const AttentionParams& p, int64_t max_length) {
@@ -185,16 +217,28 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
   float* row_sum = row_max + kBlock;
   float* correction = row_sum + kBlock;
 
-  const Panel<Math> key = pack_rows(Math{}, rows_of<const T>(p.k, item.begin, kv_head),
-                                    p.k.token_stride, keys, dim, key_buffer);
-  pack_depth(rows_of<const T>(p.v, item.begin, kv_head), p.v.token_stride, keys, dim, values);
+  Panel<Math> key;
+  with_rotated<Math>(
+      p, rows_of<const T>(p.k, p.order, item.begin, kv_head), item.begin, keys, key_buffer,
+      [&](const auto& rows) { key = pack_rows(Math{}, rows, keys, dim, key_buffer); });
+  pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
 
   for (int64_t q0 = item.q_begin; q0 < item.q_end; q0 += kBlock) {
     const int64_t queries = minimum(kBlock, item.q_end - q0);
     const int lanes = vectors_of(queries);
-    pack_lanes(rows_of<const T>(p.q, item.begin + q0, item.head), p.q.token_stride, queries, dim,
-               score_sign(p), qt);
+    const int64_t place = item.begin + q0;
+    with_rotated<Math>(
+        p, rows_of<const T>(p.q, p.order, place, item.head), place, queries, out,
+        [&](const auto& rows) { pack_lanes(rows, queries, dim, score_sign(p), qt); });
+    const RowSink<false, T> results{rows_of<T>(p.out, p.order, place, item.head), dim, correction,
+                                    past};
+    const auto invert_sums = [&] {
+      for (int j = 0; j < lanes; ++j) {
+        store(correction + j * kWidth, set1(1.f) / load(row_sum + j * kWidth));
+      }
+    };
     const int64_t key_end = p.causal ? q0 + queries : keys;
+    const bool one_pass = key_end <= kBlock;
     for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
       const int n = static_cast<int>(minimum(kBlock, key_end - k0));
       const bool first = k0 == 0;
@@ -204,28 +248,29 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
       if (p.causal && k0 + n > q0 + 1) mask_causal(s, k0, n, q0, lanes);
       softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, row_max, row_sum,
                                      correction);
-      gemm<Math, true>({reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld,
-                        ld, out, ld, static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
-                        first ? Start::kZero : Start::kScale, correction},
-                       ahead);
+      if (one_pass) invert_sums();
+      gemm<Math, true>(
+          {reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld, ld, out, ld,
+           static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
+           first ? Start::kZero : Start::kScale, correction, one_pass ? &results : nullptr},
+          ahead);
     }
-    const int64_t stats = item.head * p.tokens + item.begin + q0;
+    const int64_t stats = item.head * p.tokens + place;
     copy(row_max, queries, p.row_max + stats);
     copy(row_sum, queries, p.row_sum + stats);
-    for (int j = 0; j < lanes; ++j) {
-      store(correction + j * kWidth, set1(1.f) / load(row_sum + j * kWidth));
-    }
-    store_rows<false>(out, queries, dim, correction, rows_of<T>(p.out, item.begin + q0, item.head),
-                      p.out.token_stride, past);
+    if (one_pass) continue;
+    invert_sums();
+    store_rows<false>(out, ld, queries, dim, correction, results.rows, past);
   }
 }
 
 // delta [64] = sum over dim of out * dout, a row's share of the softmax's gradient.
 template <class T>
-VLMK_NOINLINE void row_dots(const T* out, int64_t out_stride, const T* dout, int64_t dout_stride,
-                            int64_t n, int64_t dim, float* delta) {
+VLMK_NOINLINE void row_dots(const Rows<T>& outs, const Rows<T>& douts, int64_t n, int64_t dim,
+                            float* delta) {
   const int64_t whole = dim / kWidth * kWidth;
-  for (int64_t i = 0; i < n; ++i, out += out_stride, dout += dout_stride) {
+  for (int64_t i = 0; i < n; ++i) {
+    T *out = outs[i], *dout = douts[i];
     Vec sum = set1(0.f);
     for (int64_t d = 0; d < whole; d += kWidth) sum = fma(load(out + d), load(dout + d), sum);
     if (whole < dim) {
@@ -288,6 +333,32 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vect
   }
 }
 
+// n rows of q or k from `place` on, rotated where there is a table, as both operands of Fp32
+// products: -> dst [n, padded(dim)].
+template <class T>
+VLMK_INLINE Panel<Fp32> pack_both(const AttentionParams& p, const Rows<const T>& x, int64_t place,
+                                  int64_t n, float* dst) {
+  const auto ld = static_cast<ptrdiff_t>(padded(p.head_dim));
+  if (p.rotary) {
+    rotate_rows<false>(x, rotary_rows(p, place), n, p.head_dim, Rows<float>{dst, ld});
+  } else {
+    pack_depth(x, n, p.head_dim, dst);
+  }
+  return {dst, ld};
+}
+
+// A gradient of rotated rows src [n, padded(dim)], from `place` on, to where it belongs.
+template <class T>
+void store_rotated_back(const AttentionParams& p, float* src, int64_t place, int64_t n,
+                        const RowSink<true, T>& to) {
+  const auto ld = static_cast<ptrdiff_t>(padded(p.head_dim));
+  if (p.rotary) {
+    const Rows<float> rows{src, ld};
+    rotate_rows<true>(rows, rotary_rows(p, place), n, p.head_dim, rows);
+  }
+  store_rows<true>(src, ld, n, p.head_dim, to.scale, to.rows, to.past);
+}
+
 int64_t backward_floats(const AttentionParams& p, int64_t max_length) {
   const int64_t ld = padded(p.head_dim);
   return 5 * (max_length + 1) * ld              // keys in two layouts, values, dk, dv
@@ -327,36 +398,54 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
   float* inverse_sum = row_max + kBlock;
   float* delta = inverse_sum + kBlock;
 
-  const T* k_rows = rows_of<const T>(p.k, item.begin, kv_head);
-  pack_depth(k_rows, p.k.token_stride, length, dim, key_depth);
+  const Rows<const T> k_rows = rows_of<const T>(p.k, p.order, item.begin, kv_head);
   Panel<Math> key;
   if constexpr (Math::kStep == 1) {
-    key = {key_depth, static_cast<ptrdiff_t>(ld)};
+    key = pack_both(p, k_rows, item.begin, length, key_depth);
   } else {
-    key = pack_rows(Math{}, k_rows, p.k.token_stride, length, dim, key_buffer);
+    with_rotated<Math>(p, k_rows, item.begin, length, key_buffer, [&](const auto& rows) {
+      pack_depth(rows, length, dim, key_depth);
+      key = pack_rows(Math{}, rows, length, dim, key_buffer);
+    });
   }
-  const Panel<Math> value = pack_rows(Math{}, rows_of<const T>(p.v, item.begin, kv_head),
-                                      p.v.token_stride, length, dim, value_buffer);
+  const Panel<Math> value = pack_rows(Math{}, rows_of<const T>(p.v, p.order, item.begin, kv_head),
+                                      length, dim, value_buffer);
+  // Sums that are complete after one product leave from there.
+  const bool one_block = length <= kBlock && group == 1;
+  const float one = 1.f;
+  const RowSink<true, T> dk_rows{rows_of<T>(g.dk, p.order, item.begin, kv_head), dim, &p.scale,
+                                 past};
+  const RowSink<true, T> dv_rows{rows_of<T>(g.dv, p.order, item.begin, kv_head), dim, &one, past};
 
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int64_t q0 = 0; q0 < length; q0 += kBlock) {
-      const int64_t queries = minimum(kBlock, length - q0), token = item.begin + q0;
+      const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
       const int lanes = vectors_of(queries), rows = static_cast<int>(queries);
-      const T* q = rows_of<const T>(p.q, token, head);
-      const T* dout = rows_of<const T>(g.dout, token, head);
-      pack_lanes(q, p.q.token_stride, queries, dim, score_sign(p), qt);
-      pack_lanes(dout, g.dout.token_stride, queries, dim, 1.f, gt);
-      pack_depth(q, p.q.token_stride, queries, dim, q_depth);
-      pack_depth(dout, g.dout.token_stride, queries, dim, g_depth);
+      const Rows<const T> q = rows_of<const T>(p.q, p.order, place, head);
+      const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
+      if constexpr (Math::kStep == 1) {
+        const Panel<Fp32> packed = pack_both(p, q, place, queries, q_depth);
+        pack_lanes(Rows<const float>{packed.data, packed.ld}, queries, dim, score_sign(p), qt);
+        pack_depth(dout, queries, dim, g_depth);
+        pack_lanes(Rows<const float>{g_depth, static_cast<ptrdiff_t>(ld)}, queries, dim, 1.f, gt);
+      } else {
+        with_rotated<Math>(p, q, place, queries, dq, [&](const auto& q_rows) {
+          pack_lanes(q_rows, queries, dim, score_sign(p), qt);
+          pack_depth(q_rows, queries, dim, q_depth);
+        });
+        pack_lanes(dout, queries, dim, 1.f, gt);
+        pack_depth(dout, queries, dim, g_depth);
+      }
       for (int i = 0; i < kBlock; ++i) {
-        row_max[i] = i < rows ? p.row_max[head * p.tokens + token + i] : 0.f;
-        inverse_sum[i] = i < rows ? 1.f / p.row_sum[head * p.tokens + token + i] : 0.f;
+        row_max[i] = i < rows ? p.row_max[head * p.tokens + place + i] : 0.f;
+        inverse_sum[i] = i < rows ? 1.f / p.row_sum[head * p.tokens + place + i] : 0.f;
         delta[i] = 0.f;
       }
-      row_dots(rows_of<const T>(p.out, token, head), p.out.token_stride, dout, g.dout.token_stride,
-               queries, dim, delta);
+      row_dots(rows_of<const T>(p.out, p.order, place, head), dout, queries, dim, delta);
 
       const int64_t key_end = p.causal ? q0 + queries : length;
+      const bool one_pass = key_end <= kBlock && !p.rotary;
+      const RowSink<true, T> dq_rows{rows_of<T>(g.dq, p.order, place, head), dim, &p.scale, past};
       for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
         const int n = static_cast<int>(minimum(kBlock, key_end - k0));
         gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, st, kBlock, n, lanes, depth,
@@ -374,25 +463,22 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
         const Start start = first ? Start::kZero : Start::kAdd;
         const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;
         gemm<Math, false>({gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns,
-                           steps, start, nullptr},
+                           steps, start, nullptr, one_block ? &dv_rows : nullptr},
                           ahead);
         gemm<Math, false>({gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns,
-                           steps, start, nullptr},
+                           steps, start, nullptr, one_block && !p.rotary ? &dk_rows : nullptr},
                           ahead);
-        gemm<Math, true>({reinterpret_cast<const Element*>(dpt), kBlock,
-                          key_depth + k0 / Math::kStep * ld, ld, dq, ld, rows, columns,
-                          steps_of<Math>(n), k0 == 0 ? Start::kZero : Start::kAdd, nullptr},
-                         ahead);
+        gemm<Math, true>(
+            {reinterpret_cast<const Element*>(dpt), kBlock, key_depth + k0 / Math::kStep * ld, ld,
+             dq, ld, rows, columns, steps_of<Math>(n), k0 == 0 ? Start::kZero : Start::kAdd,
+             nullptr, one_pass ? &dq_rows : nullptr},
+            ahead);
       }
-      store_rows<true>(dq, queries, dim, &p.scale, rows_of<T>(g.dq, token, head), g.dq.token_stride,
-                       past);
+      if (!one_pass) store_rotated_back(p, dq, place, queries, dq_rows);
     }
   }
-  const float one = 1.f;
-  store_rows<true>(dk, length, dim, &p.scale, rows_of<T>(g.dk, item.begin, kv_head),
-                   g.dk.token_stride, past);
-  store_rows<true>(dv, length, dim, &one, rows_of<T>(g.dv, item.begin, kv_head), g.dv.token_stride,
-                   past);
+  if (!one_block || p.rotary) store_rotated_back(p, dk, item.begin, length, dk_rows);
+  if (!one_block) store_rows<true>(dv, ld, length, dim, &one, dv_rows.rows, past);
 }
 
 // Runs run(params, item, past, ahead, memory) over all items on torch's threads. A thread takes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import _native, attention, varlen_attention
+from vlmkernels import _native, varlen_attention
 from vlmkernels.attention import varlen_attention_reference
 
 ISAS = _native.available_isas()
@@ -233,11 +233,11 @@ def test_no_tokens(lengths):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_stand_in_on_cuda_means_the_same(causal: bool):
-    """It is device-agnostic torch code, so that a machine without a GPU can run it."""
+    """It is device-agnostic torch code, and can be forced."""
     lengths = [30, 0, 41]
     q, k, v, dout = make(lengths, 4, 2, 16)
     cu = borders(lengths)
-    ours = outputs(attention._cuda, q, k, v, dout, cu, None, causal, 0.25)
+    ours = outputs(varlen_attention, q, k, v, dout, cu, causal=causal, scale=0.25, backend="sdpa")
     expected = outputs(varlen_attention_reference, q, k, v, dout, cu, causal=causal, scale=0.25)
     for name in expected:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-5)
@@ -285,11 +285,13 @@ def test_bad_arguments_are_named(change, message):
 def test_opcheck():
     q, k, v, _ = make([5, 0, 9], 4, 2, 24)
     cu = borders([5, 0, 9])
-    torch.library.opcheck(torch.ops.vlmkernels.varlen_attention.default, (q, k, v, cu, True, 0.2))
-    out, stats = torch.ops.vlmkernels.varlen_attention(q, k, v, cu, True, 0.2)
+    torch.library.opcheck(
+        torch.ops.vlmkernels.varlen_attention.default, (q, k, v, cu, 0, True, 0.2)
+    )
+    out, stats = torch.ops.vlmkernels.varlen_attention(q, k, v, cu, 0, True, 0.2)
     arguments = [x.detach() for x in (torch.randn_like(out), q, k, v, out, stats)]
     torch.library.opcheck(
-        torch.ops.vlmkernels.varlen_attention_backward.default, (*arguments, cu, True, 0.2)
+        torch.ops.vlmkernels.varlen_attention_backward.default, (*arguments, cu, 0, True, 0.2)
     )
 
 
