@@ -16,6 +16,8 @@ from typing import Any
 from benchmarks.harness import AS_IT_COMES, FAULT_FREE, QUIET_SHARE, REPETITIONS, ROOT, Row
 
 RESULTS = ROOT / "benchmarks" / "results"
+#: Its folder for conversions of full-size models, written by `make test-full`.
+CONVERSIONS = "conversions"
 REPORT = ROOT / "benchmarks" / "RESULTS.md"
 
 HEADER = f"{'op':<40} {'shape':<44} {'dtype':<9} thr {'ours':>10} {'best peer':>10}  ratio  ceiling"
@@ -89,6 +91,17 @@ def store(path: Path, machine: dict[str, Any], rows: list[Row]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
+
+
+def store_conversions(
+    machine: dict[str, Any], size: str, jobs: list[dict[str, Any]], results: Path = RESULTS
+) -> None:
+    """Replaces the rows of this machine and model size."""
+    path = results / CONVERSIONS / f"{machine_slug(machine, 'cpu')}.json"
+    old = json.loads(path.read_text(encoding="utf-8"))["jobs"] if path.exists() else []
+    content = {"machine": machine, "jobs": [*(j for j in old if j["size"] != size), *jobs]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -199,8 +212,36 @@ _TITLES = {
 }
 
 
-def render(files: dict[str, tuple[dict[str, Any], list[Row]]]) -> str:
-    """RESULTS.md of {file name: (machine, rows)}; depends on nothing else."""
+def _conversions(files: dict[str, dict[str, Any]]) -> list[str]:
+    out: list[str] = []
+    for name, content in sorted(files.items()):
+        machine = content["machine"]
+        out += [
+            "",
+            f"## Converting weights: {machine['cpu']}, {machine['cores']} cores",
+            "",
+            "Random weights in the shapes of the released models, bfloat16, Hugging Face -> "
+            "Megatron (TP 2, PP 2) -> one rank -> Hugging Face, compared bit by bit: "
+            "`make test-full` (SIZE=7B for the larger). One run each. "
+            f"Source: results/conversions/{name}.",
+            "",
+            "| model | job | GB | seconds | MB/s | peak RSS, GB | at most | date, commit |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for j in content["jobs"]:
+            speed = 1e3 * j["gigabytes"] / j["seconds"]
+            out.append(
+                f"| {j['size']} | {j['job']} | {j['gigabytes']:.2f} | {j['seconds']:.0f} "
+                f"| {speed:.0f} | {j['rss']:.2f} | {j['limit']:g} | {j['date']}, {j['commit']} |"
+            )
+    return out
+
+
+def render(
+    files: dict[str, tuple[dict[str, Any], list[Row]]],
+    conversions: dict[str, dict[str, Any]] | None = None,
+) -> str:
+    """RESULTS.md of {file name: (machine, rows)} and conversions; depends on nothing else."""
     out = [
         "# Measured",
         "",
@@ -226,6 +267,7 @@ def render(files: dict[str, tuple[dict[str, Any], list[Row]]]) -> str:
             if chosen := [row for row in rows if row.memory == memory]:
                 out += ["", f"### {text}", "", *_table(chosen), *_training(chosen)]
         out += _others(rows)
+    out += _conversions(conversions or {})
     if not files:
         out += ["", "Nothing has been measured yet."]
     return "\n".join(out) + "\n"
@@ -233,7 +275,10 @@ def render(files: dict[str, tuple[dict[str, Any], list[Row]]]) -> str:
 
 def write(results: Path = RESULTS, target: Path = REPORT) -> None:
     files = {path.name: load(path) for path in sorted(results.glob("*.json"))}
-    target.write_text(render(files), encoding="utf-8")
+    conversions = {
+        p.name: json.loads(p.read_text()) for p in (results / "conversions").glob("*.json")
+    }
+    target.write_text(render(files, conversions), encoding="utf-8")
 
 
 if __name__ == "__main__":

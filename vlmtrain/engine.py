@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vlmtrain.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
 from vlmtrain.data.batch import PackedBatch
-from vlmtrain.device import Backend
+from vlmtrain.device import Backend, without_shim
 from vlmtrain.models.configs import language_config, vision_config
 from vlmtrain.models.lora import add_adapters
 from vlmtrain.models.spec import ModelSpec
@@ -248,7 +248,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
     pack = next(packs)
-    return model(pack), partial(_loss, pack)
+    with without_shim():
+        return model(pack), partial(_loss, pack)
 
 
 def _loss(pack: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

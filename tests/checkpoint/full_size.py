@@ -1,7 +1,8 @@
 """Models in the shapes of released sizes, with random weights, written tensor by tensor.
 
 python -m tests.checkpoint.full_size FOLDER [2B|7B]   makes a folder, converts it to Megatron and
-back, compares, and prints time and peak memory of each (`make test-full`).
+back, compares, prints time and peak memory of each and stores them for benchmarks/RESULTS.md
+(`make test-full`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import shutil
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import report
+from benchmarks.harness import commit
 from vlmtrain.checkpoint.hf_files import SHARD_BYTES, SafetensorsWriter, finish_hf_folder
 from vlmtrain.checkpoint.mapping import rows
 from vlmtrain.models.spec import ModelSpec
@@ -179,6 +183,7 @@ def main() -> None:
             ["megatron-to-hf", "--source", f"{other}", "--target", f"{back}"],
             ["verify", "--source", f"{hf}", "--target", f"{back}", "--logits", "no"],
         ]  # fmt: skip
+        found: list[dict[str, Any]] = []
         total = sum(p.stat().st_size for p in hf.glob("*.safetensors")) / 1e9
         for arguments in jobs:
             seconds, rss = timed(arguments)
@@ -188,11 +193,19 @@ def main() -> None:
                 flush=True,
             )
             assert rss < RSS_LIMIT_GB[size], f"{rss:.2f} GB is above {RSS_LIMIT_GB[size]} GB"
+            found.append(
+                dict(
+                    size=size, job=arguments[0], gigabytes=total, seconds=seconds, rss=rss,
+                    limit=RSS_LIMIT_GB[size], date=date.today().isoformat(), commit=commit(),
+                )
+            )  # fmt: skip
             if arguments[0] == "reshard":
                 shutil.rmtree(megatron)  # 2B needs 13 GB of disk, not 18
         assert filecmp.cmp(hf / "config.json", back / "config.json", shallow=False) or json.loads(
             (hf / "config.json").read_text()
         ) == json.loads((back / "config.json").read_text())
+        report.store_conversions(report.describe_machine("cpu"), size, found)
+        report.write()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"whole test: {resource.getrusage(resource.RUSAGE_SELF).ru_utime:.0f} s user")

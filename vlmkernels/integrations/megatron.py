@@ -5,9 +5,11 @@ Usage, in a layer spec of your own:
 
     spec.submodules.self_attention.submodules.core_attention = VarlenCoreAttention
 
-The attention reads sequence borders from `packed_seq_params.cu_seqlens_q`; a Qwen2.5-VL
-vision tower passes `VisionPackedSeqParams`, whose windowed borders are used by every layer
-that the config does not list in `full_attention_layers`.
+The attention reads sequence borders from `packed_seq_params.cu_seqlens_q`; with
+`RotaryPackedSeqParams` it also rotates queries and keys, by angles that are computed once per
+forward (Megatron's own rotary code takes their cosine and sine in every layer). A Qwen2.5-VL vision
+tower passes `VisionPackedSeqParams`, whose windowed borders are used by every layer that the config
+does not list in `full_attention_layers`.
 """
 
 from __future__ import annotations
@@ -21,11 +23,23 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from vlmkernels import varlen_attention
+from vlmkernels.rotary import apply_rotary
 
 
 @dataclass
-class VisionPackedSeqParams(PackedSeqParams):
-    """PackedSeqParams with a second set of borders: int32 [windows + 1]."""
+class RotaryPackedSeqParams(PackedSeqParams):
+    """PackedSeqParams with the cosine and sine of every token's angles, [T, head_dim / 2] each.
+
+    Leave the layers' own `rotary_pos_emb` None with it.
+    """
+
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+
+
+@dataclass
+class VisionPackedSeqParams(RotaryPackedSeqParams):
+    """RotaryPackedSeqParams with a second set of borders: int32 [windows + 1]."""
 
     cu_window_seqlens: Tensor | None = None
 
@@ -84,6 +98,10 @@ class VarlenCoreAttention(MegatronModule):
         batched = query.dim() == 4
         if batched:
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        cos = getattr(packed_seq_params, "rotary_cos", None)
+        if cos is not None:
+            sin = packed_seq_params.rotary_sin  # type: ignore[attr-defined]
+            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         cu_seqlens = packed_seq_params.cu_seqlens_q
         max_seqlen = packed_seq_params.max_seqlen_q
         if self.windowed:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from vlmtrain.models import weight_gradients
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import Layout
 
@@ -35,11 +36,10 @@ def language_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=True,
-        mrope_section=list(spec.mrope_section),
         pipeline_model_parallel_layout=layout.megatron_text_layout(),
         **_common(layout, dtype, recompute),
     )
-    config.recompute_mlp = recompute == "selective"  # read by layers.recompute_mlps
+    config.recompute_mlp = recompute == "selective"  # read by layers.TowerMLP
     return config
 
 
@@ -77,6 +77,7 @@ def vision_config(
 
 def _common(layout: Layout, dtype: torch.dtype, recompute: str) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
+    weight_gradients.enable()
     common: dict[str, Any] = dict(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -94,7 +95,7 @@ def _common(layout: Layout, dtype: torch.dtype, recompute: str) -> dict[str, Any
         bias_dropout_fusion=cuda,
         bias_activation_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,  # needs apex
+        gradient_accumulation_fusion=True,  # by torch's own products: weight_gradients.py
         # On gloo a pipeline output would be freed before its send has completed.
         deallocate_pipeline_outputs=cuda,
     )

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vlmkernels.integrations.megatron import VarlenCoreAttention
+from vlmtrain.models import host_ops
 
 
 class Norm:
@@ -29,7 +30,7 @@ class Norm:
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> torch.nn.Module:
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        kind = host_ops.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=init_device(config))
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
@@ -41,8 +42,10 @@ def init_device(config: TransformerConfig) -> torch.device | None:
     return None if config.use_cpu_initialization else torch.cuda.current_device()
 
 
-class RecomputedMLP(MLP):
-    """An MLP that keeps its input only: most of a layer's activations are made here.
+class TowerMLP(MLP):
+    """megatron-core's MLP, on the CPU with fewer passes over its widest tensors, and where the
+    config's `recompute_mlp` asks for it keeping its input only: most of a layer's activations are
+    made here.
 
     megatron-core's own `recompute_modules=["mlp"]` returns the bias through the checkpoint, which
     makes a parameter its own ancestor and recurses without end where there is a bias.
@@ -50,23 +53,26 @@ class RecomputedMLP(MLP):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         def product(x: Tensor) -> Tensor:
-            return MLP.forward(self, x, *args, **kwargs)[0]
+            if self.config.bias_activation_fusion or x.device.type != "cpu":
+                return MLP.forward(self, x, *args, **kwargs)[0]
+            activation = host_ops.swiglu if self.config.gated_linear_unit else host_ops.quick_gelu
+            return self.linear_fc2(activation(*self.linear_fc1(x)))[0]
 
         fc2 = self.linear_fc2
-        return tensor_parallel.checkpoint(product, False, hidden_states), (
-            fc2.bias if fc2.skip_bias_add else None
-        )
+        bias = fc2.bias if fc2.skip_bias_add else None
+        if getattr(self.config, "recompute_mlp", False):
+            return tensor_parallel.checkpoint(product, False, hidden_states), bias
+        return product(hidden_states), bias
 
 
-def recompute_mlps(block: TransformerBlock) -> None:
-    """Where the config asks for it, let a built block's MLPs keep their input only.
+def adapt_mlps(block: TransformerBlock) -> None:
+    """Make the MLPs of a built block TowerMLPs.
 
     Their class is changed afterwards: a spec with another class than MLP would not get the
     tensor-parallel group from its layer.
     """
-    if getattr(block.config, "recompute_mlp", False):
-        for layer in block.layers:
-            layer.mlp.__class__ = RecomputedMLP
+    for layer in block.layers:
+        layer.mlp.__class__ = TowerMLP
 
 
 def block_submodules(
@@ -77,5 +83,7 @@ def block_submodules(
     spec.submodules.input_layernorm = Norm
     spec.submodules.pre_mlp_layernorm = Norm
     spec.submodules.self_attention.submodules.core_attention = VarlenCoreAttention
+    spec.submodules.self_attn_bda = host_ops.bias_dropout_add
+    spec.submodules.mlp_bda = host_ops.bias_dropout_add
     spec.submodules.self_attention.params = {"attn_mask_type": mask}
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)

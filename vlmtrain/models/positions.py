@@ -100,3 +100,23 @@ def mrope_positions(
     text = np.arange(start, start + len(ids) - cursor)
     pieces.append(np.broadcast_to(text, (3, len(text))))
     return torch.from_numpy(np.concatenate(pieces, axis=1).astype(np.int64))
+
+
+def mrope_cos_sin(position_ids: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotation angles, float32 [S, head_dim / 2] each.
+
+    position_ids: int64 [3, S]. Each axis rotates its own section of the frequencies
+    (`spec.mrope_section`: time first, then height, then width).
+    """
+    half = spec.head_dim // 2
+    steps = torch.arange(half, dtype=torch.float32, device=position_ids.device)
+    frequencies = 1.0 / spec.rope_theta ** (steps / half)
+    positions = position_ids.float()
+    angles = torch.cat(
+        [
+            positions[axis, :, None] * part
+            for axis, part in enumerate(frequencies.split(list(spec.mrope_section)))
+        ],
+        -1,
+    )
+    return angles.cos(), angles.sin()

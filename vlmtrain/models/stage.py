@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vlmkernels import scatter_visual, visual_embedding
+from vlmkernels.integrations.megatron import RotaryPackedSeqParams
 from vlmtrain.checkpoint.mapping import padded_vocab_size
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.models.language import LanguageModel
-from vlmtrain.models.layers import block_submodules, recompute_mlps
+from vlmtrain.models.layers import adapt_mlps, block_submodules
+from vlmtrain.models.positions import mrope_cos_sin
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
 from vlmtrain.parallel.layout import Layout
@@ -76,14 +77,13 @@ class QwenVLStage(LanguageModule):
                 spec.max_position_embeddings,
                 pre_process=self.pre_process,
                 post_process=self.post_process,
-                position_embedding_type="mrope",
-                rotary_base=int(spec.rope_theta),
+                position_embedding_type="none",  # the attention rotates, see _language
                 share_embeddings_and_output_weights=spec.tie_word_embeddings,
                 scatter_embedding_sequence_parallel=False,
                 vp_stage=vp_stage,
                 spec=spec,
             )
-            recompute_mlps(self.language_model.decoder)
+            adapt_mlps(self.language_model.decoder)
             # The merger's stage hands the decoder its input; later ones receive it.
             self.language_model.decoder.pre_process = stage == layout.merger_stage
         self.input_tensor: Tensor | None = None
@@ -203,10 +203,13 @@ class QwenVLStage(LanguageModule):
 
     def _language(self, batch: PackedBatch, embeddings: Tensor | None, logits: bool) -> Tensor:
         assert self.language_model is not None
-        # 'sbhd' keeps Megatron's rotary embedding off its per-segment path (a host sync per
-        # layer on a GPU); our attention reads the borders all the same.
-        packed = PackedSeqParams(
-            qkv_format="sbhd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens
+        cos, sin = mrope_cos_sin(batch.position_ids, self.spec)
+        packed = RotaryPackedSeqParams(
+            qkv_format="sbhd",
+            cu_seqlens_q=batch.cu_seqlens,
+            cu_seqlens_kv=batch.cu_seqlens,
+            rotary_cos=cos,
+            rotary_sin=sin,
         )
         labels = batch.labels.clamp_min(0)[None] if self.post_process and not logits else None
         return self.language_model(

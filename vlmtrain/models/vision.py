@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vlmkernels import VisionLayout
 from vlmkernels.integrations.megatron import VisionPackedSeqParams
-from vlmtrain.models.layers import Norm, block_submodules, init_device, recompute_mlps
+from vlmtrain.models.layers import Norm, adapt_mlps, block_submodules, init_device
 from vlmtrain.models.spec import VisionSpec
 
 
@@ -34,8 +34,7 @@ class VisionInputs:
 
     window_index: Tensor | None  # int64 [G]: group at each place in window order
     reverse_index: Tensor | None  # int64 [G]: place of each group in window order
-    rotary: Tensor  # float32 [P, 1, 1, head_dim]: angles, in the tower's row order
-    packed: VisionPackedSeqParams
+    packed: VisionPackedSeqParams  # borders, and angles in the tower's row order
     num_patches: int  # P with padding
     padded_patches: int
 
@@ -75,11 +74,12 @@ class VisionInputs:
         return cls(
             window_index=None if window is None else window.to(device, non_blocking=True),
             reverse_index=None if reverse is None else reverse.to(device, non_blocking=True),
-            rotary=torch.cat([angles, angles], -1)[:, None, None, :].to(device, non_blocking=True),
             packed=VisionPackedSeqParams(
                 qkv_format="sbhd",
                 cu_seqlens_q=cu,
                 cu_seqlens_kv=cu,
+                rotary_cos=angles.cos().to(device, non_blocking=True),
+                rotary_sin=angles.sin().to(device, non_blocking=True),
                 cu_window_seqlens=(
                     None if cu_window is None else cu_window.to(device, non_blocking=True)
                 ),
@@ -136,7 +136,7 @@ class VisionTower(MegatronModule):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
-        recompute_mlps(self.blocks)
+        adapt_mlps(self.blocks)
         if last:
             merger = copy.copy(config)
             merger.sequence_parallel = False
@@ -175,7 +175,6 @@ class VisionTower(MegatronModule):
         x = self.blocks(
             hidden_states=x,
             attention_mask=None,
-            rotary_pos_emb=inputs.rotary,
             packed_seq_params=inputs.packed,
         )
         return self._merge(x) if self.last else x

@@ -1,0 +1,54 @@
+"""apply_rotary against its reference and the numbers of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.numeric import assert_accurate
+from vlmkernels.rotary import apply_rotary, apply_rotary_reference
+
+
+def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    table = torch.rand(tokens, half) * 100
+    return table.cos(), table.sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_forward_and_backward(dtype: torch.dtype) -> None:
+    tokens, heads, half = (int(n) for n in torch.randint(1, 20, (3,)))
+    # a slice of a fused projection, as Megatron hands queries over
+    base = torch.randn(tokens, heads, 6 * half, dtype=dtype)
+    cos, sin = angles(tokens, half)
+    upstream = torch.randn(tokens, heads, 2 * half, dtype=dtype)
+    results = []
+    for op, kind in (
+        (apply_rotary, dtype),
+        (apply_rotary_reference, dtype),
+        (apply_rotary_reference, torch.float64),
+    ):
+        x = base.detach().to(kind, copy=True).requires_grad_()
+        out = op(x[..., 2 * half : 4 * half], cos, sin)
+        out.backward(upstream.to(kind))
+        assert x.grad is not None
+        results.append((out.detach(), x.grad))
+    for ours, plain, exact in zip(*results, strict=True):
+        assert_accurate("rotation", ours, plain, exact)
+
+
+def test_equals_transformers() -> None:
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
+
+    x, (cos, sin) = torch.randn(9, 3, 20), angles(9, 10)
+    want, _ = apply_rotary_pos_emb_vision(
+        x, x, torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    )
+    torch.testing.assert_close(apply_rotary(x, cos, sin), want, rtol=1e-6, atol=1e-6)
+
+
+def test_errors() -> None:
+    cos, sin = angles(4, 3)
+    with pytest.raises(ValueError, match=r"x has shape \(4, 2, 5\); .* even D"):
+        apply_rotary(torch.zeros(4, 2, 5), cos, sin)
+    with pytest.raises(ValueError, match=r"sin has shape \(4, 2\); x needs \(4, 3\)"):
+        apply_rotary(torch.zeros(4, 2, 6), cos, sin[:, :2])

@@ -1,0 +1,117 @@
+"""The CPU's element-wise layer parts against float64, beside plain torch in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.numeric import assert_accurate
+from vlmtrain.models import host_ops
+
+Op = Callable[..., Tensor]
+
+
+def compare(ours: Op, plain: Op, inputs: list[Tensor | None], *, consumes_first: bool) -> None:
+    """Output and gradients of ours and of plain torch (both float32) against plain in float64."""
+
+    def run(op: Op, dtype: torch.dtype, copy: bool) -> list[Tensor]:
+        leaves = [
+            None if x is None else x.detach().to(dtype).clone().requires_grad_() for x in inputs
+        ]
+        args = list(leaves)
+        if copy:  # the op may write over it
+            assert args[0] is not None
+            args[0] = args[0] * 1.0
+        out = op(*args)
+        out.backward(upstream.to(dtype))
+        return [out.detach(), *(x.grad for x in leaves if x is not None)]
+
+    upstream = torch.randn(plain(*inputs).shape)
+    exact = run(plain, torch.float64, False)
+    stock = run(plain, torch.float32, False)
+    mine = run(ours, torch.float32, consumes_first)
+    for got, peer, want in zip(mine, stock, exact, strict=True):
+        assert_accurate("result", got, peer, want)
+
+
+def sizes() -> tuple[int, int]:
+    tokens, width = torch.randint(1, 70, ()), torch.randint(1, 90, ())
+    return int(tokens), int(width)
+
+
+def test_rms_norm() -> None:
+    tokens, width = sizes()
+    x = torch.randn(tokens, 1, width) * 10.0 ** torch.randint(-2, 3, ())
+
+    def norm(kind: type[torch.nn.RMSNorm]) -> Op:
+        module = kind(width, eps=1e-6)
+
+        def apply(x: Tensor, weight: Tensor) -> Tensor:
+            return torch.func.functional_call(module, {"weight": weight}, (x,))
+
+        return apply
+
+    compare(
+        norm(host_ops.RMSNorm),
+        norm(torch.nn.RMSNorm),
+        [x, torch.randn(width)],
+        consumes_first=False,
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_swiglu(bias: bool) -> None:
+    tokens, width = sizes()
+
+    def plain(x: Tensor, b: Tensor | None) -> Tensor:
+        gate, up = (x if b is None else x + b).chunk(2, -1)
+        return F.silu(gate) * up
+
+    compare(
+        host_ops.swiglu,
+        plain,
+        [torch.randn(tokens, 1, 2 * width) * 3, torch.randn(2 * width) if bias else None],
+        consumes_first=True,
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_quick_gelu(bias: bool) -> None:
+    tokens, width = sizes()
+
+    def plain(x: Tensor, b: Tensor | None) -> Tensor:
+        x = x if b is None else x + b
+        return x * torch.sigmoid(1.702 * x)
+
+    compare(
+        host_ops.quick_gelu,
+        plain,
+        [torch.randn(tokens, 1, width) * 3, torch.randn(width) if bias else None],
+        consumes_first=True,
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_bias_dropout_add(bias: bool) -> None:
+    tokens, width = sizes()
+    add = host_ops.bias_dropout_add(True, False)
+
+    def ours(x: Tensor, residual: Tensor, b: Tensor | None = None) -> Tensor:
+        return add((x, b), residual, 0.0)
+
+    def plain(x: Tensor, residual: Tensor, b: Tensor | None = None) -> Tensor:
+        return x + residual if b is None else x + b + residual
+
+    inputs: list[Tensor | None] = [torch.randn(tokens, 1, width), torch.randn(tokens, 1, width)]
+    compare(ours, plain, [*inputs, torch.randn(width)] if bias else inputs, consumes_first=True)
+
+
+def test_dropout_is_megatrons() -> None:
+    x, residual = torch.ones(64, 1, 64), torch.zeros(64, 1, 64)
+    out = host_ops.bias_dropout_add(True, False)((x, None), residual, 0.5)
+    assert set(out.unique().tolist()) == {0.0, 2.0}
+    assert x.eq(1).all()  # not written over
