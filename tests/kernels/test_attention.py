@@ -39,39 +39,45 @@ def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args:
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 
 
-def cancelled_terms(
+def rounding_noise(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, cu: Tensor, scale: float | None, causal: bool
 ) -> dict[str, Tensor]:
-    """What rounding in sums of D products does to each result: it grows with the square root of D.
+    """Standard deviation of each result under float32 roundings of random sign.
 
-    In dq and dk: the terms whose differences they are; with one key, dP - delta is 0. In out and
-    dv: a score's error is relative in its probability. Plain torch has the same errors, but over a
-    handful of elements twice its luck is no bound.
+    A sum of D products x_i rounds D times by up to eps / 2 of a partial sum, which grows like a
+    random walk: the errors add up to eps / sqrt(24) * sqrt(D) * |x|. A probability's relative error
+    is its score's error, and a unit each for exp and for the score's own rounding. dS = P (dP -
+    delta) has the errors of P and those of dP and delta, which don't cancel where dP - delta does.
     """
-    group = q.shape[1] // k.shape[1]
+    group, eps = q.shape[1] // k.shape[1], torch.finfo(torch.float32).eps
     q, k, v, dout = (x.detach().double() for x in (q, k, v, dout))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
-    out, dv = torch.zeros_like(q), torch.zeros_like(k)
+    walk = q.shape[-1] / 24
+    noise = {name: torch.zeros_like(q) for name in ("out", "dq", "dk", "dv")}
     for begin, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
         a, b, c, g = (x[begin:end].transpose(0, 1) for x in (q, k, v, dout))
         scores = a @ b.mT * scale
         if causal:
             scores = scores + torch.full(scores.shape[1:], -torch.inf).triu(1)
-        size = scale**2 * q.shape[-1]
-        squares = scores.softmax(-1) ** 2 * (a**2 @ (b**2).mT) * size
-        out[begin:end] = (squares @ c**2).sqrt().transpose(0, 1)
-        dv[begin:end] = (squares.mT @ g**2).sqrt().transpose(0, 1)
-        squares = scores.softmax(-1) ** 2 * (g**2 @ (c**2).mT) * size
-        dq[begin:end] = (squares @ b**2).sqrt().transpose(0, 1)
-        dk[begin:end] = (squares.mT @ a**2).sqrt().transpose(0, 1)
-    shared = {"dk": dk, "dv": dv}
-    return {
-        "out": out,
-        "dq": dq,
-        **{name: x.unflatten(1, (-1, group)).norm(dim=2) for name, x in shared.items()},
-    }
+        p = scores.softmax(-1)
+        relative = scale**2 * walk * (a**2 @ (b**2).mT) + (1 + (a @ b.mT * scale) ** 2) / 3
+        of_p = p**2 * relative
+        delta = g * (p @ c)
+        of_dp = walk * (g**2 @ (c**2).mT + delta.square().sum(-1, keepdim=True))
+        difference = g @ c.mT - delta.sum(-1, keepdim=True)
+        of_ds = scale**2 * (p**2 * of_dp + of_p * difference**2)
+        results = {
+            "out": of_p @ c**2,
+            "dv": of_p.mT @ g**2,
+            "dq": of_ds @ b**2,
+            "dk": of_ds.mT @ a**2,
+        }
+        for name, variance in results.items():
+            noise[name][begin:end] = eps * variance.sqrt().transpose(0, 1)
+    for name in ("dk", "dv"):
+        noise[name] = noise[name].unflatten(1, (-1, group)).norm(dim=2)
+    return noise
 
 
 def check(
@@ -89,9 +95,9 @@ def check(
     exact = outputs(varlen_attention_reference, *exact_inputs, dout.double(), cu, **kw)
     plain = outputs(varlen_attention_reference, q, k, v, dout, cu, **kw)
     ours = outputs(varlen_attention, q, k, v, dout, cu, **kw)
-    cancelled = cancelled_terms(q, k, v, dout, cu, **kw)
+    noise = rounding_noise(q, k, v, dout, cu, **kw)
     for name in exact:
-        assert_accurate(name, ours[name], plain[name], exact[name], cancelled.get(name))
+        assert_accurate(name, ours[name], plain[name], exact[name], noise[name])
 
 
 CASES = [  # lengths, heads, kv_heads, head_dim, causal
