@@ -187,6 +187,25 @@ def test_bitwise_repeatable_with_any_number_of_threads(dtype, causal):
             assert_bitwise(f"{name} with {threads} threads", result[name], expected[name])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_keys_dealt_out_to_threads_give_the_same_bits(dtype, causal):
+    """With few heads a long segment's keys are several items of the backward, which take turns."""
+    lengths = [1300, 90, 600]
+    q, k, v, dout = make(lengths, 8, 4, 16, dtype)
+    torch.set_num_threads(1)  # 4 items a thread are enough: whole segments
+    whole = outputs(varlen_attention, q, k, v, dout, borders(lengths), causal=causal)
+    few = [x.detach()[:, :heads].clone() for x, heads in ((q, 2), (k, 1), (v, 1), (dout, 2))]
+    inputs = [x.requires_grad_() for x in few[:3]]
+    for threads in (1, 2, 4, 4, 4):
+        torch.set_num_threads(threads)
+        with poisoned():
+            result = outputs(varlen_attention, *inputs, few[3], borders(lengths), causal=causal)
+        for name in result:
+            heads = result[name].shape[1]
+            assert_bitwise(f"{name}, {threads} threads", result[name], whole[name][:, :heads])
+
+
 @pytest.mark.parametrize("name", [n for n in ISAS if n.startswith("avx512")] or ISAS[-1:])
 def test_results_past_the_caches_are_the_same(name):
     """Above 16 MB they are written by other instructions, and rows are fetched ahead."""
