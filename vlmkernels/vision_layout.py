@@ -140,10 +140,11 @@ class VisionLayout:
         if key not in self._tables:
             positions = torch.arange(self.max_side, device=self.position_ids.device)
             angles = positions[:, None] * _frequencies(head_dim, theta, positions.device)
-            both = torch.stack((angles.cos(), angles.sin()))  # [2, side, head_dim / 4]
-            # Every side's sines and cosines are computed once, then looked up: [2, P, 2, D / 4].
-            table = both[:, self.position_ids].transpose(0, 1)
-            self._tables[key] = table.reshape(self.num_patches, head_dim)
+            both = torch.cat((angles.cos(), angles.sin()))  # [2 max_side, D / 4]
+            # Every sine and cosine is computed once per position, then looked up: [P, 4, D / 4].
+            rows = torch.cat((self.position_ids, self.position_ids + self.max_side), -1)
+            table = torch.nn.functional.embedding(rows, both)
+            self._tables[key] = table.view(self.num_patches, head_dim)
         return self._tables[key]
 
     def in_window_order(self) -> VisionLayout:
