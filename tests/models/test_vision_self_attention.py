@@ -17,7 +17,7 @@ MASK = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     ("mask", "keywords", "message"),
     [
         (MASK, {}, "takes no attention_mask: segments and angles come from"),
-        (None, {"rotary_pos_emb": torch.zeros(4, 1, 1, 8)}, "takes no attention_mask, rotary_pos_"),
+        (None, {"rotary_pos_emb": torch.zeros(4, 1, 1, 8)}, "takes no rotary_pos_emb: segments"),
         (None, {"rotary_pos_emb": None}, "needs packed_seq_params with a layout"),
         (None, {"packed_seq_params": VisionPackedSeqParams()}, "needs packed_seq_params with a"),
     ],

@@ -150,11 +150,12 @@ class VisionSelfAttention(SelfAttention):
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [P, 1, width], or [P / tp, 1, width] with sequence parallelism."""
+        others["attention_mask"] = attention_mask
         given = [name for name, value in others.items() if value is not None]
-        if attention_mask is not None or given:
+        if given:
             raise ValueError(
-                f"VisionSelfAttention takes no {', '.join(['attention_mask', *given])}: segments "
-                "and angles come from VisionPackedSeqParams.layout"
+                f"VisionSelfAttention takes no {', '.join(given)}: segments and angles come from "
+                "VisionPackedSeqParams.layout"
             )
         layout = getattr(packed_seq_params, "layout", None)
         if layout is None:
