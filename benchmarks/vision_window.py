@@ -58,7 +58,7 @@ def measure(dtype: torch.dtype, backward: bool) -> dict[str, float]:
             lambda: vision_attention(fused.transpose(1, 2), ordered, window=True),
             [fused],
         ),
-        "attention alone": (lambda: varlen_attention(*apart, borders), apart),
+        "attention alone": (lambda: varlen_attention(apart[0], apart[1], apart[2], borders), apart),
     }
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(REPEATS):
