@@ -92,7 +92,9 @@ vlmk::AttentionParams attention_params(int dtype, View q, View k, View v, View o
           kv_heads,
           head_dim,
           static_cast<float>(scale),
-          causal};
+          causal,
+          nullptr,
+          nullptr};
 }
 
 vlmk::AttentionGradParams attention_grad_params(int dtype, View q, View k, View v, View out,

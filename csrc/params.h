@@ -30,10 +30,8 @@ struct AttentionParams {
   int64_t head_dim;           // D
   float scale;
   bool causal;
-  const int32_t* order =
-      nullptr;                    // [T], CPU only: the token at each place of the segments; or null
-  const float* rotary = nullptr;  // [T, D], CPU only, by token: what q and k are rotated by, D / 2
-                                  // cosines and as many sines; or null
+  const int32_t* order;  // [T]: the token at each place of the segments, or null; CPU only
+  const float* rotary;   // [T, D] by token: D / 2 cosines, as many sines, or null; CPU only
 };
 
 struct AttentionGradParams {
