@@ -1,4 +1,5 @@
-"""varlen_attention beside every way that stock torch has of attending within segments."""
+"""varlen_attention beside every way that stock torch has of attending within segments, and
+vision_attention beside the same ways after a rotation of q and k."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from benchmarks import ceilings
 from benchmarks.harness import FAULT_FREE, Comparison, Context, Row, compare, say
-from vlmkernels import _native, varlen_attention
+from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
+from vlmkernels.vision_attention import rotate
 
 HEADS, HEAD_DIM = 16, 80
 
@@ -50,6 +52,13 @@ BARS = {
     (True, "bfloat16", True): 3.2,
 }
 CEILING_BARS = {(False, "float32", False): 85.0, (False, "float32", True): 85.0}
+
+#: Name -> grid of the images, patches; window_size makes Qwen2.5-VL's windows of it.
+GRIDS: dict[str, list[list[int]]] = {
+    "4 images of 4,096 patches in windows of 64": [[1, 64, 64]] * 4,
+    "ragged windows of 10 images, 16,360 patches": [[1, 40, 40]] * 9 + [[1, 20, 98]],
+}
+QUICK_GRIDS = {"2 images of 256 patches in windows of 64": [[1, 16, 16]] * 2}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -230,6 +239,52 @@ def comparison(
     )
 
 
+def vision_comparison(
+    shape: str, grid: list[list[int]], dtype: torch.dtype, backward: bool, context: Context
+) -> Comparison:
+    """From the fused projection [P, 3, H, D] to the output, rows in window order, as a tower has
+    them. The peers rotate q and k in float32, as transformers does, and then attend."""
+    layout = VisionLayout.from_grid(grid, window_size=112).in_window_order().to(context.device)
+    borders = layout.cu_window_seqlens
+    assert borders is not None
+    lengths = borders.diff().tolist()
+    generator = torch.Generator(context.device).manual_seed(0)
+    qkv, dout = (
+        torch.randn(
+            layout.num_patches, *sizes, HEAD_DIM, generator=generator, device=context.device
+        ).to(dtype)
+        for sizes in ((3, HEADS), (HEADS,))
+    )
+    qkv.requires_grad_(backward)
+    table = layout.rotary_table(HEAD_DIM)
+
+    def call(attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        if not backward:
+            with torch.no_grad():
+                return [attend(qkv)]
+        out = attend(qkv)
+        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+
+    def rotated(attend: Attend, qkv: Tensor) -> Tensor:
+        q, k, v = qkv.unbind(1)
+        return attend(rotate(q, table), rotate(k, table), v.contiguous())
+
+    flops = 4.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths) * (3.5 if backward else 1)
+    return Comparison(
+        op=f"vision attention, forward{' + backward' if backward else ''}",
+        shape=f"{shape}, qkv [P, 3, {HEADS}, {HEAD_DIM}]",
+        dtype=str(dtype)[6:],
+        ours=partial(call, lambda x: vision_attention(x, layout, window=True)),
+        peers={
+            f"rotation, {name}": partial(call, partial(rotated, attend))
+            for name, attend in peers(lengths, context.device, context.quick).items()
+            if name not in ("nested tensor", "flex attention")  # never the fastest on windows
+        },
+        ceilings=ceilings.arithmetic(flops, dtype, context),
+        check=_close(dtype),
+    )
+
+
 def rows(context: Context) -> Iterator[Row]:
     """Forward and forward + backward, fp32 and bf16 (bf16 on a GPU)."""
     shapes, dtypes = SHAPES, [torch.float32, torch.bfloat16]
@@ -247,3 +302,9 @@ def rows(context: Context) -> Iterator[Row]:
         for dtype in dtypes:
             for backward in (False, True):
                 yield compare(comparison(shape, lengths, dtype, backward, context), context)
+    if context.device == "cuda":  # composed there of what is measured above
+        return
+    for shape, grid in (QUICK_GRIDS if context.quick else GRIDS).items():
+        for dtype in dtypes:
+            for backward in (False, True):
+                yield compare(vision_comparison(shape, grid, dtype, backward, context), context)

@@ -20,6 +20,7 @@
 #include "cpu/attention.h"
 #include "cpu/dispatch.h"
 #include "cpu/embedding.h"
+#include "cpu/layout.h"
 #include "cpu/patchify.h"
 #include "cpu/scratch.h"
 #include "params.h"
@@ -91,7 +92,9 @@ vlmk::AttentionParams attention_params(int dtype, View q, View k, View v, View o
           kv_heads,
           head_dim,
           static_cast<float>(scale),
-          causal};
+          causal,
+          nullptr,
+          nullptr};
 }
 
 vlmk::AttentionGradParams attention_grad_params(int dtype, View q, View k, View v, View out,
@@ -101,6 +104,28 @@ vlmk::AttentionGradParams attention_grad_params(int dtype, View q, View k, View 
                                                 bool causal, View dout, View dq, View dk, View dv) {
   return {attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
                            kv_heads, head_dim, scale, causal),
+          heads_view(dout), heads_view(dq), heads_view(dk), heads_view(dv)};
+}
+
+// The same with the order of the tokens and the rotary table, or 0.
+vlmk::AttentionParams vision_attention_params(int dtype, View q, View k, View v, View out,
+                                              uintptr_t stats, uintptr_t cu_seqlens,
+                                              int64_t segments, int64_t tokens, int64_t heads,
+                                              int64_t head_dim, double scale, uintptr_t order,
+                                              uintptr_t rotary) {
+  auto p = attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads, heads,
+                            head_dim, scale, false);
+  p.order = pointer<const int32_t>(order);
+  p.rotary = pointer<const float>(rotary);
+  return p;
+}
+
+vlmk::AttentionGradParams vision_attention_grad_params(
+    int dtype, View q, View k, View v, View out, uintptr_t stats, uintptr_t cu_seqlens,
+    int64_t segments, int64_t tokens, int64_t heads, int64_t head_dim, double scale,
+    uintptr_t order, uintptr_t rotary, View dout, View dq, View dk, View dv) {
+  return {vision_attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
+                                  head_dim, scale, order, rotary),
           heads_view(dout), heads_view(dq), heads_view(dk), heads_view(dv)};
 }
 
@@ -124,6 +149,33 @@ vlmk::WindowAttentionGradParams window_attention_grad_params(
           max_length};
 }
 #endif
+
+// ---- vision layout
+
+vlmk::VisionLayoutParams vision_layout_params(uintptr_t grid, int64_t count, int64_t merge_size,
+                                              int64_t window_side, uintptr_t position_ids,
+                                              uintptr_t cu_seqlens, uintptr_t cu_window_seqlens,
+                                              uintptr_t window_index, uintptr_t reverse_index,
+                                              uintptr_t window_order) {
+  return {pointer<const int64_t>(grid),
+          count,
+          merge_size,
+          window_side,
+          pointer<int64_t>(position_ids),
+          pointer<int32_t>(cu_seqlens),
+          pointer<int32_t>(cu_window_seqlens),
+          pointer<int64_t>(window_index),
+          pointer<int64_t>(reverse_index),
+          pointer<int32_t>(window_order)};
+}
+
+// frames, units, windows, longest frame, longest window, longest side.
+std::array<int64_t, 6> vision_layout_sizes(uintptr_t grid, int64_t count, int64_t merge_size,
+                                           int64_t window_side) {
+  const auto s = vlmk::vision_layout_sizes(
+      vision_layout_params(grid, count, merge_size, window_side, 0, 0, 0, 0, 0, 0));
+  return {s.frames, s.units, s.windows, s.max_frame, s.max_window, s.max_side};
+}
 
 // ---- embedding
 
@@ -268,6 +320,13 @@ PYBIND11_MODULE(_C, m) {
   // ---- attention
   m.def("attention_forward", on_cpu(attention_params, vlmk::attention_forward), VLMK_NO_GIL);
   m.def("attention_backward", on_cpu(attention_grad_params, vlmk::attention_backward), VLMK_NO_GIL);
+  m.def("vision_attention_forward", on_cpu(vision_attention_params, vlmk::attention_forward),
+        VLMK_NO_GIL);
+  m.def("vision_attention_backward", on_cpu(vision_attention_grad_params, vlmk::attention_backward),
+        VLMK_NO_GIL);
+  m.def("vision_layout_sizes", &vision_layout_sizes);
+  m.def("vision_layout_fill", on_cpu(vision_layout_params, vlmk::vision_layout_fill), VLMK_NO_GIL);
+
   // ---- embedding
   m.def("embedding_forward", on_cpu(embedding_params, vlmk::embedding_forward), VLMK_NO_GIL);
   m.def("embedding_gather", on_cpu(embedding_gather_params, vlmk::embedding_gather), VLMK_NO_GIL);

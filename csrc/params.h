@@ -20,8 +20,8 @@ struct AttentionParams {
   HeadsView k;                // [T, Hkv, D]
   HeadsView v;                // [T, Hkv, D]
   HeadsView out;              // [T, H, D]
-  float* row_max;             // [H, T], largest |scale|-free score, sign(scale) * q.k
-  float* row_sum;             // [H, T], sum of exp(|scale| * (score - row_max))
+  float* row_max;             // [H, T] by place, largest |scale|-free score, sign(scale) * q.k
+  float* row_sum;             // [H, T] by place, sum of exp(|scale| * (score - row_max))
   const int32_t* cu_seqlens;  // [n + 1], checked by the launcher
   int64_t segments;           // n
   int64_t tokens;             // T
@@ -30,6 +30,8 @@ struct AttentionParams {
   int64_t head_dim;           // D
   float scale;
   bool causal;
+  const int32_t* order;  // [T]: the token at each place of the segments, or null; CPU only
+  const float* rotary;   // [T, D] by token: D / 2 cosines, as many sines, or null; CPU only
 };
 
 struct AttentionGradParams {
@@ -38,6 +40,20 @@ struct AttentionGradParams {
   HeadsView dq;             // [T, H, D]
   HeadsView dk;             // [T, Hkv, D]
   HeadsView dv;             // [T, Hkv, D]
+};
+
+// Where the patches of images and videos lie: P patches in units of merge_size^2, G units.
+struct VisionLayoutParams {
+  const int64_t* grid;  // [n, 3]: frames, patch rows, patch columns
+  int64_t count;        // n
+  int64_t merge_size;
+  int64_t window_side;         // units along a window's side, 0 for no windows
+  int64_t* position_ids;       // [P, 2]: row, column in the frame, in patch order
+  int32_t* cu_seqlens;         // [frames + 1]
+  int32_t* cu_window_seqlens;  // [windows + 1]; this and the rest null without windows
+  int64_t* window_index;       // [G]: unit at each place in window order
+  int64_t* reverse_index;      // [G]: its inverse
+  int32_t* window_order;       // [P]: patch at each place in window order
 };
 
 // On CUDA: segments of at most 128 tokens, bf16 or fp16, 16-byte aligned rows.

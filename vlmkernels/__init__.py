@@ -9,6 +9,7 @@ from .embedding import scatter_visual, scatter_visual_, visual_embedding
 from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
 from .patchify import patchify
 from .routing import exchange_rows, row_exchange, visual_index
+from .vision_attention import vision_attention
 from .vision_layout import VisionLayout
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "scatter_visual",
     "scatter_visual_",
     "varlen_attention",
+    "vision_attention",
     "visual_embedding",
     "visual_index",
 ]

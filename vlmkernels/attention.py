@@ -85,7 +85,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
         check_last_contiguous(name, x)
 
 
-def _view(x: Tensor) -> tuple[int, int, int]:
+def heads_view(x: Tensor) -> tuple[int, int, int]:
     """vlmk::HeadsView: address, strides of tokens and heads in elements."""
     return x.data_ptr(), x.stride(0), x.stride(1)
 
@@ -100,7 +100,7 @@ def _native_arguments(
     causal: bool,
     scale: float,
 ) -> tuple[Any, ...]:
-    views = (_view(q), _view(k), _view(v), _view(out))
+    views = (heads_view(q), heads_view(k), heads_view(v), heads_view(out))
     tokens, heads, head_dim = q.shape
     sizes = (cu_seqlens.shape[0] - 1, tokens, heads, k.shape[1], head_dim)
     addresses = (stats.data_ptr(), cu_seqlens.data_ptr())
@@ -108,21 +108,11 @@ def _native_arguments(
 
 
 def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     # stats [2, H, T]: the maximum and the sum of each softmax row (csrc/params.h)
     stats = q.new_empty((2, q.shape[1], q.shape[0]), dtype=torch.float32)
     return q.new_empty(q.shape), stats
-
-
-def _forward_cpu(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, cu_seqlens)
-    cu_seqlens = cu_seqlens.contiguous()
-    out, stats = _forward_fake(q, k, v, cu_seqlens, causal, scale)
-    _C.attention_forward(*_native_arguments(q, k, v, out, stats, cu_seqlens, causal, scale))
-    return out, stats
 
 
 def _backward_fake(
@@ -133,90 +123,152 @@ def _backward_fake(
     out: Tensor,
     stats: Tensor,
     cu_seqlens: Tensor,
+    longest: int,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _backward_cpu(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    cu_seqlens: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _aligned(x: Tensor) -> Tensor:
+    """x, copied where a row of a 16-bit [T, H, D] tensor starts off a multiple of 16 bytes."""
+    if x.data_ptr() % 16 == 0 and (x.stride(0) | x.stride(1)) % 8 == 0 and x.stride(2) == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _forward(native: Callable[..., None], inputs: tuple[Any, ...], *extra: int) -> tuple:
+    q, k, v, cu_seqlens, _, causal, scale = inputs
+    _check(q, k, v, cu_seqlens)
+    cu_seqlens = cu_seqlens.contiguous()
+    out, stats = _forward_fake(*inputs)
+    native(*_native_arguments(q, k, v, out, stats, cu_seqlens, causal, scale), *extra)
+    return out, stats
+
+
+def _backward(native: Callable[..., None], inputs: tuple[Any, ...], *extra: int) -> tuple:
+    dout, q, k, v, out, stats, cu_seqlens, _, causal, scale = inputs
     _check(q, k, v, cu_seqlens)
     check_tensor("dout", dout, dtypes=(q.dtype,), shape="[T, H, D]", dim=3, device=q.device)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # sum().backward() expands a scalar
     cu_seqlens = cu_seqlens.contiguous()
-    grads = _backward_fake(dout, q, k, v, out, stats, cu_seqlens, causal, scale)
+    grads = _backward_fake(*inputs)
     arguments = _native_arguments(q, k, v, out, stats, cu_seqlens, causal, scale)
-    _C.attention_backward(*arguments, _view(dout), *map(_view, grads))
+    native(*arguments, heads_view(dout), *map(heads_view, grads), *extra)
     return grads
+
+
+def _forward_cpu(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return _forward(_C.attention_forward, inputs)
+
+
+def _backward_cpu(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(_C.attention_backward, inputs)
+
+
+def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """The window kernel; `longest` is a promise that it checks."""
+    q, k, v, cu_seqlens, longest, *rest = inputs
+    inputs = (*map(_aligned, (q, k, v)), cu_seqlens, longest, *rest)
+    return _forward(_C.window_attention_forward_cuda, inputs, longest, cuda_stream(q))
+
+
+def _backward_cuda(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out, stats, cu_seqlens, longest, *rest = inputs
+    inputs = (*map(_aligned, (dout, q, k, v)), out, stats, cu_seqlens, longest, *rest)
+    return _backward(_C.window_attention_backward_cuda, inputs, longest, cuda_stream(q))
 
 
 # ---- registration -------------------------------------------------------------------------------
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.causal, ctx.scale = inputs
+    q, k, v, cu_seqlens, ctx.longest, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, stats, cu_seqlens = ctx.saved_tensors
-    grads = _backward_op(dout, q, k, v, out, stats, cu_seqlens, ctx.causal, ctx.scale)
-    return (*grads, None, None, None)
+def _gradient(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _backward_op(dout, *ctx.saved_tensors, ctx.longest, ctx.causal, ctx.scale)
+    return (*grads, None, None, None, None)
 
 
 _backward_op = define(
     "varlen_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
-    "Tensor stats, Tensor cu_seqlens, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "Tensor stats, Tensor cu_seqlens, int longest, bool causal, float scale) "
+    "-> (Tensor, Tensor, Tensor)",
     cpu=_backward_cpu,
+    cuda=_backward_cuda,
     fake=_backward_fake,
 )
 _forward_op = define(
-    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, bool causal, "
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int longest, bool causal, "
     "float scale) -> (Tensor, Tensor)",
     cpu=_forward_cpu,
+    cuda=_forward_cuda,
     fake=_forward_fake,
     setup_context=_setup_context,
-    backward=_backward,
+    backward=_gradient,
 )
 
 
-# ---- CUDA ---------------------------------------------------------------------------------------
+# ---- which kernel -------------------------------------------------------------------------------
 
 #: What csrc/cuda/attention_window.cu holds whole in shared memory, and its instances.
 WINDOW_LENGTH = 128
 WINDOW_HEAD_DIMS = (64, 80, 96, 128)
-_DENSE = torch.contiguous_format
 _HAS_WINDOW = hasattr(_C, "window_attention_forward_cuda")  # built with CUDA kernels
 
-
-def _aligned(x: Tensor) -> bool:
-    """Whether every row of a 16-bit [T, H, D] tensor starts at a multiple of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0
+#: "cpu" and "window" are ours; "flash-attn" is that package; "sdpa" is torch's, once per segment.
+BACKENDS = ("cpu", "window", "flash-attn", "sdpa")
 
 
-def cuda_backend(dtype: torch.dtype, head_dim: int, longest: int) -> str:
-    """Which kernel attends on CUDA: "window" (ours), "flash-attn" or "sdpa" (one per segment).
+def choose_backend(
+    device: str, dtype: torch.dtype, head_dim: int, longest: int, forced: str | None = None
+) -> str:
+    """Which of BACKENDS attends on a device of this type to segments of at most `longest` tokens.
 
-    A window's whole attention fits into one thread block up to 128 tokens. For longer segments
-    there is no kernel of ours yet.
+    On CUDA a window's whole attention fits into one thread block up to 128 tokens; for longer
+    segments there is no kernel of ours yet.
+
+    Raises:
+        ValueError: the forced one can't, and why.
     """
-    if dtype != torch.float32:
-        if _HAS_WINDOW and longest <= WINDOW_LENGTH and head_dim in WINDOW_HEAD_DIMS:
-            return "window"
-        if _flash_attn() is not None:
-            return "flash-attn"
-    return "sdpa"
+    hindrances = {
+        "cpu": device != "cpu" and f"it runs on the CPU, the tensors are on {device}",
+        "window": _no_window(device, dtype, head_dim, longest),
+        "flash-attn": _no_flash_attn(device, dtype),
+        "sdpa": False,
+    }
+    if forced is None:
+        return next(name for name in BACKENDS if not hindrances[name])
+    if forced not in hindrances:
+        raise ValueError(f"backend is {forced!r}; it must be one of {', '.join(BACKENDS)}")
+    if hindrances[forced]:
+        raise ValueError(f"backend {forced!r} can't be used: {hindrances[forced]}")
+    return forced
+
+
+def _no_window(device: str, dtype: torch.dtype, head_dim: int, longest: int) -> str:
+    if device != "cuda":
+        return f"it runs on CUDA, the tensors are on {device}"
+    if not _HAS_WINDOW:
+        return "vlmkernels was built without CUDA kernels"
+    if dtype == torch.float32:
+        return "it takes bfloat16 and float16"
+    if head_dim not in WINDOW_HEAD_DIMS:
+        return f"head_dim is {head_dim}, it has {', '.join(map(str, WINDOW_HEAD_DIMS))}"
+    if longest > WINDOW_LENGTH:
+        return f"the longest segment has {longest} tokens, it takes {WINDOW_LENGTH}"
+    return ""
+
+
+def _no_flash_attn(device: str, dtype: torch.dtype) -> str:
+    if device != "cuda":
+        return f"it runs on CUDA, the tensors are on {device}"
+    if dtype == torch.float32:
+        return "it takes bfloat16 and float16"
+    return "" if _flash_attn() else "flash-attn is not installed"
 
 
 @functools.cache
@@ -228,109 +280,10 @@ def _flash_attn() -> Callable[..., Tensor] | None:
     return flash_attn_varlen_func
 
 
-def _window_fake(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    return _forward_fake(q, k, v, cu_seqlens, causal, scale)
-
-
-def _window_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, cu_seqlens)
-    cu_seqlens = cu_seqlens.contiguous()
-    q, k, v = (x if _aligned(x) else x.clone(memory_format=_DENSE) for x in (q, k, v))
-    out, stats = _forward_fake(q, k, v, cu_seqlens, causal, scale)
-    arguments = _native_arguments(q, k, v, out, stats, cu_seqlens, causal, scale)
-    _C.window_attention_forward_cuda(*arguments, longest, cuda_stream(q))
-    return out, stats
-
-
-def _window_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(q, k, v, cu_seqlens)
-    check_tensor("dout", dout, dtypes=(q.dtype,), shape="[T, H, D]", dim=3, device=q.device)
-    if dout.stride(-1) != 1 or not _aligned(dout):
-        dout = dout.clone(memory_format=_DENSE)
-    cu_seqlens = cu_seqlens.contiguous()
-    q, k, v = (x if _aligned(x) else x.clone(memory_format=_DENSE) for x in (q, k, v))
-    grads = _backward_fake(dout, q, k, v, out, stats, cu_seqlens, causal, scale)
-    arguments = _native_arguments(q, k, v, out, stats, cu_seqlens, causal, scale)
-    views = (_view(dout), *map(_view, grads))
-    _C.window_attention_backward_cuda(*arguments, *views, longest, cuda_stream(q))
-    return grads
-
-
-def _window_backward_fake(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_fake(dout, q, k, v, out, stats, cu_seqlens, causal, scale)
-
-
-def _window_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.longest, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _window_gradient(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, stats, cu_seqlens = ctx.saved_tensors
-    grads = _window_backward_op(
-        dout, q, k, v, out, stats, cu_seqlens, ctx.longest, ctx.causal, ctx.scale
-    )
-    return (*grads, None, None, None, None)
-
-
-_window_backward_op = define(
-    "window_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
-    "Tensor stats, Tensor cu_seqlens, int longest, bool causal, float scale) "
-    "-> (Tensor, Tensor, Tensor)",
-    cuda=_window_backward,
-    fake=_window_backward_fake,
-)
-_window_op = define(
-    "window_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int longest, bool causal, "
-    "float scale) -> (Tensor, Tensor)",
-    cuda=_window_forward,
-    fake=_window_fake,
-    setup_context=_window_setup,
-    backward=_window_gradient,
-)
-
-
-def _cuda(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_seqlen: int | None, causal: bool, scale: float
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
 ) -> Tensor:
-    """Runs the backend that cuda_backend names."""
-    if max_seqlen is None:
-        longest = int(cu.diff().max()) if len(cu) > 1 else 0
-    else:
-        longest = max_seqlen
-    backend = cuda_backend(q.dtype, q.shape[-1], longest)
-    if backend == "window":
-        return _window_op(q, k, v, cu, longest, causal, scale)[0]
-    if backend == "flash-attn" and (flash := _flash_attn()) is not None:
-        return flash(q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=causal)
-    sizes = cu.diff().tolist()
+    sizes = cu_seqlens.diff().tolist()
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1)[None] for x in segment),
@@ -356,6 +309,7 @@ def varlen_attention(
     max_seqlen: int | None = None,
     causal: bool = False,
     scale: float | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v inside each segment of a packed batch.
 
@@ -370,6 +324,8 @@ def varlen_attention(
             longer one than it says ends the kernel with an error.
         causal: a token sees itself and earlier tokens of its segment only.
         scale: default D ** -0.5.
+        backend: one of BACKENDS, instead of what choose_backend says (`python -m vlmkernels.info`
+            prints it); "sdpa" runs everywhere.
 
     Returns:
         [T, H, D], contiguous, q's dtype. Differentiable in q, k and v; bitwise repeatable, with any
@@ -379,7 +335,17 @@ def varlen_attention(
         ValueError: an argument's dtype, shape, device, strides or values don't fit.
     """
     scale = max(q.shape[-1:].numel(), 1) ** -0.5 if scale is None else float(scale)
-    if q.is_cuda:
-        _check(q, k, v, cu_seqlens)
-        return _cuda(q, k, v, cu_seqlens, max_seqlen, causal, scale)
-    return _forward_op(q, k, v, cu_seqlens, causal, scale)[0]
+    if not q.is_cuda and backend in (None, "cpu"):
+        return _forward_op(q, k, v, cu_seqlens, 0, causal, scale)[0]
+    _check(q, k, v, cu_seqlens)
+    if max_seqlen is None:
+        longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+    else:
+        longest = max_seqlen
+    backend = choose_backend(q.device.type, q.dtype, q.shape[-1], longest, backend)
+    if backend == "flash-attn" and (flash := _flash_attn()) is not None:
+        borders = (cu_seqlens, cu_seqlens, longest, longest)
+        return flash(q, k, v, *borders, softmax_scale=scale, causal=causal)
+    if backend == "sdpa":
+        return _sdpa(q, k, v, cu_seqlens, causal, scale)
+    return _forward_op(q, k, v, cu_seqlens, longest, causal, scale)[0]

@@ -11,7 +11,7 @@ import sys
 import torch
 
 import vlmkernels
-from vlmkernels import _native
+from vlmkernels import _native, attention
 
 #: Import name -> distribution and what it would be used for.
 OPTIONAL = {
@@ -52,6 +52,19 @@ def gpu_lines() -> list[str]:
     return lines
 
 
+def attention_lines() -> list[str]:
+    """What varlen_attention chooses where it is not told, for the shapes of the vision towers."""
+    lines = [f"on the CPU: {attention.choose_backend('cpu', torch.bfloat16, 80, 4096)}"]
+    for dtype in (torch.bfloat16, torch.float32):
+        most = attention.WINDOW_LENGTH
+        short, long = (
+            attention.choose_backend("cuda", dtype, 80, longest) for longest in (most, most + 1)
+        )
+        where = short if short == long else f"{short} up to {most} tokens, {long} above"
+        lines.append(f"on CUDA, {str(dtype)[6:]}, head_dim 80: {where}")
+    return lines
+
+
 def report() -> str:
     """The whole text."""
     build = _native._C.build_info()
@@ -70,6 +83,7 @@ def report() -> str:
         archs = ", ".join(f"sm_{arch}" for arch in build["cuda_archs"].split(","))
         rows.append(("CUDA kernels", f"{archs} and PTX, by nvcc {build['cuda']}"))
     rows += [("GPU", line) for line in gpu_lines()]
+    rows += [("attention", line) for line in attention_lines()]
     for module, (distribution, purpose) in OPTIONAL.items():
         version, why = optional_backend(module, distribution)
         rows.append((distribution, version or f"off: {why} (would serve: {purpose})"))

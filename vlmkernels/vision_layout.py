@@ -11,10 +11,12 @@ Method: Qwen2-VL (https://arxiv.org/abs/2409.12191) and Qwen2.5-VL
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from vlmkernels._native import _C
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,14 @@ class VisionLayout:
     #: longest segments, for kernels that would have to ask the device
     max_seqlen: int = 0
     max_window_seqlen: int = 0
+    #: int32 [P]: patch at each place in window order, window_index spelt out; None without windows
+    #: and where the patches stand in window order (in_window_order)
+    window_order: Tensor | None = None
+    #: patches along the longest side: positions are below it
+    max_side: int = 0
+    _tables: dict[tuple[int, float], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @staticmethod
     def from_grid(
@@ -56,63 +66,34 @@ class VisionLayout:
         Raises:
             ValueError: a grid's shape or sizes don't fit, or the window is smaller than a unit.
         """
-        grid = _check_grid(grid_thw, merge_size)
-        # One row per frame: everything below works on all frames at once.
-        frames = grid[:, 1:].repeat_interleave(grid[:, 0], dim=0)  # [F, 2]
-        patches = frames.prod(1)
-        units = patches // merge_size**2
-        total_units = int(units.sum())
-        unit_rows, unit_columns = (frames // merge_size).unbind(1)
-
-        frame_of_unit = torch.arange(len(frames)).repeat_interleave(units)  # [G]
-        first_unit = units.cumsum(0) - units
-        index = torch.arange(total_units) - first_unit[frame_of_unit]
-        row = index // unit_columns[frame_of_unit]
-        column = index % unit_columns[frame_of_unit]
-
-        inside = torch.arange(merge_size)
-        unit = torch.stack(torch.meshgrid(inside, inside, indexing="ij"), -1).view(1, -1, 2)
-        corner = torch.stack((row, column), -1)[:, None] * merge_size
-        layout = VisionLayout(
-            num_patches=total_units * merge_size**2,
-            cu_seqlens=_borders(patches),
-            cu_window_seqlens=None,
-            window_index=None,
-            reverse_index=None,
-            position_ids=(corner + unit).view(-1, 2),
+        grid = _check_grid(grid_thw, merge_size).contiguous()
+        side = _window_side(window_size, patch_size, merge_size)
+        head = (grid.data_ptr(), len(grid), merge_size, side)
+        frames, units, windows, max_frame, max_window, max_side = _C.vision_layout_sizes(*head)
+        patches = units * merge_size**2
+        if patches >= 2**31:
+            raise ValueError(f"grid_thw has {patches} patches; a batch must have less than 2^31")
+        positions = torch.empty(patches, 2, dtype=torch.int64)
+        cu_seqlens = torch.empty(frames + 1, dtype=torch.int32)
+        cu_window = index = reverse = order = None
+        if side:
+            cu_window = torch.empty(windows + 1, dtype=torch.int32)
+            index, reverse = torch.empty(2, units, dtype=torch.int64)
+            order = torch.empty(patches, dtype=torch.int32)
+        outputs = (positions, cu_seqlens, cu_window, index, reverse, order)
+        _C.vision_layout_fill(*head, *(0 if x is None else x.data_ptr() for x in outputs))
+        return VisionLayout(
+            num_patches=patches,
+            cu_seqlens=cu_seqlens,
+            cu_window_seqlens=cu_window,
+            window_index=index,
+            reverse_index=reverse,
+            position_ids=positions,
             merge_size=merge_size,
-            max_seqlen=int(patches.max()) if len(patches) else 0,
-        )
-        if window_size is None:
-            return layout
-
-        side = window_size // patch_size // merge_size  # units along a window's side
-        if side < 1:
-            raise ValueError(
-                f"window_size is {window_size} pixels; it must be at least one merged unit, "
-                f"{patch_size * merge_size} pixels"
-            )
-        windows_down = (unit_rows + side - 1) // side
-        windows_across = (unit_columns + side - 1) // side
-        windows = windows_down * windows_across
-        first_window = windows.cumsum(0) - windows
-        window = (
-            first_window[frame_of_unit]
-            + row // side * windows_across[frame_of_unit]
-            + column // side
-        )
-        # Inside a window the units keep their order. Windows are never empty here: transformers'
-        # padding makes empty ones, whose doubled borders have to be dropped.
-        window_index = window.argsort(stable=True)
-        reverse_index = torch.empty_like(window_index)
-        reverse_index[window_index] = torch.arange(total_units)
-        lengths = window.bincount(minlength=int(windows.sum())) * merge_size**2
-        return replace(
-            layout,
-            cu_window_seqlens=_borders(lengths),
-            window_index=window_index,
-            reverse_index=reverse_index,
-            max_window_seqlen=int(lengths.max()) if len(lengths) else 0,
+            max_seqlen=max_frame,
+            max_window_seqlen=max_window,
+            window_order=order,
+            max_side=max_side,
         )
 
     def rotary(self, head_dim: int, theta: float = 1e4, *, windowed: bool) -> Tensor:
@@ -130,28 +111,179 @@ class VisionLayout:
         Raises:
             ValueError: head_dim is no multiple of 4, or windowed without a window_size.
         """
-        if head_dim <= 0 or head_dim % 4:
-            raise ValueError(f"head_dim is {head_dim}; it must be a positive multiple of 4")
-        device = self.position_ids.device
-        exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device)
-        frequencies = 1.0 / theta ** (exponent / (head_dim // 2))
+        frequencies = _frequencies(head_dim, theta, self.position_ids.device)
         angles = (self.position_ids[..., None].float() * frequencies).flatten(1)
         if not windowed:
             return angles
         if self.window_index is None:
             raise ValueError("windowed is True, but this layout was made without a window_size")
+        if self.window_order is None:  # position_ids stand in window order already
+            return angles
         units = angles.view(-1, self.merge_size**2, angles.shape[1])
         return units[self.window_index].view_as(angles)
 
+    def rotary_table(self, head_dim: int, theta: float = 1e4) -> Tensor:
+        """What vision_attention rotates q and k by; made at the first call, then kept.
+
+        Args:
+            head_dim: a multiple of 4.
+            theta: base of the frequencies.
+
+        Returns:
+            float32 [P, head_dim] on position_ids' device, in their order: of each patch the cosines
+            of rotary()'s head_dim / 2 angles, then their sines.
+
+        Raises:
+            ValueError: head_dim is no multiple of 4.
+        """
+        key = (head_dim, theta)
+        if key not in self._tables:
+            positions = torch.arange(self.max_side, device=self.position_ids.device)
+            angles = positions[:, None] * _frequencies(head_dim, theta, positions.device)
+            both = torch.cat((angles.cos(), angles.sin()))  # [2 max_side, D / 4]
+            # Every sine and cosine is computed once per position, then looked up: [P, 4, D / 4].
+            rows = torch.cat((self.position_ids, self.position_ids + self.max_side), -1)
+            table = torch.nn.functional.embedding(rows, both)
+            self._tables[key] = table.view(self.num_patches, head_dim)
+        return self._tables[key]
+
+    def in_window_order(self) -> VisionLayout:
+        """The layout of patches that already stand in window order: position_ids follow them, and
+        window_order is None, because nothing is left to permute. Without windows, itself."""
+        if self.window_index is None or self.window_order is None:
+            return self
+        units = self.position_ids.view(-1, self.merge_size**2, 2)
+        positions = units[self.window_index].view_as(self.position_ids)
+        return replace(self, position_ids=positions, window_order=None)
+
+    def padded(self, units: int) -> VisionLayout:
+        """The layout of a batch with `units` more merged units at its end: one segment and one
+        window of their own, at position (0, 0). On the host only."""
+        if not units:
+            return self
+        if self.cu_seqlens.device.type != "cpu":
+            raise ValueError(
+                f"the layout is on {self.cu_seqlens.device}; pad it before it is moved"
+            )
+        old, extra = self.num_patches, units * self.merge_size**2
+        border = torch.tensor([old + extra], dtype=torch.int32)
+        tail = torch.arange(old, old + extra)
+        unit_tail = torch.arange(old, old + extra, self.merge_size**2) // self.merge_size**2
+
+        def append(x: Tensor | None, end: Tensor) -> Tensor | None:
+            return None if x is None else torch.cat([x, end.to(x.dtype)])
+
+        return replace(
+            self,
+            num_patches=old + extra,
+            cu_seqlens=torch.cat([self.cu_seqlens, border]),
+            cu_window_seqlens=append(self.cu_window_seqlens, border),
+            window_index=append(self.window_index, unit_tail),
+            reverse_index=append(self.reverse_index, unit_tail),
+            window_order=append(self.window_order, tail),
+            position_ids=torch.cat([self.position_ids, self.position_ids.new_zeros(extra, 2)]),
+            max_seqlen=max(self.max_seqlen, extra),
+            max_window_seqlen=max(self.max_window_seqlen, extra)
+            if self.window_index is not None
+            else 0,
+            max_side=max(self.max_side, 1),
+        )
+
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> VisionLayout:
         """The same layout on another device."""
-        names = ("cu_seqlens", "cu_window_seqlens", "window_index", "reverse_index", "position_ids")
+        names = ("cu_seqlens", "cu_window_seqlens", "window_index", "reverse_index")
         moved = {
             name: tensor.to(device, non_blocking=non_blocking)
-            for name in names
+            for name in (*names, "window_order", "position_ids")
             if (tensor := getattr(self, name)) is not None
         }
         return replace(self, **moved)
+
+
+def layout_reference(
+    grid_thw: Tensor | Sequence[Sequence[int]],
+    *,
+    patch_size: int = 14,
+    merge_size: int = 2,
+    window_size: int | None = None,
+) -> VisionLayout:
+    """What VisionLayout.from_grid means, in plain torch: tests and documentation."""
+    grid = _check_grid(grid_thw, merge_size)
+    side = _window_side(window_size, patch_size, merge_size)
+    # One row per frame: everything below works on all frames at once.
+    frames = grid[:, 1:].repeat_interleave(grid[:, 0], dim=0)  # [F, 2]
+    patches = frames.prod(1)
+    units = patches // merge_size**2
+    total_units = int(units.sum())
+    unit_rows, unit_columns = (frames // merge_size).unbind(1)
+
+    frame_of_unit = torch.arange(len(frames)).repeat_interleave(units)  # [G]
+    first_unit = units.cumsum(0) - units
+    index = torch.arange(total_units) - first_unit[frame_of_unit]
+    row = index // unit_columns[frame_of_unit]
+    column = index % unit_columns[frame_of_unit]
+
+    inside = torch.arange(merge_size)
+    unit = torch.stack(torch.meshgrid(inside, inside, indexing="ij"), -1).view(1, -1, 2)
+    corner = torch.stack((row, column), -1)[:, None] * merge_size
+    layout = VisionLayout(
+        num_patches=total_units * merge_size**2,
+        cu_seqlens=_borders(patches),
+        cu_window_seqlens=None,
+        window_index=None,
+        reverse_index=None,
+        position_ids=(corner + unit).view(-1, 2),
+        merge_size=merge_size,
+        max_seqlen=int(patches.max()) if len(patches) else 0,
+        max_side=int(frames.max()) if len(frames) else 0,
+    )
+    if not side:
+        return layout
+
+    windows_down = (unit_rows + side - 1) // side
+    windows_across = (unit_columns + side - 1) // side
+    windows = windows_down * windows_across
+    first_window = windows.cumsum(0) - windows
+    window = (
+        first_window[frame_of_unit] + row // side * windows_across[frame_of_unit] + column // side
+    )
+    # Inside a window the units keep their order. Windows are never empty here: transformers'
+    # padding makes empty ones, whose doubled borders have to be dropped.
+    window_index = window.argsort(stable=True)
+    reverse_index = torch.empty_like(window_index)
+    reverse_index[window_index] = torch.arange(total_units)
+    lengths = window.bincount(minlength=int(windows.sum())) * merge_size**2
+    return replace(
+        layout,
+        cu_window_seqlens=_borders(lengths),
+        window_index=window_index,
+        reverse_index=reverse_index,
+        max_window_seqlen=int(lengths.max()) if len(lengths) else 0,
+        window_order=(window_index[:, None] * merge_size**2 + torch.arange(merge_size**2))
+        .flatten()
+        .int(),
+    )
+
+
+def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """float32 [head_dim / 4]: radians per patch, the same for rows and columns."""
+    if head_dim <= 0 or head_dim % 4:
+        raise ValueError(f"head_dim is {head_dim}; it must be a positive multiple of 4")
+    exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device)
+    return 1.0 / theta ** (exponent / (head_dim // 2))
+
+
+def _window_side(window_size: int | None, patch_size: int, merge_size: int) -> int:
+    """Merged units along a window's side; 0 for no windows."""
+    if window_size is None:
+        return 0
+    side = window_size // patch_size // merge_size
+    if side < 1:
+        raise ValueError(
+            f"window_size is {window_size} pixels; it must be at least one merged unit, "
+            f"{patch_size * merge_size} pixels"
+        )
+    return side
 
 
 def _check_grid(grid_thw: Tensor | Sequence[Sequence[int]], merge_size: int) -> Tensor:

@@ -4,9 +4,13 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "cpu/scratch.h"
 
 namespace vlmk {
 
@@ -62,16 +66,24 @@ void check_segments(const AttentionParams& p) {
                                 "; it must end at q's number of tokens, " +
                                 std::to_string(p.tokens));
   }
+  if (!p.order) return;
+  const auto bounds = std::minmax_element(p.order, p.order + p.tokens);
+  if (p.tokens > 0 && (*bounds.first < 0 || *bounds.second >= p.tokens)) {
+    throw std::invalid_argument("window_order runs from " + std::to_string(*bounds.first) + " to " +
+                                std::to_string(*bounds.second) + "; it must be a permutation of " +
+                                std::to_string(p.tokens) + " patches");
+  }
 }
 
-// Rows of queries per item. Each item packs the segment's keys and values anew, 1/8 of the work of
-// 64 rows, so whole segments unless that leaves threads idle: 4 items a thread even out unequal
-// ones.
-int64_t choose_rows(const AttentionParams& p, int64_t max_length) {
+// Rows of queries (backward: keys) per item. Each item packs the other side of the segment anew, so
+// whole segments unless that leaves threads idle: 4 items a thread even out unequal ones.
+int64_t choose_rows(const AttentionParams& p, int64_t heads, int64_t max_length, int64_t fewest) {
   constexpr int64_t kBlock = 64;
   const int64_t wanted = 4 * omp_get_max_threads();
   int64_t rows = std::max<int64_t>(max_length, 1);
-  while (rows > 4 * kBlock && p.tokens * p.heads / rows < wanted) rows = (rows + 1) / 2;
+  while (rows > fewest && p.tokens * heads / rows < wanted) {
+    rows = std::max((rows + 1) / 2, fewest);
+  }
   return (rows + kBlock - 1) / kBlock * kBlock;
 }
 
@@ -90,7 +102,7 @@ std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, i
     const int64_t begin = p.cu_seqlens[i], length = p.cu_seqlens[i + 1] - begin;
     for (int64_t head = 0; head < heads; ++head) {
       for (int64_t q = 0; q < length; q += rows) {
-        items.push_back({begin, length, q, std::min(q + rows, length), head});
+        items.push_back({begin, length, q, std::min(q + rows, length), head, nullptr});
       }
     }
   }
@@ -106,7 +118,7 @@ std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, i
 // A thread takes a few heads of a window at a time: rows of 1.3 KB, which the hardware's prefetcher
 // follows, and two such chunks of 64 tokens fit into a 1 MB cache.
 AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
-                        int64_t heads, int64_t max_length) {
+                        int64_t heads, int64_t rows, int64_t max_length) {
   // Above that the results go to memory past the caches: by the time that they are read, they would
   // have left the reader's cache anyway, and a plain store reads the line first (windows: 1.25x).
   constexpr int64_t kPastCaches = 16 << 20;
@@ -120,25 +132,76 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
     }
   }
   const bool past = p.tokens * p.heads * p.head_dim * element >= kPastCaches;
-  return {items.data(), static_cast<int64_t>(items.size()), max_length, chunk, past};
+  return {items.data(),
+          static_cast<int64_t>(items.size()),
+          std::min(rows, max_length),
+          max_length,
+          chunk,
+          past};
 }
+
+// Memory for the items of one segment and head that follow each other in `items`.
+class Turns {
+ public:
+  Turns(const AttentionParams& p, std::vector<AttentionItem>& items) {
+    const int64_t group = p.heads / p.kv_heads, ld = (p.head_dim + 15) / 16 * 16;
+    int64_t floats = 0, blocks = 0;
+    const auto split = [](const AttentionItem& i) { return i.rows_end - i.rows_begin < i.length; };
+    for (const AttentionItem& item : items) {
+      if (!split(item) || item.rows_begin != 0) continue;
+      turns_.push_back({item.rows_end, nullptr, nullptr});
+      floats += group * item.length * ld;
+      blocks += group * ((item.length + 63) / 64);
+    }
+    if (turns_.empty()) return;
+    dq_.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(floats) * 4)));
+    if (!dq_) throw_out_of_memory(static_cast<size_t>(floats));
+    done_ = std::vector<int32_t>(static_cast<size_t>(blocks));
+    float* dq = dq_.get();
+    int32_t* done = done_.data();
+    AttentionTurns* turns = turns_.data() - 1;
+    for (AttentionItem& item : items) {
+      if (!split(item)) continue;
+      if (item.rows_begin == 0) {
+        ++turns;
+        turns->dq = dq;
+        turns->done = done;
+        dq += group * item.length * ld;
+        done += group * ((item.length + 63) / 64);
+      }
+      item.turns = turns;
+    }
+  }
+
+ private:
+  struct Free {
+    void operator()(float* data) const { std::free(data); }
+  };
+  std::vector<AttentionTurns> turns_;
+  std::unique_ptr<float, Free> dq_;
+  std::vector<int32_t> done_;
+};
 
 }  // namespace
 
 void attention_forward(const AttentionParams& p) {
+  constexpr int64_t kFewest = 256;  // packing keys and values is 1/8 of the work of 64 rows
   check_segments(p);
-  const int64_t length = longest(p);
-  const auto items = make_items(p, p.heads, choose_rows(p, length));
-  const AttentionWork work = make_work(p, items, p.heads, length);
+  const int64_t length = longest(p), rows = choose_rows(p, p.heads, length, kFewest);
+  const auto items = make_items(p, p.heads, rows);
+  const AttentionWork work = make_work(p, items, p.heads, rows, length);
   if (work.count > 0) attention_forward_items(p, work);
 }
 
-void attention_backward(const AttentionGradParams& p) {
-  check_segments(p.forward);
-  const int64_t length = longest(p.forward);
-  const auto items = make_items(p.forward, p.forward.kv_heads, std::max<int64_t>(length, 1));
-  const AttentionWork work = make_work(p.forward, items, p.forward.kv_heads, length);
-  if (work.count > 0) attention_backward_items(p, work);
+void attention_backward(const AttentionGradParams& g) {
+  constexpr int64_t kFewest = 512;  // packing queries and dout is 1/8 of the work of 64 keys
+  const AttentionParams& p = g.forward;
+  check_segments(p);
+  const int64_t length = longest(p), rows = choose_rows(p, p.kv_heads, length, kFewest);
+  auto items = make_items(p, p.kv_heads, rows);
+  const Turns turns(p, items);
+  const AttentionWork work = make_work(p, items, p.kv_heads, rows, length);
+  if (work.count > 0) attention_backward_items(g, work);
 }
 
 }  // namespace vlmk

@@ -19,6 +19,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/attention_pack.h"
+#include "cpu/attention_rotary.h"
 #include "cpu/gemm.h"
 #include "cpu/scratch.h"
 
@@ -111,55 +112,86 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
   }
 }
 
-// Adds the rows of heads [head, last_head] of x to what tiles fetch ahead: as one run of bytes a
-// row where they lie side by side, else of the first head only.
+// Adds to what tiles fetch ahead the rows of heads [head, last_head] of x: as one run of bytes a
+// row where they lie side by side, else of the first head only. `more`: elements behind the last
+// head that are wanted too.
 template <class T>
-VLMK_INLINE void fetch(Ahead& ahead, const HeadsView& x, int64_t token, int64_t head,
-                       int64_t last_head, int64_t dim) {
+VLMK_INLINE void fetch(Ahead& ahead, const HeadsView& x, const int32_t* order, int64_t place,
+                       int64_t head, int64_t last_head, int64_t dim, int64_t more = 0) {
   constexpr int64_t kLongestRun = 4096;
-  const int64_t run = ((last_head - head) * x.head_stride + dim) * static_cast<int64_t>(sizeof(T));
-  const int64_t one = dim * static_cast<int64_t>(sizeof(T));
-  ahead.rows[ahead.tensors++] = {reinterpret_cast<const char*>(rows_of<const T>(x, token, head)),
-                                 x.token_stride * static_cast<ptrdiff_t>(sizeof(T)),
-                                 run >= one && run <= kLongestRun ? run : one};
+  const auto size = static_cast<int64_t>(sizeof(T));
+  const int64_t run = ((last_head - head) * x.head_stride + dim + more) * size;
+  const int64_t one = (dim + more) * size;
+  const Rows<const T> rows = rows_of<const T>(x, order, place, head);
+  ahead.rows[ahead.tensors++] = {reinterpret_cast<const char*>(rows.data), rows.stride * size,
+                                 run >= one && run <= kLongestRun ? run : one, rows.order};
+}
+
+// q, k and v of as many heads; in a fused projection [T, H, 3, D] they are one run.
+template <class T>
+VLMK_INLINE void fetch_qkv(Ahead& ahead, const HeadsView& q, const HeadsView& k, const HeadsView& v,
+                           const int32_t* order, int64_t place, int64_t head, int64_t last_head,
+                           int64_t dim) {
+  const auto after_q = [&](const HeadsView& x) {
+    return static_cast<const T*>(x.data) - static_cast<const T*>(q.data);
+  };
+  if (after_q(k) == dim && after_q(v) == 2 * dim && q.head_stride == 3 * dim) {
+    fetch<T>(ahead, q, order, place, head, last_head, dim, 2 * dim);
+    return;
+  }
+  fetch<T>(ahead, q, order, place, head, last_head, dim);
+  fetch<T>(ahead, k, order, place, head, last_head, dim);
+  fetch<T>(ahead, v, order, place, head, last_head, dim);
 }
 
 // Items [first, last] come next: consecutive heads of one segment, or nothing is fetched.
-VLMK_INLINE bool start_fetching(Ahead& ahead, const AttentionItem& first,
+VLMK_INLINE bool start_fetching(Ahead& ahead, const AttentionParams& p, const AttentionItem& first,
                                 const AttentionItem& last) {
   const bool worthwhile = first.begin == last.begin && first.length <= kAheadLength;
   ahead.tensor = ahead.tensors = 0;
   ahead.rows_left = worthwhile ? first.length : 0;
+  if (worthwhile && p.rotary) {
+    const HeadsView table{const_cast<float*>(p.rotary), p.head_dim, 0};
+    fetch<float>(ahead, table, p.order, first.begin, 0, 0, p.head_dim);
+  }
   return worthwhile;
 }
 
 template <class T>
 void fetch_forward(const AttentionParams& p, const AttentionItem& first, const AttentionItem& last,
                    bool past, Ahead& ahead) {
-  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim;
-  if (!start_fetching(ahead, first, last)) return;
-  fetch<T>(ahead, p.q, first.begin, first.head, last.head, dim);
-  fetch<T>(ahead, p.k, first.begin, first.head / group, last.head / group, dim);
-  fetch<T>(ahead, p.v, first.begin, first.head / group, last.head / group, dim);
-  if (!past) fetch<T>(ahead, p.out, first.begin, first.head, last.head, dim);
+  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim, at = first.begin;
+  if (!start_fetching(ahead, p, first, last)) return;
+  if (group == 1) {
+    fetch_qkv<T>(ahead, p.q, p.k, p.v, p.order, at, first.head, last.head, dim);
+  } else {
+    fetch<T>(ahead, p.q, p.order, at, first.head, last.head, dim);
+    fetch<T>(ahead, p.k, p.order, at, first.head / group, last.head / group, dim);
+    fetch<T>(ahead, p.v, p.order, at, first.head / group, last.head / group, dim);
+  }
+  if (!past) fetch<T>(ahead, p.out, p.order, at, first.head, last.head, dim);
 }
 
 template <class T>
 void fetch_backward(const AttentionGradParams& g, const AttentionItem& first,
                     const AttentionItem& last, bool past, Ahead& ahead) {
   const AttentionParams& p = g.forward;
-  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim;
+  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim, at = first.begin;
   const int64_t q_first = first.head * group, q_last = (last.head + 1) * group - 1;
-  if (!start_fetching(ahead, first, last)) return;
-  fetch<T>(ahead, p.k, first.begin, first.head, last.head, dim);
-  fetch<T>(ahead, p.v, first.begin, first.head, last.head, dim);
-  fetch<T>(ahead, p.q, first.begin, q_first, q_last, dim);
-  fetch<T>(ahead, g.dout, first.begin, q_first, q_last, dim);
-  fetch<T>(ahead, p.out, first.begin, q_first, q_last, dim);
-  if (past) return;
-  fetch<T>(ahead, g.dq, first.begin, q_first, q_last, dim);
-  fetch<T>(ahead, g.dk, first.begin, first.head, last.head, dim);
-  fetch<T>(ahead, g.dv, first.begin, first.head, last.head, dim);
+  if (!start_fetching(ahead, p, first, last)) return;
+  const auto fetch_three = [&](const HeadsView& q, const HeadsView& k, const HeadsView& v) {
+    if (group == 1) {
+      fetch_qkv<T>(ahead, q, k, v, p.order, at, first.head, last.head, dim);
+      return;
+    }
+    fetch<T>(ahead, k, p.order, at, first.head, last.head, dim);
+    fetch<T>(ahead, v, p.order, at, first.head, last.head, dim);
+    fetch<T>(ahead, q, p.order, at, q_first, q_last, dim);
+  };
+  fetch_three(p.q, p.k, p.v);
+  fetch<T>(ahead, g.dout, p.order, at, q_first, q_last, dim);
+  fetch<T>(ahead, p.out, p.order, at, q_first, q_last, dim);
+  if (!past) fetch_three(g.dq, g.dk, g.dv);
 }
 
 int64_t forward_floats(const AttentionParams& p, int64_t max_length) {
@@ -174,7 +206,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
   using Element = typename Math::Element;
   const int64_t dim = p.head_dim, ld = padded(dim), group = p.heads / p.kv_heads;
   const int64_t kv_head = item.head / group;
-  const int64_t keys = p.causal ? item.q_end : item.length;
+  const int64_t keys = p.causal ? item.rows_end : item.length;
   const int depth = steps_of<Math>(dim);
   auto* key_buffer = reinterpret_cast<Element*>(memory);
   Element* values = key_buffer + keys * ld;                // [keys / kStep, ld]
@@ -185,16 +217,28 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
   float* row_sum = row_max + kBlock;
   float* correction = row_sum + kBlock;
 
-  const Panel<Math> key = pack_rows(Math{}, rows_of<const T>(p.k, item.begin, kv_head),
-                                    p.k.token_stride, keys, dim, key_buffer);
-  pack_depth(rows_of<const T>(p.v, item.begin, kv_head), p.v.token_stride, keys, dim, values);
+  Panel<Math> key;
+  with_rotated<Math>(
+      p, rows_of<const T>(p.k, p.order, item.begin, kv_head), item.begin, keys, key_buffer,
+      [&](const auto& rows) { key = pack_rows(Math{}, rows, keys, dim, key_buffer); });
+  pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
 
-  for (int64_t q0 = item.q_begin; q0 < item.q_end; q0 += kBlock) {
-    const int64_t queries = minimum(kBlock, item.q_end - q0);
+  for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {
+    const int64_t queries = minimum(kBlock, item.rows_end - q0);
     const int lanes = vectors_of(queries);
-    pack_lanes(rows_of<const T>(p.q, item.begin + q0, item.head), p.q.token_stride, queries, dim,
-               score_sign(p), qt);
+    const int64_t place = item.begin + q0;
+    with_rotated<Math>(
+        p, rows_of<const T>(p.q, p.order, place, item.head), place, queries, out,
+        [&](const auto& rows) { pack_lanes(rows, queries, dim, score_sign(p), qt); });
+    const RowSink<false, T> results{rows_of<T>(p.out, p.order, place, item.head), dim, correction,
+                                    past};
+    const auto invert_sums = [&] {
+      for (int j = 0; j < lanes; ++j) {
+        store(correction + j * kWidth, set1(1.f) / load(row_sum + j * kWidth));
+      }
+    };
     const int64_t key_end = p.causal ? q0 + queries : keys;
+    const bool one_pass = key_end <= kBlock;
     for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
       const int n = static_cast<int>(minimum(kBlock, key_end - k0));
       const bool first = k0 == 0;
@@ -204,196 +248,31 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
       if (p.causal && k0 + n > q0 + 1) mask_causal(s, k0, n, q0, lanes);
       softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, row_max, row_sum,
                                      correction);
-      gemm<Math, true>({reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld,
-                        ld, out, ld, static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
-                        first ? Start::kZero : Start::kScale, correction},
-                       ahead);
+      if (one_pass) invert_sums();
+      gemm<Math, true>(
+          {reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld, ld, out, ld,
+           static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
+           first ? Start::kZero : Start::kScale, correction, one_pass ? &results : nullptr},
+          ahead);
     }
-    const int64_t stats = item.head * p.tokens + item.begin + q0;
+    const int64_t stats = item.head * p.tokens + place;
     copy(row_max, queries, p.row_max + stats);
     copy(row_sum, queries, p.row_sum + stats);
-    for (int j = 0; j < lanes; ++j) {
-      store(correction + j * kWidth, set1(1.f) / load(row_sum + j * kWidth));
-    }
-    store_rows<false>(out, queries, dim, correction, rows_of<T>(p.out, item.begin + q0, item.head),
-                      p.out.token_stride, past);
+    if (one_pass) continue;
+    invert_sums();
+    store_rows<false>(out, ld, queries, dim, correction, results.rows, past);
   }
 }
 
-// delta [64] = sum over dim of out * dout, a row's share of the softmax's gradient.
-template <class T>
-VLMK_NOINLINE void row_dots(const T* out, int64_t out_stride, const T* dout, int64_t dout_stride,
-                            int64_t n, int64_t dim, float* delta) {
-  const int64_t whole = dim / kWidth * kWidth;
-  for (int64_t i = 0; i < n; ++i, out += out_stride, dout += dout_stride) {
-    Vec sum = set1(0.f);
-    for (int64_t d = 0; d < whole; d += kWidth) sum = fma(load(out + d), load(dout + d), sum);
-    if (whole < dim) {
-      const int left = static_cast<int>(dim - whole);
-      sum = fma(load_n(out + whole, left), load_n(dout + whole, left), sum);
-    }
-    delta[i] = reduce_add(sum);
-  }
-}
+}  // namespace
+}  // namespace VLMK_ISA
+}  // namespace vlmk
 
-// What softmax_gradient leaves for the three products that follow it.
-template <class Math>
-struct Gradients {
-  float* st;                      // [keys, 64] scores -> P^T
-  float* dpt;                     // [keys, 64] dP^T -> dS^T / scale; Bf16Pairs: pairs along keys
-  typename Math::Element* p_row;  // Bf16Pairs: [keys, 32] P^T, pairs along queries; Fp32: st
-  typename Math::Element* ds_row;
-  int row_ld;
-};
+#include "cpu/attention_backward.h"
 
-template <class Math, int kDegree>
-VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vectors, float scale,
-                                    const float* row_max, const float* inverse_sum,
-                                    const float* delta) {
-  const Vec c = set1(scale);
-  for (int j = 0; j < vectors; ++j) {
-    const Vec shift = set1(0.f) - load(row_max + j * kWidth) * c;
-    const Vec inverse = load(inverse_sum + j * kWidth), d = load(delta + j * kWidth);
-    const auto probability = [&](int i) {
-      return exp2<kDegree>(fma(load(g.st + i * kBlock + j * kWidth), c, shift)) * inverse;
-    };
-    const auto gradient = [&](int i, Vec p) {
-      return p * (load(g.dpt + i * kBlock + j * kWidth) - d);
-    };
-    if constexpr (Math::kStep == 1) {
-      for (int i = 0; i < keys; ++i) {
-        const Vec p = probability(i);
-        store(g.dpt + i * kBlock + j * kWidth, gradient(i, p));
-        store(g.st + i * kBlock + j * kWidth, p);
-      }
-    } else {
-      const auto store_row = [&](typename Math::Element* rows, int i, Vec x) {
-        store(reinterpret_cast<BFloat16*>(rows + i * g.row_ld) + j * kWidth, x);
-      };
-      for (int i = 0; i < keys; i += 2) {
-        Vec p[2], ds[2];
-        for (int u = 0; u < 2; ++u) {
-          const bool inside = i + u < keys;
-          p[u] = inside ? probability(i + u) : set1(0.f);
-          ds[u] = inside ? gradient(i + u, p[u]) : set1(0.f);
-          if (!inside) continue;
-          store_row(g.p_row, i + u, p[u]);
-          store_row(g.ds_row, i + u, ds[u]);
-        }
-        // Row i / 2 was read before: it is row i or an earlier one.
-        const Vec pairs = Math::pair(ds[0], ds[1]);
-        store(g.dpt + i / 2 * kBlock + j * kWidth, pairs);
-      }
-    }
-  }
-}
-
-int64_t backward_floats(const AttentionParams& p, int64_t max_length) {
-  const int64_t ld = padded(p.head_dim);
-  return 5 * (max_length + 1) * ld              // keys in two layouts, values, dk, dv
-         + kBlock * (5 * ld + 3 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, pairs, 3 rows
-}
-
-template <class T, class Math>
-void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool past, Ahead& ahead,
-                   float* memory) {
-  using Element = typename Math::Element;
-  const AttentionParams& p = g.forward;
-  const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;
-  const int64_t group = p.heads / p.kv_heads, rows_ld = (length + 1) * ld;
-  const int columns = vectors_of(dim), depth = steps_of<Math>(dim);
-  float* dk = memory;  // [length, ld]
-  float* dv = dk + rows_ld;
-  auto* key_depth = reinterpret_cast<Element*>(dv + rows_ld);  // [length / kStep, ld]
-  Element* key_buffer = key_depth + rows_ld;
-  Element* value_buffer = key_buffer + rows_ld;
-  Element* qt = value_buffer + rows_ld;  // [depth, 64]
-  Element* gt = qt + ld * kBlock;
-  Element* q_depth = gt + ld * kBlock;  // [64 / kStep, ld]
-  Element* g_depth = q_depth + ld * kBlock;
-  float* dq = reinterpret_cast<float*>(g_depth) + ld * kBlock;  // [64, ld]
-  float* st = dq + ld * kBlock;                                 // [64 keys, 64 queries]
-  float* dpt = st + kBlock * kBlock;
-  Gradients<Math> gradients{st, dpt, nullptr, nullptr, kBlock};
-  if constexpr (Math::kStep == 1) {
-    gradients.p_row = st;
-    gradients.ds_row = dpt;
-  } else {
-    gradients.p_row = reinterpret_cast<Element*>(dpt + kBlock * kBlock);
-    gradients.ds_row = gradients.p_row + kBlock * kBlock / 2;
-    gradients.row_ld = kBlock / 2;
-  }
-  float* row_max = dpt + 2 * kBlock * kBlock;  // [64]
-  float* inverse_sum = row_max + kBlock;
-  float* delta = inverse_sum + kBlock;
-
-  const T* k_rows = rows_of<const T>(p.k, item.begin, kv_head);
-  pack_depth(k_rows, p.k.token_stride, length, dim, key_depth);
-  Panel<Math> key;
-  if constexpr (Math::kStep == 1) {
-    key = {key_depth, static_cast<ptrdiff_t>(ld)};
-  } else {
-    key = pack_rows(Math{}, k_rows, p.k.token_stride, length, dim, key_buffer);
-  }
-  const Panel<Math> value = pack_rows(Math{}, rows_of<const T>(p.v, item.begin, kv_head),
-                                      p.v.token_stride, length, dim, value_buffer);
-
-  for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    for (int64_t q0 = 0; q0 < length; q0 += kBlock) {
-      const int64_t queries = minimum(kBlock, length - q0), token = item.begin + q0;
-      const int lanes = vectors_of(queries), rows = static_cast<int>(queries);
-      const T* q = rows_of<const T>(p.q, token, head);
-      const T* dout = rows_of<const T>(g.dout, token, head);
-      pack_lanes(q, p.q.token_stride, queries, dim, score_sign(p), qt);
-      pack_lanes(dout, g.dout.token_stride, queries, dim, 1.f, gt);
-      pack_depth(q, p.q.token_stride, queries, dim, q_depth);
-      pack_depth(dout, g.dout.token_stride, queries, dim, g_depth);
-      for (int i = 0; i < kBlock; ++i) {
-        row_max[i] = i < rows ? p.row_max[head * p.tokens + token + i] : 0.f;
-        inverse_sum[i] = i < rows ? 1.f / p.row_sum[head * p.tokens + token + i] : 0.f;
-        delta[i] = 0.f;
-      }
-      row_dots(rows_of<const T>(p.out, token, head), p.out.token_stride, dout, g.dout.token_stride,
-               queries, dim, delta);
-
-      const int64_t key_end = p.causal ? q0 + queries : length;
-      for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
-        const int n = static_cast<int>(minimum(kBlock, key_end - k0));
-        gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, st, kBlock, n, lanes, depth,
-                           Start::kZero, nullptr},
-                          ahead);
-        gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kBlock, dpt, kBlock, n, lanes,
-                           depth, Start::kZero, nullptr},
-                          ahead);
-        if (p.causal && k0 + n > q0 + 1) mask_causal(st, k0, n, q0, lanes);
-        softmax_gradient<Math, kDegree<T>>(gradients, n, lanes, score_scale(p), row_max,
-                                           inverse_sum, delta);
-        // Blocks of keys are first met by the group's first head: at the first block of queries, or
-        // with a causal mask at the diagonal.
-        const bool first = head == kv_head * group && q0 == (p.causal ? k0 : 0);
-        const Start start = first ? Start::kZero : Start::kAdd;
-        const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;
-        gemm<Math, false>({gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns,
-                           steps, start, nullptr},
-                          ahead);
-        gemm<Math, false>({gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns,
-                           steps, start, nullptr},
-                          ahead);
-        gemm<Math, true>({reinterpret_cast<const Element*>(dpt), kBlock,
-                          key_depth + k0 / Math::kStep * ld, ld, dq, ld, rows, columns,
-                          steps_of<Math>(n), k0 == 0 ? Start::kZero : Start::kAdd, nullptr},
-                         ahead);
-      }
-      store_rows<true>(dq, queries, dim, &p.scale, rows_of<T>(g.dq, token, head), g.dq.token_stride,
-                       past);
-    }
-  }
-  const float one = 1.f;
-  store_rows<true>(dk, length, dim, &p.scale, rows_of<T>(g.dk, item.begin, kv_head),
-                   g.dk.token_stride, past);
-  store_rows<true>(dv, length, dim, &one, rows_of<T>(g.dv, item.begin, kv_head), g.dv.token_stride,
-                   past);
-}
+namespace vlmk {
+namespace VLMK_ISA {
+namespace {
 
 // Runs run(params, item, past, ahead, memory) over all items on torch's threads. A thread takes
 // work.chunk consecutive items at a time, and already while it works on the chunk before, so that
@@ -409,10 +288,17 @@ void run_items(const Params& params, const AttentionWork& work, int64_t floats, 
                RunItem<Params> run, FetchItems<Params> fetch) {
   const int64_t chunks = (work.count + work.chunk - 1) / work.chunk;
   const auto end_of = [&](int64_t chunk) { return minimum((chunk + 1) * work.chunk, work.count); };
+  // Items that take turns must not be held back behind another one of the same thread.
+  const bool look_ahead = work.max_length <= kAheadLength;
   bool out_of_memory = false;
   int64_t taken = 0;
 #pragma omp parallel if (chunks > 1)
   {
+    if (!scratch(static_cast<size_t>(floats))) {
+#pragma omp atomic write
+      out_of_memory = true;
+    }
+#pragma omp barrier  // nobody starts unless all can: others wait for their turns
     const auto take = [&] {
       int64_t chunk;
 #pragma omp atomic capture
@@ -421,18 +307,14 @@ void run_items(const Params& params, const AttentionWork& work, int64_t floats, 
     };
     Ahead ahead;
     int64_t next = 0;
-    for (int64_t chunk = take(); chunk < chunks; chunk = next) {
-      next = take();
-      if (next < chunks) {
+    for (int64_t chunk = out_of_memory ? chunks : take(); chunk < chunks;
+         chunk = look_ahead ? next : take()) {
+      if (look_ahead) next = take();
+      if (look_ahead && next < chunks) {
         fetch(params, work.items[next * work.chunk], work.items[end_of(next) - 1], past, ahead);
       }
       for (int64_t i = chunk * work.chunk; i < end_of(chunk); ++i) {
-        if (float* memory = scratch(static_cast<size_t>(floats))) {
-          run(params, work.items[i], past, ahead, memory);
-        } else {
-#pragma omp atomic write
-          out_of_memory = true;
-        }
+        run(params, work.items[i], past, ahead, scratch(static_cast<size_t>(floats)));
       }
       ahead.finish();
     }
@@ -464,7 +346,7 @@ void attention_forward_items(const AttentionParams& p, const AttentionWork& work
 }
 
 void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
-  const int64_t dim = g.forward.head_dim, floats = backward_floats(g.forward, work.max_length);
+  const int64_t dim = g.forward.head_dim, floats = backward_floats(g.forward, work.max_rows);
   const bool past = work.past_caches && whole_lines(g.dq, dim) && whole_lines(g.dk, dim) &&
                     whole_lines(g.dv, dim);
   switch (g.forward.dtype) {

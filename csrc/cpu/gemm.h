@@ -52,11 +52,12 @@ struct Bf16Pairs {
 // few line fills in flight, which its own loads need too; in runs of lines of several heads,
 // because the hardware's prefetcher follows those, but not rows a token apart.
 struct Ahead {
-  static constexpr int kMaxTensors = 8;
+  static constexpr int kMaxTensors = 9;
   struct Rows {
-    const char* row;   // the next one
-    ptrdiff_t stride;  // bytes
-    int64_t bytes;     // of a row
+    const char* row;       // the next one; with an order, row 0
+    ptrdiff_t stride;      // bytes
+    int64_t bytes;         // of a row
+    const int32_t* order;  // the next row's number, or null
   };
   const char* line = nullptr;
   const char* end = nullptr;
@@ -69,9 +70,14 @@ struct Ahead {
     if (line >= end) {
       if (rows_left == 0) return;
       Rows& r = rows[tensor];
-      line = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(r.row) & ~uintptr_t{63});
-      end = r.row + r.bytes;
-      r.row += r.stride;
+      const char* row = r.row;
+      if (r.order) {
+        row += *r.order++ * r.stride;
+      } else {
+        r.row += r.stride;
+      }
+      line = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(row) & ~uintptr_t{63});
+      end = row + r.bytes;
       if (++tensor == tensors) tensor = 0, --rows_left;
     }
     __builtin_prefetch(line, 0, 2);
@@ -86,10 +92,17 @@ struct Ahead {
 // What a tile starts from: 0, C, or C with row i multiplied by row_scale[i].
 enum class Start { kZero, kAdd, kScale };
 
-// AVX-512: 6 x 4 accumulators + 4 of B + 1 broadcast = 29 of 32 registers.
+// AVX-512: 6 x 4 accumulators + 4 of B + 1 broadcast = 29 of 32 registers. (5 x 5 for rows of 80
+// was slower than 6 x 3 and 6 x 2: 166 against 173 GFLOP/s.)
 // AVX2, SSE2 and NEON: 6 x 2 + 2 + 1 = 15 of 16 (NEON has 32).
 constexpr int kMaxTileVectors = kWidth == 16 ? 4 : 2;
 constexpr int tile_rows(int vectors) { return vectors == 1 ? 12 : 6; }  // 1 vector: more chains
+
+// Takes finished pieces of C instead of C: rows [row, row + rows) and vectors from `column` on, as
+// tile [rows, vectors * kWidth]. So results go where they belong while they are in L1.
+struct Sink {
+  void (*put)(const Sink& self, const float* tile, int row, int rows, int column, int vectors);
+};
 
 // A's element (row i, step k): a[i * lda + k], or a[k * lda + i] if kByColumns.
 template <class Math>
@@ -104,13 +117,16 @@ struct GemmArgs {
   int vectors;  // of columns
   int depth;    // elements, kStep of the depth each
   Start start;
-  const float* row_scale;  // [rows], for Start::kScale
+  const float* row_scale;      // [rows], for Start::kScale
+  const Sink* sink = nullptr;  // with Start::kZero only: C is not written then
 };
 
 template <class Math, bool kByColumns, int kRows, int kVectors>
 VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Ahead& ahead) {
   Vec acc[kRows][kVectors];
-  float* c = g.c + row * g.ldc + column;
+  alignas(64) float piece[kRows * kVectors * kWidth];
+  float* c = g.sink ? piece : g.c + row * g.ldc + column;
+  const ptrdiff_t ldc = g.sink ? kVectors * kWidth : g.ldc;
   if (g.start == Start::kZero) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
@@ -122,7 +138,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Ahead& ahe
     for (int i = 0; i < kRows; ++i) {
       const Vec s = set1(g.start == Start::kScale ? g.row_scale[row + i] : 1.f);
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) acc[i][j] = load(c + i * g.ldc + j * kWidth) * s;
+      for (int j = 0; j < kVectors; ++j) acc[i][j] = load(c + i * ldc + j * kWidth) * s;
     }
   }
   const ptrdiff_t lda = g.lda, ldb = g.ldb;
@@ -159,8 +175,9 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Ahead& ahe
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) store(c + i * g.ldc + j * kWidth, acc[i][j]);
+    for (int j = 0; j < kVectors; ++j) store(c + i * ldc + j * kWidth, acc[i][j]);
   }
+  if (g.sink) g.sink->put(*g.sink, piece, row, kRows, column, kVectors);
 }
 
 template <class Math, bool kByColumns, int kVectors>

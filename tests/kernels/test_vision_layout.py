@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmkernels import VisionLayout
+from vlmkernels.vision_layout import layout_reference
 
 grids = st.lists(
     st.tuples(st.integers(1, 3), st.integers(1, 11), st.integers(1, 11)), min_size=0, max_size=4
@@ -50,12 +52,27 @@ def looped_positions(grid: list[list[int]], m: int) -> list[list[int]]:
 
 @settings(max_examples=60)
 @given(units=grids, m=st.integers(1, 3), side=st.integers(1, 5))
-def test_equals_loops(units: list[tuple[int, int, int]], m: int, side: int):
+def test_equals_loops_and_plain_torch(units: list[tuple[int, int, int]], m: int, side: int):
     grid = [[t, h * m, w * m] for t, h, w in units]
-    index, windows, frames = looped(grid, m, side)
     # A window need not be a whole number of merged units.
     size = side * 14 * m + 5
-    layout = VisionLayout.from_grid(grid, merge_size=m, window_size=size)
+    native = VisionLayout.from_grid(grid, merge_size=m, window_size=size)
+    check_loops(native, grid, m, side)
+    plain = layout_reference(grid, merge_size=m, window_size=size)
+    check_loops(plain, grid, m, side)
+    for kind in (None, size):
+        a = VisionLayout.from_grid(grid, merge_size=m, window_size=kind)
+        b = layout_reference(grid, merge_size=m, window_size=kind)
+        for field in fields(VisionLayout):
+            x, y = getattr(a, field.name), getattr(b, field.name)
+            if isinstance(x, torch.Tensor):
+                assert x.dtype == y.dtype and x.equal(y), field.name
+            else:
+                assert x == y, field.name
+
+
+def check_loops(layout: VisionLayout, grid: list[list[int]], m: int, side: int) -> None:
+    index, windows, frames = looped(grid, m, side)
     assert layout.num_patches == sum(t * h * w for t, h, w in grid)
     assert layout.window_index is not None and layout.reverse_index is not None
     assert layout.cu_window_seqlens is not None
@@ -63,6 +80,9 @@ def test_equals_loops(units: list[tuple[int, int, int]], m: int, side: int):
     assert layout.reverse_index.tolist() == sorted(range(len(index)), key=index.__getitem__)
     assert layout.cu_window_seqlens.tolist() == windows
     assert layout.cu_seqlens.tolist() == frames
+    assert layout.window_order is not None
+    assert layout.window_order.tolist() == [u * m * m + j for u in index for j in range(m * m)]
+    assert layout.max_side == max((max(h, w) for _, h, w in grid), default=0)
     assert layout.position_ids.tolist() == looped_positions(grid, m)
     assert layout.position_ids.shape == (layout.num_patches, 2)
     assert layout.max_seqlen == max((h * w for _, h, w in grid), default=0)
@@ -71,6 +91,7 @@ def test_equals_loops(units: list[tuple[int, int, int]], m: int, side: int):
     for tensor, dtype in (
         (layout.cu_seqlens, torch.int32),
         (layout.cu_window_seqlens, torch.int32),
+        (layout.window_order, torch.int32),
         (layout.window_index, torch.int64),
         (layout.reverse_index, torch.int64),
         (layout.position_ids, torch.int64),
@@ -107,6 +128,9 @@ def test_equals_transformers(grid: list[list[int]]):
     assert torch.cat((angles, angles), -1).sin().equal(sin)
     units = angles.view(len(index), 4, -1)
     assert layout.rotary(80, windowed=True).equal(units[index].view_as(angles))
+    table = layout.rotary_table(80)
+    assert table.equal(torch.cat((angles.cos(), angles.sin()), -1))
+    assert layout.rotary_table(80) is table  # made once
 
 
 def test_rotary_by_hand():
@@ -142,6 +166,7 @@ def test_no_media(window_size: int | None):
 def test_to_moves_every_tensor():
     layout = VisionLayout.from_grid([[1, 4, 4]], window_size=112).to("meta")
     tensors = (layout.cu_seqlens, layout.cu_window_seqlens, layout.window_index)
+    tensors += (layout.window_order, layout.rotary_table(80))
     for tensor in (*tensors, layout.reverse_index, layout.position_ids):
         assert tensor is not None and tensor.device.type == "meta"
     assert VisionLayout.from_grid([[1, 4, 4]]).to("meta").window_index is None
@@ -156,6 +181,7 @@ def test_to_moves_every_tensor():
         ([[0, 4, 4]], {}, "grid_thw[0] is [0, 4, 4]"),
         ([[1, 4, 4]], {"window_size": 27}, "window_size is 27 pixels; it must be at least one"),
         ([[1, 4, 4]], {"merge_size": 0}, "merge_size is 0; it must be at least 1"),
+        ([[1, 65536, 32768]], {}, "grid_thw has 2147483648 patches; a batch must have less than"),
     ],
 )
 def test_bad_grids_are_named(grid, keywords, message):
@@ -167,5 +193,7 @@ def test_bad_rotary_is_named():
     layout = VisionLayout.from_grid([[1, 4, 4]])
     with pytest.raises(ValueError, match="head_dim is 6; it must be a positive multiple of 4"):
         layout.rotary(6, windowed=False)
+    with pytest.raises(ValueError, match="head_dim is 6; it must be a positive multiple of 4"):
+        layout.rotary_table(6)
     with pytest.raises(ValueError, match="windowed is True, but this layout was made without"):
         layout.rotary(8, windowed=True)

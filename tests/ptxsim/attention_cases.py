@@ -130,6 +130,8 @@ def check_window(kernels: WindowKernels, case: Case) -> Device:
         head_dim=case.dim,
         scale=case.scale,
         causal=case.causal,
+        order=None,
+        rotary=None,
     )
     longest = max(case.lengths) if case.max_length is None else case.max_length
     params = fill("WindowAttentionParams", forward=forward, max_length=longest)

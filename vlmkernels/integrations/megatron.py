@@ -7,9 +7,13 @@ Usage, in a layer spec of your own:
 
 The attention reads sequence borders from `packed_seq_params.cu_seqlens_q`; with
 `RotaryPackedSeqParams` it also rotates queries and keys, by angles that are computed once per
-forward (Megatron's own rotary code takes their cosine and sine in every layer). A Qwen2.5-VL vision
-tower passes `VisionPackedSeqParams`, whose windowed borders are used by every layer that the config
-does not list in `full_attention_layers`.
+forward (Megatron's own rotary code takes their cosine and sine in every layer).
+
+A vision tower of Qwen2-VL or Qwen2.5-VL also replaces the module itself and passes
+`VisionPackedSeqParams`, of which every layer takes the windows that the config does not list in
+`full_attention_layers`:
+
+    spec.submodules.self_attention.module = VisionSelfAttention
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from vlmkernels import varlen_attention
+from vlmkernels import VisionLayout, varlen_attention, vision_attention
 from vlmkernels.rotary import apply_rotary
 
 
@@ -38,12 +43,10 @@ class RotaryPackedSeqParams(PackedSeqParams):
 
 
 @dataclass
-class VisionPackedSeqParams(RotaryPackedSeqParams):
-    """RotaryPackedSeqParams with a second set of borders, int32 [windows + 1], and the length of
-    the longest segment between them."""
+class VisionPackedSeqParams(PackedSeqParams):
+    """PackedSeqParams of a vision tower: borders, windows and angles are the layout's."""
 
-    cu_window_seqlens: Tensor | None = None
-    max_window_seqlen: int | None = None
+    layout: VisionLayout | None = None
 
 
 class VarlenCoreAttention(MegatronModule):
@@ -76,9 +79,6 @@ class VarlenCoreAttention(MegatronModule):
             raise ValueError("context parallelism is not supported by VarlenCoreAttention, use 1")
         self.causal = attn_mask_type == AttnMaskType.causal
         self.scale = softmax_scale
-        # Absent on a language model's config; layer numbers are global and start at 1.
-        full = getattr(config, "full_attention_layers", None)
-        self.windowed = full is not None and layer_number - 1 not in full
 
     def forward(
         self,
@@ -104,19 +104,12 @@ class VarlenCoreAttention(MegatronModule):
         if cos is not None:
             sin = packed_seq_params.rotary_sin  # type: ignore[attr-defined]
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        cu_seqlens = packed_seq_params.cu_seqlens_q
-        max_seqlen = packed_seq_params.max_seqlen_q
-        if self.windowed:
-            cu_seqlens = getattr(packed_seq_params, "cu_window_seqlens", None)
-            max_seqlen = getattr(packed_seq_params, "max_window_seqlen", None)
-            if cu_seqlens is None:
-                raise ValueError("a windowed layer needs VisionPackedSeqParams.cu_window_seqlens")
         out = varlen_attention(
             query,
             key,
             value,
-            cu_seqlens,
-            max_seqlen=max_seqlen,
+            packed_seq_params.cu_seqlens_q,
+            max_seqlen=packed_seq_params.max_seqlen_q,
             causal=self.causal,
             scale=self.scale,
         )
@@ -126,3 +119,48 @@ class VarlenCoreAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
         return {}  # no parameters
+
+
+class VisionSelfAttention(SelfAttention):
+    """megatron-core's SelfAttention with vision_attention between its two projections.
+
+    The fused projection's rows [P, H, 3, D] are read as they are: no split into q, k and v, no
+    rotated copy, and the gradient comes back in one tensor of the same order.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.num_query_groups != config.num_attention_heads:
+            raise ValueError(
+                f"num_query_groups is {config.num_query_groups}; VisionSelfAttention needs "
+                f"num_attention_heads, {config.num_attention_heads}"
+            )
+        if config.qk_layernorm:
+            raise ValueError("qk_layernorm is True; VisionSelfAttention normalizes no queries")
+        # Absent on Qwen2-VL's config; layer numbers are global and start at 1.
+        full = getattr(config, "full_attention_layers", None)
+        self.windowed = full is not None and self.layer_number - 1 not in full
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [P, 1, width], or [P / tp, 1, width] with sequence parallelism."""
+        others["attention_mask"] = attention_mask
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"VisionSelfAttention takes no {', '.join(given)}: segments and angles come from "
+                "VisionPackedSeqParams.layout"
+            )
+        layout = getattr(packed_seq_params, "layout", None)
+        if layout is None:
+            raise ValueError("VisionSelfAttention needs packed_seq_params with a layout")
+        qkv, _ = self.linear_qkv(hidden_states)  # [P, 1, H * 3 * D]
+        qkv = qkv.view(qkv.shape[0], -1, 3, self.hidden_size_per_attention_head).transpose(1, 2)
+        out = vision_attention(qkv, layout, window=self.windowed, scale=self.core_attention.scale)
+        return self.linear_proj(out.flatten(1).unsqueeze(1))

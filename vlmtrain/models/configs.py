@@ -68,7 +68,7 @@ def vision_config(
         **_common(layout, dtype, recompute),
     )
     config.recompute_mlp = recompute == "selective"
-    # Read by VarlenCoreAttention: every other layer attends within windows.
+    # Read by VisionSelfAttention: every other layer attends within windows.
     config.full_attention_layers = (
         frozenset(vision.full_attention_layers) if vision.window_size is not None else None
     )
