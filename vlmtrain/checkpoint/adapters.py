@@ -79,10 +79,9 @@ def _whole(parts: list[Any]) -> Iterator[tuple[str, Tensor]]:
                 if size > 1 and parameter.tensor_model_parallel:
                     pieces = [torch.empty_like(whole) for _ in range(size)]
                     dist.all_gather(pieces, whole.contiguous(), group=group)
-                    inner = adapter.inner if letter == "B" else 1
-                    dim = parameter.partition_dim
-                    blocks = [piece.chunk(inner, dim) for piece in pieces]
-                    whole = torch.cat([b[i] for i in range(inner) for b in blocks], dim)
+                    whole = torch.cat(pieces, parameter.partition_dim)
+                if letter == "B":
+                    whole = linear.lora_fused.hf_rows(whole)
                 path = f"base_model.model.{name}.lora_{letter}.weight"
                 yield path, whole.to("cpu", copy=True).contiguous()
 

@@ -161,15 +161,14 @@ def from_checkpoint(source: MegatronSource) -> MergedSource:
         WeightError: the checkpoint does not say how they were trained.
     """
     from vlmtrain.config import LoraSection
-    from vlmtrain.models.lora import fused_linears
+    from vlmtrain.models.lora import Fused, fused_linears
 
     folder, reader, spec = source.folder, source.reader, source.spec
     config = read_common(folder).get("config", {})
     if not config.get("lora", {}).get("rank"):
         raise WeightError(f"{folder} holds LoRA adapters but not their rank and alpha")
     lora = LoraSection(**config["lora"])
-    parallel = config["parallel"]
-    table: dict[str, tuple[str, int, int]] = {}  # HF name -> key, layer, blocks of B's rows
+    table: dict[str, tuple[str, int, Fused]] = {}  # HF name -> key, layer
     for row in rows(spec):
         key, layer = checkpoint_key(row.megatron)
         key = key.removesuffix(".weight") + ".adapters."
@@ -179,25 +178,21 @@ def from_checkpoint(source: MegatronSource) -> MergedSource:
         path = row.megatron.split(".layers.")[1].split(".", 1)[1].removesuffix(".weight")
         fused = fused_linears(spec, vision)[path]
         chosen = [m for m in fused.modules if m.rsplit(".", 1)[-1] in lora.targets]
-        split = fused.inner > 1 and parallel["vision"] != "multiplexed"
         for number, module in enumerate(chosen):
             name = next(n for n in row.hf if n.endswith(f".{module}.weight"))
-            table[name] = (f"{key}{number}.", layer, fused.inner if split else 1)
+            table[name] = (f"{key}{number}.", layer, fused)
 
     def adapters(name: str) -> tuple[Tensor, Tensor] | None:
         if name not in table:
             return None
-        key, layer, blocks = table[name]
+        key, layer, fused = table[name]
 
         def read(letter: str) -> Tensor:
             shape = reader.shape(key + letter)
             box = ((layer, layer + 1), *((0, n) for n in shape[1:]))
             return reader.read(key + letter, box)[0]
 
-        b = read("b")
-        if blocks > 1:  # [rank, block, ...] as the ranks held it -> [block, rank, ...]
-            b = b.unflatten(0, (parallel["tensor"], blocks, -1)).transpose(0, 1).flatten(0, 2)
-        return read("a"), b
+        return read("a"), fused.hf_rows(read("b"))
 
     source.merging = True
     return MergedSource(source, adapters, lora.alpha / lora.rank)

@@ -41,14 +41,21 @@ class Fused:
     modules: their names below the layer, in Megatron's order.
     rows: output rows of each.
     groups: where Megatron orders rows by head groups, their number, else 0.
-    inner: leading blocks of the one module's rows that are each split over ranks (3 for the
-        vision tower's qkv, whose rows are [3, heads, head_dim]).
+    inner: blocks of the one module's rows that Megatron has within each head group (3 for the
+        vision tower's qkv: [3, heads, head_dim] there, [heads, 3, head_dim] here).
     """
 
     modules: tuple[str, ...]
     rows: tuple[int, ...]
     groups: int = 0
     inner: int = 1
+
+    def hf_rows(self, b: Tensor) -> Tensor:
+        """A whole B as the Hugging Face module has its rows: adapters keep Megatron's order, in
+        which a tensor-parallel rank's rows are contiguous whatever the size of its group."""
+        if self.inner == 1:
+            return b
+        return b.unflatten(0, (self.groups, self.inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def fused_linears(spec: ModelSpec, vision: bool) -> dict[str, Fused]:
@@ -95,12 +102,11 @@ class Adapter(nn.Module):
         sequence: bool,
         tp_rank: int,
         tp_size: int,
-        inner: int,
         seed: int,
         like: Tensor,
     ) -> None:
         super().__init__()
-        self.name, self.column, self.inner = name, column, inner
+        self.name, self.column = name, column
         # Drawn whole on the CPU and cut, so that every layout starts from the same values.
         generator = torch.Generator().manual_seed(seed * 1000003 + zlib.crc32(name.encode()))
         whole = torch.empty(rank, inputs)
@@ -175,10 +181,9 @@ class _Lora:
         ]
         if not fused.groups:
             return torch.cat(parts, -1)
+        if fused.inner > 1:  # one module, whose B has Megatron's order: see Fused.hf_rows
+            return parts[0]
         groups = fused.groups // self._parts()
-        if fused.inner > 1:  # [inner, groups, d] -> [groups, inner, d]
-            (only,) = parts
-            return only.unflatten(-1, (fused.inner, groups, -1)).transpose(-3, -2).flatten(-3)
         return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], -1).flatten(-2)
 
     def _parts(self) -> int:
@@ -279,7 +284,6 @@ def add_adapters(
                     sequence=linear.sequence_parallel,
                     tp_rank=rank,
                     tp_size=size,
-                    inner=fused.inner,
                     seed=seed,
                     like=linear.weight,
                 )
