@@ -8,6 +8,7 @@ from .attention import varlen_attention
 from .embedding import scatter_visual, visual_embedding, visual_index
 from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
 from .patchify import patchify
+from .resize import resize
 from .vision_layout import VisionLayout
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "PinnedArena",
     "VisionLayout",
     "patchify",
+    "resize",
     "scatter_visual",
     "varlen_attention",
     "visual_embedding",

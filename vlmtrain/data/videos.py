@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.images import (
@@ -170,8 +169,7 @@ def load_video(
     with _VideoFile(media, sample) as video:
         for position, frame in video.frames():
             if len(frames) < len(wanted) and position == wanted[len(frames)]:
-                image = Image.fromarray(video.pixels(frame))
-                frames.append(resize(image, settings.images))
+                frames.append(resize(video.pixels(frame), settings.images))
             if len(frames) == len(wanted):
                 break
     if len(frames) < len(wanted):
