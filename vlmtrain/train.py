@@ -94,6 +94,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     folder = config.output / "checkpoints"
     data = config.loader
     processor = Processor.from_folder(config.model, spec, template=data.template or None)
+    template = processor.template.template if data.template else None  # goes where the model goes
 
     def prepare() -> tuple[SampleIndex, Path | None]:
         _check_output(config)
@@ -164,6 +165,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         config.model,
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
+        template=template,
     )
 
     def save(step: int) -> None:
@@ -215,7 +217,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
             )
         return
     with merged(engine.exported):
-        save_weights(engine.exported, spec, config.model, config.output / "hf")
+        save_weights(engine.exported, spec, config.model, config.output / "hf", template)
     if config.lora.rank:
         save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
     if metrics is not None:

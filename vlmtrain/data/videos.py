@@ -53,7 +53,8 @@ class VideoSettings:
         """
         config, where = read_config(folder, "video_processor", "video_preprocessor_config.json")
         frames = ImageSettings.from_config(config, vision, cls.default(images).images, where)
-        given = {key: config[key] for key in ("fps", "min_frames", "max_frames") if config.get(key)}
+        keys = ("fps", "num_frames", "min_frames", "max_frames")
+        given = {key: config[key] for key in keys if config.get(key)}
         given |= {key: value for key, value in overrides.items() if value is not None}
         settings = cls(images=frames, **given)
         if settings.fps <= 0 or not 0 < settings.min_frames <= settings.max_frames:
