@@ -43,6 +43,8 @@ class Problem:
         self.grads = cut(values[1], sizes)
         self.moments = list(zip(cut(values[2], sizes), cut(second, sizes), strict=True))
         self.total = total
+        #: Four flat arrays of that many elements, for the stream that is the ceiling.
+        self.flat = (values[0], values[1], values[2], second)
         for param, grad in zip(self.params, self.grads, strict=True):
             param.grad = grad
 
@@ -90,18 +92,13 @@ def float32(shape: str, sizes: list[int], context: Context, bar: float | None) -
     skipped: dict[str, str] = {}
     with_deepspeed(problem, peers, skipped)
     one = len(sizes) == 1
-    streams = {}
-    if one:
-        param, (first, second) = problem.params[0], problem.moments[0]
-        arrays = (param.data, problem.grads[0], first, second)
-        streams = ceilings.adam(arrays, 28.0 * problem.total, context)
     return Comparison(
         op="Adam step",
         shape=shape,
         dtype="float32",
         ours=our_step(problem),
         peers=peers,
-        ceilings=streams,
+        ceilings=ceilings.adam(problem.flat, 28.0 * problem.total, context),
         skipped=skipped,
         bar=bar,
         ceiling_bar=97.0 if one and bar else None,
@@ -118,9 +115,6 @@ def composite(
     plain = torch_step(problem, fused=True)
     optimizer = CPUAdam(problem.params, **SETTINGS, moments=moments)
     problem.fill(optimizer, lambda: torch.tensor(10.0))
-    for state in optimizer.state.values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = state[key].to(moments)
     for param, low in zip(problem.params, lows, strict=True):
         optimizer.set_low_precision(param, low)
 
@@ -138,16 +132,18 @@ def composite(
         for param, low in zip(problem.params, lows, strict=True):
             low.copy_(param.detach())
 
-    param, (first, second) = problem.params[0], problem.moments[0]
-    arrays = (param.data, problem.grads[0], first, second)
-    wide = moments == torch.float32
+    name, per_element = {
+        torch.float32: ("float32", 28.0),
+        torch.bfloat16: ("bfloat16", 20.0),
+        torch.uint8: ("8-bit", 16.0),
+    }[moments]
     return Comparison(
         op="Adam step, bfloat16 in and out",
         shape=shape,
-        dtype=f"float32, {'float32' if wide else 'bfloat16'} moments",
+        dtype=f"float32, {name} moments",
         ours=ours,
         peers={"torch copy, AdamW fused, copy": converted},
-        ceilings=ceilings.adam(arrays, (28.0 if wide else 20.0) * problem.total, context),
+        ceilings=ceilings.adam(problem.flat, per_element * problem.total, context),
         bar=bar,
     )
 
@@ -168,7 +164,7 @@ def rows(context: Context) -> Iterator[Row]:
             shape = f"{len(mixed)} mixed tensors, {sum(mixed):,} in all"
             yield compare(float32(shape, mixed, here, bars[1]), here)
             yield compare(float32(f"{len(small):,} tensors of 4,096", small, here, bars[1]), here)
-            for moments, bar in ((torch.float32, 1.5), (torch.bfloat16, 2.0)):
+            for moments, bar in ((torch.float32, 1.5), (torch.bfloat16, 2.0), (torch.uint8, None)):
                 limit = None if context.quick else bar
                 one = composite(f"1 tensor of {big:,}", [big], here, moments, limit)
                 yield compare(one, here)

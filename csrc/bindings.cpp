@@ -211,17 +211,18 @@ vlmk::ResizeParams resize_params(uintptr_t pixels, uintptr_t out, int64_t frames
 // ---- optimizer
 
 // A row: addresses of param, grad, exp_avg, exp_avg_sq, the low-precision copy (or 0) and step (one
-// float), then numel and the number of the first element.
-void adam_step(const std::vector<std::array<int64_t, 8>>& rows, int grad_dtype, int moment_dtype,
+// float), then numel and the number of the first element, addresses of the two moments' scales (0).
+void adam_step(const std::vector<std::array<int64_t, 10>>& rows, int grad_dtype, int moments,
                double lr, double beta1, double beta2, double eps, double weight_decay,
                bool decoupled, double grad_scale) {
   std::vector<vlmk::AdamTensor> tensors;
   tensors.reserve(rows.size());
   for (const auto& r : rows) {
     tensors.push_back({pointer<float>(r[0]), pointer<const void>(r[1]), pointer<void>(r[2]),
-                       pointer<void>(r[3]), pointer<void>(r[4]), r[6], r[7],
-                       *pointer<float>(r[5]) + 1.0, static_cast<vlmk::DType>(grad_dtype),
-                       static_cast<vlmk::DType>(moment_dtype)});
+                       pointer<void>(r[3]), pointer<float>(r[8]), pointer<float>(r[9]),
+                       pointer<void>(r[4]), r[6], r[7], *pointer<float>(r[5]) + 1.0,
+                       static_cast<vlmk::DType>(grad_dtype),
+                       static_cast<vlmk::MomentType>(moments)});
   }
   vlmk::adam_step({tensors.data(), static_cast<int64_t>(tensors.size()), lr, beta1, beta2, eps,
                    weight_decay, decoupled, static_cast<float>(grad_scale)});

@@ -51,18 +51,23 @@ struct WindowAttentionGradParams {
   int64_t max_length;
 };
 
+// How Adam's moments are held, as in optim/native.py; codes: see cpu/dynamic_tree.h.
+enum class MomentType : int { kFloat32 = 0, kBFloat16 = 1, kCodes = 2 };
+
 // One parameter tensor of a multi-tensor Adam step; all arrays [numel], dense, same element order.
 struct AdamTensor {
   float* param;
   const void* grad;  // fp32 or bf16, see grad_dtype
-  void* exp_avg;     // fp32 or bf16, see moment_dtype
+  void* exp_avg;     // fp32, bf16 or 8-bit codes, see moments
   void* exp_avg_sq;
+  float* exp_avg_scale;  // [ceil(numel / 256)] for codes, else null: see cpu/dynamic_tree.h
+  float* exp_avg_sq_scale;
   void* low;  // bf16 copy of param to write, or null; may be grad's own memory where that is bf16
   int64_t numel;
-  int64_t first;  // number of element 0, where this is a piece of a tensor: a multiple of 16
+  int64_t first;  // number of element 0, where this is a piece of a tensor: a multiple of 16 (256)
   double step;    // counted from 1
   DType grad_dtype;
-  DType moment_dtype;
+  MomentType moments;
 };
 
 struct AdamParams {

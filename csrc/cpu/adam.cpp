@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 namespace vlmk {
@@ -16,7 +17,29 @@ int useful_threads(int64_t elements) {
   return static_cast<int>(std::min<int64_t>(omp_get_max_threads(), useful));
 }
 
+double tree_value(int bits, int code) {
+  if (code == 0) return 0;
+  if (code == (1 << bits) - 1) return 1;
+  int i = 0;
+  while (code >> (i + 1)) ++i;
+  const double within = (code - (1 << i) + 0.5) / (1 << i);
+  return std::pow(10.0, i - bits + 1) * (0.1 + 0.9 * within);
+}
+
 }  // namespace
+
+const DynamicTrees& dynamic_trees() {
+  static const DynamicTrees trees = [] {
+    DynamicTrees t;
+    for (int code = 0; code < 256; ++code) {
+      const double magnitude = tree_value(7, code & 0x7f);
+      t.with_sign[code] = static_cast<float>(code & 0x80 ? -magnitude : magnitude);
+      t.without[code] = static_cast<float>(tree_value(8, code));
+    }
+    return t;
+  }();
+  return trees;
+}
 
 void adam_chunk(const AdamParams& p, const AdamChunk& chunk) { VLMK_DISPATCH(adam_chunk, p, chunk) }
 
@@ -28,15 +51,16 @@ void sum_of_squares_chunk(const AdamGradient& g, int64_t begin, int64_t end, dou
 // line is written by two threads, small tensors cost no region of their own, and a thread's memory
 // streams stay long.
 void adam_step(const AdamParams& p) {
-  constexpr int64_t kLine = 16;  // floats
+  // With 8-bit moments no block of 256 that shares a scale is cut. All rows of a call are alike.
+  const int64_t line = p.count && p.tensors[0].moments == MomentType::kCodes ? 256 : 16;  // floats
   // A copy of this many floats would push everything else out of the caches.
   constexpr int64_t kStreamed = 1 << 22;
   std::vector<int64_t> first_line(p.count + 1, 0);
   for (int64_t i = 0; i < p.count; ++i) {
-    first_line[i + 1] = first_line[i] + (p.tensors[i].numel + kLine - 1) / kLine;
+    first_line[i + 1] = first_line[i] + (p.tensors[i].numel + line - 1) / line;
   }
   const int64_t lines = first_line[p.count];
-  const int threads = useful_threads(lines * kLine);
+  const int threads = useful_threads(lines * line);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     const int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
@@ -46,10 +70,10 @@ void adam_step(const AdamParams& p) {
         std::upper_bound(first_line.begin(), first_line.end(), begin) - first_line.begin() - 1;
     for (; i < p.count && first_line[i] < end; ++i) {
       const AdamTensor& tensor = p.tensors[i];
-      const int64_t from = std::max(begin - first_line[i], int64_t{0}) * kLine;
-      const int64_t to = std::min((end - first_line[i]) * kLine, tensor.numel);
+      const int64_t from = std::max(begin - first_line[i], int64_t{0}) * line;
+      const int64_t to = std::min((end - first_line[i]) * line, tensor.numel);
       // Over the gradient's own memory the lines are in the cache already.
-      const bool stream = lines * kLine >= kStreamed && tensor.low != tensor.grad;
+      const bool stream = lines * line >= kStreamed && tensor.low != tensor.grad;
       if (from < to) adam_chunk(p, {&tensor, from, to, stream});
     }
   }

@@ -8,7 +8,7 @@
 
 namespace vlmk {
 
-// A chunk of one tensor: elements [begin, end), begin a multiple of 16.
+// A chunk of one tensor: elements [begin, end), begin a multiple of 16, of 256 with 8-bit moments.
 struct AdamChunk {
   const AdamTensor* tensor;
   int64_t begin;
@@ -17,6 +17,13 @@ struct AdamChunk {
 };
 
 VLMK_DECLARE(adam_chunk, const AdamParams&, const AdamChunk&);
+
+// What the 8-bit codes stand for: exp_avg's (signed) and exp_avg_sq's.
+struct DynamicTrees {
+  float with_sign[256];
+  float without[256];
+};
+const DynamicTrees& dynamic_trees();
 
 // Tensors are the launcher's to check (vlmkernels/optim/native.py).
 void adam_step(const AdamParams& p);

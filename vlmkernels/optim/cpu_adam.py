@@ -6,7 +6,7 @@ which parameters and moments are bit-identical on machines with AVX2 or AVX-512.
 
 Speed of light: memory bandwidth at 28 bytes an element with float32 gradients (4 reads, 3 writes),
 28 with bfloat16 gradients and a bfloat16 copy of the parameter written in the same pass, 20 with
-bfloat16 moments as well.
+bfloat16 moments as well, 16 with 8-bit ones (where arithmetic takes longer than memory).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vlmkernels._native import describe
 
+from . import blockwise
 from .native import (
     MOMENTS,
     Rows,
@@ -36,21 +37,39 @@ from .native import (
 
 logger = logging.getLogger(__name__)
 
+EIGHT_BIT = torch.uint8
+#: State keys of the moments: elements, or 8-bit codes with their scales.
+_KEYS = ("exp_avg", "exp_avg_sq")
+_CODES = ("exp_avg_codes", "exp_avg_sq_codes")
+_SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
+
 
 class _Known:
     """A parameter whose tensors were checked, and the row that they make."""
 
-    __slots__ = ("param", "grad", "exp_avg", "exp_avg_sq", "step", "key", "row", "written")
+    __slots__ = (
+        *("param", "grad", "keys", "exp_avg", "exp_avg_sq", "scales", "step", "key", "row"),
+        "written",
+    )
 
     def __init__(
-        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], low: Tensor | None
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: dict[str, Tensor],
+        low: Tensor | None,
+        keys: tuple[str, str],
     ) -> None:
         self.param = param
         self.grad = weakref.ref(grad)  # zero_grad is to free its memory
-        self.exp_avg, self.exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        self.keys = keys
+        self.exp_avg, self.exp_avg_sq = (state[key] for key in keys)
+        self.scales = (state[_SCALES[0]], state[_SCALES[1]]) if keys is _CODES else None
         self.step = state["step"]
         self.written = (param,) if low is None else (param, low)
-        self.key, self.row = Rows.make(param, grad, self.exp_avg, self.exp_avg_sq, self.step, low)
+        self.key, self.row = Rows.make(
+            param, grad, self.exp_avg, self.exp_avg_sq, self.step, low, 0, self.scales
+        )
 
     def holds(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> bool:
         """Whether these are the same tensors, and lie where they did."""
@@ -63,9 +82,11 @@ class _Known:
             and self.exp_avg.data_ptr() == row[2]
             and self.exp_avg_sq.data_ptr() == row[3]
             and self.step.data_ptr() == row[5]
-            and self.exp_avg is state.get("exp_avg")
-            and self.exp_avg_sq is state.get("exp_avg_sq")
+            and self.exp_avg is state.get(self.keys[0])
+            and self.exp_avg_sq is state.get(self.keys[1])
             and self.step is state.get("step")
+            and (self.scales is None or self.scales[0] is state.get(_SCALES[0]))
+            and (self.scales is None or self.scales[1] is state.get(_SCALES[1]))
         )
 
 
@@ -87,6 +108,10 @@ class CPUAdam(torch.optim.Optimizer):
             then rounded up or down at random in proportion, which keeps their mean: rounded to
             nearest, exp_avg_sq would stand still at beta2 = 0.999. The random numbers depend on
             step and element alone, so that a run can be repeated and resumed bit for bit.
+            torch.uint8 for 8-bit block-wise moments (Dettmers et al. 2022, arXiv:2110.02861) in a
+            quarter of the memory: one code an element and one scale per 256; the state keys are
+            then exp_avg_codes, exp_avg_scales and so on, and load from and into those of the
+            other types. A gradient that is not finite makes a block's moments NaN.
         nonfinite: what a NaN or an infinity in any gradient does. "propagate": as in torch, it goes
             into parameters and moments. "skip": the step changes nothing and is counted in
             `skipped_steps`; looking for them reads the gradients once more.
@@ -112,8 +137,10 @@ class CPUAdam(torch.optim.Optimizer):
         nonfinite: Literal["propagate", "skip"] = "propagate",
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
-        if moments not in MOMENTS:
-            raise ValueError(f"moments is {moments}; it must be torch.float32 or torch.bfloat16")
+        if moments not in (*MOMENTS, EIGHT_BIT):
+            raise ValueError(
+                f"moments is {moments}; it must be torch.float32, torch.bfloat16 or torch.uint8"
+            )
         if nonfinite not in ("propagate", "skip"):
             raise ValueError(f"nonfinite is {nonfinite!r}; it must be 'propagate' or 'skip'")
         self.moments = moments
@@ -191,7 +218,7 @@ class CPUAdam(torch.optim.Optimizer):
         for param, values in self.state.items():
             if "step" in values:  # Megatron loads one tensor for all parameters
                 values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in (*_KEYS, *_CODES):
                 if key in values and values[key].shape != param.shape:
                     raise ValueError(
                         f"the loaded {key} is {describe(values[key])} for a parameter of shape "
@@ -300,21 +327,46 @@ class CPUAdam(torch.optim.Optimizer):
                 f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs its own"
             )
         state = self.state[param]
-        moments = (state.get("exp_avg"), state.get("exp_avg_sq"))
-        if not is_step(state.get("step")) or not all(self._fits(m, stride) for m in moments):
+        if not is_step(state.get("step")) or not self._holds_moments(state, stride, param.numel()):
             self._prepare_state(param, state)
-        return grad, _Known(param, grad, state, self._low.get(param))
+        keys = _CODES if self.moments == EIGHT_BIT else _KEYS
+        return grad, _Known(param, grad, state, self._low.get(param), keys)
 
-    def _fits(self, moment: Tensor | None, stride: tuple[int, ...]) -> bool:
-        return moment is not None and moment.dtype == self.moments and moment.stride() == stride
+    def _holds_moments(self, state: dict[str, Any], stride: tuple[int, ...], numel: int) -> bool:
+        if self.moments == EIGHT_BIT:
+            for key in _SCALES:
+                scales = state.get(key)
+                if scales is None or scales.dtype != torch.float32 or not scales.is_contiguous():
+                    return False
+                if scales.numel() != blockwise.num_blocks(numel):
+                    return False
+            return all(_is_like(state.get(key), EIGHT_BIT, stride) for key in _CODES)
+        return all(_is_like(state.get(key), self.moments, stride) for key in _KEYS)
 
     def _prepare_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """Makes what is missing; moves moments to the parameter's memory layout and their type."""
         if not is_step(state.get("step")):
             state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = state.get(key)
+        for key, codes, scales in zip(_KEYS, _CODES, _SCALES, strict=True):
+            signed = key == "exp_avg"
+            moment = state.pop(key, None)
+            if codes in state:  # torch has made floats of what it loaded; they hold every code
+                held = torch.empty_like(param, dtype=EIGHT_BIT).copy_(state.pop(codes))
+                scale = state.pop(scales).to(torch.float32)
+                if self.moments == EIGHT_BIT:
+                    state[codes], state[scales] = held, scale
+                    continue
+                moment = blockwise.dequantize(held, scale, signed=signed)
             if moment is None:
-                state[key] = torch.zeros_like(param, dtype=self.moments)
-            elif not self._fits(moment, param.stride()):
+                moment = torch.zeros_like(param)
+            if self.moments == EIGHT_BIT:
+                dense = torch.empty_like(param).copy_(moment)
+                state[codes], state[scales] = blockwise.quantize(dense, signed=signed)
+            elif _is_like(moment, self.moments, param.stride()):
+                state[key] = moment
+            else:
                 state[key] = torch.empty_like(param, dtype=self.moments).copy_(moment)
+
+
+def _is_like(x: Tensor | None, dtype: torch.dtype, stride: tuple[int, ...]) -> bool:
+    return x is not None and x.dtype == dtype and x.stride() == stride

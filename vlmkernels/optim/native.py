@@ -11,7 +11,10 @@ from torch import Tensor
 from vlmkernels._native import _C, DTYPES, describe
 
 GRADIENTS = (torch.float32, torch.bfloat16)
+#: Types of moments that are held element by element; torch.uint8 stands for 8-bit codes, see
+#: blockwise.py.
 MOMENTS = (torch.float32, torch.bfloat16)
+_MOMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # vlmk::MomentType
 
 
 def adam_reference(
@@ -60,12 +63,14 @@ class Rows:
         step: Tensor,
         low: Tensor | None = None,
         first: int = 0,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[tuple[int, int], tuple[int, ...]]:
         """A row and the types under which it goes.
 
         param float32, grad float32 or bfloat16, moments likewise, step float32 0-dim (counted up by
         `step`), low bfloat16: gets the rounded parameter; it may be grad's memory. Of a piece of a
-        tensor `first` is the number of its first element in the whole, a multiple of 16.
+        tensor `first` is the number of its first element in the whole, a multiple of 16. `scales`
+        belong to moments that are 8-bit codes.
         """
         row = (
             param.data_ptr(),
@@ -76,8 +81,9 @@ class Rows:
             step.data_ptr(),
             param.numel(),
             first,
+            *((0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())),
         )
-        return (DTYPES[grad.dtype], DTYPES[exp_avg.dtype]), row
+        return (DTYPES[grad.dtype], _MOMENT_TYPES[exp_avg.dtype]), row
 
     def append(self, key: tuple[int, int], row: tuple[int, ...]) -> None:
         rows = self._rows.get(key)
