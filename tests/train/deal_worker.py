@@ -20,6 +20,7 @@ from vlmtrain.checkpoint.hf_import import load_weights  # noqa: E402
 from vlmtrain.config import OptimizerSection  # noqa: E402
 from vlmtrain.data.index import scan_sources  # noqa: E402
 from vlmtrain.data.loader import PackedLoader  # noqa: E402
+from vlmtrain.data.packing import Policy  # noqa: E402
 from vlmtrain.data.processor import Processor  # noqa: E402
 from vlmtrain.engine import Engine  # noqa: E402
 from vlmtrain.models.spec import ModelSpec  # noqa: E402
@@ -32,27 +33,37 @@ def main(path: Path) -> None:
     assert process is not None
     backend = device.setup(process.local_rank)
     launch.connect(process, backend.process_group)
-    size, length = dist.get_world_size(), case["pack_length"]
+    size = dist.get_world_size()
     spec = ModelSpec.from_folder(case["model"])
     processor = Processor.from_folder(case["model"], spec)
-    index = scan_sources([case["data"]], processor, spec, length)
+    index = scan_sources([case["data"]], processor, spec, case["pack_length"])
+
+    def loader(policy: Policy, length: int, packs: int) -> PackedLoader:
+        place = {"dp_rank": dist.get_rank(), "dp_size": size}
+        return PackedLoader(
+            index,
+            processor,
+            spec,
+            pack_length=length,
+            global_batch=packs,
+            packing=policy,
+            prefetch=False,
+            **place,
+        )
+
+    # The first length at which every policy's epoch is a whole number of packs for each rank.
+    for length in range(int(index.lengths.max()), case["pack_length"]):
+        packs = {p: len(loader(p, length, size)._plan(0)) for p in case["policies"]}
+        if not any(count % size for count in packs.values()):
+            break
     layout = make_layout(spec, world_size=size, pack_length=length, microbatches=1)
     engine = Engine(spec, layout, backend, dtype=torch.float32)
     load_weights(engine.parts, spec, case["model"])
     engine.prepare(OptimizerSection())
     results = {}
     for policy in case["policies"]:
-        options: dict[str, Any] = {
-            "pack_length": length,
-            "dp_rank": engine.data_rank,
-            "dp_size": size,
-            "packing": policy,
-        }
-        with PackedLoader(index, processor, spec, global_batch=size, **options) as loader:
-            packs = len(loader._plan(0))
-        assert packs % size == 0, f"{policy}: {packs} packs cannot be dealt to {size} ranks"
-        with PackedLoader(index, processor, spec, global_batch=packs, **options) as loader:
-            mine = loader.next_step()
+        with loader(policy, length, packs[policy]) as batches:
+            mine = batches.next_step()
         outputs = engine._forward_backward(mine, forward_only=False)
         loss = engine._result(mine, outputs, 0.0).loss
         gather_gradients(engine)

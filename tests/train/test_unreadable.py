@@ -17,8 +17,9 @@ def rows(output: Path) -> list[dict[str, float]]:
 
 
 def test_skipped_counted_and_limited(model, conversations, tmp_path):
-    """Two data-parallel ranks. The first epoch leaves the sample out and ends well, its template
-    beside the weights; the run that goes on meets the sample again, one above the limit."""
+    """Two data-parallel ranks. Two steps leave the sample out (twice where they reach the second
+    epoch) and end well, the template beside the weights; the run that goes on meets it again, one
+    above the limit."""
     import transformers
 
     samples = json.loads(conversations.read_text())
@@ -33,16 +34,17 @@ def test_skipped_counted_and_limited(model, conversations, tmp_path):
     data, template, output = tmp_path / "c.json", tmp_path / "own.jinja", tmp_path / "run"
     data.write_text(json.dumps(samples))
     template.write_text(TEMPLATE)
-    more = ["--nproc=2", "--loader.unreadable=skip", "--loader.verify=False"]
-    more += ["--loader.skip_limit=1", f"--loader.template={template}"]
-    done = run_cli(options(model, data, output, "--train.epochs=1", *more))
+    more = ["--nproc=2", "--loader.unreadable=skip", "--loader.no_verify"]
+    more += [f"--loader.template={template}"]
+    done = run_cli(options(model, data, output, "--train.steps=2", *more))
     assert done.code == 0, done.output[-3000:]
     lines = [line for line in done.output.splitlines() if line.startswith("skipped: ")]
-    assert len(lines) == 1, done.output
-    assert f"sample {bad['id']!r}: {bad['image']} is not an image or is cut short" in lines[0]
+    assert 1 <= len(lines) <= 2, done.output
+    for line in lines:
+        assert f"sample {bad['id']!r}: {bad['image']} is not an image or is cut short" in line
     first = rows(output)
     counts = [row["skipped"] for row in first]
-    assert counts[-1] == 1 and counts == sorted(counts) and set(counts) <= {0.0, 1.0}
+    assert counts[-1] == len(lines) and counts == sorted(counts) and len(counts) == 2
 
     for folder in (output / "hf", *(output / "checkpoints").glob("step-*")):
         assert (folder / "chat_template.jinja").read_text() == TEMPLATE, folder
@@ -57,12 +59,12 @@ def test_skipped_counted_and_limited(model, conversations, tmp_path):
     config = json.loads((output / "hf" / "tokenizer_config.json").read_text())
     assert config.get("chat_template", TEMPLATE) == TEMPLATE  # where older transformers look
 
-    done = run_cli(
-        options(model, data, output, "--train.epochs=3", "--checkpoint.resume=latest", *more)
-    )
+    more += ["--checkpoint.resume=latest", f"--loader.skip_limit={len(lines)}"]
+    done = run_cli(options(model, data, output, "--train.epochs=4", *more))
     assert done.code == 1, done.output[-3000:]
     said = [line for line in done.output.splitlines() if line.startswith("vlmtrain: ")]
     assert len(said) == 1 and "Traceback" not in done.output, done.output
-    assert "2 samples could not be read, more than the 1 that --loader.skip_limit" in said[0]
+    wanted = f"{len(lines) + 1} samples could not be read, more than the {len(lines)} that --loader"
+    assert wanted in said[0]
     assert f"sample {bad['id']!r}" in said[0]
     assert rows(output)[: len(first)] == first
