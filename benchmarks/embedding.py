@@ -188,6 +188,7 @@ def backward(x: Inputs, context: Context) -> Iterator[Comparison]:
             check=_same,
             bar=bar,
         )
+    yield _into_main_grad(x, context, bar)
     embeddings = F.embedding(x.ids, x.weight).requires_grad_()
     both = (embeddings, visual)
 
@@ -204,6 +205,92 @@ def backward(x: Inputs, context: Context) -> Iterator[Comparison]:
         ceilings=ceilings.copy((2 * tokens + visual_rows) * x.row_bytes, context),
         check=_same,
         bar=bar,
+    )
+
+
+def _into_main_grad(x: Inputs, context: Context, bar: float | None) -> Comparison:
+    """What a Megatron trainer needs: the table's gradient added to a float32 buffer."""
+    weight = x.weight.detach().requires_grad_()
+    visual = x.visual.detach().requires_grad_()
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    theirs = torch.zeros_like(weight, dtype=torch.float32)
+    ours = _graph(
+        lambda: visual_embedding(x.ids, weight, visual, x.index, weight_grad="main_grad"),
+        (weight, visual),
+        x.dout,
+    )
+
+    def added(place: Place) -> Callable:
+        backward = _graph(
+            lambda: place(F.embedding(x.ids, weight), visual), (weight, visual), x.dout
+        )
+
+        def run() -> Tensor:
+            dweight, dvisual = backward()
+            theirs.add_(dweight)
+            return dvisual
+
+        return run
+
+    words, rows = int((~x.mask).sum()), x.visual.shape[0]
+    different = int(x.ids[~x.mask].unique().numel())
+    # Gradients read, dvisual written, the table's rows that there are read and written in float32.
+    traffic = (words + 2 * rows) * x.row_bytes + 2 * different * 2 * x.row_bytes
+    return Comparison(
+        op="visual_embedding, backward into main_grad",
+        shape=_shape(x),
+        dtype="bfloat16, float32 main_grad",
+        ours=lambda: ours()[1],
+        peers={f"of F.embedding, {name}; add": added(place) for name, place in places(x).items()},
+        ceilings=ceilings.copy(traffic, context),
+        check=_same,
+        bar=bar,
+    )
+
+
+# ---- in a training step --------------------------------------------------------------------------
+
+
+def in_a_step(packs: list[tuple[Tensor, Tensor]], vocabulary: int, hidden: int) -> Comparison:
+    """Forward and backward of the embeddings of one step, float32, the table trained: as a trainer
+    with Megatron's main_grad has it, by one kernel and by torch's ops in Megatron-Bridge's order.
+
+    packs: input_ids and visual_index [S] of each microbatch.
+    """
+    weight = torch.randn(vocabulary, hidden).requires_grad_()
+    weight.main_grad = torch.zeros(vocabulary, hidden)  # type: ignore[attr-defined]
+    cases = []
+    for ids, index in packs:
+        visual = torch.randn(int((index >= 0).sum()), hidden).requires_grad_()
+        cases.append((ids, index, index >= 0, visual, torch.randn(len(ids), hidden)))
+
+    def ours() -> tuple[Tensor, ...]:
+        gradients = []
+        for ids, index, _, visual, dout in cases:
+            out = visual_embedding(ids, weight, visual, index, weight_grad="main_grad")
+            gradients.append(torch.autograd.grad(out, (weight, visual), dout)[1])
+        return tuple(gradients)
+
+    def bridge() -> tuple[Tensor, ...]:
+        gradients = []
+        for ids, _, mask, visual, dout in cases:
+            x = F.embedding(ids[None], weight).transpose(0, 1).contiguous()
+            x = x.transpose(0, 1).contiguous()
+            x = x.masked_scatter(mask[None, :, None].expand_as(x), visual)
+            x = x.transpose(0, 1).contiguous().squeeze(1)
+            dweight, dvisual = torch.autograd.grad(x, (weight, visual), dout)
+            weight.main_grad.add_(dweight)  # type: ignore[attr-defined]
+            gradients.append(dvisual)
+        return tuple(gradients)
+
+    tokens = sum(len(ids) for ids, _ in packs)
+    return Comparison(
+        op="visual embedding in a training step",
+        shape=f"{len(packs)} packs, {tokens} tokens in all, h {hidden}, table of {vocabulary}",
+        dtype="float32",
+        ours=ours,
+        peers={"F.embedding, transposes, masked_scatter, add": bridge},
+        check=_same,
     )
 
 

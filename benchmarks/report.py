@@ -123,6 +123,8 @@ def line(row: Row) -> str:
     ceiling = ""
     if row.percent_of_ceiling is not None:
         ceiling = f"{row.percent_of_ceiling:.0f}% of {row.ceiling}"
+    elif row.ceiling is not None:
+        ceiling = row.ceiling
     tokens = ""
     if row.tokens_per_second:
         peer = _number(row.peer_tokens_per_second, 0)

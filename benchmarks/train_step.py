@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import embedding
 from benchmarks.harness import AS_IT_COMES, Comparison, Context, Row, compare, say
 from tests.parity import reference
 from tests.parity.reference import Sample
@@ -347,8 +348,28 @@ def rows(context: Context) -> Iterator[Row]:
 
     for size in _sizes(context):
         with tempfile.TemporaryDirectory() as folder:
-            yield compare(comparison(size, Path(folder)), context)
+            step = compare(comparison(size, Path(folder)), context)
+            yield step
         parallel_state.destroy_model_parallel()
+        yield _embedding_share(size, step.ours_ms, context)
+
+
+def _embedding_share(size: Size, step_ms: float, context: Context) -> Row:
+    """The embeddings of that step by themselves, before and after; their share in its last column:
+    before, the step is longer by what is saved."""
+    packs = [reference.pack(pack, size.pack_length) for pack in size.samples()]
+    row = compare(
+        embedding.in_a_step(
+            [(pack.input_ids, pack.visual_index) for pack in packs],
+            size.vocabulary,
+            size.text["hidden_size"],
+        ),
+        context,
+    )
+    before = row.best_peer_ms or 0.0
+    longer = step_ms - row.ours_ms + before
+    shares = f"{before / longer:.2%} of it before, {row.ours_ms / step_ms:.2%} after"
+    return replace(row, ceiling=f"a step of {step_ms:.1f} ms: {shares}")
 
 
 def profile(name: str, repetitions: int = 3, rows_shown: int = 25) -> str:

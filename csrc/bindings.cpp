@@ -131,8 +131,9 @@ vlmk::WindowAttentionGradParams window_attention_grad_params(
 
 vlmk::EmbeddingParams embedding_params(uintptr_t ids, uintptr_t visual_index, uintptr_t table,
                                        uintptr_t visual, uintptr_t out, int64_t first, int64_t rows,
-                                       int64_t row_bytes, int64_t vocab_start, int64_t vocab_rows,
-                                       int64_t visual_rows, bool partial) {
+                                       int64_t hidden, int64_t vocab_start, int64_t vocab_rows,
+                                       int64_t visual_rows, bool partial, int table_dtype,
+                                       int visual_dtype, int out_dtype) {
   return {pointer<const int64_t>(ids),
           pointer<const int32_t>(visual_index),
           pointer<const void>(table),
@@ -140,30 +141,38 @@ vlmk::EmbeddingParams embedding_params(uintptr_t ids, uintptr_t visual_index, ui
           pointer<void>(out),
           first,
           rows,
-          row_bytes,
+          hidden,
           vocab_start,
           vocab_rows,
           visual_rows,
-          partial};
+          partial,
+          static_cast<vlmk::DType>(table_dtype),
+          static_cast<vlmk::DType>(visual_dtype),
+          static_cast<vlmk::DType>(out_dtype)};
 }
 
 vlmk::EmbeddingGatherParams embedding_gather_params(uintptr_t visual_index, uintptr_t grad,
                                                     uintptr_t inverse, uintptr_t dvisual,
-                                                    int64_t first, int64_t rows, int64_t row_bytes,
-                                                    int64_t visual_rows) {
+                                                    int64_t first, int64_t rows, int64_t hidden,
+                                                    int64_t visual_rows, int grad_dtype,
+                                                    int dvisual_dtype) {
   return {pointer<const int32_t>(visual_index),
           pointer<const void>(grad),
           pointer<int32_t>(inverse),
           pointer<void>(dvisual),
           first,
           rows,
-          row_bytes,
-          visual_rows};
+          hidden,
+          visual_rows,
+          static_cast<vlmk::DType>(grad_dtype),
+          static_cast<vlmk::DType>(dvisual_dtype)};
 }
 
 vlmk::EmbeddingReduceParams embedding_reduce_params(uintptr_t keys, uintptr_t order, uintptr_t grad,
                                                     uintptr_t dweight, int64_t count,
-                                                    int64_t hidden, int64_t vocab_rows, int dtype) {
+                                                    int64_t hidden, int64_t vocab_rows,
+                                                    int grad_dtype, int dweight_dtype,
+                                                    bool accumulate) {
   return {pointer<const int64_t>(keys),
           pointer<const int64_t>(order),
           pointer<const void>(grad),
@@ -171,7 +180,9 @@ vlmk::EmbeddingReduceParams embedding_reduce_params(uintptr_t keys, uintptr_t or
           count,
           hidden,
           vocab_rows,
-          static_cast<vlmk::DType>(dtype)};
+          static_cast<vlmk::DType>(grad_dtype),
+          static_cast<vlmk::DType>(dweight_dtype),
+          accumulate};
 }
 
 // ---- images

@@ -90,9 +90,11 @@ struct AdamGradient {
 };
 
 // Visual embedding: S = positions of the whole pack, R = rows of this rank's shard, V = table rows
-// held here, n = visual rows, h = hidden size.
+// held here, n = visual rows, h = hidden size. Types may differ where a field gives one: values are
+// then converted, rounded to nearest even.
 
-// out[i] = visual[visual_index[first + i]] where that index is >= 0, else a base row.
+// out[i] = visual[visual_index[first + i]] where that index is >= 0, else a base row. Where ids is
+// null, out may be table itself: then only rows with an index are written.
 struct EmbeddingParams {
   const int64_t* ids;           // [S], or null: base row i is table[i] (scatter_visual)
   const int32_t* visual_index;  // [S]
@@ -101,11 +103,14 @@ struct EmbeddingParams {
   void* out;                    // [R, h]
   int64_t first;                // position of the first row of the shard
   int64_t rows;                 // R
-  int64_t row_bytes;            // h * element size
+  int64_t hidden;               // h
   int64_t vocab_start;          // id of table[0]
   int64_t vocab_rows;           // V
   int64_t visual_rows;          // n, or -1: no visual, rows with visual_index >= 0 are zero
   bool partial;                 // an id outside the table gives a zero row; else it is an error
+  DType table_dtype;
+  DType visual_dtype;
+  DType out_dtype;
 };
 
 // dvisual[r] = grad[i] where visual_index[first + i] == r, zero where no position names r.
@@ -116,8 +121,10 @@ struct EmbeddingGatherParams {
   void* dvisual;                // [n, h]
   int64_t first;                // position of the first row of the shard
   int64_t rows;                 // R
-  int64_t row_bytes;            // h * element size
+  int64_t hidden;               // h
   int64_t visual_rows;          // n
+  DType grad_dtype;
+  DType dvisual_dtype;
 };
 
 // dweight[key] = sum in fp32 of grad[order[j]] over the run of equal keys, in the order of j.
@@ -125,11 +132,13 @@ struct EmbeddingReduceParams {
   const int64_t* keys;   // [m], ascending, >= 0; V and above are skipped
   const int64_t* order;  // [m], the row of grad of each key
   const void* grad;      // [R, h]
-  void* dweight;         // [V, h], zero on entry
+  void* dweight;         // [V, h]; on CUDA zero on entry, or to be added to
   int64_t count;         // m
   int64_t hidden;        // h
   int64_t vocab_rows;    // V
-  DType dtype;           // of grad and dweight
+  DType grad_dtype;
+  DType dweight_dtype;
+  bool accumulate;  // add the sum, in fp32, to what dweight holds; rows without a key stay
 };
 
 // out[row] = table[channel][pixel], rows in the order (slice, y/merge, x/merge, merge, merge),

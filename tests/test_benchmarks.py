@@ -326,6 +326,9 @@ def test_embedding_peers_agree() -> None:
             assert len(comparison.peers) >= 5
             for name, peer in comparison.peers.items():
                 assert embedding._same(peer(), expected) is None, f"{comparison.op}: {name}"
+    step = embedding.in_a_step([(inputs.ids, inputs.index)] * 2, 300, 16)
+    (bridge,) = step.peers.values()
+    assert embedding._same(bridge(), step.ours()) is None
 
 
 def test_adam_contestants_do_the_same() -> None:

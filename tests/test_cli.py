@@ -9,6 +9,8 @@ import pytest
 
 from vlmtrain import cli, config
 from vlmtrain.config import ConfigError, TrainConfig, from_toml
+from vlmtrain.evaluate.command import EvaluateConfig
+from vlmtrain.generate.command import GenerateConfig
 
 OPTIONS = """
 model data output nproc
@@ -22,6 +24,20 @@ freeze.vision freeze.merger freeze.language
 lora.rank lora.alpha lora.dropout lora.targets lora.vision
 recompute.vision recompute.language
 checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.resume
+evaluate.every evaluate.data
+loader.packing loader.unreadable loader.skip_limit loader.workers loader.verify loader.max_samples
+loader.media_root loader.template
+""".split()
+
+GENERATE = """
+model prompt image video system input output max_new_tokens temperature top_p repetition_penalty
+seed precision kernels
+""".split()
+
+EVALUATE = """
+model tasks data output nproc pack_length global_batch precision max_new_tokens kernels
+parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
+parallel.vision_layers parallel.text_layers parallel.vision
 loader.packing loader.unreadable loader.skip_limit loader.workers loader.verify loader.max_samples
 loader.media_root loader.template
 """.split()
@@ -43,12 +59,22 @@ def test_options_of_train():
     assert names(TrainConfig) == OPTIONS
 
 
-def test_help_names_every_option(capsys):
+def test_options_of_generate_and_evaluate():
+    assert names(GenerateConfig) == GENERATE
+    assert names(EvaluateConfig) == EVALUATE
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("train", OPTIONS), ("generate", GENERATE), ("evaluate", EVALUATE)],
+    ids=["train", "generate", "evaluate"],
+)
+def test_help_names_every_option(command, options, capsys):
     with pytest.raises(SystemExit) as end:
-        cli.main(["train", "--help"])
+        cli.main([command, "--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    for name in OPTIONS:
+    for name in options:
         assert f"--{name}" in text, name
 
 

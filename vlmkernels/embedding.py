@@ -14,26 +14,21 @@ raises. Nothing out of range is ever read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._native import _C, DTYPES, check_tensor, cuda_stream, define, has_cuda_kernels
+from . import embedding_grad
+from ._native import DTYPES, check_tensor, define, describe
+from .routing import shard_rows
+
+#: Where visual_embedding's gradient of the table goes.
+WeightGrad = Literal["dense", "sparse", "main_grad"]
 
 # ---- plain-torch references: the documented meaning ----------------------------------------------
-
-
-def visual_index_reference(input_ids: Tensor, token_ids: int | Sequence[int]) -> Tensor:
-    """What `visual_index` returns, position by position."""
-    wanted = {token_ids} if isinstance(token_ids, int) else set(token_ids)
-    rows, row = [], 0
-    for token in input_ids.tolist():
-        rows.append(row if token in wanted else -1)
-        row += token in wanted
-    return torch.tensor(rows, dtype=torch.int32, device=input_ids.device)
 
 
 def visual_embedding_reference(
@@ -44,16 +39,20 @@ def visual_embedding_reference(
     *,
     vocab_range: tuple[int, int] | None = None,
     shard: tuple[int, int] | None = None,
+    dtype: torch.dtype | None = None,
+    padding_idx: int | None = None,
 ) -> Tensor:
     """`visual_embedding` in plain torch: whole sequence first, sliced last."""
     start, end = vocab_range or (0, weight.shape[0])
     text = visual_index < 0
     here = text & (input_ids >= start) & (input_ids < end) if vocab_range else text
     words = F.embedding((input_ids - start).where(here, 0), weight)
-    whole = words.where(here[:, None], 0)
+    if padding_idx is not None:
+        words = torch.where((input_ids == padding_idx)[:, None], words.detach(), words)
+    whole = words.where(here[:, None], 0).to(dtype or weight.dtype)
     if visual is not None:
-        whole = scatter_visual_reference(whole, visual, visual_index)
-    first, rows = _shard_rows(shard, input_ids.shape[0])
+        whole = scatter_visual_reference(whole, visual.to(whole.dtype), visual_index)
+    first, rows = shard_rows(shard, input_ids.shape[0])
     return whole[first : first + rows]
 
 
@@ -65,7 +64,7 @@ def scatter_visual_reference(
     shard: tuple[int, int] | None = None,
 ) -> Tensor:
     """`scatter_visual` in plain torch."""
-    first, rows = _shard_rows(shard, visual_index.shape[0])
+    first, rows = shard_rows(shard, visual_index.shape[0])
     index = visual_index[first : first + rows].long()
     with_zero_row = torch.cat([visual, visual.new_zeros(1, visual.shape[1])])
     picked = with_zero_row[index.where(index >= 0, visual.shape[0])]
@@ -75,30 +74,40 @@ def scatter_visual_reference(
 # ---- launchers -----------------------------------------------------------------------------------
 
 
-def _on_cpu(name: str, stream_of: Tensor, *args: Any) -> None:
-    getattr(_C, name)(*args)
-
-
-def _on_cuda(name: str, stream_of: Tensor, *args: Any) -> None:
-    if not has_cuda_kernels():
-        raise RuntimeError(
-            "vlmkernels was built without CUDA kernels: rebuild it where nvcc is found "
-            "(VLMKERNELS_CUDA=ON says what is missing)"
-        )
-    with torch.cuda.device(stream_of.device):
-        getattr(_C, name + "_cuda")(*args, cuda_stream(stream_of))
-
-
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _row_bytes(tensor: Tensor) -> int:
-    return tensor.shape[1] * tensor.element_size()
-
-
 def _kernels(call: Callable[..., None]) -> dict[str, Callable]:
-    """The four ops on one device; `call(native name, tensor, *args)` runs the native function."""
+    """The ops on one device; `call(native name, tensor, *args)` runs the native function."""
+
+    def run(
+        input_ids: Tensor | None,
+        base: Tensor,
+        visual: Tensor | None,
+        visual_index: Tensor,
+        out: Tensor,
+        vocab_start: int,
+        partial: bool,
+        first: int,
+    ) -> None:
+        input_ids = None if input_ids is None else input_ids.contiguous()
+        visual = None if visual is None else visual.contiguous()
+        visual_index = visual_index.contiguous()
+        call(
+            "embedding_forward",
+            base,
+            *(_pointer(t) for t in (input_ids, visual_index, base, visual, out)),
+            first,
+            *out.shape,
+            vocab_start,
+            0 if input_ids is None else base.shape[0],
+            -1 if visual is None else visual.shape[0],
+            partial,
+            DTYPES[base.dtype],
+            DTYPES[base.dtype if visual is None else visual.dtype],
+            DTYPES[out.dtype],
+        )
 
     def embedding(
         input_ids: Tensor,
@@ -109,154 +118,129 @@ def _kernels(call: Callable[..., None]) -> dict[str, Callable]:
         partial: bool,
         first: int,
         rows: int,
+        padding_idx: int,
+        dtype: torch.dtype,
     ) -> Tensor:
-        input_ids, visual_index = input_ids.contiguous(), visual_index.contiguous()
         weight = weight.contiguous()
-        visual = None if visual is None else visual.contiguous()
-        out = weight.new_empty(rows, weight.shape[1])
-        call(
-            "embedding_forward",
-            weight,
-            *(_pointer(t) for t in (input_ids, visual_index, weight, visual, out)),
-            first,
-            rows,
-            _row_bytes(weight),
-            vocab_start,
-            weight.shape[0],
-            -1 if visual is None else visual.shape[0],
-            partial,
-        )
+        out = weight.new_empty(rows, weight.shape[1], dtype=dtype)
+        run(input_ids, weight, visual, visual_index, out, vocab_start, partial, first)
         return out
 
     def scatter(
         embeddings: Tensor, visual: Tensor | None, visual_index: Tensor, first: int
     ) -> Tensor:
-        embeddings, visual_index = embeddings.contiguous(), visual_index.contiguous()
-        visual = None if visual is None else visual.contiguous()
+        embeddings = embeddings.contiguous()
         out = torch.empty_like(embeddings)
-        call(
-            "embedding_forward",
-            embeddings,
-            0,
-            *(_pointer(t) for t in (visual_index, embeddings, visual, out)),
-            first,
-            embeddings.shape[0],
-            _row_bytes(embeddings),
-            0,
-            0,
-            -1 if visual is None else visual.shape[0],
-            False,
-        )
+        run(None, embeddings, visual, visual_index, out, 0, False, first)
         return out
 
-    def visual_grad(grad: Tensor, visual_index: Tensor, first: int, visual_rows: int) -> Tensor:
-        grad, visual_index = grad.contiguous(), visual_index.contiguous()
-        inverse = visual_index.new_full((visual_rows,), -1)
-        out = grad.new_empty(visual_rows, grad.shape[1])
-        call(
-            "embedding_gather",
-            grad,
-            *(_pointer(t) for t in (visual_index, grad, inverse, out)),
-            first,
-            grad.shape[0],
-            _row_bytes(grad),
-            visual_rows,
-        )
-        return out
+    def scatter_(embeddings: Tensor, visual: Tensor, visual_index: Tensor, first: int) -> None:
+        run(None, embeddings, visual, visual_index, embeddings, 0, False, first)
 
-    def weight_grad(
-        grad: Tensor,
-        input_ids: Tensor,
-        visual_index: Tensor,
-        vocab_start: int,
-        vocab_rows: int,
-        first: int,
-    ) -> Tensor:
-        grad = grad.contiguous()
-        here = slice(first, first + grad.shape[0])
-        row = input_ids[here] - vocab_start
-        other = (visual_index[here] >= 0) | (row < 0) | (row >= vocab_rows)
-        # Stable, so that the rows of one id are added in the order of their positions.
-        keys, order = row.masked_fill(other, vocab_rows).sort(stable=True)
-        out = grad.new_zeros(vocab_rows, grad.shape[1])
-        call(
-            "embedding_reduce",
-            grad,
-            *(_pointer(t) for t in (keys, order, grad, out)),
-            keys.shape[0],
-            grad.shape[1],
-            vocab_rows,
-            DTYPES[grad.dtype],
-        )
-        return out
-
-    return {
-        "embedding": embedding,
-        "scatter": scatter,
-        "visual_grad": visual_grad,
-        "weight_grad": weight_grad,
-    }
+    return {"embedding": embedding, "scatter": scatter, "scatter_": scatter_}
 
 
 # ---- registration --------------------------------------------------------------------------------
 
-_cpu, _cuda = _kernels(_on_cpu), _kernels(_on_cuda)
-
-_visual_grad = define(
-    "visual_embedding_visual_grad(Tensor grad, Tensor visual_index, SymInt first,"
-    " SymInt visual_rows) -> Tensor",
-    cpu=_cpu["visual_grad"],
-    cuda=_cuda["visual_grad"],
-    fake=lambda grad, visual_index, first, visual_rows: grad.new_empty(visual_rows, grad.shape[1]),
-)
-
-_weight_grad = define(
-    "visual_embedding_weight_grad(Tensor grad, Tensor input_ids, Tensor visual_index,"
-    " SymInt vocab_start, SymInt vocab_rows, SymInt first) -> Tensor",
-    cpu=_cpu["weight_grad"],
-    cuda=_cuda["weight_grad"],
-    fake=lambda grad, input_ids, visual_index, vocab_start, vocab_rows, first: grad.new_empty(
-        vocab_rows, grad.shape[1]
-    ),
-)
+_cpu, _cuda = _kernels(embedding_grad.on_cpu), _kernels(embedding_grad.on_cuda)
 
 
 def _embedding_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    input_ids, weight, visual, visual_index, vocab_start, _, first, _ = inputs
+    input_ids, weight, visual, visual_index, start, _, first, _, padding_idx, _ = inputs
     ctx.save_for_backward(input_ids, visual_index)
-    ctx.vocab_rows, ctx.vocab_start, ctx.first = weight.shape[0], vocab_start, first
-    ctx.visual_rows = 0 if visual is None else visual.shape[0]
+    ctx.weight_dtype = weight.dtype
+    ctx.place = start, weight.shape[0], first, padding_idx
+    ctx.visual_rows, ctx.visual_dtype = (
+        (0, weight.dtype) if visual is None else (visual.shape[0], visual.dtype)
+    )
+
+
+def _dvisual(ctx: Any, grad: Tensor, visual_index: Tensor) -> Tensor:
+    return embedding_grad.visual_grad(
+        grad, visual_index, ctx.place[2], ctx.visual_rows, ctx.visual_dtype
+    )
 
 
 def _embedding_backward(ctx: Any, grad: Tensor) -> tuple:
     input_ids, visual_index = ctx.saved_tensors
     dweight = dvisual = None
     if ctx.needs_input_grad[1]:
-        dweight = _weight_grad(
-            grad, input_ids, visual_index, ctx.vocab_start, ctx.vocab_rows, ctx.first
+        dweight = embedding_grad.weight_grad(
+            grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype
         )
     if ctx.needs_input_grad[2]:
-        dvisual = _visual_grad(grad, visual_index, ctx.first, ctx.visual_rows)
-    return None, dweight, dvisual, None, None, None, None, None
+        dvisual = _dvisual(ctx, grad, visual_index)
+    return None, dweight, dvisual, None, None, None, None, None, None, None
 
 
 _embedding = define(
     "visual_embedding(Tensor input_ids, Tensor weight, Tensor? visual, Tensor visual_index,"
-    " SymInt vocab_start, bool partial, SymInt first, SymInt rows) -> Tensor",
+    " SymInt vocab_start, bool partial, SymInt first, SymInt rows, SymInt padding_idx,"
+    " ScalarType dtype) -> Tensor",
     cpu=_cpu["embedding"],
     cuda=_cuda["embedding"],
-    fake=lambda input_ids, weight, visual, visual_index, vocab_start, partial, first, rows: (
-        weight.new_empty(rows, weight.shape[1])
+    fake=lambda input_ids, weight, visual, index, start, partial, first, rows, padding_idx, dtype: (
+        weight.new_empty(rows, weight.shape[1], dtype=dtype)
     ),
     backward=_embedding_backward,
     setup_context=_embedding_setup,
 )
 
 
+class _Embedding(torch.autograd.Function):
+    """The same with another place for dweight, or with a visual index of its own for dvisual."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mode: str, main_grad: Tensor | None, all_index: Tensor, *inputs: Any
+    ) -> Tensor:
+        _embedding_setup(ctx, inputs, inputs[1])
+        ctx.save_for_backward(inputs[0], inputs[3], all_index)
+        ctx.mode, ctx.main_grad, ctx.hidden = mode, main_grad, inputs[1].shape[1]
+        return _embedding(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
+        input_ids, visual_index, all_index = ctx.saved_tensors
+        start, vocab_rows, first, padding_idx = ctx.place
+        dweight = dvisual = None
+        if ctx.needs_input_grad[4]:
+            if ctx.main_grad is not None:
+                embedding_grad.weight_grad_into(
+                    ctx.main_grad, grad, input_ids, visual_index, start, first, padding_idx
+                )
+                rows = input_ids.new_empty(0)
+                values = grad.new_empty(0, ctx.hidden, dtype=ctx.weight_dtype)
+                dweight = _sparse(rows, values, vocab_rows)
+            elif ctx.mode == "sparse":
+                rows, values = embedding_grad.weight_grad_sparse(
+                    grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype
+                )
+                dweight = _sparse(rows, values, vocab_rows)
+            else:
+                dweight = embedding_grad.weight_grad(
+                    grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype
+                )
+        if ctx.needs_input_grad[5]:
+            dvisual = _dvisual(ctx, grad, all_index)
+        return None, None, None, None, dweight, dvisual, *[None] * 7
+
+
+def _sparse(rows: Tensor, values: Tensor, vocab_rows: int) -> Tensor:
+    return torch.sparse_coo_tensor(
+        rows[None],
+        values,
+        (vocab_rows, values.shape[1]),
+        is_coalesced=True,
+        check_invariants=False,
+    )
+
+
 def _scatter_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     _, visual, visual_index, first = inputs
     ctx.save_for_backward(visual_index)
-    ctx.first, ctx.visual_rows = first, 0 if visual is None else visual.shape[0]
+    ctx.first = first
+    ctx.visual_rows = 0 if visual is None else visual.shape[0]
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple:
@@ -265,7 +249,9 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple:
     if ctx.needs_input_grad[0]:
         dembeddings = _scatter(grad, None, visual_index, ctx.first)  # zeros at visual rows
     if ctx.needs_input_grad[1]:
-        dvisual = _visual_grad(grad, visual_index, ctx.first, ctx.visual_rows)
+        dvisual = embedding_grad.visual_grad(
+            grad, visual_index, ctx.first, ctx.visual_rows, grad.dtype
+        )
     return dembeddings, dvisual, None, None
 
 
@@ -280,24 +266,31 @@ _scatter = define(
     backward=_scatter_backward,
     setup_context=_scatter_setup,
 )
+_scatter_in_place = define(
+    "scatter_visual_(Tensor(a!) embeddings, Tensor visual, Tensor visual_index, SymInt first)"
+    " -> ()",
+    cpu=_cpu["scatter_"],
+    cuda=_cuda["scatter_"],
+    fake=lambda embeddings, visual, visual_index, first: None,
+)
+
+
+class _ScatterInPlace(torch.autograd.Function):
+    """register_autograd takes no ops that write into their arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _scatter_setup(ctx, inputs, inputs[0])
+        ctx.mark_dirty(inputs[0])
+        _scatter_in_place(*inputs)
+        return inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
+        return _scatter_backward(ctx, grad)
 
 
 # ---- argument checks -----------------------------------------------------------------------------
-
-
-def _shard_rows(shard: tuple[int, int] | None, positions: int) -> tuple[int, int]:
-    """First position and number of rows of a shard of `positions`."""
-    if shard is None:
-        return 0, positions
-    rank, size = shard
-    if not 0 <= rank < size:
-        raise ValueError(f"shard is {(rank, size)}; it must be (rank, size) with 0 <= rank < size")
-    if positions % size != 0:
-        raise ValueError(
-            f"visual_index has {positions} positions, which {size} shards cannot share equally: "
-            f"pad the pack to a multiple of {size}"
-        )
-    return positions // size * rank, positions // size
 
 
 def _check_index(visual_index: Tensor, device: torch.device) -> None:
@@ -306,8 +299,9 @@ def _check_index(visual_index: Tensor, device: torch.device) -> None:
     )
 
 
-def _check_visual(visual: Tensor, like: Tensor, name: str) -> None:
-    check_tensor("visual", visual, dtypes=[like.dtype], shape="[n, h]", dim=2, device=like.device)
+def _check_visual(visual: Tensor, like: Tensor, name: str, *, any_dtype: bool = False) -> None:
+    dtypes = DTYPES if any_dtype else [like.dtype]
+    check_tensor("visual", visual, dtypes=dtypes, shape="[n, h]", dim=2, device=like.device)
     if visual.shape[1] != like.shape[1]:
         raise ValueError(
             f"visual has rows of {visual.shape[1]} elements; they must be as long as {name}'s, "
@@ -315,46 +309,51 @@ def _check_visual(visual: Tensor, like: Tensor, name: str) -> None:
         )
 
 
+def _check_scatter(
+    embeddings: Tensor, visual: Tensor, visual_index: Tensor, shard: tuple[int, int] | None
+) -> int:
+    """The first position of the shard."""
+    check_tensor("embeddings", embeddings, dtypes=DTYPES, shape="[S, h]", dim=2)
+    _check_index(visual_index, embeddings.device)
+    _check_visual(visual, embeddings, "embeddings")
+    first, rows = shard_rows(shard, visual_index.shape[0])
+    if embeddings.shape[0] != rows:
+        raise ValueError(
+            f"embeddings has {embeddings.shape[0]} rows, but visual_index "
+            f"{visual_index.shape[0]} positions"
+            + (f", {rows} for each of {shard[1]} shards" if shard else "")
+        )
+    return first
+
+
+def _main_grad(weight: Tensor, weight_grad: str) -> Tensor | None:
+    """What dweight is to be added to, if anything."""
+    if weight_grad not in ("dense", "sparse", "main_grad"):
+        raise ValueError(
+            f"weight_grad is {weight_grad!r}; it must be 'dense', 'sparse' or 'main_grad'"
+        )
+    if torch.compiler.is_compiling():
+        if weight_grad == "sparse":
+            raise ValueError("weight_grad='sparse' can't be compiled; use 'dense'")
+        return None
+    if weight_grad != "main_grad" or not (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    if (
+        not isinstance(main_grad, Tensor)
+        or main_grad.dtype != torch.float32
+        or main_grad.shape != weight.shape
+        or main_grad.device != weight.device
+        or not main_grad.is_contiguous()
+    ):
+        raise ValueError(
+            f"weight.main_grad is {describe(main_grad)}; weight_grad='main_grad' needs a "
+            f"contiguous float32 {list(weight.shape)} on {weight.device}"
+        )
+    return main_grad
+
+
 # ---- public functions ----------------------------------------------------------------------------
-
-
-def visual_index(
-    input_ids: Tensor,
-    token_ids: int | Sequence[int],
-    counts: int | Sequence[int] | Tensor | None = None,
-) -> Tensor:
-    """The row of the merged visual features that stands at each position.
-
-    Args:
-        input_ids: int64 [S].
-        token_ids: the placeholder's id, or the ids of several (image and video) whose features
-            form one stream in sequence order.
-        counts: how many visual rows there are; a sequence (rows per image) is summed. Given, it is
-            compared with the placeholders found, which on CUDA waits for the device.
-
-    Returns:
-        int32 [S]: 0, 1, 2, ... at the placeholders in order, -1 elsewhere.
-
-    Raises:
-        ValueError: an argument of another kind; or the placeholders are not `counts` in number.
-    """
-    check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1)
-    ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-    if not ids:
-        raise ValueError("token_ids is empty; it must name at least one placeholder id")
-    found = input_ids == ids[0]
-    for token in ids[1:]:
-        found = found | (input_ids == token)
-    running = found.cumsum(0, dtype=torch.int32)
-    if counts is not None:
-        wanted = counts if isinstance(counts, int) else int(sum(int(c) for c in counts))
-        have = int(running[-1]) if len(running) else 0
-        if have != wanted:
-            raise ValueError(
-                f"input_ids holds {have} placeholders of token_ids {ids}, but counts says that "
-                f"there are {wanted} visual rows"
-            )
-    return torch.where(found, running - 1, -1)
 
 
 def visual_embedding(
@@ -365,27 +364,47 @@ def visual_embedding(
     *,
     vocab_range: tuple[int, int] | None = None,
     shard: tuple[int, int] | None = None,
+    contribute: tuple[int, int] | None = None,
+    dtype: torch.dtype | None = None,
+    padding_idx: int | None = None,
+    weight_grad: WeightGrad = "dense",
 ) -> Tensor:
     """Embedding of a pack whose placeholders are replaced by visual rows, in one pass.
 
     Args:
         input_ids: int64 [S]. Ids at visual positions are ignored.
         weight: [V, h], float32, bfloat16 or float16, contiguous.
-        visual: [n, h], dtype of weight; None: rows with visual_index >= 0 become zeros (another
-            rank adds them).
+        visual: [n, h], dtype of weight, or any of these with `dtype`; None: rows with
+            visual_index >= 0 become zeros (another rank adds them).
         visual_index: int32 [S], from `visual_index`.
         vocab_range: (start, end) of this rank's rows of a vocabulary-parallel table, end - start
             == V. Ids outside give zero rows, to be summed over the ranks.
         shard: (rank, size): only rows [rank * S / size, (rank + 1) * S / size) are made. size must
             divide S.
+        contribute: (rank, size), with vocab_range: of the visual rows only those in part `rank` of
+            `size` equal parts of the sequence are written, the others become zeros, so that the sum
+            over the ranks holds each once. dvisual is that of all rows all the same: behind a
+            reduce-scatter or an all-reduce every rank gets the whole gradient, and so the whole
+            dvisual without another exchange.
+        dtype: of the result: values are converted as they are written, rounded to nearest even;
+            gradients are converted back in the same way. None: that of weight.
+        padding_idx: an id whose row gets no gradient, as torch.nn.Embedding's.
+        weight_grad: where dweight goes.
+            "dense": [V, h], the only one under torch.compile.
+            "sparse": a coalesced torch.sparse_coo_tensor, for torch.optim.SparseAdam, SGD and
+            the like.
+            "main_grad": it is added to weight.main_grad, a contiguous float32 [V, h] such as
+            megatron-core's DistributedDataParallel gives a parameter, and autograd gets an empty
+            sparse tensor: hooks that Megatron has on the parameter fire as ever and add nothing,
+            also where an output layer with tied weights has added its gradient. Under
+            torch.compile as "dense".
 
     Returns:
-        [S, h], or [S / size, h] with `shard`, dtype of weight.
+        [S, h], or [S / size, h] with `shard`.
 
-    Gradients: dweight is dense [V, h] in the dtype of weight, each row summed in float32 in the
-    order of the positions, so it has one value, on every instruction set and every GPU. dvisual is
-    [n, h], zeros where no position of the shard names the row. A frozen weight or visual costs
-    nothing.
+    Gradients: dweight is in the dtype of weight, each row summed in float32 in the order of the
+    positions, so it has one value, on every instruction set and every GPU. dvisual is [n, h], zeros
+    where no position of the shard names the row. A frozen weight or visual costs nothing.
 
     Raises:
         ValueError: a wrong argument; on the CPU an id or index out of range (CUDA: see the head of
@@ -402,8 +421,10 @@ def visual_embedding(
             f"input_ids has {input_ids.shape[0]} positions and visual_index "
             f"{visual_index.shape[0]}; they must have the same number"
         )
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}; it must be float32, bfloat16 or float16")
     if visual is not None:
-        _check_visual(visual, weight, "weight")
+        _check_visual(visual, weight, "weight", any_dtype=dtype is not None)
     start = 0
     if vocab_range is not None:
         start, end = vocab_range
@@ -412,10 +433,32 @@ def visual_embedding(
                 f"vocab_range is {(start, end)}; it must hold as many ids as weight has rows, "
                 f"{weight.shape[0]}"
             )
-    first, rows = _shard_rows(shard, input_ids.shape[0])
-    return _embedding(
-        input_ids, weight, visual, visual_index, start, vocab_range is not None, first, rows
+    first, rows = shard_rows(shard, input_ids.shape[0])
+    ids, index = input_ids, visual_index
+    if contribute is not None:
+        if vocab_range is None or visual is None:
+            raise ValueError("contribute is given; it needs vocab_range and visual too")
+        begin, count = shard_rows(contribute, input_ids.shape[0])
+        place = torch.arange(input_ids.shape[0], device=device)
+        others = (visual_index >= 0) & ((place < begin) | (place >= begin + count))
+        # A text id that no rank holds: a row of zeros, and no gradient.
+        ids, index = ids.masked_fill(others, -1), index.masked_fill(others, -1)
+    inputs = (
+        ids,
+        weight,
+        visual,
+        index,
+        start,
+        vocab_range is not None,
+        first,
+        rows,
+        -1 if padding_idx is None else padding_idx,
+        weight.dtype if dtype is None else dtype,
     )
+    main_grad = _main_grad(weight, weight_grad)
+    if main_grad is None and weight_grad != "sparse" and contribute is None:
+        return _embedding(*inputs)
+    return _Embedding.apply(weight_grad, main_grad, visual_index, *inputs)
 
 
 def scatter_visual(
@@ -440,14 +483,38 @@ def scatter_visual(
     Raises:
         ValueError: as `visual_embedding`.
     """
-    check_tensor("embeddings", embeddings, dtypes=DTYPES, shape="[S, h]", dim=2)
-    _check_index(visual_index, embeddings.device)
-    _check_visual(visual, embeddings, "embeddings")
-    first, rows = _shard_rows(shard, visual_index.shape[0])
-    if embeddings.shape[0] != rows:
+    return _scatter(
+        embeddings, visual, visual_index, _check_scatter(embeddings, visual, visual_index, shard)
+    )
+
+
+def scatter_visual_(
+    embeddings: Tensor,
+    visual: Tensor,
+    visual_index: Tensor,
+    *,
+    shard: tuple[int, int] | None = None,
+) -> Tensor:
+    """`scatter_visual` into `embeddings` itself: only visual rows are read and written.
+
+    Args, gradients: as `scatter_visual`; embeddings must be contiguous and no leaf that requires a
+    gradient. Where the backward pass of what made it needs its values, torch says so in backward,
+    as after every operation in place; that of an embedding layer doesn't.
+
+    Returns:
+        embeddings.
+
+    Raises:
+        ValueError: as `scatter_visual`, or embeddings can't be written in place.
+    """
+    first = _check_scatter(embeddings, visual, visual_index, shard)
+    if embeddings.is_leaf and embeddings.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"embeddings has {embeddings.shape[0]} rows, but visual_index "
-            f"{visual_index.shape[0]} positions"
-            + (f", {rows} for each of {shard[1]} shards" if shard else "")
+            "embeddings is a leaf that requires a gradient, so it can't be written in place; use "
+            "scatter_visual"
         )
-    return _scatter(embeddings, visual, visual_index, first)
+    if not embeddings.is_contiguous():
+        raise ValueError(
+            "embeddings is not contiguous, so it can't be written in place; use scatter_visual"
+        )
+    return _ScatterInPlace.apply(embeddings, visual, visual_index, first)

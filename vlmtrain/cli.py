@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from vlmtrain.errors import UserError
 
@@ -17,6 +18,8 @@ _USAGE = """usage: vlmtrain COMMAND [options]
   data       build: conversations to WebDataset shards; check: report broken samples; stats
   convert    Hugging Face folders to Megatron checkpoints and back; verify compares two
   plan       the best layouts for a model on GPUs that are not rented yet
+  generate   ask a model about images and videos: a question, a chat, or a file of questions
+  evaluate   loss and perplexity on held-out conversations, scores on questions
   demo       train a small model on real photographs and let it answer
 
 'vlmtrain COMMAND --help' lists a command's options.
@@ -29,7 +32,6 @@ _PEER_GONE = (
     "remote process exited",
     "NCCL communicator was aborted",
 )
-_LATER = ("generate", "evaluate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,14 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "data": _data,
         "convert": _convert,
         "plan": _plan,
+        "generate": _generate,
+        "evaluate": _evaluate,
         "demo": _demo,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return 0 if arguments else 2
     command, rest = arguments[0], arguments[1:]
-    if command in _LATER:
-        return _fail(f"vlmtrain {command} is not available in this version", 2)
     if command not in commands:
         known = ", ".join(commands)
         return _fail(f"there is no command {command!r}; the commands are {known}", 2)
@@ -95,22 +97,33 @@ def _train(arguments: list[str]) -> int:
         use_underscores=True,
     )
     config.validate()
+    again = ["train", *(["--config", recipe] if recipe else []), *_drop(arguments, "--nproc")]
+
+    def run(process: launch.Process) -> None:
+        from vlmtrain.train import run
+
+        run(config, process)
+
+    return _on_ranks(run, again, config.nproc)
+
+
+def _on_ranks(run: Callable[[Any], None], arguments: list[str], nproc: int) -> int:
+    """`run(process)` in this process if it is one of several, or alone; with `nproc` above 1 and
+    no launcher start `vlmtrain ARGUMENTS` that many times instead."""
+    from vlmtrain import launch
+
     process = launch.joined()
-    if process is None and config.nproc > 1:
-        without = _drop(arguments, "--nproc")
-        again = ["train", *(["--config", recipe] if recipe else []), *without, "--nproc", "0"]
-        return launch.start(again, config.nproc)
-    if process is not None and config.nproc not in (0, process.world_size):
+    if process is None and nproc > 1:
+        return launch.start([*arguments, "--nproc", "0"], nproc)
+    if process is not None and nproc not in (0, process.world_size):
         raise UserError(
-            f"--nproc {config.nproc} was given to a process that a launcher started as one of "
+            f"--nproc {nproc} was given to a process that a launcher started as one of "
             f"{process.world_size}; leave --nproc out"
         )
     warnings.filterwarnings("ignore")
-    from vlmtrain.train import run
-
     process = process or launch.Process(0, 1, 0)
     try:
-        run(config, process)
+        run(process)
     except UserError as error:
         return _leave(_fail(str(error), 1) if error.print_here else 1)
     except Exception as error:
@@ -238,6 +251,31 @@ def _plan(arguments: list[str]) -> int:
     from vlmtrain.plan.cli import plan
 
     return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
+
+
+def _generate(arguments: list[str]) -> int:
+    import tyro
+
+    from vlmtrain.generate.command import GenerateConfig, run
+
+    config = tyro.cli(
+        GenerateConfig, prog="vlmtrain generate", args=arguments, use_underscores=True
+    )
+    warnings.filterwarnings("ignore")
+    return run(config)
+
+
+def _evaluate(arguments: list[str]) -> int:
+    import tyro
+
+    from vlmtrain.evaluate.command import EvaluateConfig, run
+
+    config = tyro.cli(
+        EvaluateConfig, prog="vlmtrain evaluate", args=arguments, use_underscores=True
+    )
+    config.validate()
+    again = ["evaluate", *_drop(arguments, "--nproc")]
+    return _on_ranks(lambda process: run(config, process), again, config.nproc)
 
 
 def _demo(arguments: list[str]) -> int:

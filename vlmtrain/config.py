@@ -132,6 +132,16 @@ class CheckpointSection:
 
 
 @dataclass
+class EvaluateSection:
+    """Loss on held-out conversations while training goes on; it changes nothing in training."""
+
+    every: int = 0
+    """Steps between two evaluations; 0: only at the end."""
+    data: str = ""
+    """Held-out conversations, as --data; empty: no evaluation."""
+
+
+@dataclass
 class LoaderSection:
     """How `--data` is read, packed and dealt out."""
 
@@ -173,6 +183,7 @@ class TrainConfig:
     lora: LoraSection = field(default_factory=LoraSection)
     recompute: RecomputeSection = field(default_factory=RecomputeSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     loader: LoaderSection = field(default_factory=LoaderSection)
 
     def validate(self) -> None:
@@ -193,6 +204,7 @@ class TrainConfig:
             ("checkpoint.every", 0),
             ("checkpoint.keep", 1),
             ("checkpoint.keep_every", 0),
+            ("evaluate.every", 0),
             ("loader.skip_limit", 0),
             ("loader.workers", 0),
             ("loader.max_samples", 0),
@@ -210,6 +222,11 @@ class TrainConfig:
             raise ConfigError(
                 f"--optimizer.min_lr {self.optimizer.min_lr} is above --optimizer.lr "
                 f"{self.optimizer.lr}"
+            )
+        if self.evaluate.every and not self.evaluate.data:
+            raise ConfigError(
+                f"--evaluate.every {self.evaluate.every} needs --evaluate.data, the held-out "
+                "conversations"
             )
         resume = self.checkpoint.resume
         if resume not in ("latest", "none") and not resume.isdigit():

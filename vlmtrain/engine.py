@@ -117,7 +117,7 @@ class Engine:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
         )
-        self.chunks = [
+        self.chunks: list[Any] = [
             DistributedDataParallel(self.config, ddp, stage, disable_bucketing=i > 0)
             for i, stage in enumerate(self.stages)
         ]
@@ -137,6 +137,14 @@ class Engine:
             )
             self.multiplexer = Multiplexer(self.tower, self.spec, self.layout.tensor, self.dtype)
         self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def prepare_evaluation(self) -> None:
+        """What `evaluate` needs, and no more: no gradient buffers, no optimizer. Instead of
+        `prepare`; before or after the weights are loaded."""
+        self.chunks = list(self.stages)
+        self.multiplexer = None
+        if self.replica is not None:
+            self.multiplexer = Multiplexer(self.replica, self.spec, self.layout.tensor, self.dtype)
 
     def _add_adapters(self) -> None:
         for part in self.parts:
@@ -172,20 +180,29 @@ class Engine:
         return self._result(packs, outputs, grad_norm)
 
     def evaluate(self, packs: list[PackedBatch]) -> StepResult:
-        """The same loss without a backward pass or a step."""
-        with torch.no_grad():
-            outputs = self._forward_backward(packs, forward_only=True)
+        """The same loss without a backward pass or a step. It draws no random numbers and leaves
+        gradients, weights and optimizer alone, so training goes on as if it had not been."""
+        for part in self.parts:
+            part.eval()
+        try:
+            with torch.no_grad():
+                outputs = self._forward_backward(packs, forward_only=True)
+        finally:
+            for part in self.parts:
+                part.train()
         return self._result(packs, outputs, 0.0)
 
     def _forward_backward(
         self, packs: list[PackedBatch], forward_only: bool
     ) -> list[dict[str, Tensor]]:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        if not forward_only:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
         packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
         if self.multiplexer is not None:
-            self.tower.zero_grad_buffer()
+            if not forward_only:
+                self.tower.zero_grad_buffer()
             packs = list(self.multiplexer.encode(packs))
         iterators: Any = [iter(packs) for _ in self.chunks]
         single = len(self.chunks) == 1

@@ -52,7 +52,14 @@ class Metrics:
         self._file.flush()
         for name, value in row.items():
             if name != "step":
-                self._board.add_scalar(f"train/{name}", value, step)
+                tag = f"train/{name}".replace("train/heldout_", "heldout/")
+                self._board.add_scalar(tag, value, step)
+        if "heldout_loss" in more:
+            print(
+                f"step {step}: held-out loss {more['heldout_loss']:.4f}, "
+                f"perplexity {more['heldout_perplexity']:.4g}",
+                flush=True,
+            )
         if step % self.log_every == 0 or step == self.total_steps:
             print(
                 f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  "

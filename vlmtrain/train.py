@@ -86,6 +86,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     from vlmtrain.data.processor import Processor
     from vlmtrain.data.sources import parse_sources
     from vlmtrain.engine import Engine
+    from vlmtrain.evaluate import heldout
     from vlmtrain.metrics import Metrics
     from vlmtrain.optimizer import learning_rate
 
@@ -96,7 +97,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     processor = Processor.from_folder(config.model, spec, template=data.template or None)
     template = processor.template.template if data.template else None  # goes where the model goes
 
-    def prepare() -> tuple[SampleIndex, Path | None]:
+    def prepare() -> tuple[SampleIndex, SampleIndex | None, Path | None]:
         _check_output(config)
         resume = checkpoints.find(folder, config.checkpoint.resume)
         check_weights(config.model, spec)
@@ -112,10 +113,15 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
             skip_limit=data.skip_limit if data.unreadable == "skip" else 0,
             log=partial(print, flush=True),
         )
-        return index, resume
+        apart = None
+        if config.evaluate.data:
+            held = config.evaluate.data
+            apart = heldout.scan(held, data, processor, spec, train.pack_length)
+            print(f"held out: {len(apart):,} samples of {held}", flush=True)
+        return index, apart, resume
 
     # One rank reads and judges all input; the others hear its verdict instead of a hang.
-    index, resume = on_first_rank(prepare)
+    index, apart, resume = on_first_rank(prepare)
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     engine = Engine(
         spec,
@@ -148,6 +154,16 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         agree=across_ranks(backend.device) if dist.get_world_size() > 1 else None,
         log=partial(print, flush=True) if rank == 0 else None,
     )
+    held_out = None
+    if apart is not None:
+        held_out = heldout.HeldOut(
+            apart,
+            processor,
+            data,
+            pack_length=train.pack_length,
+            global_batch=train.global_batch,
+            log=partial(print, flush=True) if rank == 0 else None,
+        )
     done = 0
     if resume is not None:
         extra = checkpoints.load(resume, engine.parts, engine.optimizer)
@@ -187,6 +203,15 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
                     f"step {step + 1}: loss is {result.loss}, gradient norm {result.grad_norm}; "
                     "lower --optimizer.lr, or look at the samples of this step"
                 )
+            held = {}
+            every = config.evaluate.every or total
+            if held_out is not None and ((step + 1) % every == 0 or step + 1 == total):
+                score = held_out.measure(engine)
+                held = {
+                    "heldout_loss": score.loss,
+                    "heldout_perplexity": score.perplexity,
+                    "heldout_seconds": score.seconds,
+                }
             if metrics is not None:
                 metrics.step(
                     step + 1,
@@ -197,6 +222,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
                     epoch=loader.epoch,
                     peak_memory_gb=backend.peak_memory_bytes() / 1e9,
                     **loader.metrics,
+                    **held,
                 )
             reached = step + 1
             due = config.checkpoint.every and reached % config.checkpoint.every == 0

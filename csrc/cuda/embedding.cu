@@ -1,4 +1,5 @@
-// Visual embedding on CUDA: out rows gathered from two sources, and the two gradients.
+// Visual embedding on CUDA: out rows gathered from two sources, and the two gradients; copied as
+// they are, or converted where types differ.
 //
 // Floor: a forward reads and writes every owned row once, 2 * R * row_bytes, and 12 bytes of
 // indices a row. Errors: an id or index out of range prints one line naming position, value and
@@ -24,15 +25,18 @@ constexpr int kRowsPerWarp = 4;
 // registers.
 constexpr int kUnroll = 4;
 
+__device__ __forceinline__ int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
 // The source of output row i: a base row, a visual row, or nullptr for a row of zeros.
-template <class Unit>
 struct EmbeddingSource {
   EmbeddingParams p;
-  int64_t units;  // of a row
+  int64_t table_bytes;  // of a row
+  int64_t visual_bytes;
 
-  __device__ __forceinline__ const Unit* operator()(int64_t i) const {
+  __device__ __forceinline__ const char* operator()(int64_t i, DType& type) const {
     const int64_t position = p.first + i;
     const int32_t index = p.visual_index[position];
+    type = index >= 0 ? p.visual_dtype : p.table_dtype;
     if (index >= 0) {
       if (p.visual_rows < 0) return nullptr;
       if (index >= p.visual_rows) {
@@ -40,9 +44,9 @@ struct EmbeddingSource {
                static_cast<long long>(position), index, static_cast<long long>(p.visual_rows));
         ptx::trap();
       }
-      return static_cast<const Unit*>(p.visual) + index * units;
+      return static_cast<const char*>(p.visual) + index * visual_bytes;
     }
-    if (p.ids == nullptr) return static_cast<const Unit*>(p.table) + i * units;
+    if (p.ids == nullptr) return static_cast<const char*>(p.table) + i * table_bytes;
     const int64_t id = p.ids[position];
     // Unsigned, so that an id below the range, however far, is above V too.
     const uint64_t row = static_cast<uint64_t>(id) - static_cast<uint64_t>(p.vocab_start);
@@ -53,26 +57,132 @@ struct EmbeddingSource {
              static_cast<long long>(p.vocab_rows));
       ptx::trap();
     }
-    return static_cast<const Unit*>(p.table) + static_cast<int64_t>(row) * units;
+    return static_cast<const char*>(p.table) + static_cast<int64_t>(row) * table_bytes;
   }
 };
 
 // The source of dvisual row r: the row of grad whose position named r, or nullptr for zeros.
-template <class Unit>
 struct GatherSource {
   EmbeddingGatherParams p;
-  int64_t units;
+  int64_t grad_bytes;
 
-  __device__ __forceinline__ const Unit* operator()(int64_t r) const {
+  __device__ __forceinline__ const char* operator()(int64_t r, DType& type) const {
     const int32_t row = p.inverse[r];
-    return row < 0 ? nullptr : static_cast<const Unit*>(p.grad) + row * units;
+    type = p.grad_dtype;
+    return row < 0 ? nullptr : static_cast<const char*>(p.grad) + row * grad_bytes;
   }
 };
 
-// out[i] = *source(i) for every row; one warp copies kRowsPerWarp consecutive rows.
-template <class Unit, class Source>
+// kCount elements (1 or 4) of a type known at run time, in one access of at most 16 bytes.
+template <int kCount>
+struct Elements {
+  float v[kCount];
+
+  __device__ __forceinline__ void load(const char* row, DType type, int column, bool on) {
+    const char* from = row + column * size_of(type);
+    if constexpr (kCount == 1) {
+      if (type == DType::kFloat32) {
+        v[0] = __uint_as_float(ptx::load_once(reinterpret_cast<const ptx::Unit4*>(from), on));
+      } else {
+        const uint16_t bits = ptx::load_once(reinterpret_cast<const ptx::Unit2*>(from), on);
+        v[0] = type == DType::kBFloat16 ? ptx::from_bf16(bits) : ptx::from_fp16(bits);
+      }
+    } else {
+      if (type == DType::kFloat32) {
+        const ptx::Unit16 w = ptx::load_once(reinterpret_cast<const ptx::Unit16*>(from), on);
+        v[0] = __uint_as_float(w.x), v[1] = __uint_as_float(w.y);
+        v[2] = __uint_as_float(w.z), v[3] = __uint_as_float(w.w);
+      } else {
+        const ptx::Unit8 w = ptx::load_once(reinterpret_cast<const ptx::Unit8*>(from), on);
+        const uint16_t bits[4] = {static_cast<uint16_t>(w.x), static_cast<uint16_t>(w.x >> 16),
+                                  static_cast<uint16_t>(w.y), static_cast<uint16_t>(w.y >> 16)};
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          v[e] = type == DType::kBFloat16 ? ptx::from_bf16(bits[e]) : ptx::from_fp16(bits[e]);
+      }
+    }
+  }
+  // The same from memory that the launch writes, by the thread that writes it.
+  __device__ __forceinline__ void load_plain(const char* row, DType type, int column) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      const char* from = row + (column + e) * size_of(type);
+      if (type == DType::kFloat32) {
+        v[e] = *reinterpret_cast<const float*>(from);
+      } else {
+        const uint16_t bits = *reinterpret_cast<const uint16_t*>(from);
+        v[e] = type == DType::kBFloat16 ? ptx::from_bf16(bits) : ptx::from_fp16(bits);
+      }
+    }
+  }
+  __device__ __forceinline__ void store(char* row, DType type, int column, bool on) const {
+    char* to = row + column * size_of(type);
+    if constexpr (kCount == 1) {
+      if (type == DType::kFloat32)
+        ptx::store(reinterpret_cast<ptx::Unit4*>(to), __float_as_uint(v[0]), on);
+      else
+        ptx::store(reinterpret_cast<ptx::Unit2*>(to), half_bits(v[0], type), on);
+    } else {
+      if (type == DType::kFloat32)
+        ptx::store(reinterpret_cast<ptx::Unit16*>(to),
+                   {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                    __float_as_uint(v[3])},
+                   on);
+      else
+        ptx::store(reinterpret_cast<ptx::Unit8*>(to),
+                   {half_bits(v[0], type) | static_cast<uint32_t>(half_bits(v[1], type)) << 16,
+                    half_bits(v[2], type) | static_cast<uint32_t>(half_bits(v[3], type)) << 16},
+                   on);
+    }
+  }
+  static __device__ __forceinline__ uint16_t half_bits(float value, DType type) {
+    return type == DType::kBFloat16 ? ptx::to_bf16(value) : ptx::to_fp16(value);
+  }
+};
+
+// How a row is moved, in `units` accesses of a warp's lanes: as it is ...
+template <class Unit>
+struct Copy {
+  static constexpr bool kTyped = false;
+  using Value = Unit;
+  Unit* out;
+  int units;  // of a row
+
+  __device__ __forceinline__ bool is_row(const char* from, int64_t row) const {
+    return from == reinterpret_cast<const char*>(out + row * units);
+  }
+  static __device__ __forceinline__ void load(Unit& v, const char* from, DType, int c, bool on) {
+    v = ptx::load_once(reinterpret_cast<const Unit*>(from) + c, on);
+  }
+  __device__ __forceinline__ void store(const Unit& v, int64_t row, int c, bool on) const {
+    ptx::store(out + row * units + c, v, on);
+  }
+};
+
+// ... or converted to the output's type.
+template <int kCount>
+struct Convert {
+  static constexpr bool kTyped = true;
+  using Value = Elements<kCount>;
+  char* out;
+  int units;  // of kCount elements, of a row
+  DType type;
+
+  __device__ __forceinline__ bool is_row(const char*, int64_t) const { return false; }
+  static __device__ __forceinline__ void load(Value& v, const char* from, DType type, int c,
+                                              bool on) {
+    v.load(from, type, c * kCount, on);
+  }
+  __device__ __forceinline__ void store(const Value& v, int64_t row, int c, bool on) const {
+    v.store(out + row * units * kCount * size_of(type), type, c * kCount, on);
+  }
+};
+
+// out[i] = *source(i) for every row; one warp moves kRowsPerWarp consecutive rows. A row that is
+// its own source stays.
+template <class Mover, class Source>
 __global__ void __launch_bounds__(kThreads)
-    copy_rows(const Source source, Unit* __restrict__ out, const int64_t rows) {
+    move_rows(const Source source, const Mover mover, const int64_t rows) {
   const int lane = threadIdx.x % ptx::kWarpSize;
   const int64_t first =
       (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / ptx::kWarpSize) * kRowsPerWarp;
@@ -80,24 +190,28 @@ __global__ void __launch_bounds__(kThreads)
   if (left <= 0) return;  // the whole warp
   const int count = left < kRowsPerWarp ? static_cast<int>(left) : kRowsPerWarp;
 
-  const Unit* mine = lane < count ? source(first + lane) : nullptr;
-  const int units = static_cast<int>(source.units);
+  DType types = DType::kFloat32;
+  const char* mine = lane < count ? source(first + lane, types) : nullptr;
+  const int units = mover.units;
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
-    const Unit* from = ptx::broadcast(mine, k);
-    Unit* to = out + (first + k) * units;
+    const char* from = ptx::broadcast(mine, k);
+    DType type = types;
+    if constexpr (Mover::kTyped)
+      type = static_cast<DType>(ptx::broadcast(static_cast<int>(types), k));
+    if (mover.is_row(from, first + k)) continue;
 #pragma unroll 1
     for (int base = lane; base < units; base += ptx::kWarpSize * kUnroll) {
-      Unit v[kUnroll];
+      typename Mover::Value v[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int c = base + u * ptx::kWarpSize;
-        v[u] = ptx::load_once(from + c, from != nullptr && c < units);
+        Mover::load(v[u], from, type, c, from != nullptr && c < units);
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int c = base + u * ptx::kWarpSize;
-        ptx::store(to + c, v[u], c < units);
+        mover.store(v[u], first + k, c, c < units);
       }
     }
   }
@@ -123,7 +237,7 @@ __global__ void __launch_bounds__(kThreads) invert_index(const EmbeddingGatherPa
   }
 }
 
-// A vector of kCount elements of one type, read and written in one access.
+// A vector of kCount elements of the gradient's type, read in one access.
 struct Fp32x4 {
   static constexpr int kCount = 4;
   using Unit = ptx::Unit16;
@@ -133,10 +247,6 @@ struct Fp32x4 {
     sum[2] += __uint_as_float(v.z);
     sum[3] += __uint_as_float(v.w);
   }
-  static __device__ __forceinline__ Unit pack(const float (&sum)[4]) {
-    return {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
-            __float_as_uint(sum[3])};
-  }
 };
 struct Fp32x1 {
   static constexpr int kCount = 1;
@@ -144,17 +254,12 @@ struct Fp32x1 {
   static __device__ __forceinline__ void add(float (&sum)[1], Unit v) {
     sum[0] += __uint_as_float(v);
   }
-  static __device__ __forceinline__ Unit pack(const float (&sum)[1]) {
-    return __float_as_uint(sum[0]);
-  }
 };
 struct Bf16 {
   static __device__ __forceinline__ float to_float(uint16_t bits) { return ptx::from_bf16(bits); }
-  static __device__ __forceinline__ uint16_t from_float(float v) { return ptx::to_bf16(v); }
 };
 struct Fp16 {
   static __device__ __forceinline__ float to_float(uint16_t bits) { return ptx::from_fp16(bits); }
-  static __device__ __forceinline__ uint16_t from_float(float v) { return ptx::to_fp16(v); }
 };
 template <class Half>
 struct Halfx8 {
@@ -168,14 +273,6 @@ struct Halfx8 {
       sum[2 * w + 1] += Half::to_float(static_cast<uint16_t>(words[w] >> 16));
     }
   }
-  static __device__ __forceinline__ Unit pack(const float (&sum)[8]) {
-    uint32_t words[4];
-#pragma unroll
-    for (int w = 0; w < 4; ++w)
-      words[w] = static_cast<uint32_t>(Half::from_float(sum[2 * w])) |
-                 static_cast<uint32_t>(Half::from_float(sum[2 * w + 1])) << 16;
-    return {words[0], words[1], words[2], words[3]};
-  }
 };
 template <class Half>
 struct Halfx1 {
@@ -184,10 +281,24 @@ struct Halfx1 {
   static __device__ __forceinline__ void add(float (&sum)[1], Unit v) {
     sum[0] += Half::to_float(v);
   }
-  static __device__ __forceinline__ Unit pack(const float (&sum)[1]) {
-    return Half::from_float(sum[0]);
-  }
 };
+
+// Writes kCount sums at `column` of a row of dweight, or adds them to what stands there.
+template <int kCount>
+__device__ __forceinline__ void write_sums(const EmbeddingReduceParams& p, int64_t row,
+                                           int64_t column, const float (&sum)[kCount]) {
+  constexpr int kStep = kCount == 1 ? 1 : 4;
+  char* to = static_cast<char*>(p.dweight) + row * p.hidden * size_of(p.dweight_dtype);
+#pragma unroll
+  for (int e = 0; e < kCount; e += kStep) {
+    Elements<kStep> v{};
+    // Not load_once: this launch writes what is read here.
+    if (p.accumulate) v.load_plain(to, p.dweight_dtype, static_cast<int>(column) + e);
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) v.v[i] = p.accumulate ? v.v[i] + sum[e + i] : sum[e + i];
+    v.store(to, p.dweight_dtype, static_cast<int>(column) + e, true);
+  }
+}
 
 // dweight[key] = sum of the run of rows with that key. Block (j, y): the run that starts at entry
 // j, if one does, and the y-th tile of columns. Rows are added one after another in their order in
@@ -219,7 +330,7 @@ __global__ void __launch_bounds__(kThreads) reduce_runs(const EmbeddingReducePar
     for (int u = 0; u < kInFlight; ++u)
       if (u < live) Vec::add(sum, v[u]);
   }
-  ptx::store(static_cast<Unit*>(p.dweight) + key * units + column, Vec::pack(sum), true);
+  write_sums<Vec::kCount>(p, key, column * Vec::kCount, sum);
 }
 
 // The largest unit that every row start is aligned to: 16, 4 or 2 bytes.
@@ -229,26 +340,46 @@ int access_bytes(int64_t row_bytes, const void* a, const void* b, const void* c)
   return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 2;
 }
 
+int64_t element_bytes(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
 unsigned blocks(int64_t work, int64_t per_block) {
   return static_cast<unsigned>((work + per_block - 1) / per_block);
 }
 
-template <class Unit, template <class> class Source, class Params>
-void launch_copy(const Params& p, void* out, int64_t rows, cudaStream_t stream) {
-  if (rows == 0) return;
-  const Source<Unit> source{p, p.row_bytes / static_cast<int64_t>(sizeof(Unit))};
-  copy_rows<Unit><<<blocks(rows, kWarps * kRowsPerWarp), kThreads, 0, stream>>>(
-      source, static_cast<Unit*>(out), rows);
+template <class Mover, class Source>
+void launch(const Source& source, const Mover& mover, int64_t rows, cudaStream_t stream) {
+  move_rows<<<blocks(rows, kWarps * kRowsPerWarp), kThreads, 0, stream>>>(source, mover, rows);
 }
 
-template <template <class> class Source, class Params>
-void launch_copy(const Params& p, int unit, void* out, int64_t rows, cudaStream_t stream) {
+template <class Unit, class Source>
+void launch_copy(const Source& source, void* out, int64_t rows, int64_t row_bytes,
+                 cudaStream_t stream) {
+  const int units = static_cast<int>(row_bytes / sizeof(Unit));
+  launch(source, Copy<Unit>{static_cast<Unit*>(out), units}, rows, stream);
+}
+
+// All rows in one type: moved as they are, in units as large as their alignment allows.
+template <class Source>
+void launch_copy(const Source& source, int unit, void* out, int64_t rows, int64_t row_bytes,
+                 cudaStream_t stream) {
   if (unit == 16)
-    launch_copy<ptx::Unit16, Source>(p, out, rows, stream);
+    launch_copy<ptx::Unit16>(source, out, rows, row_bytes, stream);
   else if (unit == 4)
-    launch_copy<ptx::Unit4, Source>(p, out, rows, stream);
+    launch_copy<ptx::Unit4>(source, out, rows, row_bytes, stream);
   else
-    launch_copy<ptx::Unit2, Source>(p, out, rows, stream);
+    launch_copy<ptx::Unit2>(source, out, rows, row_bytes, stream);
+}
+
+// Four elements at a time where `unit`, that of rows of 4-byte elements, is 16: rows of 2-byte ones
+// then start at a multiple of 8.
+template <class Source>
+void launch_convert(const Source& source, int unit, void* out, DType type, int64_t rows,
+                    int64_t hidden, cudaStream_t stream) {
+  const auto units = static_cast<int>(hidden);
+  if (unit == 16)
+    launch(source, Convert<4>{static_cast<char*>(out), units / 4, type}, rows, stream);
+  else
+    launch(source, Convert<1>{static_cast<char*>(out), units, type}, rows, stream);
 }
 
 template <class Vec>
@@ -261,8 +392,16 @@ void launch_reduce(const EmbeddingReduceParams& p, cudaStream_t stream) {
 
 int embedding_forward_cuda(const EmbeddingParams& p, void* stream) {
   if (p.rows == 0) return cudaSuccess;
-  const int unit = access_bytes(p.row_bytes, p.table, p.visual, p.out);
-  launch_copy<EmbeddingSource>(p, unit, p.out, p.rows, static_cast<cudaStream_t>(stream));
+  const auto s = static_cast<cudaStream_t>(stream);
+  const EmbeddingSource source{p, p.hidden * element_bytes(p.table_dtype),
+                               p.hidden * element_bytes(p.visual_dtype)};
+  if (p.table_dtype == p.out_dtype && p.visual_dtype == p.out_dtype) {
+    const int unit = access_bytes(source.table_bytes, p.table, p.visual, p.out);
+    launch_copy(source, unit, p.out, p.rows, source.table_bytes, s);
+  } else {
+    const int unit = access_bytes(p.hidden * 4, p.table, p.visual, p.out);
+    launch_convert(source, unit, p.out, p.out_dtype, p.rows, p.hidden, s);
+  }
   return cudaGetLastError();
 }
 
@@ -270,19 +409,27 @@ int embedding_gather_cuda(const EmbeddingGatherParams& p, void* stream) {
   if (p.rows == 0 && p.visual_rows == 0) return cudaSuccess;
   const auto s = static_cast<cudaStream_t>(stream);
   if (p.rows > 0) invert_index<<<blocks(p.rows, kThreads), kThreads, 0, s>>>(p);
-  const int unit = access_bytes(p.row_bytes, p.grad, p.dvisual, nullptr);
-  launch_copy<GatherSource>(p, unit, p.dvisual, p.visual_rows, s);
+  if (p.visual_rows == 0) return cudaGetLastError();
+  const GatherSource source{p, p.hidden * element_bytes(p.grad_dtype)};
+  if (p.grad_dtype == p.dvisual_dtype) {
+    const int unit = access_bytes(source.grad_bytes, p.grad, p.dvisual, nullptr);
+    launch_copy(source, unit, p.dvisual, p.visual_rows, source.grad_bytes, s);
+  } else {
+    const int unit = access_bytes(p.hidden * 4, p.grad, p.dvisual, nullptr);
+    launch_convert(source, unit, p.dvisual, p.dvisual_dtype, p.visual_rows, p.hidden, s);
+  }
   return cudaGetLastError();
 }
 
 int embedding_reduce_cuda(const EmbeddingReduceParams& p, void* stream) {
   if (p.count == 0 || p.hidden == 0) return cudaSuccess;
   const auto s = static_cast<cudaStream_t>(stream);
-  const int64_t element = p.dtype == DType::kFloat32 ? 4 : 2;
-  const bool wide = access_bytes(p.hidden * element, p.grad, p.dweight, nullptr) == 16;
-  if (p.dtype == DType::kFloat32)
+  // Whole units of the gradient; then the sums' rows are aligned for theirs as well.
+  const int64_t row_bytes = p.hidden * element_bytes(p.grad_dtype);
+  const bool wide = access_bytes(row_bytes, p.grad, p.dweight, nullptr) == 16;
+  if (p.grad_dtype == DType::kFloat32)
     wide ? launch_reduce<Fp32x4>(p, s) : launch_reduce<Fp32x1>(p, s);
-  else if (p.dtype == DType::kBFloat16)
+  else if (p.grad_dtype == DType::kBFloat16)
     wide ? launch_reduce<Halfx8<Bf16>>(p, s) : launch_reduce<Halfx1<Bf16>>(p, s);
   else
     wide ? launch_reduce<Halfx8<Fp16>>(p, s) : launch_reduce<Halfx1<Fp16>>(p, s);

@@ -12,6 +12,7 @@ inline constexpr uint32_t kAllLanes = 0xffffffffu;
 // Memory access of exactly sizeof(T) bytes, T one of the units below. The pointer must be aligned
 // to the size of the unit.
 using Unit16 = uint4;
+using Unit8 = uint2;
 using Unit4 = uint32_t;
 using Unit2 = uint16_t;
 
@@ -25,6 +26,15 @@ __device__ __forceinline__ uint4 load_once(const uint4* address, bool on) {
       "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
       "@p ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
       : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(address), "r"(static_cast<int>(on)));
+  return v;
+}
+__device__ __forceinline__ uint2 load_once(const uint2* address, bool on) {
+  uint2 v;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\tmov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\t"
+      "@p ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];\n\t}"
+      : "=r"(v.x), "=r"(v.y)
       : "l"(address), "r"(static_cast<int>(on)));
   return v;
 }
@@ -55,6 +65,13 @@ __device__ __forceinline__ void store(uint4* address, const uint4& v, bool on) {
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<int>(on))
       : "memory");
 }
+__device__ __forceinline__ void store(uint2* address, const uint2& v, bool on) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\t"
+      "@p st.global.v2.b32 [%0], {%1, %2};\n\t}" ::"l"(address),
+      "r"(v.x), "r"(v.y), "r"(static_cast<int>(on))
+      : "memory");
+}
 __device__ __forceinline__ void store(uint32_t* address, uint32_t v, bool on) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p st.global.b32 [%0], %1;\n\t}" ::"l"(
@@ -75,6 +92,10 @@ template <class T>
 __device__ __forceinline__ T* broadcast(T* value, int lane) {
   const auto bits = reinterpret_cast<unsigned long long>(value);
   return reinterpret_cast<T*>(__shfl_sync(kAllLanes, bits, lane));
+}
+
+__device__ __forceinline__ int broadcast(int value, int lane) {
+  return __shfl_sync(kAllLanes, value, lane);
 }
 
 // The value of the lane whose number differs in the bits of `mask`. Every lane must arrive.

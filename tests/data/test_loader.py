@@ -152,6 +152,35 @@ def test_pack_invariants_and_pixels(
     assert seen >= len(index.grids) - 1  # every image of the epoch; one medium is the video
 
 
+@pytest.mark.parametrize(("ranks", "global_batch"), [(1, 3), (2, 8), (2, 64)])
+def test_once_is_every_sample_once(
+    make: Any, index: SampleIndex, spec: ModelSpec, ranks: int, global_batch: int
+) -> None:
+    """What is left of the last step is empty packs: all ranks have as many, in the same shapes."""
+    seen: Counter[str] = Counter()
+    empty = 0
+    for rank in range(ranks):
+        options = {"global_batch": global_batch, "dp_rank": rank, "dp_size": ranks}
+        loader = make(once=True, prefetch=True, **options)
+        for _ in range(loader.steps_per_epoch):
+            batches = loader.next_step()
+            assert len(batches) == global_batch // ranks
+            for batch in batches:
+                seen.update(batch.sample_ids)
+                if batch.sample_ids:
+                    check_invariants(batch, spec)
+                    continue
+                empty += 1
+                assert batch.cu_seqlens.tolist() == [0, PACK] and batch.pad_tokens == PACK
+                assert batch.target_tokens == batch.image_tokens == len(batch.pixel_values) == 0
+                assert batch.pixel_values.dtype == torch.float32
+                assert (batch.labels < 0).all() and (batch.visual_index < 0).all()
+        loader.close()
+    assert seen == Counter(index.ids)
+    packs = len(make()._plan(0))
+    assert empty == -packs % global_batch > 0
+
+
 def test_segments_are_the_samples_on_their_own(
     make: Any, index: SampleIndex, processor: Processor, spec: ModelSpec
 ) -> None:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from tests.kernels.numeric import assert_bitwise
 from tests.kernels.test_embedding import DTYPES, SETTINGS, VOCABULARY, gradients, make
-from vlmkernels import _native, scatter_visual, visual_embedding, visual_index
+from vlmkernels import (
+    _native,
+    scatter_visual,
+    scatter_visual_,
+    visual_embedding,
+    visual_index,
+)
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU: torch.cuda.is_available() is False", allow_module_level=True)
@@ -53,6 +59,48 @@ def test_scatter(dtype: torch.dtype) -> None:
         got = scatter_visual(*to_gpu(embeddings[rows], visual, index), shard=(0, size))
         want = scatter_visual(embeddings[rows], visual, index, shard=(0, size))
         assert_bitwise("scatter", got.cpu(), want)
+
+
+@pytest.mark.parametrize("hidden", [7, 100, 1536])
+@pytest.mark.parametrize("out", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_other_dtypes(dtype: torch.dtype, out: torch.dtype, hidden: int) -> None:
+    """Conversions, sparse gradients and gradients added to main_grad: the bits of the CPU."""
+    ids, weight, visual, index = make(600, hidden, dtype)
+    visual = visual.to(DTYPES[(DTYPES.index(dtype) + 1) % 3])
+    dout = torch.randn(600, hidden).to(out)
+    inputs = to_gpu(ids, weight, visual, index, dout)
+    for mode in ("dense", "sparse"):
+        kw: Any = {"dtype": out, "weight_grad": mode}
+        got = gradients(visual_embedding, *inputs, **kw)
+        want = gradients(visual_embedding, ids, weight, visual, index, dout, **kw)
+        for name, a, b in zip(("dweight", "dvisual"), got, want, strict=True):
+            a, b = (x.to_dense() if x.is_sparse else x for x in (a, b))
+            assert_bitwise(f"{name}, {mode}", a.cpu(), b)
+    start = torch.randn(weight.shape)
+    sums = []
+    for device in ("cpu", "cuda"):
+        table = weight.to(device).requires_grad_()
+        table.main_grad = start.to(device)  # type: ignore[attr-defined]
+        rest = (t.to(device) for t in (visual, index))
+        done = visual_embedding(
+            ids.to(device), table, *rest, dtype=out, weight_grad="main_grad", padding_idx=0
+        )
+        done.backward(dout.to(device))
+        sums.append(table.main_grad.cpu())  # type: ignore[attr-defined]
+    assert_bitwise("main_grad", sums[1], sums[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_scatter_in_place(dtype: torch.dtype) -> None:
+    ids, _, visual, index = make(600, 264, dtype)
+    embeddings = torch.randn(600, 264).to(dtype)
+    for size in (1, 3):
+        rows = slice(600 // size * (size - 1), 600)
+        mine = embeddings[rows].cuda()
+        scatter_visual_(mine, *to_gpu(visual, index), shard=(size - 1, size))
+        want = scatter_visual(embeddings[rows], visual, index, shard=(size - 1, size))
+        assert_bitwise("in place", mine.cpu(), want)
 
 
 def test_views_that_are_not_aligned() -> None:
@@ -97,7 +145,18 @@ def test_other_stream_and_compile() -> None:
 
 def test_opcheck() -> None:
     ids, weight, visual, index = to_gpu(*make(12, 6, torch.float32))
-    args = (ids, weight.requires_grad_(), visual.requires_grad_(), index, 0, False, 6, 6)
+    args = (
+        ids,
+        weight.requires_grad_(),
+        visual.requires_grad_(),
+        index,
+        0,
+        False,
+        6,
+        6,
+        -1,
+        torch.bfloat16,
+    )
     torch.library.opcheck(torch.ops.vlmkernels.visual_embedding.default, args)
 
 

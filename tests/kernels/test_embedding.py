@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import _native, embedding, scatter_visual, visual_embedding, visual_index
+from vlmkernels import (
+    _native,
+    embedding,
+    embedding_grad,
+    routing,
+    scatter_visual,
+    visual_embedding,
+    visual_index,
+)
 
 # AVX-512 BF16 runs the AVX-512 kernels.
 ISAS = [name for name in _native.available_isas() if name != "avx512_bf16"]
@@ -86,7 +94,7 @@ def test_visual_index() -> None:
     both = visual_index(ids, [7, 9], counts=[2, 3])
     assert both.tolist() == [-1, 0, 1, -1, 2, 3, 4, -1] and both.dtype == torch.int32
     for tokens in (7, [9], [7, 9], [100]):
-        expected = embedding.visual_index_reference(ids, tokens)
+        expected = routing.visual_index_reference(ids, tokens)
         assert visual_index(ids, tokens).tolist() == expected.tolist()
     assert visual_index(ids[:0], 7, counts=0).shape == (0,)
     assert visual_index(ids, 7, counts=torch.tensor([1, 2])).max() == 2
@@ -357,17 +365,24 @@ def test_frozen_inputs_cost_nothing(
 
 def test_opcheck() -> None:
     ids, weight, visual, index = make(12, 6, torch.float32)
-    ops = torch.ops.vlmkernels
+    ops, kinds = torch.ops.vlmkernels, (torch.float32, torch.bfloat16)
+    check = torch.library.opcheck
     for w, v in ((weight.requires_grad_(), visual.requires_grad_()), (weight.detach(), None)):
-        torch.library.opcheck(ops.visual_embedding.default, (ids, w, v, index, 0, False, 6, 6))
+        for kind in kinds:
+            check(ops.visual_embedding.default, (ids, w, v, index, 0, False, 6, 6, -1, kind))
     embeddings = torch.randn(6, 6, requires_grad=True)
-    torch.library.opcheck(ops.scatter_visual.default, (embeddings, visual, index, 6))
-    torch.library.opcheck(ops.scatter_visual.default, (embeddings, None, index, 6))
+    check(ops.scatter_visual.default, (embeddings, visual, index, 6))
+    check(ops.scatter_visual.default, (embeddings, None, index, 6))
+    plain, rows = embeddings.detach(), visual.detach()
+    check(ops.scatter_visual_.default, (plain.clone(), rows, index, 6))
     dout = torch.randn(6, 6)
-    torch.library.opcheck(ops.visual_embedding_visual_grad.default, (dout, index, 6, len(visual)))
-    torch.library.opcheck(
-        ops.visual_embedding_weight_grad.default, (dout, ids, index, 0, VOCABULARY, 6)
-    )
+    for kind in kinds:
+        check(ops.visual_embedding_visual_grad.default, (dout, index, 6, len(visual), kind))
+        place = (dout, ids, index, 0, VOCABULARY, 6, 2, kind)
+        check(ops.visual_embedding_weight_grad.default, place)
+        check(ops.visual_embedding_weight_grad_sparse.default, place)
+    main_grad = torch.randn(VOCABULARY, 6)
+    check(ops.visual_embedding_weight_grad_into.default, (main_grad, dout, ids, index, 0, 6, 2))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -490,11 +505,16 @@ def test_cuda_functions_take_what_the_launchers_pass() -> None:
 
     ops = embedding._kernels(call)
     ids, weight, visual, index = make(0, 8, torch.bfloat16)
-    assert ops["embedding"](ids, weight, visual, index, 0, False, 0, 0).shape == (0, 8)
-    assert ops["scatter"](weight[:0], visual, index, 0).shape == (0, 8)
-    assert ops["visual_grad"](weight[:0], index, 0, 0).shape == (0, 8)
-    assert ops["weight_grad"](weight[:0], ids, index, 0, 13, 0).abs().max() == 0
-    assert names == ["embedding_forward"] * 2 + ["embedding_gather", "embedding_reduce"]
+    ops.update(embedding_grad.kernels(call, clears=False))
+    none, kind = weight[:0], torch.float32
+    assert ops["embedding"](ids, weight, visual, index, 0, False, 0, 0, -1, kind).dtype == kind
+    assert ops["scatter"](none, visual, index, 0).shape == (0, 8)
+    assert ops["scatter_"](none, visual, index, 0) is None
+    assert ops["visual_grad"](none, index, 0, 0, kind).shape == (0, 8)
+    assert ops["weight_grad"](none, ids, index, 0, 13, 0, -1, kind).abs().max() == 0
+    assert ops["weight_grad_sparse"](none, ids, index, 0, 13, 0, -1, kind)[1].shape == (0, 8)
+    assert ops["weight_grad_into"](weight.float(), none, ids, index, 0, 0, -1) is None
+    assert names == ["embedding_forward"] * 3 + ["embedding_gather"] + ["embedding_reduce"] * 3
 
 
 # ---- any shape -------------------------------------------------------------------------------

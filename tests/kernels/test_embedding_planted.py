@@ -16,7 +16,7 @@ from tests.kernels.test_embedding import (
     gradients,
     make_ids,
 )
-from vlmkernels import _native, embedding, visual_embedding, visual_index
+from vlmkernels import _native, embedding, embedding_grad, visual_embedding, visual_index
 
 
 class _Planted:
@@ -59,23 +59,30 @@ def _set(place: int, value: int) -> Callable[[list[Any]], None]:
     return change
 
 
-# embedding_forward(ids, visual_index, table, visual, out, first, rows, row_bytes, vocab_start,
-# vocab_rows, visual_rows, partial); embedding_gather(visual_index, grad, inverse, dvisual, first,
-# ...); embedding_reduce(keys, order, grad, dweight, count, hidden, vocab_rows, dtype).
+# embedding_forward(ids, visual_index, table, visual, out, first, rows, hidden, vocab_start,
+# vocab_rows, visual_rows, partial, types of table, visual and out);
+# embedding_gather(visual_index, grad, inverse, dvisual, first, rows, hidden, visual_rows, types of
+# grad and dvisual); embedding_reduce(keys, order, grad, dweight, count, hidden, vocab_rows, types
+# of grad and dweight, accumulate).
 PLANTED = [
     ("first position", "embedding_forward", _add(5, -1)),
     ("a row short", "embedding_forward", _add(6, -1)),
-    ("an element short", "embedding_forward", _add(7, -2)),
+    ("an element short", "embedding_forward", _add(7, -1)),
     ("range start", "embedding_forward", _add(8, 1)),
     ("range end", "embedding_forward", _add(9, -1)),
     ("no visual", "embedding_forward", _set(10, -1)),
+    ("fp16 table for bf16", "embedding_forward", _add(12, 1)),
+    ("fp16 visual for bf16", "embedding_forward", _add(13, 1)),
     ("first position", "embedding_gather", _add(4, -1)),
     ("a row short", "embedding_gather", _add(5, -1)),
-    ("an element short", "embedding_gather", _add(6, -2)),
+    ("an element short", "embedding_gather", _add(6, -1)),
+    ("fp16 for bf16", "embedding_gather", _add(9, 1)),
     ("most entries missing", "embedding_reduce", _set(4, 3)),
     ("a row of the table short", "embedding_reduce", _add(6, -1)),
     ("keys for order", "embedding_reduce", _swap(0, 1)),
     ("fp16 for bf16", "embedding_reduce", _add(7, 1)),
+    ("fp16 sums for bf16", "embedding_reduce", _add(8, 1)),
+    ("added to what was there", "embedding_reduce", _set(9, 1)),
 ]
 
 
@@ -106,6 +113,6 @@ def test_planted_bug_is_seen(
         assert_bitwise("dvisual", ours[1], plain[1])
 
     check()
-    monkeypatch.setattr(embedding, "_C", _Planted(function, change))
+    monkeypatch.setattr(embedding_grad, "_C", _Planted(function, change))
     with pytest.raises((AssertionError, ValueError)):
         check()

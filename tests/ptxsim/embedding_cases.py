@@ -63,6 +63,10 @@ def from_float(values: Array, dtype: str) -> Array:
         return values.astype(DTYPES[dtype][1])
 
 
+def convert(bits: Array, dtype: str, to: str) -> Array:
+    return bits if dtype == to else from_float(to_float(bits, dtype), to)
+
+
 def same_bits(got: Array, want: Array, what: str) -> None:
     """Bitwise equality; names the first mismatch by coordinate."""
     assert got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype}"
@@ -86,6 +90,7 @@ class Pack:
     vocabulary: int = 11
     share: float = 0.5
     misalign: int = 0  # bytes that table, visual and outputs are off a multiple of 256
+    visual_dtype: str = ""  # where it is not that of the table
 
     def __post_init__(self) -> None:
         is_visual = self.rng.random(self.positions) < self.share
@@ -101,14 +106,23 @@ class Pack:
             self.vocabulary
         )
         self.table = self.random(self.vocabulary)
-        self.visual = self.random(self.visual_rows)
+        self.visual_dtype = self.visual_dtype or self.dtype
+        self.visual = self.random(self.visual_rows, self.visual_dtype)
 
-    def random(self, rows: int) -> Array:
-        return from_float(self.rng.standard_normal((rows, self.hidden)), self.dtype)
+    def random(self, rows: int, dtype: str = "") -> Array:
+        return from_float(self.rng.standard_normal((rows, self.hidden)), dtype or self.dtype)
 
     @property
     def row_bytes(self) -> int:
         return self.hidden * self.table.itemsize
+
+    @property
+    def types(self) -> dict[str, int]:
+        """The codes of table_dtype and visual_dtype."""
+        return {
+            "table_dtype": DTYPES[self.dtype][0],
+            "visual_dtype": DTYPES[self.visual_dtype][0],
+        }
 
     def shard(self, shard: tuple[int, int] | None) -> tuple[int, int]:
         rank, size = shard or (0, 1)
@@ -124,6 +138,7 @@ def check_forward(
     vocab_range: tuple[int, int] | None = None,
     with_visual: bool = True,
     far: int = 0,
+    out_dtype: str = "",
 ) -> Device:
     """visual_embedding's forward against indexing in numpy, bit for bit.
 
@@ -132,6 +147,7 @@ def check_forward(
     """
     first, rows = pack.shard(shard)
     start, end = vocab_range or (0, pack.vocabulary)
+    out_dtype = out_dtype or pack.dtype
     device = kernels.device()
     memory = device.memory
     table = pack.table[start:end]
@@ -145,46 +161,59 @@ def check_forward(
         ),
         table=(memory.upload("table", table, pack.misalign) - back) % (1 << 64),
         visual=visual % (1 << 64),
-        out=memory.reserve("out", (rows, pack.hidden), table.dtype, pack.misalign),
+        out=memory.reserve("out", (rows, pack.hidden), DTYPES[out_dtype][1], pack.misalign),
         first=first,
         rows=rows,
-        row_bytes=pack.row_bytes,
+        hidden=pack.hidden,
+        **pack.types,
+        out_dtype=DTYPES[out_dtype][0],
         vocab_start=start,
         vocab_rows=end - start + far,
         visual_rows=pack.visual_rows + far if with_visual else -1,
         partial=vocab_range is not None,
     )
     kernels.run(device, "forward", params)
-    want = np.zeros((rows, pack.hidden), table.dtype)
+    words = convert(table, pack.dtype, out_dtype)
+    images = convert(pack.visual, pack.visual_dtype, out_dtype)
+    want = np.zeros((rows, pack.hidden), words.dtype)
     for i in range(rows):
         index, token = pack.index[first + i], pack.ids[first + i]
         if index >= 0:
             if with_visual:
-                want[i] = pack.visual[index]
+                want[i] = images[index]
         elif start <= token < end:
-            want[i] = table[token - start]
+            want[i] = words[token - start]
     same_bits(memory.array("out"), want, "out")
     return device
 
 
 def check_scatter(
-    kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None, with_visual: bool
+    kernels: Kernels,
+    pack: Pack,
+    *,
+    shard: tuple[int, int] | None,
+    with_visual: bool,
+    in_place: bool = False,
 ) -> None:
-    """scatter_visual's forward, and its gradient of the embeddings without visual."""
+    """scatter_visual's forward, into another tensor or in place, and its gradient of the
+    embeddings without visual."""
     first, rows = pack.shard(shard)
     device = kernels.device()
     memory = device.memory
     base = pack.random(rows)
+    table = memory.upload("embeddings", base, pack.misalign)
     params = fill(
         "EmbeddingParams",
         ids=None,
         visual_index=memory.upload("visual_index", pack.index),
-        table=memory.upload("embeddings", base, pack.misalign),
+        table=table,
         visual=memory.upload("visual", pack.visual, pack.misalign) if with_visual else None,
-        out=memory.reserve("out", base.shape, base.dtype, pack.misalign),
+        out=table if in_place else memory.reserve("out", base.shape, base.dtype, pack.misalign),
         first=first,
         rows=rows,
-        row_bytes=pack.row_bytes,
+        hidden=pack.hidden,
+        **pack.types,
+        out_dtype=DTYPES[pack.dtype][0],
         vocab_start=0,
         vocab_rows=0,
         visual_rows=pack.visual_rows if with_visual else -1,
@@ -196,12 +225,15 @@ def check_scatter(
         index = pack.index[first + i]
         if index >= 0:
             want[i] = pack.visual[index] if with_visual else 0
-    same_bits(memory.array("out"), want, "out")
+    same_bits(memory.array("embeddings" if in_place else "out"), want, "out")
 
 
-def check_gather(kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None = None) -> Device:
+def check_gather(
+    kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None = None, out_dtype: str = ""
+) -> Device:
     """dvisual: each row from the one position that names it, zeros elsewhere."""
     first, rows = pack.shard(shard)
+    out_dtype = out_dtype or pack.dtype
     device = kernels.device()
     memory = device.memory
     grad = pack.random(rows)
@@ -211,27 +243,36 @@ def check_gather(kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None 
         visual_index=memory.upload("visual_index", pack.index),
         grad=memory.upload("grad", grad, pack.misalign),
         inverse=memory.upload("inverse", np.full(pack.visual_rows, -1, np.int32)),
-        dvisual=memory.reserve("dvisual", shape, grad.dtype, pack.misalign),
+        dvisual=memory.reserve("dvisual", shape, DTYPES[out_dtype][1], pack.misalign),
         first=first,
         rows=rows,
-        row_bytes=pack.row_bytes,
+        hidden=pack.hidden,
         visual_rows=pack.visual_rows,
+        grad_dtype=DTYPES[pack.dtype][0],
+        dvisual_dtype=DTYPES[out_dtype][0],
     )
     kernels.run(device, "gather", params)
-    want = np.zeros(shape, grad.dtype)
+    moved = convert(grad, pack.dtype, out_dtype)
+    want = np.zeros(shape, moved.dtype)
     for i in range(rows):
         index = pack.index[first + i]
         if index >= 0:
-            want[index] = grad[i]
+            want[index] = moved[i]
     same_bits(memory.array("dvisual"), want, "dvisual")
     return device
 
 
-def check_reduce(kernels: Kernels, pack: Pack) -> None:
+def check_reduce(
+    kernels: Kernels, pack: Pack, *, out_dtype: str = "", accumulate: bool = False
+) -> None:
     """dweight: fp32 sums in the order of the positions, rounded once, bit for bit."""
+    out_dtype = out_dtype or pack.dtype
     device = kernels.device()
     memory = device.memory
     grad = pack.random(pack.positions)
+    before = pack.random(pack.vocabulary, out_dtype)
+    if not accumulate:
+        before = np.zeros_like(before)
     raw = np.where(pack.index < 0, pack.ids, pack.vocabulary)
     order = np.argsort(raw, kind="stable").astype(np.int64)
     params = fill(
@@ -239,18 +280,22 @@ def check_reduce(kernels: Kernels, pack: Pack) -> None:
         keys=memory.upload("keys", raw[order].astype(np.int64)),
         order=memory.upload("order", order),
         grad=memory.upload("grad", grad, pack.misalign),
-        dweight=memory.upload("dweight", np.zeros_like(pack.table), pack.misalign),
+        dweight=memory.upload("dweight", before, pack.misalign),
         count=pack.positions,
         hidden=pack.hidden,
         vocab_rows=pack.vocabulary,
-        dtype=DTYPES[pack.dtype][0],
+        grad_dtype=DTYPES[pack.dtype][0],
+        dweight_dtype=DTYPES[out_dtype][0],
+        accumulate=accumulate,
     )
     kernels.run(device, "reduce", params)
     sums = np.zeros((pack.vocabulary, pack.hidden), np.float32)
     for position in range(pack.positions):
         if pack.index[position] < 0:
             sums[pack.ids[position]] += to_float(grad[position], pack.dtype)
-    same_bits(memory.array("dweight"), from_float(sums, pack.dtype), "dweight")
+    if accumulate:
+        sums = to_float(before, out_dtype) + sums
+    same_bits(memory.array("dweight"), from_float(sums, out_dtype), "dweight")
 
 
 Check = Callable[[Kernels, np.random.Generator], Any]
@@ -273,6 +318,33 @@ def _scatter_shards(kernels: Kernels, rng: np.random.Generator) -> None:
     pack = Pack(rng, 12, 24, "float32")
     check_scatter(kernels, pack, shard=(2, 3), with_visual=True)
     check_scatter(kernels, pack, shard=(1, 3), with_visual=False)
+    check_scatter(kernels, pack, shard=(0, 3), with_visual=True, in_place=True)
+
+
+def _forward_converted(kernels: Kernels, rng: np.random.Generator) -> None:
+    """Four elements at a time with a batch that ends inside, and one; every type on every side."""
+    wide = Pack(rng, 19, 1096, "bfloat16", visual_dtype="float32")
+    check_forward(kernels, wide, out_dtype="float32")
+    check_forward(kernels, wide, out_dtype="bfloat16", shard=None, vocab_range=(2, 8))
+    narrow = Pack(rng, 7, 33, "float32", visual_dtype="float16", misalign=4)
+    check_forward(kernels, narrow, out_dtype="float16")
+    check_forward(kernels, narrow, out_dtype="float32")
+    check_forward(kernels, Pack(rng, 5, 33, "float32"), out_dtype="bfloat16")
+    check_forward(kernels, Pack(rng, 6, 8, "float16"), out_dtype="float32", with_visual=False)
+
+
+def _gather_converted(kernels: Kernels, rng: np.random.Generator) -> None:
+    check_gather(kernels, Pack(rng, 24, 40, "float32"), shard=(1, 2), out_dtype="bfloat16")
+    check_gather(kernels, Pack(rng, 9, 5, "bfloat16"), out_dtype="float32")
+
+
+def _reduce_converted(kernels: Kernels, rng: np.random.Generator) -> None:
+    """Into a float32 gradient that holds something, as Megatron's main_grad does."""
+    for dtype, hidden, misalign in (("bfloat16", 1032, 0), ("float32", 20, 0), ("float16", 7, 4)):
+        pack = Pack(rng, 17, hidden, dtype, vocabulary=3, misalign=misalign)
+        check_reduce(kernels, pack, out_dtype="float32", accumulate=True)
+    check_reduce(kernels, Pack(rng, 12, 12, "float32", vocabulary=3), out_dtype="bfloat16")
+    check_reduce(kernels, Pack(rng, 12, 16, "float16", vocabulary=3), out_dtype="float32")
 
 
 def small_suite() -> dict[str, Check]:
@@ -300,4 +372,7 @@ def small_suite() -> dict[str, Check]:
         "reduce, float32": lambda k, r: check_reduce(
             k, Pack(r, 13, 520, "float32", vocabulary=2, share=0.0)
         ),
+        "forward, converted": _forward_converted,
+        "gather, converted": _gather_converted,
+        "reduce, converted and added": _reduce_converted,
     }

@@ -20,7 +20,7 @@ reads both kinds of folder and writes a Hugging Face folder at the end.
 
   hf-to-megatron   a Hugging Face folder becomes a Megatron checkpoint (torch_dist)
   megatron-to-hf   a Megatron checkpoint, also OUTPUT/checkpoints/step-N of a training run,
-                   becomes a Hugging Face folder that from_pretrained loads
+                   becomes a Hugging Face folder that from_pretrained loads, LoRA merged
   reshard          a Megatron checkpoint is written anew for another layout, the optimizer's
                    state with it; any layout can read any checkpoint, this only saves it reads
   verify           compare two folders of either kind: every tensor bitwise, and the logits of a

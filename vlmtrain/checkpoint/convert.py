@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -84,6 +84,21 @@ class Done:
 
 
 Progress = Callable[[int], None]  # called with bytes done
+
+
+class Weights(Protocol):
+    """What a Hugging Face folder is written from."""
+
+    folder: Path
+    spec: ModelSpec
+
+    def check(self) -> None: ...
+
+    def dtype(self, row: Row) -> torch.dtype: ...
+
+    def hf_shapes(self, row: Row) -> list[list[int]]: ...
+
+    def hf(self, row: Row) -> list[Tensor]: ...
 
 
 def to_megatron(
@@ -244,19 +259,43 @@ def to_hf(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], Progress] | None = None,
 ) -> Done:
-    """Write `source` (either kind of folder) as a Hugging Face folder.
+    """Write `source` (either kind of folder) as a Hugging Face folder. Of a checkpoint with LoRA
+    adapters it is the merged weights.
 
     Raises:
         As `to_megatron`.
     """
-    spec = ModelSpec.from_folder(source)
-    weights = open_weights(source, spec)
-    with _folder(source, target, weights, overwrite) as work:
+    weights: Weights = open_weights(source, ModelSpec.from_folder(source))
+    if isinstance(weights, MegatronSource) and weights.has_adapters:
+        from vlmtrain.checkpoint.merge import from_checkpoint
+
+        weights = from_checkpoint(weights)
+    return write_hf(
+        weights,
+        target,
+        dtype=dtype,
+        overwrite=overwrite,
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
+
+
+def write_hf(
+    weights: Weights,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int], Progress] | None = None,
+) -> Done:
+    """The same from weights that are open already."""
+    with _folder(weights.folder, target, weights, overwrite) as work:
         return _to_hf(weights, work, target, dtype, shard_bytes, progress)
 
 
 def _to_hf(
-    source: Source,
+    source: Weights,
     work: Path,
     target: Path,
     dtype: torch.dtype | None,
@@ -313,7 +352,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
 
 
 @contextmanager
-def _folder(source: Path, target: Path, weights: Source, overwrite: bool) -> Iterator[Path]:
+def _folder(source: Path, target: Path, weights: Weights, overwrite: bool) -> Iterator[Path]:
     """Check the source, then a folder to work in that becomes `target` in the end."""
     if target.exists() and not overwrite:
         raise CheckpointError(

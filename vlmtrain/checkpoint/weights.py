@@ -121,7 +121,13 @@ class MegatronSource:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
         self.reader = ChunkReader(folder)
+        self.merging = False  # whether somebody adds the adapters that lie in it (merge.py)
         self._transforms = transforms(spec)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it was written while LoRA adapters were trained: its weights are the base's."""
+        return any(".adapters." in key for key in self.reader.keys())
 
     def check(self) -> None:
         """Raise WeightError unless the checkpoint holds the model that config.json describes."""
@@ -131,6 +137,11 @@ class MegatronSource:
 
     def check_names(self) -> None:
         """The same without reading the files for their checksums."""
+        if self.has_adapters and not self.merging:
+            raise WeightError(
+                f"{self.folder} holds LoRA adapters beside the weights; merge them first with "
+                f"'vlmtrain convert megatron-to-hf --source {self.folder} --target FOLDER'"
+            )
         layers = {"language_model": self.spec.num_layers, "vision": self.spec.vision.depth}
         for row in rows(self.spec):
             key, layer = checkpoint_key(row.megatron)

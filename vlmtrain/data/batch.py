@@ -112,6 +112,28 @@ class PackedBatch:
         )
 
 
+def empty_pack(
+    pack_length: int, pad_token_id: int, patch_dim: int, dtype: torch.dtype
+) -> PackedBatch:
+    """A pack of padding alone: it fills the last step of a pass over data, and counts nothing."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    pack = PackedBatch(
+        input_ids=nothing,
+        labels=nothing,
+        position_ids=nothing.expand(3, 0),
+        cu_seqlens=torch.zeros(1, dtype=torch.int32),
+        visual_index=nothing.to(torch.int32),
+        pixel_values=torch.empty(0, patch_dim, dtype=dtype),
+        grid_thw=torch.empty(0, 3, dtype=torch.int64),
+        sample_ids=[],
+        target_tokens=0,
+        image_tokens=0,
+        pad_tokens=0,
+        pad_token_id=pad_token_id,
+    )
+    return pack.padded_to(pack_length)
+
+
 def collate(
     samples: Sequence[EncodedSample],
     grids: Tensor,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vlmtrain.data.agreement import Agree, Failure, Report
-from vlmtrain.data.batch import PackedBatch, collate
+from vlmtrain.data.batch import PackedBatch, collate, empty_pack
 from vlmtrain.data.costs import COST_VERSION, sample_costs
 from vlmtrain.data.decoding import DecoderPool
 from vlmtrain.data.errors import DataError
@@ -84,6 +84,8 @@ class PackedLoader:
         skip_limit: samples that may be skipped in a run; one more is an error.
         agree: how the ranks hear of each other's failures; see `agreement.across_ranks`.
         log: called with a line for each sample skipped.
+        once: hand out one epoch, each sample once (weights do not count); the last step is filled
+            with empty packs. For evaluation.
 
     Raises:
         DataError: global_batch is no multiple of dp_size, or a sample is longer than a pack.
@@ -112,6 +114,7 @@ class PackedLoader:
         skip_limit: int = 100,
         agree: Agree | None = None,
         log: Callable[[str], None] | None = None,
+        once: bool = False,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(
@@ -135,7 +138,7 @@ class PackedLoader:
         self.unreadable, self.skip_limit = unreadable, skip_limit
         self.skipped = 0  # samples skipped since the start of the run, on all ranks
         self.metrics: dict[str, float] = {}
-        self._agree, self._log = agree, log
+        self._agree, self._log, self._once = agree, log, once
         costs = sample_costs(index.lengths, index.media_start, index.grids, spec).sum(1)
         self._costs = np.maximum(np.rint(costs * _COST_UNIT), 1).astype(np.int64)
         self._position = _Position()
@@ -297,7 +300,7 @@ class PackedLoader:
         with self._plan_lock:
             if epoch not in self._plans:
                 index = self.index
-                weights = [source.weight for source in index.sources]
+                weights = [1.0 if self._once else source.weight for source in index.sources]
                 self._plans[epoch] = plan_epoch(
                     index.lengths,
                     self.pack_length,
@@ -321,6 +324,10 @@ class PackedLoader:
         tokens = 0
         epoch, pack = position.epoch, position.pack
         while len(packs) < self.global_batch:
+            if self._once and epoch > 0:
+                packs.append(np.empty(0, dtype=np.int64))
+                costs.append(0)
+                continue
             plan = self._plan(epoch)
             packs.append(plan.packs[pack])
             costs.append(int(plan.costs[pack]))
@@ -332,8 +339,8 @@ class PackedLoader:
         heaviest = max(sum(costs[i] for i in share) for share in dealt)
         metrics = {
             "fill": tokens / (self.global_batch * self.pack_length),
-            "rank_balance": heaviest * self.dp_size / sum(costs),
-            "microbatch_balance": max(costs) * len(costs) / sum(costs),
+            "rank_balance": heaviest * self.dp_size / max(sum(costs), 1),
+            "microbatch_balance": max(costs) * len(costs) / max(sum(costs), 1),
         }
         mine = [packs[i] for i in dealt[self.dp_rank]]
         return _Step(mine, _Position(position.step + 1, epoch, pack), metrics)
@@ -352,6 +359,9 @@ class PackedLoader:
 
     def _batch(self, pack: list[int]) -> tuple[PackedBatch, dict[int, DataError]]:
         """The pack, and the segments that could not be read."""
+        if not pack:
+            pad, width = self.processor.pad_token_id, self.spec.vision.patch_dim
+            return empty_pack(self.pack_length, pad, width, self.pixel_dtype), {}
         bad: dict[int, DataError] = {}
 
         def note(segment: int, error: DataError) -> None:

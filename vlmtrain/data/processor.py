@@ -160,17 +160,20 @@ class Processor:
             int(encoded.visual_mask.sum()),
         )
 
-    def encode(self, sample: Sample, layouts: Sequence[MediaLayout]) -> EncodedSample:
+    def encode(
+        self, sample: Sample, layouts: Sequence[MediaLayout], *, question: bool = False
+    ) -> EncodedSample:
         """Token ids, labels and positions of a sample.
 
         Args:
             sample: the conversation.
             layouts: one per medium, in the order of `sample.media`.
+            question: the conversation waits for an answer: its header ends the ids.
 
         Raises:
             DataError: as `ChatTemplate.tokens`.
         """
-        tokens = self.template.tokens(sample)
+        tokens = self.template.question(sample) if question else self.template.tokens(sample)
         pad_ids = self.template.pad_ids
         placeholders = np.flatnonzero(np.isin(tokens.ids, list(pad_ids.values())))
         if len(placeholders) != len(layouts):

@@ -164,7 +164,9 @@ class JsonSource:
         )
 
 
-def parse_record(record: Any, source: str, number: int, media_root: Path) -> Sample:
+def parse_record(
+    record: Any, source: str, number: int, media_root: Path, *, question: bool = False
+) -> Sample:
     """Read one record of a ShareGPT / LLaVA file.
 
     Args:
@@ -172,6 +174,8 @@ def parse_record(record: Any, source: str, number: int, media_root: Path) -> Sam
         source: the file's path, for messages.
         number: the record's place in the file, used as its id when it has none.
         media_root: folder that relative media paths start from.
+        question: the record waits for an answer: its last turn must be the human's, and an
+            assistant's turn is not needed.
 
     Raises:
         DataError: no turns, an unknown role, marks that do not match the media, no assistant turn.
@@ -185,17 +189,19 @@ def parse_record(record: Any, source: str, number: int, media_root: Path) -> Sam
     sample_id = str(identity) if identity not in (None, "") else f"{Path(source).name}:{number}"
     sample_id = sample_id.encode("utf-8", "backslashreplace").decode()
     bare = Sample(sample_id, (), (), source)
-    turns, embedded = _turns(record, bare)
+    turns, embedded = _turns(record, bare, question)
     pools: dict[MediaKind, list[Media]] = {
-        "image": _listed(record, "image", media_root, bare),
-        "video": _listed(record, "video", media_root, bare),
+        "image": listed_media(record, "image", media_root, bare),
+        "video": listed_media(record, "video", media_root, bare),
     }
     for kind, entry in embedded:
         pools[kind].extend(_media(kind, entry, media_root, bare))
     return Sample(sample_id, turns, _match(turns, pools, bare), source)
 
 
-def _turns(record: dict[str, Any], bare: Sample) -> tuple[tuple[Turn, ...], list[Any]]:
+def _turns(
+    record: dict[str, Any], bare: Sample, question: bool
+) -> tuple[tuple[Turn, ...], list[Any]]:
     """The turns, and the media written inside the turns as (kind, entry) pairs."""
     for key in ("conversations", "messages"):
         if record.get(key) is not None:
@@ -234,7 +240,9 @@ def _turns(record: dict[str, Any], bare: Sample) -> tuple[tuple[Turn, ...], list
     first = next((turn.role for turn in turns if turn.role != "system"), None)
     if first == "assistant":
         raise bare.fail("the first turn is the assistant's; begin with a human turn")
-    if not any(turn.role == "assistant" for turn in turns):
+    if question and turns[-1].role != "user":
+        raise bare.fail("its last turn is not a human's; end with the question to answer")
+    if not question and not any(turn.role == "assistant" for turn in turns):
         raise bare.fail(
             "it has no assistant turn, so there is nothing to learn; add one or drop it"
         )
@@ -299,7 +307,7 @@ def _sound(text: str, where: str, bare: Sample) -> str:
     return text
 
 
-def _listed(record: dict[str, Any], kind: MediaKind, root: Path, bare: Sample) -> list[Media]:
+def listed_media(record: dict[str, Any], kind: MediaKind, root: Path, bare: Sample) -> list[Media]:
     """The media under the singular and the plural key."""
     singular, plural = record.get(kind), record.get(f"{kind}s")
     found: list[Media] = []

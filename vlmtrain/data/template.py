@@ -262,6 +262,21 @@ class ChatTemplate:
             )
         return Tokens(np.array(ids, dtype=np.int64), np.array(learned, dtype=bool))
 
+    def question(self, sample: Sample) -> Tokens:
+        """Ids of a conversation that waits for an answer, the answer's header included; none of
+        them is learned. They equal `apply_chat_template(messages, add_generation_prompt=True)`.
+
+        Raises:
+            DataError: the template cannot render the sample.
+        """
+        messages = self.messages(sample)
+        try:
+            text = self.render(messages, add_generation_prompt=True)
+        except Exception as error:  # jinja2's and the template's own raise_exception
+            raise sample.fail(f"the chat template refuses it: {error}") from error
+        ids = np.array(self._encode(text), dtype=np.int64)
+        return Tokens(ids, np.zeros(len(ids), dtype=bool))
+
     def _prefixes(
         self, messages: list[dict[str, Any]], position: int, text: str, sample: Sample
     ) -> tuple[str, str]:

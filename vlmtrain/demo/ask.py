@@ -1,6 +1,7 @@
-"""Asks a trained Hugging Face folder the demo's questions: transformers, and nothing of ours.
+"""Asks a trained Hugging Face folder the demo's questions: inputs and model are transformers'.
 
 That is the point of the demo: what `vlmtrain train` leaves must answer in somebody else's code.
+(`vlmtrain generate` is the way to ask with our own inputs and kernels.)
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from vlmtrain.demo.photographs import image_names
-from vlmtrain.errors import UserError
+from vlmtrain.generate.model import load_transformers
 
 MARK = "<image>"
 
@@ -66,17 +68,9 @@ class Model:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
-        from transformers.utils import logging
+        from transformers import AutoTokenizer
 
-        logging.disable_progress_bar()
-        model, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            folder, output_loading_info=True
-        )
-        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if report.get(what):
-                raise UserError(f"{folder}: transformers reports {what}: {sorted(report[what])}")
-        self.model: Any = model.float().eval()
+        self.model: Any = load_transformers(folder, torch.float32)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.images: Any = _image_processor(folder)
 
@@ -86,8 +80,6 @@ class Model:
 
     def answer(self, question: str, photographs: Iterable[Path], max_new_tokens: int = 64) -> str:
         """The greedy answer to `question`, with an `<image>` mark for each of `photographs`."""
-        import torch
-
         prompt = self.tokenizer.apply_chat_template(
             _messages(question), tokenize=False, add_generation_prompt=True
         )

@@ -150,9 +150,12 @@ class QwenVLStage(LanguageModule):
         return self._embed(batch, batch.visual_rows, batch.visual_index).unsqueeze(1)
 
     def _embed(self, batch: PackedBatch, visual: Tensor, index: Tensor) -> Tensor:
+        """Embeddings [S or S/tp, h]. Under tensor parallelism each rank writes the rows of its part
+        of the table and the visual rows of its part of the sequence, and all are added up."""
         if self.layout.tensor == 1:
-            return visual_embedding(batch.input_ids, self._table(), visual, index)
-        return self._place(self._word_rows(batch, index), visual, index)
+            return self._lookup(batch, visual, index)
+        mine = (parallel_state.get_tensor_model_parallel_rank(), self.layout.tensor)
+        return self._summed(self._lookup(batch, visual, index, contribute=mine))
 
     def _cut(self, received: Tensor) -> Tensor:
         """`received` without a backward pass into it. Megatron sends its gradient back all the
@@ -163,29 +166,43 @@ class QwenVLStage(LanguageModule):
             received.grad = self._zeros[: received.numel()].view(received.shape)
         return received.detach()
 
-    def _table(self) -> Tensor:
-        assert self.language_model is not None
-        return self.language_model.embedding.word_embeddings.weight
-
-    def _word_rows(self, batch: PackedBatch, index: Tensor) -> Tensor:
-        """Word embeddings [S or S/tp, h], zero at visual positions, summed over the TP group."""
-        if self.layout.tensor == 1:
-            return visual_embedding(batch.input_ids, self._table(), None, index)
+    def _lookup(
+        self,
+        batch: PackedBatch,
+        visual: Tensor | None,
+        index: Tensor,
+        contribute: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """What this rank's part of the table has, [S, h]."""
         assert self.language_model is not None
         words = self.language_model.embedding.word_embeddings
-        rows = visual_embedding(
+        held = (words.vocab_start_index, words.vocab_end_index)
+        return visual_embedding(
             batch.input_ids,
             words.weight,
-            None,
+            visual,
             index,
-            vocab_range=(words.vocab_start_index, words.vocab_end_index),
+            vocab_range=held if self.layout.tensor > 1 else None,
+            contribute=contribute,
+            # Megatron's wrapper gives a parameter a main_grad: then no gradient of the table's size
+            # is made, and none is added to another.
+            weight_grad="main_grad" if hasattr(words.weight, "main_grad") else "dense",
         )
+
+    def _summed(self, rows: Tensor) -> Tensor:
+        """Partial rows [S, h] added up over the tensor-parallel group, [S or S/tp, h]."""
+        if self.layout.tensor == 1:
+            return rows
         if self.layout.sequence:
             return tensor_parallel.reduce_scatter_to_sequence_parallel_region(rows)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(rows)
 
+    def _word_rows(self, batch: PackedBatch, index: Tensor) -> Tensor:
+        """Word embeddings [S or S/tp, h], zero at visual positions."""
+        return self._summed(self._lookup(batch, None, index))
+
     def _place(self, words: Tensor, visual: Tensor, index: Tensor) -> Tensor:
-        """Write the visual rows into this rank's embeddings [S or S/tp, h]."""
+        """Write the visual rows into embeddings [S or S/tp, h] that another stage has looked up."""
         if not self.layout.sequence:
             return scatter_visual(words, visual, index)
         # Each rank uses only its own positions' rows: their gradients are summed over the group.

@@ -1,0 +1,105 @@
+"""Adapters merged into their weights, against peft's own merge; other kinds are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity import reference as ref
+from vlmtrain.checkpoint.hf_files import HFWeights
+from vlmtrain.checkpoint.loadable import as_hf, described, needs_merging
+from vlmtrain.checkpoint.mapping import WeightError, canonical_name
+
+peft = pytest.importorskip("peft", reason="peft, which writes the adapters, is not installed")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    model = ref.make_model("qwen2_5_vl", seed=torch.initial_seed() % 2**31)
+    return ref.save_model(model, tmp_path_factory.mktemp("base"))
+
+
+def adapter(base: Path, folder: Path, **options) -> dict[str, torch.Tensor]:
+    """Write an adapter by peft; returns the weights that peft merges, by canonical name."""
+    import transformers
+
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(base).float()
+    targets = ["q_proj", "o_proj", "down_proj", "qkv", "attn.proj"]
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=targets, **options)
+    model = peft.get_peft_model(plain, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(0.0, 0.3)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    merged = model.merge_and_unload()
+    return {canonical_name(name): tensor.detach() for name, tensor in merged.named_parameters()}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_as_peft_merges(rslora, base, tmp_path) -> None:
+    wanted = adapter(base, tmp_path / "adapter", use_rslora=rslora)
+    before = HFWeights(base)
+    assert described(tmp_path / "adapter") == base and needs_merging(tmp_path / "adapter")
+    moved = 0
+    with as_hf(tmp_path / "adapter", tmp_path) as folder:
+        merged = HFWeights(folder)
+        assert merged.names() == before.names() == wanted.keys()
+        for name, want in wanted.items():
+            got = merged.read(name)
+            # W + s B A in float32, by products of another order.
+            assert (got - want).abs().max() <= 4e-7 * want.abs().max() * 3, name
+            moved += not torch.equal(want, before.read(name))
+    assert moved == 4 * 3 + 4 * 3  # every layer's targets in both towers, and nothing else
+    assert not list(tmp_path.glob("vlmtrain-*"))
+
+
+def change(folder: Path, **values) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"use_dora": True}, ["use_dora"]),
+        ({"alpha_pattern": {"q_proj": 3}}, ["alpha_pattern"]),
+        ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
+        ({"peft_type": "IA3"}, ["IA3"]),
+        ({"base_model_name_or_path": "Qwen/Qwen2.5-VL-3B"}, ["Qwen/Qwen2.5-VL-3B", "no folder"]),
+    ],
+    ids=lambda value: next(iter(value), ""),
+)
+def test_what_can_not_be_merged_is_named(values, words, base, tmp_path) -> None:
+    adapter(base, tmp_path / "adapter")
+    change(tmp_path / "adapter", **values)
+    with pytest.raises(WeightError) as error, as_hf(tmp_path / "adapter", tmp_path):
+        pass
+    for word in ["adapter_config.json", *words]:
+        assert word in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_tensors_that_do_not_fit_are_named(base, tmp_path) -> None:
+    adapter(base, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    good = load_file(path)
+    name = next(n for n in good if "layers.2" in n and "q_proj.lora_A" in n)
+    other = good[name].clone()
+    for bad, word in (
+        ({**good, name: good[name][:, :-1].contiguous()}, "another model"),
+        ({n: t for n, t in good.items() if n != name}, "lacks A or B"),
+        ({**good, name.replace("layers.2", "layers.99"): other}, "no such weight"),
+        ({**good, "extra.weight": other}, "extra.weight"),
+    ):
+        save_file(bad, path)
+        with pytest.raises(WeightError, match=word), as_hf(tmp_path / "adapter", tmp_path):
+            pass
+    path.unlink()
+    with pytest.raises(WeightError, match="can't be read"), as_hf(tmp_path / "adapter", tmp_path):
+        pass

@@ -1,0 +1,131 @@
+"""Task files: the prompts of VLMEvalKit, what a line means, and every mistake by its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.helpers import save_image
+from vlmtrain.data.errors import DataError
+from vlmtrain.evaluate.tasks import Scored, read_tasks, summary
+
+GOOD: dict[str, Any] = {"question": "Which year?", "answer": "2019", "metric": "anls"}
+CHOICE: dict[str, Any] = {
+    "question": "What is it?",
+    "A": "a cup",
+    "B": "a cat",
+    "answer": "B",
+    "metric": "multiple_choice",
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path):
+    save_image(tmp_path / "cup.jpg", 90, 70)
+
+    def write(*records: Any) -> Path:
+        path = tmp_path / "questions.jsonl"
+        path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+        return path
+
+    return write
+
+
+# The prompts of vlmeval/vlm/qwen2_vl/prompt.py, written out.
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [
+        (
+            GOOD,
+            "Which year?\nPlease try to answer the question with short words or phrases if "
+            "possible.",
+        ),
+        ({**GOOD, "prompt": "yes_no"}, "Which year? Please answer yes or no."),
+        ({**GOOD, "prompt": "plain"}, "Which year?"),
+        (
+            CHOICE,
+            "Question: What is it?\nOptions:\nA. a cup\nB. a cat\n"
+            "Please select the correct answer from the options above.",
+        ),
+        (
+            {**CHOICE, "hint": "Look left.", "question": "是什么？"},
+            "Hint: Look left.\nQuestion: 是什么？\nOptions:\nA. a cup\nB. a cat\n"
+            "请直接回答选项字母。",
+        ),
+    ],
+    ids=["vqa", "yes_no", "plain", "choice", "choice in Chinese"],
+)
+def test_prompts(file, record, prompt) -> None:
+    (task,) = read_tasks(file({**record, "images": ["cup.jpg", "cup.jpg"]}))
+    assert [turn.text for turn in task.sample.turns] == ["<image><image>" + prompt]
+    assert [Path(media.parts[0].path).name for media in task.sample.media] == ["cup.jpg"] * 2
+    (task,) = read_tasks(file(record))
+    assert [turn.text for turn in task.sample.turns] == [prompt]
+
+
+def test_what_a_line_means(file) -> None:
+    records = [
+        {**GOOD, "answer": ["2019", "in 2019"], "task": "docs", "id": "a"},
+        {**GOOD, "answer": 7, "metric": "relaxed_accuracy"},
+        CHOICE,
+    ]
+    first, second, third = read_tasks(file(*records))
+    assert (first.name, first.id, first.right) == ("docs", "a", ("2019", "in 2019"))
+    assert (second.name, second.id, second.right) == ("questions", "2", ("7",))
+    assert third.options == {"A": "a cup", "B": "a cat"}
+    scored = [Scored(first, "2018"), Scored(second, "7.2"), Scored(third, "(B)")]
+    assert [one.score for one in scored] == [0.75, 1.0, 1.0]
+    more = [*scored, Scored(second, "9")]
+    assert summary(more) == [
+        {"task": "docs", "metric": "anls", "questions": 1, "score": 0.75},
+        {"task": "questions", "metric": "relaxed_accuracy", "questions": 2, "score": 0.5},
+        {"task": "questions", "metric": "multiple_choice", "questions": 1, "score": 1.0},
+    ]
+    assert scored[2].to_dict() == {
+        "task": "questions",
+        "id": "3",
+        "question": "What is it?",
+        "right": ["B"],
+        "metric": "multiple_choice",
+        "answer": "(B)",
+        "score": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({**GOOD, "metric": "bleu"}, ["'bleu'", "anls"]),
+        ({**GOOD, "question": " "}, ["question"]),
+        ({**GOOD, "answer": []}, ["answer"]),
+        ({**GOOD, "answer": None}, ["answer"]),
+        ({**CHOICE, "answer": "C"}, ["A, B", "C"]),
+        ({**CHOICE, "B": None}, ["options are A"]),
+        ({**GOOD, "prompt": "choice"}, ["choice", "anls"]),
+        ({**GOOD, "prompt": "chatty"}, ["chatty", "yes_no"]),
+        ({**GOOD, "image": "none.jpg"}, ["none.jpg", "missing"]),
+        ({**GOOD, "question": "<image> and <image>?", "image": "cup.jpg"}, ["2", "1"]),
+        ([1], ["list", "object"]),
+    ],
+)
+def test_mistakes_are_named_by_line(file, record, words) -> None:
+    path = file(GOOD, record, GOOD)
+    with pytest.raises(DataError) as error:
+        read_tasks(path)
+    for word in [f"{path}: line 2", *words]:
+        assert word in str(error.value)
+
+
+def test_lines_that_are_no_json(tmp_path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n\n{'question': 1}\n")
+    with pytest.raises(DataError, match="line 3 is not valid JSON"):
+        read_tasks(path)
+    path.write_text("\n")
+    with pytest.raises(DataError, match="is empty"):
+        read_tasks(path)
+    with pytest.raises(DataError, match="No such file"):
+        read_tasks(tmp_path / "nowhere.jsonl")

@@ -1,0 +1,157 @@
+"""`vlmtrain generate` as it is typed: a question, a file of questions, a chat, and mistakes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from vlmtrain import cli
+from vlmtrain.generate import command, questions
+from vlmtrain.generate.model import Sampling
+
+LENGTH = 6
+
+
+@pytest.fixture
+def generate(folder, monkeypatch, answerer):
+    """Run the command; the model is loaded once for all tests."""
+    monkeypatch.setattr("vlmtrain.generate.model.Answerer", lambda path, **options: answerer)
+
+    def run(*arguments: str) -> int:
+        return cli.main(["generate", f"--model={folder}", f"--max_new_tokens={LENGTH}", *arguments])
+
+    return run
+
+
+@pytest.fixture
+def said(answerer, pictures):
+    """What the model says to a prompt and images."""
+
+    def ask(prompt: str, *images: str) -> str:
+        sample = questions.question(prompt, {"images": list(images)}, media_root=pictures)
+        return answerer.answer(sample, Sampling(LENGTH)).text
+
+    return ask
+
+
+def test_a_question(generate, said, pictures, capsys) -> None:
+    a, b = str(pictures / "a.jpg"), str(pictures / "b.png")
+    assert generate("--image", a, b, "--prompt", "Which? <image> or <image>?") == 0
+    printed = capsys.readouterr()
+    assert printed.out == said("Which? <image> or <image>?", "a.jpg", "b.png") + "\n"
+    assert f"cut off after {LENGTH} tokens" in printed.err
+    assert generate("--video", str(pictures / "film"), "--prompt", "What?") == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_file_of_questions(generate, said, pictures, capsys) -> None:
+    rows = [
+        {"prompt": "What?", "image": "a.jpg", "note": "größe"},
+        {"id": 7, "messages": [{"role": "user", "content": "Say <image>"}], "images": ["b.png"]},
+        {"prompt": "And this?"},
+    ]
+    source, target = pictures / "q.jsonl", pictures / "answers.jsonl"
+    source.write_text("\n".join(json.dumps(row) for row in rows))
+    target.unlink(missing_ok=True)
+    assert generate("--input", str(source), "--output", str(target)) == 0
+    assert "3 answers (3 cut off at --max_new_tokens 6)" in capsys.readouterr().out
+    expected = [said("What?", "a.jpg"), said("Say <image>", "b.png"), said("And this?")]
+    lines = target.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {**row, "answer": answer} for row, answer in zip(rows, expected, strict=True)
+    ]
+    assert generate("--input", str(source), "--output", str(target)) == 1
+    assert "exists" in capsys.readouterr().err
+
+
+def test_media_without_marks_come_first(pictures) -> None:
+    media = {"videos": ["film"], "images": ["a.jpg", "b.png"]}
+    sample = questions.question("What?", media, media_root=pictures)
+    assert [turn.text for turn in sample.turns] == ["<image><image><video>What?"]
+    assert [medium.name for medium in sample.media] == ["a.jpg", "b.png", "film"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ["not valid JSON"]),
+        ('{"question": "x"}', ["'prompt'", "'messages'"]),
+        ('{"prompt": "x", "image": "none.jpg"}', ["none.jpg", "missing"]),
+        ('{"prompt": "<image> <image>?", "image": "a.jpg"}', ["2 <image> marks", "1 image"]),
+        ('{"prompt": "x", "image": "http://a.b/c.jpg"}', ["URL"]),
+        ('{"prompt": " "}', ["empty"]),
+        ('{"prompt": "<|image_pad|>"}', ["reserved token"]),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", '
+            '"content": "b"}]}',
+            ["last turn"],
+        ),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_asked(
+    generate, pictures, tmp_path, capsys, line, words
+) -> None:
+    source, target = pictures / "bad.jsonl", tmp_path / "answers.jsonl"
+    source.write_text('{"prompt": "good"}\n' + line + "\n")
+    assert generate("--input", str(source), "--output", str(target)) == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    for word in [f"{source}: line 2", *words]:
+        assert word in error[0], error
+    assert not target.exists()
+
+
+def test_a_chat(answerer, folder, pictures, capsys) -> None:
+    """Turns build on each other; a turn at fault is told, and the chat goes on."""
+    typed = f"/image {pictures / 'a.jpg'}\nWhat?\n\n/image nowhere.jpg\nThis?\nAnd now?\nSo?\n"
+    config = command.GenerateConfig(model=folder, max_new_tokens=LENGTH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vlmtrain.generate.model.Answerer", lambda path, **options: answerer)
+        assert command.run(config, io.StringIO(typed)) == 0
+    printed = capsys.readouterr()
+    sampling = Sampling(LENGTH)
+    first = questions.question("What?", {"images": [str(pictures / "a.jpg")]})
+    one = answerer.answer(first, sampling).text
+    longer = questions.then(questions.answered(first, one), questions.question("And now?"))
+    two = answerer.answer(longer, sampling).text
+    longer = questions.then(questions.answered(longer, two), questions.question("So?"))
+    three = answerer.answer(longer, sampling).text
+    assert printed.out == f"{one}\n{two}\n{three}\n"  # nothing else where nobody types
+    assert "nowhere.jpg is missing" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt=x", "--image=none.jpg"], ["none.jpg", "missing"]),
+        (["--prompt=x", "--output=a"], ["--output", "--input"]),
+        (["--input=a.jsonl"], ["--output"]),
+        (["--input=a.jsonl", "--output=b.jsonl", "--prompt=x"], ["--prompt", "--input"]),
+        (["--input=none.jsonl", "--output=b.jsonl"], ["none.jsonl"]),
+        (["--prompt=x", "--temperature=-1"], ["--temperature"]),
+        (["--prompt=x", "--image", "<folder>"], ["tokenizer.json"]),
+    ],
+)
+def test_mistakes(generate, folder, capsys, monkeypatch, tmp_path, arguments, words) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [a.replace("<folder>", str(folder / "tokenizer.json")) for a in arguments]
+    assert generate(*arguments) == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    for word in words:
+        assert word in error[0]
+
+
+def test_no_such_model(capsys, tmp_path) -> None:
+    assert cli.main(["generate", f"--model={tmp_path / 'none'}", "--prompt=x"]) == 1
+    assert "none: no such folder" in capsys.readouterr().err
+
+
+def test_nothing_is_loaded_for_a_missing_file(folder, capsys) -> None:
+    """Mistakes come before the minutes that loading takes."""
+    assert cli.main(["generate", "--model=none", "--prompt=x", "--image=none.jpg"]) == 1
+    assert "none.jpg" in capsys.readouterr().err
+    assert Path(folder).is_dir()

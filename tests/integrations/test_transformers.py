@@ -1,0 +1,348 @@
+"""A transformers model with and without the kernels: the same loss and the same gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.kernels.numeric import assert_accurate, assert_bitwise
+from tests.parity import reference as ref
+from vlmkernels.integrations import transformers as hf
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+KINDS = {
+    "image": [5, ("image", (1, 6, 10)), 9],
+    "two images": [3, ("image", (1, 4, 6)), 4, ("image", (1, 12, 18)), 7],
+    "video": [4, ("video", (3, 4, 10)), 8],
+    "image, video, image": [
+        *(2, ("image", (1, 4, 4)), 3, ("video", (2, 6, 2)), 3, ("image", (1, 8, 4)), 6)
+    ],
+    "text": [17],
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def models(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
+    """(plain, enabled, float64), with the same weights."""
+    seed = int(torch.randint(2**31, (1,)))
+    print(f"model of seed {seed}")
+    plain = ref.make_model(request.param, seed=seed)
+    plain.set_attn_implementation("sdpa")
+    # What a training run has: dropout off by config, training mode on.
+    plain.train()
+    ours, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    return plain, hf.enable(ours), exact
+
+
+def batch(samples: list[ref.Sample], side: str = "right", dtype: Any = torch.float32) -> dict:
+    """Inputs of a padded batch as transformers' processor and trainer make them."""
+    longest = max(len(s.input_ids) for s in samples)
+    ids = torch.full((len(samples), longest), ref.PAD)
+    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    positions = torch.zeros(3, *ids.shape, dtype=torch.int64)
+    for i, sample in enumerate(samples):
+        n = len(sample.input_ids)
+        here = slice(0, n) if side == "right" else slice(longest - n, longest)
+        ids[i, here], mask[i, here], positions[:, i, here] = (
+            sample.input_ids,
+            1,
+            sample.position_ids,
+        )
+        labels[i, here] = sample.labels.roll(1)  # transformers shifts them itself
+    inputs = dict(input_ids=ids, labels=labels, position_ids=positions, attention_mask=mask)
+    return {**inputs, **media(samples, dtype)}
+
+
+def media(samples: list[ref.Sample], dtype: Any = torch.float32) -> dict[str, Tensor]:
+    inputs = {}
+    for kind, pixels, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        chosen = [m for s in samples for m in s.media if m[0] == kind]
+        if chosen:
+            inputs[pixels] = torch.cat([m[2] for m in chosen]).to(dtype)
+            inputs[grid] = torch.tensor([m[1] for m in chosen])
+    return inputs
+
+
+def packed(samples: list[ref.Sample], dtype: Any = torch.float32) -> dict[str, Any]:
+    """One row; text positions that start again tell transformers where a sample begins."""
+    text = torch.cat([torch.arange(len(s.input_ids)) for s in samples])[None, None]
+    positions = torch.cat([s.position_ids for s in samples], 1)[:, None]
+    labels = torch.cat([s.labels.roll(1) for s in samples])[None]
+    return dict(
+        input_ids=torch.cat([s.input_ids for s in samples])[None],
+        position_ids=torch.cat([text, positions]),
+        labels=labels,
+        use_cache=False,
+        **media(samples, dtype),
+    )
+
+
+def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Loss and gradients of one step; of frozen and unused parameters nothing."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def check(models: tuple[Any, Any, Any], make: Any, samples: list[ref.Sample]) -> None:
+    """Our error against float64 is at most twice that of plain transformers, for each gradient."""
+    plain, ours, exact = models
+    want = step(exact, make(samples, dtype=torch.float64))
+    got, theirs = step(ours, make(samples)), step(plain, make(samples))
+    assert got.keys() == theirs.keys() == want.keys()
+    for name, mine in got.items():
+        # A parameter's gradient may be a sum that cancels to rounding errors (a key's bias: softmax
+        # does not see it). Rounding then is relative to the gradients that were cancelled, which
+        # those of its weight, of as many sums of the same terms, stand for.
+        size = want.get(name.removesuffix("bias") + "weight", want[name])
+        terms = torch.full_like(want[name], float(size.abs().max())) if "bias" in name else None
+        if name == "loss":  # of one number twice the other's luck is no bound: a rounding more
+            terms = want[name]
+        assert_accurate(name, mine, theirs[name], want[name], terms)
+
+
+def sample(kind: str, learn: int = 5) -> ref.Sample:
+    generator = torch.Generator().manual_seed(int(torch.randint(2**31, (1,))))
+    return ref.make_sample(KINDS[kind], generator, learn)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step(models: tuple[Any, Any, Any], kind: str) -> None:
+    check(models, batch, [sample(kind)])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_batch(models: tuple[Any, Any, Any], side: str) -> None:
+    samples = [sample(kind) for kind in ("image", "text", "image, video, image", "video")]
+
+    def make(samples: list[ref.Sample], dtype: Any = torch.float32) -> dict[str, Any]:
+        return batch(samples, side, dtype)
+
+    check(models, make, samples)
+
+
+def test_packed_batch(models: tuple[Any, Any, Any]) -> None:
+    """Three samples in one row, by position ids: nobody sees another's tokens."""
+    check(models, packed, [sample(kind) for kind in ("image", "text", "two images")])
+
+
+def test_each_part_by_itself(models: tuple[Any, Any, Any]) -> None:
+    plain, _, exact = models
+    for part in ("vision", "embedding", "language"):
+        others = {name: name == part for name in ("vision", "embedding", "language")}
+        one = hf.enable(copy.deepcopy(plain), **others)
+        check((plain, one, exact), batch, [sample("image, video, image")])
+
+
+def test_the_kernels_run(models: tuple[Any, Any, Any]) -> None:
+    """Not transformers' own code: the ops that run, and that it is one call per layer."""
+    from tests.kernels.test_embedding import _Calls
+
+    plain, ours, _ = models
+    for model, expected in ((plain, {}), (ours, {"varlen_attention": 8, "visual_embedding": 1})):
+        with _Calls() as calls, torch.no_grad():
+            model(**batch([sample("two images")]))
+        names = [n for n in calls.names if n in ("varlen_attention", "visual_embedding")]
+        assert {n: names.count(n) for n in names} == expected
+
+
+def test_disable(models: tuple[Any, Any, Any]) -> None:
+    plain, ours, _ = models
+    inputs = batch([sample("image, video, image"), sample("text")])
+    with torch.no_grad():
+        before = plain(**inputs).logits
+        model = copy.deepcopy(ours)
+        assert hf.disable(model) is model
+        assert_bitwise("logits", model(**inputs).logits, before)
+    assert model.config.text_config._attn_implementation == "sdpa"
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    hf.enable(hf.enable(model))  # twice is once
+    hf.disable(model)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert set(model.state_dict()) == set(ours.state_dict()) == set(plain.state_dict())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(models: tuple[Any, Any, Any], cache: str) -> None:
+    """Greedy answers to a left-padded batch: prefill by the kernels, decoding with a cache."""
+    plain, ours, _ = models
+    inputs = batch([sample("image"), sample("two images")], "left")
+    inputs.pop("labels")
+    inputs.pop("position_ids")
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == ref.IMAGE).int()
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=ref.PAD)
+    options |= dict(output_logits=True, return_dict_in_generate=True, cache_implementation=cache)
+    theirs, mine = plain.generate(**inputs, **options), ours.generate(**inputs, **options)
+    assert mine.sequences.tolist() == theirs.sequences.tolist()
+    torch.testing.assert_close(torch.stack(mine.logits), torch.stack(theirs.logits))
+
+
+def test_padding_token_gets_no_gradient(models: tuple[Any, Any, Any]) -> None:
+    """transformers' embedding has a padding_idx: its row is not trained, wherever the id stands."""
+    plain, ours, _ = models
+    one = sample("image")
+    one.input_ids[-3] = ref.PAD
+    table = "model.language_model.embed_tokens.weight"
+    for model in (plain, ours):
+        gradient = step(model, batch([one]))[table]
+        assert gradient[ref.PAD].abs().max() == 0 and gradient.abs().max() > 0
+
+
+def test_hooks_and_checkpointing(models: tuple[Any, Any, Any]) -> None:
+    """Gradient checkpointing with frozen embeddings, as peft sets it up, rests on a hook of the
+    embedding module."""
+    plain, ours, _ = models
+    results = []
+    for model in (plain, ours):
+        model = copy.deepcopy(model)
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+        model.get_input_embeddings().requires_grad_(False)
+        model.model.visual.requires_grad_(False)
+        results.append(step(model, batch([one := sample("image")] if not results else [one])))
+    assert results[0].keys() == results[1].keys() and len(results[0]) > 10
+    for name, theirs in results[0].items():
+        torch.testing.assert_close(results[1][name], theirs, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_peft(models: tuple[Any, Any, Any]) -> None:
+    """Adapters on the attention of both towers; enabled before and after wrapping."""
+    peft = pytest.importorskip("peft")
+    plain, _, _ = models
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "qkv"], init_lora_weights=False
+    )
+    inputs = batch([sample("image")])
+    results = []
+    for order in ("never", "before", "after"):
+        model = copy.deepcopy(plain)
+        if order == "before":
+            hf.enable(model)
+        torch.manual_seed(5)
+        model = peft.get_peft_model(model, config)
+        if order == "after":
+            hf.enable(model)
+        results.append(step(model, inputs))
+    assert len(results[0]) > 8
+    for other in results[1:]:
+        assert other.keys() == results[0].keys()
+        for name, theirs in results[0].items():
+            torch.testing.assert_close(other[name], theirs, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_wrapped_embedding(models: tuple[Any, Any, Any]) -> None:
+    """Adapters on the embedding itself: its rows are taken, visual rows put over them."""
+    peft = pytest.importorskip("peft")
+    plain, _, _ = models
+    config = peft.LoraConfig(r=4, target_modules=["embed_tokens"], init_lora_weights=False)
+    inputs = batch([sample("image, video, image")])
+    torch.manual_seed(5)
+    model = peft.get_peft_model(copy.deepcopy(plain), config)
+    theirs = step(model, inputs)
+    mine = step(hf.enable(model), inputs)
+    assert mine.keys() == theirs.keys()
+    for name, want in theirs.items():
+        torch.testing.assert_close(mine[name], want, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_accelerate_hooks(models: tuple[Any, Any, Any]) -> None:
+    """device_map puts hooks around every forward; they go on working."""
+    accelerate = pytest.importorskip("accelerate")
+    plain, _, _ = models
+    seen = []
+
+    class Note(accelerate.hooks.ModelHook):
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(type(module).__name__)
+            return args, kwargs
+
+    model = copy.deepcopy(plain)
+    for module in (model.model, model.get_input_embeddings(), model.model.visual.blocks[0].attn):
+        accelerate.hooks.add_hook_to_module(module, Note())
+    hf.enable(model)
+    inputs = batch([sample("image")])
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).loss, plain(**inputs).loss)
+        assert len(seen) == 3
+        hf.disable(model)
+        assert_bitwise("loss", model(**inputs).loss, plain(**inputs).loss)
+    assert len(seen) == 6
+
+
+def test_mixed_dtypes(models: tuple[Any, Any, Any]) -> None:
+    """bfloat16 autocast over float32 weights: visual rows come in another dtype than the table."""
+    plain, ours, exact = models
+    one = [sample("image, video, image")]
+    with torch.no_grad():
+        want = exact(**batch(one, dtype=torch.float64)).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            theirs, mine = plain(**batch(one)).logits, ours(**batch(one)).logits
+    assert_accurate("logits", mine, theirs, want)
+
+
+def test_counts_are_compared(models: tuple[Any, Any, Any]) -> None:
+    _, ours, _ = models
+    inputs = batch([sample("image")])
+    inputs["input_ids"][0, 6] = 11  # a placeholder less
+    with pytest.raises(ValueError, match=r"holds 14 placeholders of token_ids \[5\].* 15 visual"):
+        ours(**inputs)
+
+
+def test_embeddings_of_the_callers(models: tuple[Any, Any, Any]) -> None:
+    """With inputs_embeds transformers' own code runs, and finds what it finds."""
+    plain, ours, _ = models
+    inputs = batch([sample("image")])
+    ids = inputs.pop("input_ids")
+    inputs["inputs_embeds"] = plain.get_input_embeddings()(ids).detach()
+    torch.testing.assert_close(ours(**inputs).loss, plain(**inputs).loss)
+
+
+def test_other_masks_go_to_sdpa(models: tuple[Any, Any, Any]) -> None:
+    """Holes in the padding mask, a mask of four dimensions, attention dropout of zero or more."""
+    plain, ours, _ = models
+    inputs = batch([sample("text"), sample("image")])
+    inputs["attention_mask"][1, 3] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**inputs).loss, plain(**inputs).loss)
+        length = inputs["input_ids"].shape[1]
+        inputs["attention_mask"] = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        torch.testing.assert_close(ours(**inputs).loss, plain(**inputs).loss)
+
+
+def test_refusals(models: tuple[Any, Any, Any]) -> None:
+    plain, ours, _ = models
+    with pytest.raises(ValueError, match="model is a Linear; it must be, or contain, one of"):
+        hf.enable(nn.Linear(2, 2))
+    model = copy.deepcopy(plain)
+    model.model.visual.blocks[1].attn.forward = lambda *args, **kwargs: None
+    with pytest.raises(ValueError, match="Attention was replaced by something else"):
+        hf.enable(model)
+    replaced = [m for m in model.modules() if "forward" in m.__dict__]
+    assert len(replaced) == 1  # nothing was left half done
+    assert model.config.text_config._attn_implementation == "sdpa"
+
+
+def test_compile(models: tuple[Any, Any, Any]) -> None:
+    """A layer of each tower in one graph."""
+    plain, ours, _ = models
+    hidden = torch.randn(2, 12, 96)
+    angles = plain.model.language_model.rotary_emb(hidden, torch.arange(12).expand(3, 2, -1))
+    patches = torch.randn(24, 48)
+    cos, sin = torch.randn(2, 24, 16)
+    borders = torch.tensor([0, 8, 24], dtype=torch.int32)
+    for of, args in (
+        (lambda m: m.language_model.layers[1], dict(position_embeddings=angles)),
+        (lambda m: m.visual.blocks[0], dict(cu_seqlens=borders, position_embeddings=(cos, sin))),
+    ):
+        x = patches if "cu_seqlens" in args else hidden
+        got = torch.compile(of(ours.model), fullgraph=True, backend="eager")(x, **args)
+        torch.testing.assert_close(got, of(plain.model)(x, **args))

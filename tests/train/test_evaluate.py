@@ -1,0 +1,254 @@
+"""`vlmtrain evaluate` and `--evaluate.every`: losses against transformers on every layout, training
+undisturbed bit for bit, and the same scores before and after conversion."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import free_port, run_ranks
+from tests.train.conftest import losses, options
+from vlmtrain import cli
+from vlmtrain.checkpoint import convert
+from vlmtrain.checkpoint.hf_files import HFWeights
+from vlmtrain.checkpoint.loadable import as_hf
+from vlmtrain.checkpoint.mapping import WeightError
+from vlmtrain.config import ParallelSection
+from vlmtrain.data.processor import IGNORE, Processor
+from vlmtrain.data.sharegpt import JsonSource
+from vlmtrain.data.videos import probe_media
+from vlmtrain.evaluate.tasks import Scored, read_tasks, summary
+from vlmtrain.generate.model import Answerer, Sampling, load_transformers
+from vlmtrain.models.spec import ModelSpec
+
+ROOT = Path(__file__).parent
+# Two tensor-parallel ranks; dropout draws random numbers; adapters on the vision tower too, whose
+# qkv rows lie in a checkpoint in the order of the ranks.
+LORA = (
+    "--train.steps=3 --loader.workers=0 --parallel.tensor=2 --lora.rank=2 --lora.dropout=0.2 "
+    "--lora.vision --lora.targets q_proj o_proj up_proj down_proj qkv proj"
+).split()
+LAYOUTS = {
+    "data": [],
+    "tensor, sequence": ["--parallel.tensor=2", "--parallel.sequence"],
+    "pipeline": ["--parallel.pipeline=2", "--global_batch=3"],
+    "virtual pipeline": ["--parallel.pipeline=2", "--parallel.virtual_pipeline=2"],
+    "multiplexed": ["--parallel.pipeline=2", "--parallel.vision=multiplexed"],
+}
+
+
+def reference(folder: Path, data: Path) -> tuple[float, int]:
+    """Loss and target tokens by a plain transformers loop, one sample at a time, in float32."""
+    spec = ModelSpec.from_folder(folder)
+    processor = Processor.from_folder(folder, spec)
+    plain = load_transformers(folder, torch.float32)
+    total, count = 0.0, 0
+    source = JsonSource(data)
+    for record in source.records():
+        sample = source.parse(record)
+        infos = [probe_media(media, sample, False) for media in sample.media]
+        layouts = [
+            processor.layout(m, info, sample) for m, info in zip(sample.media, infos, strict=True)
+        ]
+        encoded = processor.encode(sample, layouts)
+        inputs: dict[str, Any] = {}
+        if layouts:
+            rows = [torch.empty(t * h * w, 1176) for t, h, w in (one.grid for one in layouts)]
+            for media, out in zip(sample.media, rows, strict=True):
+                processor.pixels(media, processor.frames(media, sample), out)
+            inputs["pixel_values"] = torch.cat(rows)
+            inputs["image_grid_thw"] = torch.tensor([one.grid for one in layouts])
+        with torch.no_grad():
+            logits = plain(
+                input_ids=encoded.input_ids[None],
+                position_ids=encoded.position_ids[:, None],
+                use_cache=False,
+                **inputs,
+            ).logits[0]
+        loss = torch.nn.functional.cross_entropy(
+            logits.double(), encoded.labels, reduction="sum", ignore_index=IGNORE
+        )
+        total += loss.item()
+        count += int((encoded.labels != IGNORE).sum())
+    return total / count, count
+
+
+def scores(output: Path) -> dict[str, Any]:
+    """scores.json without what may differ: names and times."""
+    found = json.loads((output / "scores.json").read_text())
+    found.pop("model")
+    found.get("heldout", {}).pop("seconds", None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def questions(conversations, tmp_path_factory) -> Path:
+    """The conversations as tasks of every metric."""
+    samples = json.loads(conversations.read_text())
+    rows = []
+    for number, sample in enumerate(samples):
+        asked, right = (turn["value"] for turn in sample["conversations"])
+        names = sample.get("image", [])
+        names = [names] if isinstance(names, str) else names
+        row = {
+            "images": [str(conversations.parent / name) for name in names],
+            "question": asked.replace("<image>", "").strip(),
+            "answer": right,
+            "metric": ("exact_match", "anls", "relaxed_accuracy", "multiple_choice")[number % 4],
+            "task": f"t{number % 2}",
+        }
+        if row["metric"] == "multiple_choice":
+            row |= {"A": right, "B": "something else", "answer": "A"}
+        rows.append(row)
+    path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model, conversations, questions, tmp_path_factory) -> Path:
+    """Everything that needs two processes, in one start of them."""
+    folder = tmp_path_factory.mktemp("two")
+    commands = [
+        options(model, conversations, folder / "plain", *LORA),
+        options(
+            model,
+            conversations,
+            folder / "watched",
+            *LORA,
+            "--evaluate.every=2",
+            f"--evaluate.data={conversations}",
+        ),
+    ]
+    measure = ["evaluate", f"--data={conversations}", "--pack_length=100", "--loader.workers=0"]
+    for name, layout in LAYOUTS.items():
+        commands.append([*measure, f"--model={model}", f"--output={folder / name}", *layout])
+    spec = ModelSpec.from_folder(model)
+    split = convert.layout_for(spec, ParallelSection(tensor=2, pipeline=2))
+    convert.to_megatron(model, folder / "megatron", split)
+    convert.to_hf(folder / "megatron", folder / "back")
+    measure += [f"--tasks={questions}", "--max_new_tokens=5"]
+    for number, source in enumerate((model, folder / "megatron", folder / "back")):
+        output = folder / f"scores-{number}"
+        commands.append([*measure, f"--model={source}", f"--output={output}"])
+    ports: list[int] = []
+    while len(ports) < len(commands):
+        ports += {free_port()} - set(ports)
+    path = folder / "commands.json"
+    path.write_text(json.dumps(list(zip(ports, commands, strict=True))))
+    ranks = run_ranks([str(ROOT / "commands.py"), str(path)], 2)
+    for rank in ranks:
+        assert rank.code == 0, rank.output[-3000:]
+    return folder
+
+
+def test_training_goes_on_as_if_unwatched(two_ranks) -> None:
+    plain, watched = two_ranks / "plain", two_ranks / "watched"
+    rows = [json.loads(line) for line in (watched / "metrics.jsonl").read_text().splitlines()]
+    unwatched = [json.loads(line) for line in (plain / "metrics.jsonl").read_text().splitlines()]
+    assert losses(watched) == losses(plain)
+    assert [r["grad_norm"] for r in rows] == [r["grad_norm"] for r in unwatched]
+    after = load_file(watched / "hf" / "model.safetensors")
+    for name, tensor in load_file(plain / "hf" / "model.safetensors").items():
+        assert torch.equal(tensor, after[name]), name
+    assert ["heldout_loss" in row for row in rows] == [False, True, True]  # every 2, and the end
+    assert not any("heldout_loss" in row for row in unwatched)
+    board = next((watched / "tensorboard").glob("events.*")).read_bytes()
+    assert b"heldout/loss" in board
+
+
+def test_held_out_loss_is_that_of_transformers(two_ranks, model, conversations) -> None:
+    """During training (merged adapters at the end) and on its own, on every layout."""
+    loss, targets = reference(model, conversations)
+    for name in LAYOUTS:
+        found = scores(two_ranks / name)["heldout"]
+        assert found["loss"] == pytest.approx(loss, rel=1e-6), name
+        assert found["perplexity"] == pytest.approx(torch.tensor(loss).double().exp().item())
+        assert (found["target_tokens"], found["samples"], found["skipped"]) == (targets, 12, 0)
+    watched = two_ranks / "watched"
+    last = json.loads((watched / "metrics.jsonl").read_text().splitlines()[-1])
+    trained, _ = reference(watched / "hf", conversations)
+    assert last["heldout_loss"] == pytest.approx(trained, rel=1e-5)
+    assert abs(trained - loss) > 1e-3
+
+
+def test_adapters_merge_to_what_training_wrote(two_ranks, model, tmp_path) -> None:
+    """A LoRA checkpoint and an adapter folder become OUTPUT/hf, and nothing is left behind."""
+    run = two_ranks / "watched"
+    wanted, base = HFWeights(run / "hf"), HFWeights(model)
+    for source in (run / "checkpoints", run / "adapter"):
+        with as_hf(source, tmp_path) as folder:
+            merged = HFWeights(folder)
+            assert merged.names() == wanted.names()
+            for name in merged.names():
+                want, got, before = wanted.read(name), merged.read(name), base.read(name)
+                moved = (want - before).abs().max()
+                # Sums of two products in another order: a few units in the last place.
+                assert (got - want).abs().max() <= 1e-6 * want.abs().max(), (source, name)
+                if name.endswith(("attn.qkv.weight", "self_attn.q_proj.weight", "up_proj.weight")):
+                    assert moved > 1e-3 * before.abs().max() or "mlp.up" in name, name
+            assert (folder / "tokenizer.json").is_file()
+        assert list(tmp_path.iterdir()) == []
+    with pytest.raises(WeightError, match="LoRA adapters"):
+        convert.to_megatron(
+            run / "checkpoints" / "step-00000003",
+            tmp_path / "m",
+            convert.layout_for(ModelSpec.from_folder(model), ParallelSection()),
+        )
+
+
+def test_scores_survive_conversion(two_ranks, model, questions) -> None:
+    """Hugging Face folder -> Megatron checkpoint -> Hugging Face folder: the same scores, bit for
+    bit, and answers that do not depend on how many processes share the questions."""
+    found = []
+    for number in range(3):
+        output = two_ranks / f"scores-{number}"
+        assert sorted(path.name for path in output.iterdir()) == ["answers.jsonl", "scores.json"]
+        found.append((scores(output), (output / "answers.jsonl").read_text()))
+    assert found[0] == found[1] == found[2]
+    result, text = found[0]
+    assert result["heldout"] == scores(two_ranks / "data")["heldout"]
+    answers = [json.loads(line)["answer"] for line in text.splitlines()]
+    answerer = Answerer(model, kernels=False)
+    tasks = read_tasks(questions)
+    assert answers == [answerer.answer(task.sample, Sampling(5)).text for task in tasks]
+    assert len(set(answers)) > 1
+    assert result["tasks"] == summary(
+        [Scored(task, answer) for task, answer in zip(tasks, answers, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--data", "--tasks"]),
+        (["--tasks=none.jsonl"], ["none.jsonl"]),
+        (["--data=none.json"], ["none.json"]),
+        (["--data=x.json", "--pack_length=0"], ["--pack_length is 0"]),
+        (["--data=x.json", "--parallel.tensor=3"], ["tensor"]),
+        (["--data=<data>", "--pack_length=20"], ["20", "tokens"]),
+        (["--data=<data>", "--output=<data>"], ["--output", "is a file"]),
+    ],
+)
+def test_mistakes(arguments, words, model, conversations, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [a.replace("<data>", str(conversations)) for a in arguments]
+    assert cli.main(["evaluate", f"--model={model}", *arguments]) == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1, error
+    for word in words:
+        assert word in error[0]
+
+
+def test_evaluation_needs_its_data(model, conversations, tmp_path, capsys) -> None:
+    arguments = options(model, conversations, tmp_path / "run", "--evaluate.every=2")
+    assert cli.main(arguments) == 1
+    assert "--evaluate.data" in capsys.readouterr().err
+    missing = options(model, conversations, tmp_path / "run", "--evaluate.data=none.json")
+    assert cli.main(missing) == 1
+    assert "none.json" in capsys.readouterr().err

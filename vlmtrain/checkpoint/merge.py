@@ -1,0 +1,203 @@
+"""LoRA adapters merged into the weights under them, tensor by tensor; no model is built.
+
+    W + scale * B A    in float32, rounded to W's type: what `vlmtrain train` writes to OUTPUT/hf
+
+Adapters come from a `peft` folder (OUTPUT/adapter, or anybody's) or lie in a training checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vlmtrain.checkpoint.mapping import Row, WeightError, canonical_name, checkpoint_key, rows
+from vlmtrain.checkpoint.torch_dist import read_common
+from vlmtrain.checkpoint.weights import MegatronSource, Source, open_weights
+from vlmtrain.models.spec import ModelSpec
+
+ADAPTER_CONFIG = "adapter_config.json"
+# What peft can do beside W + scale B A, and the value that means it does not.
+_PLAIN: dict[str, Any] = {
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+    "fan_in_fan_out": False,
+    "bias": "none",
+}
+
+# Of a Hugging Face weight: A [rank, in] and B [out, rank]; None where it has no adapter.
+Adapters = Callable[[str], "tuple[Tensor, Tensor] | None"]
+
+
+class MergedSource:
+    """A model's weights with adapters added; asked like the sources of weights.py."""
+
+    def __init__(self, base: Source, adapters: Adapters, scale: float) -> None:
+        self.base, self.adapters, self.scale = base, adapters, scale
+        self.folder, self.spec = base.folder, base.spec
+
+    def check(self) -> None:
+        """As `Source.check`."""
+        self.base.check()
+
+    def dtype(self, row: Row) -> torch.dtype:
+        return self.base.dtype(row)
+
+    def hf_shapes(self, row: Row) -> list[list[int]]:
+        return self.base.hf_shapes(row)
+
+    def hf(self, row: Row) -> list[Tensor]:
+        """The Hugging Face tensors of a row, whole, with what the adapters add.
+
+        Raises:
+            WeightError: an adapter that does not fit its weight.
+        """
+        tensors = self.base.hf(row)
+        for i, name in enumerate(row.hf):
+            pair = self.adapters(name)
+            if pair is None:
+                continue
+            a, b = pair
+            if [b.shape[0], a.shape[1]] != list(tensors[i].shape) or a.shape[0] != b.shape[1]:
+                raise WeightError(
+                    f"the adapter of {name} is {list(b.shape)} times {list(a.shape)}, the weight "
+                    f"is {list(tensors[i].shape)}; it belongs to another model"
+                )
+            delta = (b.float() @ a.float()) * self.scale
+            tensors[i] = (tensors[i].float() + delta).to(tensors[i].dtype)
+        return tensors
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder is a `peft` adapter."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def base_of(folder: Path) -> Path:
+    """The model folder that an adapter was trained on.
+
+    Raises:
+        WeightError: its config can't be read, or names no folder of this machine.
+    """
+    name = _config(folder).get("base_model_name_or_path")
+    if not isinstance(name, str) or not Path(name).is_dir():
+        raise WeightError(
+            f"{folder / ADAPTER_CONFIG} names the base model {name!r}, which is no folder here; "
+            "set base_model_name_or_path to the folder the adapter was trained on"
+        )
+    return Path(name)
+
+
+def from_peft(folder: Path, base: Path) -> MergedSource:
+    """The weights in `base` (either kind of folder) with a peft folder's adapters.
+
+    Raises:
+        WeightError: not readable, not plain LoRA on linears, or not of this model.
+    """
+    config = _config(folder)
+    if config.get("peft_type") != "LORA":
+        raise WeightError(
+            f"{folder / ADAPTER_CONFIG}: peft_type is {config.get('peft_type')!r}; only LORA is "
+            "read here"
+        )
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in (plain, None):
+            raise WeightError(
+                f"{folder / ADAPTER_CONFIG}: {key} is {config[key]!r}, which is not merged here; "
+                "merge the adapter with peft and pass the merged folder"
+            )
+    path = folder / "adapter_model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise WeightError(f"{path} can't be read: {error}") from error
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, rest = name.removeprefix("base_model.model.").rpartition(".lora_")
+        letter = rest.split(".")[0]
+        if not module or letter not in ("A", "B"):
+            raise WeightError(f"{path}: {name} is no tensor of a LoRA adapter on a linear")
+        pairs.setdefault(canonical_name(module + ".weight"), {})[letter] = tensor
+    spec = ModelSpec.from_folder(base)
+    known = {name for row in rows(spec) for name in row.hf}
+    for name, pair in pairs.items():
+        if name not in known or len(pair) != 2:
+            raise WeightError(
+                f"{path}: the adapter of {name} "
+                + ("has no such weight in the model" if name not in known else "lacks A or B")
+            )
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+
+    def adapters(name: str) -> tuple[Tensor, Tensor] | None:
+        pair = pairs.get(name)
+        return None if pair is None else (pair["A"], pair["B"])
+
+    return MergedSource(open_weights(base, spec), adapters, scale)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{path} can't be read: {error}") from error
+    if not isinstance(config, dict):
+        raise WeightError(f"{path} must hold an object")
+    return config
+
+
+def from_checkpoint(source: MegatronSource) -> MergedSource:
+    """The weights of a training checkpoint with the adapters that lie in it.
+
+    Raises:
+        WeightError: the checkpoint does not say how they were trained.
+    """
+    from vlmtrain.config import LoraSection
+    from vlmtrain.models.lora import fused_linears
+
+    folder, reader, spec = source.folder, source.reader, source.spec
+    config = read_common(folder).get("config", {})
+    if not config.get("lora", {}).get("rank"):
+        raise WeightError(f"{folder} holds LoRA adapters but not their rank and alpha")
+    lora = LoraSection(**config["lora"])
+    parallel = config["parallel"]
+    table: dict[str, tuple[str, int, int]] = {}  # HF name -> key, layer, blocks of B's rows
+    for row in rows(spec):
+        key, layer = checkpoint_key(row.megatron)
+        key = key.removesuffix(".weight") + ".adapters."
+        if layer is None or key + "0.a" not in reader.keys():
+            continue
+        vision = row.megatron.startswith("vision.")
+        path = row.megatron.split(".layers.")[1].split(".", 1)[1].removesuffix(".weight")
+        fused = fused_linears(spec, vision)[path]
+        chosen = [m for m in fused.modules if m.rsplit(".", 1)[-1] in lora.targets]
+        split = fused.inner > 1 and parallel["vision"] != "multiplexed"
+        for number, module in enumerate(chosen):
+            name = next(n for n in row.hf if n.endswith(f".{module}.weight"))
+            table[name] = (f"{key}{number}.", layer, fused.inner if split else 1)
+
+    def adapters(name: str) -> tuple[Tensor, Tensor] | None:
+        if name not in table:
+            return None
+        key, layer, blocks = table[name]
+
+        def read(letter: str) -> Tensor:
+            shape = reader.shape(key + letter)
+            box = ((layer, layer + 1), *((0, n) for n in shape[1:]))
+            return reader.read(key + letter, box)[0]
+
+        b = read("b")
+        if blocks > 1:  # [rank, block, ...] as the ranks held it -> [block, rank, ...]
+            b = b.unflatten(0, (parallel["tensor"], blocks, -1)).transpose(0, 1).flatten(0, 2)
+        return read("a"), b
+
+    source.merging = True
+    return MergedSource(source, adapters, lora.alpha / lora.rank)

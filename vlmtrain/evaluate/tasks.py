@@ -1,0 +1,167 @@
+"""Questions with known answers, from a JSONL file: one object a line.
+
+    {"task": "docs", "image": "page.jpg", "question": "Which year?", "answer": ["2019", "in 2019"],
+     "metric": "anls"}
+    {"image": "cup.jpg", "question": "What is it?", "A": "a cup", "B": "a cat", "answer": "A",
+     "metric": "multiple_choice"}
+
+The prompts are those that VLMEvalKit gives Qwen2-VL (vlm/qwen2_vl/prompt.py): media first, then
+the question in the form of its kind. `prompt` chooses another form than the metric's own.
+"""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.sample import Sample
+from vlmtrain.evaluate.scores import METRIC_NAMES, is_chinese, score
+from vlmtrain.generate.questions import check_media, from_record, read_lines
+
+VQA = "\nPlease try to answer the question with short words or phrases if possible."
+YES_NO = " Please answer yes or no."
+CHOICE = "Please select the correct answer from the options above."
+CHOICE_CHINESE = "请直接回答选项字母。"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One question with its right answers."""
+
+    name: str  # of the task; questions of one name are scored together
+    metric: str
+    id: str
+    sample: Sample
+    question: str
+    right: tuple[str, ...]
+    options: dict[str, str]  # multiple choice: letter -> text
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A task with the answer given."""
+
+    task: Task
+    answer: str
+
+    @property
+    def score(self) -> float:
+        return score(self.task.metric, self.answer, self.task.right, self.task.options)
+
+    def to_dict(self) -> dict[str, Any]:
+        task = self.task
+        return {
+            "task": task.name,
+            "id": task.id,
+            "question": task.question,
+            "right": list(task.right),
+            "metric": task.metric,
+            "answer": self.answer,
+            "score": self.score,
+        }
+
+
+def vqa_prompt(question: str) -> str:
+    """For answers of a few words."""
+    return question + VQA
+
+
+def yes_no_prompt(question: str) -> str:
+    """For yes and no."""
+    return question + YES_NO
+
+
+def choice_prompt(question: str, options: dict[str, str], hint: str | None = None) -> str:
+    """For the letter of an option."""
+    prompt = f"Hint: {hint}\n" if hint else ""
+    prompt += f"Question: {question}\nOptions:\n"
+    prompt += "".join(f"{letter}. {text}\n" for letter, text in options.items())
+    return prompt + (CHOICE_CHINESE if is_chinese(prompt) else CHOICE)
+
+
+def _form(record: dict[str, Any], metric: str, fail: Callable[[str], DataError]) -> str:
+    form = record.get("prompt", "choice" if metric == "multiple_choice" else "vqa")
+    if form not in ("vqa", "yes_no", "choice", "plain"):
+        raise fail(f"'prompt' is {form!r}; it must be vqa, yes_no, choice or plain")
+    if form == "choice" and metric != "multiple_choice":
+        raise fail(f"'prompt' is 'choice' but the metric {metric} compares texts, not letters")
+    return form
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Every question, all of them checked before the first is asked.
+
+    Raises:
+        DataError: the first line at fault, by its number.
+    """
+    tasks = []
+    for number, record in read_lines(path):
+        task = _task(path, number, record)
+        check_media(task.sample)
+        tasks.append(task)
+    return tasks
+
+
+def _task(path: Path, number: int, record: dict[str, Any]) -> Task:
+    def fail(problem: str) -> DataError:
+        return DataError(f"{path}: line {number}: {problem}")
+
+    metric = record.get("metric")
+    if metric not in METRIC_NAMES:
+        raise fail(f"'metric' is {metric!r}; it must be one of {', '.join(METRIC_NAMES)}")
+    text, hint = record.get("question"), record.get("hint")
+    if not isinstance(text, str) or not text.strip():
+        raise fail("'question' must be a text")
+    given = record.get("answer")
+    right = [given] if isinstance(given, (str, int, float)) else given
+    if isinstance(given, bool) or not isinstance(right, list) or not right:
+        raise fail("'answer' must be the right answer, or a list of right answers")
+    options = {
+        letter: str(record[letter])
+        for letter in string.ascii_uppercase
+        if record.get(letter) not in (None, "")
+    }
+    answers = tuple(str(one) for one in right)
+    if metric == "multiple_choice":
+        wrong = [answer for answer in answers if answer not in options]
+        if len(options) < 2 or wrong:
+            raise fail(
+                f"the options are {', '.join(options) or 'missing'} and the answer is "
+                f"{', '.join(answers)}; give two options or more as A, B, ... and one of the "
+                "letters as the answer"
+            )
+    form = _form(record, metric, fail)
+    prompt = {
+        "vqa": lambda: vqa_prompt(text),
+        "yes_no": lambda: yes_no_prompt(text),
+        "choice": lambda: choice_prompt(text, options, hint),
+        "plain": lambda: text,
+    }[form]()
+    return Task(
+        name=str(record.get("task", path.stem)),
+        metric=metric,
+        id=str(record.get("id", number)),
+        sample=from_record(path, number, record, prompt),
+        question=text,
+        right=answers,
+        options=options,
+    )
+
+
+def summary(scored: Iterable[Scored]) -> list[dict[str, Any]]:
+    """Of each task and metric the number of questions and the mean score, in file order."""
+    counts: Counter[tuple[str, str]] = Counter()
+    totals: dict[tuple[str, str], float] = {}
+    for one in scored:
+        key = (one.task.name, one.task.metric)
+        counts[key] += 1
+        totals[key] = totals.get(key, 0.0) + one.score
+    return [
+        {"task": name, "metric": metric, "questions": n, "score": totals[name, metric] / n}
+        for (name, metric), n in counts.items()
+    ]

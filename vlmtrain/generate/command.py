@@ -1,0 +1,191 @@
+"""`vlmtrain generate`: one question, a chat, or a file of questions."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from vlmtrain.errors import UserError
+
+CHAT = "Ask; /image FILE and /video FILE add a medium to the next question; Ctrl-D ends."
+
+
+@dataclass
+class GenerateConfig:
+    """Ask a model about images and videos. Without --prompt and --input it is a chat."""
+
+    model: Path
+    """Hugging Face folder, training checkpoint (also OUTPUT/checkpoints: the newest), or LoRA
+    adapter folder."""
+    prompt: str = ""
+    """The question; <image> and <video> say where the media stand, else they come first."""
+    image: tuple[Path, ...] = ()
+    """Image files, in the order of their marks."""
+    video: tuple[Path, ...] = ()
+    """Video files, or folders of frames."""
+    system: str = ""
+    """System prompt, instead of the chat template's own."""
+    input: Path | None = None
+    """JSONL file of questions: objects with prompt and image, images, video, videos; or messages
+    as in training data."""
+    output: Path | None = None
+    """With --input: file to write, one object a line in the same order, with 'answer' added."""
+    max_new_tokens: int = 512
+    """Longest answer."""
+    temperature: float = 0.0
+    """0: the likeliest token, the same answer every time; above: draw."""
+    top_p: float = 1.0
+    """With a temperature: draw from the likeliest tokens that hold this share."""
+    repetition_penalty: float = 1.0
+    """Above 1: what has been said before becomes less likely."""
+    seed: int = 0
+    """With a temperature: another seed, another answer."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """auto: bf16 on a GPU, fp32 on the CPU."""
+    kernels: bool = True
+    """Attend with vlmkernels; --no_kernels: with transformers' own code."""
+
+    def validate(self) -> None:
+        """Raise UserError for options that contradict each other."""
+        if self.input is not None:
+            for name in ("prompt", "image", "video", "system"):
+                if getattr(self, name):
+                    raise UserError(f"--{name} does not go with --input; write it in the file")
+            if self.output is None:
+                raise UserError("--input needs --output, the file to write the answers to")
+            if self.output.exists():
+                raise UserError(f"--output {self.output} exists; name another file")
+            if not self.output.absolute().parent.is_dir():
+                raise UserError(f"--output {self.output}: there is no such folder")
+        elif self.output is not None:
+            raise UserError("--output goes with --input; a single answer is printed")
+
+
+def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
+    """Answer; text goes to stdout as it is made. `typed`: where a chat reads from (stdin).
+
+    Raises:
+        UserError: what the user can mend, before anything is loaded where that is possible.
+    """
+    from vlmtrain.generate.questions import check_media, question, read_questions
+
+    config.validate()
+    if config.input is not None:
+        questions = read_questions(config.input)
+        with _answerer(config) as (answerer, sampling):
+            _batch(questions, answerer, sampling, config.output)
+        return 0
+    media = {
+        "images": [str(path) for path in config.image],
+        "videos": [str(path) for path in config.video],
+    }
+    if config.prompt:
+        sample = question(config.prompt, media, system=config.system)
+        check_media(sample)
+        with _answerer(config) as (answerer, sampling):
+            _say(answerer, sampling, sample)
+        return 0
+    with _answerer(config) as (answerer, sampling):
+        _chat(config, media, answerer, sampling, typed or sys.stdin)
+    return 0
+
+
+@contextmanager
+def _answerer(config: GenerateConfig) -> Iterator[tuple[Any, Any]]:
+    """The model, and how it is to choose its words."""
+    from vlmtrain.checkpoint.loadable import as_hf
+    from vlmtrain.generate.model import Answerer, Sampling
+
+    sampling = Sampling(
+        config.max_new_tokens, config.temperature, config.top_p, config.repetition_penalty
+    )
+    sampling.check()
+    with as_hf(config.model) as folder:
+        import torch
+
+        answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
+        torch.manual_seed(config.seed)
+        yield answerer, sampling
+
+
+def _say(answerer: Any, sampling: Any, sample: Any) -> str:
+    """Print an answer as it is made; returns its text."""
+    given = answerer.answer(sample, sampling, lambda text: print(text, end="", flush=True))
+    print(flush=True)
+    if not given.finished:
+        print(
+            f"vlmtrain: cut off after {len(given.ids)} tokens; raise --max_new_tokens",
+            file=sys.stderr,
+            flush=True,
+        )
+    return given.text
+
+
+def _batch(questions: list[Any], answerer: Any, sampling: Any, output: Path | None) -> None:
+    from rich.console import Console
+    from rich.progress import track
+
+    assert output is not None
+    for _, sample in questions:
+        answerer.check(sample)
+    console = Console(stderr=True)
+    shown = track(
+        questions, "answers", console=console, disable=not console.is_terminal, transient=True
+    )
+    cut = 0
+    try:
+        with open(output, "x", encoding="utf-8") as file:
+            for record, sample in shown:
+                given = answerer.answer(sample, sampling)
+                cut += not given.finished
+                row = {**record, "answer": given.text}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()  # what was answered is there, whatever comes
+    except OSError as error:
+        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
+    note = f" ({cut} cut off at --max_new_tokens {sampling.max_new_tokens})" if cut else ""
+    print(f"{len(questions)} answers{note}: {output}")
+
+
+def _chat(
+    config: GenerateConfig,
+    media: dict[str, list[str]],
+    answerer: Any,
+    sampling: Any,
+    typed: TextIO,
+) -> None:
+    """Turn after turn until the input ends. A turn at fault is told and asked again."""
+    from vlmtrain.generate.questions import answered, check_media, question, then
+
+    terminal = typed.isatty()
+    if terminal:
+        print(CHAT, flush=True)
+    conversation: Any = None
+    while True:
+        if terminal:
+            print("> ", end="", flush=True)
+        line = typed.readline()
+        if not line:
+            break
+        line = line.strip()
+        word, _, rest = line.partition(" ")
+        if word in ("/image", "/video"):
+            media[word[1:] + "s"].append(rest.strip())
+            continue
+        if not line:
+            continue
+        try:
+            sample = question(line, media, system=config.system, source="this turn")
+            check_media(sample)
+            longer = sample if conversation is None else then(conversation, sample)
+            conversation = answered(longer, _say(answerer, sampling, longer))
+        except UserError as error:
+            print(f"vlmtrain: {error}", file=sys.stderr, flush=True)
+        media = {"images": [], "videos": []}
+    if terminal:
+        print(flush=True)

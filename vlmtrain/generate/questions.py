@@ -1,0 +1,144 @@
+"""Questions from a JSONL file, one a line, for `vlmtrain generate --input` and `evaluate --tasks`.
+
+A line is an object in one of two forms:
+
+    {"prompt": "What is this?", "image": "cup.jpg"}
+    {"messages": [{"role": "user", "content": "<image>What is this?"}], "images": ["cup.jpg"]}
+
+Media (`image`, `images`, `video`, `videos`) are written as in training data. Where the prompt has
+no <image> or <video> marks they stand before it, images first; `system` sets the system prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample, Turn
+from vlmtrain.data.sharegpt import listed_media, parse_record
+from vlmtrain.data.videos import probe_media
+
+_MEDIA = ("image", "images", "video", "videos")
+
+
+def question(
+    prompt: str,
+    media: dict[str, Any] | None = None,
+    *,
+    system: str | None = None,
+    source: str = "--prompt",
+    name: str = "1",
+    media_root: Path = Path(),
+) -> Sample:
+    """One question as a sample.
+
+    Args:
+        prompt: text, with a mark for each medium, or with none: then the media go before it.
+        media: `image`, `images`, `video`, `videos`, as in training data.
+        system: system prompt, instead of the chat template's.
+        source, name: what messages call the question.
+        media_root: folder that relative paths start from.
+
+    Raises:
+        DataError: marks that do not match the media, a URL, an empty prompt.
+    """
+    record = {key: value for key, value in (media or {}).items() if key in _MEDIA}
+    bare = Sample(name, (), (), source)
+    if not MARK_PATTERN.sub("", prompt).strip():
+        raise bare.fail("the prompt is empty; say what to answer")
+    if not MARK_PATTERN.search(prompt):
+        for mark, kind in reversed(MARKS.items()):
+            prompt = mark * len(listed_media(record, kind, media_root, bare)) + prompt
+    record |= {"id": name, "messages": [{"role": "user", "content": prompt}]}
+    if system:
+        record["system"] = system
+    return parse_record(record, source, 0, media_root, question=True)
+
+
+def then(sample: Sample, more: Sample) -> Sample:
+    """The conversation `sample`, which ends with an answer, and the next question."""
+    turns = tuple(turn for turn in more.turns if turn.role != "system")
+    return replace(sample, turns=(*sample.turns, *turns), media=(*sample.media, *more.media))
+
+
+def answered(sample: Sample, answer: str) -> Sample:
+    """The conversation with the answer given. Marks in it are not media: they are taken apart."""
+    text = MARK_PATTERN.sub(lambda mark: mark[0][:-1] + " >", answer)
+    return replace(sample, turns=(*sample.turns, Turn("assistant", text)))
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every line that is not blank.
+
+    Raises:
+        DataError: the file can't be read or is empty, or a line is no JSON object; names the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from None
+    found = False
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        found = True
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: line {number} is not valid JSON ({error})") from None
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{path}: line {number} is a {type(value).__name__}; each line must be an object"
+            )
+        yield number, value
+    if not found:
+        raise DataError(f"{path}: the file is empty; it must hold at least one line")
+
+
+def from_record(path: Path, number: int, record: dict[str, Any], prompt: str | None) -> Sample:
+    """The question of one line; `prompt` replaces the line's own text.
+
+    Raises:
+        DataError: names file and line.
+    """
+    source, name = f"{path}: line {number}", str(record.get("id", number))
+    if prompt is None and "prompt" not in record:
+        if not {"messages", "conversations"} & record.keys():
+            raise DataError(f"{source} has neither 'prompt' nor 'messages'")
+        return parse_record({**record, "id": name}, source, number, path.parent, question=True)
+    text = record["prompt"] if prompt is None else prompt
+    if not isinstance(text, str):
+        raise DataError(f"{source}: 'prompt' must be a string, it is {str(text)[:80]!r}")
+    system = record.get("system")
+    if system is not None and not isinstance(system, str):
+        raise DataError(f"{source}: 'system' must be a string, it is {str(system)[:80]!r}")
+    root = path.parent
+    return question(text, record, system=system, source=source, name=name, media_root=root)
+
+
+def check_media(sample: Sample) -> None:
+    """Raise DataError unless every medium of a question is there and looks like what it is."""
+    for media in sample.media:
+        probe_media(media, sample, verify=False)
+
+
+def read_questions(path: Path) -> list[tuple[dict[str, Any], Sample]]:
+    """Every line and its question, all of them checked before the first is asked.
+
+    Raises:
+        DataError: the first line at fault, by its number.
+    """
+    questions = []
+    for number, record in read_lines(path):
+        sample = from_record(path, number, record, None)
+        check_media(sample)
+        questions.append((record, sample))
+    return questions
