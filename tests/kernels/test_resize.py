@@ -89,6 +89,8 @@ def test_equals_pillow_to_the_bit(
         ((2, 3), (700, 500)),
         ((129, 257), (128, 257)),
         ((129, 257), (129, 256)),
+        ((90, 60), (70, 50)),  # on the border between the two orders of passes, and beyond it
+        ((90, 60), (69, 50)),
     ],
 )
 def test_extremes(isa: str, size: tuple[int, int], to: tuple[int, int], seed: int) -> None:
