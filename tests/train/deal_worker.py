@@ -71,7 +71,10 @@ def main(path: Path) -> None:
         dist.all_gather_object(places, [batch.sample_ids for batch in mine])
         results[policy] = {
             "loss": loss,
-            "gradients": dict(gathered(engine.exported, spec, gradient)),
+            # Copies: the buffers are used again for the next policy.
+            "gradients": {
+                name: tensor.clone() for name, tensor in gathered(engine.exported, spec, gradient)
+            },
             "places": places,
         }
     if dist.get_rank() == 0:
