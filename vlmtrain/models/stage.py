@@ -86,6 +86,10 @@ class QwenVLStage(LanguageModule):
             adapt_mlps(self.language_model.decoder)
             # The merger's stage hands the decoder its input; later ones receive it.
             self.language_model.decoder.pre_process = stage == layout.merger_stage
+            if spec.tie_word_embeddings and self.pre_process and self.post_process:
+                # Both uses of the tied table add to main_grad themselves (_lookup): nobody reads
+                # the gradient for which megatron-core would clear a tensor of the table's size.
+                self._table().zero_out_wgrad = False  # type: ignore[attr-defined]
         self.input_tensor: Tensor | None = None
         self.learns_before = True  # whether an earlier stage has something to train
         self._zeros: Tensor | None = None
@@ -165,6 +169,10 @@ class QwenVLStage(LanguageModule):
                 self._zeros = torch.zeros_like(received).view(-1)
             received.grad = self._zeros[: received.numel()].view(received.shape)
         return received.detach()
+
+    def _table(self) -> Tensor:
+        assert self.language_model is not None
+        return self.language_model.embedding.word_embeddings.weight
 
     def _lookup(
         self,
