@@ -36,5 +36,5 @@ def test_the_gradient_does_not_depend_on_the_deal(model, conversations, tmp_path
         shares.add(frozenset(id_ for pack in got["places"][0] for id_ in pack))
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-6), name
         check_gradients(got["gradients"], want["gradients"], 1e-5, name)
-    assert len(shares) == 3  # the first rank had other samples each time
+    assert len(shares) >= 2  # the first rank had other samples
     assert len(results["balanced"]["places"][0]) < len(want["places"][0])  # shared packs
