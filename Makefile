@@ -8,11 +8,14 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*.* csrc/*/*.*) CMakeLists.txt setup.py pyproject.toml
 EXTRAS := train,demo,test
 
-.PHONY: help setup test test-kernels test-crash test-full lint format demo bench gpu-check clean
+.PHONY: help setup test test-layouts test-kernels test-crash test-full test-plan lint format demo
+.PHONY: bench gpu-check clean
 help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
 	@echo "make test       lint, types and all tests"
+	@echo "make test-layouts   every parallel layout against transformers (under 20 min)"
 	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
+	@echo "make test-plan  runs of several layouts beside what the planner says of them (5 min)"
 	@echo "make bench      speed beside the peers, into benchmarks/"
 	@echo "make gpu-check  GPU tests and benchmarks (needs a GPU)"
 	@echo "make format     rewrite Python and C++ sources in the project's style"
@@ -35,6 +38,10 @@ lint: setup
 test: lint
 	$(RUN) -m pytest tests
 
+# Every layout against transformers, 240 cases, failing ranks, resumed LoRA (under 20 min on 2 cores).
+test-layouts: setup
+	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py -rP
+
 test-kernels: setup
 	$(RUN) -m pytest tests/kernels tests/ptxsim
 
@@ -52,6 +59,10 @@ test-crash: setup
 SIZE ?= 2B
 test-full: setup
 	$(RUN) -W ignore -m tests.checkpoint.full_size build/full-size $(SIZE)
+
+# Trains on seven layouts of two processes; wants a quiet machine.
+test-plan: setup
+	$(RUN) -W ignore -m tests.plan.compare build/plan
 
 demo: setup
 	$(RUN) -m vlmtrain.cli demo --output demo_out

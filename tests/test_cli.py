@@ -15,7 +15,7 @@ from vlmtrain.generate.command import GenerateConfig
 OPTIONS = """
 model data output nproc
 train.steps train.epochs train.pack_length train.global_batch train.precision train.seed
-train.log_every
+train.log_every train.wandb
 optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay optimizer.beta1
 optimizer.beta2 optimizer.eps optimizer.clip optimizer.offload_fraction
 parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence

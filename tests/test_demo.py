@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vlmtrain.config import ParallelSection
 from vlmtrain.demo import photographs, picture, run, tiny_model
 from vlmtrain.demo.ask import MARK, Answer, Model
 from vlmtrain.errors import UserError
@@ -237,11 +238,25 @@ def test_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
 
 
 def test_training_command_is_the_documented_one(tmp_path: Path) -> None:
-    command = run.train_command(tmp_path / "m", tmp_path / "d", tmp_path / "o", 2, 7, 120)
+    layout = run.layout_options(2, ParallelSection())
+    command = run.train_command(tmp_path / "m", tmp_path / "d", tmp_path / "o", 2, 7, 120, layout)
     options = dict(zip(command[4::2], command[5::2], strict=True))
     assert command[1:4] == ["-m", "vlmtrain.cli", "train"]
     assert options["--nproc"] == options["--parallel.pipeline"] == "2"
     assert (options["--train.seed"], options["--train.steps"]) == ("7", "120")
+
+
+def test_layout_of_the_demo() -> None:
+    assert run.layout_options(2, ParallelSection()) == ["--parallel.pipeline", "2"]
+    assert run.layout_options(2, ParallelSection(vision="multiplexed")) == [
+        *("--parallel.pipeline", "2"),
+        *("--parallel.vision", "multiplexed"),
+    ]
+    given = ParallelSection(tensor=2, sequence=True, text_layers=(1, 3), vision_layers="auto")
+    assert run.layout_options(4, given) == [
+        *("--parallel.tensor", "2", "--parallel.sequence"),
+        *("--parallel.vision_layers", "auto", "--parallel.text_layers", "1", "3"),
+    ]
 
 
 def test_failing_training_is_a_sentence() -> None:

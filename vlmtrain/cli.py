@@ -1,4 +1,4 @@
-"""The command line: train, convert, data, plan, generate, evaluate, demo."""
+"""The command line: train, convert, data, plan, report, generate, evaluate, demo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.config import ParallelSection
 from vlmtrain.errors import UserError
 
 _USAGE = """usage: vlmtrain COMMAND [options]
@@ -18,6 +19,7 @@ _USAGE = """usage: vlmtrain COMMAND [options]
   data       build: conversations to WebDataset shards; check: report broken samples; stats
   convert    Hugging Face folders to Megatron checkpoints and back; verify compares two
   plan       the best layouts for a model on GPUs that are not rented yet
+  report     one HTML page about a run: loss, throughput, where the time went
   generate   ask a model about images and videos: a question, a chat, or a file of questions
   evaluate   loss and perplexity on held-out conversations, scores on questions
   demo       train a small model on real photographs and let it answer
@@ -32,6 +34,7 @@ _PEER_GONE = (
     "remote process exited",
     "NCCL communicator was aborted",
 )
+_ONE_PROCESS = ParallelSection()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "data": _data,
         "convert": _convert,
         "plan": _plan,
+        "report": _report,
         "generate": _generate,
         "evaluate": _evaluate,
         "demo": _demo,
@@ -253,6 +257,12 @@ def _plan(arguments: list[str]) -> int:
     return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
 
 
+def _report(arguments: list[str]) -> int:
+    from vlmtrain.report.cli import main as report
+
+    return report(arguments)
+
+
 def _generate(arguments: list[str]) -> int:
     import tyro
 
@@ -283,14 +293,17 @@ def _demo(arguments: list[str]) -> int:
 
     from vlmtrain.demo.run import run_demo
 
-    def demo(output: Path = Path("demo_out"), nproc: int = 2) -> int:
+    def demo(
+        output: Path = Path("demo_out"), nproc: int = 2, parallel: ParallelSection = _ONE_PROCESS
+    ) -> int:
         """Train a small model on photographs and let transformers ask it about them.
 
         Args:
             output: folder to write.
-            nproc: processes (pipeline stages).
+            nproc: processes (pipeline stages, unless --parallel.* says otherwise).
+            parallel: layout of the training run.
         """
-        return run_demo(output, nproc=nproc)
+        return run_demo(output, nproc=nproc, parallel=parallel)
 
     return tyro.cli(demo, prog="vlmtrain demo", args=arguments, use_underscores=True)
 

@@ -36,6 +36,8 @@ class TrainSection:
     """Seed of the data order and of freshly initialised values."""
     log_every: int = 1
     """Steps between two progress lines; metrics.jsonl has every step."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well; empty: none."""
 
 
 @dataclass
@@ -68,12 +70,18 @@ class ParallelSection:
     virtual_pipeline: int = 1
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group."""
-    vision_layers: tuple[int, ...] = ()
-    """Vision layers per stage, e.g. 32 0 0 0; empty: all on the first stage."""
-    text_layers: tuple[int, ...] = ()
-    """Language layers per stage, e.g. 1 10 10 7; empty: balanced by FLOPs."""
+    vision_layers: tuple[int, ...] | Literal["auto"] = ()
+    """Vision layers per stage, e.g. 32 0 0 0; auto: balanced by FLOPs; empty: all on the first."""
+    text_layers: tuple[int, ...] | Literal["auto"] = ()
+    """Language layers per stage, e.g. 1 10 10 7; auto or empty: balanced by FLOPs."""
     vision: Literal["pipelined", "multiplexed"] = "pipelined"
     """Where images are encoded: on the first stages, or on every rank."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from them while the next forward pass goes on."""
+    tensor_overlap: bool = False
+    """Exchange gradients of activations over tensor-parallel ranks beside the weights' products."""
 
 
 @dataclass
@@ -223,6 +231,10 @@ class TrainConfig:
                 f"--optimizer.min_lr {self.optimizer.min_lr} is above --optimizer.lr "
                 f"{self.optimizer.lr}"
             )
+        if self.parallel.overlap_param_gather and not self.parallel.overlap_grad_reduce:
+            raise ConfigError(
+                "--parallel.overlap_param_gather needs --parallel.overlap_grad_reduce; turn both on"
+            )
         if self.evaluate.every and not self.evaluate.data:
             raise ConfigError(
                 f"--evaluate.every {self.evaluate.every} needs --evaluate.data, the held-out "
@@ -281,12 +293,29 @@ def _convert(current: Any, value: Any, where: str) -> Any:
     if isinstance(current, Path) and isinstance(value, str):
         return Path(value)
     if isinstance(current, tuple) and isinstance(value, list):
+        if where.endswith(_PER_STAGE) and any(isinstance(row, list) for row in value):
+            return _in_stage_order(value, where)
         return tuple(value)
+    if value == "auto" and where.endswith(_PER_STAGE):
+        return value
     if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not type(current):
         raise ConfigError(f"{where} must be of type {type(current).__name__}, it is {value!r}")
     return value
+
+
+_PER_STAGE = ("parallel.vision_layers", "parallel.text_layers")
+
+
+def _in_stage_order(rows: list[Any], where: str) -> tuple[int, ...]:
+    """Layers per pipeline rank and virtual chunk, [rank][chunk], in the order of the stages."""
+    if len({len(row) if isinstance(row, list) else -1 for row in rows}) != 1:
+        raise ConfigError(
+            f"{where} must be one flat list, or for each pipeline rank a list with a number for "
+            f"each of its virtual chunks; it is {rows!r}"
+        )
+    return tuple(row[chunk] for chunk in range(len(rows[0])) for row in rows)
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

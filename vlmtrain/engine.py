@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -19,11 +18,13 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from vlmtrain.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.device import Backend, without_shim
+from vlmtrain.ledger import StepResult, Totals, gather, replica_totals
 from vlmtrain.models.configs import language_config, vision_config
 from vlmtrain.models.lora import add_adapters
 from vlmtrain.models.spec import ModelSpec
@@ -31,21 +32,12 @@ from vlmtrain.models.stage import QwenVLStage
 from vlmtrain.models.trainable import freeze, mark_lowest_trainable
 from vlmtrain.optimizer import build_optimizer, set_learning_rate
 from vlmtrain.parallel.layout import Layout
+from vlmtrain.parallel.messages import KnownShapes
 from vlmtrain.parallel.multiplex import Multiplexer, VisionReplica, replicated_groups
+from vlmtrain.parallel.overlap import parameters_ready
+from vlmtrain.timing import Clock
 
 IGNORED_LABEL = -100
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step, the same values on every rank."""
-
-    loss: float  # mean over the target tokens of the global batch
-    grad_norm: float
-    tokens: int  # without padding
-    target_tokens: int
-    image_tokens: int
-    pad_tokens: int
 
 
 class Engine:
@@ -54,6 +46,8 @@ class Engine:
     `torch.distributed` must be initialised; one engine a process. Without weights loaded the
     parameters are Megatron's random initialisation.
     """
+
+    bucket_size: int | None = None  # numbers in a gradient bucket; None: Megatron's 40 million
 
     def __init__(
         self,
@@ -68,6 +62,7 @@ class Engine:
     ) -> None:
         self.spec, self.layout, self.backend, self.dtype = spec, layout, backend, dtype
         self.lora, self.seed = lora or LoraSection(), seed
+        self.clock = Clock(backend.is_cuda)
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,
@@ -94,6 +89,10 @@ class Engine:
         for stage in self.parts:
             for parameter in stage.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.messages: KnownShapes | None = None
+        if layout.pipeline > 1:
+            self.messages = KnownShapes(spec, layout, self.config)
         self.data_rank = parallel_state.get_data_parallel_rank()
         # The rank whose counts stand for its data-parallel replica.
         self._reports = (
@@ -101,8 +100,22 @@ class Engine:
             and parallel_state.get_tensor_model_parallel_rank() == 0
         )
 
-    def prepare(self, optimizer: OptimizerSection, frozen: FreezeSection | None = None) -> None:
+    def prepare(
+        self,
+        optimizer: OptimizerSection,
+        frozen: FreezeSection | None = None,
+        *,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+    ) -> None:
         """Gradient buffers and optimizer. After the weights are loaded: both take copies.
+
+        Args:
+            optimizer: AdamW's settings.
+            frozen: parts that do not learn.
+            overlap_grad_reduce: reduce gradients over data-parallel ranks beside the backward pass.
+            overlap_param_gather: gather updated weights beside the next forward pass; before they
+                are read elsewhere, call `gather_weights`.
 
         Raises:
             UserError: `frozen` leaves nothing to train.
@@ -114,29 +127,46 @@ class Engine:
         else:
             freeze(self.parts, frozen or FreezeSection())
         mark_lowest_trainable(self.stages, self.replica)
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=False
+        self.overlap_param_gather = overlap_param_gather
+        ddp = partial(
+            DistributedDataParallelConfig,
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            check_for_nan_in_grad=False,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+            bucket_size=self.bucket_size,
         )
         self.chunks: list[Any] = [
-            DistributedDataParallel(self.config, ddp, stage, disable_bucketing=i > 0)
+            DistributedDataParallel(self.config, ddp(), stage, disable_bucketing=i > 0)
             for i, stage in enumerate(self.stages)
         ]
         for chunk in self.chunks:
             _skip_lonely_collectives(chunk)
+        if overlap_grad_reduce:
+            syncs = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+            for chunk in self.chunks:
+                tower = chunk.module.vision
+                if tower is not None:
+                    tower.on_skipped_backward = partial(parameters_ready, chunk, tower)
         self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
         self.multiplexer: Multiplexer | None = None
         if self.replica is not None:
             groups = replicated_groups()
             self.tower = DistributedDataParallel(
-                self.replica.config, ddp, self.replica, pg_collection=groups
+                self.replica.config, ddp(), self.replica, pg_collection=groups
             )
             _skip_lonely_collectives(self.tower)
             towers = build_optimizer(optimizer, [self.tower], self.dtype, groups)
             self.optimizer = ChainedOptimizer(
                 [*self.optimizer.chained_optimizers, *towers.chained_optimizers]
             )
-            self.multiplexer = Multiplexer(self.tower, self.spec, self.layout.tensor, self.dtype)
+            self.multiplexer = Multiplexer(
+                self.tower, self.spec, self.layout.tensor, self.dtype, self.clock
+            )
         self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.timers = self.clock
 
     def prepare_evaluation(self) -> None:
         """What `evaluate` needs, and no more: no gradient buffers, no optimizer. Instead of
@@ -144,7 +174,9 @@ class Engine:
         self.chunks = list(self.stages)
         self.multiplexer = None
         if self.replica is not None:
-            self.multiplexer = Multiplexer(self.replica, self.spec, self.layout.tensor, self.dtype)
+            self.multiplexer = Multiplexer(
+                self.replica, self.spec, self.layout.tensor, self.dtype, self.clock
+            )
 
     def _add_adapters(self) -> None:
         for part in self.parts:
@@ -154,6 +186,15 @@ class Engine:
             if self.lora.vision and part.vision is not None:
                 layers = part.vision.blocks.layers
                 add_adapters(layers, self.spec, self.lora, vision=True, seed=self.seed)
+
+    def gather_weights(self) -> None:
+        """Wait until this rank has all updated weights. Collective; before they are saved."""
+        if self.overlap_param_gather:
+            for chunk in self._wrapped():
+                chunk.start_param_sync(force_sync=True)
+
+    def _wrapped(self) -> list[DistributedDataParallel]:
+        return [*self.chunks, *([self.tower] if self.replica is not None else [])]
 
     @property
     def parts(self) -> list[Any]:
@@ -171,17 +212,28 @@ class Engine:
         """Whether this rank embeds patches."""
         return self.layout.multiplexed or any(stage.stage == 0 for stage in self.stages)
 
-    def step(self, packs: list[PackedBatch], lr: float) -> StepResult:
+    @property
+    def pixel_share(self) -> Callable[[Sequence[np.ndarray]], list[tuple[bool, ...]]] | None:
+        """Where this rank needs some media of a step only: which (see `Multiplexer.share`)."""
+        return None if self.multiplexer is None else self.multiplexer.share
+
+    def step(self, packs: list[PackedBatch], lr: float, waited: float = 0.0) -> StepResult:
         """One optimizer step over this data-parallel rank's packs (the same on its whole model
-        parallel group). The loss is the mean over the target tokens of all ranks' packs."""
+        parallel group). The loss is the mean over the target tokens of all ranks' packs.
+
+        `waited`: seconds that this rank has waited for the packs, for the ledger.
+        """
+        start = time.perf_counter()
         set_learning_rate(self.optimizer, self.section, lr)
         outputs = self._forward_backward(packs, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
-        return self._result(packs, outputs, grad_norm)
+        with self.clock.span("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
+        return self._result(packs, outputs, grad_norm, start, waited)
 
     def evaluate(self, packs: list[PackedBatch]) -> StepResult:
         """The same loss without a backward pass or a step. It draws no random numbers and leaves
         gradients, weights and optimizer alone, so training goes on as if it had not been."""
+        start = time.perf_counter()
         for part in self.parts:
             part.eval()
         try:
@@ -190,19 +242,27 @@ class Engine:
         finally:
             for part in self.parts:
                 part.train()
-        return self._result(packs, outputs, 0.0)
+        return self._result(packs, outputs, 0.0, start, 0.0)
 
     def _forward_backward(
         self, packs: list[PackedBatch], forward_only: bool
     ) -> list[dict[str, Tensor]]:
         if not forward_only:
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            with self.clock.span("optimizer"):
+                towers = [self.tower] if self.multiplexer is not None else []
+                for chunk in [*self.chunks, *towers]:
+                    chunk.zero_grad_buffer()
+                self.optimizer.zero_grad()
+        with self.clock.span("passes"):
+            return self._passes(packs, forward_only)
+
+    def _passes(self, packs: list[PackedBatch], forward_only: bool) -> list[dict[str, Tensor]]:
+        more: dict[str, Any] = {}
+        if self.messages is not None:
+            self.messages.expect(packs)
+            more = dict(p2p_communicator=self.messages, pg_collection=self.groups)
         packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
         if self.multiplexer is not None:
-            if not forward_only:
-                self.tower.zero_grad_buffer()
             packs = list(self.multiplexer.encode(packs))
         iterators: Any = [iter(packs) for _ in self.chunks]
         single = len(self.chunks) == 1
@@ -214,39 +274,44 @@ class Engine:
             seq_length=packs[0].input_ids.shape[0],
             micro_batch_size=1,
             forward_only=forward_only,
+            **more,
         )
         if self.multiplexer is not None and not forward_only:
             self.multiplexer.backward()
-            self.tower.finish_grad_sync()
-            self.tower.scale_gradients(1.0 / max(1, self._global_targets))
+            with self.clock.span("gradients"):
+                self.tower.finish_grad_sync()
+                self.tower.scale_gradients(1.0 / self._global_targets.clamp_min(1))
         return outputs
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **options: Any) -> None:
         """Megatron's reduction of gradients; remembers the global number of target tokens, by
         which it has divided them."""
-        finalize_model_grads(chunks, num_tokens, **options)
-        self._global_targets = int(num_tokens)
+        with self.clock.span("gradients"):
+            finalize_model_grads(chunks, num_tokens, **options)
+            self._global_targets = num_tokens
 
     def _result(
-        self, packs: list[PackedBatch], outputs: list[dict[str, Tensor]], grad_norm: Any
+        self,
+        packs: list[PackedBatch],
+        outputs: list[dict[str, Tensor]],
+        grad_norm: Any,
+        start: float,
+        waited: float,
     ) -> StepResult:
-        totals = torch.zeros(5, dtype=torch.float64)
+        totals = Totals()
         if self._reports:
-            totals[0] = sum(float(out["loss"]) for out in outputs)
-            totals[1] = sum(p.target_tokens for p in packs)
-            totals[2] = sum(p.image_tokens for p in packs)
-            totals[3] = sum(p.pad_tokens for p in packs)
-            totals[4] = sum(p.input_ids.shape[0] for p in packs)
-        totals = totals.to(self.backend.device)
-        dist.all_reduce(totals)
-        loss, target, image, pad, every = totals.tolist()
-        return StepResult(
-            loss=loss / max(target, 1.0),
+            loss = torch.stack([out["loss"] for out in outputs]).double().sum().item()
+            totals = replica_totals(packs, self.spec, loss)
+        self.backend.synchronize()  # the loss has been read: nothing is left to wait for
+        return gather(
+            totals,
+            self.clock.read(),
             grad_norm=float(grad_norm or 0.0),
-            tokens=int(every - pad),
-            target_tokens=int(target),
-            image_tokens=int(image),
-            pad_tokens=int(pad),
+            waited=waited,
+            step=time.perf_counter() - start,
+            place=(self.data_rank, parallel_state.get_pipeline_model_parallel_rank()),
+            memory=self.backend.peak_memory_bytes(),
+            device=self.backend.device,
         )
 
 
@@ -256,7 +321,7 @@ def _skip_lonely_collectives(chunk: DistributedDataParallel) -> None:
     for group in chunk.bucket_groups:
         if group.intra_distributed_optimizer_instance_size == 1:
             group.start_grad_sync = group.finish_grad_sync = _nothing
-            group.start_param_sync = _nothing
+            group.start_param_sync = group.finish_param_sync = _nothing
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

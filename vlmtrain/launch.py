@@ -96,7 +96,8 @@ def _first_host(nodes: str) -> str:
 def start(arguments: Sequence[str], nproc: int) -> int:
     """Run `vlmtrain ARGUMENTS` in `nproc` processes on this machine; returns the exit code.
 
-    When one process fails the others are ended; the cause is what that process printed.
+    When one process fails the others are ended; the cause is what that process printed, or a line
+    here where it was killed.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -125,9 +126,15 @@ def start(arguments: Sequence[str], nproc: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "vlmtrain.cli", *arguments)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        code = failure.exitcode
-        return code if code > 0 else 128 - code
+        # A rank that was killed has said nothing; those it left behind may have ended before.
+        killed = {rank: f.exitcode for rank, f in error.failures.items() if f.exitcode < 0}
+        if killed:
+            rank, code = min(killed.items())
+            name = signal.Signals(-code).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            print(f"vlmtrain: rank {rank} was ended by {name}{hint}", file=sys.stderr, flush=True)
+            return 128 - code
+        return error.get_first_failure()[1].exitcode
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

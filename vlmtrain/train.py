@@ -18,9 +18,11 @@ from vlmtrain import device
 from vlmtrain.config import TrainConfig, to_dict
 from vlmtrain.errors import UserError
 from vlmtrain.launch import Process, connect
+from vlmtrain.metrics import check_wandb
 from vlmtrain.models.lora import check_section
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import Layout, make_layout
+from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 from vlmtrain.parallel.together import on_every_rank, on_first_rank, shared_error
 
 
@@ -31,6 +33,7 @@ def run(config: TrainConfig, process: Process) -> None:
         UserError: bad input; raised on every rank, marked so that only rank 0 prints it.
     """
     spec, layout = check(config, process.world_size)
+    prepare_tensor_overlap(config.parallel, os.environ)
     backend = device.setup(process.local_rank)
     if backend.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
@@ -48,9 +51,11 @@ def run(config: TrainConfig, process: Process) -> None:
 def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
     """Everything that can be refused before a process group exists."""
     spec = ModelSpec.from_folder(config.model)
+    check_wandb(config.train.wandb)
     if config.lora.rank:
         check_section(config.lora, spec)
     parallel, train = config.parallel, config.train
+    check_tensor_overlap(parallel, os.environ)
     replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))
     layout = make_layout(
         spec,
@@ -87,8 +92,11 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     from vlmtrain.data.sources import parse_sources
     from vlmtrain.engine import Engine
     from vlmtrain.evaluate import heldout
+    from vlmtrain.ledger import Ledger
     from vlmtrain.metrics import Metrics
     from vlmtrain.optimizer import learning_rate
+    from vlmtrain.plan import beside
+    from vlmtrain.plan.machine import find_machine
 
     rank = dist.get_rank()
     train = config.train
@@ -133,7 +141,12 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         lora=config.lora,
     )
     on_every_rank(lambda: load_weights(engine.parts, spec, config.model))
-    engine.prepare(config.optimizer, config.freeze)
+    engine.prepare(
+        config.optimizer,
+        config.freeze,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
     loader = PackedLoader(
         index,
         processor,
@@ -145,13 +158,14 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         seed=train.seed,
         packing=data.packing,
         need_pixels=engine.needs_pixels,
+        pixel_share=engine.pixel_share,
         pixel_dtype=dtype,
         workers=data.workers or 2,
         isolate=data.workers > 0,
         pin_memory=backend.is_cuda,
         unreadable=data.unreadable,
         skip_limit=data.skip_limit,
-        agree=across_ranks(backend.device) if dist.get_world_size() > 1 else None,
+        agree=across_ranks("cpu") if dist.get_world_size() > 1 else None,
         log=partial(print, flush=True) if rank == 0 else None,
     )
     held_out = None
@@ -170,11 +184,21 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         loader.load_state_dict(extra["loader"])
         done = extra["step"]
     total = train.steps or loader.steps_for_epochs(train.epochs)
+    gpu, peak = find_machine(backend, dtype)
+    ledger = Ledger(spec, layout, peak, config.freeze, config.lora, config.recompute)
     metrics = None
     if rank == 0:
         config.output.mkdir(parents=True, exist_ok=True)
-        metrics = Metrics(config.output, done, total, train.log_every)
         _describe(config, spec, layout, index, loader, total, done, resume)
+        follow = beside.Follow(config, spec, layout, gpu, peak, index)
+        metrics = Metrics(
+            config.output,
+            done,
+            total,
+            train.log_every,
+            wandb=train.wandb,
+            facts=follow.facts(),
+        )
 
     saver = checkpoints.Saver(
         folder,
@@ -185,25 +209,25 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     )
 
     def save(step: int) -> None:
+        engine.gather_weights()
         extra = {"loader": loader.state_dict(), "config": to_dict(config)}
         saver.start(step, engine.parts, engine.optimizer, extra)
 
     reached = done
     with checkpoints.StopRequest() as stop:
+        start = time.perf_counter()
         for step in range(done, total):
-            start = time.perf_counter()
+            before = time.perf_counter()
             packs = loader.next_step()
-            waited = time.perf_counter() - start
+            waited = time.perf_counter() - before
             lr = learning_rate(config.optimizer, step, total)
-            result = engine.step(packs, lr)
-            backend.synchronize()
-            seconds = time.perf_counter() - start
+            result = engine.step(packs, lr, waited)
             if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
                 raise shared_error(
                     f"step {step + 1}: loss is {result.loss}, gradient norm {result.grad_norm}; "
                     "lower --optimizer.lr, or look at the samples of this step"
                 )
-            held = {}
+            held: dict[str, float] = {}
             every = config.evaluate.every or total
             if held_out is not None and ((step + 1) % every == 0 or step + 1 == total):
                 score = held_out.measure(engine)
@@ -212,23 +236,30 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
                     "heldout_perplexity": score.perplexity,
                     "heldout_seconds": score.seconds,
                 }
-            if metrics is not None:
-                metrics.step(
-                    step + 1,
-                    result,
-                    lr,
-                    seconds,
-                    data_seconds=waited,
-                    epoch=loader.epoch,
-                    peak_memory_gb=backend.peak_memory_bytes() / 1e9,
-                    **loader.metrics,
-                    **held,
-                )
+            saving = time.perf_counter()
             reached = step + 1
             due = config.checkpoint.every and reached % config.checkpoint.every == 0
             stopped = saver.poll(stop.asked)
             if due or stopped or reached == total:
                 save(reached)
+            # What is left of this round, the record itself, counts as `other` of the next step.
+            end = time.perf_counter()
+            seconds, start = end - start, end
+            if metrics is not None:
+                evaluation = held.get("heldout_seconds", 0.0)
+                row = ledger.row(result, seconds, end - saving, evaluation)
+                metrics.step(
+                    reached,
+                    result,
+                    lr,
+                    seconds,
+                    data_seconds=waited,
+                    epoch=loader.epoch,
+                    **row,
+                    **loader.metrics,
+                    **follow.step(reached, result, seconds, row),
+                    **held,
+                )
             if stopped:
                 break
         saver.finish()
@@ -242,11 +273,13 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
                 flush=True,
             )
         return
+    engine.gather_weights()
     with merged(engine.exported):
         save_weights(engine.exported, spec, config.model, config.output / "hf", template)
     if config.lora.rank:
         save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
     if metrics is not None:
+        metrics.write_facts(**follow.facts())
         metrics.close()
         print(f"Hugging Face folder: {config.output / 'hf'}", flush=True)
 

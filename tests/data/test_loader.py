@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,12 @@ from tests.data.helpers import IMAGE_LIMITS, conversation, write_json
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex, scan_sources
-from vlmtrain.data.loader import PackedLoader, _FrameCache
+from vlmtrain.data.loader import PackedLoader, PixelShare, _FrameCache
 from vlmtrain.data.packing import POLICIES, Policy, plan_epoch
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.positions import mrope_positions
 from vlmtrain.models.spec import ModelSpec
+from vlmtrain.parallel.multiplex import deal_media
 
 PACK = 160
 SAMPLES = 23
@@ -237,6 +241,80 @@ def test_without_pixels(make: Any) -> None:
         assert without.pixel_values.shape == (0, 1176)
         for name in ("input_ids", "labels", "position_ids", "visual_index", "grid_thw"):
             assert torch.equal(getattr(without, name), getattr(with_pixels, name))
+
+
+def test_ranks_decode_only_the_media_dealt_to_them(make: Any, spec: ModelSpec) -> None:
+    """Multiplexed vision on 3 ranks: together they decode each medium once, none of them all."""
+    ranks, steps = 3, 4
+    calls: list[list[Any]] = [[] for _ in range(ranks)]
+
+    def share(rank: int) -> PixelShare:
+        def of(grids: Sequence[np.ndarray]) -> list[tuple[bool, ...]]:
+            owner = iter(deal_media(spec.vision, np.concatenate(grids), ranks))
+            return [tuple(next(owner) == rank for _ in pack) for pack in grids]
+
+        return of
+
+    loaders = [
+        make(pixel_share=share(rank), prefetch=False, cache_bytes=0) for rank in range(ranks)
+    ]
+    for rank, loader in enumerate(loaders):
+        original = loader.processor.frames
+
+        def frames(media: Any, sample: Any, rank: int = rank, original: Any = original) -> Any:
+            calls[rank].append(media.key)
+            return original(media, sample)
+
+        loader.processor = copy.copy(loader.processor)
+        loader.processor.frames = frames
+    whole = make()
+    media = 0
+    for _ in range(steps):
+        parts = [loader.next_step() for loader in loaders]
+        for number, batch in enumerate(whole.next_step()):
+            held = [part[number].has_pixels for part in parts]
+            assert [sum(flags) for flags in zip(*held, strict=True)] == [1] * len(batch.grid_thw)
+            media += len(batch.grid_thw)
+            rows = batch.pixel_values.split(batch.grid_thw.prod(1).tolist())
+            for part, here in zip(parts, held, strict=True):
+                kept = [row for row, mine in zip(rows, here, strict=True) if mine]
+                assert torch.equal(part[number].pixel_values, torch.cat([rows[0][:0], *kept]))
+                assert torch.equal(part[number].input_ids, batch.input_ids)
+    decoded = [loader.decoded for loader in loaders]
+    print(f"of {media} images and videos the ranks decoded {decoded}")
+    assert [len(one) for one in calls] == decoded
+    assert sum(decoded) == media == whole.decoded
+    assert max(decoded) < media
+
+
+def test_a_bad_sample_whose_pixels_lie_on_two_ranks(make: Any) -> None:
+    """`without` zeroes exactly its media's rows, where a rank holds only some of a pack's media."""
+    batch = next(b for b in make().next_step() if len(set(_owners(b))) > 1)
+    owners = _owners(batch)
+    some = [i % 2 == 0 for i in range(len(owners))]
+    for bad, kept in itertools.product((owners[0], owners[-1]), ([True] * len(owners), some)):
+        here = torch.tensor(kept)
+        patches = batch.grid_thw.prod(1)
+        ones = torch.ones(int(patches[here].sum()), 1176)
+        part = dataclasses.replace(
+            batch,
+            has_pixels=tuple(kept),
+            pixel_values=ones,
+            **{
+                name: getattr(batch, name).clone()
+                for name in ("input_ids", "labels", "position_ids", "visual_index")
+            },
+        )
+        zeroed = part.without(bad).pixel_values.sum(1) == 0
+        expected = torch.tensor([owner == bad for owner in owners])[here]
+        assert torch.equal(zeroed, expected.repeat_interleave(patches[here]))
+
+
+def _owners(batch: PackedBatch) -> list[int]:
+    """The segment of each medium."""
+    first = batch.grid_thw.prod(1).cumsum(0) // 4 - batch.grid_thw.prod(1) // 4
+    where = [int((batch.visual_index == row).nonzero()[0]) for row in first.tolist()]
+    return torch.bucketize(torch.tensor(where), batch.cu_seqlens[1:].long(), right=True).tolist()
 
 
 def ids_of(steps: list[list[PackedBatch]]) -> list[list[str]]:

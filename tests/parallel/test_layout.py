@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vlmtrain.config import ConfigError, ParallelSection, TrainConfig, from_toml
+from vlmtrain.errors import UserError
 from vlmtrain.models.spec import ModelSpec, VisionSpec
 from vlmtrain.parallel.layout import LayoutError, make_layout
+from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 
 VISION = VisionSpec(
     depth=32,
@@ -44,6 +49,44 @@ SPEC_7B = ModelSpec(
     vision_start_token_id=151652,
     vision_end_token_id=151653,
 )
+
+
+def test_settings_of_layers_per_stage(tmp_path):
+    """`auto`, flat lists, and lists nested by pipeline rank and virtual chunk, from a recipe."""
+    blank = TrainConfig(model=Path("m"), data="d", output=Path("o"))
+
+    def read(value: str) -> Any:
+        path = tmp_path / "recipe.toml"
+        path.write_text(f"[parallel]\ntext_layers = {value}\n")
+        return from_toml(path, blank).parallel.text_layers
+
+    assert read('"auto"') == "auto"
+    assert read("[0, 1, 2, 1]") == (0, 1, 2, 1)
+    assert read("[[0, 2], [1, 1]]") == (0, 1, 2, 1)  # stage = chunk * pipeline + rank
+    with pytest.raises(ConfigError, match=r"parallel.text_layers must be one flat list"):
+        read("[[0, 2], [1]]")
+    with pytest.raises(ConfigError, match=r"text_layers must be of type tuple"):
+        read('"balanced"')
+
+
+def test_overlap_is_refused_where_it_can_not_be_had():
+    both = ParallelSection(tensor=2, tensor_overlap=True)
+    environment: dict[str, str] = {}
+    check_tensor_overlap(both, environment)
+    prepare_tensor_overlap(both, environment)
+    assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    check_tensor_overlap(both, environment)
+    with pytest.raises(UserError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .* sets it to 8"):
+        check_tensor_overlap(both, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    with pytest.raises(UserError, match=r"parallel.tensor of at least 2, it is 1"):
+        check_tensor_overlap(ParallelSection(tensor_overlap=True), {})
+    off: dict[str, str] = {}
+    prepare_tensor_overlap(ParallelSection(tensor=2), off)
+    assert not off
+    config = TrainConfig(model=Path("m"), data="d", output=Path("o"))
+    config.parallel.overlap_param_gather = True
+    with pytest.raises(ConfigError, match="needs --parallel.overlap_grad_reduce"):
+        config.validate()
 
 
 def test_defaults_put_the_tower_first_and_balance_the_rest():
@@ -108,6 +151,25 @@ def test_text_layout_for_megatron():
             ["1001", "1002"],
         ),
         (dict(world_size=2, pipeline=0), ["parallel.pipeline is 0"]),
+        # the nearest valid choice stands in the sentence
+        (dict(world_size=7, tensor=4), ["e.g. 8"]),
+        (dict(world_size=2, virtual_pipeline=2), ["virtual_pipeline 1", "pipeline 2"]),
+        (
+            dict(world_size=4, pipeline=2, virtual_pipeline=2, microbatches=5),
+            ["5 per step", "e.g. 8"],
+        ),
+        (dict(world_size=4, pipeline=4, text_layers=[7, 7, 7]), ["[2, 10, 10, 6]"]),
+        (dict(world_size=2, pipeline=2, vision_layers=[0, 32]), ["[32, 0]"]),
+        (dict(world_size=4, pipeline=4, vision_layers=[8, 0, 8, 16]), ["[32, 0, 0, 0]"]),
+        (
+            dict(world_size=2, pipeline=2, vision_layers=[16, 16], text_layers=[28, 0]),
+            ["[28, 0]", "[0, 28]"],
+        ),
+        (dict(world_size=64, pipeline=64), ["64 stages", "32 vision", "28 language", "60"]),
+        (
+            dict(world_size=2, pipeline=2, multiplexed=True, text_layers=[28, 1]),
+            ["[28, 1]", "sum to 29", "[15, 13]"],
+        ),
     ],
 )
 def test_refused(options, words):

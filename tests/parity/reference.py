@@ -6,7 +6,7 @@ hand, so that they are an independent reference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from vlmtrain.data.batch import PackedBatch
 
 IMAGE, VIDEO, START, END, PAD = 5, 6, 7, 8, 0
 VOCAB = 211  # not a multiple of 128: the table is padded in Megatron
+TEXT_LENGTHS = ((9, 17), (30,), (5, 6, 7), (12, 21))
 CLIP = 0.7
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.05
 
@@ -137,6 +138,32 @@ def make_samples(seed: int) -> list[list[Sample]]:
     return [[a, b], [c], [d], [e, f]]
 
 
+def make_stream(stream: str, seed: int, step: int) -> list[list[Sample]]:
+    """Four packs of one optimizer step, all of one length at every step.
+
+    mixed: `make_samples`, the packs turned by one place a step, so that the one without images is
+    first, in the middle and last, on this data-parallel rank or on another; the third step has one
+    small image in all, so that ranks remain without. image: images in each pack. text: none.
+    """
+    packs = make_samples(seed + step)
+    g = torch.Generator().manual_seed(seed + step + 1000)
+    text = [[make_sample([n], g, learn=n // 2) for n in row] for row in TEXT_LENGTHS]
+    if stream == "text":
+        return text
+    if stream == "mixed" and step == 2:
+        text[1] = [make_sample([4, ("image", (1, 4, 2)), 9], g, learn=6)]
+        return text
+    if stream == "mixed":
+        turn = step % len(packs)
+        return packs[turn:] + packs[:turn]
+    return [
+        packs[0],
+        [make_sample([4, ("image", (1, 6, 10)), 5], g, learn=4)],
+        [make_sample([2, ("image", (1, 2, 8)), 3, ("image", (1, 8, 2)), 9], g, learn=7)],
+        [make_sample([("image", (1, 4, 4)), 8], g, learn=5), make_sample([7], g, learn=6)],
+    ]
+
+
 def pack(samples: list[Sample], length: int) -> PackedBatch:
     """Concatenate samples and pad the tail, by hand."""
     ids = torch.cat([s.input_ids for s in samples])
@@ -164,6 +191,15 @@ def pack(samples: list[Sample], length: int) -> PackedBatch:
         image_tokens=int(visual.sum()),
         pad_tokens=tail,
     )
+
+
+def without_pixels(batch: PackedBatch, kept: tuple[bool, ...] | None = None) -> PackedBatch:
+    """What a rank gets that decodes the media in `kept` only, or none."""
+    here = torch.zeros(len(batch.grid_thw), dtype=torch.bool)
+    if kept is not None:
+        here = torch.tensor(kept, dtype=torch.bool)
+    pixels = batch.pixel_values[here.repeat_interleave(batch.grid_thw.prod(1))]
+    return replace(batch, pixel_values=pixels, has_pixels=kept)
 
 
 def pack_length(packs: list[list[Sample]]) -> int:
@@ -228,6 +264,9 @@ def reference_training(model: Any, steps: list[list[list[Sample]]]) -> list[floa
         optimizer.zero_grad()
         loss = reference_loss(model, packs)
         loss.backward()
+        for p in named:  # nothing but weight decay moves what a step has not used
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
         torch.nn.utils.clip_grad_norm_(named, CLIP)
         optimizer.step()
         losses.append(loss.item())

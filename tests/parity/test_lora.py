@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from tests.parity import reference as ref
-from tests.parity.test_parity import from_disk, relative, run
+from tests.parity.matrix import BOTH, SEED, relative, run
+from tests.parity.test_parity import from_disk
 
-SEED = random.SystemRandom().randrange(10**6)
 STEPS = 3
 # family, layout, LoRA options
 CASES = {
@@ -27,8 +25,16 @@ CASES = {
         ),
         ("qwen2_5_vl", dict(pipeline=2), {}),  # the stage of the tower has nothing to train
         ("qwen2_5_vl", dict(pipeline=2, multiplexed=True), dict(vision=True)),
+        ("qwen2_vl", dict(overlap=BOTH), dict(vision=True, targets=("qkv", "fc2", "v_proj"))),
     ],
 }
+# layout, LoRA options: with dropout, which no other implementation draws alike
+DROPOUT = [
+    (dict(tensor=2), dict(vision=True)),
+    (dict(tensor=2, sequence=True), dict(vision=True)),
+    (dict(pipeline=2, multiplexed=True), dict(vision=True)),
+    (dict(tensor=2, multiplexed=True), dict(vision=True)),
+]
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -38,6 +44,7 @@ def test_same_as_peft(size, tmp_path):
     print(f"seed {SEED}")
     cases = []
     for n, (family, layout, more) in enumerate(CASES[size]):
+        layout = dict(layout)
         folder = tmp_path / f"{n}"
         ref.save_model(ref.make_model(family, vision_heads=4, seed=SEED), folder / "hf")
         lora = {"rank": 4, "alpha": 8.0, "targets": TARGETS, **more}
@@ -45,6 +52,7 @@ def test_same_as_peft(size, tmp_path):
             dict(
                 model=folder / "hf",
                 seed=SEED,
+                overlap=layout.pop("overlap", {}),
                 layout=layout,
                 steps=STEPS,
                 lora=lora,
@@ -59,7 +67,8 @@ def test_same_as_peft(size, tmp_path):
         model = peft.PeftModel.from_pretrained(base, case["adapter"] / "before", is_trainable=True)
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         assert trainable
-        losses = ref.reference_training(model, [ref.make_samples(SEED + i) for i in range(STEPS)])
+        steps = [ref.make_stream("mixed", SEED, i) for i in range(STEPS)]
+        losses = ref.reference_training(model, steps)
         assert result["losses"] == pytest.approx(losses, rel=1e-5), where
         assert losses[-1] != losses[0]
 
@@ -78,3 +87,34 @@ def test_same_as_peft(size, tmp_path):
             untouched = ref.reference_logits(from_disk(case["model"])[0].float(), sample)
         assert relative(ours, theirs) <= 1e-5, where
         assert relative(ours, untouched) > 1e-4, f"the adapters do nothing; {where}"
+
+
+def test_dropout(tmp_path):
+    """It changes the training; factors that several ranks hold stay equal; a tower that encodes
+    twice drops the same values twice."""
+    folder = ref.save_model(
+        ref.make_model("qwen2_5_vl", vision_heads=4, seed=SEED), tmp_path / "hf"
+    )
+    cases = [
+        dict(
+            model=folder,
+            seed=SEED,
+            layout=layout,
+            steps=STEPS,
+            lora={"rank": 4, "alpha": 8.0, "targets": TARGETS, "dropout": dropout, **more},
+            adapter=tmp_path / f"{number}-{dropout}",
+            only_steps=True,
+        )
+        for number, (layout, more, dropout) in enumerate(
+            [(*one, 0.4) for one in DROPOUT] + [(*DROPOUT[0], 0.0)]
+        )
+    ]
+    *results, plain = run(cases, 2, tmp_path)
+    for (layout, _), dropped in zip(DROPOUT, results, strict=True):
+        where = f"{layout} (seed {SEED})"
+        assert dropped["replicas_agree"], where
+        assert dropped.get("passes_agree", False) or not layout.get("multiplexed"), where
+        # B starts at 0: the first step's loss does not see the adapters, later ones do
+        assert dropped["losses"][0] == pytest.approx(plain["losses"][0], rel=1e-5), where
+        difference = abs(dropped["losses"][-1] / plain["losses"][-1] - 1)
+        assert 1e-6 < difference < 0.05, f"{difference:.1e}; {where}"

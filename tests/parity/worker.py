@@ -6,8 +6,12 @@ and gathers them under Hugging Face names. Several cases share one start-up.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 from tests.parity import reference as ref  # noqa: E402
 from vlmtrain import device, launch  # noqa: E402
 from vlmtrain.config import (  # noqa: E402
@@ -44,6 +49,104 @@ def gather_gradients(engine: Any) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
+# Where a number may be asked of a tensor inside a step: of grids, which stay in host memory, and of
+# borders before they leave it.
+_HOST = ("vision_layout.py", "messages.py:message_shape", "multiplex.py:media_of", "batch.py:to")
+_ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
+
+
+@contextlib.contextmanager
+def host_questions() -> Iterator[set[str]]:
+    """Places in our own code that ask a tensor for its values while the block runs: on a GPU each
+    would stop the host until the device has come so far."""
+    found: set[str] = set()
+
+    def watched(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def method(self: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename == device.__file__:
+                frame = frame.f_back  # the shim stands between a caller and torch
+            code = frame.f_code
+            path = Path(code.co_filename)
+            place = f"{path.name}:{code.co_name}"
+            ours = any(path.is_relative_to(ROOT / name) for name in ("vlmtrain", "vlmkernels"))
+            if ours and not place.startswith(_HOST):
+                found.add(f"{place} {name}")
+            return original(self, *arguments, **options)
+
+        return method
+
+    before = {name: getattr(torch.Tensor, name) for name in _ASKING}
+    for name in _ASKING:
+        setattr(torch.Tensor, name, watched(name))
+    try:
+        yield found
+    finally:
+        for name, original in before.items():
+            setattr(torch.Tensor, name, original)
+
+
+def replicas_agree(engine: Any) -> bool:
+    """Whether the LoRA factors that all ranks of a tensor-parallel group hold whole are equal."""
+    from megatron.core import parallel_state
+
+    from vlmtrain.models.lora import adapted_linears
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    for linear in adapted_linears(engine.stages):
+        for adapter in linear.adapters:
+            whole = (adapter.a if adapter.column else adapter.b).detach()
+            copies = [torch.empty_like(whole) for _ in range(group.size())]
+            dist.all_gather(copies, whole.contiguous(), group=group)
+            if not all(torch.equal(copy, whole) for copy in copies):
+                return False
+    return True
+
+
+def passes_agree(engine: Any, packs: list[Any]) -> bool:
+    """Whether the tower's second pass over the images gives what the first gave, dropout too."""
+    rows: list[torch.Tensor] = []
+    hook = engine.replica.register_forward_hook(lambda *a: rows.append(a[2].detach().clone()))
+    engine._forward_backward(packs, forward_only=False)
+    hook.remove()
+    half = len(rows) // 2
+    return all(torch.equal(a, b) for a, b in zip(rows[:half], rows[half:], strict=True))
+
+
+class SharedGroups:
+    """Hands the process groups of one case on to the next.
+
+    Every gloo group has threads that wake up all the time, also when it was destroyed: with new
+    groups for each case they would soon take the machine. The n-th group over the same ranks in one
+    case is the n-th in another.
+    """
+
+    def __init__(self) -> None:
+        self._make = dist.new_group
+        self._known: dict[tuple[tuple[int, ...], int], Any] = {}
+        self._used: Counter[tuple[int, ...]] = Counter()
+        self._destroy = dist.destroy_process_group
+        dist.new_group, dist.destroy_process_group = self._group, self._keep
+
+    def _keep(self, group: Any = None) -> None:
+        """Megatron destroys some of its groups between cases; the end destroys all."""
+        if group is None:
+            self._destroy()
+
+    def next_case(self) -> None:
+        self._used.clear()
+
+    def _group(self, ranks: Any = None, *arguments: Any, **options: Any) -> Any:
+        members = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        key = members, self._used[members]
+        self._used[members] += 1
+        if key not in self._known:
+            self._known[key] = self._make(ranks, *arguments, **options)
+        return self._known[key]
+
+
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
@@ -53,7 +156,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from vlmtrain.engine import Engine
 
     spec = ModelSpec.from_folder(case["model"])
-    packs = ref.make_samples(case["seed"])
+    packs = ref.make_stream(case.get("stream", "mixed"), case["seed"], 0)
     length = ref.pack_length(packs)
     layout = make_layout(
         spec,
@@ -63,6 +166,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         **case["layout"],
     )
     lora = LoraSection(**case.get("lora", {}))
+    Engine.bucket_size = case.get("bucket_size")
     engine = Engine(
         spec,
         layout,
@@ -83,12 +187,17 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             clip=ref.CLIP,
         ),
         FreezeSection(**case.get("freeze", {})),
+        **case.get("overlap", {}),
     )
     result: dict[str, Any] = {"layout": layout.describe()}
 
-    def share(seed: int) -> list[Any]:
-        samples = ref.make_samples(seed)
-        return [ref.pack(p, length) for p in samples][engine.data_rank :: layout.data]
+    def share(step: int) -> list[Any]:
+        samples = ref.make_stream(case.get("stream", "mixed"), case["seed"], step)
+        packs = [ref.pack(p, length) for p in samples][engine.data_rank :: layout.data]
+        if engine.pixel_share is None:
+            return packs if engine.needs_pixels else [ref.without_pixels(p) for p in packs]
+        shares = engine.pixel_share([p.grid_thw.numpy() for p in packs])
+        return [ref.without_pixels(p, kept) for p, kept in zip(packs, shares, strict=True)]
 
     def gradients(packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
         outputs = engine._forward_backward(packs, forward_only=False)
@@ -101,7 +210,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     if lora.rank:
         save_adapters(engine.exported, lora, case["model"], case["adapter"] / "before")
     if not case.get("only_steps"):
-        result["loss"], result["gradients"] = gradients(share(case["seed"]))
+        result["loss"], result["gradients"] = gradients(share(0))
         if case.get("unpacked"):
             alone = [ref.pack([s], length) for p in packs for s in p]
             result["unpacked_loss"], result["unpacked_gradients"] = gradients(alone)
@@ -110,18 +219,31 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
                 result["logits"] = [
                     engine.stages[0](ref.pack(p, length), logits=True)[0].float() for p in packs
                 ]
-    result["losses"] = [
-        engine.step(share(case["seed"] + i), ref.LR).loss for i in range(case.get("steps", 0))
-    ]
+    if case.get("host_questions"):
+        runs: list[Any] = []
+        towers = [stage.vision.blocks for stage in engine.stages if stage.vision is not None]
+        hooks = [tower.register_forward_hook(lambda *a: runs.append(a[0])) for tower in towers]
+        packs = share(0)
+        with host_questions() as found:
+            engine._forward_backward(packs, forward_only=False)
+        for hook in hooks:
+            hook.remove()
+        result["host_questions"] = found
+        result["tower_runs"] = len(runs)
+        result["tower_runs_due"] = len(towers) * sum(len(pack.grid_thw) > 0 for pack in packs)
+    if lora.dropout and engine.replica is not None:
+        result["passes_agree"] = passes_agree(engine, share(0))
+    result["losses"] = [engine.step(share(i), ref.LR).loss for i in range(case.get("steps", 0))]
+    if case.get("after"):
+        result["after"] = engine.evaluate(share(case["steps"])).loss
+    engine.gather_weights()
     if lora.rank:
+        result["replicas_agree"] = replicas_agree(engine)
         save_adapters(engine.exported, lora, case["model"], case["adapter"] / "after")
     if case.get("save"):
         with merged(engine.exported):
             save_weights(engine.exported, spec, case["model"], case["save"])
     parallel_state.destroy_model_parallel()
-    for group in list(dist.distributed_c10d._world.pg_map):  # or their threads pile up
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
     return result
 
 
@@ -132,8 +254,12 @@ def main() -> None:
     launch.connect(process, backend.process_group)
     path = Path(sys.argv[1])
     results = []
+    groups = SharedGroups()
     for case in torch.load(path, weights_only=False):
+        groups.next_case()
         results.append(run_case(case, backend))
+    threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
+    assert threads < 100, f"{threads} threads: process groups pile up"
     if process.rank == 0:
         torch.save(results, path.with_suffix(".out"))
     dist.barrier()

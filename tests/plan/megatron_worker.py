@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.parity.reference import make_model
 from vlmtrain import device
-from vlmtrain.config import OptimizerSection, RecomputeSection
+from vlmtrain.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import make_layout
 
@@ -26,8 +26,12 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     """Bytes of parameters, gradients and optimizer state that one rank really allocates."""
     from megatron.core import parallel_state
 
+    from vlmtrain import engine as engine_module
     from vlmtrain.engine import Engine
     from vlmtrain.optimizer import distributed_parts
+
+    # it asks other ranks where they are, and a fake group does not answer
+    engine_module.Multiplexer = lambda *arguments: None  # type: ignore[assignment,misc]
 
     spec = ModelSpec.from_dict(
         make_model(case["family"], vision_heads=case["heads"], tied=case["tied"]).config.to_dict()
@@ -37,10 +41,18 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     layout = make_layout(spec, world_size=world, **case["layout"])
     dtype = torch.bfloat16 if case["precision"] == "bf16" else torch.float32
     recompute = RecomputeSection(*case.get("recompute", ("none", "none")))
-    engine = Engine(spec, layout, backend, dtype=dtype, recompute=recompute)
-    engine.prepare(OptimizerSection())
+    lora = LoraSection(**case.get("lora", {}))
+    engine = Engine(spec, layout, backend, dtype=dtype, recompute=recompute, lora=lora)
+    engine.prepare(OptimizerSection(), FreezeSection(**case.get("freeze", {})))
     counts = [sum(p.numel() for p in stage.parameters()) for stage in engine.stages]
-    buffers = [b for c in engine.chunks for b in c.buffers]
+    chunks = [*engine.chunks, *([engine.tower] if engine.replica is not None else [])]
+    buffers = [b for c in chunks for b in c.buffers]
+    frozen = sum(
+        p.numel() * p.element_size()
+        for part in engine.parts
+        for p in part.parameters()
+        if not p.requires_grad
+    )
     optimizer = 0
     for part in distributed_parts(engine.optimizer):
         for group in part.shard_fp32_from_float16_groups:
@@ -51,7 +63,8 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             )
     result = {
         "parameters": counts,
-        "parameter_bytes": sum(b.param_data.numel() * b.param_data.element_size() for b in buffers),
+        "parameter_bytes": frozen
+        + sum(b.param_data.numel() * b.param_data.element_size() for b in buffers),
         "gradient_bytes": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
         "optimizer_bytes": optimizer,
     }

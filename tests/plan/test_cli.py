@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.plan.test_flops import released_config
 from vlmtrain import config as configuration
+from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.errors import UserError
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import make_layout
@@ -105,6 +106,27 @@ def test_lengths_of_real_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert recipe.data == str(data)
 
 
+def test_adapters_and_frozen_parts_reach_the_recipe(small: Path, tmp_path: Path) -> None:
+    blank = configuration.TrainConfig(model=Path(), data="d.json", output=Path("out"))
+    chosen = {
+        "freeze": {"freeze": FreezeSection(vision=True)},
+        "lora": {"lora": LoraSection(rank=8, vision=True, targets=("q_proj", "fc1"))},
+        "all": {},
+    }
+    seconds, memory = {}, {}
+    for name, what in chosen.items():
+        plan(small, 2, "h100", output=tmp_path / name, global_batch=8, **what)  # type: ignore[arg-type]
+        recipe = configuration.from_toml(tmp_path / name / "plan.toml", blank)
+        recipe.validate()
+        assert recipe.freeze == what.get("freeze", FreezeSection())
+        assert recipe.lora == what.get("lora", LoraSection())
+        best = json.loads((tmp_path / name / "plan.json").read_text())["best"][0]
+        seconds[name] = best["step_seconds"]
+        memory[name] = max(rank["states"] for rank in best["memory_bytes"])
+    assert seconds["freeze"] < seconds["all"] and seconds["lora"] < seconds["all"]
+    assert memory["lora"] < 0.5 * memory["all"]
+
+
 REFUSALS = [
     ({"gpus": 0}, "--gpus is 0; it must be at least 1"),
     ({"gpus": -4}, "--gpus is -4; it must be at least 1"),
@@ -115,6 +137,16 @@ REFUSALS = [
     ({"pack_length": 40}, "--pack_length 40 is too short for a typical mix"),
     ({"global_batch": 0}, "--global_batch is 0; it must be at least 1"),
     ({"model": Path("nowhere")}, "nowhere: no such folder"),
+    (
+        {"freeze": FreezeSection(True, True, True)},
+        "every part is frozen, there is nothing to train",
+    ),
+    ({"lora": LoraSection(rank=-1)}, "--lora.rank is -1; it must be at least 0"),
+    (
+        {"lora": LoraSection(rank=8, targets=("q_prj",))},
+        "has q_prj, which no linear of this model is called; the nearest is q_proj",
+    ),
+    ({"lora": LoraSection(rank=8, targets=("fc1",))}, "no linear of this model is called"),
     ({"data": "a", "length_histogram": Path("b")}, "pass one of them"),
 ]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.parity.reference import make_model
+from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import memory
@@ -26,6 +27,10 @@ def _case(family: str, world: int, rank: int, **more: Any) -> dict[str, Any]:
     return {**case, "world": world, "rank": rank, **more}
 
 
+LORA = {"rank": 8, "vision": True}
+VISION = ["qkv", "proj", "fc1", "fc2", "q_proj", "o_proj"]
+ROWS = {"rank": 3, "targets": ["q_proj", "o_proj", "gate_proj", "down_proj"]}
+MLPS = ["selective", "selective"]
 UNEVEN = {"pipeline": 4, "vision_layers": [2, 2, 0, 0], "text_layers": [0, 1, 2, 1]}
 CASES = [
     _case("qwen2_5_vl", 1, 0, activations=ACTIVATIONS),
@@ -36,6 +41,25 @@ CASES = [
     _case("qwen2_vl", 1, 0, recompute=["full", "selective"], activations=ACTIVATIONS),
     _case("qwen2_5_vl", 2, 1, layout={"tensor": 2}, activations=ACTIVATIONS),
     _case("qwen2_vl", 6, 4, layout={"tensor": 2, "sequence": True}, activations=ACTIVATIONS),
+    *(
+        _case(family, 1, 0, precision=precision, activations=ACTIVATIONS, **what)
+        for family, precision, what in (
+            ("qwen2_5_vl", "bf16", {"freeze": {"vision": True}}),
+            ("qwen2_vl", "fp32", {"freeze": {"vision": True, "merger": True}}),
+            ("qwen2_vl", "bf16", {"freeze": {"language": True}}),
+            ("qwen2_5_vl", "bf16", {"freeze": {"vision": True, "language": True}}),
+            ("qwen2_5_vl", "bf16", {"lora": {"rank": 8}}),
+            ("qwen2_vl", "fp32", {"lora": {"rank": 8, "vision": True, "targets": VISION}}),
+            ("qwen2_5_vl", "fp32", {"lora": {"rank": 4, "targets": ["down_proj"]}}),
+            ("qwen2_5_vl", "bf16", {"lora": LORA, "recompute": ["selective", "full"]}),
+            ("qwen2_5_vl", "bf16", {"freeze": {"language": True}, "recompute": MLPS}),
+        )
+    ),
+    _case("qwen2_5_vl", 6, 4, layout={"tensor": 2, "pipeline": 3}, lora=LORA),
+    *(_case("qwen2_vl", 10, rank, layout={"tensor": 2}, lora=ROWS) for rank in (2, 7)),
+    _case("qwen2_vl", 6, 3, layout={"tensor": 2, "sequence": True}, freeze={"vision": True}),
+    _case("qwen2_vl", 8, 5, layout={"pipeline": 4, "multiplexed": True}),
+    _case("qwen2_5_vl", 4, 1, layout={"pipeline": 2, "multiplexed": True}, lora=LORA),
     *(_case("qwen2_5_vl", 12, rank, layout=UNEVEN) for rank in (1, 5, 11)),
     *(_case("qwen2_vl", 12, rank, layout=UNEVEN, tied=True) for rank in (2, 10)),
     *(
@@ -78,10 +102,20 @@ def test_states_to_the_byte(number: int, measured: list[dict[str, Any]]) -> None
     data_rank = case["rank"] // layout.tensor % layout.data
     pipeline_rank = case["rank"] // (layout.tensor * layout.data)
     stages = range(pipeline_rank, layout.stages, layout.pipeline)
-    counts = [memory.stage_parameters(spec, layout, stage).count for stage in stages]
+    learning = {
+        "freeze": FreezeSection(**case.get("freeze", {})),
+        "lora": LoraSection(**case.get("lora", {})),
+    }
+    counts = [memory.stage_parameters(spec, layout, stage, **learning).count for stage in stages]
     assert counts == real["parameters"]
     states = memory.model_states(
-        spec, layout, pipeline_rank, data_rank, bf16=case["precision"] == "bf16"
+        spec,
+        layout,
+        pipeline_rank,
+        data_rank,
+        bf16=case["precision"] == "bf16",
+        global_rank=case["rank"],
+        **learning,
     )
     assert states.parameters == real["parameter_bytes"]
     assert states.gradients == real["gradient_bytes"]
@@ -100,12 +134,17 @@ def test_activations_are_the_tensors_autograd_keeps(
         tensor=layout.tensor,
         sequence=layout.sequence,
         element=2 if case["precision"] == "bf16" else 4,
-        fused_norm=False,  # these run on a CPU
+        cuda=False,
+        learning=memory.Learning.of(
+            spec,
+            FreezeSection(**case.get("freeze", {})),
+            LoraSection(**case.get("lora", {})),
+        ),
     )
     vision, text = case.get("recompute", ("none", "none"))
     per_token, per_patch = model.stages(layout, recompute_vision=vision, recompute_text=text)
     real = measured[number]["activations"]["bytes"]
-    assert per_token[0] * 512 + per_patch[0] * PATCHES == pytest.approx(real, rel=0.003)
+    assert per_token[0] * 512 + per_patch[0] * PATCHES == pytest.approx(real, rel=0.01)
 
 
 def test_shards_of_all_ranks_are_the_parameters() -> None:

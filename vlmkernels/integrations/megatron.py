@@ -39,9 +39,11 @@ class RotaryPackedSeqParams(PackedSeqParams):
 
 @dataclass
 class VisionPackedSeqParams(RotaryPackedSeqParams):
-    """RotaryPackedSeqParams with a second set of borders: int32 [windows + 1]."""
+    """RotaryPackedSeqParams with a second set of borders, int32 [windows + 1], and the length of
+    the longest segment between them."""
 
     cu_window_seqlens: Tensor | None = None
+    max_window_seqlen: int | None = None
 
 
 class VarlenCoreAttention(MegatronModule):
@@ -106,7 +108,7 @@ class VarlenCoreAttention(MegatronModule):
         max_seqlen = packed_seq_params.max_seqlen_q
         if self.windowed:
             cu_seqlens = getattr(packed_seq_params, "cu_window_seqlens", None)
-            max_seqlen = None
+            max_seqlen = getattr(packed_seq_params, "max_window_seqlen", None)
             if cu_seqlens is None:
                 raise ValueError("a windowed layer needs VisionPackedSeqParams.cu_window_seqlens")
         out = varlen_attention(

@@ -400,7 +400,7 @@ def _gather_random_state() -> list[dict[str, Any]]:
 
 def _set_random_state(every: list[dict[str, Any]]) -> None:
     if len(every) != dist.get_world_size():
-        return  # another layout: the seeds of this start stay; nothing in the model draws from them
+        return  # another layout: the seeds of this start stay; only LoRA's dropout draws from them
     mine = every[dist.get_rank()]
     torch.set_rng_state(mine["torch"])
     kind, keys, *rest = mine["numpy"]

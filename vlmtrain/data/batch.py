@@ -24,12 +24,14 @@ class PackedBatch:
     cu_seqlens: Tensor  # int32 [n + 1]: borders; a padded tail is a segment of its own
     visual_index: Tensor  # int32 [S]: row of the merged visual features, -1 for text
     pixel_values: Tensor  # [P, 1176], media in sequence order; [0, 1176] if not wanted
-    grid_thw: Tensor  # int64 [m, 3], media in sequence order
+    grid_thw: Tensor  # int64 [m, 3], media in sequence order; always in host memory
     sample_ids: list[str]
     target_tokens: int
     image_tokens: int  # tokens of images and videos
     pad_tokens: int
     pad_token_id: int = 0
+    has_pixels: tuple[bool, ...] | None = None  # [m]: media in pixel_values; None: all or none
+    max_seqlen: int | None = None  # tokens of the longest segment; `to` sets it
 
     @property
     def length(self) -> int:
@@ -67,6 +69,7 @@ class PackedBatch:
             cu_seqlens=torch.cat((borders, borders.new_tensor([length]))),
             visual_index=_extend(self.visual_index[:real], tail, -1),
             pad_tokens=tail,
+            max_seqlen=None,
         )
 
     def without(self, segment: int) -> PackedBatch:
@@ -88,15 +91,22 @@ class PackedBatch:
         self.labels[part] = IGNORE
         self.position_ids[:, part] = torch.arange(end - begin)
         if len(rows) and len(self.pixel_values):
-            count = int((self.visual_index >= 0).sum())
-            unit = len(self.pixel_values) // count  # patches a row
-            first, last = int(rows[0]), int(rows[-1]) + 1
-            self.pixel_values[unit * first : unit * last] = 0
+            patches = self.grid_thw.prod(1)
+            unit = int(patches.sum()) // int((self.visual_index >= 0).sum())  # patches a row
+            ends = patches.cumsum(0) // unit  # of each medium, in rows
+            theirs = (ends > int(rows[0])) & (ends <= int(rows[-1]) + 1)
+            if self.has_pixels is not None:
+                here = torch.tensor(self.has_pixels)
+                patches, theirs = patches[here], theirs[here]
+            self.pixel_values[theirs.repeat_interleave(patches)] = 0
         return replace(self, target_tokens=self.target_tokens - targets)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        """The same batch with its tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """The same batch with its tensors on `device`, but for the grids: shapes and borders follow
+        from them on the host, which must not wait for a device to know them."""
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        longest = int(self.cu_seqlens.diff().max()) if self.max_seqlen is None else self.max_seqlen
+        return replace(moved, grid_thw=self.grid_thw, max_seqlen=longest)
 
     def pin_memory(self) -> PackedBatch:
         """The same batch with its tensors in page-locked host memory."""

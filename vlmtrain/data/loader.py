@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +38,7 @@ _IDENTITY = {
     "packing": "another way of packing",
     "index_hash": "other data or other image settings",
 }
+PixelShare = Callable[[Sequence[np.ndarray]], list[tuple[bool, ...]]]
 _COST_UNIT = 16  # costs are whole numbers of 1/16 token, so that every machine plans the same
 
 
@@ -72,6 +73,8 @@ class PackedLoader:
         seed: of the shuffle.
         packing: see `plan_epoch`.
         need_pixels: False on ranks without the vision tower: nothing is decoded.
+        pixel_share: given the grids of each of a step's packs, int64 [m, 3], which media this rank
+            decodes; default: all.
         pixel_dtype: float32, or bfloat16 where the model casts to it anyway.
         prefetch: build the next step's batches in the background.
         workers: threads that decode images.
@@ -104,6 +107,7 @@ class PackedLoader:
         seed: int = 0,
         packing: Policy = "balanced",
         need_pixels: bool = True,
+        pixel_share: PixelShare | None = None,
         pixel_dtype: torch.dtype = torch.float32,
         prefetch: bool = True,
         workers: int = 2,
@@ -136,6 +140,8 @@ class PackedLoader:
         self.dp_rank, self.dp_size, self.need_pixels = dp_rank, dp_size, need_pixels
         self.packing, self.pixel_dtype, self.pin_memory = packing, pixel_dtype, pin_memory
         self.unreadable, self.skip_limit = unreadable, skip_limit
+        self.pixel_share = pixel_share
+        self.decoded = 0  # images and videos whose pixels this rank has handed out
         self.skipped = 0  # samples skipped since the start of the run, on all ranks
         self.metrics: dict[str, float] = {}
         self._agree, self._log, self._once = agree, log, once
@@ -205,6 +211,9 @@ class PackedLoader:
             if failure.dp_rank == self.dp_rank:
                 place = failure.microbatch
                 batches[place] = batches[place].without(failure.segment)
+        for batch in batches:
+            here = batch.has_pixels or (self.need_pixels,) * len(batch.grid_thw)
+            self.decoded += sum(here)
         self.metrics = {**step.metrics, "skipped": float(self.skipped)}
         return batches
 
@@ -348,8 +357,12 @@ class PackedLoader:
     def _build(self, position: _Position) -> tuple[list[PackedBatch], Report]:
         report = Report()
         batches = []
-        for number, pack in enumerate(self._take(position).mine):
-            batch, bad = self._batch(pack.tolist())
+        packs = self._take(position).mine
+        shares: list[tuple[bool, ...] | None] = [None] * len(packs)
+        if self.pixel_share is not None and self.need_pixels:
+            shares = [*self.pixel_share([self._grids(pack) for pack in packs])]
+        for number, (pack, share) in enumerate(zip(packs, shares, strict=True)):
+            batch, bad = self._batch(pack.tolist(), share)
             batches.append(batch.pin_memory() if self.pin_memory else batch)
             report.failures += [
                 Failure(self.dp_rank, number, segment, self.index.ids[pack[segment]], str(error))
@@ -357,8 +370,15 @@ class PackedLoader:
             ]
         return batches, report
 
-    def _batch(self, pack: list[int]) -> tuple[PackedBatch, dict[int, DataError]]:
-        """The pack, and the segments that could not be read."""
+    def _grids(self, pack: np.ndarray) -> np.ndarray:
+        """int64 [m, 3]: of all media of a pack, in sequence order."""
+        start, grids = self.index.media_start, self.index.grids
+        return np.concatenate([grids[:0], *(grids[start[i] : start[i + 1]] for i in pack.tolist())])
+
+    def _batch(
+        self, pack: list[int], share: tuple[bool, ...] | None
+    ) -> tuple[PackedBatch, dict[int, DataError]]:
+        """The pack with this rank's share of pixels, and the segments that could not be read."""
         if not pack:
             pad, width = self.processor.pad_token_id, self.spec.vision.patch_dim
             return empty_pack(self.pack_length, pad, width, self.pixel_dtype), {}
@@ -387,11 +407,15 @@ class PackedLoader:
         grids = torch.tensor(
             [layout.grid for group in layouts for layout in group], dtype=torch.int64
         ).reshape(-1, 3)
-        rows = int(grids.prod(1).sum()) if self.need_pixels else 0
+        wanted = share if share is not None else (self.need_pixels,) * len(grids)
+        counts = grids.prod(1).tolist()
+        rows = sum(count for count, here in zip(counts, wanted, strict=True) if here)
         pixels = torch.empty(rows, self.spec.vision.patch_dim, dtype=self.pixel_dtype)
         if self.need_pixels:
             jobs, start = [], 0
-            for (segment, item, sample_), count in zip(media, grids.prod(1).tolist(), strict=True):
+            for (segment, item, sample_), count, here in zip(media, counts, wanted, strict=True):
+                if not here:
+                    continue
                 part = pixels[start : start + count]
                 start += count
                 if item is None or sample_ is None:
@@ -411,7 +435,8 @@ class PackedLoader:
                     job.cancel()
                 raise
         pad = self.processor.pad_token_id
-        return collate(encoded, grids, pixels, self.pack_length, pad), bad
+        batch = collate(encoded, grids, pixels, self.pack_length, pad)
+        return replace(batch, has_pixels=share), bad
 
     def _blank(self, position: int) -> EncodedSample:
         """A sample that could not even be read, in its length: its images' rows, then padding."""

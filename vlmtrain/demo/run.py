@@ -1,4 +1,5 @@
-"""The demo from end to end: photographs -> shards -> training -> transformers -> a picture."""
+"""The demo from end to end: photographs -> shards -> training -> transformers -> a picture and a
+report."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.config import ParallelSection
 from vlmtrain.demo import photographs
 from vlmtrain.demo.ask import MARK, Answer, Model, ask_all
 from vlmtrain.errors import UserError
@@ -25,7 +27,13 @@ PASS_SHARE = 0.9
 _MARKER = "demo.json"
 
 
-def run_demo(output: Path, nproc: int = 2, seed: int = 0, steps: int = STEPS) -> int:
+def run_demo(
+    output: Path,
+    nproc: int = 2,
+    seed: int = 0,
+    steps: int = STEPS,
+    parallel: ParallelSection | None = None,
+) -> int:
     """Run the whole demo in `output` and return the exit status: 0 when at least 90% of the
     training answers are reproduced word for word by transformers, else 1.
 
@@ -35,6 +43,7 @@ def run_demo(output: Path, nproc: int = 2, seed: int = 0, steps: int = STEPS) ->
         nproc: processes of the training run; the pipeline has as many stages.
         seed: of the random weights and of the data order.
         steps: optimizer steps.
+        parallel: another layout of the training run.
 
     Raises:
         UserError: a package of the `demo` extra is missing, `output` holds other files, or the
@@ -50,15 +59,16 @@ def run_demo(output: Path, nproc: int = 2, seed: int = 0, steps: int = STEPS) ->
     _heading(2, "a small Qwen2.5-VL with random weights and its own tokenizer")
     tiny = _build_model(output, seed)
 
-    _heading(3, f"training: {nproc} processes, pipeline of {nproc}, megatron-core on gloo")
+    layout = layout_options(nproc, parallel or ParallelSection())
+    _heading(3, f"training: {nproc} processes, {' '.join(layout)}, megatron-core on gloo")
     training_started = time.perf_counter()
-    _train(train_command(tiny, shards, output / "trained", nproc, seed, steps))
+    _train(train_command(tiny, shards, output / "trained", nproc, seed, steps, layout))
     training_seconds = time.perf_counter() - training_started
 
     _heading(4, "transformers loads the trained folder and answers")
     answers, parameters = _ask(output / "trained" / "hf", output / "photographs")
 
-    _heading(5, "the picture")
+    _heading(5, "the picture and the report")
     right = sum(answer.right for answer in answers)
     results = {
         "right": right,
@@ -83,6 +93,9 @@ def run_demo(output: Path, nproc: int = 2, seed: int = 0, steps: int = STEPS) ->
         training_seconds=training_seconds,
     )
     print(f"  {picture}")
+    from vlmtrain.report.page import write_report
+
+    print(f"  {write_report(output / 'trained')}")
     return _verdict(answers, output, time.perf_counter() - started)
 
 
@@ -140,8 +153,23 @@ def _build_model(output: Path, seed: int) -> Path:
     return folder
 
 
+def layout_options(nproc: int, parallel: ParallelSection) -> list[str]:
+    """The options of a layout; unless it says otherwise, a pipeline of `nproc` stages."""
+    if parallel.tensor == parallel.pipeline == 1:
+        parallel = replace(parallel, pipeline=nproc)
+    words = []
+    for field in fields(parallel):
+        value = getattr(parallel, field.name)
+        if value == field.default:
+            continue
+        words.append(f"--parallel.{field.name}")
+        if value is not True:
+            words += [str(one) for one in (value if isinstance(value, tuple) else (value,))]
+    return words
+
+
 def train_command(
-    model: Path, data: Path, output: Path, nproc: int, seed: int, steps: int
+    model: Path, data: Path, output: Path, nproc: int, seed: int, steps: int, layout: list[str]
 ) -> list[str]:
     """The training command, the same that a user types."""
     options: dict[str, Any] = {
@@ -149,7 +177,6 @@ def train_command(
         "--data": data,
         "--output": output,
         "--nproc": nproc,
-        "--parallel.pipeline": nproc,
         "--train.steps": steps,
         "--train.pack_length": PACK_LENGTH,
         "--train.global_batch": GLOBAL_BATCH,
@@ -162,7 +189,7 @@ def train_command(
         "--optimizer.clip": 1.0,
     }
     words = [str(word) for option in options.items() for word in option]
-    return [sys.executable, "-m", "vlmtrain.cli", "train", *words]
+    return [sys.executable, "-m", "vlmtrain.cli", "train", *words, *layout]
 
 
 def _train(command: list[str]) -> None:
@@ -195,7 +222,8 @@ def _verdict(answers: list[Answer], output: Path, seconds: float) -> int:
     right, asked = sum(answer.right for answer in answers), len(answers)
     print(
         f"\n{right} of {asked} training answers reproduced word for word by transformers, "
-        f"{seconds:.0f} s in all. Look at {output / 'demo.png'}"
+        f"{seconds:.0f} s in all. Look at {output / 'demo.png'} "
+        f"and {output / 'trained' / 'report.html'}"
     )
     if right < PASS_SHARE * asked:
         print(

@@ -88,7 +88,8 @@ def _common(layout: Layout, dtype: torch.dtype, recompute: str) -> dict[str, Any
         use_cpu_initialization=not cuda,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        variable_seq_lengths=True,
+        variable_seq_lengths=True,  # parallel/messages.py knows them
+        batch_p2p_sync=False,  # for an old torch; it stops the whole device after each message
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense or not
         calculate_per_token_loss=True,
         # The fusions are torch.compile'd: worth it on a GPU, 20 s of start-up on a CPU.

@@ -42,6 +42,15 @@ def init_device(config: TransformerConfig) -> torch.device | None:
     return None if config.use_cpu_initialization else torch.cuda.current_device()
 
 
+def touch(module: torch.nn.Module) -> None:
+    """Run a module's forward pre-hooks where its weight is used, or skipped, without a call of it.
+
+    With `overlap_param_gather` Megatron waits there until the weight has arrived.
+    """
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+
+
 class TowerMLP(MLP):
     """megatron-core's MLP, on the CPU with fewer passes over its widest tensors, and where the
     config's `recompute_mlp` asks for it keeping its input only: most of a layer's activations are
@@ -73,6 +82,20 @@ def adapt_mlps(block: TransformerBlock) -> None:
     """
     for layer in block.layers:
         layer.mlp.__class__ = TowerMLP
+
+
+def ask_for_gradient(block: TransformerBlock, x: Tensor) -> Tensor:
+    """The input of a block that recomputes, so that what learns in it gets its gradients.
+
+    A recomputed layer passes gradients on only if its input asks for one, which the input of
+    adapters above frozen layers does not.
+    """
+    recomputes = block.config.recompute_granularity or getattr(block.config, "recompute_mlp", False)
+    if not recomputes or x.requires_grad or not torch.is_grad_enabled():
+        return x
+    if not any(p.requires_grad for p in block.parameters()):
+        return x
+    return x.detach().requires_grad_()
 
 
 def block_submodules(

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from vlmtrain.config import LoraSection
 from vlmtrain.errors import UserError
+from vlmtrain.models.layers import touch
 from vlmtrain.models.spec import ModelSpec
 
 LANGUAGE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -124,9 +125,25 @@ class _Lora:
 
     def _hidden(self, x: Tensor) -> list[Tensor]:
         """dropout(x) A^T of every adapter, in one product; [.., rank] each."""
-        x = F.dropout(x, self.lora_dropout, self.training)  # type: ignore[attr-defined]
+        for adapter in self.adapters:
+            touch(adapter)
+        x = self._dropout(x)
         h = F.linear(x, torch.cat([adapter.a for adapter in self.adapters]))
         return self._exchange(h).split([adapter.a.shape[0] for adapter in self.adapters], -1)
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        """Ranks that hold the same x drop the same values; those with parts of it, others."""
+        rate: float = self.lora_dropout  # type: ignore[attr-defined]
+        if not rate or not self.training:  # type: ignore[attr-defined]
+            return x
+        if not self._splits_input():
+            return F.dropout(x, rate)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return F.dropout(x, rate)
+
+    def _splits_input(self) -> bool:
+        """Whether each rank of the tensor-parallel group has another part of the input."""
+        raise NotImplementedError
 
     def _exchange(self, h: Tensor) -> Tensor:
         raise NotImplementedError
@@ -184,6 +201,9 @@ class LoraColumnParallelLinear(_Lora, ColumnParallelLinear):
     def _parts(self) -> int:
         return self.tp_group.size()
 
+    def _splits_input(self) -> bool:
+        return self.sequence_parallel
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
@@ -206,6 +226,9 @@ class LoraRowParallelLinear(_Lora, RowParallelLinear):
 
     def _parts(self) -> int:
         return 1
+
+    def _splits_input(self) -> bool:
+        return self.tp_group.size() > 1
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -25,7 +25,7 @@ from vlmkernels.integrations.megatron import RotaryPackedSeqParams
 from vlmtrain.checkpoint.mapping import padded_vocab_size
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.models.language import LanguageModel
-from vlmtrain.models.layers import adapt_mlps, block_submodules
+from vlmtrain.models.layers import adapt_mlps, ask_for_gradient, block_submodules, touch
 from vlmtrain.models.positions import mrope_cos_sin
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
@@ -113,8 +113,9 @@ class QwenVLStage(LanguageModule):
         if self.layout.multiplexed and self.stage == 0:
             return self._language(batch, self._embed_encoded(batch), logits)
         if self.vision is None:
-            assert self.language_model is not None
-            self.language_model.decoder.set_input_tensor(received)
+            assert self.language_model is not None and received is not None
+            decoder = self.language_model.decoder
+            decoder.set_input_tensor(ask_for_gradient(decoder, received))
             return self._language(batch, None, logits)
 
         shards = self.layout.tensor if self.layout.sequence else 1
@@ -184,6 +185,7 @@ class QwenVLStage(LanguageModule):
         """What this rank's part of the table has, [S, h]."""
         assert self.language_model is not None
         words = self.language_model.embedding.word_embeddings
+        touch(words)
         held = (words.vocab_start_index, words.vocab_end_index)
         return visual_embedding(
             batch.input_ids,
@@ -233,9 +235,12 @@ class QwenVLStage(LanguageModule):
             qkv_format="sbhd",
             cu_seqlens_q=batch.cu_seqlens,
             cu_seqlens_kv=batch.cu_seqlens,
+            max_seqlen_q=batch.max_seqlen,
             rotary_cos=cos,
             rotary_sin=sin,
         )
+        if embeddings is not None:
+            embeddings = ask_for_gradient(self.language_model.decoder, embeddings)
         labels = batch.labels.clamp_min(0)[None] if self.post_process and not logits else None
         return self.language_model(
             batch.input_ids[None],

@@ -8,6 +8,7 @@ Qwen2_5_VisionTransformerPretrainedModel.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,36 @@ from torch import Tensor
 
 from vlmkernels import VisionLayout
 from vlmkernels.integrations.megatron import VisionPackedSeqParams
-from vlmtrain.models.layers import Norm, adapt_mlps, block_submodules, init_device
+from vlmtrain.models.layers import (
+    Norm,
+    adapt_mlps,
+    ask_for_gradient,
+    block_submodules,
+    init_device,
+    touch,
+)
 from vlmtrain.models.spec import VisionSpec
+
+
+def padded_groups(groups: int, shards: int) -> int:
+    """Groups of four patches that the tower's slices hand on: at least one for each of `shards`,
+    and as many for each."""
+    return max(groups + -groups % shards, shards)
+
+
+class _Skipped(torch.autograd.Function):
+    """`output` in place of what would have been computed from x; x's gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output: Tensor, on_backward: Callable[[], None] | None) -> Any:
+        ctx.shape, ctx.on_backward = x.shape, on_backward
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        if ctx.on_backward is not None:
+            ctx.on_backward()
+        return grad.new_zeros(ctx.shape), None, None
 
 
 @dataclass
@@ -37,6 +66,7 @@ class VisionInputs:
     packed: VisionPackedSeqParams  # borders, and angles in the tower's row order
     num_patches: int  # P with padding
     padded_patches: int
+    empty: bool  # no image and no video: the tower does not run
 
     @classmethod
     def from_grid(
@@ -46,8 +76,8 @@ class VisionInputs:
 
         Zero patches are appended, as a segment of their own, until there is at least one group
         of four and, with `shards` > 1 (sequence parallelism), until the groups can be dealt out
-        evenly. Their rows are never read; with them every parameter takes part in a microbatch
-        without images, so that no gradient reduction waits for one.
+        evenly. Their rows are never read; without images they are only what travels from one
+        slice of the tower to the next.
         """
         layout = VisionLayout.from_grid(
             grid_thw,
@@ -61,7 +91,7 @@ class VisionInputs:
         window, reverse = layout.window_index, layout.reverse_index
         unit = spec.merge_unit
         groups = layout.num_patches // unit
-        extra = shards if groups == 0 else -groups % shards
+        extra = padded_groups(groups, shards) - groups
         if extra:
             end = torch.tensor([(groups + extra) * unit], dtype=torch.int32)
             tail = torch.arange(groups, groups + extra)
@@ -83,9 +113,13 @@ class VisionInputs:
                 cu_window_seqlens=(
                     None if cu_window is None else cu_window.to(device, non_blocking=True)
                 ),
+                # On a GPU attention would have to ask the device for the longest segments.
+                max_seqlen_q=max(layout.max_seqlen, extra * unit),
+                max_window_seqlen=max(layout.max_window_seqlen, extra * unit),
             ),
             num_patches=(groups + extra) * unit,
             padded_patches=extra * unit,
+            empty=groups == 0,
         )
 
     def visual_index(self, index: Tensor) -> Tensor:
@@ -116,6 +150,7 @@ class VisionTower(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.spec, self.first, self.last = spec, first, last
+        self.on_skipped_backward: Callable[[], None] | None = None
         width = spec.hidden_size
         if first:
             self.patch_embed = torch.nn.Linear(
@@ -166,18 +201,40 @@ class VisionTower(MegatronModule):
         """x: pixel rows [patches, patch_dim] on the first slice, else hidden [P or P/tp, 1, D].
 
         Returns hidden states [P or P/tp, 1, D], or on the last slice rows [G, h] in the order
-        that `VisionInputs.visual_index` follows.
+        that `VisionInputs.visual_index` follows. Without images these are zeros that nobody reads,
+        and neither pass computes anything.
         """
+        if inputs.empty:
+            return self._skip(x, inputs)
         if self.first:
-            x = self._embed_patches(x, inputs)
+            x = ask_for_gradient(self.blocks, self._embed_patches(x, inputs))
         else:
-            self.blocks.set_input_tensor(x)
+            self.blocks.set_input_tensor(ask_for_gradient(self.blocks, x))
         x = self.blocks(
             hidden_states=x,
             attention_mask=None,
             packed_seq_params=inputs.packed,
         )
         return self._merge(x) if self.last else x
+
+    def _skip(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+        """Zeros of the output's shape. In the graph where anything learns: the stage before waits
+        for a gradient, and reductions that run beside the backward pass (DDP's overlap) must hear
+        that these parameters are done too."""
+        for module in self.modules():
+            touch(module)
+        spec, config = self.spec, self.config
+        world = 1
+        if config.sequence_parallel:
+            world = parallel_state.get_tensor_model_parallel_world_size()
+        shape: tuple[int, ...] = (inputs.num_patches // world, 1, spec.hidden_size)
+        if self.last:
+            shape = (inputs.num_patches // spec.merge_unit, spec.out_hidden_size)
+        zeros = torch.zeros(shape, dtype=config.params_dtype, device=x.device)
+        learns = any(parameter.requires_grad for parameter in self.parameters())
+        if self.first:
+            x = zeros.new_empty(0, requires_grad=learns)
+        return _Skipped.apply(x, zeros, self.on_skipped_backward if learns else None)
 
     def _embed_patches(self, pixels: Tensor, inputs: VisionInputs) -> Tensor:
         unit, dim = self.spec.merge_unit, self.spec.patch_dim

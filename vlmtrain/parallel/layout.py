@@ -7,11 +7,13 @@ before any process group exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from vlmtrain.errors import UserError
 from vlmtrain.models.spec import ModelSpec
+from vlmtrain.plan.split import contiguous
 
 
 class LayoutError(UserError):
@@ -84,8 +86,8 @@ def make_layout(
     pipeline: int = 1,
     virtual_pipeline: int = 1,
     sequence: bool = False,
-    vision_layers: Sequence[int] = (),
-    text_layers: Sequence[int] = (),
+    vision_layers: Sequence[int] | Literal["auto"] = (),
+    text_layers: Sequence[int] | Literal["auto"] = (),
     multiplexed: bool = False,
     microbatches: int | None = None,
     pack_length: int | None = None,
@@ -97,7 +99,8 @@ def make_layout(
         world_size: number of processes.
         tensor, pipeline, virtual_pipeline: parallel sizes.
         sequence: sequence parallelism (needs tensor > 1).
-        vision_layers, text_layers: layers per stage; empty: balanced by FLOPs.
+        vision_layers: layers per stage; empty: all on the first; "auto": balanced by FLOPs.
+        text_layers: layers per stage; empty or "auto": balanced by FLOPs.
         multiplexed: every rank encodes images (`parallel/multiplex.py`).
         microbatches: packs per data-parallel rank and step, checked for interleaving.
         pack_length: tokens per pack, checked for sequence parallelism.
@@ -113,9 +116,11 @@ def make_layout(
         if value < 1:
             raise LayoutError(f"parallel.{name} is {value}; it must be at least 1")
     if world_size % (tensor * pipeline):
+        size = tensor * pipeline
         raise LayoutError(
             f"{world_size} processes can't be divided into parallel.tensor {tensor} x "
-            f"parallel.pipeline {pipeline}; start a multiple of {tensor * pipeline} processes"
+            f"parallel.pipeline {pipeline}; start a multiple of {size} processes, e.g. "
+            f"{max(1, round(world_size / size)) * size}"
         )
     if sequence and tensor == 1:
         raise LayoutError(
@@ -123,15 +128,18 @@ def make_layout(
         )
     if virtual_pipeline > 1 and pipeline == 1:
         raise LayoutError(
-            f"parallel.virtual_pipeline {virtual_pipeline} needs parallel.pipeline of at least 2"
+            f"parallel.virtual_pipeline {virtual_pipeline} needs parallel.pipeline of at least 2, "
+            "it is 1; use parallel.virtual_pipeline 1 or parallel.pipeline 2"
         )
     _check_tensor(spec, tensor, sequence, multiplexed, pack_length)
     stages = pipeline * virtual_pipeline
     if virtual_pipeline > 1 and microbatches is not None and microbatches % pipeline:
+        data = world_size // (tensor * pipeline)
+        nearest = max(1, round(microbatches / pipeline)) * pipeline * data
         raise LayoutError(
             f"with parallel.virtual_pipeline each rank's microbatches ({microbatches} per step) "
             f"must be a multiple of parallel.pipeline {pipeline}; set train.global_batch to a "
-            f"multiple of {pipeline} x data-parallel size"
+            f"multiple of {pipeline} x data-parallel size {data}, e.g. {nearest}"
         )
     if multiplexed:
         return _multiplexed_layout(
@@ -144,21 +152,37 @@ def make_layout(
             vision_layers,
             text_layers,
         )
-    vision = tuple(vision_layers) or (spec.vision.depth, *([0] * (stages - 1)))
-    _check_counts("vision_layers", vision, stages, spec.vision.depth)
-    text = tuple(text_layers) or _balanced_text_layers(spec, vision, stages)
-    _check_counts("text_layers", text, stages, spec.num_layers)
+    if spec.num_layers + spec.vision.depth < stages:
+        raise LayoutError(
+            f"{stages} stages (parallel.pipeline {pipeline} x virtual_pipeline {virtual_pipeline}) "
+            f"are more than the {spec.vision.depth} vision and {spec.num_layers} language layers "
+            f"of this model; use at most {spec.num_layers + spec.vision.depth}"
+        )
+    text = () if text_layers == "auto" else tuple(text_layers)
+
+    def balanced() -> tuple[list[int], list[int]]:
+        vision, text = _balanced(spec, (), stages)
+        return list(vision), list(text)
+
+    if text:
+        _check_counts("text_layers", text, stages, spec.num_layers, lambda: balanced()[1])
+    if vision_layers == "auto":
+        vision, text = _balanced(spec, text, stages)
+    else:
+        vision = tuple(vision_layers) or (spec.vision.depth, *([0] * (stages - 1)))
+    _check_counts("vision_layers", vision, stages, spec.vision.depth, lambda: balanced()[0])
+    text = text or _balanced_text_layers(spec, vision, stages)
     if vision[0] == 0:
         raise LayoutError(
             f"parallel.vision_layers {list(vision)} leaves stage 0 without vision layers; the "
-            "first stage reads the pixels, give it at least one"
+            f"first stage reads the pixels, give it at least one, e.g. {balanced()[0]}"
         )
     merger = max(i for i, n in enumerate(vision) if n)
     holes = [i for i in range(merger) if vision[i] == 0]
     if holes:
         raise LayoutError(
             f"parallel.vision_layers {list(vision)} has no layer on stage {holes[0]} but some on a "
-            "later one; fill the stages in order"
+            f"later one; fill the stages in order, e.g. {balanced()[0]}"
         )
     early = [i for i in range(merger) if text[i]]
     if early:
@@ -168,7 +192,11 @@ def make_layout(
             f"{list(_balanced_text_layers(spec, vision, stages))}"
         )
     if text[-1] == 0 and stages > 1 and merger == stages - 1:
-        raise LayoutError("the last stage needs at least one language layer")
+        raise LayoutError(
+            f"parallel.text_layers {list(text)} leaves the last stage, which holds the merger and "
+            f"the head, without a language layer; give it one, e.g. "
+            f"vision_layers {balanced()[0]} and text_layers {balanced()[1]}"
+        )
     # Tied weights are reduced between the first and the last stage, so the table stays on 0.
     embedding = 0 if spec.tie_word_embeddings else merger
     return Layout(
@@ -190,18 +218,23 @@ def _multiplexed_layout(
     pipeline: int,
     virtual_pipeline: int,
     sequence: bool,
-    vision_layers: Sequence[int],
-    text_layers: Sequence[int],
+    vision_layers: Sequence[int] | Literal["auto"],
+    text_layers: Sequence[int] | Literal["auto"],
 ) -> Layout:
-    if vision_layers:
+    if vision_layers and vision_layers != "auto":
         raise LayoutError(
             f"parallel.vision_layers {list(vision_layers)} has no meaning with parallel.vision "
             "multiplexed, where every rank holds the whole tower; leave it out"
         )
     stages = pipeline * virtual_pipeline
     none = (0,) * stages
-    text = tuple(text_layers) or _balanced_text_layers(spec, none, stages)
-    _check_counts("text_layers", text, stages, spec.num_layers)
+    text = () if text_layers == "auto" else tuple(text_layers)
+
+    def nearest() -> list[int]:
+        return list(_balanced_text_layers(spec, none, stages))
+
+    text = text or tuple(nearest())
+    _check_counts("text_layers", text, stages, spec.num_layers, nearest)
     return Layout(
         tensor=tensor,
         pipeline=pipeline,
@@ -252,28 +285,36 @@ def _check_tensor(
         )
 
 
-def _check_counts(name: str, layers: Sequence[int], stages: int, total: int) -> None:
+def _check_counts(
+    name: str, layers: Sequence[int], stages: int, total: int, nearest: Callable[[], list[int]]
+) -> None:
     if len(layers) != stages or sum(layers) != total or min(layers) < 0:
         raise LayoutError(
             f"parallel.{name} {list(layers)} must be {stages} numbers (one per stage: "
             f"pipeline x virtual_pipeline) of at least 0 that sum to {total}; they are "
-            f"{len(layers)} that sum to {sum(layers)}"
+            f"{len(layers)} that sum to {sum(layers)}; use auto, or e.g. {nearest()}"
         )
 
 
-def _balanced_text_layers(spec: ModelSpec, vision: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Language layers per stage so that the slowest stage is as fast as possible.
+def _prices(spec: ModelSpec) -> tuple[float, float, float]:
+    """What a vision layer, a language layer and the head cost.
 
-    Costs are matmul weights a token passes: a vision layer counts 4 patches per image token and
-    70% image tokens, a typical pack; the head counts as hidden x vocabulary.
+    In matmul weights a token passes: a vision layer counts 4 patches per image token and 70% image
+    tokens, a typical pack; the head counts as hidden x vocabulary.
     """
     v, h = spec.vision, spec.hidden_size
     gates = 3 if spec.family == "qwen2_5_vl" else 2
-    vision_layer = 4 * 0.7 * (4 * v.hidden_size**2 + gates * v.hidden_size * v.intermediate_size)
+    vision = 4 * 0.7 * (4 * v.hidden_size**2 + gates * v.hidden_size * v.intermediate_size)
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    text_layer = 2 * h * q + 2 * h * kv + 3 * h * spec.intermediate_size
+    text = 2 * h * q + 2 * h * kv + 3 * h * spec.intermediate_size
+    return vision, text, h * spec.vocab_size
+
+
+def _balanced_text_layers(spec: ModelSpec, vision: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Language layers per stage so that the slowest stage is as fast as possible."""
+    vision_layer, text_layer, head = _prices(spec)
     cost = [n * vision_layer for n in vision]
-    cost[-1] += h * spec.vocab_size
+    cost[-1] += head
     merger = max((i for i, n in enumerate(vision) if n), default=0)
     layers = [0] * stages
     allowed = list(range(merger, stages))
@@ -285,3 +326,30 @@ def _balanced_text_layers(spec: ModelSpec, vision: Sequence[int], stages: int) -
         layers[cheapest] += 1
         cost[cheapest] += text_layer
     return tuple(layers)
+
+
+def _balanced(
+    spec: ModelSpec, text: tuple[int, ...], stages: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Vision and text layers per stage so that the slowest stage is as fast as possible; given
+    `text`, the vision layers only."""
+    vision_layer, text_layer, head = _prices(spec)
+    depth = spec.vision.depth
+    if not text:
+        found = contiguous([vision_layer] * depth, text_layer, spec.num_layers, head, stages)
+        assert found is not None  # there are layers for every stage
+        return found
+    cost = [n * text_layer for n in text]
+    cost[-1] += head
+    first = next(i for i, n in enumerate(text) if n)  # the merger can't stand behind it
+    best: tuple[float, tuple[int, ...]] | None = None
+    for merger in range(min(first + 1, depth)):
+        layers = [int(i <= merger) for i in range(stages)]  # no hole before the merger
+        for _ in range(depth - merger - 1):
+            loads = [cost[i] + layers[i] * vision_layer for i in range(merger + 1)]
+            layers[loads.index(min(loads))] += 1
+        slowest = max(c + n * vision_layer for c, n in zip(cost, layers, strict=True))
+        if best is None or slowest < best[0]:
+            best = slowest, tuple(layers)
+    assert best is not None
+    return best[1], text

@@ -11,29 +11,36 @@ ranks of a replica holds the whole tower. Per step:
 4. The gradients go back; each rank encodes its pieces again, now with a backward pass.
 5. The tower's gradients are summed over all ranks of the run.
 
-Memory per rank: its pixels, the rows of the whole step on the embedding's ranks, and the
-activations of one piece. The price is one more forward pass of the tower, spread over n ranks.
+Memory per rank: the pixels dealt to it, the rows of the whole step on the embedding's ranks, and
+the activations of one piece. The price is one more forward pass of the tower, spread over n ranks.
 (The idea: DistTrain, arXiv 2408.04275; OrchMLLM, arXiv 2503.23830.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vlmtrain.data.batch import PackedBatch
+from vlmtrain.models.layers import touch
 from vlmtrain.models.spec import ModelSpec, VisionSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
+from vlmtrain.parallel.overlap import parameters_ready
+from vlmtrain.timing import Clock
 
 # Patches encoded at once: about 41 kB of activations each and layer in bf16, so 16,384 patches
 # through 32 layers of width 1280 take about 21 GB.
@@ -57,7 +64,7 @@ class Medium:
 
     pack: int
     grid: tuple[int, int, int]
-    first_patch: int  # in its pack's pixel rows
+    first_patch: int | None  # in its pack's pixel rows; None: not decoded on this rank
 
     @property
     def patches(self) -> int:
@@ -69,10 +76,12 @@ def media_of(packs: list[PackedBatch]) -> list[Medium]:
     """All media of a step, in pack order and sequence order."""
     media = []
     for number, pack in enumerate(packs):
+        grids = pack.grid_thw.tolist()
+        here = pack.has_pixels or (len(pack.pixel_values) > 0,) * len(grids)
         first = 0
-        for t, h, w in pack.grid_thw.tolist():
-            media.append(Medium(number, (t, h, w), first))
-            first += t * h * w
+        for (t, h, w), decoded in zip(grids, here, strict=True):
+            media.append(Medium(number, (t, h, w), first if decoded else None))
+            first += t * h * w if decoded else 0
     return media
 
 
@@ -103,6 +112,11 @@ def deal(costs: list[float], ranks: int) -> list[int]:
         owner[item] = rank
         heapq.heappush(heap, (load + costs[item], rank))
     return owner
+
+
+def deal_media(spec: VisionSpec, grids: Iterable[Sequence[int]], ranks: int) -> list[int]:
+    """Owner among `ranks` of each medium of a step, (t, h, w) in pack and sequence order."""
+    return deal([vision_cost(spec, (int(t), int(h), int(w))) for t, h, w in grids], ranks)
 
 
 def replicated_groups() -> ProcessGroupCollection:
@@ -154,9 +168,12 @@ class VisionReplica(MegatronModule):
 class Multiplexer:
     """Encodes the images of a step on all ranks of this replica."""
 
-    def __init__(self, tower: Any, spec: ModelSpec, tensor: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tower: Any, spec: ModelSpec, tensor: int, dtype: torch.dtype, clock: Clock
+    ) -> None:
         """tower: the VisionReplica, or its DistributedDataParallel wrapper."""
         self.tower, self.spec, self.tensor, self.dtype = tower, spec, tensor, dtype
+        self.clock = clock
         self.ranks: list[int] = dist.get_process_group_ranks(
             parallel_state.get_model_parallel_group()
         )
@@ -172,14 +189,30 @@ class Multiplexer:
         self.receivers = [place.index(t) for t in range(tensor)]
         self.learns = any(p.requires_grad for p in tower.parameters())
 
+    def share(self, grids: Sequence[np.ndarray]) -> list[tuple[bool, ...]]:
+        """Which media of a step's packs this rank encodes, so that it decodes no others.
+
+        Args:
+            grids: int64 [m, 3] of each pack, in the order in which `encode` will get the packs.
+        """
+        owner = iter(deal_media(self.spec.vision, np.concatenate(grids), len(self.ranks)))
+        return [tuple(next(owner) == self.mine for _ in pack) for pack in grids]
+
     def encode(self, packs: list[PackedBatch]) -> list[EncodedPack]:
         """The packs with their rows where the embedding is (leaves that collect a gradient)."""
         self.media = media_of(packs)
-        costs = [vision_cost(self.spec.vision, m.grid) for m in self.media]
-        self.owner = deal(costs, len(self.ranks))
+        grids = [medium.grid for medium in self.media]
+        self.owner = deal_media(self.spec.vision, grids, len(self.ranks))
         self.packs = packs
-        with torch.no_grad():
+        tracker = get_cuda_rng_tracker()
+        self._random = tracker.get_states()
+        # A random stream of its own: ranks encode different numbers of images, and those of a
+        # tensor-parallel group must go on to drop the same values in the language model.
+        with torch.no_grad(), tracker.fork(), self.clock.span("compute"):
             parts = [self.tower(*self._inputs(piece)) for piece in self._pieces()]
+        if not parts:  # the others gather their updated weights at this point
+            for module in self.tower.modules():
+                touch(module)
         mine = torch.cat(parts) if parts else self._empty(packs)
         rows = self._to_receivers(mine)
         if rows is None:
@@ -206,11 +239,21 @@ class Multiplexer:
                 [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             )
         mine = self._from_receivers(gradients)
+        tracker = get_cuda_rng_tracker()
+        now = tracker.get_states()
+        tracker.set_states(self._random)  # dropout falls where it fell in the first pass
+        pieces = self._pieces()
         start = 0
-        for piece in self._pieces():
-            rows = self.tower(*self._inputs(piece))
-            rows.backward(mine[start : start + rows.shape[0]])
-            start += rows.shape[0]
+        with tracker.fork(), self.clock.span("compute"):
+            for number, piece in enumerate(pieces):
+                last = number == len(pieces) - 1
+                with contextlib.nullcontext() if last else self.tower.no_sync():
+                    rows = self.tower(*self._inputs(piece))
+                    rows.backward(mine[start : start + rows.shape[0]])
+                start += rows.shape[0]
+        tracker.set_states(now)
+        if not pieces and self.tower.ddp_config.overlap_grad_reduce:
+            parameters_ready(self.tower, self.tower)
         self.encoded = []
 
     def _owned(self, member: int) -> list[int]:
@@ -235,10 +278,12 @@ class Multiplexer:
         return pieces
 
     def _inputs(self, piece: list[Medium]) -> tuple[Tensor, Tensor]:
-        pixels = [
-            self.packs[m.pack].pixel_values[m.first_patch : m.first_patch + m.patches]
-            for m in piece
-        ]
+        pixels = []
+        for medium in piece:
+            first = medium.first_patch
+            assert first is not None, "the loader has dealt otherwise"
+            rows = self.packs[medium.pack].pixel_values
+            pixels.append(rows[first : first + medium.patches])
         return torch.cat(pixels), torch.tensor([m.grid for m in piece])
 
     def _empty(self, packs: list[PackedBatch], rows: int = 0) -> Tensor:

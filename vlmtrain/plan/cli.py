@@ -7,11 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.plan import driver, flops, picture, workload
+from vlmtrain.plan.adapters import check_targets
 from vlmtrain.plan.costs import CostModel
 from vlmtrain.plan.hardware import PlanError, find_gpu
 from vlmtrain.plan.search import Plan, Prediction, search
+
+NOTHING_FROZEN, NO_ADAPTERS = FreezeSection(), LoraSection()
 
 
 def plan(
@@ -23,6 +27,8 @@ def plan(
     output: Path = Path("plan_out"),
     pack_length: int = 8192,
     global_batch: int | None = None,
+    freeze: FreezeSection = NOTHING_FROZEN,
+    lora: LoraSection = NO_ADAPTERS,
 ) -> int:
     """Find the fastest layout that fits, before any machine is rented.
 
@@ -35,6 +41,8 @@ def plan(
         output: folder to write plan.toml, plan.json, plan.png and trace.json to.
         pack_length: tokens per pack.
         global_batch: packs per optimizer step; default: 2 per GPU, from 64 to 4,096.
+        freeze: parts of the model that keep their weights.
+        lora: low-rank adapters; everything else is frozen then.
 
     Raises:
         UserError: impossible sizes, unreadable files, an unknown GPU, or a model that doesn't fit.
@@ -47,6 +55,15 @@ def plan(
         raise PlanError("--data and --length_histogram both give lengths; pass one of them")
     kind = find_gpu(gpu)
     spec = ModelSpec.from_folder(model)
+    if freeze.vision and freeze.merger and freeze.language and not lora.rank:
+        raise PlanError(
+            "every part is frozen, there is nothing to train; drop one of --freeze.vision, "
+            "--freeze.merger, --freeze.language"
+        )
+    if lora.rank < 0:
+        raise PlanError(f"--lora.rank is {lora.rank}; it must be at least 0")
+    if lora.rank:
+        check_targets(lora, spec)
     if data:
         lengths = workload.from_data(data, model, spec, pack_length)
     elif length_histogram is not None:
@@ -54,7 +71,7 @@ def plan(
     else:
         lengths = workload.typical(spec, pack_length)
     packs = workload.make_packs(lengths, spec, pack_length)
-    found = search(spec, kind, gpus, packs, global_batch)
+    found = search(spec, kind, gpus, packs, global_batch, freeze=freeze, lora=lora)
     title = model_title(spec)
     print(render(found, title))
     for path in write(found, output, model, data, title):
@@ -165,7 +182,7 @@ def write(found: Plan, output: Path, model: Path, data: str | None, title: str) 
         PlanError: the folder can't be written.
     """
     chosen = found.runnable or found.best
-    costs = CostModel(found.spec, found.gpu, found.packs)
+    costs = CostModel(found.spec, found.gpu, found.packs, found.freeze, found.lora)
     written = []
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -232,6 +249,11 @@ def recipe(found: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
             "vision": option.recompute_vision,
             "language": option.recompute_text,
         }
+    frozen = {name: True for name, still in dataclasses.asdict(found.freeze).items() if still}
+    if frozen and not found.lora.rank:
+        tables["freeze"] = frozen
+    if found.lora.rank:
+        tables["lora"] = dataclasses.asdict(found.lora)
     if option.offload:
         tables["optimizer"] = {"offload_fraction": option.offload}
     return tables

@@ -15,10 +15,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from vlmtrain.config import FreezeSection
+from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import Layout
-from vlmtrain.plan import driver, flops, memory, schedule
+from vlmtrain.plan import adapters, driver, flops, memory, schedule
 from vlmtrain.plan.hardware import Gpu
 from vlmtrain.plan.workload import Packs
 
@@ -58,16 +58,29 @@ class Option:
 
 
 class CostModel:
-    """Prices of a model's parts on one kind of GPU, for packs of one kind of data."""
+    """Prices of a model's parts on one kind of GPU, for packs of one kind of data.
+
+    `element`: bytes of parameters and activations, 2 (bf16) or 4; `cuda`: which layers run.
+    """
 
     def __init__(
-        self, spec: ModelSpec, gpu: Gpu, packs: Packs, freeze: FreezeSection | None = None
+        self,
+        spec: ModelSpec,
+        gpu: Gpu,
+        packs: Packs,
+        freeze: FreezeSection | None = None,
+        lora: LoraSection | None = None,
+        *,
+        element: int = 2,
+        cuda: bool = True,
     ) -> None:
-        self.spec, self.gpu, self.packs = spec, gpu, packs
-        self.freeze = freeze or FreezeSection()
+        self.spec, self.gpu, self.packs, self.element = spec, gpu, packs, element
+        self.cuda = cuda
+        self.freeze, self.lora = freeze or FreezeSection(), lora or LoraSection()
+        self.learning = memory.Learning.of(spec, self.freeze, self.lora)
         self.mean, self.large = packs.mean, packs.large
         self._units: dict[tuple[int, bool], dict[str, np.ndarray]] = {}
-        self._sizes: dict[int, dict[str, int]] = {}
+        self._sizes: dict[int, dict[str, tuple[int, int]]] = {}
 
     # --- seconds ------------------------------------------------------------------------------
 
@@ -78,7 +91,7 @@ class CostModel:
         if key in self._units:
             return self._units[key]
         spec, vision, gpu = self.spec, self.spec.vision, self.gpu
-        factors = flops.backward_factors(self.freeze)
+        factors = self.backward_factors()
         language = 1 / (gpu.peak * gpu.efficiency.language * tensor)
         tower = 1 / (gpu.peak * gpu.efficiency.vision * tensor)
 
@@ -90,12 +103,18 @@ class CostModel:
             result[COMPUTE_B] = weights * factors[part][0] + pairs * factors[part][1]
             return result
 
+        def adapt(result: np.ndarray, column: int, seconds: float) -> None:
+            """Add a layer's adapters: two small products, trained."""
+            small = 2 * seconds * self._adapter_products(vision=column == PATCHES)
+            result[COMPUTE_F, column] += small
+            result[COMPUTE_B, column] += 2 * small
+
         def exchange(result: np.ndarray, column: int, width: float, calls: tuple[int, int]) -> None:
             """Add `calls` collectives, forward and backward, over rows of `width` elements."""
             if tensor == 1:
                 return
             bandwidth = gpu.nvlink_gbs * 1e9 * gpu.efficiency.link
-            per_row = 2 * width * (tensor - 1) / tensor / bandwidth
+            per_row = self.element * width * (tensor - 1) / tensor / bandwidth
             for row, count in zip((COMM_F, COMM_B), calls, strict=True):
                 if row == COMM_B and not result[COMPUTE_B].any():
                     continue
@@ -105,6 +124,7 @@ class CostModel:
 
         per_layer = (4, 6) if sequence else (4, 4)
         text = block(flops.text_layer_price(spec), "language", language)
+        adapt(text, TOKENS, language)
         exchange(text, TOKENS, spec.hidden_size, per_layer)
         padded = memory.padded_vocab(spec, tensor)
         head = block(flops.head_price(spec, padded), "head", language)
@@ -114,14 +134,14 @@ class CostModel:
         exchange(merger, PATCHES, 2 * vision.out_hidden_size / vision.merge_unit, (1, 1))
         # Computed again by selective recomputation: an MLP, and half a layer's collectives.
         text_mlp, vision_mlp = np.zeros((4, 5)), np.zeros((4, 5))
-        text_mlp[COMPUTE_F, TOKENS] = 6 * spec.hidden_size * spec.intermediate_size * language
-        products = flops.vision_layer_weights(spec) - 4 * vision.hidden_size**2
-        vision_mlp[COMPUTE_F, PATCHES] = 2 * products * tower
+        text_mlp[COMPUTE_F, TOKENS] = flops.mlp_price(spec, vision=False).tokens * language
+        vision_mlp[COMPUTE_F, PATCHES] = flops.mlp_price(spec, vision=True).patches * tower
         exchange(text_mlp, TOKENS, spec.hidden_size, (2, 0))
         exchange(vision_mlp, PATCHES, vision.hidden_size, (2, 0))
         layers = [np.zeros((4, 5))]
         for i in range(vision.depth):
             layer = block(flops.vision_layer_price(spec, i), "vision", tower)
+            adapt(layer, PATCHES, tower)
             exchange(layer, PATCHES, vision.hidden_size, per_layer)
             layers.append(layers[-1] + layer)
         embed = block(flops.patch_embed_price(spec), "patch_embed", tower * tensor)
@@ -137,6 +157,35 @@ class CostModel:
             "vision": np.stack(layers),
         }
         return self._units[key]
+
+    def backward_factors(self) -> dict[str, tuple[int, int]]:
+        """As `flops.backward_factors`; beside adapters every weight is frozen."""
+        if not self.lora.rank:
+            return flops.backward_factors(self.freeze)
+        tower = self.learning.tower
+        text = tower or any(self.learning.text_adapters)
+        return {
+            "patch_embed": (0, 0),
+            "vision": (int(tower), 2 * tower),
+            "merger": (int(tower), 0),
+            "language": (int(text), 2 * text),
+            "head": (1, 0),
+        }
+
+    def _adapter_products(self, *, vision: bool) -> int:
+        """Multiply-accumulates per row of a layer's adapters, forward."""
+        linears = adapters.layer_linears(self.spec, vision=vision)
+        rank, total = self.lora.rank, 0
+        for linear in linears:
+            rows = adapters.adapted(linear, self.lora, vision=vision)
+            total += rank * (linear.inputs * len(rows) + sum(rows))
+        return total
+
+    def adapter_flops(self, work: np.ndarray) -> float:
+        """Of all adapters, forward and backward, for (mean) work [5]."""
+        text = self.spec.num_layers * self._adapter_products(vision=False) * work[TOKENS]
+        tower = self.spec.vision.depth * self._adapter_products(vision=True) * work[PATCHES]
+        return 6.0 * float(text + tower)
 
     def text_cost(self, tensor: int, sequence: bool, recompute: str) -> np.ndarray:
         """[4, 5] of a language layer."""
@@ -187,10 +236,12 @@ class CostModel:
         ranks = layout.pipeline * layout.tensor
         share = option.microbatches / ranks * 1.02  # images don't divide evenly
         tokens = option.microbatches * self.mean[PATCHES] / self.spec.vision.merge_unit
-        size = 2 * tokens * self.spec.hidden_size * (ranks - 1) / ranks
+        size = self.element * tokens * self.spec.hidden_size * (ranks - 1) / ranks
         exchange = size / self.stage_bandwidth(layout)
         latency = gpu.latency_us * 1e-6 * ranks
         forward = share * cost[COMPUTE_F]
+        if not (self.learning.tower or self.learning.merger):
+            return forward + exchange + latency, 0.0
         backward = share * (cost[COMPUTE_F] + cost[COMPUTE_B])
         return forward + exchange + latency, backward + exchange / layout.tensor + latency
 
@@ -212,11 +263,12 @@ class CostModel:
             size = text if stage >= layout.merger_stage else vision
             if layout.embedding_stage <= stage < layout.merger_stage:
                 size = text + vision
-            result.append(2 * size / shards / bandwidth + self.gpu.latency_us * 1e-6)
+            seconds = self.element * size / shards / bandwidth
+            result.append(seconds + self.gpu.latency_us * 1e-6)
         return result
 
     def data_parallel_seconds(self, option: Option) -> float:
-        """Reduce-scatter of float32 gradients and all-gather of bf16 parameters, not overlapped.
+        """Reduce-scatter of float32 gradients and all-gather of parameters, not overlapped.
 
         A group with several members per node uses all of their network ports. A multiplexed
         tower is one group of all GPUs.
@@ -231,11 +283,12 @@ class CostModel:
             if size * apart > gpu.gpus_per_node:
                 gbs = min(gbs, gpu.network_gbs * max(1, gpu.gpus_per_node // apart))
             share = (size - 1) / size
-            return 6 * elements * share / (gbs * 1e9 * gpu.efficiency.link)
+            return (4 + self.element) * elements * share / (gbs * 1e9 * gpu.efficiency.link)
 
         world = layout.tensor * layout.data * layout.pipeline
-        stages = seconds(max(self.rank_parameters(option)), layout.data, layout.tensor)
-        return stages + seconds(self.tower_parameters(option), world, 1)
+        learning = max(n for _, n in self.rank_parameters(option))
+        stages = seconds(learning, layout.data, layout.tensor)
+        return stages + seconds(self.tower_parameters(option)[1], world, 1)
 
     def optimizer_seconds(self, option: Option) -> float:
         """Memory traffic of clearing gradients, their norm and AdamW; offloaded: host and PCIe.
@@ -243,7 +296,8 @@ class CostModel:
         4 bytes down and 28 through host memory and 2 up for each offloaded parameter.
         """
         gpu, layout = self.gpu, option.layout
-        elements, tower = max(self.rank_parameters(option)), self.tower_parameters(option)
+        elements = max(n for _, n in self.rank_parameters(option))
+        tower = self.tower_parameters(option)[1]
         mine = elements / layout.data
         mine += tower / (layout.tensor * layout.data * layout.pipeline)
         elements += tower
@@ -254,46 +308,66 @@ class CostModel:
 
     # --- bytes --------------------------------------------------------------------------------
 
-    def sizes(self, tensor: int) -> dict[str, int]:
-        """Parameters of the units on one tensor-parallel rank."""
+    def sizes(self, tensor: int) -> dict[str, tuple[int, int]]:
+        """Parameters of the units on one tensor-parallel rank: all, and those that learn."""
         if tensor not in self._sizes:
-            spec = self.spec
+            spec, learning, lora = self.spec, self.learning, self.lora
+
+            def unit(count: int, trained: bool, own: int = 0) -> tuple[int, int]:
+                return count + own, count * trained + own
+
+            text = sum(memory.text_layer_parameters(spec, tensor))
+            vision = sum(memory.vision_layer_parameters(spec, tensor))
+            table = memory.padded_vocab(spec, tensor) // tensor * spec.hidden_size
+            text_own = sum(memory.text_layer_adapters(spec, tensor, lora))
+            vision_own = sum(memory.vision_layer_adapters(spec, tensor, lora))
             self._sizes[tensor] = {
-                "patch_embed": spec.vision.patch_dim * spec.vision.hidden_size,
-                "vision": sum(memory.vision_layer_parameters(spec, tensor)),
-                "merger": sum(memory.merger_parameters(spec, tensor)),
-                "text": sum(memory.text_layer_parameters(spec, tensor)),
-                "table": memory.padded_vocab(spec, tensor) // tensor * spec.hidden_size,
+                "patch_embed": unit(
+                    spec.vision.patch_dim * spec.vision.hidden_size, learning.vision
+                ),
+                "vision": unit(vision, learning.vision, vision_own),
+                "merger": unit(sum(memory.merger_parameters(spec, tensor)), learning.merger),
+                "text": unit(text, learning.language, text_own),
+                "table": unit(table, learning.language),
+                "norm": unit(spec.hidden_size, learning.language),
             }
         return self._sizes[tensor]
 
-    def rank_parameters(self, option: Option) -> list[int]:
-        """Parameters of each pipeline rank, its chunks together; no multiplexed tower."""
+    def rank_parameters(self, option: Option) -> list[tuple[int, int]]:
+        """Parameters of each pipeline rank, its chunks together, and those that learn; no
+        multiplexed tower."""
         layout, sizes = option.layout, self.sizes(option.layout.tensor)
+        pair = {name: np.array(size, dtype=np.int64) for name, size in sizes.items()}
         tied = self.spec.tie_word_embeddings
-        stages = sizes["text"] * np.array(layout.text_layers, dtype=np.int64)
-        stages[layout.embedding_stage] += sizes["table"]
-        stages[-1] += self.spec.hidden_size
+        stages = pair["text"] * np.array(layout.text_layers, dtype=np.int64)[:, None]
+        stages[layout.embedding_stage] += pair["table"]
+        stages[-1] += pair["norm"]
         if not (tied and layout.embedding_stage == layout.stages - 1):
-            stages[-1] += sizes["table"]
+            stages[-1] += pair["table"]
         if not option.multiplexed:
-            stages += sizes["vision"] * np.array(layout.vision_layers, dtype=np.int64)
-            stages[0] += sizes["patch_embed"]
-            stages[layout.merger_stage] += sizes["merger"]
-        return stages.reshape(-1, layout.pipeline).sum(0).tolist()
+            stages += pair["vision"] * np.array(layout.vision_layers, dtype=np.int64)[:, None]
+            stages[0] += pair["patch_embed"]
+            stages[layout.merger_stage] += pair["merger"]
+        ranks = stages.reshape(-1, layout.pipeline, 2).sum(0)
+        return [(int(every), int(learning)) for every, learning in ranks]
 
-    def tower_parameters(self, option: Option) -> int:
-        """Parameters of the whole vision tower, which every rank holds where it is multiplexed."""
+    def tower_parameters(self, option: Option) -> tuple[int, int]:
+        """Parameters of the whole vision tower, which every rank holds where it is multiplexed,
+        and those that learn."""
         if not option.multiplexed:
-            return 0
-        sizes = self.sizes(1)
-        tower = self.spec.vision.depth * sizes["vision"]
-        return tower + sizes["patch_embed"] + sizes["merger"]
+            return 0, 0
+        sizes, depth = self.sizes(1), self.spec.vision.depth
+        names = ("vision", "patch_embed", "merger")
+        every, learning = (
+            sum(sizes[name][i] * (depth if name == "vision" else 1) for name in names)
+            for i in (0, 1)
+        )
+        return every, learning
 
     def rank_memory(self, option: Option) -> list[RankMemory]:
         """Bytes of each pipeline rank at its peak."""
         layout = option.layout
-        model = _activations(self.spec, layout.tensor, layout.sequence)
+        model = self._activations(layout.tensor, layout.sequence)
         tokens, patches = self.mean[TOKENS], self.mean[PATCHES]
         per_token, per_patch = model.stages(
             layout,
@@ -309,12 +383,14 @@ class CostModel:
         transients = self._transients(option, model)
         chunks = layout.virtual_pipeline
         result = []
-        tower = self.tower_parameters(option)
+        tower, tower_learns = self.tower_parameters(option)
+        master = memory.STATE_BYTES if self.element == 2 else 8
         world = layout.tensor * layout.data * layout.pipeline
-        for rank, elements in enumerate(self.rank_parameters(option)):
-            padded = elements + 128 * layout.data * chunks
-            mine = padded / layout.data + tower / world
-            states = 6 * (padded + tower) + (1 - option.offload) * memory.STATE_BYTES * mine
+        for rank, (every, learning) in enumerate(self.rank_parameters(option)):
+            padded = learning + 128 * layout.data * chunks
+            mine = padded / layout.data + tower_learns / world
+            states = float(self.element * (every - learning + padded + tower))
+            states += 4 * (padded + tower_learns) + (1 - option.offload) * master * mine
             shape = (layout.pipeline, chunks, option.microbatches, rank)
             # the excess of many microbatches over their mean grows as the root of their number
             number = max(1.0, schedule.peak_kept(*shape, [1 / chunks] * chunks))
@@ -325,7 +401,9 @@ class CostModel:
                 )
             if option.multiplexed:
                 # one phase after the other; the rows and their gradients stay for both
-                rows = 4 * self.spec.hidden_size * patches / self.spec.vision.merge_unit
+                rows = (
+                    2 * self.element * self.spec.hidden_size * patches / self.spec.vision.merge_unit
+                )
                 waiting = rows * option.microbatches if rank == 0 else 0.0
                 activations = max(activations, self._piece_bytes(option)) + waiting
             pixels = rank == 0 or option.multiplexed  # every rank reads its images from all packs
@@ -334,17 +412,20 @@ class CostModel:
             )
             transient = float(transients[rank :: layout.pipeline].max())
             result.append(
-                RankMemory(states, activations, transient, batch, option.offload * 12 * mine)
+                RankMemory(states, activations, transient, batch, option.offload * master * mine)
             )
         return result
 
     def _piece_bytes(self, option: Option) -> float:
         """Activations of the largest piece of images that a rank of a multiplexed tower encodes."""
-        model = _activations(self.spec, 1, False)
+        model = self._activations(1, False)
         kept = model.vision_layer() * self.spec.vision.depth + model.patch_embed() + model.merger()
         share = option.microbatches * self.mean[PATCHES]
         share /= option.layout.pipeline * option.layout.tensor
         return kept.per_patch * min(share, PIECE_PATCHES)
+
+    def _activations(self, tensor: int, sequence: bool) -> memory.ActivationModel:
+        return _activations(self.spec, tensor, sequence, self.element, self.cuda, self.learning)
 
     def _transients(self, option: Option, model: memory.ActivationModel) -> np.ndarray:
         """[stages] bytes of the largest piece of short-lived memory."""
@@ -381,8 +462,15 @@ class RankMemory:
 
 
 @lru_cache(maxsize=64)
-def _activations(spec: ModelSpec, tensor: int, sequence: bool) -> memory.ActivationModel:
-    return memory.ActivationModel(spec, tensor, sequence)
+def _activations(
+    spec: ModelSpec,
+    tensor: int,
+    sequence: bool,
+    element: int,
+    cuda: bool,
+    learning: memory.Learning,
+) -> memory.ActivationModel:
+    return memory.ActivationModel(spec, tensor, sequence, element, cuda, learning)
 
 
 def _again(block: np.ndarray, again: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ multiply:
 - A backward product costs as much as its forward one for the input's gradient and as much again
   for the weight's. Frozen weights have no second part; where nothing below is trained there is no
   backward at all. Pixels need no gradient.
+- Adapters (LoRA) are products with two small weights that are trained, beside a frozen one.
 - *Model* FLOPs (MFU) leave out recomputation; `hardware_flops` (HFU) adds it.
 
 Sizes as in the released configurations: h = language width, q and kv = widths of queries and of
@@ -19,12 +20,13 @@ keys, f = MLP width, V = vocabulary, D = tower width, P = patches, T = tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vlmtrain.config import FreezeSection
+from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec, VisionSpec
+from vlmtrain.plan import adapters
 
 PARTS = ("patch_embed", "vision", "merger", "language", "head")
 
@@ -217,6 +219,8 @@ class FlopCount:
     forward: dict[str, int]
     backward: dict[str, int]
     attention_forward: dict[str, int]  # contained in forward
+    attention_backward: dict[str, int]  # contained in backward
+    mlp_forward: dict[str, int]  # contained in forward
 
     @property
     def total(self) -> int:
@@ -226,26 +230,99 @@ class FlopCount:
         return self.forward[name] + self.backward[name]
 
 
-def count(spec: ModelSpec, work: Work, freeze: FreezeSection | None = None) -> FlopCount:
-    """Model FLOPs of forward and backward."""
+def mlp_price(spec: ModelSpec, *, vision: bool) -> Work:
+    """Forward price of the MLP of one layer of a tower."""
+    _, _, fc1, fc2 = adapters.layer_linears(spec, vision=vision)
+    flops = 2 * (fc1.weights + fc2.weights)
+    return Work(patches=flops) if vision else Work(tokens=flops)
+
+
+def count(
+    spec: ModelSpec,
+    work: Work,
+    freeze: FreezeSection | None = None,
+    lora: LoraSection | None = None,
+    *,
+    recomputed: Collection[str] = (),
+) -> FlopCount:
+    """Model FLOPs of forward and backward; with adapters everything else is frozen.
+
+    `recomputed`: "vision", "language": towers that compute the gradient of their input although
+    nothing below learns, because they recompute (`models.layers.ask_for_gradient`).
+    """
+    if lora is not None and lora.rank:
+        return _count_adapted(spec, work, lora, recomputed)
     factors = backward_factors(freeze)
-    forward, backward, attention = {}, {}, {}
+    result = FlopCount({}, {}, {}, {}, {})
     for name, price in prices(spec).items():
         weights, pairs = price.weights @ work, price.attention @ work
-        forward[name] = weights + pairs
-        attention[name] = pairs
-        backward[name] = weights * factors[name][0] + pairs * factors[name][1]
-    return FlopCount(forward, backward, attention)
+        result.forward[name] = weights + pairs
+        result.attention_forward[name] = pairs
+        result.attention_backward[name] = pairs * factors[name][1]
+        result.backward[name] = weights * factors[name][0] + pairs * factors[name][1]
+    result.mlp_forward["vision"] = spec.vision.depth * (mlp_price(spec, vision=True) @ work)
+    result.mlp_forward["language"] = spec.num_layers * (mlp_price(spec, vision=False) @ work)
+    return result
+
+
+def _count_adapted(
+    spec: ModelSpec, work: Work, lora: LoraSection, recomputed: Collection[str]
+) -> FlopCount:
+    plain = prices(spec)
+    result = FlopCount({}, {}, {}, {}, {})
+
+    def layers(name: str, number: int, rows: int, below: bool) -> bool:
+        """Count a tower's layers; whether what comes after them needs gradients."""
+        vision = name == "vision"
+        pairs = [vision_layer_price(spec, i) if vision else text_layer_price(spec)
+                 for i in range(number)]  # fmt: skip
+        forward = backward = mlp = attention = attention_back = 0
+        learn = adapters.adapters_learn(spec, lora, vision=vision)
+        below = below or (learn and name in recomputed)
+        for price in pairs:
+            one = adapters.layer_products(spec, lora, vision=vision, below=below)
+            seen = price.attention @ work
+            forward += 2 * one.forward * rows + seen
+            backward += 2 * one.backward * rows
+            mlp += 2 * one.mlp_forward * rows
+            attention += seen
+            if one.attention_learns:
+                attention_back += 2 * seen
+            below = below or learn
+        result.forward[name], result.mlp_forward[name] = forward, mlp
+        result.backward[name] = backward + attention_back
+        result.attention_forward[name] = attention
+        result.attention_backward[name] = attention_back
+        return below
+
+    def single(name: str, rows_learn: bool) -> None:
+        forward = plain[name].weights @ work
+        result.forward[name], result.backward[name] = forward, forward if rows_learn else 0
+        result.attention_forward[name] = result.attention_backward[name] = 0
+
+    single("patch_embed", False)
+    below = layers("vision", spec.vision.depth, work.patches, False)
+    single("merger", below)
+    below = layers("language", spec.num_layers, work.tokens, below)
+    single("head", below)
+    return result
 
 
 def hardware_flops(
-    model: FlopCount, *, recompute: Iterable[str] = (), attention_recompute: bool = True
+    model: FlopCount,
+    *,
+    recompute: Iterable[str] = (),
+    selective: Iterable[str] = (),
+    multiplexed: bool = False,
+    attention_recompute: bool = True,
 ) -> int:
     """FLOPs that the machine executes.
 
     Args:
         model: what `count` returned.
         recompute: parts of PARTS whose forward runs again before their backward.
+        selective: "vision", "language": towers whose MLPs run again.
+        multiplexed: the tower runs once without keeping anything and once more to learn.
         attention_recompute: the scores are computed a second time in the backward pass, as every
             attention kernel that doesn't store them does: half of a forward pass over the pairs.
     """
@@ -253,10 +330,13 @@ def hardware_flops(
     for name in recompute:
         if model.backward[name]:
             total += model.forward[name]
-    if attention_recompute:
-        total += sum(
-            pairs // 2 for name, pairs in model.attention_forward.items() if model.backward[name]
-        )
+    for name in selective:
+        if model.backward[name]:
+            total += model.mlp_forward[name]
+    if multiplexed and (model.backward["vision"] or model.backward["merger"]):
+        total += sum(model.forward[name] for name in ("patch_embed", "vision", "merger"))
+    if attention_recompute:  # backward is 2 x forward without it
+        total += sum(pairs // 4 for pairs in model.attention_backward.values())
     return total
 
 

@@ -12,19 +12,26 @@ by tensor. e = bytes per element, t = tensor-parallel size, s = t under sequence
 
     4eh/s + 8/s            two norms: input and output, and the statistics
     e(3q + 3kv)/t          rotated q and k, the fused projection that v is a view of, the output
-    8H/t + 4ed             softmax statistics, cos and sin of q and of k
-    5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product
+    8H/t + 2ed             softmax statistics, cos and sin of q and of k (float32 runs share one
+                           table of 4d bytes among a stage's layers)
+    5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product; on the CPU 3ef
+
+A frozen weight does not keep its input; where nothing below learns, nothing is kept at all. An
+adapter keeps its linear's input and its own small product.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import Layout
+from vlmtrain.plan import adapters
 
 STATE_BYTES = 12  # float32 master weight and two moments
 _ALIGNMENT = 64  # elements at which parameters start in a buffer
@@ -66,16 +73,32 @@ def merger_parameters(spec: ModelSpec, tensor: int) -> list[int]:
     return [*norm, part * merged, part, spec.hidden_size * part, spec.hidden_size]
 
 
+def text_layer_adapters(spec: ModelSpec, tensor: int, lora: LoraSection) -> list[int]:
+    """Sizes of a language layer's adapters on one rank, in order of registration."""
+    return _in_order(adapters.adapter_parameters(spec, lora, tensor, vision=False))
+
+
+def vision_layer_adapters(spec: ModelSpec, tensor: int, lora: LoraSection) -> list[int]:
+    """Sizes of a vision layer's adapters on one rank, in order of registration."""
+    return _in_order(adapters.adapter_parameters(spec, lora, tensor, vision=True))
+
+
+def _in_order(sizes: dict[str, list[int]]) -> list[int]:
+    order = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2")
+    return [size for name in order for size in sizes[name]]
+
+
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameter sizes of one stage on one tensor-parallel rank, in order of registration."""
+    """Parameter sizes of one stage on one tensor-parallel rank."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of what learns, in order of registration
     shared: tuple[int, ...] = ()  # places of tied tables, which get a bucket of their own
+    frozen: int = 0  # parameters outside the buffers
 
     @property
     def count(self) -> int:
-        return sum(self.sizes)
+        return sum(self.sizes) + self.frozen
 
     def buckets(self, data: int) -> list[tuple[int, int]]:
         """(start, end) in elements of the parts of the gradient buffer that are sharded."""
@@ -121,31 +144,76 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def stage_parameters(spec: ModelSpec, layout: Layout, stage: int) -> StageParameters:
+def stage_parameters(
+    spec: ModelSpec,
+    layout: Layout,
+    stage: int,
+    freeze: FreezeSection | None = None,
+    lora: LoraSection | None = None,
+) -> StageParameters:
     """What `QwenVLStage` allocates for `stage` on each tensor-parallel rank."""
     t, merger = layout.tensor, layout.merger_stage
+    freeze, lora = freeze or FreezeSection(), lora or LoraSection()
+    if lora.rank:
+        freeze = FreezeSection(vision=True, merger=True, language=True)
     table = padded_vocab(spec, t) // t * spec.hidden_size
     last, first = stage == layout.stages - 1, stage == layout.embedding_stage
     sizes: list[int] = []
     shared: list[int] = []
     tied = spec.tie_word_embeddings
-    if stage == 0:
-        sizes.append(spec.vision.patch_dim * spec.vision.hidden_size)
-    sizes += vision_layer_parameters(spec, t) * layout.vision_layers[stage]
-    if stage == merger:
-        sizes += merger_parameters(spec, t)
-    if first:
-        if tied and not last and layout.pipeline > 1:
+    frozen = 0
+
+    def add(new: Sequence[int], still: bool, share: bool = False) -> None:
+        nonlocal frozen
+        if still:
+            frozen += sum(new)
+            return
+        if share:
             shared.append(len(sizes))
-        sizes.append(table)
-    sizes += text_layer_parameters(spec, t) * layout.text_layers[stage]
+        sizes.extend(new)
+
+    if not layout.multiplexed:
+        if stage == 0:
+            add([spec.vision.patch_dim * spec.vision.hidden_size], freeze.vision)
+        for _ in range(layout.vision_layers[stage]):
+            add(vision_layer_parameters(spec, t), freeze.vision)
+            add(vision_layer_adapters(spec, t, lora), False)
+        if stage == merger:
+            add(merger_parameters(spec, t), freeze.merger)
+    if first:
+        add([table], freeze.language, tied and not last and layout.pipeline > 1)
+    for _ in range(layout.text_layers[stage]):
+        add(text_layer_parameters(spec, t), freeze.language)
+        add(text_layer_adapters(spec, t, lora), False)
     if last:
-        sizes.append(spec.hidden_size)
+        add([spec.hidden_size], freeze.language)
         if not (tied and first):
-            if tied:
-                shared.append(len(sizes))
-            sizes.append(table)
-    return StageParameters(tuple(sizes), tuple(shared))
+            add([table], freeze.language, tied)
+    return StageParameters(tuple(sizes), tuple(shared), frozen)
+
+
+def tower_parameters(
+    spec: ModelSpec, freeze: FreezeSection | None = None, lora: LoraSection | None = None
+) -> StageParameters:
+    """The whole tower, as every rank holds it where vision is multiplexed."""
+    freeze, lora = freeze or FreezeSection(), lora or LoraSection()
+    if lora.rank:
+        freeze = FreezeSection(vision=True, merger=True, language=True)
+    sizes: list[int] = []
+    layer = vision_layer_parameters(spec, 1)
+    own = vision_layer_adapters(spec, 1, lora)
+    embed = spec.vision.patch_dim * spec.vision.hidden_size
+    frozen = 0
+    if freeze.vision:
+        frozen += embed + spec.vision.depth * sum(layer)
+        sizes += own * spec.vision.depth
+    else:
+        sizes += [embed, *layer * spec.vision.depth]
+    if freeze.merger:
+        frozen += sum(merger_parameters(spec, 1))
+    else:
+        sizes += merger_parameters(spec, 1)
+    return StageParameters(tuple(sizes), (), frozen)
 
 
 @dataclass(frozen=True)
@@ -162,19 +230,37 @@ class ModelStates:
 
 
 def model_states(
-    spec: ModelSpec, layout: Layout, pipeline_rank: int, data_rank: int, *, bf16: bool = True
+    spec: ModelSpec,
+    layout: Layout,
+    pipeline_rank: int,
+    data_rank: int,
+    *,
+    bf16: bool = True,
+    freeze: FreezeSection | None = None,
+    lora: LoraSection | None = None,
+    global_rank: int = 0,
 ) -> ModelStates:
-    """Exact bytes of the states of one rank, its virtual chunks together.
+    """Exact bytes of the states of one rank, its virtual chunks and a multiplexed tower together.
 
-    In float32 runs the master weights are the parameters themselves.
+    In float32 runs the master weights are the parameters themselves. Frozen weights have neither
+    gradients nor optimizer state. `global_rank` matters to a multiplexed tower alone, which is
+    data-parallel over all ranks.
     """
+    element, state = (2, STATE_BYTES) if bf16 else (4, 8)
     parameters = gradients = optimizer = 0
-    for stage in range(pipeline_rank, layout.stages, layout.pipeline):
-        sizes = stage_parameters(spec, layout, stage)
-        elements = sizes.buffer(layout.data)
-        parameters += elements * (2 if bf16 else 4)
+
+    def add(sizes: StageParameters, data: int, rank: int) -> None:
+        nonlocal parameters, gradients, optimizer
+        elements = sizes.buffer(data)
+        parameters += (elements + sizes.frozen) * element
         gradients += elements * 4
-        optimizer += sizes.shard(layout.data, data_rank) * (STATE_BYTES if bf16 else 8)
+        optimizer += sizes.shard(data, rank) * state
+
+    for stage in range(pipeline_rank, layout.stages, layout.pipeline):
+        add(stage_parameters(spec, layout, stage, freeze, lora), layout.data, data_rank)
+    if layout.multiplexed:
+        world = layout.tensor * layout.pipeline * layout.data
+        add(tower_parameters(spec, freeze, lora), world, global_rank)
     return ModelStates(parameters, gradients, optimizer)
 
 
@@ -199,68 +285,154 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Learning:
+    """What learns; adapters by their ranks' sum on qkv, proj, fc1 and fc2 of a layer."""
+
+    vision: bool = True
+    merger: bool = True
+    language: bool = True
+    vision_adapters: tuple[int, ...] = (0, 0, 0, 0)
+    text_adapters: tuple[int, ...] = (0, 0, 0, 0)
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, freeze: FreezeSection | None = None, lora: LoraSection | None = None
+    ) -> Learning:
+        if lora is None or not lora.rank:
+            off = freeze or FreezeSection()
+            return cls(not off.vision, not off.merger, not off.language)
+
+        def ranks(vision: bool) -> tuple[int, ...]:
+            linears = adapters.layer_linears(spec, vision=vision)
+            return tuple(
+                lora.rank * len(adapters.adapted(one, lora, vision=vision)) for one in linears
+            )
+
+        return cls(False, False, False, ranks(True), ranks(False))
+
+    @property
+    def tower(self) -> bool:
+        """Whether the merger's input needs a gradient."""
+        return self.vision or any(self.vision_adapters)
+
+    @property
+    def below_text(self) -> bool:
+        """Whether the first language layer's input does."""
+        return self.tower or self.merger or self.language
+
+
+@dataclass(frozen=True)
 class ActivationModel:
     """What one stage of a layout keeps of a microbatch.
 
-    `fused_norm`: the norms of CUDA keep their input and one or two statistics; torch's RMSNorm on
-    CPU computes in float32 step by step and keeps that too.
+    `cuda`: its norms keep their input and one or two statistics; on the CPU torch's RMSNorm of
+    bf16 keeps its steps in float32, and host_ops.py's activations keep their input alone.
     """
 
     spec: ModelSpec
     tensor: int = 1
     sequence: bool = False
     element: int = 2  # bytes
-    fused_norm: bool = True
+    cuda: bool = True
+    learning: Learning = Learning()
 
     @property
     def shards(self) -> int:
         return self.tensor if self.sequence else 1
 
-    def _norm(self, width: int, shards: int, *, layer_norm: bool) -> float:
+    def _norm(self, width: int, shards: int, *, layer_norm: bool, trained: bool) -> float:
+        """What a norm itself keeps; its output is kept by the weight that reads it."""
         e = self.element
         if layer_norm:
-            statistics = 8 if self.fused_norm else 2 * e
-            return (2 * e * width + statistics) / shards
-        if self.fused_norm:
-            return (2 * e * width + 4) / shards
-        return (8 * width + 4 + e * width) / shards
+            statistics = 8 if self.cuda else 2 * e
+            return (e * width + statistics) / shards
+        if self.cuda or e == 4:
+            return (e * width + 4) / shards
+        return ((8 if trained else 4) * width + 4) / shards
 
-    def text_layer(self, recompute: str = "none") -> Kept:
-        """With `selective` the MLP keeps only its input, with `full` the layer does."""
+    def _layer(self, recompute: str, *, vision: bool, below: bool) -> float:
+        """Bytes per row, linear by linear: what learns, and what it keeps.
+
+        `below`: whether the layer's input needs a gradient.
+        """
+        spec, e, t = self.spec, self.element, self.tensor
+        if vision:
+            size = spec.vision
+            h, q, kv, f = size.hidden_size, size.hidden_size, size.hidden_size, 0
+            heads, head_dim, f = size.num_heads, size.head_dim, size.intermediate_size
+            gated = spec.family == "qwen2_5_vl"
+            trained, ranks = self.learning.vision, self.learning.vision_adapters
+        else:
+            h, f, gated = spec.hidden_size, spec.intermediate_size, True
+            q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+            heads, head_dim = spec.num_heads, spec.head_dim
+            trained, ranks = self.learning.language, self.learning.text_adapters
+        norm = self._norm(h, self.shards, layer_norm=vision and not gated, trained=trained)
+        learns = [trained or rank > 0 for rank in ranks]
+        read = e * h / self.shards  # the output of a norm, kept by the linear after it
+        kept = norm if below else 0.0
+        kept += read if learns[0] else 0.0
+        needs = below or learns[0]
+        if needs:
+            angles = 0 if e == 4 else 2 * e * head_dim
+            kept += e * 3 * (q + kv) / t + 8 * heads / t + angles
+        elif learns[1]:
+            kept += e * q / t
+        needs = needs or learns[1]
+        kept += norm if needs else 0.0
+        kept += e * (ranks[0] + ranks[1])
+        if recompute == "selective":
+            return kept + (read if needs or learns[2] or learns[3] else 0.0)
+        kept += read if learns[2] else 0.0
+        needs = needs or learns[2]
+        activation = (2 if gated else 1) * (2 if self.cuda else 1)
+        kept += activation * e * f / t if needs else 0.0
+        kept += e * f / t if learns[3] else 0.0
+        return kept + e * (ranks[2] + ranks[3])
+
+    def text_layer(self, recompute: str = "none", *, first: bool = False) -> Kept:
+        """With `selective` the MLP keeps only its input, with `full` the layer does. The `first`
+        layer keeps less where nothing below it learns, unless it recomputes."""
+        learning = self.learning
+        if not learning.below_text and not any(learning.text_adapters):
+            return Kept()
         if recompute == "full":
             return self.text_input()
-        spec, e, t = self.spec, self.element, self.tensor
-        q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        norms = 2 * self._norm(spec.hidden_size, self.shards, layer_norm=False)
-        attention = e * 3 * (q + kv) / t + 8 * spec.num_heads / t + 4 * e * spec.head_dim
-        mlp = 0.0 if recompute == "selective" else 5 * e * spec.intermediate_size / t
-        return Kept(per_token=norms + attention + mlp)
+        below = learning.below_text or not first or recompute != "none"
+        return Kept(per_token=self._layer(recompute, vision=False, below=below))
 
-    def vision_layer(self, recompute: str = "none") -> Kept:
+    def vision_layer(self, recompute: str = "none", *, first: bool = False) -> Kept:
+        learning = self.learning
+        if not learning.tower:
+            return Kept()
         if recompute == "full":
             return self.vision_input()
-        spec, vision = self.spec, self.spec.vision
-        e, t, wide = self.element, self.tensor, vision.hidden_size
-        gated = spec.family == "qwen2_5_vl"
-        norms = 2 * self._norm(wide, self.shards, layer_norm=not gated)
-        attention = e * 6 * wide / t + 8 * vision.num_heads / t + 4 * e * vision.head_dim
-        mlp = (5 if gated else 3) * e * vision.intermediate_size / t
-        mlp = 0.0 if recompute == "selective" else mlp
-        return Kept(per_patch=norms + attention + mlp)
+        below = learning.vision or not first or recompute != "none"
+        return Kept(per_patch=self._layer(recompute, vision=True, below=below))
 
     def patch_embed(self) -> Kept:
         """The pixels in the run's precision; a shard is a view that keeps all of them."""
-        return Kept(per_patch=self.element * self.spec.vision.patch_dim)
+        return Kept(per_patch=self.element * self.spec.vision.patch_dim * self.learning.vision)
 
     def merger(self) -> Kept:
         """Runs on all rows on every rank: its norm is not sharded."""
         wide, gated = self.spec.vision.hidden_size, self.spec.family == "qwen2_5_vl"
-        norm = self._norm(wide, 1, layer_norm=not gated)
-        return Kept(per_patch=norm + 2 * self.element * wide / self.tensor)
+        trained, e = self.learning.merger, self.element
+        norm = self._norm(wide, 1, layer_norm=not gated, trained=trained)
+        kept = norm if self.learning.tower or trained else 0.0
+        if not self.learning.tower and trained and gated and not self.cuda and e == 2:
+            kept = 4.0 * wide  # for its weight alone
+        kept += e * wide / self.tensor if self.learning.tower or trained else 0.0  # GELU's input
+        if trained:
+            kept += e * wide + e * wide / self.tensor  # inputs of the two products
+        return Kept(per_patch=kept)
 
     def head(self) -> Kept:
         """Final norm and the float32 softmax of the loss."""
-        norm = self._norm(self.spec.hidden_size, self.shards, layer_norm=False)
+        trained = self.learning.language
+        width = self.spec.hidden_size
+        norm = self._norm(width, self.shards, layer_norm=False, trained=trained)
+        norm += self.element * width / self.shards if trained else 0.0
         columns = padded_vocab(self.spec, self.tensor) / self.tensor
         return Kept(per_token=norm + 4 * columns + 9)
 
@@ -298,10 +470,15 @@ class ActivationModel:
         text, vision = self.text_layer(recompute_text), self.vision_layer(recompute_vision)
         per_token = text.per_token * np.array(layout.text_layers, dtype=float)
         per_patch = vision.per_patch * np.array(layout.vision_layers, dtype=float)
-        # full recomputation holds on to the float32 rotary table, one for all layers of a stage
-        if recompute_text == "full":
+        start = next(stage for stage, layers in enumerate(layout.text_layers) if layers)
+        per_token[start] += self.text_layer(recompute_text, first=True).per_token - text.per_token
+        if layout.vision_layers[0]:
+            first = self.vision_layer(recompute_vision, first=True).per_patch
+            per_patch[0] += first - vision.per_patch
+        # layers of float32 runs share the rotary table of their stage
+        if self.element == 4 and recompute_text != "full":
             per_token += 4 * self.spec.head_dim * (per_token > 0)
-        if recompute_vision == "full":
+        if self.element == 4 and recompute_vision != "full":
             per_patch += 4 * self.spec.vision.head_dim * (per_patch > 0)
         if not layout.multiplexed:
             per_patch[0] += self.patch_embed().per_patch

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import numpy as np
 
-from vlmtrain.config import FreezeSection
+from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import LayoutError, make_layout
 from vlmtrain.plan import driver, flops, schedule, split
@@ -74,6 +74,8 @@ class Plan:
     ranked: tuple[Prediction, ...]
     considered: int  # options
     fitting: int
+    freeze: FreezeSection = field(default_factory=FreezeSection)
+    lora: LoraSection = field(default_factory=LoraSection)
 
     @property
     def best(self) -> Prediction:
@@ -104,6 +106,7 @@ def search(
     global_batch: int | None = None,
     *,
     freeze: FreezeSection | None = None,
+    lora: LoraSection | None = None,
 ) -> Plan:
     """Rank all layouts that fit.
 
@@ -115,7 +118,7 @@ def search(
     if global_batch is not None and global_batch < 1:
         raise PlanError(f"--global_batch is {global_batch}; it must be at least 1")
     batch = global_batch or default_global_batch(gpus)
-    model = CostModel(spec, gpu, packs, freeze)
+    model = CostModel(spec, gpu, packs, freeze, lora)
     considered, found = 0, []
     tight: tuple[float, Option] | None = None
     for option in _options(model, gpus, batch):
@@ -145,7 +148,18 @@ def search(
         both = {option, _refine(model, option)}  # the split is refined on mean packs only
         ranked.append(min((predict(model, o, gpus) for o in both), key=_step))
     ranked.sort(key=_step)
-    return Plan(spec, gpu, gpus, batch, packs, tuple(ranked), considered, len(found))
+    return Plan(
+        spec,
+        gpu,
+        gpus,
+        batch,
+        packs,
+        tuple(ranked),
+        considered,
+        len(found),
+        model.freeze,
+        model.lora,
+    )
 
 
 def _step(prediction: Prediction) -> float:
@@ -431,12 +445,12 @@ def predict(model: CostModel, option: Option, gpus: int) -> Prediction:
 
 def step_flops(model: CostModel, work: np.ndarray) -> float:
     """Model FLOPs, forward and backward, of (mean) work [5]."""
-    factors = flops.backward_factors(model.freeze)
+    factors = model.backward_factors()
     total = 0.0
     for name, price in flops.prices(model.spec).items():
         total += float(np.dot(price.weights.values(), work)) * (1 + factors[name][0])
         total += float(np.dot(price.attention.values(), work)) * (1 + factors[name][1])
-    return total
+    return total + model.adapter_flops(work)
 
 
 def _slowest_replica(model: CostModel, option: Option, costs: np.ndarray) -> float:

@@ -13,7 +13,6 @@ import difflib
 import json
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -264,11 +263,16 @@ def from_data(data: str, model: Path, spec: ModelSpec, pack_length: int) -> Leng
 
 
 def from_index(index: Any, origin: str) -> Lengths:
-    """The lengths of a `SampleIndex`."""
-    starts: Sequence[int] = index.media_start.tolist()
-    rows = [(int(t), int(h), int(w)) for t, h, w in index.grids.tolist()]
-    grids = [rows[a:b] for a, b in zip(starts, starts[1:], strict=False)]
-    return Lengths(index.lengths.tolist(), grids, f"{origin} ({len(index):,} samples)")
+    """The lengths of a `SampleIndex`, of as many of its samples as are used (the longest too)."""
+    chosen = np.arange(len(index))
+    if len(index) > _SAMPLES:
+        drawn = np.random.default_rng(0).choice(len(index), _SAMPLES, replace=False)
+        chosen = np.unique(np.append(drawn, int(index.lengths.argmax())))
+    grids: list[list[Grid]] = []
+    for sample in chosen.tolist():
+        media = index.grids[index.media_start[sample] : index.media_start[sample + 1]]
+        grids.append([(int(t), int(h), int(w)) for t, h, w in media.tolist()])
+    return Lengths(index.lengths[chosen].tolist(), grids, f"{origin} ({len(index):,} samples)")
 
 
 def _similar(path: Path) -> Path | None:

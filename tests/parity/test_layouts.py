@@ -1,0 +1,52 @@
+"""A cut of the matrix of layouts (matrix.py) that meets every kind of layout once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.matrix import Case, check, layouts, references
+
+__all__ = ["references"]  # a fixture
+
+_RECOMPUTE = {
+    "tp2 sp": dict(vision="full", language="selective"),
+    "pp2": dict(vision="selective", language="full"),
+}
+CUT = {
+    2: [
+        ("qwen2_vl", True, "mixed", "pp2"),
+        ("qwen2_5_vl", False, "mixed", "pp2"),
+        ("qwen2_vl", False, "mixed", "pp2 uneven"),
+        ("qwen2_vl", True, "mixed", "pp2 spread"),
+        ("qwen2_5_vl", False, "mixed", "pp2 spread"),
+        ("qwen2_5_vl", True, "mixed", "pp2 vpp2 spread"),
+        ("qwen2_vl", False, "mixed", "pp2 vpp2"),
+        ("qwen2_5_vl", False, "mixed", "tp2"),
+        ("qwen2_vl", True, "mixed", "tp2 sp"),
+        ("qwen2_5_vl", False, "text", "tp2 sp"),
+        ("qwen2_5_vl", True, "mixed", "dp2 overlap"),
+        ("qwen2_vl", False, "text", "dp2 overlap"),
+        ("qwen2_5_vl", False, "mixed", "pp2 multiplexed"),
+        ("qwen2_vl", True, "mixed", "tp2 sp multiplexed overlap"),
+        ("qwen2_5_vl", False, "mixed", "dp2 multiplexed overlap"),
+    ],
+    4: [
+        ("qwen2_5_vl", False, "mixed", "pp4 auto"),
+        ("qwen2_5_vl", True, "mixed", "tp2 pp2 sp spread"),
+        ("qwen2_vl", False, "mixed", "dp2 pp2 overlap"),
+        ("qwen2_5_vl", False, "mixed", "dp2 pp2 multiplexed"),
+    ],
+}
+
+
+@pytest.mark.parametrize("size", sorted(CUT))
+def test_layouts(size, references, tmp_path):
+    table = layouts(size)
+    cases = [Case(*case, table[case[-1]][0], dict(table[case[-1]][1])) for case in CUT[size]]
+    for case in list(cases):
+        if case.name in _RECOMPUTE and case.stream == "mixed":
+            more = dict(case.more, recompute=_RECOMPUTE[case.name])
+            cases.append(case._replace(name=f"{case.name} recompute", more=more))
+        if case.stream == "mixed":
+            case.more["host_questions"] = True
+    check(cases, size, references, tmp_path)

@@ -1,0 +1,91 @@
+"""Model and hardware FLOPs against what torch counts in real megatron-core stages: freezing,
+adapters, recomputation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.reference import make_model
+from vlmtrain.config import FreezeSection, LoraSection, RecomputeSection
+from vlmtrain.ledger import Ledger, Peak
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.plan import adapters, flops, memory
+
+TOKENS, GRIDS = 96, [[1, 8, 12], [2, 4, 6]]
+ALL = {"rank": 4, "vision": True}
+CASES: list[dict[str, Any]] = [
+    {},
+    {"family": "qwen2_vl"},
+    {"recompute": ["full", "selective"]},
+    {"family": "qwen2_vl", "recompute": ["selective", "full"]},
+    {"freeze": {"vision": True}, "recompute": ["full", "full"]},
+    {"freeze": {"vision": True, "merger": True}},
+    {"freeze": {"language": True}, "recompute": ["none", "selective"]},
+    {"lora": ALL},
+    {"family": "qwen2_vl", "lora": {**ALL, "targets": ["qkv", "fc2", "o_proj", "up_proj"]}},
+    {"lora": {"rank": 3}},
+    {"lora": {"rank": 3, "targets": ["down_proj"]}},
+    {"lora": {"rank": 3, "targets": ["o_proj", "q_proj"]}},
+    {"lora": ALL, "recompute": ["selective", "selective"]},
+    {"lora": ALL, "recompute": ["full", "full"]},
+    {"lora": {"rank": 3}, "recompute": ["none", "selective"]},
+    {"lora": {"rank": 3}, "recompute": ["none", "full"]},
+]
+CASES = [{"family": "qwen2_5_vl", "tokens": TOKENS, "grids": GRIDS, **case} for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("flops") / "cases.json"
+    path.write_text(json.dumps(CASES), encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.plan.flops_worker", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_hardware_flops_to_the_last_multiply(number: int, measured: list[dict[str, Any]]) -> None:
+    case, real = CASES[number], measured[number]
+    spec = ModelSpec.from_dict(make_model(case["family"], vision_heads=4).config.to_dict())
+    spec = dataclasses.replace(spec, vocab_size=memory.padded_vocab(spec, 1))
+    lora = LoraSection(**case.get("lora", {}))
+    work = flops.Work.of([TOKENS], GRIDS, spec.vision)
+    ledger = Ledger(
+        spec,
+        make_layout(spec, world_size=1),
+        Peak(None, ""),
+        FreezeSection(**case.get("freeze", {})),
+        lora,
+        RecomputeSection(*case.get("recompute", ("none", "none"))),
+    )
+    assert ledger.executed(work) == real["flops"]
+    assert real["grads"] == real["learning"], "a parameter that learns got no gradient"
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_linears_are_those_of_the_adapters(family: str) -> None:
+    from vlmtrain.models.lora import fused_linears
+
+    spec = ModelSpec.from_dict(make_model(family, vision_heads=4).config.to_dict())
+    for vision in (False, True):
+        real = fused_linears(spec, vision)
+        ours = adapters.layer_linears(spec, vision=vision)
+        assert [name.split(".")[-1] for name in real] == [linear.name for linear in ours]
+        for fused, linear in zip(real.values(), ours, strict=True):
+            modules = tuple(name.split(".")[-1] for name in fused.modules)
+            assert (modules, fused.rows) == (tuple(linear.modules), tuple(linear.modules.values()))

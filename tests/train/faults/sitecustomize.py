@@ -1,0 +1,47 @@
+"""Plants a fault in one rank of a training run; Python imports this file by itself where its folder
+is on PYTHONPATH. FAULT names the fault, FAULT_RANK the rank; it happens in the third step."""
+
+import os
+import signal
+import sys
+
+
+def _plant(fault: str) -> None:
+    from vlmtrain import engine
+    from vlmtrain.data import loader
+    from vlmtrain.models import stage
+
+    steps = 0
+    original = engine.Engine.step
+
+    def step(self, *arguments):
+        nonlocal steps
+        steps += 1
+        if steps == 3 and fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *arguments)
+
+    engine.Engine.step = step
+    if fault == "forward":
+        forward = stage.QwenVLStage.forward
+
+        def raising(self, batch, **options):
+            if steps == 3:
+                raise RuntimeError("a planted fault in the forward pass")
+            return forward(self, batch, **options)
+
+        stage.QwenVLStage.forward = raising
+    if fault == "sample":
+        pixels = loader.PackedLoader._pixels
+
+        def unreadable(self, media, sample, out):
+            if self.step >= 2:
+                raise sample.fail(f"{media.name} went bad while training", "unreadable")
+            return pixels(self, media, sample, out)
+
+        loader.PackedLoader._pixels = unreadable
+
+
+if os.environ.get("FAULT") and os.environ.get("RANK") == os.environ["FAULT_RANK"]:
+    if any(argument == "train" for argument in sys.orig_argv):
+        _plant(os.environ["FAULT"])

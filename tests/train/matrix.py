@@ -1,0 +1,39 @@
+"""Each fault on each layout and rank, and LoRA resumed on more layouts: the part of
+`make test-layouts` that runs `vlmtrain train`; see test_faults.py and test_layouts.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.test_faults import FEW, LAYOUTS, fail_without_a_launcher
+from tests.train.test_layouts import resume_lora
+
+CASES = [
+    (fault, layout, faulty)
+    for fault in ("forward", "killed", "sample")
+    for layout in LAYOUTS
+    for faulty in (0, 1)
+    if (fault, layout, faulty) not in FEW
+    # of a pipeline the first stage decodes, of replicas those with images
+    and (fault != "sample" or layout in ("tensor", "multiplexed"))
+]
+
+
+@pytest.mark.parametrize(("fault", "layout", "faulty"), CASES)
+def test_fault(fault, layout, faulty, model, conversations, tmp_path):
+    fail_without_a_launcher(fault, layout, faulty, model, conversations, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--parallel.tensor=2"],
+        ["--parallel.tensor=2", "--parallel.sequence"],
+        ["--parallel.pipeline=2"],
+        ["--parallel.pipeline=2", "--parallel.vision=multiplexed"],
+        ["--parallel.overlap_grad_reduce", "--parallel.overlap_param_gather"],
+    ],
+    ids=["tensor", "sequence", "pipeline", "multiplexed", "data overlap"],
+)
+def test_resumed_lora(layout, model, conversations, tmp_path):
+    resume_lora(layout, model, conversations, tmp_path)

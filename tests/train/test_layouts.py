@@ -1,0 +1,56 @@
+"""Whole runs of `vlmtrain train` on layouts: resumed LoRA, multiplexed vision beside pipelined."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.ranks import run_cli
+from tests.train.conftest import losses, options
+
+LORA = (
+    "--lora.rank=4 --lora.dropout=0.2 --lora.vision --lora.targets q_proj up_proj qkv proj".split()
+)
+
+
+def resume_lora(layout, model, conversations, folder):
+    straight, resumed = folder / "straight", folder / "resumed"
+    more = ["--train.steps=6", "--checkpoint.every=3", "--nproc=2", *layout, *LORA]
+    done = run_cli(options(model, conversations, straight, *more))
+    assert done.code == 0, done.output
+    shutil.copytree(straight, resumed)
+    for name in ("hf", "adapter"):
+        shutil.rmtree(resumed / name)
+    shutil.rmtree(resumed / "checkpoints" / "step-00000006")
+    (resumed / "checkpoints" / "latest").write_text("step-00000003\n")
+    done = run_cli(options(model, conversations, resumed, *more, "--checkpoint.resume=latest"))
+    assert done.code == 0 and "at step 3" in done.output, done.output
+    assert losses(resumed) == losses(straight)
+    assert len(set(losses(straight))) == 6
+    files = [*straight.glob("hf/*.safetensors"), *straight.glob("adapter/*.safetensors")]
+    assert len(files) >= 2
+    for file in files:
+        assert (resumed / file.relative_to(straight)).read_bytes() == file.read_bytes(), file
+
+
+def test_resumed_lora_is_bitwise(model, conversations, tmp_path):
+    """Adapters, their optimizer state and the state of dropout's random streams come back."""
+    layout = ["--parallel.tensor=2", "--parallel.sequence", "--parallel.vision=multiplexed"]
+    resume_lora(layout, model, conversations, tmp_path)
+
+
+def test_multiplexed_vision_trains_as_pipelined(model, conversations, tmp_path):
+    """From files on disk: each rank decodes the images dealt to it, the losses are the same. The
+    pipeline splits both towers by itself."""
+    trained = {}
+    for vision in ("pipelined", "multiplexed"):
+        output = tmp_path / vision
+        more = ["--train.steps=4", "--nproc=2", "--parallel.pipeline=2"]
+        more += ["--parallel.text_layers", "auto"]
+        if vision == "pipelined":
+            more += ["--parallel.vision_layers", "auto"]
+        done = run_cli(options(model, conversations, output, *more, f"--parallel.vision={vision}"))
+        assert done.code == 0, done.output
+        trained[vision] = losses(output)
+    assert trained["multiplexed"] == pytest.approx(trained["pipelined"], rel=1e-5)

@@ -1,0 +1,208 @@
+"""The ledger: rows of the waterfall against delays put in known places, counts against packs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parity.reference import make_model, save_model
+from tests.plan.megatron_worker import make_batch
+from tests.ranks import run_ranks
+from tests.train.ledger_worker import DELAY, PACKS
+from vlmtrain import ledger
+from vlmtrain.config import TrainSection
+from vlmtrain.errors import UserError
+from vlmtrain.ledger import ROWS, Ranks, waterfall
+from vlmtrain.metrics import check_wandb
+from vlmtrain.models.spec import ModelSpec
+from vlmtrain.plan import flops
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("ledger")
+    save_model(make_model("qwen2_5_vl", vision_heads=4), folder / "model")
+    files = [str(folder / "model"), str(folder / "out.json")]
+    ranks = run_ranks(["-m", "tests.train.ledger_worker", *files], 2)
+    assert all(rank.code == 0 for rank in ranks), "\n".join(rank.output[-2000:] for rank in ranks)
+    return json.loads(Path(files[1]).read_text(encoding="utf-8"))
+
+
+def best(measured: dict[str, Any], name: str, row: str) -> tuple[float, dict[str, float]]:
+    """The least of a row over a case's steps: a loaded machine only adds; and that step."""
+    found = min(measured[name]["rows"], key=lambda step: step["waterfall"][row])
+    return found["waterfall"][row], found["waterfall"]
+
+
+# case, row, seconds that were put there (of a mean rank)
+PLACED = [
+    ("a slow replica", "imbalance", PACKS * DELAY / 2),
+    ("a slow replica", "compute", PACKS * DELAY / 2),
+    ("a slow stage", "bubble", PACKS * DELAY / 2),
+    ("slow reduction", "gradients", DELAY),
+    ("a slow optimizer", "optimizer", DELAY),
+    # one piece a rank, encoded twice
+    ("slow multiplexed vision", "compute", 2 * DELAY),
+    ("waiting for data", "data_wait", DELAY),
+    ("saving", "checkpoint", DELAY),
+]
+
+
+@pytest.mark.parametrize("name,row,seconds", PLACED)
+def test_delays_are_found_where_they_were_put(
+    name: str, row: str, seconds: float, measured: dict[str, Any]
+) -> None:
+    quiet = best(measured, "quiet replicas", "compute")[0]
+    found, step = best(measured, name, row)
+    print(step, quiet)
+    compute = row == "compute"
+    if compute:
+        found += step["padding"]
+    if row in ("bubble", "imbalance"):  # while one rank sleeps, the other has the cores for itself
+        found = max(one["waterfall"][row] for one in measured[name]["rows"])
+        assert found > 0.8 * seconds
+    else:
+        assert found > 0.97 * seconds
+    # and in no other row
+    work = 3 * quiet + 0.05
+    assert found < seconds + work
+    for other in set(ROWS) - {row, "compute", "padding", *(["imbalance"] if compute else [])}:
+        others = min(s["waterfall"][other] for s in measured[name]["rows"])
+        assert others < 0.4 * DELAY + 0.2 * work, other
+
+
+def test_rows_add_up_to_the_step(measured: dict[str, Any]) -> None:
+    for name, case in measured.items():
+        for step in case["rows"]:
+            parts = step["waterfall"]
+            assert sum(parts.values()) == pytest.approx(step["seconds"], rel=0.02), name
+            assert min(parts.values()) > -0.02 * step["seconds"], (name, parts)
+
+
+def table(**columns: list[float]) -> Ranks:
+    zero = [0.0] * len(columns["step"])
+    names = Ranks.__dataclass_fields__
+    return Ranks(*(np.array(columns.get(name, zero), dtype=float) for name in names))
+
+
+def test_waterfall_of_a_known_step() -> None:
+    """Two replicas of two stages, by hand: 1 s of data, passes of 6 s and 8 s, then 0.5 s of
+    reduction and 1.5 s of optimizer once the slowest is done; 0.25 s of saving, 3 s of evaluation,
+    0.75 s of rest."""
+    ranks = table(
+        waited=[1, 1, 1, 1],
+        step=[10, 10, 10, 10],
+        # the last stage of each replica is done 1 s before the first
+        passes=[6, 5, 8, 7],
+        gradients=[2.5, 3.5, 0.5, 1.5],
+        optimizer=[1.5, 1.5, 1.5, 1.5],
+        compute=[4, 3, 7, 5],
+        replica=[0, 0, 1, 1],
+        stage=[0, 1, 0, 1],
+    )
+    parts = waterfall(ranks, 15.0, 0.25, 0.2, waits=True, evaluation=3.0)
+    assert parts == pytest.approx(
+        {
+            "compute": 4.75 * 0.8,
+            "padding": 4.75 * 0.2,
+            "bubble": ((6 - 4) + (6 - 3) + (8 - 7) + (8 - 5)) / 4,
+            "imbalance": (2 + 2 + 0 + 0) / 4,
+            "data_wait": 1.0,
+            "gradients": 0.5,
+            "optimizer": 1.5,
+            "checkpoint": 0.25,
+            "evaluation": 3.0,
+            "other": 0.75,
+        }
+    )
+    assert sum(parts.values()) == pytest.approx(15.0)
+
+
+def test_waiting_that_shows_up_in_the_optimizer() -> None:
+    """A rank whose reduction is its own business waits in the norm of the gradients instead."""
+    ranks = table(
+        step=[10, 10],
+        passes=[5, 8],
+        gradients=[0.5, 0.5],
+        optimizer=[4.5, 1.5],
+        compute=[5, 8],
+        replica=[0, 1],
+    )
+    parts = waterfall(ranks, 10.0, 0.0, 0.0, waits=False)
+    assert parts["imbalance"] == pytest.approx(1.5)
+    assert parts["optimizer"] == pytest.approx((2.0 + 1.5) / 2)
+    assert parts["gradients"] == pytest.approx((0.0 + 0.5) / 2)
+    assert parts["bubble"] == 0
+    assert sum(parts.values()) == pytest.approx(10.0)
+
+
+# --- counts -----------------------------------------------------------------------------------
+
+
+def test_totals_are_those_of_the_packs(seed: int) -> None:
+    spec = ModelSpec.from_dict(make_model("qwen2_5_vl").config.to_dict())
+    one = make_batch(spec, 60, [[1, 8, 12], [2, 4, 6], [1, 4, 4]])
+    # the second medium becomes a video, of 2 frames in 12 tokens after the first's 24
+    one.input_ids[24:36] = spec.video_token_id
+    other = make_batch(spec, 30, [])
+    totals = ledger.replica_totals([one.padded_to(70), other.padded_to(70)], spec, 2.5)
+    assert totals.loss == 2.5 and totals.tokens == 90 and totals.pad_tokens == 50
+    assert totals.images == 2 and totals.videos == 1 and totals.samples == 2
+    assert totals.image_tokens == (96 + 48 + 16) / 4
+    assert totals.target_tokens == 90
+    assert totals.causal_pairs == 60 * 61 / 2 + 30 * 31 / 2
+    assert totals.pad_pairs == 10 * 11 / 2 + 40 * 41 / 2
+    work = flops.Work.of([60, 30], [[1, 8, 12], [2, 4, 6], [1, 4, 4]], spec.vision)
+    assert (totals.patches, totals.frame_pairs, totals.window_pairs) == work.values()[2:]
+
+
+def test_padding_and_utilization_of_a_row(measured: dict[str, Any]) -> None:
+    """40 tokens of 50 count: the share of FLOPs that padding takes, and MFU below HFU."""
+    spec = ModelSpec.from_dict(make_model("qwen2_5_vl", vision_heads=4).config.to_dict())
+    useful = flops.count(spec, flops.Work.of([40], [[1, 8, 8]], spec.vision)).total
+    padded = flops.count(spec, flops.Work.of([40, 10], [[1, 8, 8]], spec.vision)).total
+    for step in measured["quiet replicas"]["rows"]:
+        assert step["model_flops"] == 2 * PACKS * useful
+        parts = step["waterfall"]
+        share = parts["padding"] / (parts["padding"] + parts["compute"])
+        assert share == pytest.approx(1 - useful / padded)
+        rate = step["model_flops"] / step["seconds"] / 2 / 1e9
+        assert step["mfu"] == pytest.approx(rate)
+        assert step["hfu"] / step["mfu"] == pytest.approx(
+            step["hardware_flops"] / step["model_flops"]
+        )
+        # the padded step, and the scores that the backward pass computes again
+        again = flops.hardware_flops(
+            flops.count(spec, flops.Work.of([40, 10], [[1, 8, 8]], spec.vision))
+        )
+        assert step["hardware_flops"] == 2 * PACKS * again
+        assert step["tokens_per_second_per_gpu"] == pytest.approx(PACKS * 40 / step["seconds"])
+
+
+def test_missing_wandb_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_wandb(TrainSection().wandb)
+    with pytest.raises(UserError, match="--train.wandb mine needs the package wandb, which is not"):
+        check_wandb("mine")
+
+
+def test_times_of_a_clock() -> None:
+    from vlmtrain.timing import Clock
+
+    clock = Clock(cuda=False)
+    with clock.span("a"):
+        torch.zeros(1)
+    timer = clock("forward-compute", log_level=2)
+    for _ in range(2):
+        timer.start()
+        clock("forward-recv").start()
+        clock("forward-recv").stop()
+        timer.stop()
+    first = clock.read()
+    assert set(first) == {"a", "compute"} and min(first.values()) > 0
+    assert clock.read() == {}

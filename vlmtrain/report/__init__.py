@@ -1,0 +1,1 @@
+"""After a run: one self-contained HTML file about it."""
