@@ -65,7 +65,7 @@ def main(path: Path) -> None:
         with loader(policy, length, packs[policy]) as batches:
             mine = batches.next_step()
         outputs = engine._forward_backward(mine, forward_only=False)
-        loss = engine._result(mine, outputs, 0.0).loss
+        loss = engine._result(mine, outputs, 0.0, 0.0, 0.0).loss
         gather_gradients(engine)
         places: list[Any] = [None] * size
         dist.all_gather_object(places, [batch.sample_ids for batch in mine])
