@@ -51,8 +51,10 @@ def main(path: Path) -> None:
             **place,
         )
 
-    # The first length at which every policy's epoch is a whole number of packs for each rank.
-    for length in range(int(index.lengths.max()), case["pack_length"]):
+    # A length with room for two samples a pack, at which every policy's epoch is a whole number of
+    # packs for each rank.
+    longest = int(index.lengths.max())
+    for length in range(2 * longest, 4 * longest):
         packs = {p: len(loader(p, length, size)._plan(0)) for p in case["policies"]}
         if not any(count % size for count in packs.values()):
             break
