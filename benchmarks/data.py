@@ -1,5 +1,5 @@
-"""Preprocessing beside transformers' image processor, planning, and the loader beside a torch
-DataLoader. `python -m benchmarks.data` prints how evenly the plan deals a typical mix."""
+"""Resizing beside Pillow, preprocessing beside transformers' image processor, planning, and the
+loader (loader.py). `python -m benchmarks.data` prints how evenly the plan deals a typical mix."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import ceilings
+from benchmarks import ceilings, loader
 from benchmarks.harness import Comparison, Context, Row, compare
-from vlmkernels import patchify
+from vlmkernels import patchify, resize
 from vlmkernels.patchify import patchify_reference
 from vlmtrain.data.costs import sample_costs
-from vlmtrain.data.images import ImageSettings, load_image, resize
+from vlmtrain.data.images import ImageSettings, load_image
 from vlmtrain.data.images import patchify as patch_rows
+from vlmtrain.data.images import resize as resize_image
 from vlmtrain.data.packing import POLICIES, Policy, deal, plan_epoch
 from vlmtrain.data.sample import FileRange, Sample
 from vlmtrain.models.spec import ModelSpec
@@ -113,8 +114,35 @@ def kernel(context: Context) -> Iterator[Comparison]:
         )
 
 
+def resizing(context: Context) -> Iterator[Comparison]:
+    """An image's bytes to those of its patch grid, on one thread: Pillow has no more."""
+    from PIL import Image
+
+    settings = ImageSettings()
+    sizes = [(320, 240)] if context.quick else [(640, 480), (1600, 1200), (4000, 3000)]
+    for width, height in sizes:
+        picture = Image.open(io.BytesIO(photograph(width, height)))
+        picture.load()
+        pixels = torch.from_numpy(np.array(picture))[None]
+        to = settings.resized(height, width)
+        out = resize(pixels, *to)
+
+        def theirs(picture: Any = picture, to: tuple[int, int] = to) -> Any:
+            return picture.resize(to[::-1], Image.Resampling.BICUBIC)
+
+        yield Comparison(
+            op="resize, 1 thread",
+            shape=f"{width}x{height} to {to[1]}x{to[0]}",
+            dtype="uint8",
+            ours=partial(resize, pixels, *to, out=out),
+            peers={"Pillow": theirs},
+            check=lambda theirs, ours: _same(np.array(theirs)[None], ours),
+            bar=None if context.quick else 4.0,
+        )
+
+
 def image(context: Context) -> Iterator[Comparison]:
-    """A JPEG file's bytes to patch rows."""
+    """To patch rows: a decoded PIL image, and a JPEG file's bytes."""
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -126,20 +154,32 @@ def image(context: Context) -> Iterator[Comparison]:
     for width, height in sizes:
         data = photograph(width, height)
         part, sample = FileRange("photo.jpg", data=data), Sample("photo", (), (), "bench")
+        decoded = load_image(part, sample, "photo.jpg")
 
-        def ours(part: FileRange = part, sample: Sample = sample) -> torch.Tensor:
-            pixels = resize(load_image(part, sample, "photo.jpg"), settings)
-            return patch_rows(pixels[None], settings)
+        def ours(picture: Any = None, part: FileRange = part, sample: Sample = sample) -> Any:
+            picture = picture or load_image(part, sample, "photo.jpg")
+            return patch_rows(resize_image(picture, settings)[None], settings)
 
-        def theirs(data: bytes = data) -> Any:
-            return reference(images=[Image.open(io.BytesIO(data))])["pixel_values"]
+        def theirs(picture: Any = None, data: bytes = data) -> Any:
+            picture = picture or Image.open(io.BytesIO(data))
+            return reference(images=[picture])["pixel_values"]
 
+        peer = "transformers' PIL processor"
+        yield Comparison(
+            op="resize, patchify",
+            shape=f"{width}x{height} decoded image",
+            dtype="float32",
+            ours=partial(ours, decoded),
+            peers={peer: partial(theirs, decoded)},
+            check=_same,
+            bar=None if context.quick else 3.0,
+        )
         yield Comparison(
             op="decode, resize, patchify",
             shape=f"{width}x{height} JPEG",
             dtype="float32",
             ours=ours,
-            peers={"transformers' PIL processor": theirs},
+            peers={peer: theirs},
             check=_same,
         )
 
@@ -159,9 +199,10 @@ def plan(context: Context) -> Iterator[Comparison]:
 def rows(context: Context) -> Iterator[Row]:
     if context.device == "cuda":
         return
-    for part in (kernel, image, plan):
+    for part in (kernel, resizing, image, plan):
         for comparison in part(context):
             yield compare(comparison, context)
+    yield from loader.rows(context)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 // Every native function, one m.def a line. No torch here: a pointer is a uintptr_t, then come
 // sizes, strides in elements, plain numbers, and for CUDA the stream (uintptr_t) last. Tensors are
-// checked by the Python launchers (vlmkernels/<op>.py), which are the only callers. A function
+// checked by the Python launchers (vlmkernels/<op>.py), which are the only callers (but for resize,
+// which vlmtrain's decoder processes call without torch). A function
 // fills the op's struct of params.h and calls its launcher without the GIL; a C++ exception arrives
 // as ValueError (std::invalid_argument) or RuntimeError.
 //
@@ -22,6 +23,7 @@
 #include "cpu/embedding.h"
 #include "cpu/layout.h"
 #include "cpu/patchify.h"
+#include "cpu/resize.h"
 #include "cpu/scratch.h"
 #include "params.h"
 
@@ -254,6 +256,21 @@ vlmk::PatchifyParams patchify_params(uintptr_t pixels, uintptr_t table, uintptr_
           static_cast<vlmk::DType>(dtype)};
 }
 
+vlmk::ResizeParams resize_params(uintptr_t pixels, uintptr_t out, int64_t frames, int64_t in_height,
+                                 int64_t in_width, int64_t pixel_bytes, int64_t out_height,
+                                 int64_t out_width, int64_t pillow, int64_t threads) {
+  return {pointer<const uint8_t>(pixels),
+          pointer<uint8_t>(out),
+          frames,
+          in_height,
+          in_width,
+          pixel_bytes,
+          out_height,
+          out_width,
+          pillow,
+          threads};
+}
+
 // ---- optimizer
 
 // A row: addresses of param, grad, exp_avg, exp_avg_sq, the low-precision copy (or 0) and step (one
@@ -334,6 +351,7 @@ PYBIND11_MODULE(_C, m) {
 
   // ---- images
   m.def("patchify", on_cpu(patchify_params, vlmk::patchify), VLMK_NO_GIL);
+  m.def("resize", on_cpu(resize_params, vlmk::resize), VLMK_NO_GIL);
 
   // ---- optimizer
   m.def("adam_step", &adam_step, VLMK_NO_GIL);

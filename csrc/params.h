@@ -173,4 +173,18 @@ struct PatchifyParams {
   DType dtype;  // of table and out
 };
 
+// Bicubic resize of RGB bytes.
+struct ResizeParams {
+  const uint8_t* pixels;  // [frames, in_height, in_width, pixel_bytes]
+  uint8_t* out;           // [frames, out_height, out_width, 3]
+  int64_t frames;
+  int64_t in_height;
+  int64_t in_width;
+  int64_t pixel_bytes;  // 3, or 4: Pillow's own RGBX, whose fourth byte is not looked at
+  int64_t out_height;
+  int64_t out_width;
+  int64_t pillow;  // major version: 13 changed the order of the passes
+  int64_t threads;
+};
+
 }  // namespace vlmk

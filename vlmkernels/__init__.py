@@ -8,6 +8,7 @@ from .attention import varlen_attention
 from .embedding import scatter_visual, scatter_visual_, visual_embedding
 from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
 from .patchify import patchify
+from .resize import resize
 from .routing import exchange_rows, row_exchange, visual_index
 from .vision_attention import vision_attention
 from .vision_layout import VisionLayout
@@ -19,6 +20,7 @@ __all__ = [
     "VisionLayout",
     "exchange_rows",
     "patchify",
+    "resize",
     "row_exchange",
     "scatter_visual",
     "scatter_visual_",

@@ -103,6 +103,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     folder = config.output / "checkpoints"
     data = config.loader
     processor = Processor.from_folder(config.model, spec, template=data.template or None)
+    template = processor.template.template if data.template else None  # goes where the model goes
 
     def prepare() -> tuple[SampleIndex, SampleIndex | None, Path | None]:
         _check_output(config)
@@ -204,6 +205,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         config.model,
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
+        template=template,
     )
 
     def save(step: int) -> None:
@@ -273,7 +275,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         return
     engine.gather_weights()
     with merged(engine.exported):
-        save_weights(engine.exported, spec, config.model, config.output / "hf")
+        save_weights(engine.exported, spec, config.model, config.output / "hf", template)
     if config.lora.rank:
         save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
     if metrics is not None:

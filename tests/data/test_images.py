@@ -53,6 +53,16 @@ def test_equals_transformers(size: tuple[int, int], tmp_path: Path) -> None:
     assert_same(path, SMALL, **IMAGE_LIMITS)
 
 
+@pytest.mark.parametrize("resample", [1, 2, 3])  # Lanczos and bilinear by PIL, bicubic natively
+def test_the_folders_filter_is_used(resample: int, tmp_path: Path) -> None:
+    path = save_image(tmp_path / "a.png", 150, 97)
+    filtered = ImageSettings(**IMAGE_LIMITS, resample=resample)
+    assert_same(path, filtered, **IMAGE_LIMITS, resample=resample)
+    array = np.asarray(Image.open(path).convert("RGB"))  # as a video's frames come
+    expected = resize_image(Image.open(path).convert("RGB"), filtered)
+    np.testing.assert_array_equal(resize_image(array, filtered), expected)
+
+
 def test_equals_transformers_with_default_limits(tmp_path: Path) -> None:
     assert_same(save_image(tmp_path / "a.jpg", 333, 211, quality=90), ImageSettings())
 

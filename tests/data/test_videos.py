@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import av
@@ -15,6 +16,7 @@ from vlmtrain.data.errors import DataError
 from vlmtrain.data.images import ImageSettings
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
 from vlmtrain.data.videos import VideoSettings, load_video, probe_media
+from vlmtrain.models.spec import ModelSpec
 
 SAMPLE = Sample("clip", (), (), "videos.json")
 SETTINGS = VideoSettings(ImageSettings(**IMAGE_LIMITS))
@@ -52,6 +54,15 @@ def test_sampling_is_the_reference(fps: float) -> None:
         for video_fps in (8.0, 24.0, 30000 / 1001):
             info = MediaInfo(72, 48, total, video_fps)
             assert settings.sample(info) == reference_indices(total, video_fps, fps, (4, 768))
+
+
+def test_the_folder_says_how_to_sample(tmp_path: Path, spec: ModelSpec) -> None:
+    wanted = {"fps": 1.0, "num_frames": 6, "min_frames": 2, "max_frames": 9, "max_pixels": 200704}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(wanted))
+    found = VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision)
+    assert (found.fps, found.num_frames, found.min_frames, found.max_frames) == (1.0, 6, 2, 9)
+    assert found.images.max_pixels == 200704
+    assert VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision, fps=3).fps == 3
 
 
 def test_sampling_by_number_and_of_tiny_videos() -> None:

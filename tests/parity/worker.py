@@ -201,7 +201,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
 
     def gradients(packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
         outputs = engine._forward_backward(packs, forward_only=False)
-        loss = engine._result(packs, outputs, 0.0).loss
+        loss = engine._result(packs, outputs, 0.0, 0.0, 0.0).loss
         gather_gradients(engine)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, dict(gathered(engine.exported, spec, gradient)))

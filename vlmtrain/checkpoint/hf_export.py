@@ -28,9 +28,14 @@ from vlmtrain.parallel.together import on_every_rank, on_first_rank
 
 
 def save_weights(
-    stages: list[Any], spec: ModelSpec, source: str | Path, target: str | Path
+    stages: list[Any],
+    spec: ModelSpec,
+    source: str | Path,
+    target: str | Path,
+    template: str | None = None,
 ) -> None:
-    """Write all stages' weights to `target`, with config and tokenizer from `source`.
+    """Write all stages' weights to `target`, with config and tokenizer from `source`, and where it
+    is given another chat template.
 
     Collective: every rank calls it. Each pipeline stage's first rank writes its own safetensors
     files, tensor by tensor; the folder gets its name only when all of it is on disk.
@@ -41,14 +46,21 @@ def save_weights(
     target = Path(target)
     work = Path(on_first_rank(lambda: writing(target, lambda: str(start_folder(target)))))
     try:
-        _fill(stages, spec, Path(source), work, target)
+        _fill(stages, spec, Path(source), work, target, template)
     except Exception:
         if dist.get_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
         raise
 
 
-def _fill(stages: list[Any], spec: ModelSpec, source: Path, work: Path, target: Path) -> None:
+def _fill(
+    stages: list[Any],
+    spec: ModelSpec,
+    source: Path,
+    work: Path,
+    target: Path,
+    template: str | None,
+) -> None:
     files = on_every_rank(lambda: _write(stages, spec, work, target))
     everything: list[list[tuple[str, dict[str, int]]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everything, files)
@@ -59,7 +71,7 @@ def _fill(stages: list[Any], spec: ModelSpec, source: Path, work: Path, target: 
         missing = {name for row in rows(spec) for name in row.hf} - present
         assert not missing, f"no rank wrote {sorted(missing)[0]}"
         finish_hf_folder(work, every)
-        carry_files(source, work, stages[0].config.params_dtype)
+        carry_files(source, work, stages[0].config.params_dtype, template)
         fsync_tree(work)
         replace_folder(work, target)
 

@@ -70,10 +70,19 @@ class Saver:
         source: model folder whose config and tokenizer files go into each checkpoint.
         keep: newest checkpoints to keep.
         keep_every: steps whose multiples are kept for good; 0: none.
+        template: chat template that goes with them instead of the source's.
     """
 
-    def __init__(self, folder: Path, source: Path, *, keep: int, keep_every: int = 0) -> None:
-        self.folder, self.source = folder, source
+    def __init__(
+        self,
+        folder: Path,
+        source: Path,
+        *,
+        keep: int,
+        keep_every: int = 0,
+        template: str | None = None,
+    ) -> None:
+        self.folder, self.source, self.template = folder, source, template
         self.keep, self.keep_every = keep, keep_every
         self._writer: _Writer | None = None
         if dist.get_rank() == 0 and folder.is_dir():
@@ -158,7 +167,7 @@ class Saver:
         known = {name: entry for _, files, _ in every for name, entry in files.items()}
         write_metadata(work, [chunk for chunks, _, _ in every for chunk in chunks])
         write_common(work, writer.common)
-        carry_files(self.source, work, writer.dtype)
+        carry_files(self.source, work, writer.dtype, self.template)
         write_json(work / MANIFEST, manifest_of(work, known))
         for path in work.iterdir():
             if path.name not in known:

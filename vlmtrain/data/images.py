@@ -2,8 +2,8 @@
 
 Legend: T frames, H and W pixels, t, h, w patches in time, height, width.
 
-The work per pixel is: bicubic resize (PIL), then ((x / 255) - mean) / std and the gather into
-patch rows, which `vlmkernels.patchify` does in one pass.
+The work per pixel is: bicubic resize (`vlmkernels.resize`, bitwise PIL's), then ((x / 255) - mean)
+/ std and the gather into patch rows, which `vlmkernels.patchify` does in one pass.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageOps
 
+from vlmtrain.data import native
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
 from vlmtrain.models.spec import VisionSpec
@@ -206,10 +207,23 @@ def load_image(part: FileRange, sample: Sample, name: str) -> Image.Image:
         raise _broken(sample, name, error) from None
 
 
-def resize(image: Image.Image, settings: ImageSettings) -> np.ndarray:
-    """Resize an RGB image to its patch grid. Returns uint8 [H, W, 3]."""
-    height, width = settings.resized(image.height, image.width)
-    return np.asarray(image.resize((width, height), resample=settings.resample))
+def resize(image: Image.Image | np.ndarray, settings: ImageSettings) -> np.ndarray:
+    """Resize an RGB image, or uint8 [H, W, 3], to its patch grid. Returns uint8 [H, W, 3].
+
+    Raises:
+        ValueError: as `smart_resize`.
+    """
+    if isinstance(image, np.ndarray):
+        pixels = image
+    elif settings.resample == Image.Resampling.BICUBIC:  # PIL's own layout: copied, not packed
+        data = image.tobytes("raw", "RGBX")
+        pixels = np.frombuffer(data, dtype=np.uint8).reshape(image.height, image.width, 4)
+    else:
+        pixels = np.asarray(image)
+    height, width = settings.resized(*pixels.shape[:2])
+    if settings.resample == Image.Resampling.BICUBIC:
+        return native.resize(pixels, height, width)
+    return np.asarray(Image.fromarray(pixels).resize((width, height), settings.resample))
 
 
 def patchify(frames: np.ndarray, settings: ImageSettings, out: Tensor | None = None) -> Tensor:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.images import (
@@ -54,7 +53,8 @@ class VideoSettings:
         """
         config, where = read_config(folder, "video_processor", "video_preprocessor_config.json")
         frames = ImageSettings.from_config(config, vision, cls.default(images).images, where)
-        given = {key: config[key] for key in ("fps", "min_frames", "max_frames") if config.get(key)}
+        keys = ("fps", "num_frames", "min_frames", "max_frames")
+        given = {key: config[key] for key in keys if config.get(key)}
         given |= {key: value for key, value in overrides.items() if value is not None}
         settings = cls(images=frames, **given)
         if settings.fps <= 0 or not 0 < settings.min_frames <= settings.max_frames:
@@ -170,8 +170,7 @@ def load_video(
     with _VideoFile(media, sample) as video:
         for position, frame in video.frames():
             if len(frames) < len(wanted) and position == wanted[len(frames)]:
-                image = Image.fromarray(video.pixels(frame))
-                frames.append(resize(image, settings.images))
+                frames.append(resize(video.pixels(frame), settings.images))
             if len(frames) == len(wanted):
                 break
     if len(frames) < len(wanted):
