@@ -20,6 +20,7 @@ optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay opti
 optimizer.beta2 optimizer.eps optimizer.clip optimizer.offload_fraction
 parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
 parallel.vision_layers parallel.text_layers parallel.vision
+parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overlap
 freeze.vision freeze.merger freeze.language
 lora.rank lora.alpha lora.dropout lora.targets lora.vision
 recompute.vision recompute.language
@@ -38,6 +39,7 @@ EVALUATE = """
 model tasks data output nproc pack_length global_batch precision max_new_tokens kernels
 parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
 parallel.vision_layers parallel.text_layers parallel.vision
+parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overlap
 loader.packing loader.unreadable loader.skip_limit loader.workers loader.verify loader.max_samples
 loader.media_root loader.template
 """.split()
