@@ -63,6 +63,7 @@ test-full: setup
 # Trains on seven layouts of two processes; wants a quiet machine.
 test-plan: setup
 	$(RUN) -W ignore -m tests.plan.compare build/plan
+	$(RUN) -m pytest tests/plan/schedule_measured.py -rP
 
 demo: setup
 	$(RUN) -m vlmtrain.cli demo --output demo_out

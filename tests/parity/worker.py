@@ -259,7 +259,7 @@ def main() -> None:
         groups.next_case()
         results.append(run_case(case, backend))
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
-    assert threads < 100, f"{threads} threads: process groups pile up"
+    assert threads < 200, f"{threads} threads: process groups pile up"
     if process.rank == 0:
         torch.save(results, path.with_suffix(".out"))
     dist.barrier()

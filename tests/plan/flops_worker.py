@@ -35,6 +35,13 @@ def _seen(arguments: tuple[Any, ...]) -> int:
     return q.shape[1] * q.shape[2] * pairs_of(borders, causal)
 
 
+def _seen_by_patches(arguments: tuple[Any, ...]) -> int:
+    """The same of a qkv [P, 3, H, D]; the borders are the first int32, all pairs are seen."""
+    qkv = next(a for a in arguments if torch.is_tensor(a) and a.dim() == 4)
+    borders = next(a for a in arguments if torch.is_tensor(a) and a.dtype == torch.int32)
+    return qkv.shape[2] * qkv.shape[3] * pairs_of(borders, False)
+
+
 def forward_flops(*arguments: Any, **_: Any) -> int:
     """QK^T and PV."""
     return 4 * _seen(arguments)
@@ -45,11 +52,25 @@ def backward_flops(dout: Any, *arguments: Any, **_: Any) -> int:
     return 10 * _seen(arguments)
 
 
+def vision_forward_flops(*arguments: Any, **_: Any) -> int:
+    return 4 * _seen_by_patches(arguments)
+
+
+def vision_backward_flops(*arguments: Any, **_: Any) -> int:
+    return 10 * _seen_by_patches(arguments)
+
+
 def product_flops(total: Any, a: Any, b: Any, **_: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
-for counted in (forward_flops, backward_flops, product_flops):
+for counted in (
+    forward_flops,
+    backward_flops,
+    vision_forward_flops,
+    vision_backward_flops,
+    product_flops,
+):
     counted._get_raw = True  # type: ignore[attr-defined]
 
 
@@ -74,6 +95,8 @@ def measure(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     mapping = {
         torch.ops.vlmkernels.varlen_attention: forward_flops,
         torch.ops.vlmkernels.varlen_attention_backward: backward_flops,
+        torch.ops.vlmkernels.vision_attention: vision_forward_flops,
+        torch.ops.vlmkernels.vision_attention_backward: vision_backward_flops,
         torch.ops.aten.addmm_: product_flops,  # a weight's gradient, added to what is there
     }
     counter = FlopCounterMode(display=False, custom_mapping=mapping)

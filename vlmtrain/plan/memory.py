@@ -14,6 +14,8 @@ by tensor. e = bytes per element, t = tensor-parallel size, s = t under sequence
     e(3q + 3kv)/t          rotated q and k, the fused projection that v is a view of, the output
     8H/t + 2ed             softmax statistics, cos and sin of q and of k (float32 runs share one
                            table of 4d bytes among a stage's layers)
+                           (vision on the CPU: the fused projection and the output, 4eh/t, and
+                           one table a stage: vision_attention rotates as it reads)
     5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product; on the CPU 3ef
 
 A frozen weight does not keep its input; where nothing below learns, nothing is kept at all. An
@@ -374,8 +376,10 @@ class ActivationModel:
         kept += read if learns[0] else 0.0
         needs = below or learns[0]
         if needs:
-            angles = 0 if e == 4 else 2 * e * head_dim
-            kept += e * 3 * (q + kv) / t + 8 * heads / t + angles
+            # On the CPU vision_attention keeps the fused projection and its own output only.
+            inputs = 4 * q if vision and not self.cuda else 3 * (q + kv)
+            angles = 0 if e == 4 or vision else 2 * e * head_dim
+            kept += e * inputs / t + 8 * heads / t + angles
         elif learns[1]:
             kept += e * q / t
         needs = needs or learns[1]
@@ -475,10 +479,10 @@ class ActivationModel:
         if layout.vision_layers[0]:
             first = self.vision_layer(recompute_vision, first=True).per_patch
             per_patch[0] += first - vision.per_patch
-        # layers of float32 runs share the rotary table of their stage
+        # layers share the rotary table of their stage, where it is in their type
         if self.element == 4 and recompute_text != "full":
             per_token += 4 * self.spec.head_dim * (per_token > 0)
-        if self.element == 4 and recompute_vision != "full":
+        if recompute_vision != "full":
             per_patch += 4 * self.spec.vision.head_dim * (per_patch > 0)
         if not layout.multiplexed:
             per_patch[0] += self.patch_embed().per_patch
