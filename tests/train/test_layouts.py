@@ -40,6 +40,24 @@ def test_resumed_lora_is_bitwise(model, conversations, tmp_path):
     resume_lora(layout, model, conversations, tmp_path)
 
 
+def test_vision_lora_goes_on_at_another_tensor_size(model, conversations, tmp_path):
+    """B of the vision tower's qkv is split by heads, three ways inside each: one rank must read
+    what two have written."""
+    lora = "--lora.rank=4 --lora.vision --lora.targets qkv --optimizer.lr=1e-2".split()
+    more = ["--train.steps=6", "--checkpoint.every=3", *lora]
+    two = [*more, "--nproc=2", "--parallel.tensor=2"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    done = run_cli(options(model, conversations, straight, *two))
+    assert done.code == 0, done.output
+    shutil.copytree(straight, resumed)
+    for name in ("hf", "adapter"):
+        shutil.rmtree(resumed / name)
+    done = run_cli(options(model, conversations, resumed, *more, "--checkpoint.resume=3"))
+    assert done.code == 0, done.output
+    assert losses(resumed) == pytest.approx(losses(straight), rel=1e-5)
+    assert losses(straight)[0] != pytest.approx(losses(straight)[-1], rel=1e-3)
+
+
 def test_multiplexed_vision_trains_as_pipelined(model, conversations, tmp_path):
     """From files on disk: each rank decodes the images dealt to it, the losses are the same. The
     pipeline splits both towers by itself."""
