@@ -215,6 +215,8 @@ def test_store_replaces_rows_of_the_same_key(tmp_path: Path) -> None:
 def test_report(tmp_path: Path) -> None:
     noisy = example(memory=harness.AS_IT_COMES, ratio=1.0, kept=4, tokens_per_second=321.0)
     report.store(tmp_path / "a-cpu.json", MACHINE, [example(), noisy])
+    whole = example(shape="4 packs", tokens_per_second=5.0, best_peer="x, one padded batch a step")
+    report.store(tmp_path / "a-cpu.json", MACHINE, [whole])
     gpu = example(memory="device", device="cuda", best_peer=None, best_peer_ms=None, ratio=None)
     report.store(tmp_path / "a-gpu.json", MACHINE | {"gpu": "A GPU"}, [gpu])
     job = dict(size="2B", gigabytes=4.42, rss=1.17, limit=1.5, date="2026-01-02", commit="abc1234")
@@ -224,12 +226,13 @@ def test_report(tmp_path: Path) -> None:
     text = (tmp_path / "RESULTS.md").read_text()
     lines = text.splitlines()
     table = [line for line in lines if line.startswith("| attention")]
-    assert len(table) == 3
+    assert len(table) == 4
     header = next(line for line in lines if line.startswith("| op"))
     assert {line.count("|") for line in [header, *table]} == {header.count("|")}
     for part in ("12.3", "49", "SDPA / per length", "3.97x", "77%", "met", "2026-01-02, abc1234"):
         assert part in table[0], part
-    assert "4/10 (noisy)" in table[1] and "misses 3.5x" in table[1]
+    assert "4/10 (noisy)" in table[2] and "misses 3.5x" in table[2]
+    assert text.count("Ours makes a pass for each pack") == 1
     assert "321 tokens/s" in text and "nested tensor (RuntimeError: no)" in text
     assert "| 2B | verify | 4.42 | 20 | 221 | 1.17 | 1.5 | 2026-01-02, abc1234 |" in lines
     assert "old" not in text
