@@ -4,16 +4,12 @@ adapters, recomputation."""
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parity.reference import make_model
+from tests.plan.worker import results
 from vlmtrain.config import FreezeSection, LoraSection, RecomputeSection
 from vlmtrain.ledger import Ledger, Peak
 from vlmtrain.models.spec import ModelSpec
@@ -45,17 +41,7 @@ CASES = [{"family": "qwen2_5_vl", "tokens": TOKENS, "grids": GRIDS, **case} for 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    path = tmp_path_factory.mktemp("flops") / "cases.json"
-    path.write_text(json.dumps(CASES), encoding="utf-8")
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.plan.flops_worker", str(path)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return results("flops_worker", CASES, tmp_path_factory.mktemp("flops"))
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parity.reference import make_model
+from tests.plan.worker import results
 from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import make_layout
@@ -83,18 +79,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One line per case, all made by one process."""
-    path = tmp_path_factory.mktemp("megatron") / "cases.json"
-    path.write_text(json.dumps(CASES), encoding="utf-8")
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.plan.megatron_worker", str(path)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return results("megatron_worker", CASES, tmp_path_factory.mktemp("megatron"))
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
