@@ -128,22 +128,27 @@ class Engine:
             freeze(self.parts, frozen or FreezeSection())
         mark_lowest_trainable(self.stages, self.replica)
         self.overlap_param_gather = overlap_param_gather
+        # With one data-parallel rank there is nothing to reduce, but it is how Megatron tells when
+        # gradients are final, and offloaded ones can start down.
+        offloads = optimizer.offload_fraction > 0
+        overlap_chunks = overlap_grad_reduce or (offloads and self.layout.data == 1)
         ddp = partial(
             DistributedDataParallelConfig,
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             check_for_nan_in_grad=False,
-            overlap_grad_reduce=overlap_grad_reduce,
             overlap_param_gather=overlap_param_gather,
             bucket_size=self.bucket_size,
         )
         self.chunks: list[Any] = [
-            DistributedDataParallel(self.config, ddp(), stage, disable_bucketing=i > 0)
+            DistributedDataParallel(
+                self.config, ddp(overlap_grad_reduce=overlap_chunks), stage, disable_bucketing=i > 0
+            )
             for i, stage in enumerate(self.stages)
         ]
         for chunk in self.chunks:
             _skip_lonely_collectives(chunk)
-        if overlap_grad_reduce:
+        if overlap_chunks:
             syncs = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
             for chunk in self.chunks:
@@ -155,7 +160,10 @@ class Engine:
         if self.replica is not None:
             groups = replicated_groups()
             self.tower = DistributedDataParallel(
-                self.replica.config, ddp(), self.replica, pg_collection=groups
+                self.replica.config,
+                ddp(overlap_grad_reduce=overlap_grad_reduce),
+                self.replica,
+                pg_collection=groups,
             )
             _skip_lonely_collectives(self.tower)
             towers = build_optimizer(optimizer, [self.tower], self.dtype, groups)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 class Copy:
     source: Tensor
     target: Tensor
+    after: Any = None
     done: bool = False
 
 
@@ -28,9 +30,9 @@ class DelayedTransfers:
         self.pending: list[Copy] = []
         self.downloads = self.uploads = self.bytes = 0
 
-    def download(self, source: Tensor, target: Tensor) -> Copy:
+    def download(self, source: Tensor, target: Tensor, after: Any = None) -> Copy:
         self.downloads += 1
-        return self._begin(source, target)
+        return self._begin(source, target, after)
 
     def upload(self, source: Tensor, target: Tensor) -> Copy:
         assert source.dtype == target.dtype and source.is_contiguous()
@@ -43,12 +45,12 @@ class DelayedTransfers:
 
     device_wait = wait
 
-    def _begin(self, source: Tensor, target: Tensor) -> Copy:
+    def _begin(self, source: Tensor, target: Tensor, after: Any = None) -> Copy:
         for other in self.pending:
             assert other.target.data_ptr() != target.data_ptr(), "two copies to one place"
         with torch.no_grad():
             target.fill_(float("nan"))
-        copy = Copy(source, target)
+        copy = Copy(source, target, after)
         self.bytes += target.numel() * target.element_size()
         self.pending.append(copy)
         while self.pending and self.random.random() < 0.2:
@@ -57,6 +59,8 @@ class DelayedTransfers:
 
     def _finish_one(self) -> None:
         copy = self.pending.pop(self.random.randrange(len(self.pending)))
+        if copy.after is not None:
+            copy.after.wait()
         with torch.no_grad():
             copy.target.copy_(copy.source)
         copy.done = True

@@ -20,6 +20,8 @@ MIXED = [0.4, 1.0, 0.7]
 DP2: dict[str, Any] = {}
 TP2 = dict(tensor=2)
 PP2 = dict(pipeline=2)
+SP2 = dict(tensor=2, sequence=True)
+BOTH = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 
 
 def run(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
@@ -77,6 +79,46 @@ def test_bits_of_the_plain_optimizer(tmp_path):
         a, b = rounded["state"][name], plain["state"][name]
         # Rounding moves a gradient by 2^-9 of its size; weights one rounding apart move it again.
         assert (a - b).norm() <= 0.1 * b.norm() + 1e-12, name
+
+
+def test_gradients_go_down_during_backward(tmp_path):
+    """Where Megatron reduces buckets beside the backward pass, or has nothing to reduce: copies
+    begin with the first bucket, but for the gradients that are not final yet, late copies in random
+    order read what they should, and bits are the plain optimizer's."""
+    print(f"seed {SEED}")
+    untied, tied = (
+        ref.save_model(
+            ref.make_model("qwen2_5_vl", vision_heads=4, tied=t, seed=SEED), tmp_path / f"m{t}"
+        )
+        for t in (False, True)
+    )
+    small = dict(overlap=BOTH, bucket_size=50_000)
+    wide = dict(dtype=torch.bfloat16, gradients=torch.float32)
+    on = dict(delayed=True, fractions=[1.0, 1.0, 0.6])
+    plain: dict[str, dict[str, Any]] = {
+        "data": dict(layout=DP2, model=untied, **small),
+        "bf16": dict(layout=DP2, model=tied, **small, **wide),
+        "pipeline": dict(layout=PP2, model=tied),
+        "sequence": dict(layout=SP2, model=untied),
+        "touched": dict(layout=DP2, model=untied, touched=True, **small),
+    }
+    late = {
+        "data": 0,
+        "bf16": 0,
+        "pipeline": 1,
+        "sequence": 26,
+    }  # the tied table; norms and added biases
+    cases = []
+    for name, case in plain.items():
+        case["steps"] = STEPS
+        alone = dict(overlap=dict(overlap_grad_reduce=True)) if "overlap" not in case else {}
+        cases += [case, dict(case, **on, **alone)]
+        if name in late:
+            cases[-1]["early"] = late[name]
+    results = run(cases, tmp_path)
+    for name, expected, found in zip(plain, results[::2], results[1::2], strict=True):
+        same(found["state"], expected["state"], name)
+        assert found["losses"] == expected["losses"], name
 
 
 def test_what_cannot_be_offloaded_is_named():

@@ -95,8 +95,14 @@ class Rows:
         """A row of `make`'s arguments."""
         self.append(*self.make(*tensors))
 
-    def step(self, group: dict[str, Any], grad_scale: float = 1.0) -> None:
-        """One native call a pair of types, without the GIL, with a parameter group's settings."""
+    def step(
+        self, group: dict[str, Any], grad_scale: float = 1.0, grad_factor: float = 1.0
+    ) -> None:
+        """One native call a pair of types, without the GIL, with a parameter group's settings.
+
+        Gradients are multiplied by `grad_factor`, rounded to float32, and by `grad_scale`: two, so
+        that the bits are those of a gradient that was multiplied in place and is clipped now.
+        """
         for (grad_type, moment_type), rows in self._rows.items():
             _C.adam_step(
                 rows,
@@ -107,6 +113,7 @@ class Rows:
                 float(group["eps"]),
                 float(group["weight_decay"]),
                 bool(group["decoupled_weight_decay"]),
+                float(grad_factor),
                 float(grad_scale),
             )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .arena import PinnedArena
 from .native import Rows
-from .transfer import Ticket, Transfers
+from .transfer import Ticket, Transfers, Waitable
 
 
 @dataclass(eq=False)
@@ -40,6 +40,7 @@ class Shard:
     value: Tensor  # page-locked, the target's type: slot or master where that fits
     grad: Tensor | None = None  # on the device: whose copy `slot` is or will be
     version: int = 0  # of `grad`, when its copy began
+    factor: float = 1.0  # by which the gradient was multiplied in place since, see Rows.step
     down: Ticket = None
     up: list[Ticket] = field(default_factory=list)
 
@@ -98,14 +99,22 @@ class Offload:
         with torch.no_grad():
             shard.master.copy_(shard.target)
 
-    def begin(self, shard: Shard, grad: Tensor) -> None:
-        """Start this gradient's way down; a later call replaces an earlier one's gradient."""
+    def begin(self, shard: Shard, grad: Tensor, after: Waitable | None = None) -> None:
+        """Start this gradient's way down; a later call replaces an earlier one's gradient. `after`
+        is what writes the gradient, if that was only started."""
         self.settle(shard)
-        shard.grad, shard.version = grad, grad._version
+        shard.grad, shard.version, shard.factor = grad, grad._version, 1.0
         self._begun.pop(shard, None)
         self._begun[shard] = None
         if grad.numel():
-            shard.down = self.transfers.download(grad.detach(), shard.slot)
+            shard.down = self.transfers.download(grad.detach(), shard.slot, after)
+
+    def before_change(self, shards: Iterable[Shard]) -> None:
+        """The device is about to change gradients of these shards in place: it waits until those
+        that were begun are down."""
+        for shard in shards:
+            if shard.down is not None:
+                self.transfers.device_wait(shard.down)
 
     def settle(self, shard: Shard) -> None:
         """Return when no copy is on its way: the slot may be written, the master read or moved."""
@@ -158,13 +167,14 @@ class Offload:
         return [(first, min(first + length, numel)) for first in range(0, numel, length)]
 
     def _step_bucket(self, bucket: list[_Piece], grad_scale: float) -> None:
-        by_group: dict[int, tuple[dict[str, Any], Rows]] = {}
+        by_group: dict[tuple[int, float], tuple[dict[str, Any], float, Rows]] = {}
         steps = []  # each piece counts on a copy: the native call counts up what it is given
         for group, shard, first, last in bucket:
             if shard.down is not None:
                 self.transfers.wait(shard.down)
                 shard.down = None
-            _, rows = by_group.setdefault(id(group), (group, Rows()))
+            key = id(group), shard.factor
+            *_, rows = by_group.setdefault(key, (group, shard.factor, Rows()))
             state = shard.state
             steps.append(state["step"].clone())
             master, grad, exp_avg, exp_avg_sq = (
@@ -173,8 +183,8 @@ class Offload:
             )
             low = shard.value.view(-1)[first:last] if shard.rounds else None
             rows.add(master, grad, exp_avg, exp_avg_sq, steps[-1], low, first)
-        for group, rows in by_group.values():
-            rows.step(group, grad_scale)
+        for group, factor, rows in by_group.values():
+            rows.step(group, grad_scale, factor)
         for _, shard, first, last in bucket:
             source, target = shard.value, shard.target.detach()
             if target.is_contiguous():
