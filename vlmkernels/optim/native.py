@@ -11,9 +11,6 @@ from torch import Tensor
 from vlmkernels._native import _C, DTYPES, describe
 
 GRADIENTS = (torch.float32, torch.bfloat16)
-#: Types of moments that are held element by element; torch.uint8 stands for 8-bit codes, see
-#: blockwise.py.
-MOMENTS = (torch.float32, torch.bfloat16)
 _MOMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # vlmk::MomentType
 
 
@@ -134,6 +131,25 @@ def check_hyperparameters(
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(f"betas[{i}] is {beta}; it must be in [0, 1)")
+
+
+def check_nonfinite(nonfinite: str) -> None:
+    """Raises ValueError for a policy that doesn't exist."""
+    if nonfinite not in ("propagate", "skip"):
+        raise ValueError(f"nonfinite is {nonfinite!r}; it must be 'propagate' or 'skip'")
+
+
+def fill_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Gives loaded parameter groups what torch.optim.AdamW's don't have.
+
+    Raises:
+        ValueError: a group asks for a form of Adam that is not offered.
+    """
+    for group in groups:
+        group.setdefault("decoupled_weight_decay", defaults["decoupled_weight_decay"])
+        for flag in ("amsgrad", "maximize"):
+            if group.get(flag):
+                raise ValueError(f"the loaded state has {flag}=True, which is not offered here")
 
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:

@@ -34,8 +34,9 @@ class Transfers(Protocol):
         comes after that, and the host doesn't wait for either."""
         ...
 
-    def upload(self, source: Tensor, target: Tensor) -> Ticket:
-        """Begin target (device) <- source (host), of one type."""
+    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
+        """Begin target (device) <- source (host), of one type: after all work asked for before,
+        unless that doesn't read the target (`unread`)."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
@@ -57,7 +58,7 @@ class HostTransfers:
         target.copy_(source)
         return None
 
-    def upload(self, source: Tensor, target: Tensor) -> Ticket:
+    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
         target.copy_(source)
         return None
 
@@ -102,9 +103,10 @@ class CudaTransfers:
             target.copy_(source.to(target.dtype), non_blocking=True)
             return self._down.record_event()
 
-    def upload(self, source: Tensor, target: Tensor) -> Ticket:
+    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
         # The device may still be reading the old value: in the norm, in the other parameters' step.
-        self._up.wait_stream(torch.cuda.current_stream(self.device))
+        if not unread:
+            self._up.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._up):
             target.copy_(source, non_blocking=True)
             return self._up.record_event()
