@@ -126,8 +126,8 @@ def clipping(context: Context) -> Comparison:
 
     def step(tensors: list[Tensor], cut: slice) -> None:
         master, exp_avg, exp_avg_sq = (x[cut] for x in tensors)
-        work = Rows()
-        work.add(master, grad[cut], exp_avg, exp_avg_sq, torch.tensor(9.0), low[cut], cut.start)
+        work, count = Rows(), torch.tensor(9.0)
+        work.add(master, grad[cut], exp_avg, exp_avg_sq, count, low[cut], cut.start)
         work.step(group)
 
     def in_place() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from tests.checkpoint.test_resharding import same
 from tests.parity import reference as ref
 from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401  fixtures
+from tests.train.test_faults import environment
+from vlmtrain.config import ConfigError, OptimizerSection, offload_fractions
+from vlmtrain.optimizer import offload_fraction
 
 SEED = random.SystemRandom().randrange(10**6)
 STEPS = [SEED, SEED + 1, SEED + 2]
@@ -132,12 +136,31 @@ def test_what_cannot_be_offloaded_is_named():
 
 
 def test_vlmtrain_trains_the_same_with_and_without(model, conversations, tmp_path):  # noqa: F811
-    two = ["--nproc=2", "--parallel.pipeline=2", "--train.steps=4"]
-    found = []
-    for fraction in ("0.0", "1.0"):
-        output = tmp_path / fraction
-        extra = [*two, f"--optimizer.offload_fraction={fraction}"]
-        done = run_cli(options(model, conversations, output, *extra))
-        assert done.code == 0, done.output
-        found.append(losses(output))
-    assert found[0] == found[1] and len(found[0]) == 4 and found[0][-1] < found[0][0]
+    """Offloaded from the start, less from the third step on; killed while state moves then, and
+    resumed from the checkpoint before: the losses of a run without any of that."""
+    two = ["--nproc=2", "--parallel.pipeline=2", "--train.steps=4", "--checkpoint.every=1"]
+    plain, broken = tmp_path / "plain", tmp_path / "broken"
+    done = run_cli(options(model, conversations, plain, *two))
+    assert done.code == 0, done.output
+    changing = [*two, "--optimizer.offload_fraction=1.0", "--optimizer.offload_schedule", "3:0.3"]
+    arguments = options(model, conversations, broken, *changing)
+    killed = run_cli(arguments, env=environment("moving", 1))
+    assert "rank 1 was ended by SIGKILL" in killed.output, killed.output
+    assert len(losses(broken)) == 2
+    done = run_cli([*arguments, "--checkpoint.resume=latest"])
+    assert done.code == 0, done.output
+    assert "step 3: 30% of the optimizer is offloaded" in done.output
+    assert losses(plain) == losses(broken)
+    assert len(losses(plain)) == 4 and losses(plain)[-1] < losses(plain)[0]
+
+
+def test_schedule_of_fractions():
+    section = OptimizerSection(offload_fraction=1.0, offload_schedule=("3:0.5", "10:0"))
+    shares = [offload_fraction(section, step) for step in range(11)]
+    assert shares == [1.0] * 2 + [0.5] * 7 + [0.0] * 2
+    assert offload_fraction(OptimizerSection(offload_schedule=("1:0.2",)), 0) == 0.2
+    for bad in ("3", "3:", "0:1", "x:0.5", "3:1.5", "3:-0.1", "3:nan", ":0.5"):
+        with pytest.raises(ConfigError, match=re.escape(f"has {bad!r}; an entry is STEP:FRACTION")):
+            offload_fractions(OptimizerSection(offload_schedule=(bad,)))
+    with pytest.raises(ConfigError, match="has '5:0.1'; an entry is"):
+        offload_fractions(OptimizerSection(offload_schedule=("5:0.5", "5:0.1")))
