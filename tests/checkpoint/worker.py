@@ -45,7 +45,13 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     Engine.bucket_size = case.get("bucket_size")
     engine = Engine(spec, layout, backend, dtype=case.get("dtype", torch.float32))
     load_weights(engine.parts, spec, case["model"])
-    section = OptimizerSection(lr=ref.LR, min_lr=ref.LR, weight_decay=ref.DECAY, clip=ref.CLIP)
+    section = OptimizerSection(
+        lr=ref.LR,
+        min_lr=ref.LR,
+        weight_decay=ref.DECAY,
+        clip=ref.CLIP,
+        offload_fraction=case.get("offload", 0.0),
+    )
     engine.prepare(section, FreezeSection(**case.get("freeze", {})), **case.get("overlap", {}))
     return engine, length
 

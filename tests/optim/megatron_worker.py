@@ -1,7 +1,8 @@
 """One rank of an offloaded Megatron run: cases as in tests/checkpoint/worker.py, which does the
 work, and in addition `fractions`, one a step, `delayed`, `gradients` (a type), `loss_scale`, with
 which the second step gets an infinite gradient on the last rank, `early`: gradients must go down
-during the backward pass, and `touched`: they are changed after it."""
+during the backward pass, `touched`: they are changed after it, `offload`: the fraction from the
+start, and `weights`: a model folder that is loaded once the optimizer has been made."""
 
 from __future__ import annotations
 
@@ -113,6 +114,23 @@ def touch(engine: Any) -> None:
     engine.optimizer.step = step
 
 
+def load_other(engine: Any, case: dict[str, Any], options: dict[str, Any]) -> None:
+    """Other weights, without optimizer state: noticed until the optimizer takes them."""
+    from vlmkernels.integrations.megatron_optimizer import check_masters, offload
+    from vlmtrain.checkpoint.hf_import import load_weights
+
+    offload(engine.optimizer, case["fractions"][0], **options)
+    check_masters(engine.optimizer)
+    load_weights(engine.parts, engine.spec, case["weights"])
+    try:
+        check_masters(engine.optimizer)
+    except RuntimeError as error:
+        assert "call optimizer.reload_model_params()" in str(error)
+    else:
+        raise AssertionError("stale masters were not noticed")
+    engine.optimizer.reload_model_params()
+
+
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     from vlmkernels.integrations.megatron_optimizer import check_masters, offload
 
@@ -122,6 +140,10 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     options = dict(gradients=case.get("gradients"), bucket_bytes=20_000, transfers=transfers)
     if case.get("load") and fractions:  # the state goes where it will be
         offload(engine.optimizer, fractions[0], **options)
+    if case.get("offload"):
+        assert all(part._early is not None for part in parts(engine))
+    if case.get("weights"):
+        load_other(engine, case, options)
     plain_step = engine.step
 
     def step(packs: list[Any], lr: float) -> Any:

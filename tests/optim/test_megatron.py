@@ -49,7 +49,7 @@ def test_bits_of_the_plain_optimizer(tmp_path):
         "dp2": dict(layout=DP2, steps=STEPS),
         "dp2 offloaded": dict(layout=DP2, steps=STEPS, fractions=MIXED, delayed=True),
         "tp2": dict(layout=TP2, steps=STEPS),
-        "tp2 offloaded": dict(layout=TP2, steps=STEPS, fractions=[1.0] * 3),
+        "tp2 offloaded": dict(layout=TP2, steps=STEPS, offload=1.0, fractions=[1.0] * 3),
         "pp2": dict(layout=PP2, steps=STEPS),
         "pp2 offloaded": dict(layout=PP2, steps=STEPS, fractions=MIXED[::-1]),
         "bf16": dict(layout=DP2, steps=STEPS, dtype=torch.bfloat16),
@@ -90,11 +90,12 @@ def test_gradients_go_down_during_backward(tmp_path):
     begin with the first bucket, but for the gradients that are not final yet, late copies in random
     order read what they should, and bits are the plain optimizer's."""
     print(f"seed {SEED}")
-    untied, tied = (
+    untied, tied, other = (
         ref.save_model(
-            ref.make_model("qwen2_5_vl", vision_heads=4, tied=t, seed=SEED), tmp_path / f"m{t}"
+            ref.make_model("qwen2_5_vl", vision_heads=4, tied=i == 1, seed=SEED + i),
+            tmp_path / f"m{i}",
         )
-        for t in (False, True)
+        for i in range(3)
     )
     small = dict(overlap=BOTH, bucket_size=50_000)
     wide = dict(dtype=torch.bfloat16, gradients=torch.float32)
@@ -104,7 +105,8 @@ def test_gradients_go_down_during_backward(tmp_path):
         "bf16": dict(layout=DP2, model=tied, **small, **wide),
         "pipeline": dict(layout=PP2, model=tied),
         "sequence": dict(layout=SP2, model=untied),
-        "touched": dict(layout=DP2, model=untied, touched=True, **small),
+        "touched": dict(layout=DP2, model=untied, touched=True, freeze=dict(vision=True), **small),
+        "weights": dict(layout=DP2, model=untied, dtype=torch.bfloat16, **small),
     }
     late = {
         "data": 0,
@@ -119,6 +121,8 @@ def test_gradients_go_down_during_backward(tmp_path):
         cases += [case, dict(case, **on, **alone)]
         if name in late:
             cases[-1]["early"] = late[name]
+        if name == "weights":  # loaded into a model that was made from others
+            cases[-1].update(model=other, weights=untied, gradients=torch.float32)
     results = run(cases, tmp_path)
     for name, expected, found in zip(plain, results[::2], results[1::2], strict=True):
         same(found["state"], expected["state"], name)
