@@ -28,10 +28,10 @@ SP2 = dict(tensor=2, sequence=True)
 BOTH = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 
 
-def run(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def run(cases: list[dict[str, Any]], folder: Path, size: int = 2) -> list[dict[str, Any]]:
     path = folder / "cases.pt"
     torch.save(cases, path)
-    ranks = run_ranks(["tests/optim/megatron_worker.py", str(path)], 2)
+    ranks = run_ranks(["tests/optim/megatron_worker.py", str(path)], size)
     assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
     results = torch.load(path.with_suffix(".out"), weights_only=False)
     assert not any("error" in r for r in results), [r.get("error") for r in results]
