@@ -1,5 +1,5 @@
-"""Offloaded DistributedOptimizer on four processes, gradients down during the backward pass: part of
-`make test-layouts`; see test_megatron.py."""
+"""Offloaded DistributedOptimizer on four processes, gradients down during the backward pass; part
+of `make test-layouts`, see test_megatron.py."""
 
 from __future__ import annotations
 
