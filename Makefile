@@ -40,7 +40,7 @@ test: lint
 
 # Every layout against transformers, 240 cases, failing ranks, resumed LoRA (under 20 min on 2 cores).
 test-layouts: setup
-	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py -rP
+	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py tests/optim/matrix.py -rP
 
 test-kernels: setup
 	$(RUN) -m pytest tests/kernels tests/ptxsim

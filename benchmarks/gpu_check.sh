@@ -54,6 +54,8 @@ fi
 step "benchmarks"
 "$PYTHON" -m benchmarks.run --device cuda --seconds 20 || failed+=("benchmarks")
 
+"$PYTHON" -m benchmarks.timeline --device cuda || failed+=("timeline of the offloaded step")
+
 step "done"
 has megatron || skipped+=("training step: megatron-core is not installed")
 "$PYTHON" -c 'from vlmkernels._native import _C; import sys

@@ -1,5 +1,8 @@
 """A training step whose optimizer state is in host memory beside one whose state is on the GPU, and
-beside Megatron's HybridDeviceOptimizer: the same model, the same microbatches."""
+beside Megatron's HybridDeviceOptimizer: the same model, the same microbatches.
+
+On a CPU: what the host's part of the step costs if it waits for the clip factor, and if it doesn't.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import Comparison, Context, Row, compare, say
+from benchmarks.harness import Comparison, Context, Row, compare, say, torch_threads
 from vlmkernels import HybridDeviceOptimizer
+from vlmkernels.optim.native import Rows
 
 SETTINGS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 1.0
@@ -108,9 +112,49 @@ def comparison(
     )
 
 
+def clipping(context: Context) -> Comparison:
+    """The host's step of bfloat16 gradients, with all of them at hand and their factor known; and
+    before the factor is known, into copies of masters and moments that take the originals' place
+    if it turns out to be 1 (else it was in vain)."""
+    n = 2**20 if context.quick else 100_000_000
+    piece = 2**18 if context.quick else 2**20  # what was copied is still in the caches
+    state = [torch.randn(n), torch.zeros(n), torch.rand(n)]
+    shadow = [torch.empty(n) for _ in state]
+    grad, low = torch.randn(n).bfloat16(), torch.empty(n, dtype=torch.bfloat16)
+    group = {**SETTINGS, "decoupled_weight_decay": True}
+    cuts = [slice(first, min(first + piece, n)) for first in range(0, n, piece)]
+
+    def step(tensors: list[Tensor], cut: slice) -> None:
+        master, exp_avg, exp_avg_sq = (x[cut] for x in tensors)
+        work, count = Rows(), torch.tensor(9.0)
+        work.add(master, grad[cut], exp_avg, exp_avg_sq, count, low[cut], cut.start)
+        work.step(group)
+
+    def in_place() -> None:
+        for cut in cuts:
+            step(state, cut)
+
+    def into_copies() -> None:
+        for cut in cuts:
+            for source, target in zip(state, shadow, strict=True):
+                target[cut].copy_(source[cut])
+            step(shadow, cut)
+
+    return Comparison(
+        op="offloaded step under clipping",
+        shape=f"{n:,} parameters",
+        dtype="bfloat16, float32 moments",
+        ours=in_place,
+        peers={"before the norm is known, into copies": into_copies},
+    )
+
+
 def rows(context: Context) -> Iterator[Row]:
+    if context.device == "cpu":
+        with torch_threads(context.threads):
+            yield compare(clipping(context), context)
     if context.device == "cpu" and not context.quick:
-        say("offload skipped: on a CPU device and host are one; run it with --device cuda")
+        say("offload's other rows skipped: on a CPU device and host are one; run --device cuda")
         return
     width, layers, tokens = (256, 4, 64) if context.quick else (4096, 120, 8192)
     for microbatches in (1, 8):

@@ -277,7 +277,7 @@ vlmk::ResizeParams resize_params(uintptr_t pixels, uintptr_t out, int64_t frames
 // float), then numel and the number of the first element, addresses of the two moments' scales (0).
 void adam_step(const std::vector<std::array<int64_t, 10>>& rows, int grad_dtype, int moments,
                double lr, double beta1, double beta2, double eps, double weight_decay,
-               bool decoupled, double grad_scale) {
+               bool decoupled, double grad_factor, double grad_scale) {
   std::vector<vlmk::AdamTensor> tensors;
   tensors.reserve(rows.size());
   for (const auto& r : rows) {
@@ -288,7 +288,8 @@ void adam_step(const std::vector<std::array<int64_t, 10>>& rows, int grad_dtype,
                        static_cast<vlmk::MomentType>(moments)});
   }
   vlmk::adam_step({tensors.data(), static_cast<int64_t>(tensors.size()), lr, beta1, beta2, eps,
-                   weight_decay, decoupled, static_cast<float>(grad_scale)});
+                   weight_decay, decoupled, static_cast<float>(grad_factor),
+                   static_cast<float>(grad_scale)});
   for (size_t i = 0; i < rows.size(); ++i) {
     *pointer<float>(rows[i][5]) = static_cast<float>(tensors[i].step);
   }

@@ -94,8 +94,9 @@ struct AdamParams {
   double beta2;
   double eps;
   double weight_decay;
-  bool decoupled;    // AdamW: decay the parameter; else Adam with L2: decay the gradient
-  float grad_scale;  // multiplies every gradient as it is read
+  bool decoupled;     // AdamW: decay the parameter; else Adam with L2: decay the gradient
+  float grad_factor;  // multiplies every gradient as it is read, ...
+  float grad_scale;   // ... and this the product, rounded to fp32
 };
 
 // Gradients of which the sum of squares is wanted.

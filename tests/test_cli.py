@@ -17,7 +17,7 @@ model data output nproc
 train.steps train.epochs train.pack_length train.global_batch train.precision train.seed
 train.log_every train.wandb
 optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay optimizer.beta1
-optimizer.beta2 optimizer.eps optimizer.clip optimizer.offload_fraction
+optimizer.beta2 optimizer.eps optimizer.clip optimizer.offload_fraction optimizer.offload_schedule
 parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
 parallel.vision_layers parallel.text_layers parallel.vision
 parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overlap

@@ -59,6 +59,8 @@ class OptimizerSection:
     """Largest global gradient norm; 0: no clipping."""
     offload_fraction: float = 0.0
     """Share of the optimizer state kept in host memory."""
+    offload_schedule: tuple[str, ...] = ()
+    """STEP:FRACTION ...: other shares from those steps on, while training goes on."""
 
 
 @dataclass
@@ -226,6 +228,7 @@ class TrainConfig:
                 f"--optimizer.offload_fraction is {self.optimizer.offload_fraction}; it must be at "
                 "most 1"
             )
+        offload_fractions(self.optimizer)
         if self.optimizer.min_lr > self.optimizer.lr:
             raise ConfigError(
                 f"--optimizer.min_lr {self.optimizer.min_lr} is above --optimizer.lr "
@@ -251,6 +254,28 @@ class TrainConfig:
         for part in dotted.split("."):
             value = getattr(value, part)
         return value
+
+
+def offload_fractions(section: OptimizerSection) -> dict[int, float]:
+    """Shares of the optimizer state in host memory by the step (from 1) from which they count.
+
+    Raises:
+        ConfigError: an entry of the schedule that can't be used.
+    """
+    found = {1: section.offload_fraction}
+    for entry in section.offload_schedule:
+        step, _, fraction = entry.partition(":")
+        try:
+            first, share = int(step), float(fraction)
+        except ValueError:
+            first, share = 0, 0.0
+        if first < 1 or not 0 <= share <= 1 or (first != 1 and first <= max(found)):
+            raise ConfigError(
+                f"--optimizer.offload_schedule has {entry!r}; an entry is STEP:FRACTION, a step "
+                "from 1 that is above the entry's before and a share from 0 to 1, as in 100:0.5"
+            )
+        found[first] = share
+    return found
 
 
 def from_toml(path: Path, base: TrainConfig) -> TrainConfig:

@@ -21,7 +21,14 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from vlmtrain.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
+from vlmkernels.integrations.megatron_optimizer import offload
+from vlmtrain.config import (
+    FreezeSection,
+    LoraSection,
+    OptimizerSection,
+    RecomputeSection,
+    offload_fractions,
+)
 from vlmtrain.data.batch import PackedBatch
 from vlmtrain.device import Backend, without_shim
 from vlmtrain.ledger import StepResult, Totals, gather, replica_totals
@@ -132,22 +139,27 @@ class Engine:
             freeze(self.parts, frozen or FreezeSection())
         mark_lowest_trainable(self.stages, self.replica)
         self.overlap_param_gather = overlap_param_gather
+        # With one data-parallel rank there is nothing to reduce, but it is how Megatron tells when
+        # gradients are final, and offloaded ones can start down.
+        offloads = any(offload_fractions(optimizer).values())
+        overlap_chunks = overlap_grad_reduce or (offloads and self.layout.data == 1)
         ddp = partial(
             DistributedDataParallelConfig,
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             check_for_nan_in_grad=False,
-            overlap_grad_reduce=overlap_grad_reduce,
             overlap_param_gather=overlap_param_gather,
             bucket_size=self.bucket_size,
         )
         self.chunks: list[Any] = [
-            DistributedDataParallel(self.config, ddp(), stage, disable_bucketing=i > 0)
+            DistributedDataParallel(
+                self.config, ddp(overlap_grad_reduce=overlap_chunks), stage, disable_bucketing=i > 0
+            )
             for i, stage in enumerate(self.stages)
         ]
         for chunk in self.chunks:
             _skip_lonely_collectives(chunk)
-        if overlap_grad_reduce:
+        if overlap_chunks:
             syncs = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
             for chunk in self.chunks:
@@ -155,11 +167,15 @@ class Engine:
                 if tower is not None:
                     tower.on_skipped_backward = partial(parameters_ready, chunk, tower)
         self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
+        self.offload_fraction = optimizer.offload_fraction
         self.multiplexer: Multiplexer | None = None
         if self.replica is not None:
             groups = replicated_groups()
             self.tower = DistributedDataParallel(
-                self.replica.config, ddp(), self.replica, pg_collection=groups
+                self.replica.config,
+                ddp(overlap_grad_reduce=overlap_grad_reduce),
+                self.replica,
+                pg_collection=groups,
             )
             _skip_lonely_collectives(self.tower)
             towers = build_optimizer(optimizer, [self.tower], self.dtype, groups)
@@ -190,6 +206,15 @@ class Engine:
             if self.lora.vision and part.vision is not None:
                 layers = part.vision.blocks.layers
                 add_adapters(layers, self.spec, self.lora, vision=True, seed=self.seed)
+
+    def set_offload_fraction(self, fraction: float) -> bool:
+        """Move optimizer state between device and host, between steps; whether there was a change.
+        No value changes."""
+        if fraction == self.offload_fraction:
+            return False
+        offload(self.optimizer, fraction)
+        self.offload_fraction = fraction
+        return True
 
     def gather_weights(self) -> None:
         """Wait until this rank has all updated weights. Collective; before they are saved."""

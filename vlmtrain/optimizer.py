@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from vlmkernels import CPUAdam
 from vlmkernels.integrations.megatron_optimizer import offload
 from vlmtrain.checkpoint.optimizer_state import create_state, distributed_parts
-from vlmtrain.config import OptimizerSection
+from vlmtrain.config import OptimizerSection, offload_fractions
 
 
 def build_optimizer(
@@ -79,6 +79,12 @@ def _use_our_adam(part: DistributedOptimizer) -> None:
             group.setdefault(key, value)
     ours.param_groups = inner.param_groups
     part.optimizer = ours
+
+
+def offload_fraction(section: OptimizerSection, step: int) -> float:
+    """Share of the state to be in host memory at 0-based `step`."""
+    found = offload_fractions(section)
+    return found[max(first for first in found if first <= step + 1)]
 
 
 def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:

@@ -94,7 +94,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     from vlmtrain.evaluate import heldout
     from vlmtrain.ledger import Ledger
     from vlmtrain.metrics import Metrics
-    from vlmtrain.optimizer import learning_rate
+    from vlmtrain.optimizer import learning_rate, offload_fraction
     from vlmtrain.plan import beside
     from vlmtrain.plan.machine import find_machine
 
@@ -221,6 +221,9 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
             packs = loader.next_step()
             waited = time.perf_counter() - before
             lr = learning_rate(config.optimizer, step, total)
+            fraction = offload_fraction(config.optimizer, step)
+            if engine.set_offload_fraction(fraction) and rank == 0:
+                print(f"step {step + 1}: {fraction:.0%} of the optimizer is offloaded", flush=True)
             result = engine.step(packs, lr, waited)
             if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
                 raise shared_error(

@@ -32,6 +32,7 @@ struct Constants {
   float correction2;  // sqrt(1 - beta2^step)
   float eps;
   float negative_step;  // -lr / (1 - beta1^step)
+  float grad_factor;
   float grad_scale;
   bool decoupled;
   bool decays;
@@ -51,7 +52,7 @@ enum class Rounded { kV, kG };
 
 template <Rounded kRounded>
 VLMK_INLINE void update(const Constants& c, const Lerp& lerp, Vec g, Vec& p, Vec& m, Vec& v) {
-  g = g * set1(c.grad_scale);
+  g = g * set1(c.grad_factor) * set1(c.grad_scale);
   if (c.decays) {
     if (c.decoupled) {
       p = p * set1(c.decay);
@@ -348,6 +349,7 @@ void adam_chunk(const AdamParams& a, const AdamChunk& chunk) {
   c.correction2 = static_cast<float>(std::sqrt(1 - std::pow(a.beta2, step)));
   c.eps = static_cast<float>(a.eps);
   c.negative_step = static_cast<float>(-(a.lr / (1 - std::pow(a.beta1, step))));
+  c.grad_factor = a.grad_factor;
   c.grad_scale = a.grad_scale;
   c.decoupled = a.decoupled;
   c.decays = a.weight_decay != 0;

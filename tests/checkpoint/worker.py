@@ -42,10 +42,17 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
         microbatches=len(packs),
         **case["layout"],
     )
+    Engine.bucket_size = case.get("bucket_size")
     engine = Engine(spec, layout, backend, dtype=case.get("dtype", torch.float32))
     load_weights(engine.parts, spec, case["model"])
-    section = OptimizerSection(lr=ref.LR, min_lr=ref.LR, weight_decay=ref.DECAY, clip=ref.CLIP)
-    engine.prepare(section, FreezeSection(**case.get("freeze", {})))
+    section = OptimizerSection(
+        lr=ref.LR,
+        min_lr=ref.LR,
+        weight_decay=ref.DECAY,
+        clip=ref.CLIP,
+        offload_fraction=case.get("offload", 0.0),
+    )
+    engine.prepare(section, FreezeSection(**case.get("freeze", {})), **case.get("overlap", {}))
     return engine, length
 
 
@@ -132,6 +139,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             for s in case.get("meanwhile", []):
                 engine.step(share(s), ref.LR)
             saver.finish()
+        engine.gather_weights()
         result["step"] = steps_taken(engine.optimizer)
         result["state"] = whole_state(engine)
     except UserError as error:

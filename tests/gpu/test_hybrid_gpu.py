@@ -76,6 +76,56 @@ def test_the_same_bits_whatever_overlaps() -> None:
         assert torch.equal(x, y)
 
 
+def test_steps_in_backward_have_the_same_bits() -> None:
+    """A deep stack of small layers, so that new weights go up while the pass goes on."""
+    torch.manual_seed(0)
+    start = [torch.randn(512, 512, device="cuda").bfloat16() * 0.04 for _ in range(24)]
+    data = [torch.randn(256, 512, device="cuda").bfloat16() for _ in range(10)]
+    found = []
+    for in_backward in (True, False):
+        params = [nn.Parameter(x.clone()) for x in start]
+        optimizer = HybridDeviceOptimizer(
+            params, lr=1e-2, in_backward=in_backward, bucket_bytes=1 << 20
+        )
+        for x in data:
+            for param in params:
+                x = x + torch.tanh(x @ param)
+            x.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.check_masters()
+        found.append([p.detach() for p in params])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_8_bit_moments_move_and_train() -> None:
+    """Codes and scales keep their bits on the way; a step on either side agrees to the codes'
+    neighbours."""
+    torch.manual_seed(0)
+    start = torch.randn(10_001, device="cuda").bfloat16()
+    grads = [torch.randn(10_001, device="cuda").bfloat16() for _ in range(3)]
+    found = []
+    for fraction in (0.0, 1.0):
+        param = nn.Parameter(start.clone())
+        optimizer = HybridDeviceOptimizer(
+            [param], lr=1e-2, moments=torch.uint8, offload_fraction=fraction
+        )
+        for grad in grads:
+            param.grad = grad.clone()
+            optimizer.step()
+        before = {k: v.cpu().clone() for k, v in optimizer.state[param].items()}
+        optimizer.set_offload_fraction(1.0 - fraction)
+        for key, value in optimizer.state[param].items():
+            assert key == "step" or value.device.type == ("cpu" if fraction == 0 else "cuda"), key
+            assert torch.equal(value.cpu(), before[key]), key
+        found.append(before)
+    for key, magnitude in (("exp_avg_codes", 127), ("exp_avg_sq_codes", 255)):
+        a, b = (x[key].int() & magnitude for x in found)
+        assert (a - b).abs().max() <= 1, key
+    torch.testing.assert_close(found[0]["master"], found[1]["master"], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_device_memory_is_what_theory_says(fraction: float) -> None:
     """2 bytes of weight, 2 of gradient, 12 of state that stayed: within 5%."""

@@ -7,7 +7,9 @@ reads the target too early, or counts on the order of two copies gets other numb
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 class Copy:
     source: Tensor
     target: Tensor
+    after: Any = None
     done: bool = False
 
 
@@ -27,36 +30,41 @@ class DelayedTransfers:
         self.random = random.Random(random.getrandbits(32))
         self.pending: list[Copy] = []
         self.downloads = self.uploads = self.bytes = 0
+        self.lock = threading.RLock()
 
-    def download(self, source: Tensor, target: Tensor) -> Copy:
+    def download(self, source: Tensor, target: Tensor, after: Any = None) -> Copy:
         self.downloads += 1
-        return self._begin(source, target)
+        return self._begin(source, target, after)
 
-    def upload(self, source: Tensor, target: Tensor) -> Copy:
+    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Copy:
         assert source.dtype == target.dtype and source.is_contiguous()
         self.uploads += 1
         return self._begin(source, target)
 
     def wait(self, ticket: Copy) -> None:
-        while not ticket.done:
-            self._finish_one()
+        with self.lock:
+            while not ticket.done:
+                self._finish_one()
 
     device_wait = wait
 
-    def _begin(self, source: Tensor, target: Tensor) -> Copy:
-        for other in self.pending:
-            assert other.target.data_ptr() != target.data_ptr(), "two copies to one place"
-        with torch.no_grad():
-            target.fill_(float("nan"))
-        copy = Copy(source, target)
-        self.bytes += target.numel() * target.element_size()
-        self.pending.append(copy)
-        while self.pending and self.random.random() < 0.2:
-            self._finish_one()
-        return copy
+    def _begin(self, source: Tensor, target: Tensor, after: Any = None) -> Copy:
+        with self.lock:
+            for other in self.pending:
+                assert other.target.data_ptr() != target.data_ptr(), "two copies to one place"
+            with torch.no_grad():
+                target.fill_(float("nan"))
+            copy = Copy(source, target, after)
+            self.bytes += target.numel() * target.element_size()
+            self.pending.append(copy)
+            while self.pending and self.random.random() < 0.2:
+                self._finish_one()
+            return copy
 
     def _finish_one(self) -> None:
         copy = self.pending.pop(self.random.randrange(len(self.pending)))
+        if copy.after is not None:
+            copy.after.wait()
         with torch.no_grad():
             copy.target.copy_(copy.source)
         copy.done = True

@@ -1,6 +1,8 @@
 """One rank of an offloaded Megatron run: cases as in tests/checkpoint/worker.py, which does the
-work, and in addition `fractions`, one a step, `delayed`, `gradients` (a type), and `loss_scale`,
-with which the second step gets an infinite gradient on the last rank."""
+work, and in addition `fractions`, one a step, `delayed`, `gradients` (a type), `loss_scale`, with
+which the second step gets an infinite gradient on the last rank, `early`: gradients must go down
+during the backward pass, `touched`: they are changed after it, `offload`: the fraction from the
+start, and `weights`: a model folder that is loaded once the optimizer has been made."""
 
 from __future__ import annotations
 
@@ -55,6 +57,80 @@ def spoil(engine: Any, scale: float) -> None:
     engine.optimizer.step = step
 
 
+class Watch:
+    """Of each step: how much of the backward pass was done when the first gradient started down,
+    how many had when it was over, and how many started in all."""
+
+    def __init__(self, engine: Any, transfers: DelayedTransfers) -> None:
+        self.params = [p for c in engine.chunks for p in c.parameters() if p.requires_grad]
+        self.hooks, self.first, self.in_backward = 0, 1.0, 0
+        for param in self.params:
+            param.register_hook(self.backward_reaches)
+        self.transfers, self.before = transfers, 0
+        download, finalize = transfers.download, engine.config.finalize_model_grads_func
+
+        def watched(*arguments: Any) -> Any:
+            self.first = min(self.first, self.hooks / len(self.params))
+            return download(*arguments)
+
+        def finalizing(*arguments: Any, **options: Any) -> None:
+            self.in_backward = transfers.downloads - self.before
+            finalize(*arguments, **options)
+
+        transfers.download = watched  # type: ignore[method-assign]
+        engine.config.finalize_model_grads_func = finalizing
+
+    def backward_reaches(self, gradient: Any) -> None:
+        self.hooks += 1
+
+    def start(self) -> None:
+        self.hooks, self.first, self.in_backward = 0, 1.0, 0
+        self.before = self.transfers.downloads
+
+    def check(self, engine: Any, late: int, microbatches: int) -> None:
+        """Each shard was sent once, all but `late` parameters' during the backward pass."""
+        held = [part._shards for part in parts(engine)]
+        shards = sum(p.numel() > 0 for table in held for p in table)
+        if sum(map(len, held)) < len(self.params):  # some stay on the device
+            late = min(late, shards - self.in_backward)
+        assert self.transfers.downloads - self.before == shards
+        assert self.in_backward == shards - late, (self.in_backward, shards, late)
+        # The last microbatch's pass comes last.
+        assert self.first < microbatches - 0.3, (self.first, microbatches)
+
+
+def touch(engine: Any) -> None:
+    """Twice the gradients of two layers, after Megatron is through with them and before the step:
+    one in a way that says so."""
+    plain = engine.optimizer.step
+
+    def step() -> Any:
+        for chunk in engine.chunks:
+            for number, param in enumerate(chunk.params_with_grad):
+                if number in (3, 8):
+                    param.main_grad.mul_(2.0)
+        return plain()
+
+    engine.optimizer.step = step
+
+
+def load_other(engine: Any, case: dict[str, Any], options: dict[str, Any]) -> None:
+    """Other weights, without optimizer state: noticed until the optimizer takes them."""
+    from vlmkernels.integrations.megatron_optimizer import check_masters, offload
+    from vlmtrain.checkpoint.hf_import import load_weights
+
+    offload(engine.optimizer, case["fractions"][0], **options)
+    check_masters(engine.optimizer)
+    load_weights(engine.parts, engine.spec, case["weights"])
+    try:
+        check_masters(engine.optimizer)
+    except RuntimeError as error:
+        assert "call optimizer.reload_model_params()" in str(error)
+    else:
+        raise AssertionError("stale masters were not noticed")
+    engine.optimizer.reload_model_params()
+
+
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     from vlmkernels.integrations.megatron_optimizer import check_masters, offload
 
@@ -64,6 +140,10 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     options = dict(gradients=case.get("gradients"), bucket_bytes=20_000, transfers=transfers)
     if case.get("load") and fractions:  # the state goes where it will be
         offload(engine.optimizer, fractions[0], **options)
+    if case.get("offload"):
+        assert all(part._early is not None for part in parts(engine))
+    if case.get("weights"):
+        load_other(engine, case, options)
     plain_step = engine.step
 
     def step(packs: list[Any], lr: float) -> Any:
@@ -71,11 +151,19 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
             offload(engine.optimizer, fractions[0], **options)
             check_share(engine, fractions.pop(0))
         check_masters(engine.optimizer)
+        if watch is not None:
+            watch.start()
         result = plain_step(packs, lr)
         check_masters(engine.optimizer)
+        if watch is not None and engine.steps > 0:  # Megatron counts hooks in the first
+            watch.check(engine, case["early"], len(packs))
+        engine.steps += 1
         return result
 
-    engine.step = step
+    watch = Watch(engine, transfers) if transfers is not None and "early" in case else None
+    engine.step, engine.steps = step, 0
+    if case.get("touched"):
+        touch(engine)
     if case.get("loss_scale"):
         spoil(engine, case["loss_scale"])
     return engine, length

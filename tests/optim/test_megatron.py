@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from tests.checkpoint.test_resharding import same
 from tests.parity import reference as ref
 from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401  fixtures
+from tests.train.test_faults import environment
+from vlmtrain.config import ConfigError, OptimizerSection, offload_fractions
+from vlmtrain.optimizer import offload_fraction
 
 SEED = random.SystemRandom().randrange(10**6)
 STEPS = [SEED, SEED + 1, SEED + 2]
@@ -20,12 +24,14 @@ MIXED = [0.4, 1.0, 0.7]
 DP2: dict[str, Any] = {}
 TP2 = dict(tensor=2)
 PP2 = dict(pipeline=2)
+SP2 = dict(tensor=2, sequence=True)
+BOTH = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 
 
-def run(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def run(cases: list[dict[str, Any]], folder: Path, size: int = 2) -> list[dict[str, Any]]:
     path = folder / "cases.pt"
     torch.save(cases, path)
-    ranks = run_ranks(["tests/optim/megatron_worker.py", str(path)], 2)
+    ranks = run_ranks(["tests/optim/megatron_worker.py", str(path)], size)
     assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
     results = torch.load(path.with_suffix(".out"), weights_only=False)
     assert not any("error" in r for r in results), [r.get("error") for r in results]
@@ -43,7 +49,7 @@ def test_bits_of_the_plain_optimizer(tmp_path):
         "dp2": dict(layout=DP2, steps=STEPS),
         "dp2 offloaded": dict(layout=DP2, steps=STEPS, fractions=MIXED, delayed=True),
         "tp2": dict(layout=TP2, steps=STEPS),
-        "tp2 offloaded": dict(layout=TP2, steps=STEPS, fractions=[1.0] * 3),
+        "tp2 offloaded": dict(layout=TP2, steps=STEPS, offload=1.0, fractions=[1.0] * 3),
         "pp2": dict(layout=PP2, steps=STEPS),
         "pp2 offloaded": dict(layout=PP2, steps=STEPS, fractions=MIXED[::-1]),
         "bf16": dict(layout=DP2, steps=STEPS, dtype=torch.bfloat16),
@@ -79,6 +85,50 @@ def test_bits_of_the_plain_optimizer(tmp_path):
         assert (a - b).norm() <= 0.1 * b.norm() + 1e-12, name
 
 
+def test_gradients_go_down_during_backward(tmp_path):
+    """Where Megatron reduces buckets beside the backward pass, or has nothing to reduce: copies
+    begin with the first bucket, but for the gradients that are not final yet, late copies in random
+    order read what they should, and bits are the plain optimizer's."""
+    print(f"seed {SEED}")
+    untied, tied, other = (
+        ref.save_model(
+            ref.make_model("qwen2_5_vl", vision_heads=4, tied=i == 1, seed=SEED + i),
+            tmp_path / f"m{i}",
+        )
+        for i in range(3)
+    )
+    small = dict(overlap=BOTH, bucket_size=50_000)
+    wide = dict(dtype=torch.bfloat16, gradients=torch.float32)
+    on = dict(delayed=True, fractions=[1.0, 1.0, 0.6])
+    plain: dict[str, dict[str, Any]] = {
+        "data": dict(layout=DP2, model=untied, **small),
+        "bf16": dict(layout=DP2, model=tied, **small, **wide),
+        "pipeline": dict(layout=PP2, model=tied),
+        "sequence": dict(layout=SP2, model=untied),
+        "touched": dict(layout=DP2, model=untied, touched=True, freeze=dict(vision=True), **small),
+        "weights": dict(layout=DP2, model=untied, dtype=torch.bfloat16, **small),
+    }
+    late = {
+        "data": 0,
+        "bf16": 0,
+        "pipeline": 1,
+        "sequence": 26,
+    }  # the tied table; norms and added biases
+    cases = []
+    for name, case in plain.items():
+        case["steps"] = STEPS
+        alone = dict(overlap=dict(overlap_grad_reduce=True)) if "overlap" not in case else {}
+        cases += [case, dict(case, **on, **alone)]
+        if name in late:
+            cases[-1]["early"] = late[name]
+        if name == "weights":  # loaded into a model that was made from others
+            cases[-1].update(model=other, weights=untied, gradients=torch.float32)
+    results = run(cases, tmp_path)
+    for name, expected, found in zip(plain, results[::2], results[1::2], strict=True):
+        same(found["state"], expected["state"], name)
+        assert found["losses"] == expected["losses"], name
+
+
 def test_what_cannot_be_offloaded_is_named():
     from vlmkernels.integrations.megatron_optimizer import offload
 
@@ -90,12 +140,31 @@ def test_what_cannot_be_offloaded_is_named():
 
 
 def test_vlmtrain_trains_the_same_with_and_without(model, conversations, tmp_path):  # noqa: F811
-    two = ["--nproc=2", "--parallel.pipeline=2", "--train.steps=4"]
-    found = []
-    for fraction in ("0.0", "1.0"):
-        output = tmp_path / fraction
-        extra = [*two, f"--optimizer.offload_fraction={fraction}"]
-        done = run_cli(options(model, conversations, output, *extra))
-        assert done.code == 0, done.output
-        found.append(losses(output))
-    assert found[0] == found[1] and len(found[0]) == 4 and found[0][-1] < found[0][0]
+    """Offloaded from the start, less from the third step on; killed while state moves then, and
+    resumed from the checkpoint before: the losses of a run without any of that."""
+    two = ["--nproc=2", "--parallel.pipeline=2", "--train.steps=4", "--checkpoint.every=1"]
+    plain, broken = tmp_path / "plain", tmp_path / "broken"
+    done = run_cli(options(model, conversations, plain, *two))
+    assert done.code == 0, done.output
+    changing = [*two, "--optimizer.offload_fraction=1.0", "--optimizer.offload_schedule", "3:0.3"]
+    arguments = options(model, conversations, broken, *changing)
+    killed = run_cli(arguments, env=environment("moving", 1))
+    assert "rank 1 was ended by SIGKILL" in killed.output, killed.output
+    assert len(losses(broken)) == 2
+    done = run_cli([*arguments, "--checkpoint.resume=latest"])
+    assert done.code == 0, done.output
+    assert "step 3: 30% of the optimizer is offloaded" in done.output
+    assert losses(plain) == losses(broken)
+    assert len(losses(plain)) == 4 and losses(plain)[-1] < losses(plain)[0]
+
+
+def test_schedule_of_fractions():
+    section = OptimizerSection(offload_fraction=1.0, offload_schedule=("3:0.5", "10:0"))
+    shares = [offload_fraction(section, step) for step in range(11)]
+    assert shares == [1.0] * 2 + [0.5] * 7 + [0.0] * 2
+    assert offload_fraction(OptimizerSection(offload_schedule=("1:0.2",)), 0) == 0.2
+    for bad in ("3", "3:", "0:1", "x:0.5", "3:1.5", "3:-0.1", "3:nan", ":0.5"):
+        with pytest.raises(ConfigError, match=re.escape(f"has {bad!r}; an entry is STEP:FRACTION")):
+            offload_fractions(OptimizerSection(offload_schedule=(bad,)))
+    with pytest.raises(ConfigError, match="has '5:0.1'; an entry is"):
+        offload_fractions(OptimizerSection(offload_schedule=("5:0.5", "5:0.1")))

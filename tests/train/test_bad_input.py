@@ -185,6 +185,7 @@ class TestModelFolder:
     ("option", "names"),
     [
         ("--optimizer.offload_fraction=1.5", ["--optimizer.offload_fraction", "at most 1"]),
+        ("--optimizer.offload_schedule 9:1.5", ["9:1.5", "STEP:FRACTION"]),
         ("--lora.targets=qkv --lora.rank=4", ["--lora.targets", "qkv", "q_proj"]),
         ("--lora.rank=-1", ["--lora.rank", "-1"]),
         ("--parallel.tensor=2", ["1 processes", "multiple of 2"]),

@@ -9,9 +9,11 @@ and nothing else: clipping over all ranks, loss scaling, dist_checkpointing, rel
 learning-rate schedules work as before; a checkpoint doesn't know the fraction it was written with.
 
 The shards of a rank's float32 master weights and moments that are offloaded live in host memory and
-are stepped there. Gradients start down as soon as Megatron has reduced them, while it computes the
-norm; the clip factor is applied as they are read; new values go up in buckets, before Megatron
-gathers the parameters. What stays on the device is stepped by Megatron's own optimizer meanwhile.
+are stepped there. Gradients start down as soon as Megatron has reduced them: with
+`overlap_grad_reduce` bucket by bucket while the backward pass goes on (megatron_gradients.py), else
+while it computes the norm. The clip factor is applied as they are read; new values go up in
+buckets, before Megatron gathers the parameters. What stays on the device is stepped by Megatron's
+own optimizer meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from torch import Tensor
 from vlmkernels.optim.arena import PinnedArena
 from vlmkernels.optim.hybrid import choose
 from vlmkernels.optim.offload import Offload, Shard
-from vlmkernels.optim.transfer import Transfers, transfers_for
+from vlmkernels.optim.transfer import Transfers, Waitable, transfers_for
+
+from .megatron_gradients import EarlyGradients
 
 
 def offload(
@@ -37,6 +41,7 @@ def offload(
     fraction: float,
     *,
     gradients: torch.dtype | None = None,
+    early: bool = True,
     bucket_bytes: int = 32 << 20,
     transfers: Transfers | None = None,
 ) -> None:
@@ -50,6 +55,9 @@ def offload(
         fraction: of the elements of a rank's shards, 0 to 1.
         gradients: type in which they go down: None: the parameter's own (bfloat16 halves the
             traffic and rounds gradients that were reduced in float32); torch.float32: as they are.
+        early: with `overlap_grad_reduce`, send gradients during the backward pass. Between it and
+            the step they may then be changed in place by Megatron's `finalize_model_grads` alone,
+            or in ways that autograd's version counters see (not through `.data`).
         bucket_bytes: of gradients stepped at a time.
         transfers: the copies; None: CUDA streams or plain copies, as the device needs.
 
@@ -66,7 +74,7 @@ def offload(
                 continue
             _check(part)
             part.__class__ = OffloadedOptimizer
-            part.begin_offloading(gradients, bucket_bytes, transfers)
+            part.begin_offloading(gradients, early, bucket_bytes, transfers)
         part.set_offload_fraction(fraction)
 
 
@@ -116,7 +124,11 @@ class OffloadedOptimizer(DistributedOptimizer):
     """A DistributedOptimizer becomes one by `offload`."""
 
     def begin_offloading(
-        self, gradients: torch.dtype | None, bucket_bytes: int, transfers: Transfers | None
+        self,
+        gradients: torch.dtype | None,
+        early: bool,
+        bucket_bytes: int,
+        transfers: Transfers | None,
     ) -> None:
         device = self.buffers[0].param_data.device
         self._gradients = gradients
@@ -124,6 +136,12 @@ class OffloadedOptimizer(DistributedOptimizer):
         self._engine = Offload(transfers or transfers_for(device), arena, bucket_bytes)
         self._shards: dict[Tensor, Shard] = {}  # by float32 master
         self._grads: dict[Tensor, Tensor] = {}  # on the device, of this step
+        self._factors: dict[Tensor, Any] = {}  # of gradients that were sent before it was applied
+        self._early: EarlyGradients | None = None
+        if early and self.ddp_config.overlap_grad_reduce:
+            self._early = EarlyGradients(
+                self.model_chunks, self.buffers, self._begin_early, self._before_change
+            )
         # Rides along when Megatron clips, to learn the factor: its gradient is 1.
         self._probe = torch.zeros(1, device=device)
 
@@ -226,16 +244,38 @@ class OffloadedOptimizer(DistributedOptimizer):
 
     # ---- Megatron's step -------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def _begin_early(self, model: Tensor, after: Waitable | None) -> bool:
+        """Start a reduced gradient's way down, unless it will be changed or isn't this rank's."""
+        place = self.model_param_group_index_map.get(model)
+        if self.grad_scaler or place is None:
+            return False
+        shard = self._shards.get(self.optimizer.param_groups[place[0]]["params"][place[1]])
+        if shard is not None:
+            self._engine.begin(shard, self._gradient(model), after)
+        return shard is not None
+
+    def _before_change(self) -> None:
+        self._engine.before_change(self._shards.values())
+
     def _copy_model_grads_to_main_grads(self) -> None:
         self._probe.grad = torch.ones_like(self._probe)
-        self._engine.forget(self._shards.values())
+        early = self._early.take() if self._early is not None else {}
+        self._factors = {}
         for place in self._places():
             grad, main = self._gradient(place.model), place.main
             shard = self._shards.get(main)
             if shard is None:
-                main.grad = grad.float()
+                # Clipped in place: `.data` keeps that out of the version that the buffer's other
+                # gradients share, which would be sent again.
+                main.grad = grad.data.float()
                 continue
             self._grads[main] = grad
+            if place.model in early and shard.grad is not None:
+                self._factors[main] = early[place.model]
+                shard.version = grad._version
+                continue
+            self._engine.forget([shard])
             if not self.grad_scaler:  # which changes them first
                 self._engine.begin(shard, grad)
 
@@ -273,6 +313,7 @@ class OffloadedOptimizer(DistributedOptimizer):
             return
         assert self._probe.grad is not None
         work = []
+        factors: dict[int, float] = {}  # one device tensor for all parameters of a chunk
         for group in self.optimizer.param_groups:
             decoupled = self.config.decoupled_weight_decay
             settings = {**group, "decoupled_weight_decay": decoupled}
@@ -282,6 +323,11 @@ class OffloadedOptimizer(DistributedOptimizer):
                     continue
                 if not shard.holds(self._grads[main]):
                     self._engine.begin(shard, self._grads[main])
+                elif main in self._factors:
+                    factor = self._factors[main]
+                    if id(factor) not in factors:
+                        factors[id(factor)] = float(factor)
+                    shard.factor = factors[id(factor)]
                 work.append((settings, shard))
         self._engine.step(work, float(self._probe.grad))
 

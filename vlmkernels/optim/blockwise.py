@@ -53,10 +53,11 @@ def quantize(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     y = blocks.abs() * torch.where(scales == 0, 0, 1 / scales)[:, None]
     powers = 2.0 ** torch.arange(bits, dtype=torch.float64)
     decades = 10.0 ** torch.arange(bits - 1, -1, -1, dtype=torch.float64)
-    edges, slopes = (0.1 / decades).float(), (decades * powers / 0.9).float()
+    edges, slopes = (0.1 / decades).float().to(x.device), (decades * powers / 0.9).float()
     i = (torch.bucketize(y, edges, right=True) - 1).clamp_min(0)
-    power = powers.float()[i]
-    j = (y * slopes[i] - power * torch.tensor(1 / 9, dtype=torch.float32)).clamp_min(0)
+    power, slopes = powers.float().to(x.device)[i], slopes.to(x.device)
+    ninth = torch.tensor(1 / 9, dtype=torch.float32, device=x.device)
+    j = (y * slopes[i] - power * ninth).clamp_min(0)
     code = (power + torch.minimum(j, power - 0.5)).nan_to_num(0).to(torch.uint8)
     if signed:
         code = torch.where(y >= edges[0], code, 0) | (blocks.signbit().to(torch.uint8) << 7)
@@ -69,7 +70,7 @@ def quantize(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """float32, the codes' shape and strides. A block with a NaN scale is NaN."""
     out = torch.empty_like(codes, dtype=torch.float32)
-    flat = _values(signed)[codes.as_strided((codes.numel(),), (1,)).long()]
+    flat = _values(signed).to(codes.device)[codes.as_strided((codes.numel(),), (1,)).long()]
     flat = flat * scales.repeat_interleave(BLOCK)[: len(flat)]
     out.as_strided((codes.numel(),), (1,)).copy_(flat)
     return out

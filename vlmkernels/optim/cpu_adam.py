@@ -15,6 +15,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,11 +24,14 @@ from torch import Tensor
 from vlmkernels._native import describe
 
 from . import blockwise
+from . import moments as held
+from .moments import EIGHT_BIT
 from .native import (
-    MOMENTS,
     Rows,
     check_gradient,
     check_hyperparameters,
+    check_nonfinite,
+    fill_groups,
     is_dense,
     is_host,
     is_step,
@@ -36,12 +40,6 @@ from .native import (
 )
 
 logger = logging.getLogger(__name__)
-
-EIGHT_BIT = torch.uint8
-#: State keys of the moments: elements, or 8-bit codes with their scales.
-_KEYS = ("exp_avg", "exp_avg_sq")
-_CODES = ("exp_avg_codes", "exp_avg_sq_codes")
-_SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 
 
 class _Known:
@@ -64,7 +62,8 @@ class _Known:
         self.grad = weakref.ref(grad)  # zero_grad is to free its memory
         self.keys = keys
         self.exp_avg, self.exp_avg_sq = (state[key] for key in keys)
-        self.scales = (state[_SCALES[0]], state[_SCALES[1]]) if keys is _CODES else None
+        coded = keys is held.CODES
+        self.scales = (state[held.SCALES[0]], state[held.SCALES[1]]) if coded else None
         self.step = state["step"]
         self.written = (param,) if low is None else (param, low)
         self.key, self.row = Rows.make(
@@ -85,8 +84,8 @@ class _Known:
             and self.exp_avg is state.get(self.keys[0])
             and self.exp_avg_sq is state.get(self.keys[1])
             and self.step is state.get("step")
-            and (self.scales is None or self.scales[0] is state.get(_SCALES[0]))
-            and (self.scales is None or self.scales[1] is state.get(_SCALES[1]))
+            and (self.scales is None or self.scales[0] is state.get(held.SCALES[0]))
+            and (self.scales is None or self.scales[1] is state.get(held.SCALES[1]))
         )
 
 
@@ -137,12 +136,8 @@ class CPUAdam(torch.optim.Optimizer):
         nonfinite: Literal["propagate", "skip"] = "propagate",
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
-        if moments not in (*MOMENTS, EIGHT_BIT):
-            raise ValueError(
-                f"moments is {moments}; it must be torch.float32, torch.bfloat16 or torch.uint8"
-            )
-        if nonfinite not in ("propagate", "skip"):
-            raise ValueError(f"nonfinite is {nonfinite!r}; it must be 'propagate' or 'skip'")
+        held.check_type(moments)
+        check_nonfinite(nonfinite)
         self.moments = moments
         self.nonfinite = nonfinite
         #: Steps that changed nothing, because of a gradient that was not finite or `found_inf`.
@@ -210,20 +205,11 @@ class CPUAdam(torch.optim.Optimizer):
         for name, value in (("moments", torch.float32), ("nonfinite", "propagate"), ("_low", {})):
             self.__dict__.setdefault(name, value)
         self.__dict__.setdefault("skipped_steps", 0)
-        for group in self.param_groups:
-            group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
-            for flag in ("amsgrad", "maximize"):
-                if group.get(flag):
-                    raise ValueError(f"the loaded state has {flag}=True; CPUAdam has no {flag}")
+        fill_groups(self.param_groups, self.defaults)
         for param, values in self.state.items():
             if "step" in values:  # Megatron loads one tensor for all parameters
                 values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
-            for key in (*_KEYS, *_CODES):
-                if key in values and values[key].shape != param.shape:
-                    raise ValueError(
-                        f"the loaded {key} is {describe(values[key])} for a parameter of shape "
-                        f"{list(param.shape)}; they must be equal"
-                    )
+            held.check_loaded(values, param)
 
     def grad_norm(self) -> float:
         """The L2 norm of all gradients, in one pass; infinite or NaN where a gradient is."""
@@ -328,45 +314,19 @@ class CPUAdam(torch.optim.Optimizer):
             )
         state = self.state[param]
         if not is_step(state.get("step")) or not self._holds_moments(state, stride, param.numel()):
-            self._prepare_state(param, state)
-        keys = _CODES if self.moments == EIGHT_BIT else _KEYS
+            if not is_step(state.get("step")):
+                state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
+            held.fit(state, self.moments, partial(torch.empty_like, param))
+        keys = held.CODES if self.moments == EIGHT_BIT else held.KEYS
         return grad, _Known(param, grad, state, self._low.get(param), keys)
 
     def _holds_moments(self, state: dict[str, Any], stride: tuple[int, ...], numel: int) -> bool:
         if self.moments == EIGHT_BIT:
-            for key in _SCALES:
+            for key in held.SCALES:
                 scales = state.get(key)
                 if scales is None or scales.dtype != torch.float32 or not scales.is_contiguous():
                     return False
                 if scales.numel() != blockwise.num_blocks(numel):
                     return False
-            return all(_is_like(state.get(key), EIGHT_BIT, stride) for key in _CODES)
-        return all(_is_like(state.get(key), self.moments, stride) for key in _KEYS)
-
-    def _prepare_state(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Makes what is missing; moves moments to the parameter's memory layout and their type."""
-        if not is_step(state.get("step")):
-            state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
-        for key, codes, scales in zip(_KEYS, _CODES, _SCALES, strict=True):
-            signed = key == "exp_avg"
-            moment = state.pop(key, None)
-            if codes in state:  # torch has made floats of what it loaded; they hold every code
-                held = torch.empty_like(param, dtype=EIGHT_BIT).copy_(state.pop(codes))
-                scale = state.pop(scales).to(torch.float32)
-                if self.moments == EIGHT_BIT:
-                    state[codes], state[scales] = held, scale
-                    continue
-                moment = blockwise.dequantize(held, scale, signed=signed)
-            if moment is None:
-                moment = torch.zeros_like(param)
-            if self.moments == EIGHT_BIT:
-                dense = torch.empty_like(param).copy_(moment)
-                state[codes], state[scales] = blockwise.quantize(dense, signed=signed)
-            elif _is_like(moment, self.moments, param.stride()):
-                state[key] = moment
-            else:
-                state[key] = torch.empty_like(param, dtype=self.moments).copy_(moment)
-
-
-def _is_like(x: Tensor | None, dtype: torch.dtype, stride: tuple[int, ...]) -> bool:
-    return x is not None and x.dtype == dtype and x.stride() == stride
+            return all(held.is_like(state.get(key), EIGHT_BIT, stride) for key in held.CODES)
+        return all(held.is_like(state.get(key), self.moments, stride) for key in held.KEYS)

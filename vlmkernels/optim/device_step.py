@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import blockwise
+from . import moments as held
 from .native import Rows, sum_of_squares
 
 # Elements whose gradients are widened to float32 at a time.
@@ -29,7 +31,9 @@ def step_on_device(
     if params[0].device.type == "cpu":
         _native(group, params, masters, states, scale)
         return
-    for part in _parts(params):
+    # Coding takes several times the memory of the moments themselves.
+    limit = _WIDENED // 8 if held.CODES[0] in states[0] else _WIDENED
+    for part in _parts(params, limit):
         _fused(group, params[part], masters[part], states[part], scale)
 
 
@@ -47,7 +51,8 @@ def _native(
         assert param.grad is not None
         grad = param.grad.contiguous()
         keep.append(grad)  # until the native call
-        rows.add(master, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], low)
+        exp_avg, exp_avg_sq, scales = held.tensors(state)
+        rows.add(master, grad, exp_avg, exp_avg_sq, state["step"], low, 0, scales)
     rows.step(group, scale)
     for param, master in zip(params, masters, strict=True):
         if _rounds_in_place(param) or master.data_ptr() == param.data_ptr():
@@ -60,11 +65,11 @@ def _rounds_in_place(param: Tensor) -> bool:
     return param.dtype == torch.bfloat16 and param.is_contiguous()
 
 
-def _parts(params: list[Tensor]) -> Iterator[slice]:
+def _parts(params: list[Tensor], limit: int) -> Iterator[slice]:
     first = 0
     while first < len(params):
         last, elements = first, 0
-        while last < len(params) and (last == first or elements < _WIDENED):
+        while last < len(params) and (last == first or elements < limit):
             elements += params[last].numel()
             last += 1
         yield slice(first, last)
@@ -82,7 +87,7 @@ def _fused(
     grads = [p.grad.contiguous().float() for p in params if p.grad is not None]
     if scale != 1.0:
         grads = list(torch._foreach_mul(grads, scale))
-    wide = [[s[key].float() for s in states] for key in ("exp_avg", "exp_avg_sq")]
+    wide = [[_widened(s, n) for s in states] for n in range(2)]
     steps = [s["step"].add_(1).to(params[0].device, non_blocking=True) for s in states]
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     kernel(
@@ -99,14 +104,30 @@ def _fused(
         amsgrad=False,
         maximize=False,
     )
-    for key, moments in zip(("exp_avg", "exp_avg_sq"), wide, strict=True):
+    for n, moments in enumerate(wide):
         for state, moment in zip(states, moments, strict=True):
-            if state[key].dtype != torch.float32:
-                seed = int(state["step"]) * 2 + (key == "exp_avg_sq")
-                state[key].copy_(round_randomly(moment, seed))
+            _narrow(state, n, moment)
     for param, master in zip(params, masters, strict=True):
         if master.data_ptr() != param.data_ptr():
             param.copy_(master)
+
+
+def _widened(state: dict[str, Any], n: int) -> Tensor:
+    """exp_avg (n is 0) or exp_avg_sq in float32: the state's own memory where it is that."""
+    *moments, scales = held.tensors(state)
+    if scales is None:
+        return moments[n].float()
+    return blockwise.dequantize(moments[n], scales[n], signed=n == 0)
+
+
+def _narrow(state: dict[str, Any], n: int, moment: Tensor) -> None:
+    *moments, scales = held.tensors(state)
+    if scales is not None:
+        codes, scale = blockwise.quantize(moment, signed=n == 0)
+        moments[n].copy_(codes)
+        scales[n].copy_(scale)
+    elif moments[n].dtype != torch.float32:
+        moments[n].copy_(round_randomly(moment, int(state["step"]) * 2 + n))
 
 
 def round_randomly(x: Tensor, seed: int) -> Tensor:

@@ -8,6 +8,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -16,16 +17,15 @@ from torch import Tensor
 
 from vlmkernels._native import describe
 
+from . import moments as held
 from .arena import PinnedArena
 from .device_step import norm, step_on_device
-from .native import MOMENTS, check_gradient, check_hyperparameters
+from .native import check_gradient, check_hyperparameters, check_nonfinite, fill_groups
 from .offload import Offload, Shard
 from .transfer import Transfers, transfers_for
 
 #: Chooses what goes to the host: of these parameters, in the order given, as many as fit.
 Policy = Literal["largest", "last_used"] | Callable[[Sequence[Tensor]], Iterable[int]]
-
-_KEYS = ("exp_avg", "exp_avg_sq", "master")
 
 
 def choose(params: Sequence[Tensor], fraction: float, order: Iterable[int]) -> set[int]:
@@ -65,14 +65,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             function from the list of parameters to their numbers in order of preference.
         max_norm: clip gradients to this global L2 norm; None: don't. They are not written.
         nonfinite: "propagate", or "skip" steps in which a gradient is not finite; see CPUAdam.
-        moments: torch.float32 or torch.bfloat16; see CPUAdam.
+        moments: torch.float32, torch.bfloat16 or torch.uint8; see CPUAdam.
         overlap: start gradients down by hooks during backward. With gradient accumulation wrap all
             backward passes but the last in `accumulating()`, else each sends its gradients.
+        in_backward: step an offloaded parameter as soon as its gradient is down, in a thread of
+            its own, while the backward pass goes on; `step()` does the rest. Each backward pass
+            outside `accumulating()` then belongs to one step, with the learning rate of that
+            moment; gradients can't be changed in between, clipped or skipped.
         bucket_bytes: of gradients stepped at a time.
         transfers: the copies; None: CUDA streams or plain copies, as the device needs.
 
-    State keys are step, exp_avg, exp_avg_sq, and master for bfloat16 parameters. A state_dict loads
-    into one with any other fraction, and from or into torch.optim.AdamW, which ignores masters.
+    State keys are step, those of the moments (see CPUAdam), and master for bfloat16 parameters. A
+    state_dict loads into one with any other fraction or type of moments; unless they are 8-bit,
+    also into torch.optim.AdamW, which ignores masters.
 
     Raises:
         ValueError: a setting, parameter, gradient or loaded state that doesn't fit.
@@ -96,18 +101,23 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         nonfinite: Literal["propagate", "skip"] = "propagate",
         moments: torch.dtype = torch.float32,
         overlap: bool = True,
+        in_backward: bool = False,
         bucket_bytes: int = 32 << 20,
         transfers: Transfers | None = None,
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
-        if moments not in MOMENTS:
-            raise ValueError(f"moments is {moments}; it must be torch.float32 or torch.bfloat16")
-        if nonfinite not in ("propagate", "skip"):
-            raise ValueError(f"nonfinite is {nonfinite!r}; it must be 'propagate' or 'skip'")
+        held.check_type(moments)
+        check_nonfinite(nonfinite)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it must be above 0, or None")
         if not callable(policy) and policy not in ("largest", "last_used"):
             raise ValueError(f"policy is {policy!r}; it must be 'largest', 'last_used' or callable")
+        if in_backward and (max_norm is not None or nonfinite != "propagate" or not overlap):
+            raise ValueError(
+                f"in_backward is True with max_norm {max_norm}, nonfinite {nonfinite!r} and "
+                f"overlap {overlap}; to step before all gradients are known it needs max_norm "
+                "None, nonfinite 'propagate' and overlap True"
+            )
         self.max_norm, self.nonfinite, self.moments = max_norm, nonfinite, moments
         self.policy = policy
         #: Global L2 norm of the gradients of the last step, where max_norm or "skip" asks for it.
@@ -115,7 +125,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         #: Steps that changed nothing because a gradient was not finite.
         self.skipped_steps = 0
         self._fraction = _checked_fraction(offload_fraction)
-        self._overlap = overlap
+        self._overlap, self._in_backward = overlap, in_backward
+        self._group_of: dict[Tensor, int] = {}
         self._bucket_bytes = bucket_bytes
         self._transfers = transfers
         self._offload: Offload | None = None
@@ -147,6 +158,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"a parameter is {describe(param)}; it must be float32 or bfloat16 on {device}"
                 )
+        last = len(self.param_groups) - 1
+        self._group_of.update(dict.fromkeys(self.param_groups[-1]["params"], last))
         if self._offload is None and first:
             device = first[0].device
             transfers = self._transfers or transfers_for(device)
@@ -170,6 +183,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         can go on.
         """
         fraction = _checked_fraction(fraction)
+        self._check_whole("set_offload_fraction")
         params = self._params()
         if callable(self.policy):
             order: Iterable[int] = self.policy(params)
@@ -192,7 +206,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if param in self._shards:
                 self._engine.forget([self._shards[param]])
             device = torch.device("cpu") if to_host else param.device
-            moved = {k: state[k].to(device, copy=True) for k in ("exp_avg", "exp_avg_sq")}
+            keys = held.keys(self.moments)
+            moved = {key: state[key].to(device, copy=True) for key in keys}
             if to_host:
                 shard = self._engine.shard(param, state, param.dtype)
                 shard.master.copy_(self._master(param))
@@ -238,25 +253,25 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         found = {"host_state": 0, "device_state": 0}
         for param, state in self.state.items():
             place = "host_state" if param in self._offloaded else "device_state"
-            held = [state[k] for k in _KEYS if isinstance(state.get(k), Tensor)]
+            kept = [state[k] for k in (*held.keys(self.moments), "master") if k in state]
             if param in self._shards and param.dtype == torch.float32:
-                held.append(self._shards[param].master)
-            found[place] += sum(x.numel() * x.element_size() for x in held)
+                kept.append(self._shards[param].master)
+            found[place] += sum(x.numel() * x.element_size() for x in kept)
         pinned = self._engine.pinned
         return {**found, "pinned": pinned.used_bytes, "pinned_peak": pinned.peak_bytes}
 
     # ---- masters ---------------------------------------------------------------------------------
 
     def _prepare(self, param: Tensor) -> dict[str, Any]:
-        """The parameter's state, made from the model's value where there is none yet."""
+        """The parameter's state, made from the model's value where there is none yet; moments that
+        are there are kept."""
         state = self.state[param]
-        if "exp_avg" in state:
+        if "step" in state:
             return state
         offloaded = param in self._offloaded
         device = torch.device("cpu") if offloaded else param.device
         state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = torch.zeros(param.shape, dtype=self.moments, device=device)
+        held.fit(state, self.moments, partial(torch.empty, param.shape, device=device))
         if offloaded:
             shard = self._shards[param] = self._engine.shard(param, state, param.dtype)
             if shard.rounds:
@@ -328,11 +343,42 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             return
         self._prepare(param)
         self._arrival.setdefault(param)
+        shard = self._shards[param]
         with torch.no_grad():
-            self._engine.begin(self._shards[param], param.grad)
+            if not self._in_backward:
+                self._engine.begin(shard, param.grad)
+                return
+            if shard in self._engine.early:
+                raise RuntimeError(
+                    "a second backward pass adds to a gradient that was stepped in the first: call "
+                    "step() after each, or wrap all but the last in accumulating()"
+                )
+            _check_gradient(param)
+            self._check_loaded()
+            self._follow_model(param)
+            self._engine.begin(shard, param.grad)
+            self._engine.step_soon(self.param_groups[self._group_of[param]], shard)
+
+    def _check_loaded(self) -> None:
+        """At the first step after a load."""
+        self._read_unread()
+        if self._unchecked:
+            self.check_masters()
+
+    def _follow_model(self, param: Tensor) -> None:
+        if param._version != self._versions[param] and self._stale(param):
+            self.sync_from_model([param])
+
+    def _check_whole(self, what: str) -> None:
+        if self._offload is not None and self._engine.early:
+            raise RuntimeError(
+                f"{what} can't come between a backward pass that made part of the step "
+                "(in_backward=True) and step(): call step() first"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients on their way down are dropped."""
+        self._check_whole("zero_grad")
         self._engine.forget(list(self._shards.values()))
         super().zero_grad(set_to_none)
 
@@ -355,20 +401,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._read_unread()
-        if self._unchecked:
-            self.check_masters()
+        early = self._check_early(grad_scale, found_inf)
+        if not early:
+            self._check_loaded()
         on_device: list[tuple[dict[str, Any], list[Tensor]]] = []
         on_host: list[tuple[dict[str, Any], Shard]] = []
         grads: list[Tensor] = []
         for group in self.param_groups:
-            active = [p for p in group["params"] if p.grad is not None]
+            active = [p for p in group["params"] if p.grad is not None and p not in early]
             for param in active:
                 _check_gradient(param)
                 grads.append(param.grad)
                 self._prepare(param)
-                if param._version != self._versions[param] and self._stale(param):
-                    self.sync_from_model([param])
+                self._follow_model(param)
             on_device.append((group, [p for p in active if p not in self._offloaded]))
             on_host += [(group, self._shards[p]) for p in active if p in self._offloaded]
         for _, shard in on_host:
@@ -385,10 +430,29 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             masters = [self._master(p) for p in params]
             step_on_device(group, params, masters, [self.state[p] for p in params], scale)
         self._engine.step(on_host, scale)
+        self._engine.finish()
         stepped = [p for _, params in on_device for p in params]
-        for param in chain(stepped, (shard.target for _, shard in on_host)):
+        for param in chain(stepped, (shard.target for _, shard in on_host), early):
             self._versions[param] = param._version
         return loss
+
+    def _check_early(self, grad_scale: float, found_inf: bool | Tensor | None) -> set[Tensor]:
+        """Parameters that the backward pass has given to be stepped."""
+        shards = self._engine.early if self._offload is not None else {}
+        if self._in_backward and (grad_scale != 1.0 or found_inf is not None):
+            raise ValueError(
+                f"grad_scale is {grad_scale} and found_inf {found_inf} in a step that began in the "
+                "backward pass (in_backward=True); they must be 1.0 and None"
+            )
+        for shard in shards:
+            grad = shard.target.grad
+            if grad is None or not shard.holds(grad):
+                raise RuntimeError(
+                    f"the gradient of a parameter, {describe(shard.target)}, was changed or "
+                    "dropped after it had been stepped in the backward pass; leave gradients as "
+                    "they are, or pass in_backward=False"
+                )
+        return {shard.target for shard in shards}
 
     def _scale(
         self, grads: list[Tensor], grad_scale: float, found_inf: bool | Tensor | None
@@ -409,6 +473,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, with a float32 `master` for each bfloat16 parameter; tensors are
         where the state is, on the device or in host memory."""
+        self._check_whole("state_dict")
         found = super().state_dict()
         params = self._params()
         for i, values in found["state"].items():
@@ -422,6 +487,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         The model's weights may be loaded before or after; where the state holds masters, the first
         step checks that they are the model's.
         """
+        self._check_whole("load_state_dict")
         # The base class would round float32 state to a bfloat16 parameter's type: it gets groups.
         state_dict = state_dict.copy()
         pre = self._optimizer_load_state_dict_pre_hooks
@@ -429,18 +495,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         groups = copy.deepcopy(state_dict["param_groups"])
-        for group in groups:
-            group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
-            for flag in ("amsgrad", "maximize"):
-                if group.get(flag):
-                    raise ValueError(f"the loaded state has {flag}=True, which is not offered here")
+        fill_groups(groups, self.defaults)
         numbers = list(chain.from_iterable(group["params"] for group in groups))
         loaded = {
             param: state_dict["state"].get(number)
             for number, param in zip(numbers, self._params(), strict=False)
         }
         for param, values in loaded.items():
-            _check_loaded(param, values or {})
+            held.check_loaded(values or {}, param)
         post = self._optimizer_load_state_dict_post_hooks
         kept = dict(self.state)
         try:
@@ -463,12 +525,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self.state.pop(param, None)
         if not values:
             return
+        for key in held.ALL_KEYS:
+            if key in values:
+                self.state[param][key] = values[key].detach().clone()
         state = self._prepare(param)
         state["step"].fill_(float(values.get("step", 0)))
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key].copy_(values[key])
         for key, value in values.items():  # of other optimizers or the caller's own
-            if key not in ("step", *_KEYS):
+            if key not in ("step", "master", *held.ALL_KEYS):
                 state[key] = copy.deepcopy(value)
         if "master" in values and "master" in state:
             self._master(param).copy_(values["master"])
@@ -494,12 +557,3 @@ def _check_gradient(param: Tensor) -> None:
         check_gradient(param, grad)
     elif grad.layout != torch.strided:
         raise ValueError(f"a gradient is {describe(grad)}, {grad.layout}; it must be dense")
-
-
-def _check_loaded(param: Tensor, values: dict[str, Any]) -> None:
-    for key in _KEYS:
-        if key in values and values[key].shape != param.shape:
-            raise ValueError(
-                f"the loaded {key} is {describe(values[key])} for a parameter of shape "
-                f"{list(param.shape)}; they must be equal"
-            )

@@ -11,9 +11,6 @@ from torch import Tensor
 from vlmkernels._native import _C, DTYPES, describe
 
 GRADIENTS = (torch.float32, torch.bfloat16)
-#: Types of moments that are held element by element; torch.uint8 stands for 8-bit codes, see
-#: blockwise.py.
-MOMENTS = (torch.float32, torch.bfloat16)
 _MOMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # vlmk::MomentType
 
 
@@ -95,8 +92,14 @@ class Rows:
         """A row of `make`'s arguments."""
         self.append(*self.make(*tensors))
 
-    def step(self, group: dict[str, Any], grad_scale: float = 1.0) -> None:
-        """One native call a pair of types, without the GIL, with a parameter group's settings."""
+    def step(
+        self, group: dict[str, Any], grad_scale: float = 1.0, grad_factor: float = 1.0
+    ) -> None:
+        """One native call a pair of types, without the GIL, with a parameter group's settings.
+
+        Gradients are multiplied by `grad_factor`, rounded to float32, and by `grad_scale`: two, so
+        that the bits are those of a gradient that was multiplied in place and is clipped now.
+        """
         for (grad_type, moment_type), rows in self._rows.items():
             _C.adam_step(
                 rows,
@@ -107,6 +110,7 @@ class Rows:
                 float(group["eps"]),
                 float(group["weight_decay"]),
                 bool(group["decoupled_weight_decay"]),
+                float(grad_factor),
                 float(grad_scale),
             )
 
@@ -127,6 +131,25 @@ def check_hyperparameters(
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(f"betas[{i}] is {beta}; it must be in [0, 1)")
+
+
+def check_nonfinite(nonfinite: str) -> None:
+    """Raises ValueError for a policy that doesn't exist."""
+    if nonfinite not in ("propagate", "skip"):
+        raise ValueError(f"nonfinite is {nonfinite!r}; it must be 'propagate' or 'skip'")
+
+
+def fill_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Gives loaded parameter groups what torch.optim.AdamW's don't have.
+
+    Raises:
+        ValueError: a group asks for a form of Adam that is not offered.
+    """
+    for group in groups:
+        group.setdefault("decoupled_weight_decay", defaults["decoupled_weight_decay"])
+        for flag in ("amsgrad", "maximize"):
+            if group.get(flag):
+                raise ValueError(f"the loaded state has {flag}=True, which is not offered here")
 
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:

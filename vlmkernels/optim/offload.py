@@ -4,32 +4,36 @@ Where the bytes go, for a bfloat16 tensor of n elements: 2n down over PCIe, n ti
 the CPU's step through host memory, 2n up. Page-locked memory is 2n: one slot, in which the gradient
 arrives and which the same pass of the step overwrites with the new value, whence it goes up.
 
-Gradients are all down before the first step is made, since a clip factor is known only when the
-last gradient is: so their slots can't be a small ring, and nothing ever has to be rolled back. The
-alternative, to step into shadow copies and commit when the norm is known, would take 12n more host
-memory and as much more traffic on what limits the step, the host's memory bandwidth, to gain at
-most the time between the last gradient and the norm.
+With clipping, gradients are all down before the first step is made, since the factor is known only
+when the last gradient is: so their slots can't be a small ring, and nothing ever has to be rolled
+back. The alternative, to step into shadow copies and commit when the norm is known, takes 12n more
+host memory and as much more traffic on what limits the step, the host's memory bandwidth; see
+docs/optimizer.md. Where nothing needs the whole gradient, `step_soon` steps a bucket as soon as it
+is down, in a thread of its own, while the backward pass goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import moments as held
 from .arena import PinnedArena
+from .blockwise import BLOCK
 from .native import Rows
-from .transfer import Ticket, Transfers
+from .transfer import Ticket, Transfers, Waitable
 
 
 @dataclass(eq=False)
 class Shard:
     """A tensor of the model whose optimizer state is in host memory.
 
-    `state` holds step, exp_avg and exp_avg_sq and belongs to the optimizer, which may replace what
+    `state` holds step and moments (moments.py) and belongs to the optimizer, which may replace what
     is in it; `master` is the one float32 copy. Host tensors are contiguous in the target's shape.
     """
 
@@ -40,6 +44,7 @@ class Shard:
     value: Tensor  # page-locked, the target's type: slot or master where that fits
     grad: Tensor | None = None  # on the device: whose copy `slot` is or will be
     version: int = 0  # of `grad`, when its copy began
+    factor: float = 1.0  # by which the gradient was multiplied in place since, see Rows.step
     down: Ticket = None
     up: list[Ticket] = field(default_factory=list)
 
@@ -73,6 +78,11 @@ class Offload:
     def __init__(self, transfers: Transfers, pinned: PinnedArena, bucket_bytes: int = 32 << 20):
         self.transfers, self.pinned, self.bucket_bytes = transfers, pinned, bucket_bytes
         self._begun: dict[Shard, None] = {}  # in the order in which gradients came
+        #: Given to `step_soon` and not to `finish` yet.
+        self.early: dict[Shard, None] = {}
+        self._bucket: list[tuple[dict[str, Any], Shard]] = []  # of them, not with the thread yet
+        self._running: list[Future[None]] = []
+        self._thread: ThreadPoolExecutor | None = None
 
     def shard(self, target: Tensor, state: dict[str, Any], grad_type: torch.dtype) -> Shard:
         """A shard whose master is the target's value, to full precision what the model has.
@@ -98,14 +108,22 @@ class Offload:
         with torch.no_grad():
             shard.master.copy_(shard.target)
 
-    def begin(self, shard: Shard, grad: Tensor) -> None:
-        """Start this gradient's way down; a later call replaces an earlier one's gradient."""
+    def begin(self, shard: Shard, grad: Tensor, after: Waitable | None = None) -> None:
+        """Start this gradient's way down; a later call replaces an earlier one's gradient. `after`
+        is what writes the gradient, if that was only started."""
         self.settle(shard)
-        shard.grad, shard.version = grad, grad._version
+        shard.grad, shard.version, shard.factor = grad, grad._version, 1.0
         self._begun.pop(shard, None)
         self._begun[shard] = None
         if grad.numel():
-            shard.down = self.transfers.download(grad.detach(), shard.slot)
+            shard.down = self.transfers.download(grad.detach(), shard.slot, after)
+
+    def before_change(self, shards: Iterable[Shard]) -> None:
+        """The device is about to change gradients of these shards in place: it waits until those
+        that were begun are down."""
+        for shard in shards:
+            if shard.down is not None:
+                self.transfers.device_wait(shard.down)
 
     def settle(self, shard: Shard) -> None:
         """Return when no copy is on its way: the slot may be written, the master read or moved."""
@@ -131,6 +149,46 @@ class Offload:
         """
         order = {shard: i for i, shard in enumerate(self._begun)}
         work = sorted(work, key=lambda item: order[item[1]])
+        self._step_buckets(work, grad_scale)
+        self._stepped(shard for _, shard in work)
+
+    def step_soon(self, group: dict[str, Any], shard: Shard) -> None:
+        """One Adam step for a shard whose gradient was begun and is final, as soon as it is down.
+
+        The device's work up to now must be the last that reads the target's old value. `finish`
+        must be called before anything else is done with the shard.
+        """
+        self.early[shard] = None
+        self._bucket.append((group, shard))
+        filled = sum(s.slot.numel() * s.slot.element_size() for _, s in self._bucket)
+        if filled >= self.bucket_bytes:
+            self._start_bucket()
+
+    def _start_bucket(self) -> None:
+        if self._thread is None:
+            # A new thread's number of threads is the system's choice, not the program's.
+            self._thread = ThreadPoolExecutor(
+                1, "optimizer", torch.set_num_threads, (torch.get_num_threads(),)
+            )
+        work, self._bucket = self._bucket, []
+        self._running.append(self._thread.submit(self._step_buckets, work, 1.0, True))
+
+    def finish(self) -> list[Shard]:
+        """Return when all steps of `step_soon` are made: those shards. Else as `step`."""
+        if self._bucket:
+            self._start_bucket()
+        running, self._running = self._running, []
+        for future in running:
+            future.result()
+        shards, self.early = list(self.early), {}
+        with torch.no_grad():
+            self._stepped(shards)
+        return shards
+
+    @torch.no_grad()
+    def _step_buckets(
+        self, work: list[tuple[dict[str, Any], Shard]], grad_scale: float, unread: bool = False
+    ) -> None:
         bucket: list[_Piece] = []
         filled = 0
         for group, shard in work:
@@ -138,10 +196,12 @@ class Offload:
                 bucket.append((group, shard, first, last))
                 filled += (last - first) * shard.slot.element_size()
                 if filled >= self.bucket_bytes:
-                    self._step_bucket(bucket, grad_scale)
+                    self._step_bucket(bucket, grad_scale, unread)
                     bucket, filled = [], 0
-        self._step_bucket(bucket, grad_scale)
-        for _, shard in work:
+        self._step_bucket(bucket, grad_scale, unread)
+
+    def _stepped(self, shards: Iterable[Shard]) -> None:
+        for shard in shards:
             shard.state["step"] += 1
             shard.grad = None
             del self._begun[shard]
@@ -150,33 +210,36 @@ class Offload:
 
     def _cuts(self, shard: Shard) -> list[tuple[int, int]]:
         """Ranges of at most a bucket, so that a large tensor's first part goes up while the next is
-        stepped; at multiples of 4,096 elements, which no vector or random number crosses."""
+        stepped; at multiples of 4,096 elements, which no vector, random number or block crosses."""
         numel = shard.master.numel()
         length = max(self.bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
         if not shard.target.is_contiguous():
             length = max(numel, 1)
         return [(first, min(first + length, numel)) for first in range(0, numel, length)]
 
-    def _step_bucket(self, bucket: list[_Piece], grad_scale: float) -> None:
-        by_group: dict[int, tuple[dict[str, Any], Rows]] = {}
+    def _step_bucket(self, bucket: list[_Piece], grad_scale: float, unread: bool) -> None:
+        by_group: dict[tuple[int, float], tuple[dict[str, Any], float, Rows]] = {}
         steps = []  # each piece counts on a copy: the native call counts up what it is given
         for group, shard, first, last in bucket:
             if shard.down is not None:
                 self.transfers.wait(shard.down)
                 shard.down = None
-            _, rows = by_group.setdefault(id(group), (group, Rows()))
+            key = id(group), shard.factor
+            *_, rows = by_group.setdefault(key, (group, shard.factor, Rows()))
             state = shard.state
             steps.append(state["step"].clone())
+            *moments, scales = held.tensors(state)
             master, grad, exp_avg, exp_avg_sq = (
-                x.view(-1)[first:last]
-                for x in (shard.master, shard.slot, state["exp_avg"], state["exp_avg_sq"])
+                x.view(-1)[first:last] for x in (shard.master, shard.slot, *moments)
             )
+            if scales is not None:  # pieces begin with a block
+                scales = scales[0][first // BLOCK :], scales[1][first // BLOCK :]
             low = shard.value.view(-1)[first:last] if shard.rounds else None
-            rows.add(master, grad, exp_avg, exp_avg_sq, steps[-1], low, first)
-        for group, rows in by_group.values():
-            rows.step(group, grad_scale)
+            rows.add(master, grad, exp_avg, exp_avg_sq, steps[-1], low, first, scales)
+        for group, factor, rows in by_group.values():
+            rows.step(group, grad_scale, factor)
         for _, shard, first, last in bucket:
             source, target = shard.value, shard.target.detach()
             if target.is_contiguous():
                 source, target = source.view(-1)[first:last], target.view(-1)[first:last]
-            shard.up.append(self.transfers.upload(source, target))
+            shard.up.append(self.transfers.upload(source, target, unread))

@@ -15,18 +15,28 @@ from torch import Tensor
 Ticket = Any
 
 
+class Waitable(Protocol):
+    """Work that was started elsewhere, a collective for example."""
+
+    def wait(self) -> Any:
+        """On a GPU the current stream, else the host, goes on when it is done."""
+        ...
+
+
 class Transfers(Protocol):
     """Asynchronous copies. Between the call and `wait`, neither the source may be written by the
     host nor the target be read or written by it; on the device's side, `download` comes after all
     work asked for before, and only work asked for after `device_wait` sees an upload's result."""
 
-    def download(self, source: Tensor, target: Tensor) -> Ticket:
+    def download(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
         """Begin target (host) <- source (device), converted on the device where types differ. The
-        source is the device's to keep until the copy is done."""
+        source is the device's to keep until the copy is done. `after` writes it: then the copy
+        comes after that, and the host doesn't wait for either."""
         ...
 
-    def upload(self, source: Tensor, target: Tensor) -> Ticket:
-        """Begin target (device) <- source (host), of one type."""
+    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
+        """Begin target (device) <- source (host), of one type: after all work asked for before,
+        unless that doesn't read the target (`unread`)."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
@@ -39,21 +49,41 @@ class Transfers(Protocol):
 
 
 class HostTransfers:
-    """The device is the host: a copy is done when the call returns."""
+    """The device is the host: a copy is done when the call returns, or, where it comes after other
+    work, when it is waited for."""
 
-    def download(self, source: Tensor, target: Tensor) -> Ticket:
+    def download(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
+        if after is not None:
+            return _Later(source, target, after)
         target.copy_(source)
         return None
 
-    def upload(self, source: Tensor, target: Tensor) -> Ticket:
+    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
         target.copy_(source)
         return None
 
     def wait(self, ticket: Ticket) -> None:
-        pass
+        if ticket is not None:
+            ticket.finish()
 
-    def device_wait(self, ticket: Ticket) -> None:
-        pass
+    device_wait = wait
+
+
+class _Later:
+    """A copy that is made when it is waited for: waiting in the middle of a backward pass for what
+    another process does would hold this one up."""
+
+    def __init__(self, source: Tensor, target: Tensor, after: Waitable) -> None:
+        self._work: tuple[Tensor, Tensor, Waitable] | None = (source, target, after)
+
+    def finish(self) -> None:
+        if self._work is None:
+            return
+        source, target, after = self._work
+        self._work = None
+        after.wait()
+        with torch.no_grad():
+            target.copy_(source)
 
 
 class CudaTransfers:
@@ -64,16 +94,19 @@ class CudaTransfers:
         self._down = torch.cuda.Stream(device)
         self._up = torch.cuda.Stream(device)
 
-    def download(self, source: Tensor, target: Tensor) -> Ticket:
+    def download(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._down):
+            if after is not None:
+                after.wait()
             source.record_stream(self._down)  # zero_grad may free it while it is being read
             target.copy_(source.to(target.dtype), non_blocking=True)
             return self._down.record_event()
 
-    def upload(self, source: Tensor, target: Tensor) -> Ticket:
+    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
         # The device may still be reading the old value: in the norm, in the other parameters' step.
-        self._up.wait_stream(torch.cuda.current_stream(self.device))
+        if not unread:
+            self._up.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._up):
             target.copy_(source, non_blocking=True)
             return self._up.record_event()

@@ -22,6 +22,19 @@ def _plant(fault: str) -> None:
         return original(self, *arguments)
 
     engine.Engine.step = step
+    if fault == "moving":
+        from vlmkernels.integrations import megatron_optimizer
+
+        move, moves = megatron_optimizer.OffloadedOptimizer._move, 0
+
+        def dying(self, place, to_host):
+            nonlocal moves
+            moves += 1
+            if steps == 2 and not to_host and moves % 7 == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return move(self, place, to_host)
+
+        megatron_optimizer.OffloadedOptimizer._move = dying
     if fault == "forward":
         forward = stage.QwenVLStage.forward
 

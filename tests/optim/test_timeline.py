@@ -1,0 +1,53 @@
+"""benchmarks.timeline on the stand-in for a GPU: what overlaps does, and is drawn."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import timeline
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("timeline")
+    assert timeline.main(["--microbatches=2", f"--output={folder}"]) == 0
+    (path,) = folder.glob("*.json")
+    pictures = sorted(p.name for p in folder.glob("*.png"))
+    assert pictures == [f"{path.stem}-{name}.png" for name in ("clipped", "in-backward")]
+    return json.loads(path.read_text())
+
+
+def spans(step: dict[str, Any], name: str) -> list[timeline.Span]:
+    return [timeline.Span(**s) for s in step["spans"] if s["name"] == name]
+
+
+def test_what_overlaps(found: dict[str, Any]):
+    for step in found["steps"]:
+        forward, backward = spans(step, "forward"), spans(step, "backward")
+        down, host, up = (spans(step, name) for name in ("down", "host", "up"))
+        assert len(forward) == len(backward) == 2 and len(down) == len(up) == 12
+        # Of the last backward pass only: the first one's gradients are added to.
+        last = backward[-1]
+        assert last.start < down[0].start < down[0].end < last.end
+        assert down[0].end <= host[0].start and host[0].start < up[0].start
+        early = sum(span.start < last.end for span in host)
+        assert early >= 3 if step["name"] == "in backward" else early == 0
+        seconds = step["seconds"]
+        # 6 MB each way at 2 GB/s.
+        assert seconds["down"] >= 0.003 and seconds["up"] >= 0.003
+        assert 0 < seconds["down during passes"] <= seconds["down"]
+        assert (seconds["host during passes"] > 0) == (early > 0)
+
+
+def test_memory_beside_theory(found: dict[str, Any]):
+    n = 12 * 512 * 512
+    assert [(row["fraction"], row["bytes"]) for row in found["memory"]] == [
+        (0.0, 12 * n),
+        (0.5, 6 * n),
+        (1.0, 0),
+    ]
+    assert all(row["theory"] == row["bytes"] for row in found["memory"])
