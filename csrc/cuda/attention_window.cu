@@ -36,7 +36,7 @@ struct Shape {
   static constexpr int kBackwardShared = 4 * kTile + kKeys * kSquarePitch + 3 * kKeys * 4;
 };
 
-// One window: its place in the packed batch.
+// One window: its place in the packed batch. Length 0: nothing to do.
 struct Window {
   int64_t begin;
   int length;
@@ -46,6 +46,7 @@ __device__ __forceinline__ Window find_window(const AttentionParams& p, int64_t 
                                               int64_t max_length) {
   const int64_t begin = p.cu_seqlens[segment], end = p.cu_seqlens[segment + 1];
   if (begin < 0 || end < begin || end > p.tokens || end - begin > max_length) {
+    // Only the thread that has printed traps: another's trap could end the grid before.
     if (threadIdx.x == 0) {
       printf(
           "vlmkernels.varlen_attention: segment %lld is tokens %lld to %lld of %lld, and "
@@ -53,8 +54,9 @@ __device__ __forceinline__ Window find_window(const AttentionParams& p, int64_t 
           static_cast<long long>(segment), static_cast<long long>(begin),
           static_cast<long long>(end), static_cast<long long>(p.tokens),
           static_cast<long long>(max_length));
+      ptx::trap();
     }
-    ptx::trap();
+    return {0, 0};
   }
   return {begin, static_cast<int>(end - begin)};
 }

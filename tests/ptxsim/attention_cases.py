@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,9 @@ class WindowKernels:
     @cached_property
     def module(self) -> Module:
         return parse_ptx(self.build.ptx[self.architecture])
+
+    def device(self) -> Device:
+        return Device(self.runtime, self.module)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
         function = self.build.function(f"window_attention_{launcher}_cuda")
@@ -101,7 +105,7 @@ def _view(address: int, heads: int, dim: int) -> Any:
 
 def check_window(kernels: WindowKernels, case: Case) -> Device:
     """Forward and backward; errors at most a few roundings of the type, relative to the norm."""
-    device = Device(kernels.runtime, kernels.module)
+    device = kernels.device()
     memory = device.memory
     element = DTYPES[case.dtype][1]
     stats = memory.reserve("stats", (2, case.heads, case.tokens), np.float32)
@@ -175,6 +179,18 @@ def _close(case: Case, name: str, bits: Array, exact: Array, squares: Array | No
         f"{name}: error {error:.3e}, allowed {allowed:.3e}; the worst element "
         f"{tuple(int(i) for i in worst)}: {ours[worst]!r} for {exact[worst]!r}"
     )
+
+
+def keep_instances(code: str, instances: Sequence[tuple[int, int]]) -> str:
+    """attention_window.cu with these instances, (head_dim, keys), at most one a head_dim: the rest
+    take most of the compiler's time."""
+    kept = dict(instances)
+    for dim in (64, 80, 96, 128):
+        line = re.compile(rf" *VLMK_WINDOW_KEYS\(launch, Math, {dim}\)[ \\]*\n")
+        case = f"case {dim}: return launch<Math, {dim}, {kept.get(dim)}>(p, stream); \\\n"
+        code, found = line.subn(lambda _, case=case, dim=dim: case if dim in kept else "", code)
+        assert found == 1, f"head_dim {dim} is {found} times in the list of instances"
+    return code
 
 
 Check = Callable[[WindowKernels, np.random.Generator], Any]

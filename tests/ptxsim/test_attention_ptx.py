@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .attention_cases import Case, WindowKernels, check_window, small_suite
+from .attention_cases import Case, WindowKernels, check_window, keep_instances, small_suite
 from .parser import parse_ptx
 from .ptxtypes import SimError
 from .toolchain import (
@@ -38,19 +38,10 @@ def _copy(
     cuda = folder / "csrc" / "cuda"
     cuda.mkdir(parents=True)
     (cuda.parent / "params.h").write_text((CSRC / "params.h").read_text())
-    dim, keys = instance
     for name in (SOURCE, "attention_window.h", "primitives.cuh"):
         code = (CSRC / "cuda" / name).read_text()
         if name == SOURCE:
-            others = "|".join(str(d) for d in (64, 80, 96, 128) if d != dim)
-            code = re.sub(rf" *VLMK_WINDOW_KEYS\(launch, Math, ({others})\)[ \\]*\n", "", code)
-            code = re.sub(
-                r"return p\.max_length <= 64 \?.*?;",
-                f"return launch<Math, dim, {keys}>(p, stream);",
-                code,
-                flags=re.S,
-            )
-            assert f"launch<Math, dim, {keys}>(p, stream);" in code
+            code = keep_instances(code, [instance])
         for text, replacement in changes if name == file else []:
             assert code.count(text) == 1, f"{text!r} is {code.count(text)} times in {name}"
             code = code.replace(text, replacement)
