@@ -13,6 +13,7 @@ Block size and dynamic shared memory are what the launchers ask a fake CUDA runt
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import re
 import shutil
@@ -105,7 +106,7 @@ def short_names(mangled: list[str]) -> dict[str, str]:
 
 
 def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
-    """Threads and dynamic shared memory of each kernel of attention_window.cu, by mangled name."""
+    """Threads and dynamic shared memory of each attention kernel, by mangled name."""
     seen: dict[str, tuple[int, int]] = {}
     kind = ctypes.CFUNCTYPE(
         ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t,
@@ -120,28 +121,28 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
     fake = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     fake.fakecuda_set_callback(callback)
     handle = ctypes.CDLL(str(library))
-    exported = run(["nm", "-D", "--defined-only", str(library)])
     try:
-        for name, params in window_launches():
-            mangled = re.findall(rf"\bT (_ZN\w*?{len(name)}{name}E\w*)", exported)
-            if mangled:
-                assert getattr(handle, mangled[0])(ctypes.byref(params), None) == 0, name
+        for launcher, struct in attention_launchers(
+            run(["nm", "-D", "--defined-only", str(library)])
+        ):
+            for dtype, dim, longest in itertools.product((1, 2), (64, 72, 80, 96, 128), (64, 128)):
+                # One segment of one token and head; nothing is read. An error: no such instance.
+                params = params_struct(struct)(max_length=longest)
+                p = params.backward.forward if "Grad" in struct else params.forward
+                p.dtype, p.head_dim = dtype, dim
+                p.segments = p.tokens = p.heads = p.kv_heads = p.rotary = 1
+                getattr(handle, launcher)(ctypes.byref(params), None)
     finally:
         fake.fakecuda_set_callback(kind(0))
     return seen
 
 
-def window_launches() -> Iterator[tuple[str, ctypes.Structure]]:
-    """Every instance of the window kernels, one window of one head."""
-    for dtype in (1, 2):
-        for dim in (64, 80, 96, 128):
-            for longest in (64, 128):
-                for name, make in (("forward", "Attention"), ("backward", "AttentionGrad")):
-                    params = params_struct(f"Window{make}Params")(max_length=longest)
-                    p = params.forward if name == "forward" else params.backward.forward
-                    p.dtype, p.head_dim = dtype, dim
-                    p.segments = p.tokens = p.heads = p.kv_heads = 1
-                    yield f"window_attention_{name}_cuda", params
+def attention_launchers(exported: str) -> Iterator[tuple[str, str]]:
+    """Mangled name and params struct of each launcher of attention among a library's symbols."""
+    for name, way in re.findall(r"\bT (_ZN\w*?_(forward|backward)_cuda\w*)", exported):
+        for part, kind in (("window", "Window"), ("flash", "Flash")):
+            if part in name and "embedding" not in name:
+                yield name, f"{kind}Attention{'Grad' if way == 'backward' else ''}Params"
 
 
 def measure() -> dict[str, Any]:
@@ -179,7 +180,8 @@ def measure() -> dict[str, Any]:
             for mangled, architecture, stack, stores, loads, registers, rest in figures:
                 static = re.search(r"(\d+) bytes smem", rest)
                 shared = int(static[1]) if static else 0
-                threads, dynamic = launched.get(mangled, (128, 0))
+                assert not launched or mangled in launched, f"no launch of {names[mangled]}"
+                threads, dynamic = launched.get(mangled, (128, 0))  # embedding.cu: kThreads, none
                 kernels[f"sm_{architecture}"][names[mangled]] = {
                     "registers": int(registers),
                     "stack bytes": int(stack),

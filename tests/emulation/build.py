@@ -167,23 +167,30 @@ def build(
     assert cxx is not None
     folder.mkdir(parents=True)
     left = {m.file for m in mutants}
-    commands, objects = [], []
-    for source in sources:
+
+    def translated(source: Path, to: Path) -> Path:
         code = source.read_text()
         if edit and source.name in edit:
             code = edit[source.name](code)
         code = plant(code, [(n, m) for n, m in enumerate(mutants, 1) if m.file == source.name])
         left.discard(source.name)
-        translated = folder / f"{source.stem}.cpp"
-        translated.write_text(as_cpp(code, source))
-        # The emulated headers first, then the real ones.
-        paths = ["-I", str(HERE / "include"), "-I", str(CSRC)]
+        to.write_text(as_cpp(code, source))
+        return to
+
+    (folder / "cuda").mkdir()
+    for header in (CSRC / "cuda").glob("*.cuh"):
+        if not (HERE / "include" / "cuda" / header.name).exists():
+            translated(header, folder / "cuda" / header.name)
+    commands, objects = [], []
+    # The translated headers first, then the emulated ones, then the rest.
+    paths = [f"-I{path}" for path in (folder, HERE / "include", CSRC)]
+    for source in sources:
+        code = translated(source, folder / f"{source.stem}.cpp")
         objects.append(str(folder / f"{source.stem}.o"))
-        commands.append([cxx, *COMMON, *KERNEL_FLAGS[kind], *paths, "-c", str(translated)])
+        commands.append([cxx, *COMMON, *KERNEL_FLAGS[kind], *paths, "-c", str(code)])
     assert not left, f"mutants of files that are not built: {left}"
     for name in RUNTIME:
         objects.append(str(folder / f"{name}.o"))
-        paths = ["-I", str(HERE / "include")]
         commands.append([cxx, *COMMON, *RUNTIME_FLAGS[kind], *paths, "-c", str(HERE / name)])
     running = [
         subprocess.Popen([*c, "-o", o], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

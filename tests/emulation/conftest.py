@@ -7,7 +7,7 @@ import pytest
 
 from .build import CSRC, HERE, Library, build, compiler
 from .mutants import MUTANTS
-from .window import EDIT
+from .window import EDIT, SOURCES
 
 
 @pytest.fixture
@@ -20,6 +20,6 @@ def rng(seed: int) -> np.random.Generator:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     if compiler() is None:
         pytest.skip("CUDA kernels were not emulated: no g++ (CXX names another)")
-    sources = [CSRC / "cuda" / "embedding.cu", CSRC / "cuda" / "attention_window.cu"]
+    sources = [CSRC / "cuda" / name for name in SOURCES]
     folder = tmp_path_factory.mktemp("emulation")
     return build(folder / "build", [*sources, HERE / "programs.cu"], "checked", MUTANTS, EDIT)

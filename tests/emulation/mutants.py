@@ -16,23 +16,25 @@ from tests.ptxsim.ptxtypes import SimError
 from .build import Mutant
 from .device import EmulatedKernels
 
-_W, _E = "attention_window.cu", "embedding.cu"
+_W, _R, _E = "attention_window.cuh", "attention_rows.cuh", "embedding.cu"
 
 WINDOW_MUTANTS = [
     Mutant("keys beyond the window", _W, "key < length && (!p.causal || key <= row + e / 2 * 8)",
            "!p.causal || key <= row + e / 2 * 8"),
     Mutant("rows read past the window", _W,
            "ptx::copy_async(tile + row * S::kPitch + unit * 16,\n"
-           "                    from + (inside ? row : 0) * stride + unit * 8, inside);",
-           "ptx::copy_async(tile + row * S::kPitch + unit * 16, from + row * stride + unit * 8, "
-           "true);"),
+           "                    from + rows.of(inside ? row : 0) * x.token_stride + unit * 8, "
+           "inside);",
+           "ptx::copy_async(tile + row * S::kPitch + unit * 16, "
+           "from + row * x.token_stride + unit * 8, true);"),
     Mutant("values not waited for", _W, "ptx::wait_copies<0>();", ";",
            "ptx::wait_copies<0>();\n  __syncthreads();\n  float out"),
     Mutant("no barrier before values", _W, "__syncthreads();", ";",
            "__syncthreads();\n  float out"),
     Mutant("no barrier before keys", _W, "__syncthreads();", ";",
-           "ptx::wait_copies<1>();\n  __syncthreads();"),
-    Mutant("one group too few", _W, "ptx::wait_copies<1>();", "ptx::wait_copies<2>();"),
+           "ptx::wait_copies<1>();\n  }\n  __syncthreads();"),
+    Mutant("one group too few", _W, "ptx::wait_copies<1>();", "ptx::wait_copies<2>();",
+           "} else {\n    ptx::wait_copies<1>();"),
     Mutant("maximum over half a row", _W, "top[r] = fmaxf(top[r], ptx::exchange(top[r], 2));", ";"),
     Mutant("sum over half a row", _W, "sum[r] += ptx::exchange(sum[r], 1);", ";"),
     Mutant("exchange by some lanes", _W, "sum[r] += ptx::exchange(sum[r], 2);",
@@ -55,20 +57,48 @@ WINDOW_MUTANTS = [
            "!p.causal || mine <= query"),
     Mutant("wrong key head", _W, "head / (p.heads / p.kv_heads)", "head % p.kv_heads"),
     Mutant("store past the window", _W, "r < length", "r <= length",
-           "const bool inside = r < length;"),
-    Mutant("second part of dq at the first's place", _W, "kPart", "0", "queries, first, kPart,"),
+           "const bool inside = r < length;\n    ptx::store"),
+    Mutant("second part of dq at the first's place", _W, "column * 2", "0",
+           "load_shared(tile + r * kPitch + column * 2"),
     Mutant("staged over rows still read", _W, "__syncwarp();", ";",
            "__syncwarp();\n#pragma unroll\n  for (int n = 0; n < kColumns; ++n) {\n    const"),
     Mutant("staged rows read too early", _W, "__syncwarp();", ";",
-           "__syncwarp();\n#pragma unroll\n  for (int i = lane;"),
+           "__syncwarp();\n}"),
     Mutant("staged in another warp's rows", _W, "tile + (row + lane / 4) * kPitch",
            "tile + (row / 32 * 32 + lane / 4) * kPitch"),
     Mutant("values not transposed", _W,
            "ptx::load_matrices_transposed(right, a_piece<kPitch>(b, row, column + n * 8));",
            "ptx::load_matrices(right, a_piece<kPitch>(b, row, column + n * 8));"),
     Mutant("shared memory for two tiles", _W, "S::kForwardShared", "2 * S::kTile",
-           "S::kThreads, S::kForwardShared"),
+           "S::kForwardShared + Rows"),
     Mutant("first head only", _W, "p.forward.segments * p.forward.heads", "p.forward.segments"),
+]  # fmt: skip
+
+#: Of what vision_attention adds.
+VISION_MUTANTS = [
+    Mutant("place for token", _R, "p.order[window.begin + row]",
+           "static_cast<int>(window.begin) + row"),
+    Mutant("order of another window", _R, "static_cast<int>(window.begin) + row", "row",
+           "int token = static_cast<int>(window.begin) + row"),
+    Mutant("tokens not awaited", _R, "__syncthreads();", ";",
+           "[row] = token;\n    }\n    __syncthreads();"),
+    Mutant("angles of the place", _W, "rows.of(on ? row : 0)", "(on ? row : 0)"),
+    Mutant("turned the other way", _R, "x2[e] * s", "-x2[e] * s", "y1[e] = x1[e] * c - x2[e] * s"),
+    Mutant("gradients not turned back", _R, "-__uint_as_float(sines[2 * w + e])",
+           "__uint_as_float(sines[2 * w + e])"),
+    Mutant("sines for cosines", _R, "at + kDim / 8 + i", "at + i"),
+    Mutant("other columns' angles", _W, "index % kPairs * 8", "index % kPairs * 4"),
+    Mutant("turned before all has come", _W, "__syncthreads();", ";",
+           "__syncthreads();  // queries and keys are there, to be turned\n    turns"),
+    Mutant("keys not turned", _W, "turns.template apply<Math>(keys);", ";",
+           "turns.template apply<Math>(keys);\n  } else"),
+    Mutant("keys not turned, backward", _W, "turns.template apply<Math>(keys);", ";",
+           "turns.template apply<Math>(keys);  // once"),
+    Mutant("half a row written", _W, "ptx::store(to + kPairs, b, inside);", ";"),
+    Mutant("gradients past the window", _W, "r < length", "r <= length",
+           "const bool inside = r < length;\n    const int token"),
+    Mutant("no room for the tokens", _W, "Rows::kShared * kKeys", "0",
+           "S::kForwardShared + Rows::kShared * kKeys"),
 ]  # fmt: skip
 
 EMBEDDING_MUTANTS = [
@@ -101,7 +131,7 @@ EMBEDDING_MUTANTS = [
     Mutant("16 bytes where 4 are aligned", _E, "bits % 16 == 0", "bits % 4 == 0"),
 ]  # fmt: skip
 
-MUTANTS = [*WINDOW_MUTANTS, *EMBEDDING_MUTANTS]  # number n is MUTANTS[n - 1]
+MUTANTS = [*WINDOW_MUTANTS, *VISION_MUTANTS, *EMBEDDING_MUTANTS]  # number n is MUTANTS[n - 1]
 
 
 def killed_by(

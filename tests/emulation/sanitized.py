@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.ptxsim import attention_cases, embedding_cases
+from tests.ptxsim import attention_cases, embedding_cases, vision_cases
 from tests.ptxsim.attention_cases import Case, check_window
 
 from .build import Library
@@ -26,6 +26,9 @@ def main() -> None:
     for check in attention_cases.small_suite().values():
         check(kernels, rng)
     check_window(kernels, Case(rng, [100, 128], 2, 1, 64, "float16", causal=True))
+    vision = WindowKernels(library, rng, 0, "vision_window")
+    for check in vision_cases.small_suite().values():
+        check(vision, rng)
     for check in embedding_cases.small_suite().values():
         check(EmbeddingKernels(library, rng, 0, "embedding"), rng)
     sys.stdout.write("clean\n")

@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from .build import CSRC, Library, Mutant, build, compiler, preload
-from .window import EDIT
+from .window import EDIT, SOURCES
 
-_W = "attention_window.cu"
+_W = "attention_window.cuh"
 #: What only these tools see, an array in registers and a shift, and a read that all builds see.
 MUTANTS = [
     (Mutant("past an array in registers", _W, "c0[3]", "c0[4 + (threadIdx.x & 1)]",
@@ -21,12 +21,13 @@ MUTANTS = [
      "(stack-buffer-overflow|out of bounds for type)"),
     (Mutant("rows read past the window", _W,
             "ptx::copy_async(tile + row * S::kPitch + unit * 16,\n"
-            "                    from + (inside ? row : 0) * stride + unit * 8, inside);",
-            "ptx::copy_async(tile + row * S::kPitch + unit * 16, from + row * stride + unit * 8, "
-            "true);"),
+            "                    from + rows.of(inside ? row : 0) * x.token_stride + unit * 8, "
+            "inside);",
+            "ptx::copy_async(tile + row * S::kPitch + unit * 16, "
+            "from + row * x.token_stride + unit * 8, true);"),
      "(heap-buffer-overflow|SEGV on unknown address)"),
     (Mutant("read while cp.async is under way", _W, "ptx::wait_copies<0>();", ";",
-            "ptx::wait_copies<0>();\n    __syncthreads();\n\n#pragma unroll 1"),
+            "ptx::wait_copies<0>();\n    if constexpr"),
      "use-after-poison"),
 ]  # fmt: skip
 
@@ -39,7 +40,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     if limit != resource.RLIM_INFINITY:
         pytest.skip(f"address space is limited to {limit >> 30} GiB; AddressSanitizer takes 16 TiB")
     folder = tmp_path_factory.mktemp("sanitized")
-    sources = [CSRC / "cuda" / name for name in ("embedding.cu", _W)]
+    sources = [CSRC / "cuda" / name for name in SOURCES]
     return build(folder / "build", sources, "sanitized", [m for m, _ in MUTANTS], EDIT)
 
 

@@ -1,4 +1,4 @@
-"""Which instances of window attention are built: all of them take a minute."""
+"""What is built: of window attention two instances, all of them take a minute."""
 
 from __future__ import annotations
 
@@ -6,4 +6,5 @@ from tests.ptxsim.attention_cases import keep_instances
 
 #: (head_dim, keys).
 INSTANCES = ((80, 64), (64, 128))
-EDIT = {"attention_window.cu": lambda code: keep_instances(code, INSTANCES)}
+EDIT = {"attention_window.cuh": lambda code: keep_instances(code, INSTANCES)}
+SOURCES = ("embedding.cu", "attention_window.cu", "attention_window_vision.cu")

@@ -85,6 +85,11 @@ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
+__forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 v;
+  emu::read_shared(&v, address, 8);
+  return v;
+}
 __forceinline__ int add_shared(uint32_t address, int value) {
   return emu::add_shared(address, value);
 }
