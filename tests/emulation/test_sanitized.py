@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from .build import CSRC, Library, Mutant, build, compiler, preload
-from .window import EDIT, SOURCES
+from .window import EDIT_ONE, SOURCES
 
 _W = "attention_window.cuh"
 #: What only these tools see, an array in registers and a shift, and a read that all builds see.
@@ -41,7 +41,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
         pytest.skip(f"address space is limited to {limit >> 30} GiB; AddressSanitizer takes 16 TiB")
     folder = tmp_path_factory.mktemp("sanitized")
     sources = [CSRC / "cuda" / name for name in SOURCES]
-    return build(folder / "build", sources, "sanitized", [m for m, _ in MUTANTS], EDIT)
+    return build(folder / "build", sources, "sanitized", [m for m, _ in MUTANTS], EDIT_ONE)
 
 
 def _run(library: Library, seed: int, mutant: int) -> subprocess.CompletedProcess[str]:
