@@ -23,7 +23,7 @@ if not _native.has_cuda_kernels():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("dim", attention.WINDOW_LENGTHS)
+@pytest.mark.parametrize("dim", list(attention.WINDOW_LENGTHS))
 @pytest.mark.parametrize(
     "lengths, heads, kv_heads",
     [([64, 64, 17, 0, 1, 48], 16, 16), ([128, 127, 65, 3], 6, 2)],
@@ -88,7 +88,7 @@ def test_a_too_long_segment_ends_the_kernel():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("dim", attention.WINDOW_LENGTHS)
+@pytest.mark.parametrize("dim", list(attention.WINDOW_LENGTHS))
 @pytest.mark.parametrize("order", ["patches", "windows", "megatron"])
 def test_vision_accuracy(order, dim, dtype):
     """Windows of 64, 48, 32 and 24 patches, through the permutation, in window order, and from
