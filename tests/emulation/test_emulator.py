@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.ptxsim.embedding_cases import from_float, to_float
 from tests.ptxsim.ptxtypes import SimError
 
-from .build import Library
+from .build import CSRC, HERE, Library
 from .device import Device
 
 #: In the order of programs.cu; None runs clean.
@@ -67,6 +68,16 @@ def test_programs(name: str, message: str | None, library: Library, rng) -> None
 
 def test_every_program_is_run(library: Library) -> None:
     assert library.function("emulated_programs")() == len(PROGRAMS)
+
+
+def test_every_primitive_has_a_twin() -> None:
+    """Names that kernels may use with nvcc; the converse holds once both are written."""
+    real, twins = (
+        set(re.findall(r"__forceinline__ [^=;{]*?\b(\w+)\(", path.read_text()))
+        for path in (CSRC / "cuda" / "primitives.cuh", HERE / "include" / "cuda" / "primitives.cuh")
+    )
+    assert {"load_once", "copy_async", "multiply_add", "trap"} <= real
+    assert real <= twins, f"no twin of {sorted(real - twins)}"
 
 
 def test_shared_memory_must_be_asked_for(library: Library) -> None:
