@@ -33,7 +33,7 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
+	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
 
 test: lint
 	$(RUN) -m pytest tests
@@ -43,12 +43,12 @@ test-layouts: setup
 	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py tests/optim/matrix.py -rP
 
 test-kernels: setup
-	$(RUN) -m pytest tests/kernels tests/ptxsim
+	$(RUN) -m pytest tests/kernels tests/ptxsim tests/emulation
 
 format: setup
 	$(RUN) -m ruff check --fix -q .
 	$(RUN) -m ruff format -q .
-	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c')
+	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
 
 # 50 kills at random moments of saves and conversions (10 min).
 test-crash: setup

@@ -58,6 +58,7 @@ GRIDS: dict[str, list[list[int]]] = {
     "4 images of 4,096 patches in windows of 64": [[1, 64, 64]] * 4,
     "ragged windows of 10 images, 16,360 patches": [[1, 40, 40]] * 9 + [[1, 20, 98]],
 }
+CUDA_GRIDS = {"16 images of 4,096 patches in windows of 64": [[1, 64, 64]] * 16}
 QUICK_GRIDS = {"2 images of 256 patches in windows of 64": [[1, 16, 16]] * 2}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -270,6 +271,11 @@ def vision_comparison(
         return attend(rotate(q, table), rotate(k, table), v.contiguous())
 
     flops = 4.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths) * (3.5 if backward else 1)
+    if context.device == "cuda":  # bound by memory there: qkv, out and their gradients; the table
+        traffic = dout.numel() * dout.element_size() * (4 + (8 if backward else 0))
+        limits = ceilings.copy(traffic + table.nbytes * (2 if backward else 1), context)
+    else:
+        limits = ceilings.arithmetic(flops, dtype, context)
     return Comparison(
         op=f"vision attention, forward{' + backward' if backward else ''}",
         shape=f"{shape}, qkv [P, 3, {HEADS}, {HEAD_DIM}]",
@@ -280,7 +286,7 @@ def vision_comparison(
             for name, attend in peers(lengths, context.device, context.quick).items()
             if name not in ("nested tensor", "flex attention")  # never the fastest on windows
         },
-        ceilings=ceilings.arithmetic(flops, dtype, context),
+        ceilings=limits,
         check=_close(dtype),
     )
 
@@ -302,9 +308,8 @@ def rows(context: Context) -> Iterator[Row]:
         for dtype in dtypes:
             for backward in (False, True):
                 yield compare(comparison(shape, lengths, dtype, backward, context), context)
-    if context.device == "cuda":  # composed there of what is measured above
-        return
-    for shape, grid in (QUICK_GRIDS if context.quick else GRIDS).items():
+    grids = CUDA_GRIDS if context.device == "cuda" else GRIDS
+    for shape, grid in (QUICK_GRIDS if context.quick else grids).items():
         for dtype in dtypes:
             for backward in (False, True):
                 yield compare(vision_comparison(shape, grid, dtype, backward, context), context)

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from vlmkernels import scatter_visual, visual_embedding, visual_index
+from vlmkernels import (
+    VisionLayout,
+    scatter_visual,
+    vision_attention,
+    visual_embedding,
+    visual_index,
+)
+
+
+def vision_windows(dtype: torch.dtype) -> None:
+    """Ragged windows, rotated and read through the permutation."""
+    layout = VisionLayout.from_grid([[1, 12, 10]], window_size=112).to("cuda")
+    qkv = torch.randn(120, 3, 2, 80).to(dtype).cuda().requires_grad_()
+    vision_attention(qkv, layout, window=True).float().square().sum().backward()
+    assert qkv.grad is not None and bool(qkv.grad.isfinite().all())
 
 
 def main() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        vision_windows(dtype)
     for dtype, hidden in ((torch.bfloat16, 264), (torch.float32, 7)):
         ids = torch.randint(0, 100, (96,))
         ids[10:50] = 100

@@ -150,6 +150,25 @@ vlmk::WindowAttentionGradParams window_attention_grad_params(
                                 kv_heads, head_dim, scale, causal, dout, dq, dk, dv),
           max_length};
 }
+
+vlmk::WindowAttentionParams vision_window_params(int dtype, View q, View k, View v, View out,
+                                                 uintptr_t stats, uintptr_t cu_seqlens,
+                                                 int64_t segments, int64_t tokens, int64_t heads,
+                                                 int64_t head_dim, double scale, uintptr_t order,
+                                                 uintptr_t rotary, int64_t max_length) {
+  return {vision_attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
+                                  head_dim, scale, order, rotary),
+          max_length};
+}
+
+vlmk::WindowAttentionGradParams vision_window_grad_params(
+    int dtype, View q, View k, View v, View out, uintptr_t stats, uintptr_t cu_seqlens,
+    int64_t segments, int64_t tokens, int64_t heads, int64_t head_dim, double scale,
+    uintptr_t order, uintptr_t rotary, View dout, View dq, View dk, View dv, int64_t max_length) {
+  return {vision_attention_grad_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens,
+                                       heads, head_dim, scale, order, rotary, dout, dq, dk, dv),
+          max_length};
+}
 #endif
 
 // ---- vision layout
@@ -364,6 +383,10 @@ PYBIND11_MODULE(_C, m) {
         on_cuda(window_attention_params, vlmk::window_attention_forward_cuda), VLMK_NO_GIL);
   m.def("window_attention_backward_cuda",
         on_cuda(window_attention_grad_params, vlmk::window_attention_backward_cuda), VLMK_NO_GIL);
+  m.def("vision_window_forward_cuda",
+        on_cuda(vision_window_params, vlmk::vision_window_forward_cuda), VLMK_NO_GIL);
+  m.def("vision_window_backward_cuda",
+        on_cuda(vision_window_grad_params, vlmk::vision_window_backward_cuda), VLMK_NO_GIL);
   m.def("embedding_forward_cuda", on_cuda(embedding_params, vlmk::embedding_forward_cuda),
         VLMK_NO_GIL);
   m.def("embedding_gather_cuda", on_cuda(embedding_gather_params, vlmk::embedding_gather_cuda),

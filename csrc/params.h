@@ -30,8 +30,9 @@ struct AttentionParams {
   int64_t head_dim;           // D
   float scale;
   bool causal;
-  const int32_t* order;  // [T]: the token at each place of the segments, or null; CPU only
-  const float* rotary;   // [T, D] by token: D / 2 cosines, as many sines, or null; CPU only
+  // Read on the CPU, and on CUDA for windows of vision_attention:
+  const int32_t* order;  // [T]: the token at each place of the segments, or null
+  const float* rotary;   // [T, D] by token: D / 2 cosines, as many sines, or null
 };
 
 struct AttentionGradParams {

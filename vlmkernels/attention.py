@@ -6,7 +6,7 @@ Method: FlashAttention-2's online softmax (Dao 2023, https://arxiv.org/abs/2307.
 with scores transposed, so that queries lie in vector lanes (csrc/cpu/attention_kernel.inl);
 arithmetic is float32 for every storage type, but for bfloat16 on processors with fast bf16 dot
 products, and results don't depend on the number of threads. On CUDA, segments of at most 128 tokens
-stand whole in shared memory (csrc/cuda/attention_window.cu). docs/attention.md explains both.
+stand whole in shared memory (csrc/cuda/attention_window.cuh). docs/attention.md explains both.
 """
 
 from __future__ import annotations
@@ -214,9 +214,8 @@ _forward_op = define(
 
 # ---- which kernel -------------------------------------------------------------------------------
 
-#: What csrc/cuda/attention_window.cu holds whole in shared memory, and its instances.
-WINDOW_LENGTH = 128
-WINDOW_HEAD_DIMS = (64, 80, 96, 128)
+#: What csrc/cuda/attention_window.cuh holds whole in shared memory, by its instances' head_dim.
+WINDOW_LENGTHS = {64: 128, 80: 128, 96: 128, 128: 64}
 _HAS_WINDOW = hasattr(_C, "window_attention_forward_cuda")  # built with CUDA kernels
 
 #: "cpu" and "window" are ours; "flash-attn" is that package; "sdpa" is torch's, once per segment.
@@ -228,15 +227,15 @@ def choose_backend(
 ) -> str:
     """Which of BACKENDS attends on a device of this type to segments of at most `longest` tokens.
 
-    On CUDA a window's whole attention fits into one thread block up to 128 tokens; for longer
-    segments there is no kernel of ours yet.
+    On CUDA a window's whole attention fits into one thread block up to 128 tokens (64 at head_dim
+    128); for longer segments there is no kernel of ours yet.
 
     Raises:
         ValueError: the forced one can't, and why.
     """
     hindrances = {
         "cpu": device != "cpu" and f"it runs on the CPU, the tensors are on {device}",
-        "window": _no_window(device, dtype, head_dim, longest),
+        "window": no_window(device, dtype, head_dim, longest),
         "flash-attn": _no_flash_attn(device, dtype),
         "sdpa": False,
     }
@@ -249,17 +248,19 @@ def choose_backend(
     return forced
 
 
-def _no_window(device: str, dtype: torch.dtype, head_dim: int, longest: int) -> str:
+def no_window(device: str, dtype: torch.dtype, head_dim: int, longest: int) -> str:
+    """Why the window kernels can't attend to such segments, or ""."""
     if device != "cuda":
         return f"it runs on CUDA, the tensors are on {device}"
     if not _HAS_WINDOW:
         return "vlmkernels was built without CUDA kernels"
     if dtype == torch.float32:
         return "it takes bfloat16 and float16"
-    if head_dim not in WINDOW_HEAD_DIMS:
-        return f"head_dim is {head_dim}, it has {', '.join(map(str, WINDOW_HEAD_DIMS))}"
-    if longest > WINDOW_LENGTH:
-        return f"the longest segment has {longest} tokens, it takes {WINDOW_LENGTH}"
+    if head_dim not in WINDOW_LENGTHS:
+        return f"head_dim is {head_dim}, it has {', '.join(map(str, WINDOW_LENGTHS))}"
+    if longest > WINDOW_LENGTHS[head_dim]:
+        limit = f"{WINDOW_LENGTHS[head_dim]} at head_dim {head_dim}"
+        return f"the longest segment has {longest} tokens, it takes {limit}"
     return ""
 
 

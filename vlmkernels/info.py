@@ -56,7 +56,7 @@ def attention_lines() -> list[str]:
     """What varlen_attention chooses where it is not told, for the shapes of the vision towers."""
     lines = [f"on the CPU: {attention.choose_backend('cpu', torch.bfloat16, 80, 4096)}"]
     for dtype in (torch.bfloat16, torch.float32):
-        most = attention.WINDOW_LENGTH
+        most = attention.WINDOW_LENGTHS[80]
         short, long = (
             attention.choose_backend("cuda", dtype, 80, longest) for longest in (most, most + 1)
         )

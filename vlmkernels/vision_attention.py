@@ -6,20 +6,31 @@ Method: varlen_attention's kernels (vlmkernels/attention.py), which here turn q 
 rotary embedding of Qwen2-VL (https://arxiv.org/abs/2409.12191) while they are packed, turn dq and
 dk back while they are stored, and find their rows through the window permutation. So between the
 projection and the output nothing is written to memory: no q, k, v apart, no rotated copy, no
-permuted copy.
+permuted copy. On CUDA that holds in bfloat16 and float16 for the windows, segments of at most 128
+patches (64 at head_dim 128; csrc/cuda/attention_window_vision.cu); the rest is composed there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, check_last_contiguous, check_tensor, define, describe
+from vlmkernels._native import (
+    _C,
+    DTYPES,
+    check_last_contiguous,
+    check_tensor,
+    cuda_stream,
+    define,
+    describe,
+)
 from vlmkernels.attention import (
     MAX_HEAD_DIM,
     heads_view,
+    no_window,
     varlen_attention,
     varlen_attention_reference,
 )
@@ -107,7 +118,12 @@ def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _forward_fake(
-    qkv: Tensor, table: Tensor, cu_seqlens: Tensor, order: Tensor | None, scale: float
+    qkv: Tensor,
+    table: Tensor,
+    cu_seqlens: Tensor,
+    order: Tensor | None,
+    longest: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     patches, _, heads, head_dim = qkv.shape
     # stats [2, H, P]: the maximum and the sum of each softmax row, by place
@@ -115,13 +131,12 @@ def _forward_fake(
     return qkv.new_empty((patches, heads, head_dim)), stats
 
 
-def _forward_cpu(
-    qkv: Tensor, table: Tensor, cu_seqlens: Tensor, order: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _forward(native: Callable[..., None], inputs: tuple[Any, ...], *extra: int) -> tuple:
+    qkv, table, cu_seqlens, order, _, scale = inputs
     _check(qkv, table, cu_seqlens, order)
     table, cu_seqlens, order = _dense(table, cu_seqlens, order)  # type: ignore[assignment]
-    out, stats = _forward_fake(qkv, table, cu_seqlens, order, scale)
-    _C.vision_attention_forward(*_arguments(qkv, out, stats, table, cu_seqlens, order, scale))
+    out, stats = _forward_fake(*inputs)
+    native(*_arguments(qkv, out, stats, table, cu_seqlens, order, scale), *extra)
     return out, stats
 
 
@@ -133,61 +148,87 @@ def _backward_fake(
     table: Tensor,
     cu_seqlens: Tensor,
     order: Tensor | None,
+    longest: int,
     scale: float,
 ) -> Tensor:
     return torch.empty_like(qkv)  # in qkv's own order of dimensions, so that no copy follows
 
 
-def _backward_cpu(
-    dout: Tensor,
-    qkv: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    table: Tensor,
-    cu_seqlens: Tensor,
-    order: Tensor | None,
-    scale: float,
-) -> Tensor:
+def _backward(native: Callable[..., None], inputs: tuple[Any, ...], *extra: int) -> Tensor:
+    dout, qkv, out, stats, table, cu_seqlens, order, _, scale = inputs
     _check(qkv, table, cu_seqlens, order)
     check_tensor("dout", dout, dtypes=(qkv.dtype,), shape="[P, H, D]", dim=3, device=qkv.device)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # sum().backward() expands a scalar
     table, cu_seqlens, order = _dense(table, cu_seqlens, order)  # type: ignore[assignment]
-    dqkv = _backward_fake(dout, qkv, out, stats, table, cu_seqlens, order, scale)
+    dqkv = _backward_fake(*inputs)
     arguments = _arguments(qkv, out, stats, table, cu_seqlens, order, scale)
-    _C.vision_attention_backward(*arguments, heads_view(dout), *map(heads_view, dqkv.unbind(1)))
+    views = (heads_view(dout), *map(heads_view, dqkv.unbind(1)))
+    native(*arguments, *views, *extra)
     return dqkv
+
+
+def _forward_cpu(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return _forward(_C.vision_attention_forward, inputs)
+
+
+def _backward_cpu(*inputs: Any) -> Tensor:
+    return _backward(_C.vision_attention_backward, inputs)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, copied where a row of its last dimension starts off a multiple of 16 bytes."""
+    *outer, last = x.stride()
+    if x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in outer) and last == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """The window kernel; `longest` is a promise that it checks."""
+    qkv, table, *rest, longest, scale = inputs
+    inputs = (_aligned(qkv), _aligned(table), *rest, longest, scale)
+    return _forward(_C.vision_window_forward_cuda, inputs, longest, cuda_stream(qkv))
+
+
+def _backward_cuda(*inputs: Any) -> Tensor:
+    dout, qkv, out, stats, table, *rest, longest, scale = inputs
+    inputs = (_aligned(dout), _aligned(qkv), out, stats, _aligned(table), *rest, longest, scale)
+    return _backward(_C.vision_window_backward_cuda, inputs, longest, cuda_stream(qkv))
 
 
 # ---- registration -------------------------------------------------------------------------------
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, table, cu_seqlens, order, ctx.scale = inputs
+    qkv, table, cu_seqlens, order, ctx.longest, ctx.scale = inputs
     ctx.save_for_backward(qkv, *output, table, cu_seqlens, order)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (_backward_op(dout, *ctx.saved_tensors, ctx.scale), None, None, None, None)
+def _gradient(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    dqkv = _backward_op(dout, *ctx.saved_tensors, ctx.longest, ctx.scale)
+    return (dqkv, None, None, None, None, None)
 
 
 _backward_op = define(
     "vision_attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor stats, Tensor table, "
-    "Tensor cu_seqlens, Tensor? order, float scale) -> Tensor",
+    "Tensor cu_seqlens, Tensor? order, int longest, float scale) -> Tensor",
     cpu=_backward_cpu,
+    cuda=_backward_cuda,
     fake=_backward_fake,
 )
 _forward_op = define(
-    "vision_attention(Tensor qkv, Tensor table, Tensor cu_seqlens, Tensor? order, float scale) "
-    "-> (Tensor, Tensor)",
+    "vision_attention(Tensor qkv, Tensor table, Tensor cu_seqlens, Tensor? order, int longest, "
+    "float scale) -> (Tensor, Tensor)",
     cpu=_forward_cpu,
+    cuda=_forward_cuda,
     fake=_forward_fake,
     setup_context=_setup_context,
-    backward=_backward,
+    backward=_gradient,
 )
 
 
-# ---- CUDA ---------------------------------------------------------------------------------------
+# ---- CUDA, where the window kernel can't ---------------------------------------------------------
 
 
 def _composed(
@@ -198,8 +239,7 @@ def _composed(
     longest: int,
     scale: float,
 ) -> Tensor:
-    """The same from varlen_attention, with copies of what is rotated and permuted: the CUDA kernels
-    don't read through either yet."""
+    """The same from varlen_attention, with copies of what is rotated and permuted."""
     _check(qkv, table, cu_seqlens, order)
     q, k, v = qkv.unbind(1)
     q, k = rotate(q, table), rotate(k, table)
@@ -228,8 +268,9 @@ def vision_attention(
     Returns:
         [P, H, D], contiguous, in patch order. Differentiable in qkv, whose gradient is one tensor
         in qkv's memory order. On the CPU bitwise repeatable with any number of threads, and nothing
-        but the output and 8 bytes a row and head is written; on CUDA it is composed of rotated and
-        permuted copies and varlen_attention.
+        but the output and 8 bytes a row and head is written. On CUDA the same holds for bfloat16
+        and float16, head_dim 64, 80, 96 and 128 and segments of at most 128 patches (head_dim 128:
+        64); other calls are composed of rotated and permuted copies and varlen_attention.
 
     Raises:
         ValueError: qkv doesn't fit, or the layout doesn't fit to it, or window without windows.
@@ -237,6 +278,6 @@ def vision_attention(
     cu_seqlens, order, longest = _segments(layout, window)
     table = layout.rotary_table(qkv.shape[-1])
     scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
-    if qkv.is_cuda:
+    if qkv.is_cuda and no_window("cuda", qkv.dtype, qkv.shape[-1], longest):
         return _composed(qkv, table, cu_seqlens, order, longest, scale)
-    return _forward_op(qkv, table, cu_seqlens, order, scale)[0]
+    return _forward_op(qkv, table, cu_seqlens, order, longest, scale)[0]

@@ -5,8 +5,12 @@
 
 namespace vlmk {
 
-// head_dim 64, 80, 96 or 128, max_length <= 128, else cudaErrorInvalidValue.
+// head_dim 64, 80, 96 or 128, max_length <= 128 (head_dim 128: 64), else cudaErrorInvalidValue.
 int window_attention_forward_cuda(const WindowAttentionParams& p, void* stream);
 int window_attention_backward_cuda(const WindowAttentionGradParams& p, void* stream);
+
+// With order and rotary; as many key heads as query heads.
+int vision_window_forward_cuda(const WindowAttentionParams& p, void* stream);
+int vision_window_backward_cuda(const WindowAttentionGradParams& p, void* stream);
 
 }  // namespace vlmk

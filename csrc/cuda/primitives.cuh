@@ -143,6 +143,11 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint3
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t address, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

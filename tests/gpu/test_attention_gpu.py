@@ -8,10 +8,12 @@ import sys
 import pytest
 import torch
 
+from tests.kernels import test_vision_attention as vision
 from tests.kernels.numeric import assert_accurate, assert_bitwise
 from tests.kernels.test_attention import borders, make, outputs, rounding_noise
-from vlmkernels import _native, attention, varlen_attention
+from vlmkernels import _native, attention, varlen_attention, vision_attention
 from vlmkernels.attention import varlen_attention_reference
+from vlmkernels.vision_attention import vision_attention_reference
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU: torch.cuda.is_available() is False", allow_module_level=True)
@@ -21,7 +23,7 @@ if not _native.has_cuda_kernels():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("dim", attention.WINDOW_HEAD_DIMS)
+@pytest.mark.parametrize("dim", list(attention.WINDOW_LENGTHS))
 @pytest.mark.parametrize(
     "lengths, heads, kv_heads",
     [([64, 64, 17, 0, 1, 48], 16, 16), ([128, 127, 65, 3], 6, 2)],
@@ -80,3 +82,55 @@ def test_a_too_long_segment_ends_the_kernel():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0
     assert "segment 0 is tokens 0 to 80 of 80, and max_seqlen is 64" in done.stdout
+
+
+# ---- vision_attention: the fused kernel --------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dim", list(attention.WINDOW_LENGTHS))
+@pytest.mark.parametrize("order", ["patches", "windows", "megatron"])
+def test_vision_accuracy(order, dim, dtype):
+    """Windows of 64, 48, 32 and 24 patches, through the permutation, in window order, and from
+    Megatron's [P, H, 3, D]."""
+    layout, qkv, dout = vision.make(vision.GRID, 4, dim, dtype)
+    if order == "windows":
+        layout = layout.in_window_order()
+    exact_qkv = qkv.detach().double().requires_grad_()
+    exact = vision.outputs(
+        vision_attention_reference, exact_qkv, dout.double(), layout, window=True
+    )
+    gpu, device = qkv.detach().cuda(), layout.to("cuda")
+    if order == "megatron":
+        gpu = gpu.transpose(1, 2).contiguous().transpose(1, 2)
+    gpu.requires_grad_()
+    plain = vision.outputs(vision_attention_reference, gpu, dout.cuda(), device, window=True)
+    ours = vision.outputs(vision_attention, gpu, dout.cuda(), device, window=True)
+    noise = vision.noise_of(layout, qkv, dout, window=True)
+    for name in exact:
+        assert_accurate(name, ours[name].cpu(), plain[name].cpu(), exact[name], noise[name])
+
+
+def test_vision_is_repeatable_and_does_not_synchronise():
+    layout, qkv, dout = vision.make([[1, 64, 64]], 16, 80, torch.bfloat16)
+    layout, dout = layout.to("cuda"), dout.cuda()
+    qkv = qkv.detach().cuda().requires_grad_()
+    expected = vision.outputs(vision_attention, qkv, dout, layout, window=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(30):
+            again = vision.outputs(vision_attention, qkv, dout, layout, window=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name in expected:
+        assert_bitwise(name, again[name], expected[name])
+
+
+def test_vision_frames_are_composed():
+    """Segments that are too long for a block mean the same."""
+    layout, qkv, dout = vision.make([[1, 16, 16]], 2, 80, torch.bfloat16)
+    gpu = qkv.detach().cuda().requires_grad_()
+    ours = vision.outputs(vision_attention, gpu, dout.cuda(), layout.to("cuda"), window=False)
+    expected = vision.outputs(vision_attention, qkv, dout, layout, window=False)
+    for name in expected:
+        torch.testing.assert_close(ours[name].cpu(), expected[name], rtol=0.05, atol=0.05)

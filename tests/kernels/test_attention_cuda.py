@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import pytest
 import torch
 
-from vlmkernels import _native, attention
+from vlmkernels import VisionLayout, _native, attention
+
+# The package's attribute of this name is the function.
+vision_attention = importlib.import_module("vlmkernels.vision_attention")
 
 
 @pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
@@ -15,7 +19,9 @@ from vlmkernels import _native, attention
     ("dtype", "head_dim", "longest", "expected"),
     [
         (torch.bfloat16, 80, 64, "window"),
-        (torch.float16, 128, 128, "window"),
+        (torch.float16, 128, 64, "window"),
+        (torch.bfloat16, 128, 65, "sdpa"),  # the backward would not fit an A100
+        (torch.float16, 96, 128, "window"),
         (torch.bfloat16, 80, 129, "sdpa"),
         (torch.bfloat16, 72, 64, "sdpa"),
         (torch.float32, 80, 64, "sdpa"),
@@ -51,7 +57,12 @@ def test_a_forced_backend_that_cannot_serve_says_why(arguments, message):
     [
         (torch.float32, 80, 64, "it takes bfloat16 and float16"),
         (torch.bfloat16, 72, 64, "head_dim is 72, it has 64, 80, 96, 128"),
-        (torch.bfloat16, 80, 129, "the longest segment has 129 tokens, it takes 128"),
+        (
+            torch.bfloat16,
+            80,
+            129,
+            "the longest segment has 129 tokens, it takes 128 at head_dim 80",
+        ),
     ],
 )
 def test_a_window_kernel_that_cannot_serve_says_why(dtype, head_dim, longest, message):
@@ -91,3 +102,60 @@ def test_rows_are_aligned_or_copied(monkeypatch):
     (q_address, *q_strides), k_view, v_view = seen
     assert q_address % 16 == 0 and q_address != q.data_ptr() and q_strides == [160, 80]
     assert k_view == (fused[:, 1].data_ptr(), 480, 80) and v_view[0] == fused[:, 2].data_ptr()
+
+
+# ---- vision_attention ----------------------------------------------------------------------------
+
+
+def _vision(dtype: torch.dtype = torch.bfloat16, dim: int = 80) -> tuple:
+    layout = VisionLayout.from_grid([[1, 12, 10]], window_size=112)
+    return layout, torch.randn(120, 3, 2, dim).to(dtype)
+
+
+@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run on host memory")
+def test_vision_arguments_reach_the_runtime(monkeypatch):
+    monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 0)
+    layout, qkv = _vision()
+    rest = (layout.rotary_table(80), layout.cu_window_seqlens, layout.window_order, 64, 0.1)
+    with pytest.raises(RuntimeError, match="^CUDA: "):
+        vision_attention._forward_cuda(qkv, *rest)
+    out, stats = torch.zeros(120, 2, 80).bfloat16(), torch.empty(2, 2, 120)
+    with pytest.raises(RuntimeError, match="^CUDA: "):
+        vision_attention._backward_cuda(out, qkv, out, stats, *rest)
+
+
+def test_vision_views_reach_the_kernel(monkeypatch):
+    """qkv and its gradient as they lie, Megatron's order too; copied only where rows are off 16
+    bytes. The order and the length of the longest window come last."""
+    seen: list[tuple] = []
+
+    class Recorder:
+        def vision_window_forward_cuda(self, *arguments):
+            seen.append(arguments)
+
+        def vision_window_backward_cuda(self, *arguments):
+            seen.append(arguments)
+
+    monkeypatch.setattr(vision_attention, "_C", Recorder())
+    monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 7)
+    layout, qkv = _vision()
+    table, order = layout.rotary_table(80), layout.window_order
+    rest = (table, layout.cu_window_seqlens, order, 64, 0.1)
+    megatron = qkv.transpose(1, 2).contiguous().transpose(1, 2)
+    off = torch.randn(qkv.numel() + 1).bfloat16()[1:].view(qkv.shape)
+    for x, strides in ((qkv, (480, 80)), (megatron, (480, 240)), (off, (480, 80))):
+        out, stats = vision_attention._forward_cuda(x, *rest)
+        dtype, q, k, v, out_view, *tail = seen[-1]
+        assert q[1:] == k[1:] == v[1:] == strides and q[0] % 16 == 0
+        assert (q[0] == x.data_ptr()) == (x is not off)
+        assert (k[0] - q[0], v[0] - k[0]) == (2 * x.stride(1) if x is not off else 320,) * 2
+        assert out_view == (out.data_ptr(), 160, 80)
+        sizes = [layout.cu_window_seqlens.numel() - 1, 120, 2, 80, 0.1]
+        assert tail[0] == stats.data_ptr() and tail[2:7] == sizes
+        assert tail[7:] == [order.data_ptr(), table.data_ptr(), 64, 7]
+        dqkv = vision_attention._backward_cuda(out, x, out, stats, *rest)
+        assert dqkv.stride() == x.stride()
+        dout, dq, dk, dv, longest, stream = seen[-1][14:]
+        assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
+        assert dq[1:] == strides and dout[0] == out.data_ptr() and (longest, stream) == (64, 7)

@@ -172,10 +172,11 @@ def test_megatrons_projection_is_read_in_place(name, dtype):
     (op,) = (out.grad_fn,)
     view = fused.detach().transpose(1, 2)
     stats = torch.ops.vlmkernels.vision_attention(
-        view, layout.rotary_table(80), layout.cu_seqlens, None, 0.1
+        view, layout.rotary_table(80), layout.cu_seqlens, None, layout.max_seqlen, 0.1
     )[1]
     dqkv = torch.ops.vlmkernels.vision_attention_backward(
-        dout, view, out.detach(), stats, layout.rotary_table(80), layout.cu_seqlens, None, 0.1
+        *(dout, view, out.detach(), stats),
+        *(layout.rotary_table(80), layout.cu_seqlens, None, layout.max_seqlen, 0.1),
     )
     assert op is not None and dqkv.stride() == view.stride()
 
@@ -321,7 +322,7 @@ def test_bad_arguments_are_named(arguments, changed, message):
 
 def test_opcheck():
     layout, qkv, dout = make([[1, 4, 6]], 2, 24)
-    arguments = (layout.rotary_table(24), layout.cu_window_seqlens, layout.window_order, 0.2)
+    arguments = (layout.rotary_table(24), layout.cu_window_seqlens, layout.window_order, 64, 0.2)
     for view in (qkv, qkv.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
         torch.library.opcheck(torch.ops.vlmkernels.vision_attention.default, (view, *arguments))
         out, stats = torch.ops.vlmkernels.vision_attention(view, *arguments)

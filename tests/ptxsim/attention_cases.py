@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,13 +26,17 @@ class WindowKernels:
     build: Build
     runtime: Path
     architecture: str
+    prefix: str = "window_attention"  # or vision_window
 
     @cached_property
     def module(self) -> Module:
         return parse_ptx(self.build.ptx[self.architecture])
 
+    def device(self) -> Device:
+        return Device(self.runtime, self.module)
+
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
-        function = self.build.function(f"window_attention_{launcher}_cuda")
+        function = self.build.function(f"{self.prefix}_{launcher}_cuda")
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
 
 
@@ -61,38 +66,52 @@ class Case:
         return from_float(values, self.dtype)
 
     def exact(self) -> dict[str, Array]:
-        """float64 results, the forward's statistics, and squares of the terms that dq and dk are
-        differences of."""
-        group = self.heads // self.kv_heads
+        """attend's results in float64."""
         q, k, v, dout = (
             to_float(x, self.dtype).astype(np.float64) for x in (self.q, self.k, self.v, self.dout)
         )
-        result = {n: np.zeros_like(x) for n, x in (("out", q), ("dq", q), ("dk", k), ("dv", v))}
-        result |= {"dq terms": np.zeros_like(q), "dk terms": np.zeros_like(k)}
-        row_max = np.zeros((self.heads, self.tokens))
-        row_sum = np.zeros((self.heads, self.tokens))
-        sign = -1.0 if self.scale < 0 else 1.0
-        for begin, end in zip(self.borders, self.borders[1:], strict=False):
-            for h in range(self.heads if end > begin else 0):
-                rows, kv = slice(begin, end), h // group
-                s = q[rows, h] @ k[rows, kv].T * sign
-                if self.causal:
-                    s[np.triu_indices(end - begin, 1)] = -np.inf
-                top = s.max(1, keepdims=True)
-                e = np.exp((s - top) * abs(self.scale))
-                p = e / e.sum(1, keepdims=True)
-                result["out"][rows, h] = p @ v[rows, kv]
-                dp = dout[rows, h] @ v[rows, kv].T
-                delta = (p * dp).sum(1, keepdims=True)
-                ds = p * (dp - delta) * self.scale
-                terms = (p * (np.abs(dp) + np.abs(delta)) * self.scale) ** 2
-                result["dq terms"][rows, h] = terms @ k[rows, kv] ** 2
-                result["dk terms"][rows, kv] += terms.T @ q[rows, h] ** 2
-                result["dq"][rows, h] = ds @ k[rows, kv]
-                result["dk"][rows, kv] += ds.T @ q[rows, h]
-                result["dv"][rows, kv] += p.T @ dout[rows, h]
-                row_max[h, rows], row_sum[h, rows] = top[:, 0], e.sum(1)
-        return {**result, "row_max": row_max, "row_sum": row_sum}
+        return attend(q, k, v, dout, self.borders, self.scale, self.causal)
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    borders: Array,
+    scale: float,
+    causal: bool,
+    rounded: Callable[[Array], Array] = lambda x: x,
+) -> dict[str, Array]:
+    """out, dq, dk and dv, the forward's statistics, and squares of the terms that dq and dk are
+    differences of; `rounded` is applied wherever plain torch stores."""
+    tokens, heads = q.shape[:2]
+    group = heads // k.shape[1]
+    result = {n: np.zeros_like(x) for n, x in (("out", q), ("dq", q), ("dk", k), ("dv", v))}
+    result |= {"dq terms": np.zeros_like(q), "dk terms": np.zeros_like(k)}
+    row_max, row_sum = np.zeros((heads, tokens)), np.zeros((heads, tokens))
+    sign = -1.0 if scale < 0 else 1.0
+    for begin, end in zip(borders, borders[1:], strict=False):
+        for h in range(heads if end > begin else 0):
+            rows, kv = slice(begin, end), h // group
+            s = rounded(q[rows, h] @ k[rows, kv].T * sign)
+            if causal:
+                s[np.triu_indices(end - begin, 1)] = -np.inf
+            top = s.max(1, keepdims=True)
+            e = np.exp(rounded((s - top) * abs(scale)))
+            p = rounded(e / e.sum(1, keepdims=True))
+            result["out"][rows, h] = rounded(p @ v[rows, kv])
+            dp = rounded(dout[rows, h] @ v[rows, kv].T)
+            delta = (p * dp).sum(1, keepdims=True)
+            ds = rounded(rounded(p * (dp - delta)) * scale)
+            terms = (p * (np.abs(dp) + np.abs(delta)) * scale) ** 2
+            result["dq terms"][rows, h] = terms @ k[rows, kv] ** 2
+            result["dk terms"][rows, kv] += terms.T @ q[rows, h] ** 2
+            result["dq"][rows, h] = rounded(ds @ k[rows, kv])
+            result["dk"][rows, kv] += rounded(ds.T @ q[rows, h])
+            result["dv"][rows, kv] += rounded(p.T @ dout[rows, h])
+            row_max[h, rows], row_sum[h, rows] = top[:, 0], e.sum(1)
+    return {**result, "row_max": row_max, "row_sum": row_sum}
 
 
 def _view(address: int, heads: int, dim: int) -> Any:
@@ -101,7 +120,7 @@ def _view(address: int, heads: int, dim: int) -> Any:
 
 def check_window(kernels: WindowKernels, case: Case) -> Device:
     """Forward and backward; errors at most a few roundings of the type, relative to the norm."""
-    device = Device(kernels.runtime, kernels.module)
+    device = kernels.device()
     memory = device.memory
     element = DTYPES[case.dtype][1]
     stats = memory.reserve("stats", (2, case.heads, case.tokens), np.float32)
@@ -175,6 +194,20 @@ def _close(case: Case, name: str, bits: Array, exact: Array, squares: Array | No
         f"{name}: error {error:.3e}, allowed {allowed:.3e}; the worst element "
         f"{tuple(int(i) for i in worst)}: {ours[worst]!r} for {exact[worst]!r}"
     )
+
+
+def keep_instances(code: str, instances: Sequence[tuple[int, int]]) -> str:
+    """attention_window.cuh with these instances, (head_dim, keys), at most one a head_dim: the rest
+    take most of the compiler's time."""
+    kept = dict(instances)
+    code, found = re.subn(r" *case 128:[ \\]*\n *return launch<.*\n", "", code)
+    assert found == 1
+    for dim in (64, 80, 96):
+        line = re.compile(rf" *VLMK_WINDOW_KEYS\(launch, Math, {dim}, Rows\)[ \\]*\n")
+        case = f"case {dim}: return launch<Math, {dim}, {kept.get(dim)}, Rows>(p, stream); \\\n"
+        code, found = line.subn(lambda _, case=case, dim=dim: case if dim in kept else "", code)
+        assert found == 1, f"head_dim {dim} is {found} times in the list of instances"
+    return code
 
 
 Check = Callable[[WindowKernels, np.random.Generator], Any]

@@ -1,0 +1,261 @@
+"""What the compiler made of each CUDA kernel: python -m benchmarks.static
+
+Builds csrc/cuda for every architecture that ships, without a GPU, and writes
+benchmarks/static.json: registers, spills, shared memory, blocks an SM holds at once, and how many
+instructions of which kind. tests/test_static.py builds them again and fails where a figure is worse
+than the file says: a worse figure is then a line of the commit that brings it.
+
+The instructions are counted in the cubin: from sm_70 on each takes 16 bytes, and its low 9 bits are
+the operation (checked against the PTX: every ldmatrix, mma.sync, cp.async and st.global is one).
+Block size and dynamic shared memory are what the launchers ask a fake CUDA runtime for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import re
+import shutil
+import struct
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import ROOT
+from tests.ptxsim.toolchain import (
+    ARCHITECTURES,
+    CSRC,
+    build_fake_runtime,
+    find_nvcc,
+    missing_tool,
+    params_struct,
+    run,
+)
+
+FILE = ROOT / "benchmarks" / "static.json"
+
+#: Operation by the low 9 bits of an instruction: those that say where a kernel's time goes. LDL and
+#: STL are spills or indexed register arrays.
+OPCODES = {
+    0x03C: "HMMA", 0x03B: "LDSM", 0x1AE: "LDGSTS", 0x181: "LDG", 0x186: "STG", 0x184: "LDS",
+    0x188: "STS", 0x183: "LDL", 0x187: "STL", 0x108: "MUFU", 0x189: "SHFL", 0x11D: "BAR",
+    0x023: "FFMA", 0x020: "FMUL", 0x021: "FADD", 0x03E: "F2FP", 0x024: "IMAD", 0x010: "IADD3",
+    0x147: "BRA",
+}  # fmt: skip
+
+#: By architecture: bytes of shared memory of an SM, of which a block takes 1 KB more than it asks
+#: for. Registers, warps and blocks are the same on both (CUDA C++ Programming Guide, compute
+#: capabilities).
+SHARED_OF_SM = {"80": 164 << 10, "90a": 228 << 10}
+REGISTERS_OF_PARTITION, PARTITIONS, WARPS_OF_SM, BLOCKS_OF_SM = 16384, 4, 64, 32
+
+
+def toolkit() -> str:
+    """Version of the compiler that is found: "13.0.88"."""
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    found = re.search(r"\bV(\d+\.\d+\.\d+)", run([nvcc, "--version"]))
+    assert found is not None
+    return found[1]
+
+
+def blocks_of_sm(architecture: str, registers: int, threads: int, shared: int) -> int:
+    """How many blocks an SM holds at once: cuda_occupancy.h's rules."""
+    warps = -(-threads // 32)
+    of_a_warp = -(-registers * 32 // 256) * 256
+    by_registers = REGISTERS_OF_PARTITION // of_a_warp * PARTITIONS // warps
+    by_shared = SHARED_OF_SM[architecture] // (-(-(shared + 1024) // 128) * 128)
+    return min(by_registers, by_shared, WARPS_OF_SM // warps, BLOCKS_OF_SM)
+
+
+def kernel_codes(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """Name and machine code of each kernel: the ELF file's .text sections."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    count, names = struct.unpack_from("<HH", cubin, 60)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * i) for i in range(count)]
+    strings = sections[names][4]
+    for section in sections:
+        start = strings + section[0]
+        name = cubin[start : cubin.index(b"\0", start)].decode()
+        if name.startswith(".text."):
+            yield name[6:], cubin[section[4] : section[4] + section[5]]
+
+
+def operations(code: bytes) -> Counter[str]:
+    """Instructions by operation; "all" is their number without the padding at the end."""
+    counts: Counter[str] = Counter()
+    for (word,) in struct.iter_unpack("<Q8x", code):
+        counts[OPCODES.get(word & 0x1FF, "")] += 1
+        counts["all"] += word & 0x1FF != 0x118  # NOP
+    del counts[""]
+    return counts
+
+
+def short_names(mangled: list[str]) -> dict[str, str]:
+    """window_forward<Bf16Math, 80, 64> of each, whatever the anonymous namespace is called."""
+    lines = run(["c++filt", *mangled]).splitlines()
+    short = {}
+    for name, line in zip(mangled, lines, strict=True):
+        line = line.replace("(anonymous namespace)::", "").split("(vlmk::")[0].split("(void")[0]
+        short[name] = re.sub(r"\b\w+::", "", re.sub(r"\(.*$", "", line)).removeprefix("void ")
+    return short
+
+
+def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
+    """Threads and dynamic shared memory of each attention kernel, by mangled name."""
+    seen: dict[str, tuple[int, int]] = {}
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t,
+        ctypes.c_void_p,
+    )  # fmt: skip
+
+    def launched(name: bytes, dims: Any, shared: int, _: Any) -> int:
+        seen[name.decode()] = (dims[3] * dims[4] * dims[5], shared)
+        return 0
+
+    callback = kind(launched)
+    fake = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    fake.fakecuda_set_callback(callback)
+    handle = ctypes.CDLL(str(library))
+    try:
+        for launcher, struct in attention_launchers(
+            run(["nm", "-D", "--defined-only", str(library)])
+        ):
+            for dtype, dim, longest in itertools.product((1, 2), (64, 72, 80, 96, 128), (64, 128)):
+                # One segment of one token and head; nothing is read. An error: no such instance.
+                params = params_struct(struct)(max_length=longest)
+                p = params.backward.forward if "Grad" in struct else params.forward
+                p.dtype, p.head_dim = dtype, dim
+                p.segments = p.tokens = p.heads = p.kv_heads = p.rotary = 1
+                getattr(handle, launcher)(ctypes.byref(params), None)
+    finally:
+        fake.fakecuda_set_callback(kind(0))
+    return seen
+
+
+def attention_launchers(exported: str) -> Iterator[tuple[str, str]]:
+    """Mangled name and params struct of each launcher of attention among a library's symbols."""
+    for name, way in re.findall(r"\bT (_ZN\w*?_(forward|backward)_cuda\w*)", exported):
+        for part, kind in (("window", "Window"), ("flash", "Flash")):
+            if part in name and "embedding" not in name:
+                yield name, f"{kind}Attention{'Grad' if way == 'backward' else ''}Params"
+
+
+def measure() -> dict[str, Any]:
+    """What static.json should hold for the sources as they are."""
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    kernels: dict[str, dict[str, Any]] = {f"sm_{a}": {} for a in ARCHITECTURES}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        runtime = build_fake_runtime(folder)
+        for source in sorted((CSRC / "cuda").glob("*.cu")):
+            keep = folder / source.stem
+            keep.mkdir()
+            library = keep / "host.so"
+            targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+            report = run(
+                [nvcc, "-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", *targets]
+                + ["-Xptxas=-v", "--threads=0", "--keep", "--keep-dir", str(keep)]
+                + ["-cudart", "none", "-shared", "-Xcompiler", "-fPIC", "-I", str(CSRC)]
+                + [str(source), "-o", str(library)]
+            )
+            launched = launches(library, runtime)
+            figures = re.findall(
+                r"Compiling entry function '(\w+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, "
+                r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers(.*?)\n",
+                report,
+                flags=re.S,
+            )
+            codes = {
+                architecture: dict(kernel_codes(path.read_bytes()))
+                for path in keep.glob("*.cubin")
+                for architecture in re.findall(r"_(\d+a?)\.cubin$", path.name)
+            }
+            names = short_names(sorted({f[0] for f in figures}))
+            for mangled, architecture, stack, stores, loads, registers, rest in figures:
+                static = re.search(r"(\d+) bytes smem", rest)
+                shared = int(static[1]) if static else 0
+                assert not launched or mangled in launched, f"no launch of {names[mangled]}"
+                threads, dynamic = launched.get(mangled, (128, 0))  # embedding.cu: kThreads, none
+                kernels[f"sm_{architecture}"][names[mangled]] = {
+                    "registers": int(registers),
+                    "stack bytes": int(stack),
+                    "spilled bytes": int(stores) + int(loads),
+                    "static shared bytes": shared,
+                    "dynamic shared bytes": dynamic,
+                    "threads": threads,
+                    "blocks of an SM": blocks_of_sm(
+                        architecture, int(registers), threads, shared + dynamic
+                    ),
+                    "instructions": dict(sorted(operations(codes[architecture][mangled]).items())),
+                }
+    return {
+        "toolkit": toolkit(),
+        "kernels": {a: dict(sorted(found.items())) for a, found in kernels.items()},
+    }
+
+
+def worse(measured: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
+    """A line for each figure that is worse than recorded, and for each kernel of one side only."""
+    lines = []
+    for architecture in sorted({*measured["kernels"], *recorded["kernels"]}):
+        new, old = (x["kernels"].get(architecture, {}) for x in (measured, recorded))
+        for name in sorted({*new, *old}):
+            where = f"{name} on {architecture}"
+            if name not in new or name not in old:
+                lines.append(f"{where}: {'not built any more' if name in old else 'not recorded'}")
+                continue
+            a, b = (
+                {**{k: v for k, v in x[name].items() if k != "instructions"},
+                 **{f"{k} instructions": v for k, v in x[name]["instructions"].items()}}
+                for x in (new, old)
+            )  # fmt: skip
+            for figure in sorted({*a, *b}):
+                before, now = b.get(figure, 0), a.get(figure, 0)
+                if now < before if figure == "blocks of an SM" else now > before:
+                    lines.append(f"{where}: {figure} {now}, recorded {before}")
+    return lines
+
+
+def one_line_a_kernel(measured: dict[str, Any]) -> str:
+    """JSON in which a change of a kernel is a change of its line."""
+    blocks = [
+        f'  "{architecture}": {{\n'
+        + ",\n".join(f"   {json.dumps(name)}: {json.dumps(of)}" for name, of in found.items())
+        + "\n  }"
+        for architecture, found in measured["kernels"].items()
+    ]
+    head = f' "toolkit": {json.dumps(measured["toolkit"])},\n "kernels": {{\n'
+    return "{\n" + head + ",\n".join(blocks) + "\n }\n}\n"
+
+
+def main() -> int:
+    if reason := missing_tool():
+        sys.stderr.write(f"static figures were not taken: {reason}\n")
+        return 1
+    measured = measure()
+    if FILE.exists():
+        for line in worse(measured, json.loads(FILE.read_text())):
+            sys.stdout.write(f"worse: {line}\n")
+    FILE.write_text(one_line_a_kernel(measured))
+    sys.stdout.write(f"wrote {FILE.relative_to(ROOT)}\n")
+    return 0
+
+
+def hindrance() -> str | None:
+    """Why the figures can't be compared here, or None."""
+    if reason := missing_tool():
+        return reason
+    if shutil.which("c++filt") is None:
+        return "no c++filt on PATH"
+    recorded, found = json.loads(FILE.read_text())["toolkit"], toolkit()
+    return None if recorded == found else f"nvcc is {found}, the file was written with {recorded}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

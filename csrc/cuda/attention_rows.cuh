@@ -1,0 +1,138 @@
+// The rows of a window: where they lie in memory, and their rotary embedding.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+#include "cuda/primitives.cuh"
+#include "params.h"
+
+namespace vlmk {
+namespace {
+
+// One window: its place in the packed batch. Length 0: nothing to do.
+struct Window {
+  int64_t begin;
+  int length;
+};
+
+__device__ __forceinline__ uint16_t* rows_of(const HeadsView& x, int64_t token, int64_t head) {
+  return static_cast<uint16_t*>(x.data) + token * x.token_stride + head * x.head_stride;
+}
+
+// Where the rows of a window are in memory: one after another ...
+struct PackedRows {
+  static constexpr bool kVision = false;
+  static constexpr const char* kTooLong =
+      "vlmkernels.varlen_attention: segment %lld is tokens %lld to %lld of %lld, and max_seqlen is "
+      "%lld\n";
+  static constexpr int kShared = 0;  // bytes a key
+  Window window;
+
+  __device__ __forceinline__ PackedRows(const AttentionParams&, const Window& window_, char*)
+      : window(window_) {}
+  // Of a head: row `row` is of(row) tokens further.
+  __device__ __forceinline__ uint16_t* base(const HeadsView& x, int64_t head) const {
+    return rows_of(x, window.begin, head);
+  }
+  __device__ __forceinline__ int of(int row) const { return row; }
+};
+
+// ... or where the order says, each in its rotary position: a vision tower's. The tokens of the
+// rows stand in shared memory.
+struct VisionRows {
+  static constexpr bool kVision = true;
+  static constexpr const char* kTooLong =
+      "vlmkernels.vision_attention: segment %lld is tokens %lld to %lld of %lld, and max_seqlen is "
+      "%lld\n";
+  static constexpr int kShared = 4;
+  const int* tokens;
+
+  __device__ __forceinline__ VisionRows(const AttentionParams& p, const Window& window, char* at)
+      : tokens(reinterpret_cast<int*>(at)) {
+    const int row = threadIdx.x;  // a block has more threads than rows
+    if (row < window.length) {
+      int token = static_cast<int>(window.begin) + row;
+      if (p.order != nullptr) {
+        token = p.order[window.begin + row];
+        if (token < 0 || token >= p.tokens) {
+          printf("vlmkernels.vision_attention: window_order[%lld] is %d, but there are %lld rows\n",
+                 static_cast<long long>(window.begin + row), token,
+                 static_cast<long long>(p.tokens));
+          ptx::trap();
+        }
+      }
+      reinterpret_cast<int*>(at)[row] = token;
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ uint16_t* base(const HeadsView& x, int64_t head) const {
+    return rows_of(x, 0, head);
+  }
+  __device__ __forceinline__ int of(int row) const { return tokens[row]; }
+};
+
+template <class Rows>
+__device__ __forceinline__ Window find_window(const AttentionParams& p, int64_t segment,
+                                              int64_t max_length) {
+  const int64_t begin = p.cu_seqlens[segment], end = p.cu_seqlens[segment + 1];
+  if (begin < 0 || end < begin || end > p.tokens || end - begin > max_length) {
+    // Only the thread that has printed traps: another's trap could end the grid before.
+    if (threadIdx.x == 0) {
+      printf(Rows::kTooLong, static_cast<long long>(segment), static_cast<long long>(begin),
+             static_cast<long long>(end), static_cast<long long>(p.tokens),
+             static_cast<long long>(max_length));
+      ptx::trap();
+    }
+    return {0, 0};
+  }
+  return {begin, static_cast<int>(end - begin)};
+}
+
+// ---- rotary embedding (rotate-half): y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin on the halves
+
+// Cosines and sines of 8 columns of one token.
+struct Turn {
+  uint4 cosine[2], sine[2];
+
+  // table: [T, kDim], of each token kDim / 2 cosines and as many sines.
+  template <int kDim>
+  __device__ __forceinline__ void load(const float* table, int64_t token, int column, bool on) {
+    const auto* at = reinterpret_cast<const uint4*>(table + token * kDim + column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      cosine[i] = ptx::load_once(at + i, on);
+      sine[i] = ptx::load_once(at + kDim / 8 + i, on);
+    }
+  }
+  // In fp32, each result rounded once. kBack: the transpose, which is the inverse.
+  template <class Math, bool kBack>
+  __device__ __forceinline__ void apply(uint4& a, uint4& b) const {
+    const uint32_t cosines[8] = {cosine[0].x, cosine[0].y, cosine[0].z, cosine[0].w,
+                                 cosine[1].x, cosine[1].y, cosine[1].z, cosine[1].w};
+    const uint32_t sines[8] = {sine[0].x, sine[0].y, sine[0].z, sine[0].w,
+                               sine[1].x, sine[1].y, sine[1].z, sine[1].w};
+    uint32_t first[4] = {a.x, a.y, a.z, a.w}, second[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float x1[2] = {Math::low(first[w]), Math::high(first[w])};
+      const float x2[2] = {Math::low(second[w]), Math::high(second[w])};
+      float y1[2], y2[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float c = __uint_as_float(cosines[2 * w + e]);
+        const float s =
+            kBack ? -__uint_as_float(sines[2 * w + e]) : __uint_as_float(sines[2 * w + e]);
+        y1[e] = x1[e] * c - x2[e] * s;
+        y2[e] = x2[e] * c + x1[e] * s;
+      }
+      first[w] = Math::pack(y1[0], y1[1]);
+      second[w] = Math::pack(y2[0], y2[1]);
+    }
+    a = {first[0], first[1], first[2], first[3]};
+    b = {second[0], second[1], second[2], second[3]};
+  }
+};
+
+}  // namespace
+}  // namespace vlmk

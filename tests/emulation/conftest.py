@@ -1,0 +1,25 @@
+"""Fixtures: the kernels built once for the session, with every planted bug behind a switch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from .build import CSRC, HERE, Library, build, compiler
+from .mutants import MUTANTS
+from .window import EDIT, SOURCES
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """Random inputs from the test's printed seed (tests/conftest.py)."""
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    if compiler() is None:
+        pytest.skip("CUDA kernels were not emulated: no g++ (CXX names another)")
+    sources = [CSRC / "cuda" / name for name in SOURCES]
+    folder = tmp_path_factory.mktemp("emulation")
+    return build(folder / "build", [*sources, HERE / "programs.cu"], "checked", MUTANTS, EDIT)

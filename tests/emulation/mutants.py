@@ -1,0 +1,146 @@
+"""Planted bugs, all of a source built into one library, each behind a switch.
+
+Run on the checks of tests/ptxsim; test_mutants.py asks that each be noticed. Bugs inside
+primitives.cuh are not among them: that file is replaced here, tests/ptxsim looks at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.ptxsim.ptxtypes import SimError
+
+from .build import Mutant
+from .device import EmulatedKernels
+
+_W, _R, _E = "attention_window.cuh", "attention_rows.cuh", "embedding.cu"
+
+WINDOW_MUTANTS = [
+    Mutant("keys beyond the window", _W, "key < length && (!p.causal || key <= row + e / 2 * 8)",
+           "!p.causal || key <= row + e / 2 * 8"),
+    Mutant("rows read past the window", _W,
+           "ptx::copy_async(tile + row * S::kPitch + unit * 16,\n"
+           "                    from + rows.of(inside ? row : 0) * x.token_stride + unit * 8, "
+           "inside);",
+           "ptx::copy_async(tile + row * S::kPitch + unit * 16, "
+           "from + row * x.token_stride + unit * 8, true);"),
+    Mutant("values not waited for", _W, "ptx::wait_copies<0>();", ";",
+           "ptx::wait_copies<0>();\n  __syncthreads();\n  float out"),
+    Mutant("no barrier before values", _W, "__syncthreads();", ";",
+           "__syncthreads();\n  float out"),
+    Mutant("no barrier before keys", _W, "__syncthreads();", ";",
+           "ptx::wait_copies<1>();\n  }\n  __syncthreads();"),
+    Mutant("one group too few", _W, "ptx::wait_copies<1>();", "ptx::wait_copies<2>();",
+           "} else {\n    ptx::wait_copies<1>();"),
+    Mutant("maximum over half a row", _W, "top[r] = fmaxf(top[r], ptx::exchange(top[r], 2));", ";"),
+    Mutant("sum over half a row", _W, "sum[r] += ptx::exchange(sum[r], 1);", ";"),
+    Mutant("exchange by some lanes", _W, "sum[r] += ptx::exchange(sum[r], 2);",
+           "if (row < length) sum[r] += ptx::exchange(sum[r], 2);"),
+    Mutant("sign of the scale", _W, "s[n][e] * scale.sign", "s[n][e]",
+           "s[n][e] * scale.sign : -INFINITY"),
+    Mutant("natural exponent", _W, "fabsf(scale) * 1.44269504f", "fabsf(scale)"),
+    Mutant("operand halves swapped", _W,
+           "a[1] = Math::pack(c0[2], c0[3]);\n  a[2] = Math::pack(c1[0], c1[1]);",
+           "a[2] = Math::pack(c0[2], c0[3]); a[1] = Math::pack(c1[0], c1[1]);"),
+    Mutant("statistics of another window", _W, "head * p.tokens + window.begin + row + r * 8",
+           "head * p.tokens + row + r * 8"),
+    Mutant("dS not awaited", _W, "__syncthreads();", ";", "__syncthreads();  // dS is whole"),
+    Mutant("next head too early", _W, "__syncthreads();", ";",
+           "__syncthreads();  // before the next head"),
+    Mutant("delta left out", _W, "dp[n][e] - delta[query]", "dp[n][e]"),
+    Mutant("delta of half a row", _W, "sum + ptx::exchange(sum, 1)", "sum"),
+    Mutant("statistics of 8 rows twice", _W, "first + lane / 2", "first + lane / 4"),
+    Mutant("keys beyond the window, backward", _W, "mine < length && (!p.causal || mine <= query)",
+           "!p.causal || mine <= query"),
+    Mutant("wrong key head", _W, "head / (p.heads / p.kv_heads)", "head % p.kv_heads"),
+    Mutant("store past the window", _W, "r < length", "r <= length",
+           "const bool inside = r < length;\n    ptx::store"),
+    Mutant("second part of dq at the first's place", _W, "column * 2", "0",
+           "load_shared(tile + r * kPitch + column * 2"),
+    Mutant("staged over rows still read", _W, "__syncwarp();", ";",
+           "__syncwarp();\n#pragma unroll\n  for (int n = 0; n < kColumns; ++n) {\n    const"),
+    Mutant("staged rows read too early", _W, "__syncwarp();", ";",
+           "__syncwarp();\n}"),
+    Mutant("staged in another warp's rows", _W, "tile + (row + lane / 4) * kPitch",
+           "tile + (row / 32 * 32 + lane / 4) * kPitch"),
+    Mutant("values not transposed", _W,
+           "ptx::load_matrices_transposed(right, a_piece<kPitch>(b, row, column + n * 8));",
+           "ptx::load_matrices(right, a_piece<kPitch>(b, row, column + n * 8));"),
+    Mutant("shared memory for two tiles", _W, "S::kForwardShared", "2 * S::kTile",
+           "S::kForwardShared + Rows"),
+    Mutant("first head only", _W, "p.forward.segments * p.forward.heads", "p.forward.segments"),
+]  # fmt: skip
+
+#: Of what vision_attention adds.
+VISION_MUTANTS = [
+    Mutant("place for token", _R, "p.order[window.begin + row]",
+           "static_cast<int>(window.begin) + row"),
+    Mutant("order of another window", _R, "static_cast<int>(window.begin) + row", "row",
+           "int token = static_cast<int>(window.begin) + row"),
+    Mutant("tokens not awaited", _R, "__syncthreads();", ";",
+           "[row] = token;\n    }\n    __syncthreads();"),
+    Mutant("angles of the place", _W, "rows.of(on ? row : 0)", "(on ? row : 0)"),
+    Mutant("turned the other way", _R, "x2[e] * s", "-x2[e] * s", "y1[e] = x1[e] * c - x2[e] * s"),
+    Mutant("gradients not turned back", _R, "-__uint_as_float(sines[2 * w + e])",
+           "__uint_as_float(sines[2 * w + e])"),
+    Mutant("sines for cosines", _R, "at + kDim / 8 + i", "at + i"),
+    Mutant("other columns' angles", _W, "index % kPairs * 8", "index % kPairs * 4"),
+    Mutant("turned before all has come", _W, "__syncthreads();", ";",
+           "__syncthreads();  // queries and keys are there, to be turned\n    turns"),
+    Mutant("keys not turned", _W, "turns.template apply<Math>(keys);", ";",
+           "turns.template apply<Math>(keys);\n  } else"),
+    Mutant("keys not turned, backward", _W, "turns.template apply<Math>(keys);", ";",
+           "turns.template apply<Math>(keys);  // once"),
+    Mutant("half a row written", _W, "ptx::store(to + kPairs, b, inside);", ";"),
+    Mutant("gradients past the window", _W, "r < length", "r <= length",
+           "const bool inside = r < length;\n    const int token"),
+    Mutant("no room for the tokens", _W, "Rows::kShared * kKeys", "0",
+           "S::kForwardShared + Rows::kShared * kKeys"),
+]  # fmt: skip
+
+EMBEDDING_MUTANTS = [
+    Mutant("one row too many", _E, "rows - first", "rows - first + 1", "rows - first;"),
+    Mutant("rows of a warp overlap", _E, "kRowsPerWarp", "3", "kWarpSize) * kRowsPerWarp;"),
+    Mutant("load past the row", _E, "c < units", "c <= units", "nullptr && c < units);"),
+    Mutant("store past the row", _E, "c < units", "c <= units", "k, c, c < units);"),
+    Mutant("null source is read", _E, "from != nullptr", "true", "from != nullptr && c"),
+    Mutant("one row for all", _E, "ptx::broadcast(mine, k)", "ptx::broadcast(mine, 0)"),
+    Mutant("32-bit offset", _E, "index * visual_bytes",
+           "static_cast<int32_t>(static_cast<uint32_t>(index) * "
+           "static_cast<uint32_t>(visual_bytes))", "+ index * visual_bytes;"),
+    Mutant("range start ignored", _E, "static_cast<uint64_t>(p.vocab_start)", "uint64_t{0}"),
+    Mutant("range end off by one", _E, "row >= static_cast<uint64_t>(p.vocab_rows)",
+           "row > static_cast<uint64_t>(p.vocab_rows)"),
+    Mutant("row 0 taken for none", _E, "row < 0", "row <= 0", "row < 0 ? nullptr"),
+    Mutant("position for row", _E, "static_cast<int>(i)", "static_cast<int>(position)",
+           "static_cast<int>(i));"),
+    Mutant("shard ignored", _E, "p.first + i", "i", "position = p.first + i;\n    const int32_t"),
+    Mutant("sentinel not skipped", _E, "key >= p.vocab_rows", "key > p.vocab_rows"),
+    Mutant("all entries start runs", _E, "p.keys[j - 1] == key", "false"),
+    Mutant("run past the end", _E, "k + u < p.count", "true"),
+    Mutant("runs not told apart", _E, "p.keys[k + u] == key", "true"),
+    Mutant("same row again", _E, "p.order[k + u]", "p.order[k]"),
+    Mutant("first tile only", _E, "kThreads", "0", "blockIdx.y) * kThreads"),
+    Mutant("low half twice", _E, "words[w] >> 16", "words[w]"),
+    Mutant("table's type for visual rows", _E, "p.visual_dtype", "p.table_dtype",
+           "? p.visual_dtype : p"),
+    Mutant("last block missing", _E, "(work + per_block - 1) / per_block", "work / per_block"),
+    Mutant("16 bytes where 4 are aligned", _E, "bits % 16 == 0", "bits % 4 == 0"),
+]  # fmt: skip
+
+MUTANTS = [*WINDOW_MUTANTS, *VISION_MUTANTS, *EMBEDDING_MUTANTS]  # number n is MUTANTS[n - 1]
+
+
+def killed_by(
+    suite: dict[str, Callable[..., Any]], kernels: EmulatedKernels, rng: np.random.Generator
+) -> str | None:
+    """The first check of the suite that fails, and how; None where all pass."""
+    for name, check in suite.items():
+        try:
+            check(kernels, rng)
+        except (SimError, AssertionError) as error:
+            return f"{name}: {str(error).splitlines()[0][:150]}"
+    return None

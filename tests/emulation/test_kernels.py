@@ -1,0 +1,107 @@
+"""The CUDA kernels, compiled by a host compiler, against numpy and float64; planted bugs."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from tests.ptxsim import attention_cases, embedding_cases, vision_cases
+from tests.ptxsim.attention_cases import Case, check_window
+from tests.ptxsim.embedding_cases import Pack, check_forward, check_gather, check_reduce
+from tests.ptxsim.ptxtypes import SimError
+from tests.ptxsim.vision_cases import VisionCase, check_vision
+
+from .build import Library
+from .device import EmbeddingKernels, WindowKernels
+from .mutants import MUTANTS, VISION_MUTANTS, killed_by
+
+
+def _embedding(library: Library, rng: np.random.Generator, mutant: int = 0) -> EmbeddingKernels:
+    return EmbeddingKernels(library, rng, mutant, "embedding")
+
+
+def _window(library: Library, rng: np.random.Generator, mutant: int = 0) -> WindowKernels:
+    return WindowKernels(library, rng, mutant, "window_attention")
+
+
+def _vision(library: Library, rng: np.random.Generator, mutant: int = 0) -> WindowKernels:
+    return WindowKernels(library, rng, mutant, "vision_window")
+
+
+@pytest.mark.parametrize("name", embedding_cases.small_suite())
+def test_embedding(name: str, library: Library, rng: np.random.Generator) -> None:
+    embedding_cases.small_suite()[name](_embedding(library, rng), rng)
+
+
+@pytest.mark.parametrize("name", attention_cases.small_suite())
+def test_window_attention(name: str, library: Library, rng: np.random.Generator) -> None:
+    attention_cases.small_suite()[name](_window(library, rng), rng)
+
+
+def test_window_attention_128_keys(library: Library, rng: np.random.Generator) -> None:
+    check_window(_window(library, rng), Case(rng, [100, 128], 2, 1, 64, "float16", causal=True))
+
+
+@pytest.mark.parametrize("name", vision_cases.small_suite())
+def test_vision_attention(name: str, library: Library, rng: np.random.Generator) -> None:
+    vision_cases.small_suite()[name](_vision(library, rng), rng)
+
+
+def test_vision_attention_128_keys(library: Library, rng: np.random.Generator) -> None:
+    check_vision(_vision(library, rng), VisionCase(rng, [100, 7, 128], 2, 64, "float16"))
+
+
+def test_random_shapes(library: Library, rng: np.random.Generator) -> None:
+    for _ in range(4):
+        dtype = str(rng.choice(["float32", "bfloat16", "float16"]))
+        pack = Pack(rng, int(rng.integers(1, 60)), int(rng.choice([1, 3, 8, 100, 264])), dtype, 7)
+        kernels = _embedding(library, rng)
+        check_forward(kernels, pack, vocab_range=(0, 4) if rng.random() < 0.5 else None)
+        check_gather(kernels, pack)
+        check_reduce(kernels, pack)
+    for _ in range(2):
+        kv_heads = int(rng.integers(1, 3))
+        lengths = rng.integers(0, 65, int(rng.integers(1, 4))).tolist()
+        case = Case(rng, lengths, kv_heads * int(rng.integers(1, 3)), kv_heads, 80,
+                    str(rng.choice(["bfloat16", "float16"])), bool(rng.random() < 0.5),
+                    float(rng.choice([0.1, 0.3, -0.2])))  # fmt: skip
+        print(case.lengths, case.heads, case.kv_heads, case.dtype, case.causal)
+        check_window(_window(library, rng), case)
+        vision = VisionCase(rng, lengths, case.heads, 80, case.dtype, bool(rng.random() < 0.5),
+                            bool(rng.random() < 0.5), case.scale)  # fmt: skip
+        check_vision(_vision(library, rng), vision)
+
+
+def test_traps(library: Library, rng: np.random.Generator) -> None:
+    """Their messages, with what they name."""
+    pack = Pack(rng, 20, 16, "bfloat16")
+    place = int(np.flatnonzero(pack.index < 0)[0])
+    pack.ids[place] = -1
+    expected = f"input_ids[{place}] is -1, but weight has 11 rows"
+    with pytest.raises(SimError, match="trap after printing .*" + re.escape(expected)):
+        check_forward(_embedding(library, rng), pack)
+    place = int(np.flatnonzero(pack.index > 0)[-1])
+    pack.index[place] = 0
+    with pytest.raises(SimError, match="names row 0 at positions (0 and|.* and 0)"):
+        check_gather(_embedding(library, rng), pack)
+    with pytest.raises(SimError, match="segment 1 is tokens 3 to 13 of 13, and max_seqlen is 5"):
+        check_window(_window(library, rng), Case(rng, [3, 10], 1, 1, 80, max_length=5))
+    vision = VisionCase(rng, [3, 10], 1, 80)
+    vision.order[7] = 13
+    with pytest.raises(SimError, match=r"window_order\[7\] is 13, but there are 13 rows"):
+        check_vision(_vision(library, rng), vision)
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, id=m.name) for n, m in enumerate(MUTANTS, 1)])
+def test_mutant_is_killed(number: int, library: Library, rng: np.random.Generator) -> None:
+    if MUTANTS[number - 1] in VISION_MUTANTS:
+        suite, kernels = vision_cases.small_suite(), _vision(library, rng, number)
+    elif MUTANTS[number - 1].file == "embedding.cu":
+        suite, kernels = embedding_cases.small_suite(), _embedding(library, rng, number)
+    else:
+        suite, kernels = attention_cases.small_suite(), _window(library, rng, number)
+    killed = killed_by(suite, kernels, rng)
+    print(killed)
+    assert killed, "the mutant passes every check"

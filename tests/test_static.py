@@ -1,0 +1,117 @@
+"""benchmarks/static.json against what the compiler makes of the CUDA kernels now."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import static
+from tests.ptxsim.toolchain import ARCHITECTURES, CSRC, find_nvcc, run
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    if reason := static.hindrance():
+        pytest.skip(f"static figures were not compared: {reason}")
+    return static.measure()
+
+
+def recorded() -> dict[str, Any]:
+    return json.loads(static.FILE.read_text())
+
+
+def test_no_figure_has_grown(measured: dict[str, Any]) -> None:
+    lines = static.worse(measured, recorded())
+    hint = "if that is meant, `python -m benchmarks.static` and commit the file"
+    assert not lines, "\n".join([*lines, hint])
+
+
+def test_nothing_spills(measured: dict[str, Any]) -> None:
+    for architecture, kernels in measured["kernels"].items():
+        assert len(kernels) >= 49
+        for name, figures in kernels.items():
+            assert figures["spilled bytes"] == 0, f"{name} spills on {architecture}"
+            # Local memory is written for printf's arguments only.
+            assert "LDL" not in figures["instructions"], f"{name} on {architecture}"
+
+
+def test_file_names_every_source() -> None:
+    """Without nvcc: a kernel that was never recorded is seen."""
+    names = {name.split("<")[0] for name in recorded()["kernels"]["sm_80"]}
+    for source in (CSRC / "cuda").glob("*.cu*"):
+        code = re.sub(r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)", "", source.read_text())
+        for kernel in re.findall(r"__global__\s+void\s+(\w+)\(", code):
+            assert kernel in names, f"{kernel} of {source.name} is not in static.json"
+
+
+def test_worse() -> None:
+    """Growth, a loss of occupancy, a new instruction and a new kernel are named; less is fine."""
+    old = {
+        "kernels": {
+            "sm_80": {
+                "f<1>": {"registers": 40, "blocks of an SM": 8, "instructions": {"LDG": 4}},
+                "g": {"registers": 10, "blocks of an SM": 16, "instructions": {}},
+            }
+        }
+    }
+    assert static.worse(old, old) == []
+    new = copy.deepcopy(old)
+    f = new["kernels"]["sm_80"]["f<1>"]
+    f["registers"], f["blocks of an SM"], f["instructions"] = 41, 7, {"LDG": 3, "LDL": 1}
+    new["kernels"]["sm_80"]["h"] = new["kernels"]["sm_80"].pop("g")
+    assert static.worse(new, old) == [
+        "f<1> on sm_80: LDL instructions 1, recorded 0",
+        "f<1> on sm_80: blocks of an SM 7, recorded 8",
+        "f<1> on sm_80: registers 41, recorded 40",
+        "g on sm_80: not built any more",
+        "h on sm_80: not recorded",
+    ]
+
+
+def test_operations() -> None:
+    words = [0x0000_0000_0000_723C, 0x1234_0000_0000_7981, 0x0000_0000_0000_7918, 0x7FFF]
+    code = b"".join(struct.pack("<QQ", word, 0x123C) for word in words)
+    assert static.operations(code) == {"HMMA": 1, "LDG": 1, "all": 3}
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "shared", "sm_80", "sm_90a"),
+    [(167, 128, 55040, 2, 3), (96, 128, 33792, 4, 5), (79, 128, 33792, 4, 6), (28, 128, 0, 16, 16)],
+)  # of cuda_occupancy.h
+def test_blocks_of_sm(registers: int, threads: int, shared: int, sm_80: int, sm_90a: int) -> None:
+    found = [static.blocks_of_sm(a, registers, threads, shared) for a in ARCHITECTURES]
+    assert found == [sm_80, sm_90a]
+
+
+def test_instructions_are_those_of_the_ptx(measured: dict[str, Any], tmp_path: Path) -> None:
+    """The table of operations, on a kernel whose PTX says what must be there."""
+    source = tmp_path / "one.cu"
+    source.write_text(
+        '#include "cuda/primitives.cuh"\n'
+        "using namespace vlmk::ptx;\n"
+        'extern "C" __global__ void one(uint4* p, float* f) {\n'
+        "  extern __shared__ char tile[];\n"
+        "  const uint32_t at = shared_address(tile) + threadIdx.x * 16;\n"
+        "  copy_async(at, p, true); commit_copies(); wait_copies<0>(); __syncthreads();\n"
+        "  uint32_t a[4]; load_matrices(a, at); float c[4] = {f[0], f[1], f[2], f[3]};\n"
+        "  Bf16Math::multiply_add(c, a, a[0], a[1]);\n"
+        "  f[threadIdx.x] = exp2_approx(exchange(c[0], 1));\n"
+        "  store_shared(at, __float_as_uint(c[1])); store(p, load_shared(at ^ 16), true);\n"
+        "}\n"
+    )
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    run([nvcc, "-std=c++17", "-O3", "-arch=sm_80", "-cubin", "-I", str(CSRC), str(source)]
+        + ["-o", str(tmp_path / "one.cubin")])  # fmt: skip
+    ((name, code),) = static.kernel_codes((tmp_path / "one.cubin").read_bytes())
+    counts = static.operations(code)
+    assert name == "one"
+    expected = {"LDGSTS": 1, "BAR": 1, "LDSM": 1, "HMMA": 1, "SHFL": 1, "MUFU": 1, "STS": 1}
+    expected |= {"LDS": 1, "STG": 2, "LDG": 4}
+    assert {op: counts[op] for op in expected} == expected
