@@ -82,20 +82,7 @@ __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
     float s[S::kBlocks][S::kKeys / 8][4] = {};
     add_row_products<Math, kDim>(s, mine, now);
     if (next > tile.length || (p.causal && next > first + 1)) {
-#pragma unroll
-      for (int m = 0; m < S::kBlocks; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int query = first + m * 16 + r * 8 + lane / 4;
-          const int seen = p.causal ? min(query + 1, tile.length) : tile.length;
-#pragma unroll
-          for (int n = 0; n < S::kKeys / 8; ++n) {
-            const int column = key + n * 8 + lane % 4 * 2;
-            if (column >= seen) s[m][n][r * 2] = -INFINITY;
-            if (column + 1 >= seen) s[m][n][r * 2 + 1] = -INFINITY;
-          }
-        }
-      }
+      mask_keys(s, key, first, p.causal, tile.length);
     }
 #pragma unroll
     for (int m = 0; m < S::kBlocks; ++m) {

@@ -290,24 +290,18 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
       add_row_products<Math, kDim>(s, my_queries, now);
       add_row_products<Math, kDim>(ds, my_douts, now + S::kKeyBytes);
       const int after = key + c + S::kChunk;
-      const bool masked = after > tile.length || (p.causal && after > first + 1);
+      if (after > tile.length || (p.causal && after > first + 1)) {
+        mask_keys(s, key + c, first, p.causal, tile.length);
+      }
 #pragma unroll
       for (int m = 0; m < S::kBlocks; ++m) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int query = first + m * 16 + r * 8 + lane / 4;
-          const int seen = p.causal ? min(query + 1, tile.length) : tile.length;
+        for (int n = 0; n < S::kChunk / 8; ++n) {
 #pragma unroll
-          for (int n = 0; n < S::kChunk / 8; ++n) {
-#pragma unroll
-            for (int e = r * 2; e < r * 2 + 2; ++e) {
-              const int column = key + c + n * 8 + lane % 4 * 2 + e % 2;
-              const float probability =
-                  ptx::exp2_approx(fmaf(s[m][n][e], exponent, -log_sum[m][r]));
-              // Keys past the segment are zeros, but probabilities of them may be infinite.
-              const bool on = !masked || column < seen;
-              ds[m][n][e] = on ? probability * (ds[m][n][e] - delta[m][r]) : 0.f;
-            }
+          for (int e = 0; e < 4; ++e) {
+            const float probability =
+                ptx::exp2_approx(fmaf(s[m][n][e], exponent, -log_sum[m][e / 2]));
+            ds[m][n][e] = probability * (ds[m][n][e] - delta[m][e / 2]);
           }
         }
       }

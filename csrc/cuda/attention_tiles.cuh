@@ -25,26 +25,24 @@ __device__ __forceinline__ uint16_t* rows_of(const HeadsView& x, int64_t token, 
   return static_cast<uint16_t*>(x.data) + token * x.token_stride + head * x.head_stride;
 }
 
-// Starts copying [kRows, kDim] of global memory to a tile; rows from `length` on become zeros.
+// Starts copying [kRows, kDim] of global memory to a tile; rows from `length` on become zeros. A
+// thread copies the same unit of every kStep-th row, so that its addresses are a step apart;
+// threads that are left over (8 of 128 at kDim = 80) copy nothing.
 template <int kDim, int kRows, int kThreads>
 __device__ __forceinline__ void copy_tile(uint32_t tile, const uint16_t* from, int64_t stride,
                                           int length) {
   constexpr int kUnits = kDim / 8;  // of 16 bytes, in a row
-  // The unit that a thread copies next is kThreads further: no division in the loop.
-  int row = threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
-#pragma unroll 2
-  for (int i = 0; i < kRows * kUnits; i += kThreads) {
-    if (kRows * kUnits % kThreads == 0 || row < kRows) {
-      const bool inside = row < length;
-      ptx::copy_async(tile + row * kPitch<kDim> + unit * 16,
-                      from + (inside ? row : 0) * stride + unit * 8, inside);
+  constexpr int kStep = kThreads / kUnits;
+  const int row = threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
+  if (kThreads % kUnits != 0 && row >= kStep) return;
+  const uint32_t to = tile + row * kPitch<kDim> + unit * 16;
+  const uint16_t* source = from + row * stride + unit * 8;
+#pragma unroll
+  for (int i = 0; i < kRows; i += kStep) {
+    if (i + kStep <= kRows || row + i < kRows) {
+      ptx::copy_async(to + i * kPitch<kDim>, source, row + i < length);
     }
-    row += kThreads / kUnits;
-    unit += kThreads % kUnits;
-    if (unit >= kUnits) {
-      unit -= kUnits;
-      ++row;
-    }
+    source += kStep * stride;
   }
 }
 
@@ -160,6 +158,27 @@ __device__ __forceinline__ void as_operand(uint32_t (&a)[kBlocks][4],
     a[m][1] = Math::pack(c[m][n][2], c[m][n][3]);
     a[m][2] = Math::pack(c[m][n + 1][0], c[m][n + 1][1]);
     a[m][3] = Math::pack(c[m][n + 1][2], c[m][n + 1][3]);
+  }
+}
+
+// Scores of queries from `query` on with keys from `key` on: -infinity where a key is past the
+// segment or, if causal, later than the query.
+template <int kBlocks, int kColumns>
+__device__ __forceinline__ void mask_keys(float (&s)[kBlocks][kColumns][4], int key, int query,
+                                          bool causal, int length) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int mine = query + m * 16 + r * 8 + lane / 4;
+      const int seen = (causal ? min(mine + 1, length) : length) - key - lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        if (n * 8 >= seen) s[m][n][r * 2] = -INFINITY;
+        if (n * 8 + 1 >= seen) s[m][n][r * 2 + 1] = -INFINITY;
+      }
+    }
   }
 }
 

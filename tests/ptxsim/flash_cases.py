@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+
+from vlmkernels.attention import varlen_attention_reference
 
 from .attention_cases import Case, assert_close, view
 from .device import Device
-from .embedding_cases import DTYPES, fill
+from .embedding_cases import DTYPES, fill, to_float
 from .parser import Module, parse_ptx
 from .ptxtypes import Array
 from .toolchain import Build
@@ -114,10 +117,38 @@ def run_flash(
     return device, {name: memory.array(name) for name in names}
 
 
+def plain_torch(case: Case) -> dict[str, Array]:
+    """float64 values of the same results from the plain reference at the case's dtype."""
+    dtype = getattr(torch, case.dtype)
+    q, k, v, dout = (
+        torch.from_numpy(x.view(np.int16)).view(dtype) for x in (case.q, case.k, case.v, case.dout)
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
+    borders = torch.from_numpy(case.borders)
+    kw = {"causal": case.causal, "scale": case.scale}
+    out = varlen_attention_reference(q, k, v, borders, **kw)
+    grads = torch.autograd.grad(out, (q, k, v), dout, materialize_grads=True)
+    names = ("out", "dq", "dk", "dv")
+    return {n: x.detach().double().numpy() for n, x in zip(names, (out, *grads), strict=True)}
+
+
+def assert_no_worse(case: Case, name: str, bits: Array, plain: Array, exact: Array) -> None:
+    """An error of at most twice plain torch's, and half a unit of the type."""
+    ours = to_float(bits, case.dtype).astype(np.float64)
+    unit = 2.0**-9 if case.dtype == "bfloat16" else 2.0**-12
+    error = np.linalg.norm(ours - exact)
+    allowed = 2 * np.linalg.norm(plain - exact) + unit * np.linalg.norm(exact)
+    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} beside plain torch"
+
+
 def check_flash(kernels: FlashKernels, case: Case, backward: bool = True) -> dict[str, Array]:
-    """Errors at most a few roundings of the type, relative to the norm; tiles longest first."""
+    """Errors at most a few roundings of the type, relative to the norm, and twice those of plain
+    torch; tiles with the most work first."""
     _, found = run_flash(kernels, case, backward)
-    exact = case.exact()
+    exact, plain = case.exact(), plain_torch(case)
+    for name in ("out", "dq", "dk", "dv") if backward else ("out",):
+        assert_no_worse(case, name, found[name], plain[name], exact[name])
     assert_close(case, "out", found["out"], exact["out"])
     # exp2's argument is the difference of two numbers of the size of the largest score.
     largest = np.abs(exact["row_max"]).max(initial=0) * abs(case.scale)
