@@ -335,10 +335,11 @@ int launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared, v
            const Params&... params) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > 0x7fffffff) return cudaErrorInvalidValue;
-  // Above 48 KB the kernel must have asked for it.
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error != cudaSuccess) return error;
+  if (shared > 48 << 10) {  // so much only where the kernel asked for it
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+  }
   kernel<<<static_cast<unsigned>(blocks), threads, shared, static_cast<cudaStream_t>(stream)>>>(
       params...);
   return cudaGetLastError();
