@@ -54,9 +54,11 @@ def test_random_shapes(
             same_bits(again[name], found[name], f"{name}, again")
 
 
-@pytest.fixture(scope="session")
-def flash(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> FlashKernels:
-    return build_flash(tmp_path_factory.mktemp("flash"), fake_runtime, 80, "80")
+@pytest.fixture(scope="session", params=ARCHITECTURES, ids=lambda a: f"sm_{a}")
+def flash(
+    request: pytest.FixtureRequest, fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
+) -> FlashKernels:
+    return build_flash(tmp_path_factory.mktemp("flash"), fake_runtime, 80, request.param)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
