@@ -35,6 +35,7 @@ from vlmtrain.parallel.layout import Layout
 from vlmtrain.parallel.messages import KnownShapes
 from vlmtrain.parallel.multiplex import Multiplexer, VisionReplica, replicated_groups
 from vlmtrain.parallel.overlap import parameters_ready
+from vlmtrain.parallel.pixels import SharedPixels
 from vlmtrain.timing import Clock
 
 IGNORED_LABEL = -100
@@ -93,6 +94,9 @@ class Engine:
         self.messages: KnownShapes | None = None
         if layout.pipeline > 1:
             self.messages = KnownShapes(spec, layout, self.config)
+        self.pixels: SharedPixels | None = None
+        if layout.tensor > 1 and not layout.multiplexed and self.needs_pixels:
+            self.pixels = SharedPixels(parallel_state.get_tensor_model_parallel_group())
         self.data_rank = parallel_state.get_data_parallel_rank()
         # The rank whose counts stand for its data-parallel replica.
         self._reports = (
@@ -214,8 +218,10 @@ class Engine:
 
     @property
     def pixel_share(self) -> Callable[[Sequence[np.ndarray]], list[tuple[bool, ...]]] | None:
-        """Where this rank needs some media of a step only: which (see `Multiplexer.share`)."""
-        return None if self.multiplexer is None else self.multiplexer.share
+        """Where this rank decodes some media of a step only: which (see `PackedLoader`)."""
+        if self.multiplexer is not None:
+            return self.multiplexer.share
+        return None if self.pixels is None else self.pixels.share
 
     def step(self, packs: list[PackedBatch], lr: float, waited: float = 0.0) -> StepResult:
         """One optimizer step over this data-parallel rank's packs (the same on its whole model
@@ -262,6 +268,8 @@ class Engine:
             self.messages.expect(packs)
             more = dict(p2p_communicator=self.messages, pg_collection=self.groups)
         packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
+        if self.pixels is not None:
+            packs = self.pixels.gather(packs)
         if self.multiplexer is not None:
             packs = list(self.multiplexer.encode(packs))
         iterators: Any = [iter(packs) for _ in self.chunks]

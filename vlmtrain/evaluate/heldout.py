@@ -110,6 +110,7 @@ class HeldOut:
             dp_size=engine.layout.data,
             packing=section.packing,
             need_pixels=engine.needs_pixels,
+            pixel_share=engine.pixel_share,
             pixel_dtype=engine.dtype,
             workers=section.workers or 2,
             isolate=section.workers > 0,

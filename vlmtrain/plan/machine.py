@@ -70,7 +70,8 @@ def find_machine(backend: Backend, dtype: torch.dtype) -> tuple[Gpu | None, Peak
 
 def _matmul_rate(dtype: torch.dtype) -> float:
     """FLOP/s, the best of a few products."""
-    a, b = torch.randn(2, _SIDE, _SIDE).to(dtype)
+    # A generator of its own: a resumed run's random state has been set by now.
+    a, b = torch.randn(2, _SIDE, _SIDE, generator=torch.Generator()).to(dtype)
     best = float("inf")
     dist.barrier()
     for _ in range(_TRIES):

@@ -1,0 +1,69 @@
+"""One rank of a tensor-parallel group: python pixels_worker.py CASE.pt. Its loader decodes a part
+of the media; what it gathers must be what a loader that decodes all hands out, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from vlmtrain.data.batch import PackedBatch, empty_pack  # noqa: E402
+from vlmtrain.data.index import scan_sources  # noqa: E402
+from vlmtrain.data.loader import PackedLoader, PixelShare  # noqa: E402
+from vlmtrain.data.processor import Processor  # noqa: E402
+from vlmtrain.models.spec import ModelSpec  # noqa: E402
+from vlmtrain.parallel.pixels import SharedPixels  # noqa: E402
+
+
+def main(path: Path) -> None:
+    case = torch.load(path)
+    dist.init_process_group("gloo")
+    shared = SharedPixels(dist.group.WORLD)
+    spec = ModelSpec.from_folder(case["model"])
+    processor = Processor.from_folder(case["model"], spec)
+    index = scan_sources([case["data"]], processor, spec, 320)
+
+    def loader(dtype: torch.dtype, share: PixelShare | None = None) -> PackedLoader:
+        return PackedLoader(
+            index,
+            processor,
+            spec,
+            pack_length=320,
+            global_batch=3,
+            prefetch=False,
+            pixel_dtype=dtype,
+            pixel_share=share,
+        )
+
+    for dtype in (torch.float32, torch.bfloat16):
+        part, whole = loader(dtype, shared.share), loader(dtype)
+        for _ in range(part.steps_per_epoch):
+            mine, wanted = part.next_step(), whole.next_step()
+            same(shared.gather(mine), wanted)
+            assert shared.gather(wanted) is wanted
+        decoded = torch.tensor([part.decoded, whole.decoded])
+        dist.all_reduce(decoded)
+        print(f"decoded {part.decoded} of {whole.decoded}")
+        assert decoded[0] * shared.size == decoded[1]  # each medium once in the group
+        assert 0 < part.decoded < whole.decoded
+    nothing = empty_pack(64, 0, spec.vision.patch_dim, torch.float32)
+    nothing.has_pixels = ()
+    (got,) = shared.gather([nothing])
+    assert got.pixel_values.shape == (0, spec.vision.patch_dim) and got.has_pixels is None
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def same(got: list[PackedBatch], wanted: list[PackedBatch]) -> None:
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.sample_ids == b.sample_ids and a.has_pixels is None
+        assert a.pixel_values.dtype == b.pixel_values.dtype
+        assert torch.equal(a.pixel_values, b.pixel_values)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
