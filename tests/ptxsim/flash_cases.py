@@ -133,12 +133,17 @@ def plain_torch(case: Case) -> dict[str, Array]:
     return {n: x.detach().double().numpy() for n, x in zip(names, (out, *grads), strict=True)}
 
 
-def assert_no_worse(case: Case, name: str, bits: Array, plain: Array, exact: Array) -> None:
-    """An error of at most twice plain torch's, and half a unit of the type."""
+def assert_no_worse(
+    case: Case, name: str, bits: Array, plain: Array, exact: Array, squares: Array | None
+) -> None:
+    """An error of at most twice plain torch's, half a unit of the type, and float32's rounding of
+    the terms that dq and dk are differences of: plain torch's are exactly 0 for a segment of 1."""
     ours = to_float(bits, case.dtype).astype(np.float64)
     unit = 2.0**-9 if case.dtype == "bfloat16" else 2.0**-12
     error = np.linalg.norm(ours - exact)
     allowed = 2 * np.linalg.norm(plain - exact) + unit * np.linalg.norm(exact)
+    if squares is not None:
+        allowed += 2.0**-20 * np.sqrt(squares.sum())
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} beside plain torch"
 
 
@@ -148,7 +153,8 @@ def check_flash(kernels: FlashKernels, case: Case, backward: bool = True) -> dic
     _, found = run_flash(kernels, case, backward)
     exact, plain = case.exact(), plain_torch(case)
     for name in ("out", "dq", "dk", "dv") if backward else ("out",):
-        assert_no_worse(case, name, found[name], plain[name], exact[name])
+        squares = exact.get(f"{name} terms")
+        assert_no_worse(case, name, found[name], plain[name], exact[name], squares)
     assert_close(case, "out", found["out"], exact["out"])
     # exp2's argument is the difference of two numbers of the size of the largest score.
     largest = np.abs(exact["row_max"]).max(initial=0) * abs(case.scale)
