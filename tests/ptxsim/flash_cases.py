@@ -54,7 +54,7 @@ def run_flash(
     kernels: FlashKernels, case: Case, backward: bool = True
 ) -> tuple[Device, dict[str, Array]]:
     """Runs forward and backward; the results as they were written, and the lists of tiles."""
-    device = Device(kernels.runtime, kernels.module)
+    device = Device(kernels.runtime, kernels.module, memory_bytes=16 << 20)
     memory = device.memory
     element = DTYPES[case.dtype][1]
     stats = memory.reserve("stats", (2, case.heads, case.tokens), np.float32)

@@ -43,7 +43,7 @@ def test_random_shapes(
     kernels, dim = instance
     for dtype in ("bfloat16", "float16"):
         kv_heads = int(rng.integers(1, 3))
-        lengths = [*rng.choice([0, 1, 63, 64, 65, 127, 128, 129, 190, 300], 3).tolist(), 2]
+        lengths = [*rng.choice([0, 1, 63, 64, 65, 127, 128, 129, 190, 300], 2).tolist(), 2]
         heads = kv_heads * int(rng.integers(1, 4))
         scale = float(rng.choice([0.05, 0.125, -0.2]))
         print(lengths, heads, kv_heads, dim, dtype, causal, scale)
