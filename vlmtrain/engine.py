@@ -267,11 +267,13 @@ class Engine:
         if self.messages is not None:
             self.messages.expect(packs)
             more = dict(p2p_communicator=self.messages, pg_collection=self.groups)
+        if self.multiplexer is not None:
+            self.multiplexer.expect(packs)
         packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
         if self.pixels is not None:
             packs = self.pixels.gather(packs)
         if self.multiplexer is not None:
-            packs = list(self.multiplexer.encode(packs))
+            packs = self.multiplexer.encode(packs)
         iterators: Any = [iter(packs) for _ in self.chunks]
         single = len(self.chunks) == 1
         outputs = get_forward_backward_func()(

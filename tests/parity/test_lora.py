@@ -67,6 +67,7 @@ def test_same_as_peft(size, tmp_path):
         model = peft.PeftModel.from_pretrained(base, case["adapter"] / "before", is_trainable=True)
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         assert trainable
+        before = {n: p.detach().clone() for n, p in trainable.items()}
         steps = [ref.make_stream("mixed", SEED, i) for i in range(STEPS)]
         losses = ref.reference_training(model, steps)
         assert result["losses"] == pytest.approx(losses, rel=1e-5), where
@@ -76,8 +77,11 @@ def test_same_as_peft(size, tmp_path):
         saved = peft.PeftModel.from_pretrained(again, case["adapter"] / "after")
         for name, parameter in saved.named_parameters():
             if ".lora_" in name:
-                want = dict(model.named_parameters())[name]
-                assert (parameter - want).abs().max() <= 0.2 * ref.LR, f"{name}; {where}"
+                # Of the way it has gone: Adam takes a full step also along a gradient that is
+                # rounding error, so single elements may part.
+                want = trainable[name]
+                way = want - before[name]
+                assert (parameter - want).norm() <= 0.05 * way.norm(), f"{name}; {where}"
         merged, report = from_disk(case["save"], dtype=torch.float32)
         assert not report["missing_keys"] and not report["unexpected_keys"]
         sample = ref.make_samples(SEED)[0][0]

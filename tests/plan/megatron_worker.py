@@ -43,7 +43,10 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     recompute = RecomputeSection(*case.get("recompute", ("none", "none")))
     lora = LoraSection(**case.get("lora", {}))
     engine = Engine(spec, layout, backend, dtype=dtype, recompute=recompute, lora=lora)
-    engine.prepare(OptimizerSection(), FreezeSection(**case.get("freeze", {})))
+    engine.bucket_size = case.get("bucket")
+    overlap = "bucket" in case
+    freeze = FreezeSection(**case.get("freeze", {}))
+    engine.prepare(OptimizerSection(), freeze, overlap_grad_reduce=overlap)
     counts = [sum(p.numel() for p in stage.parameters()) for stage in engine.stages]
     chunks = [*engine.chunks, *([engine.tower] if engine.replica is not None else [])]
     buffers = [b for c in chunks for b in c.buffers]

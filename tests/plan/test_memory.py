@@ -59,6 +59,12 @@ CASES = [
     *(_case("qwen2_vl", 10, rank, layout={"tensor": 2}, lora=ROWS) for rank in (2, 7)),
     _case("qwen2_vl", 6, 3, layout={"tensor": 2, "sequence": True}, freeze={"vision": True}),
     _case("qwen2_vl", 8, 5, layout={"pipeline": 4, "multiplexed": True}),
+    # overlapped reduction: buckets of each stage's first chunk, on the first pipeline rank alone
+    *(_case("qwen2_vl", 6, rank, bucket=50_000, tied=True) for rank in (0, 4)),
+    *(_case("qwen2_5_vl", 6, r, layout={"pipeline": 2}, bucket=70_000) for r in (1, 5)),
+    _case("qwen2_5_vl", 6, 2, layout={"pipeline": 2, "virtual_pipeline": 2}, bucket=40_000),
+    _case("qwen2_vl", 6, 5, layout={"pipeline": 2, "multiplexed": True}, bucket=30_000),
+    _case("qwen2_vl", 2, 1, bucket=None),
     _case("qwen2_5_vl", 4, 1, layout={"pipeline": 2, "multiplexed": True}, lora=LORA),
     *(_case("qwen2_5_vl", 12, rank, layout=UNEVEN) for rank in (1, 5, 11)),
     *(_case("qwen2_vl", 12, rank, layout=UNEVEN, tied=True) for rank in (2, 10)),
@@ -115,6 +121,8 @@ def test_states_to_the_byte(number: int, measured: list[dict[str, Any]]) -> None
         data_rank,
         bf16=case["precision"] == "bf16",
         global_rank=case["rank"],
+        overlap="bucket" in case,
+        bucket=case.get("bucket"),
         **learning,
     )
     assert states.parameters == real["parameter_bytes"]

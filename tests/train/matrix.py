@@ -31,10 +31,19 @@ def test_fault(fault, layout, faulty, model, conversations, tmp_path):
         ["--parallel.tensor=2", "--parallel.sequence"],
         ["--parallel.tensor=2", "--parallel.sequence", "--parallel.vision=multiplexed"],
         ["--parallel.pipeline=2"],
+        ["--parallel.pipeline=2", "--recompute.language=full", "--recompute.vision=full"],
         ["--parallel.pipeline=2", "--parallel.vision=multiplexed"],
         ["--parallel.overlap_grad_reduce", "--parallel.overlap_param_gather"],
     ],
-    ids=["tensor", "sequence", "sequence multiplexed", "pipeline", "multiplexed", "data overlap"],
+    ids=[
+        "tensor",
+        "sequence",
+        "sequence multiplexed",
+        "pipeline",
+        "pipeline recompute",
+        "multiplexed",
+        "data overlap",
+    ],
 )
 def test_resumed_lora(layout, model, conversations, tmp_path):
     resume_lora(layout, model, conversations, tmp_path)

@@ -152,7 +152,8 @@ class QwenVLStage(LanguageModule):
     def _embed_encoded(self, batch: PackedBatch) -> Tensor:
         """Embeddings [S or S/tp, 1, h] with the rows that parallel/multiplex.py has encoded."""
         assert isinstance(batch, EncodedPack) and batch.visual_rows is not None
-        return self._embed(batch, batch.visual_rows, batch.visual_index).unsqueeze(1)
+        # The index holds this rank's part of them alone.
+        return self._summed(self._lookup(batch, batch.visual_rows, batch.visual_index)).unsqueeze(1)
 
     def _embed(self, batch: PackedBatch, visual: Tensor, index: Tensor) -> Tensor:
         """Embeddings [S or S/tp, h]. Under tensor parallelism each rank writes the rows of its part

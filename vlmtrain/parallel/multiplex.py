@@ -6,13 +6,14 @@ ranks of a replica holds the whole tower. Per step:
 1. The images and videos of the step's microbatches are dealt to the ranks by cost, longest
    first; every rank computes the same deal from the grids alone.
 2. Each rank encodes its share without keeping activations, in pieces of bounded size, and sends
-   the rows to the ranks that hold the word embedding.
+   each row to the rank that writes it into the word embeddings (rows.py).
 3. The pipeline runs; the embedding's ranks collect the gradients of the rows.
 4. The gradients go back; each rank encodes its pieces again, now with a backward pass.
 5. The tower's gradients are summed over all ranks of the run.
 
-Memory per rank: the pixels dealt to it, the rows of the whole step on the embedding's ranks, and
-the activations of one piece. The price is one more forward pass of the tower, spread over n ranks.
+Memory per rank: the pixels dealt to it, the rows of the whole step on the embedding's ranks (each
+has a part under tensor parallelism), and the activations of one piece. The price is one more
+forward pass of the tower, spread over n ranks.
 (The idea: DistTrain, arXiv 2408.04275; OrchMLLM, arXiv 2503.23830.)
 """
 
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -40,6 +40,7 @@ from vlmtrain.models.layers import touch
 from vlmtrain.models.spec import ModelSpec, VisionSpec
 from vlmtrain.models.vision import VisionInputs, VisionTower
 from vlmtrain.parallel.overlap import parameters_ready
+from vlmtrain.parallel.rows import StepRows
 from vlmtrain.timing import Clock
 
 # Patches encoded at once: about 41 kB of activations each and layer in bf16, so 16,384 patches
@@ -49,13 +50,20 @@ PIECE_PATCHES = 16384
 
 @dataclass
 class EncodedPack(PackedBatch):
-    """A pack whose images are encoded: rows [G, h] in media order, on the embedding's ranks."""
+    """A pack whose images are encoded, on a rank that embeds words: the rows that it writes.
 
-    visual_rows: Tensor | None = None
+    Where another rank writes a visual row, visual_index is -1 and the id that of no word.
+    """
+
+    visual_rows: Tensor | None = None  # [n, h]
 
     @classmethod
-    def of(cls, pack: PackedBatch, rows: Tensor | None) -> EncodedPack:
-        return cls(**{f.name: getattr(pack, f.name) for f in fields(pack)}, visual_rows=rows)
+    def of(cls, pack: PackedBatch, rows: Tensor, index: Tensor) -> EncodedPack:
+        index = index.to(pack.visual_index.device, non_blocking=True)
+        kept = {f.name: getattr(pack, f.name) for f in fields(pack)}
+        kept["input_ids"] = pack.input_ids.masked_fill((pack.visual_index >= 0) & (index < 0), -1)
+        kept["visual_index"] = index
+        return cls(**kept, visual_rows=rows)
 
 
 @dataclass(frozen=True)
@@ -174,19 +182,13 @@ class Multiplexer:
         """tower: the VisionReplica, or its DistributedDataParallel wrapper."""
         self.tower, self.spec, self.tensor, self.dtype = tower, spec, tensor, dtype
         self.clock = clock
-        self.ranks: list[int] = dist.get_process_group_ranks(
-            parallel_state.get_model_parallel_group()
-        )
-        self.mine = self.ranks.index(dist.get_rank())
+        self.group = parallel_state.get_model_parallel_group()
+        self.members, self.mine = dist.get_world_size(self.group), dist.get_rank(self.group)
         first = parallel_state.get_pipeline_model_parallel_rank() == 0
-        place: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(
-            place,
-            parallel_state.get_tensor_model_parallel_rank() if first else None,
-            group=parallel_state.get_model_parallel_group(),
-        )
-        # Members that hold the word embedding, by tensor-parallel rank.
-        self.receivers = [place.index(t) for t in range(tensor)]
+        part = (parallel_state.get_tensor_model_parallel_rank(), tensor) if first else None
+        # What each member embeds of a sequence.
+        self.shards: list[tuple[int, int] | None] = [None] * self.members
+        dist.all_gather_object(self.shards, part, group=self.group)
         self.learns = any(p.requires_grad for p in tower.parameters())
 
     def share(self, grids: Sequence[np.ndarray]) -> list[tuple[bool, ...]]:
@@ -195,14 +197,26 @@ class Multiplexer:
         Args:
             grids: int64 [m, 3] of each pack, in the order in which `encode` will get the packs.
         """
-        owner = iter(deal_media(self.spec.vision, np.concatenate(grids), len(self.ranks)))
+        owner = iter(deal_media(self.spec.vision, np.concatenate(grids), self.members))
         return [tuple(next(owner) == self.mine for _ in pack) for pack in grids]
 
-    def encode(self, packs: list[PackedBatch]) -> list[EncodedPack]:
-        """The packs with their rows where the embedding is (leaves that collect a gradient)."""
+    def expect(self, packs: list[PackedBatch]) -> None:
+        """Deal the images of a step's packs, which lie in host memory: no device is waited for."""
         self.media = media_of(packs)
         grids = [medium.grid for medium in self.media]
-        self.owner = deal_media(self.spec.vision, grids, len(self.ranks))
+        self.owner = deal_media(self.spec.vision, grids, self.members)
+        unit = self.spec.vision.merge_unit
+        rows = torch.tensor([m.patches // unit for m in self.media], dtype=torch.int64)
+        owners = torch.tensor(self.owner, dtype=torch.int64).repeat_interleave(rows)
+        sizes = [0] * len(packs)
+        for medium in self.media:
+            sizes[medium.pack] += medium.patches // unit
+        indices = [pack.visual_index for pack in packs]
+        self.rows = StepRows(indices, owners.split(sizes), self.shards, self.group)
+
+    def encode(self, packs: list[PackedBatch]) -> list[PackedBatch]:
+        """The packs that were expected, now on this rank's device, with their rows where the
+        embedding is (leaves that collect a gradient)."""
         self.packs = packs
         tracker = get_cuda_rng_tracker()
         self._random = tracker.get_states()
@@ -213,32 +227,20 @@ class Multiplexer:
         if not parts:  # the others gather their updated weights at this point
             for module in self.tower.modules():
                 touch(module)
-        mine = torch.cat(parts) if parts else self._empty(packs)
-        rows = self._to_receivers(mine)
-        if rows is None:
-            return [EncodedPack.of(pack, None) for pack in packs]
-        unit = self.spec.vision.merge_unit
-        sizes = [0] * len(packs)
-        for medium in self.media:
-            sizes[medium.pack] += medium.patches // unit
-        encoded = []
-        for pack, part in zip(packs, rows.split(sizes), strict=True):
-            leaf = part.detach().clone().requires_grad_(self.learns)
-            encoded.append(EncodedPack.of(pack, leaf))
-        self.encoded = encoded
-        return encoded
+            parts = [packs[0].pixel_values.new_empty(0, self.spec.hidden_size, dtype=self.dtype)]
+        rows = self.rows.send(torch.cat(parts), self.learns)
+        if self.shards[self.mine] is None:
+            return packs
+        return [
+            EncodedPack.of(pack, part, exchange.visual_index)
+            for pack, part, exchange in zip(packs, rows, self.rows.packs, strict=True)
+        ]
 
     def backward(self) -> None:
         """Bring the rows' gradients home and add to the tower's. After the pipeline's backward."""
         if not self.learns:
             return
-        gradients = None
-        if self.mine in self.receivers:
-            leaves = [pack.visual_rows for pack in self.encoded if pack.visual_rows is not None]
-            gradients = torch.cat(
-                [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            )
-        mine = self._from_receivers(gradients)
+        mine = self.rows.send_back()
         tracker = get_cuda_rng_tracker()
         now = tracker.get_states()
         tracker.set_states(self._random)  # dropout falls where it fell in the first pass
@@ -254,22 +256,14 @@ class Multiplexer:
         tracker.set_states(now)
         if not pieces and self.tower.ddp_config.overlap_grad_reduce:
             parameters_ready(self.tower, self.tower)
-        self.encoded = []
-
-    def _owned(self, member: int) -> list[int]:
-        return [i for i, owner in enumerate(self.owner) if owner == member]
-
-    def _groups(self, member: int) -> int:
-        """Rows that a member encodes."""
-        unit = self.spec.vision.merge_unit
-        return sum(self.media[i].patches for i in self._owned(member)) // unit
 
     def _pieces(self) -> list[list[Medium]]:
         """This rank's media in order, cut into pieces of at most PIECE_PATCHES patches."""
         pieces: list[list[Medium]] = []
         room = 0
-        for i in self._owned(self.mine):
-            medium = self.media[i]
+        for medium, owner in zip(self.media, self.owner, strict=True):
+            if owner != self.mine:
+                continue
             if not pieces or medium.patches > room:
                 pieces.append([])
                 room = PIECE_PATCHES
@@ -285,76 +279,3 @@ class Multiplexer:
             rows = self.packs[medium.pack].pixel_values
             pixels.append(rows[first : first + medium.patches])
         return torch.cat(pixels), torch.tensor([m.grid for m in piece])
-
-    def _empty(self, packs: list[PackedBatch], rows: int = 0) -> Tensor:
-        return packs[0].pixel_values.new_empty(rows, self.spec.hidden_size, dtype=self.dtype)
-
-    def _order(self) -> Tensor:
-        """Where each row of [member 0's rows | member 1's | ...] stands in media order."""
-        unit = self.spec.vision.merge_unit
-        sizes = [m.patches // unit for m in self.media]
-        starts = list(itertools.accumulate([0, *sizes]))
-        order = [
-            torch.arange(starts[i], starts[i] + sizes[i])
-            for member in range(len(self.ranks))
-            for i in self._owned(member)
-        ]
-        return torch.cat(order) if order else torch.empty(0, dtype=torch.int64)
-
-    def _to_receivers(self, mine: Tensor) -> Tensor | None:
-        """All rows in media order on the embedding's ranks, None elsewhere."""
-        operations: list[dist.P2POp] = []
-        for receiver in self.receivers:
-            if receiver != self.mine and mine.shape[0]:
-                operations.append(dist.P2POp(dist.isend, mine, self.ranks[receiver]))
-        parts: list[Tensor] = []
-        if self.mine in self.receivers:
-            for member, rank in enumerate(self.ranks):
-                part = mine
-                if member != self.mine:
-                    part = self._empty(self.packs, self._groups(member))
-                    if part.shape[0]:
-                        operations.append(dist.P2POp(dist.irecv, part, rank))
-                parts.append(part)
-        _run(operations)
-        if not parts:
-            return None
-        gathered = torch.cat(parts)
-        rows = torch.empty_like(gathered)
-        rows[self._order().to(rows.device)] = gathered
-        return rows
-
-    def _from_receivers(self, gradients: Tensor | None) -> Tensor:
-        """This rank's share of the gradients, from the one receiver that serves it."""
-        operations: list[dist.P2POp] = []
-        mine = self._empty(self.packs, self._groups(self.mine))
-        if gradients is not None:
-            share = gradients[self._order().to(gradients.device)]
-            parts = share.split([self._groups(member) for member in range(len(self.ranks))])
-            for member, part in enumerate(parts):
-                if self._server(member) != self.mine:
-                    continue
-                if member == self.mine:
-                    mine = part
-                elif part.shape[0]:
-                    operations.append(dist.P2POp(dist.isend, part.contiguous(), self.ranks[member]))
-        server = self._server(self.mine)
-        if server != self.mine and mine.shape[0]:
-            operations.append(dist.P2POp(dist.irecv, mine, self.ranks[server]))
-        _run(operations)
-        return mine
-
-    def _server(self, member: int) -> int:
-        """The embedding's rank that sends a member its gradients: all hold them, each serves some.
-
-        A receiver serves itself.
-        """
-        if member in self.receivers:
-            return member
-        return self.receivers[member % len(self.receivers)]
-
-
-def _run(operations: list[dist.P2POp]) -> None:
-    if operations:
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()

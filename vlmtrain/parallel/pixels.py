@@ -25,6 +25,11 @@ def deal_pixels(grids: Sequence[np.ndarray], ranks: int) -> list[list[int]]:
     return [[next(owner) for _ in pack] for pack in grids]
 
 
+def grids_of(pack: PackedBatch) -> np.ndarray:
+    """Its grids, which lie in host memory wherever the rest does."""
+    return pack.grid_thw.numpy()
+
+
 class SharedPixels:
     """Decoding shared by the ranks of `group`, which get the same packs."""
 
@@ -43,8 +48,9 @@ class SharedPixels:
         """
         if all(pack.has_pixels is None for pack in packs):
             return packs
-        owners = deal_pixels([pack.grid_thw.numpy() for pack in packs], self.size)
-        sizes = [pack.grid_thw.prod(1).tolist() for pack in packs]
+        grids = [grids_of(pack) for pack in packs]
+        owners = deal_pixels(grids, self.size)
+        sizes = [grid.prod(1).tolist() for grid in grids]
         rows = [0] * self.size
         for owner, patches in zip(owners, sizes, strict=True):
             for rank, count in zip(owner, patches, strict=True):

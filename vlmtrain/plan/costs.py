@@ -226,8 +226,8 @@ class CostModel:
     def multiplexed_seconds(self, option: Option) -> tuple[float, float]:
         """Seconds that each rank spends on its share of a step's images, before and after the
         pipeline. Every rank of a replica holds the whole tower; it encodes once without keeping
-        anything and once more for the backward pass. The embedding's ranks receive all rows; of
-        the gradients each sends its share back.
+        anything and once more for the backward pass. Each row goes to one rank of the embedding
+        and its gradient comes back from there.
         """
         layout, gpu = option.layout, self.gpu
         units = self.units(1, False)
@@ -237,13 +237,13 @@ class CostModel:
         share = option.microbatches / ranks * 1.02  # images don't divide evenly
         tokens = option.microbatches * self.mean[PATCHES] / self.spec.vision.merge_unit
         size = self.element * tokens * self.spec.hidden_size * (ranks - 1) / ranks
-        exchange = size / self.stage_bandwidth(layout)
+        exchange = size / layout.tensor / self.stage_bandwidth(layout)
         latency = gpu.latency_us * 1e-6 * ranks
         forward = share * cost[COMPUTE_F]
         if not (self.learning.tower or self.learning.merger):
             return forward + exchange + latency, 0.0
         backward = share * (cost[COMPUTE_F] + cost[COMPUTE_B])
-        return forward + exchange + latency, backward + exchange / layout.tensor + latency
+        return forward + exchange + latency, backward + exchange + latency
 
     def stage_bandwidth(self, layout: Layout) -> float:
         """Bytes/s between neighbouring stages: ranks are numbered tensor, data, pipeline."""
@@ -404,6 +404,7 @@ class CostModel:
                 rows = (
                     2 * self.element * self.spec.hidden_size * patches / self.spec.vision.merge_unit
                 )
+                rows /= option.layout.tensor
                 waiting = rows * option.microbatches if rank == 0 else 0.0
                 activations = max(activations, self._piece_bytes(option)) + waiting
             pixels = rank == 0 or option.multiplexed  # every rank reads its images from all packs

@@ -2,7 +2,8 @@
 
 Model states follow megatron-core 0.16.1's buffers (`ParamAndGradBuffer`, distributed optimizer):
 parameters of a stage lie in one buffer in reverse order, each starting at a multiple of 64
-elements, the end padded to a multiple of lcm(data-parallel size, 128). Gradients are float32;
+elements, the end padded to a multiple of lcm(data-parallel size, 128). Overlapped reduction cuts
+the first stage's buffer, and a multiplexed tower's, into buckets padded so. Gradients are float32;
 a data-parallel rank holds float32 master weights (bf16 runs only) and two float32 moments of the
 part of every buffer that is its own.
 
@@ -102,17 +103,17 @@ class StageParameters:
     def count(self) -> int:
         return sum(self.sizes) + self.frozen
 
-    def buckets(self, data: int) -> list[tuple[int, int]]:
-        """(start, end) in elements of the parts of the gradient buffer that are sharded."""
-        return self._place(data)[0]
+    def buffer(self, data: int, bucket: int | None = None) -> int:
+        """Elements of the parameter buffer, and of the gradient buffer.
 
-    def buffer(self, data: int) -> int:
-        """Elements of the parameter buffer, and of the gradient buffer."""
-        return self.buckets(data)[-1][1] if self.sizes else 0
+        bucket: elements at which a bucket is full; None: tied tables alone stand in one of their
+            own.
+        """
+        return self._place(data, bucket)[0][-1][1] if self.sizes else 0
 
-    def shard(self, data: int, rank: int) -> int:
+    def shard(self, data: int, rank: int, bucket: int | None = None) -> int:
         """Parameters (padding left out) whose optimizer state data-parallel `rank` holds."""
-        buckets, places = self._place(data)
+        buckets, places = self._place(data, bucket)
         total = 0
         for start, end in buckets:
             size = (end - start) // data
@@ -120,7 +121,10 @@ class StageParameters:
             total += sum(max(0, min(high, b) - max(low, a)) for a, b in places)
         return total
 
-    def _place(self, data: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def _place(
+        self, data: int, bucket: int | None
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(start, end) in elements of the buckets, each sharded by itself; of the parameters."""
         unit = math.lcm(data, _BUCKET)
         buckets: list[tuple[int, int]] = []
         places: list[tuple[int, int]] = []
@@ -133,7 +137,7 @@ class StageParameters:
                 first = start = buckets[-1][1]
             end, filled = start + self.sizes[place], True
             places.append((start, end))
-            if place in self.shared:
+            if place in self.shared or (bucket is not None and end - first >= bucket):
                 buckets.append((first, _round_up(end, unit)))
                 first = end = buckets[-1][1]
                 filled = False
@@ -241,28 +245,34 @@ def model_states(
     freeze: FreezeSection | None = None,
     lora: LoraSection | None = None,
     global_rank: int = 0,
+    overlap: bool = False,
+    bucket: int | None = None,
 ) -> ModelStates:
     """Exact bytes of the states of one rank, its virtual chunks and a multiplexed tower together.
 
     In float32 runs the master weights are the parameters themselves. Frozen weights have neither
     gradients nor optimizer state. `global_rank` matters to a multiplexed tower alone, which is
-    data-parallel over all ranks.
+    data-parallel over all ranks. `overlap`: of gradient reduction, in buckets of `bucket` elements;
+    default: Megatron's, 40 million or a million for each data-parallel rank.
     """
     element, state = (2, STATE_BYTES) if bf16 else (4, 8)
     parameters = gradients = optimizer = 0
 
-    def add(sizes: StageParameters, data: int, rank: int) -> None:
+    def add(sizes: StageParameters, data: int, rank: int, cut: bool) -> None:
         nonlocal parameters, gradients, optimizer
-        elements = sizes.buffer(data)
+        full = (bucket or max(40_000_000, 1_000_000 * data)) if overlap and cut else None
+        elements = sizes.buffer(data, full)
         parameters += (elements + sizes.frozen) * element
         gradients += elements * 4
-        optimizer += sizes.shard(data, rank) * state
+        optimizer += sizes.shard(data, rank, full) * state
 
     for stage in range(pipeline_rank, layout.stages, layout.pipeline):
-        add(stage_parameters(spec, layout, stage, freeze, lora), layout.data, data_rank)
+        sizes = stage_parameters(spec, layout, stage, freeze, lora)
+        # Only the first stage reduces on the critical path: Megatron cuts no other one's buffer.
+        add(sizes, layout.data, data_rank, cut=stage == 0)
     if layout.multiplexed:
         world = layout.tensor * layout.pipeline * layout.data
-        add(tower_parameters(spec, freeze, lora), world, global_rank)
+        add(tower_parameters(spec, freeze, lora), world, global_rank, cut=True)
     return ModelStates(parameters, gradients, optimizer)
 
 
