@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*.* csrc/*/*.*) CMakeLists.txt setup.py pyproject.toml
 EXTRAS := train,demo,test
 
-.PHONY: help setup test test-layouts test-kernels test-crash test-full test-plan lint format demo
+.PHONY: help setup test test-layouts test-kernels test-flash test-crash test-full test-plan lint format demo
 .PHONY: bench gpu-check clean
 help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
@@ -44,6 +44,11 @@ test-layouts: setup
 
 test-kernels: setup
 	$(RUN) -m pytest tests/kernels tests/ptxsim tests/emulation
+
+# Every instance of tiled attention on both architectures, and every planted bug, in the PTX
+# interpreter (10 min on 2 cores).
+test-flash: setup
+	$(RUN) -m pytest tests/ptxsim/flash_matrix.py -rP
 
 format: setup
 	$(RUN) -m ruff check --fix -q .

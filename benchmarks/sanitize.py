@@ -7,6 +7,7 @@ import torch
 from vlmkernels import (
     VisionLayout,
     scatter_visual,
+    varlen_attention,
     vision_attention,
     visual_embedding,
     visual_index,
@@ -34,6 +35,18 @@ def main() -> None:
         scatter_visual(out, visual, index).float().square().sum().backward()
         assert weight.grad is not None and visual.grad is not None
         assert bool(weight.grad.isfinite().all()) and bool(visual.grad.isfinite().all())
+    for kernel, lengths in (("window", (64, 21, 0)), ("tiled", (150, 1, 0))):
+        q, k, v = (
+            torch.randn(sum(lengths), heads, 80, dtype=torch.bfloat16, device="cuda")
+            for heads in (4, 2, 2)
+        )
+        inputs = (q, k, v)
+        for x in inputs:
+            x.requires_grad_()
+        borders = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        attended = varlen_attention(q, k, v, borders, causal=True, backend=kernel)
+        attended.float().square().sum().backward()
+        assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in inputs)
     torch.cuda.synchronize()
     print("all kernels ran")
 

@@ -30,6 +30,7 @@
 #ifdef VLMKERNELS_WITH_CUDA
 #include <cuda_runtime.h>
 
+#include "cuda/attention_flash.h"
 #include "cuda/attention_window.h"
 #include "cuda/embedding.h"
 #endif
@@ -168,6 +169,27 @@ vlmk::WindowAttentionGradParams vision_window_grad_params(
   return {vision_attention_grad_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens,
                                        heads, head_dim, scale, order, rotary, dout, dq, dk, dv),
           max_length};
+}
+
+vlmk::FlashAttentionParams flash_attention_params(int dtype, View q, View k, View v, View out,
+                                                  uintptr_t stats, uintptr_t cu_seqlens,
+                                                  int64_t segments, int64_t tokens, int64_t heads,
+                                                  int64_t kv_heads, int64_t head_dim, double scale,
+                                                  bool causal, int64_t max_length,
+                                                  uintptr_t tiles) {
+  return {attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
+                           kv_heads, head_dim, scale, causal),
+          max_length, pointer<int32_t>(tiles)};
+}
+
+vlmk::FlashAttentionGradParams flash_attention_grad_params(
+    int dtype, View q, View k, View v, View out, uintptr_t stats, uintptr_t cu_seqlens,
+    int64_t segments, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
+    double scale, bool causal, View dout, View dq, View dk, View dv, int64_t max_length,
+    uintptr_t tiles, uintptr_t rows) {
+  return {attention_grad_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
+                                kv_heads, head_dim, scale, causal, dout, dq, dk, dv),
+          max_length, pointer<int32_t>(tiles), pointer<float>(rows)};
 }
 #endif
 
@@ -387,6 +409,10 @@ PYBIND11_MODULE(_C, m) {
         on_cuda(vision_window_params, vlmk::vision_window_forward_cuda), VLMK_NO_GIL);
   m.def("vision_window_backward_cuda",
         on_cuda(vision_window_grad_params, vlmk::vision_window_backward_cuda), VLMK_NO_GIL);
+  m.def("flash_attention_forward_cuda",
+        on_cuda(flash_attention_params, vlmk::flash_attention_forward_cuda), VLMK_NO_GIL);
+  m.def("flash_attention_backward_cuda",
+        on_cuda(flash_attention_grad_params, vlmk::flash_attention_backward_cuda), VLMK_NO_GIL);
   m.def("embedding_forward_cuda", on_cuda(embedding_params, vlmk::embedding_forward_cuda),
         VLMK_NO_GIL);
   m.def("embedding_gather_cuda", on_cuda(embedding_gather_params, vlmk::embedding_gather_cuda),

@@ -68,6 +68,21 @@ struct WindowAttentionGradParams {
   int64_t max_length;
 };
 
+// On CUDA: segments of any length, bf16 or fp16, 16-byte aligned rows. `tiles` and `rows` are
+// workspace, 16-byte aligned.
+struct FlashAttentionParams {
+  AttentionParams forward;
+  int64_t max_length;  // of a segment
+  int32_t* tiles;      // [T / 128 + n, 4], see cuda/attention_tiles.cuh
+};
+
+struct FlashAttentionGradParams {
+  AttentionGradParams backward;
+  int64_t max_length;
+  int32_t* tiles;  // [2, T / 128 + n, 4]: of queries, of keys
+  float* rows;     // [2, H, T]: log2 of each softmax row's sum of exponentials; sum of out * dout
+};
+
 // How Adam's moments are held, as in optim/native.py; codes: see cpu/dynamic_tree.h.
 enum class MomentType : int { kFloat32 = 0, kBFloat16 = 1, kCodes = 2 };
 

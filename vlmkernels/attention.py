@@ -6,14 +6,15 @@ Method: FlashAttention-2's online softmax (Dao 2023, https://arxiv.org/abs/2307.
 with scores transposed, so that queries lie in vector lanes (csrc/cpu/attention_kernel.inl);
 arithmetic is float32 for every storage type, but for bfloat16 on processors with fast bf16 dot
 products, and results don't depend on the number of threads. On CUDA, segments of at most 128 tokens
-stand whole in shared memory (csrc/cuda/attention_window.cuh). docs/attention.md explains both.
+stand whole in shared memory (csrc/cuda/attention_window.cuh), longer ones are tiled
+(csrc/cuda/attention_flash.cu). docs/attention.md explains all three.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -137,6 +138,16 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _is_window(head_dim: int, longest: int) -> bool:
+    return longest <= WINDOW_LENGTHS.get(head_dim, -1)
+
+
+def _tile_list(q: Tensor, cu_seqlens: Tensor, lists: int) -> Tensor:
+    """Workspace: int32 [lists, T / 128 + n, 4] (csrc/params.h)."""
+    most = q.shape[0] // TILE_ROWS + max(cu_seqlens.shape[0] - 1, 0)
+    return torch.empty((lists, most, 4), dtype=torch.int32, device=q.device)
+
+
 def _forward(native: Callable[..., None], inputs: tuple[Any, ...], *extra: int) -> tuple:
     q, k, v, cu_seqlens, _, causal, scale = inputs
     _check(q, k, v, cu_seqlens)
@@ -167,16 +178,24 @@ def _backward_cpu(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The window kernel; `longest` is a promise that it checks."""
+    """The window kernel or the tiled one; `longest` is a promise that both check."""
     q, k, v, cu_seqlens, longest, *rest = inputs
     inputs = (*map(_aligned, (q, k, v)), cu_seqlens, longest, *rest)
-    return _forward(_C.window_attention_forward_cuda, inputs, longest, cuda_stream(q))
+    if _is_window(q.shape[-1], longest):
+        return _forward(_C.window_attention_forward_cuda, inputs, longest, cuda_stream(q))
+    tiles = _tile_list(q, cu_seqlens, 1)
+    extra = (longest, tiles.data_ptr(), cuda_stream(q))
+    return _forward(_C.flash_attention_forward_cuda, inputs, *extra)
 
 
 def _backward_cuda(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, k, v, out, stats, cu_seqlens, longest, *rest = inputs
     inputs = (*map(_aligned, (dout, q, k, v)), out, stats, cu_seqlens, longest, *rest)
-    return _backward(_C.window_attention_backward_cuda, inputs, longest, cuda_stream(q))
+    if _is_window(q.shape[-1], longest):
+        return _backward(_C.window_attention_backward_cuda, inputs, longest, cuda_stream(q))
+    tiles, rows = _tile_list(q, cu_seqlens, 2), torch.empty_like(stats)
+    extra = (longest, tiles.data_ptr(), rows.data_ptr(), cuda_stream(q))
+    return _backward(_C.flash_attention_backward_cuda, inputs, *extra)
 
 
 # ---- registration -------------------------------------------------------------------------------
@@ -216,10 +235,14 @@ _forward_op = define(
 
 #: What csrc/cuda/attention_window.cuh holds whole in shared memory, by its instances' head_dim.
 WINDOW_LENGTHS = {64: 128, 80: 128, 96: 128, 128: 64}
-_HAS_WINDOW = hasattr(_C, "window_attention_forward_cuda")  # built with CUDA kernels
+#: Rows of a tile of csrc/cuda/attention_flash.cu, and its instances.
+TILE_ROWS = 128
+TILED_HEAD_DIMS = (64, 72, 80, 96, 128)
+_HAS_CUDA = hasattr(_C, "window_attention_forward_cuda")  # built with CUDA kernels
 
-#: "cpu" and "window" are ours; "flash-attn" is that package; "sdpa" is torch's, once per segment.
-BACKENDS = ("cpu", "window", "flash-attn", "sdpa")
+#: "cpu", "window" and "tiled" are ours; "flash-attn" is that package; "sdpa" is torch's, once per
+#: segment. Where none is asked for, the first that can.
+BACKENDS = ("cpu", "window", "flash-attn", "tiled", "sdpa")
 
 
 def choose_backend(
@@ -228,7 +251,9 @@ def choose_backend(
     """Which of BACKENDS attends on a device of this type to segments of at most `longest` tokens.
 
     On CUDA a window's whole attention fits into one thread block up to 128 tokens (64 at head_dim
-    128); for longer segments there is no kernel of ours yet.
+    128). For longer segments flash-attn comes before our tiled kernels, because it has been
+    measured on GPUs and they have not; they come before SDPA, which works on one segment after
+    another.
 
     Raises:
         ValueError: the forced one can't, and why.
@@ -236,6 +261,7 @@ def choose_backend(
     hindrances = {
         "cpu": device != "cpu" and f"it runs on the CPU, the tensors are on {device}",
         "window": no_window(device, dtype, head_dim, longest),
+        "tiled": _no_kernel(device, dtype, head_dim, TILED_HEAD_DIMS),
         "flash-attn": _no_flash_attn(device, dtype),
         "sdpa": False,
     }
@@ -248,16 +274,28 @@ def choose_backend(
     return forced
 
 
-def no_window(device: str, dtype: torch.dtype, head_dim: int, longest: int) -> str:
-    """Why the window kernels can't attend to such segments, or ""."""
+def promised(backend: str, longest: int) -> int:
+    """What the operator is told of the longest segment: it takes the window kernel for short ones,
+    so the tiled one is asked for by a promise of longer ones."""
+    return max(longest, max(WINDOW_LENGTHS.values()) + 1) if backend == "tiled" else longest
+
+
+def _no_kernel(device: str, dtype: torch.dtype, head_dim: int, head_dims: Iterable[int]) -> str:
     if device != "cuda":
         return f"it runs on CUDA, the tensors are on {device}"
-    if not _HAS_WINDOW:
+    if not _HAS_CUDA:
         return "vlmkernels was built without CUDA kernels"
     if dtype == torch.float32:
         return "it takes bfloat16 and float16"
-    if head_dim not in WINDOW_LENGTHS:
-        return f"head_dim is {head_dim}, it has {', '.join(map(str, WINDOW_LENGTHS))}"
+    if head_dim not in head_dims:
+        return f"head_dim is {head_dim}, it has {', '.join(map(str, head_dims))}"
+    return ""
+
+
+def no_window(device: str, dtype: torch.dtype, head_dim: int, longest: int) -> str:
+    """Why the window kernels can't attend to such segments, or ""."""
+    if reason := _no_kernel(device, dtype, head_dim, WINDOW_LENGTHS):
+        return reason
     if longest > WINDOW_LENGTHS[head_dim]:
         limit = f"{WINDOW_LENGTHS[head_dim]} at head_dim {head_dim}"
         return f"the longest segment has {longest} tokens, it takes {limit}"
@@ -329,8 +367,8 @@ def varlen_attention(
             prints it); "sdpa" runs everywhere.
 
     Returns:
-        [T, H, D], contiguous, q's dtype. Differentiable in q, k and v; bitwise repeatable, with any
-        number of threads, on the CPU, and on CUDA for segments of at most 128 tokens.
+        [T, H, D], contiguous, q's dtype. Differentiable in q, k and v; bitwise repeatable, forward
+        and backward, with the backends "cpu" (with any number of threads), "window" and "tiled".
 
     Raises:
         ValueError: an argument's dtype, shape, device, strides or values don't fit.
@@ -349,4 +387,4 @@ def varlen_attention(
         return flash(q, k, v, *borders, softmax_scale=scale, causal=causal)
     if backend == "sdpa":
         return _sdpa(q, k, v, cu_seqlens, causal, scale)
-    return _forward_op(q, k, v, cu_seqlens, longest, causal, scale)[0]
+    return _forward_op(q, k, v, cu_seqlens, promised(backend, longest), causal, scale)[0]

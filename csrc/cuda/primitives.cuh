@@ -98,6 +98,11 @@ __device__ __forceinline__ int broadcast(int value, int lane) {
   return __shfl_sync(kAllLanes, value, lane);
 }
 
+// The value of the lane `distance` below, or this lane's own where there is none.
+__device__ __forceinline__ int from_below(int value, int distance) {
+  return __shfl_up_sync(kAllLanes, value, distance);
+}
+
 // The value of the lane whose number differs in the bits of `mask`. Every lane must arrive.
 __device__ __forceinline__ float exchange(float value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
@@ -113,6 +118,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool on) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(on ? 16 : 0)
+               : "memory");
+}
+// The same with 4 bytes, through L1.
+__device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, bool on) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(on ? 4 : 0)
                : "memory");
 }
 // Ends a group of this thread's copies.
@@ -140,6 +150,19 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint3
                : "r"(row)
                : "memory");
 }
+// The first two of them; lanes 16 to 31 name no row.
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[2], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(m[0]), "=r"(m[1])
+               : "r"(row)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[2], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(m[0]), "=r"(m[1])
+               : "r"(row)
+               : "memory");
+}
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
@@ -156,7 +179,28 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
 
+// Adds to a word of shared memory that other threads add to at the same time; what it held before.
+__device__ __forceinline__ int add_shared(uint32_t address, int value) {
+  int before;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
+// Base-2 logarithm, error 2^-22, absolute for x in 0.5 to 2 and relative elsewhere.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // 2^x, relative error 2^-22; 0 for x = -inf.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -165,7 +209,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // Arithmetic of a 16-bit type on the tensor cores. multiply_add: c [16, 8] += a [16, 16] b [16, 8],
-// fragments as in the PTX manual, m16n8k16; b0 and b1 are b's rows 0 to 7 and 8 to 15.
+// fragments as in the PTX manual, m16n8k16; b0 and b1 are b's rows 0 to 7 and 8 to 15. With a of
+// two registers and one b: half the depth, m16n8k8.
 struct Bf16Math {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t v;
@@ -183,6 +228,14 @@ struct Bf16Math {
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[2],
+                                                      uint32_t b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
   }
 };
 struct Fp16Math {
@@ -206,6 +259,14 @@ struct Fp16Math {
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[2],
+                                                      uint32_t b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
   }
 };
 

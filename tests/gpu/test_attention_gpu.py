@@ -1,4 +1,4 @@
-"""Window attention on a real GPU, for `make gpu-check`."""
+"""Window and tiled attention on a real GPU, for `make gpu-check`."""
 
 from __future__ import annotations
 
@@ -21,46 +21,63 @@ if not _native.has_cuda_kernels():
     pytest.skip("vlmkernels was built without CUDA kernels", allow_module_level=True)
 
 
+CASES = [
+    ("window", [64, 64, 17, 0, 1, 48], 16, 16),
+    ("window", [128, 127, 65, 3], 6, 2),
+    ("tiled", [300, 129, 0, 1, 64, 513], 4, 4),
+    ("tiled", [1000, 33, 257], 6, 2),
+]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("dim", list(attention.WINDOW_LENGTHS))
+@pytest.mark.parametrize("dim", attention.TILED_HEAD_DIMS)
 @pytest.mark.parametrize(
-    "lengths, heads, kv_heads",
-    [([64, 64, 17, 0, 1, 48], 16, 16), ([128, 127, 65, 3], 6, 2)],
-    ids=["windows", "128-keys-gqa"],
+    ("kernel", "lengths", "heads", "kv_heads"),
+    CASES,
+    ids=["windows", "128-keys-gqa", "tiled", "tiled-gqa"],
 )
-def test_accuracy(lengths, heads, kv_heads, dim, dtype, causal):
+def test_accuracy(kernel, lengths, heads, kv_heads, dim, dtype, causal):
+    if kernel == "window" and max(lengths) > attention.WINDOW_LENGTHS.get(dim, 0):
+        pytest.skip(f"the window kernel has no head_dim {dim} for {max(lengths)} tokens")
     q, k, v, dout = make(lengths, heads, kv_heads, dim, dtype)
     cu = borders(lengths)
     exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact = outputs(varlen_attention_reference, *exact_inputs, dout.double(), cu, causal=causal)
     gpu = [x.detach().cuda().requires_grad_() for x in (q, k, v)]
     plain = outputs(varlen_attention_reference, *gpu, dout.cuda(), cu.cuda(), causal=causal)
-    ours = outputs(varlen_attention, *gpu, dout.cuda(), cu.cuda(), causal=causal)
+    kw = {"causal": causal, "backend": kernel}
+    ours = outputs(varlen_attention, *gpu, dout.cuda(), cu.cuda(), **kw)
     noise = rounding_noise(q, k, v, dout, cu, None, causal)
     for name in exact:
         a, b = ours[name].cpu(), plain[name].cpu()
         assert_accurate(name, a, b, exact[name], noise[name])
 
 
-def test_bitwise_repeatable():
-    q, k, v, dout = (x.detach().cuda() for x in make([64] * 300, 16, 16, 80, torch.bfloat16))
+@pytest.mark.parametrize(
+    ("kernel", "lengths", "heads", "kv_heads"),
+    [("window", [64] * 300, 16, 16), ("tiled", [256] * 40 + [4000, 1300], 16, 4)],
+)
+def test_bitwise_repeatable(kernel, lengths, heads, kv_heads):
+    q, k, v, dout = (x.detach().cuda() for x in make(lengths, heads, kv_heads, 80, torch.bfloat16))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    cu = borders([64] * 300).cuda()
-    expected = outputs(varlen_attention, *inputs, dout, cu, max_seqlen=64)
+    kw = {"max_seqlen": max(lengths), "backend": kernel}
+    cu = borders(lengths).cuda()
+    expected = outputs(varlen_attention, *inputs, dout, cu, **kw)
     for _ in range(30):
-        again = outputs(varlen_attention, *inputs, dout, cu, max_seqlen=64)
+        again = outputs(varlen_attention, *inputs, dout, cu, **kw)
         for name in expected:
             assert_bitwise(name, again[name], expected[name])
 
 
+@pytest.mark.parametrize("kernel", ["window", "tiled"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_no_synchronisation_with_max_seqlen(compiled):
+def test_no_synchronisation_with_max_seqlen(compiled, kernel):
     q, k, v, _ = (x.detach().cuda() for x in make([64] * 4, 2, 2, 80, torch.bfloat16))
     cu = borders([64] * 4).cuda()
 
     def run():
-        return varlen_attention(q, k, v, cu, max_seqlen=64)
+        return varlen_attention(q, k, v, cu, max_seqlen=64, backend=kernel)
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     expected = function()
@@ -71,17 +88,21 @@ def test_no_synchronisation_with_max_seqlen(compiled):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_too_long_segment_ends_the_kernel():
+@pytest.mark.parametrize(("length", "promise"), [(80, 64), (300, 200)], ids=["window", "tiled"])
+def test_a_too_long_segment_ends_the_kernel(length, promise):
     """In a process of its own: the error is sticky."""
+    backend = "window" if promise <= attention.WINDOW_LENGTHS[80] else "tiled"
     code = (
         "import torch; from vlmkernels import varlen_attention\n"
-        "q = torch.zeros(80, 2, 80, dtype=torch.bfloat16, device='cuda')\n"
-        "cu = torch.tensor([0, 80], dtype=torch.int32, device='cuda')\n"
-        "varlen_attention(q, q, q, cu, max_seqlen=64); torch.cuda.synchronize()\n"
+        f"q = torch.zeros({length}, 2, 80, dtype=torch.bfloat16, device='cuda')\n"
+        f"cu = torch.tensor([0, {length}], dtype=torch.int32, device='cuda')\n"
+        f"varlen_attention(q, q, q, cu, max_seqlen={promise}, backend='{backend}')\n"
+        "torch.cuda.synchronize()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0
-    assert "segment 0 is tokens 0 to 80 of 80, and max_seqlen is 64" in done.stdout
+    said = f"segment 0 is tokens 0 to {length} of {length}, and max_seqlen is {promise}"
+    assert said in done.stdout
 
 
 # ---- vision_attention: the fused kernel --------------------------------------------------------

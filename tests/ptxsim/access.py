@@ -105,9 +105,11 @@ def store(block: Block, instruction: Instruction, lanes: Lanes) -> None:
 
 @handles("atom")
 def atomic(block: Block, instruction: Instruction, lanes: Lanes) -> None:
-    """Compare-and-swap, exchange and add in global memory, lane after lane."""
-    operation = [m for m in instruction.modifiers[:-1] if m not in ("global", "relaxed", "gpu")]
-    if operation not in (["cas"], ["exch"], ["add"]):
+    """Compare-and-swap, exchange and add, lane after lane, in global memory; add in shared."""
+    shared = "shared" in instruction.modifiers
+    plain = ("global", "shared", "relaxed", "gpu")
+    operation = [m for m in instruction.modifiers[:-1] if m not in plain]
+    if operation not in ([["add"]] if shared else [["cas"], ["exch"], ["add"]]):
         raise SimError(f"atomic {instruction.text} is not interpreted")
     target, place, *inputs = instruction.operands
     addresses = block.address(place, lanes)
@@ -115,7 +117,11 @@ def atomic(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     size = size_of(instruction.type)
     before = np.empty(len(addresses), TYPES[instruction.type])
     for i, address in enumerate(addresses):
-        cell = block.memory.atomic(int(address), size).view(TYPES[instruction.type])
+        if shared:
+            thread = int(block.numbers(lanes)[i])
+            cell = block.shared.atomic(int(address), size, thread).view(TYPES[instruction.type])
+        else:
+            cell = block.memory.atomic(int(address), size).view(TYPES[instruction.type])
         before[i] = cell[0]
         if operation == ["cas"]:
             if cell[0] == values[0][i]:

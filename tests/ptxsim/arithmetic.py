@@ -94,13 +94,16 @@ def fused(block: Block, instruction: Instruction, lanes: Lanes) -> None:
         block.write(instruction.operands[0], (a * b + c).astype(np.float32), lanes)
 
 
-@handles("ex2", "rcp")
+@handles("ex2", "lg2", "rcp")
 def special(block: Block, instruction: Instruction, lanes: Lanes) -> None:
-    """Correctly rounded; the hardware's ex2.approx is within 2^-22."""
+    """Correctly rounded; the hardware's ex2.approx and lg2.approx are within 2^-22."""
     _reject(instruction, "approx", "ftz", "rn")
     (a,) = _inputs(block, instruction, lanes)
     with np.errstate(all="ignore"):
-        result = np.exp2(a) if instruction.opcode == "ex2" else np.float32(1) / a
+        if instruction.opcode == "rcp":
+            result = np.float32(1) / a
+        else:
+            result = np.exp2(a) if instruction.opcode == "ex2" else np.log2(a)
     block.write(instruction.operands[0], result.astype(np.float32), lanes)
 
 
@@ -150,7 +153,12 @@ _ORDERED: dict[str, Callable[[Array, Array], Array]] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    # The unordered ones hold for a NaN.
     "neu": np.not_equal,
+    "ltu": lambda a, b: ~np.greater_equal(a, b),
+    "leu": lambda a, b: ~np.greater(a, b),
+    "gtu": lambda a, b: ~np.less_equal(a, b),
+    "geu": lambda a, b: ~np.less(a, b),
 }
 
 

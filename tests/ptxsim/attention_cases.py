@@ -114,7 +114,7 @@ def attend(
     return {**result, "row_max": row_max, "row_sum": row_sum}
 
 
-def _view(address: int, heads: int, dim: int) -> Any:
+def view(address: int, heads: int, dim: int) -> Any:
     return (address, heads * dim, dim)
 
 
@@ -126,11 +126,11 @@ def check_window(kernels: WindowKernels, case: Case) -> Device:
     stats = memory.reserve("stats", (2, case.heads, case.tokens), np.float32)
 
     def upload(name: str, array: Array, heads: int) -> Any:
-        return _view(memory.upload(name, array), heads, case.dim)
+        return view(memory.upload(name, array), heads, case.dim)
 
     def reserve(name: str, heads: int) -> Any:
         address = memory.reserve(name, (case.tokens, heads, case.dim), element)
-        return _view(address, heads, case.dim)
+        return view(address, heads, case.dim)
 
     forward = fill(
         "AttentionParams",
@@ -157,7 +157,7 @@ def check_window(kernels: WindowKernels, case: Case) -> Device:
     code = kernels.run(device, "forward", params)
     assert code == 0, f"forward returned cudaError_t {code}"
     exact = case.exact()
-    _close(case, "out", memory.array("out"), exact["out"])
+    assert_close(case, "out", memory.array("out"), exact["out"])
     row_max, row_sum = memory.array("stats")
     for name, ours in (("row_max", row_max), ("row_sum", row_sum)):
         error = np.abs(ours - exact[name]).max(initial=0)
@@ -176,11 +176,13 @@ def check_window(kernels: WindowKernels, case: Case) -> Device:
     code = kernels.run(device, "backward", grads)
     assert code == 0, f"backward returned cudaError_t {code}"
     for name in ("dq", "dk", "dv"):
-        _close(case, name, memory.array(name), exact[name], exact.get(f"{name} terms"))
+        assert_close(case, name, memory.array(name), exact[name], exact.get(f"{name} terms"))
     return device
 
 
-def _close(case: Case, name: str, bits: Array, exact: Array, squares: Array | None = None) -> None:
+def assert_close(
+    case: Case, name: str, bits: Array, exact: Array, squares: Array | None = None
+) -> None:
     """P, dS, out and the result are rounded to the 16-bit type, half a unit each: relative to the
     result or, where that is a difference of larger terms, to them."""
     ours = to_float(bits, case.dtype).astype(np.float64)

@@ -106,24 +106,27 @@ def _halves(
 
 @handles("mma")
 def multiply_matrices(block: Block, instruction: Instruction, lanes: Lanes) -> None:
-    """mma.sync m16n8k16, bf16 or fp16, sums in float32 (the hardware's order is its own)."""
-    kind = instruction.modifiers[-2]
-    wanted = ("sync", "aligned", "m16n8k16", "row", "col", "f32", kind, kind, "f32")
-    if instruction.modifiers != wanted or kind not in ("bf16", "f16"):
+    """mma.sync m16n8k16 and m16n8k8, bf16 or fp16, sums in float32 (the hardware's order is its
+    own)."""
+    kind, shape = instruction.modifiers[-2], instruction.modifiers[2:3]
+    wanted = ("sync", "aligned", *shape, "row", "col", "f32", kind, kind, "f32")
+    depths = {("m16n8k16",): 16, ("m16n8k8",): 8}
+    if instruction.modifiers != wanted or kind not in ("bf16", "f16") or shape not in depths:
         raise SimError(f"{instruction.text} is not interpreted")
     block.whole_warps(lanes)
     target, left, right, start = instruction.operands
-    warps = block.count(lanes) // WARP
-    a = np.empty((warps, 16, 16), np.float32)
-    for i, (low, high) in enumerate(_halves(block, _items(left, 4), kind, lanes)):
+    warps, depth = block.count(lanes) // WARP, depths[shape]
+    a = np.empty((warps, 16, depth), np.float32)
+    for i, (low, high) in enumerate(_halves(block, _items(left, depth // 4), kind, lanes)):
         row, column = _ROW + i % 2 * 8, _COLUMN + i // 2 * 8
         a[:, row, column], a[:, row, column + 1] = low, high
-    b = np.empty((warps, 16, 8), np.float32)
-    for i, (low, high) in enumerate(_halves(block, _items(right, 2), kind, lanes)):
+    b = np.empty((warps, depth, 8), np.float32)
+    for i, (low, high) in enumerate(_halves(block, _items(right, depth // 8), kind, lanes)):
         b[:, _COLUMN + i * 8, _ROW], b[:, _COLUMN + i * 8 + 1, _ROW] = low, high
     with np.errstate(all="ignore"):
         product = a @ b
     starts = [block.read(item, "f32", lanes) for item in _items(start, 4)]
     for i, item in enumerate(_items(target, 4)):
         part = product[:, _ROW + i // 2 * 8, _COLUMN + i % 2].ravel()
-        block.write(item, starts[i] + part, lanes)
+        with np.errstate(all="ignore"):
+            block.write(item, starts[i] + part, lanes)

@@ -185,6 +185,7 @@ class SharedMemory:
 
     BASE = 1 << 50  # of its window in the generic address space
     _SEVERAL = -2  # warps have read it since the barrier
+    _ATOMIC = 1 << 30  # no warp: written by atomics only
 
     def __init__(self, size: int, threads: int) -> None:
         self._bytes = np.full(size, _POISON, np.uint8)
@@ -224,6 +225,21 @@ class SharedMemory:
             raise SimError("race: shared write onto bytes of an asynchronous copy under way")
         self._bytes[at] = data
         self._written[at] = True
+
+    def atomic(self, address: int, size: int, thread: int) -> Array:
+        """A view, uint8 [size], of the bytes one lane's atomic operation may read and change.
+
+        Atomics of several warps on one byte are no race; beside a plain access without a barrier
+        they are."""
+        at = self._checked(np.array([address], np.int64), size, "atomic")[0]
+        if (self._in_flight[at] > 0).any() or not self._written[at].all():
+            raise SimError(f"atomic on shared bytes that are not written yet, at byte {address}")
+        warp = thread // 32
+        for users in (self._writer, self._reader):
+            if not np.isin(users[at], (-1, warp, self._ATOMIC)).all():
+                raise SimError("race: shared atomic after another warp's access without a barrier")
+        self._writer[at] = self._ATOMIC
+        return self._bytes[at[0] : at[0] + size]
 
     def start_copy(self, addresses: Array, data: Array, threads: Array) -> None:
         """cp.async: the bytes belong to nobody until the threads have waited."""

@@ -177,9 +177,33 @@ def test_shared_memory_and_barrier() -> None:
     assert got.tolist() == [t ^ 32 for t in range(64)]
 
 
+def test_shared_atomics_of_several_warps() -> None:
+    """Every thread takes a number of its own."""
+    body = (
+        SHARED
+        + """
+      mov.u32 %r9, 0;
+      st.shared.u32 [%r7], %r9;
+      bar.sync 0;
+      atom.shared.add.u32 %r10, [%r6], 3;
+      st.global.u32 [%rd5], %r10;
+    """
+    )
+    got = run(body, np.zeros(64, np.uint32), 64, threads=64)
+    assert sorted(got.tolist()) == [3 * t for t in range(64)]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ("atom.shared.add.u32 %r9, [%r7], 1;", "atomic on shared bytes that are not written"),
+        ("st.shared.u32 [%r7], %r2; atom.shared.add.u32 %r9, [%r8], 1;",
+         "race: shared atomic after another warp's access"),
+        ("st.shared.u32 [%r7], %r2; bar.sync 0; ld.shared.u32 %r9, [%r7]; "
+         "atom.shared.add.u32 %r9, [%r8], 1;", "race: shared atomic after another warp's access"),
+        ("st.shared.u32 [%r7], %r2; bar.sync 0; atom.shared.add.u32 %r9, [%r8], 1; "
+         "ld.shared.u32 %r9, [%r7];", "race: shared read after another warp's write"),
+        ("atom.shared.cas.b32 %r9, [%r7], 0, 1;", "is not interpreted"),
         ("st.shared.u32 [%r7], %r2; ld.shared.u32 %r9, [%r8];",
          "race: shared read after another warp's write"),
         ("st.shared.u32 [%r7], %r2; bar.sync 0; ld.shared.u32 %r9, [%r8]; "
@@ -205,9 +229,11 @@ def test_forbidden_in_shared_memory(body: str, message: str) -> None:
         run(SHARED + body, np.zeros(64, np.uint32), 64, threads=64)
 
 
+@pytest.mark.parametrize("depth", [16, 8])
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
-def test_mma_is_a_matrix_product(kind: str, rng: np.random.Generator) -> None:
-    """Fragments as in the manual: registers hold rows g and g + 8, columns 2 t and 2 t + 8."""
+def test_mma_is_a_matrix_product(kind: str, depth: int, rng: np.random.Generator) -> None:
+    """Fragments as in the manual: registers hold rows g and g + 8, columns 2 t and 2 t + 8; of
+    depth 8 the first half of them."""
     a, b = rng.integers(-8, 8, (16, 16)), rng.integers(-8, 8, (16, 8))
 
     def bits(x: int) -> int:
@@ -225,10 +251,13 @@ def test_mma_is_a_matrix_product(kind: str, rng: np.random.Generator) -> None:
             words[4 + i, lane] = bits(b[r, g]) | bits(b[r + 1, g]) << 16
     loads = "".join(f"ld.global.u32 %r{6 + i}, [%rd4+{128 * i}];" for i in range(6))
     zeros = "".join(f"mov.f32 %f{1 + i}, 0f3F800000;" for i in range(4))
+    left, right = "%r6, %r7, %r8, %r9", "%r10, %r11"
+    if depth == 8:
+        left, right, a, b = "%r6, %r7", "%r10", a[:, :8], b[:8]
     body = f"""
       {loads} {zeros}
-      mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32
-        {{%f1, %f2, %f3, %f4}}, {{%r6, %r7, %r8, %r9}}, {{%r10, %r11}}, {{%f1, %f2, %f3, %f4}};
+      mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32
+        {{%f1, %f2, %f3, %f4}}, {{{left}}}, {{{right}}}, {{%f1, %f2, %f3, %f4}};
       mul.wide.u32 %rd6, %r2, 16;
       add.s64 %rd7, %rd2, %rd6;
       st.global.v4.f32 [%rd7], {{%f1, %f2, %f3, %f4}};

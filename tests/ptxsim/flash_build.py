@@ -1,0 +1,68 @@
+"""Builds one instance of tiled attention, from csrc or from a copy with a planted bug."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .flash_cases import FlashKernels
+from .parser import parse_ptx
+from .toolchain import CSRC, build_kernels, kernel_ptx
+
+FORWARD, BACKWARD = "attention_flash.cu", "attention_flash_backward.cu"
+SHARED, PRIMITIVES = "attention_tiles.cuh", "primitives.cuh"
+SOURCES = {"forward": FORWARD, "backward": BACKWARD}
+#: (file, text, its replacement)
+Change = tuple[str, str, str]
+
+
+def copy_sources(folder: Path, dim: int, types: tuple[str, ...], changes: list[Change]) -> Path:
+    """A copy of csrc whose launchers know one head_dim and these of Bf16Math and Fp16Math: the rest
+    takes most of nvcc's time. Returns its cuda folder."""
+    cuda = folder / "csrc" / "cuda"
+    cuda.mkdir(parents=True)
+    (cuda.parent / "params.h").write_text((CSRC / "params.h").read_text())
+    for name in (FORWARD, BACKWARD, SHARED, PRIMITIVES, "attention_flash.h"):
+        code = (CSRC / "cuda" / name).read_text()
+        if name == SHARED:
+            others = rf" *case (?!{dim}:)\d+: *\\\n *return launch<[^\n]*\n"
+            code, count = re.subn(others, "", code)
+            assert count == 4, f"{count} other instances were taken out of {name}"
+        for other in {"Bf16Math", "Fp16Math"} - set(types):
+            code = re.sub(rf"VLMK_FLASH_DIMS\(\w+, ptx::{other}, f.head_dim\)", "return 1;", code)
+        for file, text, replacement in changes:
+            if file == name:
+                assert code.count(text) == 1, f"{text!r} is {code.count(text)} times in {name}"
+                code = code.replace(text, replacement)
+        (cuda / name).write_text(code)
+    return cuda
+
+
+def build_flash(
+    folder: Path,
+    runtime: Path,
+    dim: int,
+    architecture: str,
+    types: tuple[str, ...] = ("Bf16Math", "Fp16Math"),
+    changes: list[Change] | None = None,
+) -> FlashKernels:
+    """Host code and PTX of one instance."""
+    cuda = copy_sources(folder, dim, types, changes or [])
+    builds = {
+        which: build_kernels(cuda / source, folder / which, [architecture])
+        for which, source in SOURCES.items()
+    }
+    return FlashKernels(builds, runtime, architecture)
+
+
+def mutated(kernels: FlashKernels, folder: Path, dim: int, change: Change) -> FlashKernels:
+    """The same kernels with one change, in bf16 alone; the host code stays."""
+    cuda = copy_sources(folder, dim, ("Bf16Math",), [change])
+    changed = FlashKernels(kernels.builds, kernels.runtime, kernels.architecture)
+    changed.modules = dict(kernels.modules)
+    for which, source in SOURCES.items():
+        if change[0] in (source, SHARED, PRIMITIVES):
+            like = kernels.builds[which]
+            text = kernel_ptx(cuda / source, like, kernels.architecture)
+            changed.modules[which] = parse_ptx(text)
+    return changed

@@ -1,0 +1,95 @@
+"""Every instance of tiled attention and every planted bug: `make test-flash`, minutes.
+
+test_flash_ptx.py, in make test, runs one instance and a part of the bugs.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .attention_cases import Case
+from .embedding_cases import same_bits
+from .flash_build import SOURCES, build_flash, mutated
+from .flash_cases import FlashKernels, check_flash, run_flash, small_suite
+from .flash_mutants import MUTANTS, Mutant
+from .toolchain import ARCHITECTURES, CSRC, find_nvcc, missing_tool, run
+
+DIMS = (64, 72, 80, 96, 128)
+
+
+@pytest.fixture(scope="session", params=[(d, a) for d in DIMS for a in ARCHITECTURES], ids=str)
+def instance(
+    request: pytest.FixtureRequest, fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[FlashKernels, int]:
+    dim, architecture = request.param
+    folder = tmp_path_factory.mktemp("flash")
+    return build_flash(folder, fake_runtime, dim, architecture), dim
+
+
+@pytest.mark.parametrize("name", small_suite(80))
+def test_accuracy(name: str, instance: tuple[FlashKernels, int], rng: np.random.Generator) -> None:
+    kernels, dim = instance
+    small_suite(dim)[name](kernels, rng)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_random_shapes(
+    causal: bool, instance: tuple[FlashKernels, int], rng: np.random.Generator
+) -> None:
+    kernels, dim = instance
+    for dtype in ("bfloat16", "float16"):
+        kv_heads = int(rng.integers(1, 3))
+        lengths = [*rng.choice([0, 1, 63, 64, 65, 127, 128, 129, 190, 300], 2).tolist(), 2]
+        heads = kv_heads * int(rng.integers(1, 4))
+        scale = float(rng.choice([0.05, 0.125, -0.2]))
+        print(lengths, heads, kv_heads, dim, dtype, causal, scale)
+        case = Case(rng, lengths, heads, kv_heads, dim, dtype, causal, scale)
+        found = check_flash(kernels, case)
+        _, again = run_flash(kernels, case)
+        for name in ("out", "dq", "dk", "dv"):
+            same_bits(again[name], found[name], f"{name}, again")
+
+
+@pytest.fixture(scope="session", params=ARCHITECTURES, ids=lambda a: f"sm_{a}")
+def flash(
+    request: pytest.FixtureRequest, fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
+) -> FlashKernels:
+    return build_flash(tmp_path_factory.mktemp("flash"), fake_runtime, 80, request.param)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_killed(
+    mutant: Mutant, flash: FlashKernels, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    killed = mutant.killed_by(mutated(flash, tmp_path, 80, mutant.change), rng)
+    print(killed)
+    assert killed, "the mutant passes every check"
+
+
+def test_registers_and_spills(tmp_path: Path) -> None:
+    """ptxas: no spill in any instance (in a build of the package it is an error as well)."""
+    if reason := missing_tool():
+        pytest.skip(f"ptxas was not asked: {reason}")
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    counts = {"forward": 11, "backward": 31}  # 5 head dimensions, 2 types; the list of tiles
+    for which, source in SOURCES.items():
+        report = run(
+            [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", *targets, "-Xptxas=-v"]
+            + ["-Xptxas=-warn-spills,-Werror", "--threads=0", "-I", str(CSRC), "-c"]
+            + [str(CSRC / "cuda" / source), "-o", str(tmp_path / f"{which}.o")]
+        )
+        found = re.findall(
+            r"Compiling entry function '(\w+)' for '(\w+)'.*?(\d+) bytes spill stores, "
+            r"(\d+) bytes spill loads",
+            report,
+            flags=re.S,
+        )
+        assert len(found) == counts[which] * len(ARCHITECTURES), report
+        for name, target, stores, loads in found:
+            assert int(stores) == int(loads) == 0, f"{name} spills on {target}"

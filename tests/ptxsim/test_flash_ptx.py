@@ -1,0 +1,81 @@
+"""Tiled attention as nvcc compiled it, against float64, and planted bugs that must be noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .attention_cases import Case
+from .embedding_cases import same_bits
+from .flash_build import build_flash, mutated
+from .flash_cases import FlashKernels, check_flash, run_flash, small_suite
+from .flash_mutants import MUTANTS, Mutant
+from .ptxtypes import SimError
+
+DIM = 80  # the instance that is built here: make test-flash runs them all
+
+
+@pytest.fixture(scope="session")
+def flash(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> FlashKernels:
+    return build_flash(tmp_path_factory.mktemp("flash"), fake_runtime, DIM, "80")
+
+
+@pytest.mark.parametrize("name", small_suite(DIM))
+def test_accuracy(name: str, flash: FlashKernels, rng: np.random.Generator) -> None:
+    small_suite(DIM)[name](flash, rng)
+
+
+def test_head_dim_72_on_sm_90(fake_runtime: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Its last 8 columns are a product of half the depth."""
+    kernels = build_flash(tmp_path, fake_runtime, 72, "90a", ("Fp16Math",))
+    check_flash(kernels, Case(rng, [140], 1, 1, 72, "float16", causal=True))
+
+
+def test_same_bits_whatever_else_is_in_the_batch(
+    flash: FlashKernels, rng: np.random.Generator
+) -> None:
+    """A segment's results depend neither on its place in the list of tiles nor on repetition."""
+    case = Case(rng, [135], 2, 1, DIM, "float16")
+    _, alone = run_flash(flash, case)
+    _, again = run_flash(flash, case)
+    batch = Case(rng, [140, 135, 3], 2, 1, DIM, "float16")
+    for name in ("q", "k", "v", "dout"):
+        getattr(batch, name)[140:275] = getattr(case, name)
+    _, among = run_flash(flash, batch)
+    for name in ("out", "dq", "dk", "dv"):
+        same_bits(again[name], alone[name], f"{name}, again")
+        same_bits(among[name][140:275], alone[name], f"{name}, in a batch")
+
+
+def test_list_of_many_tiles(flash: FlashKernels, rng: np.random.Generator) -> None:
+    """More segments than the list's kernel has threads, most of them empty."""
+    lengths = np.where(rng.random(300) < 0.02, rng.integers(1, 20, 300), 0)
+    lengths[[7, 290]] = 129, 257
+    check_flash(flash, Case(rng, lengths.tolist(), 1, 1, DIM), backward=False)
+
+
+def test_a_too_long_segment_is_trapped(flash: FlashKernels, rng: np.random.Generator) -> None:
+    with pytest.raises(SimError, match="segment 1 is tokens 3 to 13 of 13, and max_seqlen is 5"):
+        run_flash(flash, Case(rng, [3, 10], 1, 1, DIM, max_length=5))
+
+
+def test_no_segment(flash: FlashKernels, rng: np.random.Generator) -> None:
+    device, _ = run_flash(flash, Case(rng, [], 1, 1, DIM, max_length=0), backward=False)
+    assert device.launches == []
+    device, found = run_flash(flash, Case(rng, [0, 0], 1, 1, DIM))
+    assert found["out"].size == 0
+
+
+QUICK_MUTANTS = [m for m in MUTANTS if m.quick]
+
+
+@pytest.mark.parametrize("mutant", QUICK_MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_killed(
+    mutant: Mutant, flash: FlashKernels, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    kernels = mutated(flash, tmp_path, DIM, mutant.change)
+    killed = mutant.killed_by(kernels, rng)
+    print(killed)
+    assert killed, "the mutant passes every check"
