@@ -46,7 +46,7 @@ test-kernels: setup
 	$(RUN) -m pytest tests/kernels tests/ptxsim tests/emulation
 
 # Every instance of tiled attention on both architectures, and every planted bug, in the PTX
-# interpreter (10 min on 2 cores).
+# interpreter (12 min of one core).
 test-flash: setup
 	$(RUN) -m pytest tests/ptxsim/flash_matrix.py -rP
 
