@@ -6,9 +6,7 @@ import copy
 import gc
 import random
 import re
-import time
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from tests.kernels.numeric import assert_bitwise
 from tests.optim.delayed import DelayedTransfers
 from vlmkernels import _native
-from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise, device_step
+from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer
 from vlmkernels.optim import moments as held
 from vlmkernels.optim.hybrid import choose
 
@@ -142,125 +140,6 @@ def test_bits_of_plain_adamw(fraction: float, delayed: bool):
                 assert_bitwise(key, ours, theirs)
 
 
-@pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("fraction", [0.0, 0.6, 1.0])
-def test_short_moments_are_those_of_cpu_adam(fraction: float, moments: torch.dtype):
-    """To the last bit, codes and scales too: what tests/kernels/test_cpu_adam_*.py say of their
-    convergence holds here."""
-    model, data = Model(), batches(6)
-    plain = copy.deepcopy(model)
-    optimizer = hybrid(
-        model, moments=moments, offload_fraction=fraction, transfers=DelayedTransfers()
-    )
-    reference = Reference(plain, moments)
-    train(model, optimizer, data)
-    train(plain, reference, data)
-    assert_same_model(model, plain)
-    for param, master in zip(optimizer._params(), reference.masters, strict=True):
-        for key, value in reference.adam.state[master].items():
-            assert_bitwise(key, optimizer.state[param][key], value)
-
-
-def test_everything_moves():
-    """Nothing of a state stays where it was, which on a GPU would be the wrong memory."""
-    model = Model()
-    optimizer = hybrid(model, moments=torch.uint8)
-    train(model, optimizer, batches(2))
-    for fraction in (0.0, 1.0):
-        before = {p: dict(s) for p, s in optimizer.state.items()}
-        optimizer.set_offload_fraction(fraction)
-        for param, state in before.items():
-            for key in held.keys(torch.uint8) if param.numel() else ():
-                assert_bitwise(key, optimizer.state[param][key], state[key])
-                assert optimizer.state[param][key].data_ptr() != state[key].data_ptr(), key
-
-
-def test_codes_in_another_memory_order():
-    """CPUAdam's blocks of a transposed parameter are other elements than ours."""
-    start = torch.randn(40, 30).t()
-    theirs, ours = (nn.Parameter(start.clone()) for _ in range(2))
-    assert not theirs.is_contiguous()
-    adam = CPUAdam([theirs], moments=torch.uint8)
-    theirs.grad = torch.randn(40, 30).t()
-    adam.step()
-    optimizer = HybridDeviceOptimizer([ours], moments=torch.uint8)
-    optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
-    state = adam.state[theirs]
-    values = blockwise.dequantize(state["exp_avg_codes"], state["exp_avg_scales"], signed=True)
-    codes, scales = blockwise.quantize(values.contiguous(), signed=True)
-    assert_bitwise("codes", optimizer.state[ours]["exp_avg_codes"], codes)
-    assert_bitwise("scales", optimizer.state[ours]["exp_avg_scales"], scales)
-
-
-@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
-def test_state_of_other_moments_is_taken(other: torch.dtype):
-    """8-bit codes become the numbers they stand for; those become the same codes again."""
-    model, data = Model(), batches(3)
-    first = hybrid(model, moments=torch.uint8)
-    train(model, first, data)
-    saved = copy.deepcopy(first.state_dict())
-    wide = hybrid(model, moments=torch.float32, offload_fraction=0.5)
-    wide.load_state_dict(saved)
-    for param in first._params():
-        if param in first.state:
-            codes, scales = (first.state[param][f"exp_avg_sq_{x}"] for x in ("codes", "scales"))
-            expected = blockwise.dequantize(codes, scales, signed=False)
-            assert_bitwise("exp_avg_sq", wide.state[param]["exp_avg_sq"], expected)
-    again = hybrid(model, moments=torch.uint8, offload_fraction=0.3)
-    again.load_state_dict(copy.deepcopy(wide.state_dict()))
-    for param, state in first.state.items():
-        for key, value in state.items():
-            assert_bitwise(key, again.state[param][key], value)
-    again.check_masters()
-    # From elements, the nearest codes.
-    elements = hybrid(model, moments=other)
-    train(model, elements, data)
-    again.load_state_dict(copy.deepcopy(elements.state_dict()))
-    for param, state in elements.state.items():
-        codes, scales = blockwise.quantize(state["exp_avg"].float(), signed=True)
-        assert_bitwise("codes", again.state[param]["exp_avg_codes"], codes)
-        assert_bitwise("scales", again.state[param]["exp_avg_scales"], scales)
-    broken = copy.deepcopy(saved)
-    number = next(n for n, s in broken["state"].items() if s["exp_avg_scales"].numel() > 1)
-    broken["state"][number]["exp_avg_scales"] = torch.ones(1)
-    with pytest.raises(ValueError, match="the loaded exp_avg_scales is float32 .* it needs"):
-        again.load_state_dict(broken)
-
-
-@pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
-def test_the_device_s_own_step(moments: torch.dtype):
-    """What a GPU does with parameters that stay there, in plain torch, against the native step:
-    moments to 4 roundings, codes to one neighbour."""
-    grads = [torch.randn(n) * 10.0 ** torch.randint(-6, 1, (n,)) for n in (1000, 256, 7)]
-    start = [torch.randn(g.shape) for g in grads]
-    found = []
-    for step in (device_step._native, device_step._fused):
-        params = [nn.Parameter(x.bfloat16()) for x in start]
-        masters, states = [x.clone() for x in start], []
-        for param in params:
-            state: dict[str, Any] = {"step": torch.tensor(0.0)}
-            held.fit(state, moments, partial(torch.empty, param.shape))
-            states.append(state)
-        group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-        with torch.no_grad():
-            for _ in range(3):
-                for param, grad in zip(params, grads, strict=True):
-                    param.grad = grad.bfloat16()
-                step({**group, "decoupled_weight_decay": True}, params, masters, states, 0.5)
-        found.append((params, masters, states))
-    for ours, theirs in zip(*(x[1] for x in found), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(*(x[2] for x in found), strict=True):
-        assert float(ours["step"]) == float(theirs["step"]) == 3
-        for key in held.keys(moments):
-            a, b = ours[key], theirs[key]
-            if a.dtype == torch.uint8:
-                magnitude = 255 if "sq" in key else 127
-                assert ((a.int() & magnitude) - (b.int() & magnitude)).abs().max() <= 1, key
-            else:
-                torch.testing.assert_close(a, b, rtol=2**-21, atol=0)
-
-
 @pytest.mark.parametrize("delayed", [False, True], ids=["host", "delayed"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
 def test_fraction_changes_while_training(moments: torch.dtype, delayed: bool):
@@ -308,108 +187,6 @@ def test_gradients_start_down_during_backward():
     assert began == sum(p.grad is not None and p.numel() > 0 for p in optimizer._params())
     optimizer.step()
     assert transfers.downloads == began
-
-
-@pytest.mark.skipif(not FMA, reason="torch's bits need FMA instructions")
-@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
-def test_steps_in_backward_have_the_bits_of_plain_adamw(fraction: float):
-    """By another thread, with late copies in random order; fractions change, weights are loaded in
-    between, every second pass is added to."""
-    model, data = Model(), batches(8)
-    plain = copy.deepcopy(model)
-    optimizer = hybrid(
-        model, offload_fraction=fraction, in_backward=True, transfers=DelayedTransfers()
-    )
-    reference = Reference(plain)
-    for step, ids in enumerate(data):
-        for params in (optimizer.param_groups, reference.param_groups):
-            for group in params:
-                group["lr"] = 3e-2 * 0.9**step
-        if step == 4:
-            optimizer.set_offload_fraction(1.0 - fraction)
-            state = copy.deepcopy(optimizer.state_dict())
-            optimizer.load_state_dict(state)
-        if step == 6:
-            with torch.no_grad():
-                for param in (*model.parameters(), *plain.parameters()):
-                    param.mul_(0.75)
-            reference.read_model()
-        if step % 2:
-            with optimizer.accumulating():
-                model(ids, 1).backward()
-            plain(ids, 1).backward()
-        model(ids, step).backward()
-        plain(ids, step).backward()
-        for o in (optimizer, reference):
-            o.step()
-            o.zero_grad()
-    assert_same_model(model, plain)
-    optimizer.check_masters()
-    for param, master in zip(optimizer._params(), reference.masters, strict=True):
-        if master in reference.adam.state and param.numel():
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                ours, theirs = optimizer.state[param][key], reference.adam.state[master][key]
-                assert_bitwise(key, ours, theirs)
-
-
-def test_buckets_are_stepped_while_the_backward_pass_goes_on():
-    """The pass is held up before its last gradient until new weights of an earlier one go up."""
-    layers = [nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(4)]
-    model = nn.Sequential(*layers)
-    transfers = DelayedTransfers()
-    optimizer = HybridDeviceOptimizer(
-        model.parameters(), in_backward=True, bucket_bytes=8192, transfers=transfers
-    )
-    seen = []
-
-    def hold(gradient: Tensor) -> None:
-        end = time.monotonic() + 30
-        while transfers.uploads < 3 and time.monotonic() < end:
-            time.sleep(0.001)
-        seen.append((transfers.downloads, transfers.uploads))
-
-    layers[0].weight.register_hook(hold)
-    model(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
-    assert seen == [(3, 3)]
-    optimizer.step()
-    assert (transfers.downloads, transfers.uploads) == (4, 4)
-
-
-@pytest.mark.parametrize(
-    "change", ["clip", "drop", "again", "zero_grad", "state_dict", "fraction", "scale"]
-)
-def test_a_step_that_began_in_backward_must_be_finished(change: str):
-    model, ids = Model(), batches(1)[0]
-    optimizer = hybrid(model, in_backward=True, transfers=DelayedTransfers())
-    model(ids, 1).backward()
-    plain = {
-        "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
-        "drop": lambda: model.zero_grad(),
-        "scale": lambda: None,
-    }
-    options = {"grad_scale": 0.5} if change == "scale" else {}
-    if change in plain:
-        plain[change]()
-        kind = ValueError if change == "scale" else RuntimeError
-        with pytest.raises(kind, match="in the backward pass"):
-            optimizer.step(**options)
-        return
-    if change == "again":
-        # Unless new weights go up between the second forward pass and its backward pass, which
-        # autograd notices.
-        expected = "a second backward pass adds to a gradient|modified by an inplace operation"
-        with pytest.raises(RuntimeError, match=expected):
-            model(ids, 1).backward()
-    elif change == "fraction":
-        with pytest.raises(RuntimeError, match="set_offload_fraction can't come between"):
-            optimizer.set_offload_fraction(0.5)
-    else:
-        with pytest.raises(RuntimeError, match=f"{change} can't come between a backward pass"):
-            getattr(optimizer, change)()
-    if change != "again":  # nothing is lost
-        optimizer.step()
-        optimizer.zero_grad()
-        assert float(optimizer.state[model.norm.weight]["step"]) == 1
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

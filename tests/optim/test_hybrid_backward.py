@@ -1,0 +1,117 @@
+"""HybridDeviceOptimizer(in_backward=True): the step begins while the backward pass goes on."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.kernels.numeric import assert_bitwise
+from tests.optim.delayed import DelayedTransfers
+from tests.optim.test_hybrid import FMA, Model, Reference, assert_same_model, batches, hybrid
+from vlmkernels.optim import HybridDeviceOptimizer
+
+
+@pytest.mark.skipif(not FMA, reason="torch's bits need FMA instructions")
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_steps_in_backward_have_the_bits_of_plain_adamw(fraction: float):
+    """By another thread, with late copies in random order; fractions change, weights are loaded in
+    between, every second pass is added to."""
+    model, data = Model(), batches(8)
+    plain = copy.deepcopy(model)
+    optimizer = hybrid(
+        model, offload_fraction=fraction, in_backward=True, transfers=DelayedTransfers()
+    )
+    reference = Reference(plain)
+    for step, ids in enumerate(data):
+        for params in (optimizer.param_groups, reference.param_groups):
+            for group in params:
+                group["lr"] = 3e-2 * 0.9**step
+        if step == 4:
+            optimizer.set_offload_fraction(1.0 - fraction)
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(state)
+        if step == 6:
+            with torch.no_grad():
+                for param in (*model.parameters(), *plain.parameters()):
+                    param.mul_(0.75)
+            reference.read_model()
+        if step % 2:
+            with optimizer.accumulating():
+                model(ids, 1).backward()
+            plain(ids, 1).backward()
+        model(ids, step).backward()
+        plain(ids, step).backward()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    assert_same_model(model, plain)
+    optimizer.check_masters()
+    for param, master in zip(optimizer._params(), reference.masters, strict=True):
+        if master in reference.adam.state and param.numel():
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                ours, theirs = optimizer.state[param][key], reference.adam.state[master][key]
+                assert_bitwise(key, ours, theirs)
+
+
+def test_buckets_are_stepped_while_the_backward_pass_goes_on():
+    """The pass is held up before its last gradient until new weights of an earlier one go up."""
+    layers = [nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    transfers = DelayedTransfers()
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), in_backward=True, bucket_bytes=8192, transfers=transfers
+    )
+    seen = []
+
+    def hold(gradient: Tensor) -> None:
+        end = time.monotonic() + 30
+        while transfers.uploads < 3 and time.monotonic() < end:
+            time.sleep(0.001)
+        seen.append((transfers.downloads, transfers.uploads))
+
+    layers[0].weight.register_hook(hold)
+    model(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
+    assert seen == [(3, 3)]
+    optimizer.step()
+    assert (transfers.downloads, transfers.uploads) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "change", ["clip", "drop", "again", "zero_grad", "state_dict", "fraction", "scale"]
+)
+def test_a_step_that_began_in_backward_must_be_finished(change: str):
+    model, ids = Model(), batches(1)[0]
+    optimizer = hybrid(model, in_backward=True, transfers=DelayedTransfers())
+    model(ids, 1).backward()
+    plain = {
+        "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        "drop": lambda: model.zero_grad(),
+        "scale": lambda: None,
+    }
+    options = {"grad_scale": 0.5} if change == "scale" else {}
+    if change in plain:
+        plain[change]()
+        kind = ValueError if change == "scale" else RuntimeError
+        with pytest.raises(kind, match="in the backward pass"):
+            optimizer.step(**options)
+        return
+    if change == "again":
+        # Unless new weights go up between the second forward pass and its backward pass, which
+        # autograd notices.
+        expected = "a second backward pass adds to a gradient|modified by an inplace operation"
+        with pytest.raises(RuntimeError, match=expected):
+            model(ids, 1).backward()
+    elif change == "fraction":
+        with pytest.raises(RuntimeError, match="set_offload_fraction can't come between"):
+            optimizer.set_offload_fraction(0.5)
+    else:
+        with pytest.raises(RuntimeError, match=f"{change} can't come between a backward pass"):
+            getattr(optimizer, change)()
+    if change != "again":  # nothing is lost
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(optimizer.state[model.norm.weight]["step"]) == 1
