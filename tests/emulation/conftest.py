@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from .build import CSRC, HERE, Library, build, compiler
+from .instances import EDIT, SOURCES
 from .mutants import MUTANTS
-from .window import EDIT, SOURCES
 
 
 @pytest.fixture

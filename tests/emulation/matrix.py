@@ -1,6 +1,6 @@
 """Every instance of the kernels under many schedules: python -m tests.emulation.matrix [SCHEDULES].
 
-Minutes, for a change in a kernel; `make test` runs two instances (window.py) and few schedules.
+Minutes, for a change in a kernel; `make test` runs few instances (instances.py) and few schedules.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.ptxsim import attention_cases, embedding_cases, vision_cases
+from tests.ptxsim import attention_cases, embedding_cases, flash_cases, vision_cases
 from tests.ptxsim.attention_cases import Case, check_window
 from tests.ptxsim.vision_cases import VisionCase, check_vision
 
 from .build import CSRC, build
 from .device import EmbeddingKernels, WindowKernels
-from .window import SOURCES
+from .instances import SOURCES
 
 
 def main(schedules: int) -> None:
@@ -30,6 +30,7 @@ def main(schedules: int) -> None:
         embedding = EmbeddingKernels(library, rng, 0, "embedding")
         window = WindowKernels(library, rng, 0, "window_attention")
         vision = WindowKernels(library, rng, 0, "vision_window")
+        tiled = WindowKernels(library, rng, 0, "flash_attention")
         for schedule in range(schedules):
             for check in embedding_cases.small_suite().values():
                 check(embedding, rng)
@@ -37,6 +38,9 @@ def main(schedules: int) -> None:
                 check(window, rng)
             for check in vision_cases.small_suite().values():
                 check(vision, rng)
+            for dim in (64, 72, 80, 96, 128):
+                for check in flash_cases.small_suite(dim).values():
+                    check(tiled, rng)
             for dim in (64, 80, 96, 128):
                 for dtype in ("bfloat16", "float16"):
                     for longest in (64, 128) if dim < 128 else (64,):

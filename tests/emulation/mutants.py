@@ -17,6 +17,7 @@ from .build import Mutant
 from .device import EmulatedKernels
 
 _W, _R, _E = "attention_window.cuh", "attention_rows.cuh", "embedding.cu"
+_T, _F, _B = "attention_tiles.cuh", "attention_flash.cu", "attention_flash_backward.cu"
 
 WINDOW_MUTANTS = [
     Mutant("keys beyond the window", _W, "key < length && (!p.causal || key <= row + e / 2 * 8)",
@@ -101,6 +102,46 @@ VISION_MUTANTS = [
            "S::kForwardShared + Rows::kShared * kKeys"),
 ]  # fmt: skip
 
+#: Of tiled attention. tests/ptxsim/flash_mutants.py has more, of which many change no statement.
+FLASH_MUTANTS = [
+    Mutant("tiles: keys not awaited", _F, "ptx::wait_copies<0>();", ";"),
+    Mutant("tiles: no barrier before keys", _F, "__syncthreads();", ";",
+           "__syncthreads();  // this block of keys is here"),
+    Mutant("tiles: next keys to the same buffer", _F, "(stage ^ 1)", "stage"),
+    Mutant("tiles: next keys are the first", _F, "next * p.k.token_stride", "0",
+           "keys + next * p.k.token_stride"),
+    Mutant("tiles: keys past the segment", _F, "next > tile.length", "false"),
+    Mutant("tiles: mask one key too late", _T, "min(mine + 1, length)", "min(mine + 2, length)"),
+    Mutant("tiles: causal warps leave too early", _F, "key >= first + S::kBlocks * 16",
+           "key >= first"),
+    Mutant("tiles: sums not corrected", _F, "sum[m][r] * correction + part", "sum[m][r] + part"),
+    Mutant("tiles: maximum over half a row", _F,
+           "highest = fmaxf(highest, ptx::exchange(highest, 2));", ";"),
+    Mutant("tiles: statistics of the wrong head", _F, "head * p.tokens + tile.begin + query",
+           "kv_head * p.tokens + tile.begin + query"),
+    Mutant("tiles: no barrier before queries", _B, "__syncthreads();", ";",
+           "__syncthreads();  // these queries are here"),
+    Mutant("tiles: no barrier before keys, backward", _B, "__syncthreads();", ";",
+           "__syncthreads();  // this block of keys is here"),
+    Mutant("tiles: first head of the group only", _B, "kv_head * group + head",
+           "kv_head * group", "kv_head * group + head, query);"),
+    Mutant("tiles: delta left out of dk", _B, "(e % 2 ? delta.y : delta.x)", "0.f"),
+    Mutant("tiles: delta left out of dq", _B, "delta[m][e / 2]", "0.f",
+           "(ds[m][n][e] - delta[m][e / 2])"),
+    Mutant("tiles: sums of half a row", _B, "sum += ptx::exchange(sum, 2);", ";"),
+    Mutant("tiles: keys past the segment, backward", _B, "after > tile.length", "false"),
+    Mutant("tiles: rows read past the segment", _T, "row + i < length", "true",
+           "source, row + i < length);"),
+    Mutant("tiles: store past the segment", _T, "row < length", "row <= length",
+           "const bool inside = row < length;\n    ptx::store("),
+    Mutant("tiles: shortest first", _T, "work < kBuckets ? kBuckets - work : 0",
+           "work < kBuckets ? work : 0"),
+    Mutant("tiles: the list's end unwritten", _T, "i < total", "i < used",
+           "i = used + threadIdx.x; i < total"),
+    Mutant("tiles: scan without its own", _T, "before -= sum;", ";"),
+    Mutant("tiles: natural exponent", _T, "1.44269504f", "1.f"),
+]  # fmt: skip
+
 EMBEDDING_MUTANTS = [
     Mutant("one row too many", _E, "rows - first", "rows - first + 1", "rows - first;"),
     Mutant("rows of a warp overlap", _E, "kRowsPerWarp", "3", "kWarpSize) * kRowsPerWarp;"),
@@ -131,7 +172,12 @@ EMBEDDING_MUTANTS = [
     Mutant("16 bytes where 4 are aligned", _E, "bits % 16 == 0", "bits % 4 == 0"),
 ]  # fmt: skip
 
-MUTANTS = [*WINDOW_MUTANTS, *VISION_MUTANTS, *EMBEDDING_MUTANTS]  # number n is MUTANTS[n - 1]
+MUTANTS = [
+    *WINDOW_MUTANTS,
+    *VISION_MUTANTS,
+    *FLASH_MUTANTS,
+    *EMBEDDING_MUTANTS,
+]  # number n is MUTANTS[n - 1]
 
 
 def killed_by(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.ptxsim import attention_cases, embedding_cases, vision_cases
+from tests.ptxsim import attention_cases, embedding_cases, flash_cases, vision_cases
 
 from .build import Library
 from .device import EmbeddingKernels, WindowKernels
@@ -27,6 +27,9 @@ def main() -> None:
     vision = WindowKernels(library, rng, 0, "vision_window")
     for check in vision_cases.small_suite().values():
         check(vision, rng)
+    tiled = WindowKernels(library, rng, 0, "flash_attention")
+    for check in flash_cases.small_suite().values():
+        check(tiled, rng)
     for check in embedding_cases.small_suite().values():
         check(EmbeddingKernels(library, rng, 0, "embedding"), rng)
     sys.stdout.write("clean\n")

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.ptxsim import attention_cases, embedding_cases, vision_cases
+from tests.ptxsim import attention_cases, embedding_cases, flash_cases, vision_cases
 from tests.ptxsim.attention_cases import Case, check_window
 from tests.ptxsim.embedding_cases import Pack, check_forward, check_gather, check_reduce
 from tests.ptxsim.ptxtypes import SimError
@@ -15,7 +15,7 @@ from tests.ptxsim.vision_cases import VisionCase, check_vision
 
 from .build import Library
 from .device import EmbeddingKernels, WindowKernels
-from .mutants import MUTANTS, VISION_MUTANTS, killed_by
+from .mutants import FLASH_MUTANTS, MUTANTS, VISION_MUTANTS, killed_by
 
 
 def _embedding(library: Library, rng: np.random.Generator, mutant: int = 0) -> EmbeddingKernels:
@@ -28,6 +28,10 @@ def _window(library: Library, rng: np.random.Generator, mutant: int = 0) -> Wind
 
 def _vision(library: Library, rng: np.random.Generator, mutant: int = 0) -> WindowKernels:
     return WindowKernels(library, rng, mutant, "vision_window")
+
+
+def _flash(library: Library, rng: np.random.Generator, mutant: int = 0) -> WindowKernels:
+    return WindowKernels(library, rng, mutant, "flash_attention")
 
 
 @pytest.mark.parametrize("name", embedding_cases.small_suite())
@@ -51,6 +55,11 @@ def test_vision_attention(name: str, library: Library, rng: np.random.Generator)
 
 def test_vision_attention_128_keys(library: Library, rng: np.random.Generator) -> None:
     check_vision(_vision(library, rng), VisionCase(rng, [100, 7, 128], 2, 64, "float16"))
+
+
+@pytest.mark.parametrize("name", flash_cases.small_suite())
+def test_tiled_attention(name: str, library: Library, rng: np.random.Generator) -> None:
+    flash_cases.small_suite()[name](_flash(library, rng), rng)
 
 
 def test_random_shapes(library: Library, rng: np.random.Generator) -> None:
@@ -98,6 +107,8 @@ def test_traps(library: Library, rng: np.random.Generator) -> None:
 def test_mutant_is_killed(number: int, library: Library, rng: np.random.Generator) -> None:
     if MUTANTS[number - 1] in VISION_MUTANTS:
         suite, kernels = vision_cases.small_suite(), _vision(library, rng, number)
+    elif MUTANTS[number - 1] in FLASH_MUTANTS:
+        suite, kernels = flash_cases.small_suite(), _flash(library, rng, number)
     elif MUTANTS[number - 1].file == "embedding.cu":
         suite, kernels = embedding_cases.small_suite(), _embedding(library, rng, number)
     else:

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from .build import CSRC, Library, Mutant, build, compiler, preload
-from .window import EDIT_ONE, SOURCES
+from .instances import EDIT_ONE, SOURCES
 
 _W = "attention_window.cuh"
 #: What only these tools see, an array in registers and a shift, and a read that all builds see.

@@ -16,6 +16,14 @@ SOURCES = {"forward": FORWARD, "backward": BACKWARD}
 Change = tuple[str, str, str]
 
 
+def keep_head_dim(code: str, dim: int) -> str:
+    """attention_tiles.cuh with one instance: the others take most of the compiler's time."""
+    others = rf" *case (?!{dim}:)\d+: *\\\n *return launch<[^\n]*\n"
+    code, count = re.subn(others, "", code)
+    assert count == 4, f"{count} other instances were taken out of {SHARED}"
+    return code
+
+
 def copy_sources(folder: Path, dim: int, types: tuple[str, ...], changes: list[Change]) -> Path:
     """A copy of csrc whose launchers know one head_dim and these of Bf16Math and Fp16Math: the rest
     takes most of nvcc's time. Returns its cuda folder."""
@@ -25,9 +33,7 @@ def copy_sources(folder: Path, dim: int, types: tuple[str, ...], changes: list[C
     for name in (FORWARD, BACKWARD, SHARED, PRIMITIVES, "attention_flash.h"):
         code = (CSRC / "cuda" / name).read_text()
         if name == SHARED:
-            others = rf" *case (?!{dim}:)\d+: *\\\n *return launch<[^\n]*\n"
-            code, count = re.subn(others, "", code)
-            assert count == 4, f"{count} other instances were taken out of {name}"
+            code = keep_head_dim(code, dim)
         for other in {"Bf16Math", "Fp16Math"} - set(types):
             code = re.sub(rf"VLMK_FLASH_DIMS\(\w+, ptx::{other}, f.head_dim\)", "return 1;", code)
         for file, text, replacement in changes:

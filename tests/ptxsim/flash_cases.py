@@ -45,6 +45,9 @@ class FlashKernels:
         target = next(iter(parts)).target
         return Module(target, kernels, variables)
 
+    def device(self) -> Device:
+        return Device(self.runtime, self.module, memory_bytes=16 << 20)
+
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
         function = self.builds[launcher].function(f"flash_attention_{launcher}_cuda")
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
@@ -54,7 +57,7 @@ def run_flash(
     kernels: FlashKernels, case: Case, backward: bool = True
 ) -> tuple[Device, dict[str, Array]]:
     """Runs forward and backward; the results as they were written, and the lists of tiles."""
-    device = Device(kernels.runtime, kernels.module, memory_bytes=16 << 20)
+    device = kernels.device()
     memory = device.memory
     element = DTYPES[case.dtype][1]
     stats = memory.reserve("stats", (2, case.heads, case.tokens), np.float32)
