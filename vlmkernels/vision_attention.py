@@ -236,7 +236,7 @@ def _composed(
     table: Tensor,
     cu_seqlens: Tensor,
     order: Tensor | None,
-    longest: int,
+    longest: int | None,
     scale: float,
 ) -> Tensor:
     """The same from varlen_attention, with copies of what is rotated and permuted."""
@@ -247,6 +247,30 @@ def _composed(
         q, k, v = (x.index_select(0, order) for x in (q, k, v))
     out = varlen_attention(q, k, v, cu_seqlens, max_seqlen=longest, scale=scale)
     return out if order is None else torch.empty_like(out).index_copy(0, order.long(), out)
+
+
+def rotated_attention(
+    qkv: Tensor,
+    table: Tensor,
+    cu_seqlens: Tensor,
+    order: Tensor | None = None,
+    longest: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """vision_attention on the parts of a layout, for towers that have made them themselves.
+
+    Args:
+        qkv: as there.
+        table: float32 [P, D], cosines and sines of each patch's D / 2 angles.
+        cu_seqlens: int32 [n + 1], borders of the segments in places.
+        order: int32 [P], the patch at each place; None: place i is patch i.
+        longest: segment, in patches; on CUDA without it the call is composed.
+        scale: default D ** -0.5.
+    """
+    scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
+    if qkv.is_cuda and (longest is None or no_window("cuda", qkv.dtype, qkv.shape[-1], longest)):
+        return _composed(qkv, table, cu_seqlens, order, longest, scale)
+    return _forward_op(qkv, table, cu_seqlens, order, longest or 0, scale)[0]
 
 
 # ---- public -------------------------------------------------------------------------------------
@@ -277,7 +301,4 @@ def vision_attention(
     """
     cu_seqlens, order, longest = _segments(layout, window)
     table = layout.rotary_table(qkv.shape[-1])
-    scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
-    if qkv.is_cuda and no_window("cuda", qkv.dtype, qkv.shape[-1], longest):
-        return _composed(qkv, table, cu_seqlens, order, longest, scale)
-    return _forward_op(qkv, table, cu_seqlens, order, longest, scale)[0]
+    return rotated_attention(qkv, table, cu_seqlens, order, longest, scale)

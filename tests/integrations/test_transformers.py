@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -158,11 +159,12 @@ def test_the_kernels_run(models: tuple[Any, Any, Any]) -> None:
     for inputs in (batch(both[:1]), batch(both), batch(both, "left"), packed(both)):
         for model, expected in (
             (plain, {}),
-            (ours, {"varlen_attention": 8, "visual_embedding": 1}),
+            (ours, {"vision_attention": 4, "varlen_attention": 4, "visual_embedding": 1}),
         ):
             with _Calls() as calls, torch.no_grad():
                 model(**inputs)
-            names = [n for n in calls.names if n in ("varlen_attention", "visual_embedding")]
+            wanted = ("vision_attention", "varlen_attention", "visual_embedding")
+            names = [n for n in calls.names if n in wanted]
             assert {n: names.count(n) for n in names} == expected
 
 
@@ -329,8 +331,13 @@ def test_other_masks_go_to_sdpa(models: tuple[Any, Any, Any]) -> None:
         torch.testing.assert_close(ours(**inputs).loss, plain(**inputs).loss)
 
 
-def test_refusals(models: tuple[Any, Any, Any]) -> None:
+def test_refusals(models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours, _ = models
+    module = sys.modules[type(plain.model.visual.blocks[0].attn).__module__]
+    with monkeypatch.context() as other:
+        other.setattr(module, "apply_rotary_pos_emb_vision", lambda q, k, cos, sin: (q, 2 * k))
+        with pytest.raises(ValueError, match="turns queries and keys in another way"):
+            hf.enable(copy.deepcopy(plain))
     with pytest.raises(ValueError, match="model is a Linear; it must be, or contain, one of"):
         hf.enable(nn.Linear(2, 2))
     model = copy.deepcopy(plain)
@@ -348,7 +355,8 @@ def test_compile(models: tuple[Any, Any, Any]) -> None:
     hidden = torch.randn(2, 12, 96)
     angles = plain.model.language_model.rotary_emb(hidden, torch.arange(12).expand(3, 2, -1))
     patches = torch.randn(24, 48)
-    cos, sin = torch.randn(2, 24, 16)
+    turns = torch.randn(24, 8).repeat(1, 2)  # both halves alike, as the tower makes them
+    cos, sin = turns.cos(), turns.sin()
     borders = torch.tensor([0, 8, 24], dtype=torch.int32)
     for of, args in (
         (lambda m: m.language_model.layers[1], dict(position_embeddings=angles)),

@@ -6,8 +6,9 @@
 after the model was made or loaded, before or after peft, torch.compile or a trainer wraps it.
 `disable(model)` takes everything back. What is replaced:
 
-- vision tower: `varlen_attention` over all segments of the batch at once, in place of one attention
-  call per image, frame or window;
+- vision tower: `vision_attention`'s kernels over all segments of the batch at once, straight from
+  the projection and with the rotary embedding inside, in place of a split, a rotation and one
+  attention call per image, frame or window;
 - embeddings: `visual_embedding` in place of a lookup of all tokens and a masked_scatter for images
   and another for videos. Hooks of the embedding module run as before. Where it is not a plain
   torch.nn.Embedding (peft may wrap it), its rows are taken as they come and `scatter_visual` puts
@@ -36,6 +37,8 @@ from torch import Tensor, nn
 
 from vlmkernels import scatter_visual, varlen_attention, visual_embedding, visual_index
 from vlmkernels._native import DTYPES
+from vlmkernels.vision_attention import rotate as turned
+from vlmkernels.vision_attention import rotated_attention
 
 NAME = "vlmkernels"
 
@@ -63,7 +66,9 @@ def enable(
     disable(host)
     try:
         if vision:
-            for attention in _vision_attentions(host):
+            attentions = _vision_attentions(host)
+            _check_rotation(attentions[0])
+            for attention in attentions:
                 _replace(attention, _vision_attention)
         if embedding:
             table = host.get_input_embeddings()
@@ -158,13 +163,39 @@ def _vision_attention(
     if position_embeddings is None:
         raise ValueError("position_embeddings is None; the vision tower must pass (cos, sin)")
     qkv = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
-    rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb_vision
-    q, k = rotate(qkv[:, 0], qkv[:, 1], *position_embeddings)
     borders = cu_seqlens.to(torch.int32)
     if borders.is_cuda and max_seqlen is None and not torch.compiler.is_compiling():
         max_seqlen = _longest(cu_seqlens)
-    out = varlen_attention(q, k, qkv[:, 2], borders, max_seqlen=max_seqlen)
+    out = rotated_attention(qkv, _table(*position_embeddings), borders, longest=max_seqlen)
     return self.proj(out.flatten(1))
+
+
+def _table(cos: Tensor, sin: Tensor) -> Tensor:
+    """float32 [P, D] of cos and sin [P, D], whose halves are alike; made once for all layers."""
+    known = getattr(cos, "_vlmkernels_table", None)
+    if known is None:
+        half = cos.shape[-1] // 2
+        known = torch.cat((cos[:, :half], sin[:, :half]), -1).float()
+        if not torch.compiler.is_compiling():
+            cos._vlmkernels_table = known  # type: ignore[attr-defined]
+    return known
+
+
+def _check_rotation(attention: nn.Module) -> None:
+    """transformers' own rotation is the one that the kernel computes.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb_vision", None)
+    x = torch.linspace(-1, 1, 48, device="cpu").view(3, 2, 8)
+    angles = torch.linspace(0, 3, 12, device="cpu").view(3, 4)
+    cos, sin = (torch.cat((f, f), -1) for f in (angles.cos(), angles.sin()))
+    if rotate is None or not torch.allclose(rotate(x, x, cos, sin)[1], turned(x, _table(cos, sin))):
+        raise ValueError(
+            f"the vision tower's {type(attention).__name__} turns queries and keys in another way: "
+            "this version of transformers is not known; use enable(model, vision=False)"
+        )
 
 
 def _longest(cu_seqlens: Tensor) -> int:
