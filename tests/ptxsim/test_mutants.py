@@ -41,7 +41,12 @@ KERNEL_MUTANTS = [
     ("first tile only", "embedding", "blockIdx.y) * kThreads", "blockIdx.y) * 0"),
     ("low half twice", "embedding", "(words[w] >> 16)", "(words[w])"),
     ("bf16 widened wrong", "primitives", "(bits) << 16", "(bits) << 15"),
-    ("two words of four", "primitives", "v4.b32 [%0], {%1, %2, %3, %4}", "v2.b32 [%0], {%1, %2}"),
+    (
+        "two words of four",
+        "primitives",
+        "global.v4.b32 [%0], {%1, %2, %3, %4}",
+        "global.v2.b32 [%0], {%1, %2}",
+    ),
     ("table's type for visual rows", "embedding", "? p.visual_dtype : p", "? p.table_dtype : p"),
     (
         "first row's type for all",
