@@ -131,9 +131,11 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x, copied where a row of a 16-bit [T, H, D] tensor starts off a multiple of 16 bytes."""
-    if x.data_ptr() % 16 == 0 and (x.stride(0) | x.stride(1)) % 8 == 0 and x.stride(2) == 1:
+def aligned(x: Tensor) -> Tensor:
+    """x, copied where a row of its last dimension, 16 bits wide or more, starts off a multiple of
+    16 bytes."""
+    *outer, last = x.stride()
+    if x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in outer) and last == 1:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -180,7 +182,7 @@ def _backward_cpu(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The window kernel or the tiled one; `longest` is a promise that both check."""
     q, k, v, cu_seqlens, longest, *rest = inputs
-    inputs = (*map(_aligned, (q, k, v)), cu_seqlens, longest, *rest)
+    inputs = (*map(aligned, (q, k, v)), cu_seqlens, longest, *rest)
     if _is_window(q.shape[-1], longest):
         return _forward(_C.window_attention_forward_cuda, inputs, longest, cuda_stream(q))
     tiles = _tile_list(q, cu_seqlens, 1)
@@ -190,7 +192,7 @@ def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 def _backward_cuda(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, k, v, out, stats, cu_seqlens, longest, *rest = inputs
-    inputs = (*map(_aligned, (dout, q, k, v)), out, stats, cu_seqlens, longest, *rest)
+    inputs = (*map(aligned, (dout, q, k, v)), out, stats, cu_seqlens, longest, *rest)
     if _is_window(q.shape[-1], longest):
         return _backward(_C.window_attention_backward_cuda, inputs, longest, cuda_stream(q))
     tiles, rows = _tile_list(q, cu_seqlens, 2), torch.empty_like(stats)

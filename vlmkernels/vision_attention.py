@@ -29,6 +29,7 @@ from vlmkernels._native import (
 )
 from vlmkernels.attention import (
     MAX_HEAD_DIM,
+    aligned,
     heads_view,
     no_window,
     varlen_attention,
@@ -175,24 +176,16 @@ def _backward_cpu(*inputs: Any) -> Tensor:
     return _backward(_C.vision_attention_backward, inputs)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x, copied where a row of its last dimension starts off a multiple of 16 bytes."""
-    *outer, last = x.stride()
-    if x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in outer) and last == 1:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The window kernel; `longest` is a promise that it checks."""
     qkv, table, *rest, longest, scale = inputs
-    inputs = (_aligned(qkv), _aligned(table), *rest, longest, scale)
+    inputs = (aligned(qkv), aligned(table), *rest, longest, scale)
     return _forward(_C.vision_window_forward_cuda, inputs, longest, cuda_stream(qkv))
 
 
 def _backward_cuda(*inputs: Any) -> Tensor:
     dout, qkv, out, stats, table, *rest, longest, scale = inputs
-    inputs = (_aligned(dout), _aligned(qkv), out, stats, _aligned(table), *rest, longest, scale)
+    inputs = (aligned(dout), aligned(qkv), out, stats, aligned(table), *rest, longest, scale)
     return _backward(_C.vision_window_backward_cuda, inputs, longest, cuda_stream(qkv))
 
 

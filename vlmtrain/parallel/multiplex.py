@@ -180,7 +180,7 @@ class Multiplexer:
         self, tower: Any, spec: ModelSpec, tensor: int, dtype: torch.dtype, clock: Clock
     ) -> None:
         """tower: the VisionReplica, or its DistributedDataParallel wrapper."""
-        self.tower, self.spec, self.tensor, self.dtype = tower, spec, tensor, dtype
+        self.tower, self.spec, self.dtype = tower, spec, dtype
         self.clock = clock
         self.group = parallel_state.get_model_parallel_group()
         self.members, self.mine = dist.get_world_size(self.group), dist.get_rank(self.group)

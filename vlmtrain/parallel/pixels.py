@@ -25,8 +25,8 @@ def deal_pixels(grids: Sequence[np.ndarray], ranks: int) -> list[list[int]]:
     return [[next(owner) for _ in pack] for pack in grids]
 
 
-def grids_of(pack: PackedBatch) -> np.ndarray:
-    """Its grids, which lie in host memory wherever the rest does."""
+def grid_of(pack: PackedBatch) -> np.ndarray:
+    """Its media's grids, which lie in host memory wherever the rest does."""
     return pack.grid_thw.numpy()
 
 
@@ -48,7 +48,7 @@ class SharedPixels:
         """
         if all(pack.has_pixels is None for pack in packs):
             return packs
-        grids = [grids_of(pack) for pack in packs]
+        grids = [grid_of(pack) for pack in packs]
         owners = deal_pixels(grids, self.size)
         sizes = [grid.prod(1).tolist() for grid in grids]
         rows = [0] * self.size
