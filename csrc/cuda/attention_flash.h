@@ -10,4 +10,8 @@ namespace vlmk {
 int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream);
 int flash_attention_backward_cuda(const FlashAttentionGradParams& p, void* stream);
 
+// With rotary, without order; as many key heads as query heads.
+int flash_vision_forward_cuda(const FlashVisionParams& p, void* stream);
+int flash_vision_backward_cuda(const FlashVisionGradParams& p, void* stream);
+
 }  // namespace vlmk

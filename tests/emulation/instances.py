@@ -26,4 +26,5 @@ SOURCES = (
     "attention_window_vision.cu",
     "attention_flash.cu",
     "attention_flash_backward.cu",
+    "attention_flash_vision.cu",
 )

@@ -17,7 +17,8 @@ from .build import Mutant
 from .device import EmulatedKernels
 
 _W, _R, _E = "attention_window.cuh", "attention_rows.cuh", "embedding.cu"
-_T, _F, _B = "attention_tiles.cuh", "attention_flash.cu", "attention_flash_backward.cu"
+_T, _F, _B = "attention_tiles.cuh", "attention_flash.cuh", "attention_flash_backward.cuh"
+_V = "attention_flash_vision.cu"
 
 WINDOW_MUTANTS = [
     Mutant("keys beyond the window", _W, "key < length && (!p.causal || key <= row + e / 2 * 8)",
