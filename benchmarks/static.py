@@ -127,8 +127,10 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
         ):
             for dtype, dim, longest in itertools.product((1, 2), (64, 72, 80, 96, 128), (64, 128)):
                 # One segment of one token and head; nothing is read. An error: no such instance.
-                params = params_struct(struct)(max_length=longest)
-                p = params.backward.forward if "Grad" in struct else params.forward
+                params = params_struct(struct)()
+                inner = getattr(params, "flash", params)
+                inner.max_length = longest
+                p = inner.backward.forward if "Grad" in struct else inner.forward
                 p.dtype, p.head_dim = dtype, dim
                 p.segments = p.tokens = p.heads = p.kv_heads = p.rotary = 1
                 getattr(handle, launcher)(ctypes.byref(params), None)
@@ -140,9 +142,13 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
 def attention_launchers(exported: str) -> Iterator[tuple[str, str]]:
     """Mangled name and params struct of each launcher of attention among a library's symbols."""
     for name, way in re.findall(r"\bT (_ZN\w*?_(forward|backward)_cuda\w*)", exported):
-        for part, kind in (("window", "Window"), ("flash", "Flash")):
-            if part in name and "embedding" not in name:
-                yield name, f"{kind}Attention{'Grad' if way == 'backward' else ''}Params"
+        for part, kind in (
+            ("window", "WindowAttention"),
+            ("flash_attention", "FlashAttention"),
+            ("flash_vision", "FlashVision"),
+        ):
+            if part in name:
+                yield name, f"{kind}{'Grad' if way == 'backward' else ''}Params"
 
 
 def measure() -> dict[str, Any]:
