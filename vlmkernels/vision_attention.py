@@ -213,9 +213,7 @@ def _backward_cuda(*inputs: Any) -> Tensor:
     tiles, turned = tile_list(qkv, cu_seqlens, 2), _turned(qkv, order, longest)
     rows = torch.empty_like(stats)
     workspace = (tiles.data_ptr(), rows.data_ptr(), turned.data_ptr())
-    return _backward(
-        _C.flash_vision_backward_cuda, inputs, longest, *workspace, cuda_stream(qkv)
-    )
+    return _backward(_C.flash_vision_backward_cuda, inputs, longest, *workspace, cuda_stream(qkv))
 
 
 # ---- registration -------------------------------------------------------------------------------

@@ -15,7 +15,16 @@ SHARED, ROWS, PRIMITIVES = "attention_tiles.cuh", "attention_rows.cuh", "primiti
 VISION = "attention_flash_vision.cu"
 SOURCES = {"forward": "attention_flash.cu", "backward": "attention_flash_backward.cu"}
 HEADERS = {"forward": FORWARD, "backward": BACKWARD}
-FILES = (*SOURCES.values(), VISION, FORWARD, BACKWARD, SHARED, ROWS, PRIMITIVES, "attention_flash.h")
+FILES = (
+    *SOURCES.values(),
+    VISION,
+    FORWARD,
+    BACKWARD,
+    SHARED,
+    ROWS,
+    PRIMITIVES,
+    "attention_flash.h",
+)
 #: (file, text, its replacement)
 Change = tuple[str, str, str]
 
