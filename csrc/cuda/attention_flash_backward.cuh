@@ -339,12 +339,13 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
   float factor[S::kBlocks][2];
 #pragma unroll
   for (int m = 0; m < S::kBlocks; ++m) factor[m][0] = factor[m][1] = p.scale;
-  uint16_t* const to = rows_of(dq, tile.begin + first, head);
   if constexpr (Rows::kVision) {
-    store_rows_back<Math, kDim>(sum, factor, my_queries, tile.length - first, p.rotary,
-                                tile.begin + first, to, dq.token_stride);
+    const int64_t token = tile.begin + first;
+    store_rows_back<Math, kDim>(sum, factor, my_queries, tile.length - first, p.rotary, token,
+                                rows_of(dq, token, head), dq.token_stride);
   } else {
-    store_rows<Math, kDim>(sum, factor, my_queries, tile.length - first, to, dq.token_stride);
+    store_rows<Math, kDim>(sum, factor, my_queries, tile.length - first,
+                           rows_of(dq, tile.begin + first, head), dq.token_stride);
   }
 }
 

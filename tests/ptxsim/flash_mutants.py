@@ -180,10 +180,8 @@ VISION_MUTANTS = [
     Mutant("angles of another token", SHARED, "(table, token + row, index",
            "(table, token + row / 2, index"),
     Mutant("dq not turned back", BACKWARD,
-           "store_rows_back<Math, kDim>(sum, factor, my_queries, tile.length - first, p.rotary,\n"
-           "                                tile.begin + first, to, dq.token_stride);",
-           "store_rows<Math, kDim>(sum, factor, my_queries, tile.length - first, to, "
-           "dq.token_stride);"),
+           "store_rows_back<Math, kDim>(sum, factor, my_queries, tile.length - first, p.rotary, "
+           "token,", "store_rows<Math, kDim>(sum, factor, my_queries, tile.length - first,"),
     Mutant("dk not turned back", BACKWARD,
            "store_rows_back<Math, kDim>(dk, factor, my_keys, tile.length - first, p.rotary, token,",
            "store_rows<Math, kDim>(dk, factor, my_keys, tile.length - first,"),
