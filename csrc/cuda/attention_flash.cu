@@ -18,7 +18,7 @@ int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
-  if (const int error = launch_list<PackedRows>(f, p.max_length, p.tiles, 1, stream)) return error;
+  if (const int error = launch_list(f, p.max_length, p.tiles, 1, stream)) return error;
   if (f.dtype == DType::kBFloat16) {
     VLMK_FLASH_DIMS(launch_forward, ptx::Bf16Math, f.head_dim)
   }

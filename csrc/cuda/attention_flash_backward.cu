@@ -12,7 +12,7 @@ int launch_backward(const FlashAttentionGradParams& p, void* stream) {
   using Q = QueriesShape<kDim>;
   const AttentionParams& f = p.backward.forward;
   const int64_t tiles = list_length(f);
-  if (const int error = launch_list<PackedRows>(f, p.max_length, p.tiles, 2, stream)) return error;
+  if (const int error = launch_list(f, p.max_length, p.tiles, 2, stream)) return error;
   if (const int error = launch(row_sums<Math, kDim>, (f.tokens + kSumRows - 1) / kSumRows * f.heads,
                                kSumThreads, 0, stream, p)) {
     return error;

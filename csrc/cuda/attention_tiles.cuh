@@ -405,7 +405,7 @@ int launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared, v
 }
 
 // Lists the tiles of queries and, of two lists, those of keys.
-template <class Rows>
+template <class Rows = PackedRows>
 int launch_list(const AttentionParams& p, int64_t max_length, int32_t* tiles, int lists,
                 void* stream) {
   if (p.segments == 0) return cudaSuccess;
