@@ -265,6 +265,7 @@ __device__ __forceinline__ void store_rows_back(const float (&c)[kBlocks][kDim /
                                                 int length, const float* table, int64_t token,
                                                 uint16_t* to, int64_t stride) {
   stage_rows<Math, kDim>(c, factor, rows);
+  // Else the table's addresses stay in registers from the first turn to here, and spill.
   RowTurns<kDim, kBlocks * 16> turns(ptx::anew(threadIdx.x % kWarpSize));
   turns.load(table, token, length);
   turns.template apply<Math, true>(rows);
