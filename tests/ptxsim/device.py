@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import access, arithmetic, matrix  # noqa: F401  they register the instructions
+from . import access, arithmetic, hopper, matrix  # noqa: F401  they register the instructions
 from .machine import launch
 from .memory import GlobalMemory
 from .parser import Module, parse_ptx
@@ -47,6 +48,9 @@ class Device:
     def call(self, launcher: Any, *arguments: Any) -> int:
         """Calls a host launcher; returns its cudaError_t, or raises what a kernel did wrong."""
         self._runtime.fakecuda_set_callback(self._callback)
+        capability = re.match(r"sm_(\d+)(\d)", self.module.target)
+        assert capability is not None
+        self._runtime.fakecuda_set_capability(*(int(n) for n in capability.groups()))
         self._error = None
         try:
             code = int(launcher(*arguments))
