@@ -33,7 +33,7 @@ class Named:
     waiting: list[Array] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class Copy:
     """A tensor copy under way: it arrives as a whole."""
 
