@@ -23,7 +23,7 @@ READY, PARKED, DONE, AT_BARRIER, WAITING = 0, 1, 2, 3, 4
 _MOST_ARRIVALS = _MOST_BYTES = (1 << 20) - 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Named:
     """One of the 16 barriers of bar.sync and bar.arrive."""
 
@@ -43,7 +43,7 @@ class Copy:
     phase: int  # of the barrier when it was started
 
 
-@dataclass
+@dataclass(eq=False)
 class MBarrier:
     """An mbarrier object. Phases count from 0."""
 

@@ -36,7 +36,7 @@ class Device:
         self.printed: list[str] = []
         self.launches: list[tuple[str, tuple[int, ...]]] = []  # kernel, grid and block
         self.steps = 0
-        self._error: SimError | None = None
+        self._error: Exception | None = None
         self._symbols = {
             name: self.memory.upload(name, np.frombuffer(variable.init, np.uint8))
             for name, variable in self.module.globals.items()
@@ -63,7 +63,7 @@ class Device:
     def _launched(self, name: bytes, dims: Any, shared: int, arguments: Any) -> int:
         try:
             self._run(name.decode(), tuple(dims[i] for i in range(6)), shared, arguments)
-        except SimError as error:
+        except Exception as error:  # of the interpreter itself too: ctypes would swallow it
             self._error = self._error or error
             return 1
         return 0

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from . import access, arithmetic, hopper, matrix  # noqa: F401  they register the instructions
+from .device import Device
 from .embedding_cases import from_float, to_float
+from .hopper_cases import (
+    COLUMN_PRODUCTS,
+    ROW_PRODUCTS,
+    Simulator,
+    check_box,
+    check_column_product,
+    check_row_product,
+)
 from .machine import Block, launch
 from .memory import GlobalMemory
 from .parser import parse_ptx
 from .ptxtypes import Array, SimError
+from .toolchain import CSRC, HERE, build_kernels
 
 # Four tiles of 64 rows of 64 bf16, through two buffers: warp 4 copies, warps 0 to 3 add up the
 # products of each tile [64, 64] with the first 8 rows of itself. %r20 and %r21: barriers of a full
@@ -171,7 +183,7 @@ def test_pipeline(rng: np.random.Generator) -> None:
 MMA = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16\n    {%f1, %f2, %f3, %f4}, "
 LAST = MMA + "%rd6, %rd6, %p4, 1, 1, 0, 0;"
 WAIT = "wgmma.wait_group.sync.aligned 0;"
-COPY = "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+COMMIT = "wgmma.commit_group.sync.aligned;"
 ARRIVE = "@%p5 mbarrier.arrive.release.cta.shared::cta.b64 _, [%r21];"
 EXPECT = "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%r20], %r14;"
 FILLED = "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p2, [%r20], %r12;\n  @!%p2 bra"
@@ -254,9 +266,9 @@ ERRORS: dict[str, tuple[str, str, str]] = {
         "is the accumulator of a wgmma under way"),
     "never waited for": (WAIT, "", "under way|which a wgmma reads"),
     "waited for before the commit": (
-        f"wgmma.commit_group.sync.aligned;\n  {WAIT}", f"{WAIT}\n  wgmma.commit_group.sync.aligned;",
+        f"{COMMIT}\n  {WAIT}", f"{WAIT}\n  {COMMIT}",
         "under way|which a wgmma reads"),
-    "never committed": (f"wgmma.commit_group.sync.aligned;\n  {WAIT}", "",
+    "never committed": (f"{COMMIT}\n  {WAIT}", "",
                         "under way|which a wgmma reads"),
     "no fence": (FENCE, "", "a warpgroup's first wgmma without a wgmma.fence"),
     "a register written after the fence": (
@@ -275,7 +287,8 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "rows in the middle of a pattern": (
         "add.s64 %rd4, %rd3, 2;", "add.s64 %rd4, %rd3, 16;", "needs a base offset"),
     "a matrix past the shared memory": (
-        "add.s64 %rd4, %rd3, 2;", "add.s64 %rd4, %rd3, 1024;", "out of bounds|mbarrier|never-|under way|did not wait"),
+        "add.s64 %rd4, %rd3, 2;", "add.s64 %rd4, %rd3, 1024;",
+        "out of bounds|mbarrier|never-|under way|did not wait"),
     "a plain write without a proxy fence": (
         FENCE, WRITE.replace("FENCE", ""), "wrote without a fence.proxy.async"),
     "a proxy fence by another thread": (
@@ -299,7 +312,8 @@ ERRORS: dict[str, tuple[str, str, str]] = {
         ".maxntid 256, 1, 1", "", "whose number of registers nothing bounds"),
     "an odd number of registers": ("aligned.u32 40;", "aligned.u32 44;", "multiples of 8"),
     "a barrier without its partners": (
-        "$next:\n", "bar.sync 2, 256;\n$next:\n", "deadlock: .*128 of 256 threads are at barrier 2"),
+        "$next:\n", "bar.sync 2, 256;\n$next:\n",
+        "deadlock: .*128 of 256 threads are at barrier 2"),
     "a barrier for two counts": (
         "$next:\n", "setp.lt.u32 %p6, %r1, 64;\n  selp.u32 %r40, 64, 128, %p6;\n"
         "  mov.u32 %r41, 2;\n  bar.sync %r41, %r40;\n$next:\n", "barrier 2 is for .* at once"),
@@ -318,3 +332,40 @@ def test_errors(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyP
         with pytest.raises(SimError, match=message) as caught:
             run(source, rng)
         print(caught.value)
+
+
+# ---- csrc/cuda/hopper.cuh as nvcc compiled it
+
+
+@pytest.fixture(scope="module")
+def simulator(
+    fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Simulator]:
+    source = HERE.parent / "emulation" / "hopper_programs.cu"
+    build = build_kernels(source, tmp_path_factory.mktemp("hopper") / "build", ["90a"], CSRC)
+    module = parse_ptx(build.ptx["90a"])
+    return lambda: (Device(fake_runtime, module, 1 << 20), build.function)
+
+
+@pytest.mark.parametrize("chunk", [64, 32, 16])
+def test_boxes(chunk: int, simulator: Callable[[], Simulator], rng: np.random.Generator) -> None:
+    for _ in range(6):
+        check_box(simulator(), rng, chunk)
+
+
+@pytest.mark.parametrize("case", ROW_PRODUCTS, ids=str)
+def test_row_products(
+    case: tuple[int, int, int, str],
+    simulator: Callable[[], Simulator],
+    rng: np.random.Generator,
+) -> None:
+    check_row_product(simulator(), rng, *case)
+
+
+@pytest.mark.parametrize("case", COLUMN_PRODUCTS, ids=str)
+def test_column_products(
+    case: tuple[int, int, int, str],
+    simulator: Callable[[], Simulator],
+    rng: np.random.Generator,
+) -> None:
+    check_column_product(simulator(), rng, *case)
