@@ -277,6 +277,7 @@ __device__ __forceinline__ void start_values(
     const uint32_t (&probabilities)[HopperShape<kDim>::kKeys / 16][4], uint32_t values) {
   using S = HopperShape<kDim>;
   const uint64_t b = ptx::matrix_descriptor<S::kRowBytes, S::kChunkBytes, 8 * S::kRowBytes>(values);
+  ptx::wgmma_results(out);
   ptx::wgmma_fence();
 #pragma unroll
   for (int n = 0; n < S::kKeys / 16; ++n) {

@@ -26,9 +26,10 @@ TILE_ROWS = 128
 
 @dataclass
 class FlashKernels:
-    """The launchers of the two files, the runtime they are linked to, and the PTX to run."""
+    """The launchers of one or two files, the runtime they are linked to, and the PTX to run."""
 
     builds: dict[str, Build]  # "forward" and "backward"
+    launchers: dict[str, str]  # their names
     runtime: Path
     architecture: str
 
@@ -49,7 +50,7 @@ class FlashKernels:
         return Device(self.runtime, self.module, memory_bytes=16 << 20)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
-        function = self.builds[launcher].function(f"flash_attention_{launcher}_cuda")
+        function = self.builds[launcher].function(self.launchers[launcher])
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
 
 
