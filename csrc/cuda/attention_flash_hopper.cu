@@ -21,6 +21,8 @@
 // which from 64 to 96 takes longer than the products: 16 a cycle and SM, beside 4,096
 // multiply-adds. From memory or L2: queries once, keys and values once per tile of queries, 512 D
 // bytes a block of keys.
+#include <atomic>
+
 #include "cuda/attention_flash.h"
 #include "cuda/attention_tiles.cuh"
 #include "cuda/hopper.cuh"
@@ -277,6 +279,7 @@ __device__ __forceinline__ void start_values(
     const uint32_t (&probabilities)[HopperShape<kDim>::kKeys / 16][4], uint32_t values) {
   using S = HopperShape<kDim>;
   const uint64_t b = ptx::matrix_descriptor<S::kRowBytes, S::kChunkBytes, 8 * S::kRowBytes>(values);
+  ptx::wgmma_results(out);
   ptx::wgmma_fence();
 #pragma unroll
   for (int n = 0; n < S::kKeys / 16; ++n) {
@@ -458,34 +461,45 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
 
 // ---- the launch
 
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+// The driver's cuTensorMapEncodeTiled, found by the runtime, so that nothing links to libcuda.
+cudaError_t find_encode(Encode* encode) {
+  static std::atomic<void*> known = nullptr;
+  void* function = known.load();
+  if (function == nullptr) {
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess) return error;
+    if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
+    known.store(function);
+  }
+  *encode = reinterpret_cast<Encode>(function);
+  return cudaSuccess;
+}
+
 // A tensor map of x, [T, heads, kDim], in boxes of 128 tokens, a head and kChunk columns.
 template <int kDim>
-CUresult encode(CUtensorMap* map, DType dtype, const HeadsView& x, int64_t tokens, int64_t heads) {
+cudaError_t make_map(CUtensorMap* map, Encode encode, DType dtype, const HeadsView& x,
+                     int64_t tokens, int64_t heads) {
   using S = HopperShape<kDim>;
-  using Encode =
-      CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                   const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  // The driver's, found by the runtime, so that nothing links to libcuda.
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess) return static_cast<CUresult>(error);
-  if (found != cudaDriverEntryPointSuccess) return CUDA_ERROR_NOT_FOUND;
+  const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   // A dimension of one element has any stride.
-  const int64_t row = kDim * 2;
+  const int64_t head_stride = heads == 1 ? kDim : x.head_stride;
+  const int64_t token_stride = tokens == 1 ? kDim : x.token_stride;
   const cuuint64_t sizes[] = {kDim, cuuint64_t(heads), cuuint64_t(tokens)};
-  const cuuint64_t strides[] = {cuuint64_t(heads == 1 ? row : x.head_stride * 2),
-                                cuuint64_t(tokens == 1 ? row : x.token_stride * 2)};
+  const cuuint64_t strides[] = {cuuint64_t(head_stride * 2), cuuint64_t(token_stride * 2)};
   const cuuint32_t box[] = {S::kChunk, 1, kTileRows}, steps[] = {1, 1, 1};
-  return reinterpret_cast<Encode>(function)(
-      map,
-      dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      3, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      S::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  // The driver's error numbers are the runtime's.
+  return static_cast<cudaError_t>(
+      encode(map, type, 3, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             S::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
 
 template <class Math, int kDim>
@@ -495,21 +509,23 @@ int launch_forward(const FlashAttentionParams& params, void* stream) {
   const int64_t items = list_length(p) * p.heads;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
   if (items > 0x7fffffff) return cudaErrorInvalidValue;
-  CUtensorMap maps[3];
-  const HeadsView* const views[] = {&p.q, &p.k, &p.v};
-  for (int i = 0; i < 3; ++i) {
-    // The driver's numbers are the runtime's.
-    const int error =
-        encode<kDim>(&maps[i], p.dtype, *views[i], p.tokens, i == 0 ? p.heads : p.kv_heads);
-    if (error != cudaSuccess) return error;
-  }
+  Encode encode;
+  cudaError_t error = find_encode(&encode);
+  if (error != cudaSuccess) return error;
+  CUtensorMap q, k, v;
+  error = make_map<kDim>(&q, encode, p.dtype, p.q, p.tokens, p.heads);
+  if (error != cudaSuccess) return error;
+  error = make_map<kDim>(&k, encode, p.dtype, p.k, p.tokens, p.kv_heads);
+  if (error != cudaSuccess) return error;
+  error = make_map<kDim>(&v, encode, p.dtype, p.v, p.tokens, p.kv_heads);
+  if (error != cudaSuccess) return error;
   int device, processors;
-  cudaError_t error = cudaGetDevice(&device);
+  error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   return launch(flash_forward_hopper<Math, kDim>, items < processors ? items : processors,
-                S::kThreads, S::kShared, stream, params, maps[0], maps[1], maps[2]);
+                S::kThreads, S::kShared, stream, params, q, k, v);
 }
 
 }  // namespace

@@ -97,7 +97,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 // No instruction: here the compiler takes c to change. A product writes c until wgmma_wait, which
-// the compiler cannot know; so this follows the wait, and nothing of c is read between.
+// the compiler cannot know, so this follows the wait, and nothing of c is read between; before
+// wgmma_fence it keeps what is written to c from being written later.
 template <int kCount>
 __device__ __forceinline__ void wgmma_results(float (&c)[kCount]) {
 #pragma unroll
@@ -120,10 +121,9 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
 // Products of a warpgroup. c is laid out as by mma.sync: warp w has rows 16 w to 16 w + 15, and
 // c[4 n + e] is its row lane / 4 + e / 2 * 8, column 8 n + lane % 4 * 2 + e % 2. Asynchronous:
 // wgmma_fence before, wgmma_commit and wgmma_wait after.
-//   rows: c [64, kColumns] (+)= a [64, 16] b [kColumns, 16]^T, both in shared memory, rows of
-//   depth. columns: c [64, kColumns] += a b [16, kColumns], a in registers as mma.sync's, b in
-//   shared memory
-//     with a row for each step of the depth.
+//   rows: c [64, kColumns] (+)= a [64, 16] b [kColumns, 16]^T, both in shared memory.
+//   columns: c [64, kColumns] += a b [16, kColumns], a in registers as mma.sync's, b in shared
+//   memory.
 template <class Math, int kColumns>
 struct Wgmma;
 

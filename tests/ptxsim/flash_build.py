@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from .flash_cases import FlashKernels
@@ -10,8 +11,16 @@ from .parser import parse_ptx
 from .toolchain import CSRC, build_kernels, kernel_ptx
 
 FORWARD, BACKWARD = "attention_flash.cu", "attention_flash_backward.cu"
-SHARED, PRIMITIVES = "attention_tiles.cuh", "primitives.cuh"
+HOPPER = "attention_flash_hopper.cu"
+SHARED, PRIMITIVES, WARPGROUPS = "attention_tiles.cuh", "primitives.cuh", "hopper.cuh"
+#: What is built, and the launcher of each: mma.sync's two ways, or the forward for sm_90a.
 SOURCES = {"forward": FORWARD, "backward": BACKWARD}
+HOPPER_SOURCES = {"forward": HOPPER}
+LAUNCHERS = {
+    FORWARD: "flash_mma_forward_cuda",
+    HOPPER: "flash_hopper_forward_cuda",
+    BACKWARD: "flash_attention_backward_cuda",
+}
 #: (file, text, its replacement)
 Change = tuple[str, str, str]
 
@@ -30,7 +39,8 @@ def copy_sources(folder: Path, dim: int, types: tuple[str, ...], changes: list[C
     cuda = folder / "csrc" / "cuda"
     cuda.mkdir(parents=True)
     (cuda.parent / "params.h").write_text((CSRC / "params.h").read_text())
-    for name in (FORWARD, BACKWARD, SHARED, PRIMITIVES, "attention_flash.h"):
+    headers = (SHARED, PRIMITIVES, WARPGROUPS, "attention_flash.h")
+    for name in (*LAUNCHERS, *headers):
         code = (CSRC / "cuda" / name).read_text()
         if name == SHARED:
             code = keep_head_dim(code, dim)
@@ -51,24 +61,26 @@ def build_flash(
     architecture: str,
     types: tuple[str, ...] = ("Bf16Math", "Fp16Math"),
     changes: list[Change] | None = None,
+    sources: dict[str, str] = SOURCES,
 ) -> FlashKernels:
     """Host code and PTX of one instance."""
     cuda = copy_sources(folder, dim, types, changes or [])
     builds = {
         which: build_kernels(cuda / source, folder / which, [architecture])
-        for which, source in SOURCES.items()
+        for which, source in sources.items()
     }
-    return FlashKernels(builds, runtime, architecture)
+    launchers = {which: LAUNCHERS[source] for which, source in sources.items()}
+    return FlashKernels(builds, launchers, runtime, architecture)
 
 
 def mutated(kernels: FlashKernels, folder: Path, dim: int, change: Change) -> FlashKernels:
     """The same kernels with one change, in bf16 alone; the host code stays."""
     cuda = copy_sources(folder, dim, ("Bf16Math",), [change])
-    changed = FlashKernels(kernels.builds, kernels.runtime, kernels.architecture)
+    changed = replace(kernels)
     changed.modules = dict(kernels.modules)
-    for which, source in SOURCES.items():
-        if change[0] in (source, SHARED, PRIMITIVES):
-            like = kernels.builds[which]
+    for which, like in kernels.builds.items():
+        source = next(s for s, launcher in LAUNCHERS.items() if launcher == kernels.launchers[which])
+        if change[0] in (source, SHARED, PRIMITIVES, WARPGROUPS):
             text = kernel_ptx(cuda / source, like, kernels.architecture)
             changed.modules[which] = parse_ptx(text)
     return changed
