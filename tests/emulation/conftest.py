@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from .build import CSRC, HERE, Library, build, compiler
+from .hopper_mutants import HOPPER_MUTANTS
 from .instances import EDIT, SOURCES
 from .mutants import MUTANTS
 
@@ -22,4 +23,5 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
         pytest.skip("CUDA kernels were not emulated: no g++ (CXX names another)")
     sources = [CSRC / "cuda" / name for name in SOURCES]
     folder = tmp_path_factory.mktemp("emulation")
-    return build(folder / "build", [*sources, HERE / "programs.cu"], "checked", MUTANTS, EDIT)
+    mutants = [*MUTANTS, *HOPPER_MUTANTS]
+    return build(folder / "build", [*sources, HERE / "programs.cu"], "checked", mutants, EDIT)
