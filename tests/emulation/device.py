@@ -54,9 +54,7 @@ class Memory:
 class Device:
     """One emulated GPU in the process; making another frees its memory."""
 
-    def __init__(
-        self, library: Library, seed: int, mutant: int = 0, capability: int = 80
-    ) -> None:
+    def __init__(self, library: Library, seed: int, mutant: int = 0, capability: int = 80) -> None:
         self.memory = Memory(library)
         self._library, self._seed, self._mutant = library, seed, mutant
         self._capability = capability

@@ -46,7 +46,10 @@ ERRORS: list[tuple[str, str | None]] = [
     ("no map", "that cuTensorMapEncodeTiled did not write"),
     ("accumulators changed", "accumulators of a wgmma under way were changed"),
     ("operands changed", "registers that a wgmma under way reads were changed"),
-    ("one group too few", "reads that the thread is not|ends with wgmmas under way|without a wgmma"),
+    (
+        "one group too few",
+        "reads that the thread is not|ends with wgmmas under way|without a wgmma",
+    ),
     ("never committed", "reads that the thread is not|ends with wgmmas under way"),
     ("no fence", "a wgmma without a wgmma_fence"),
     ("fenced once", "a wgmma without a wgmma_fence"),
