@@ -49,7 +49,7 @@ test-kernels: setup
 # Every instance of tiled attention on both architectures, and every planted bug, in the PTX
 # interpreter (12 min of one core).
 test-flash: setup
-	$(RUN) -m pytest tests/ptxsim/flash_matrix.py -rP
+	$(RUN) -m pytest tests/ptxsim/flash_matrix.py tests/ptxsim/flash_hopper_matrix.py -rP
 
 format: setup
 	$(RUN) -m ruff check --fix -q .

@@ -21,8 +21,6 @@
 // which from 64 to 96 takes longer than the products: 16 a cycle and SM, beside 4,096
 // multiply-adds. From memory or L2: queries once, keys and values once per tile of queries, 512 D
 // bytes a block of keys.
-#include <atomic>
-
 #include "cuda/attention_flash.h"
 #include "cuda/attention_tiles.cuh"
 #include "cuda/hopper.cuh"
@@ -468,16 +466,12 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 
 // The driver's cuTensorMapEncodeTiled, found by the runtime, so that nothing links to libcuda.
 cudaError_t find_encode(Encode* encode) {
-  static std::atomic<void*> known = nullptr;
-  void* function = known.load();
-  if (function == nullptr) {
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                               12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess) return error;
-    if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
-    known.store(function);
-  }
+  void* function;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) return error;
+  if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
   *encode = reinterpret_cast<Encode>(function);
   return cudaSuccess;
 }

@@ -26,4 +26,6 @@ SOURCES = (
     "attention_window_vision.cu",
     "attention_flash.cu",
     "attention_flash_backward.cu",
+    "attention_flash_choice.cu",
+    "attention_flash_hopper.cu",
 )

@@ -79,7 +79,9 @@ def mutated(kernels: FlashKernels, folder: Path, dim: int, change: Change) -> Fl
     changed = replace(kernels)
     changed.modules = dict(kernels.modules)
     for which, like in kernels.builds.items():
-        source = next(s for s, launcher in LAUNCHERS.items() if launcher == kernels.launchers[which])
+        source = next(
+            s for s, launcher in LAUNCHERS.items() if launcher == kernels.launchers[which]
+        )
         if change[0] in (source, SHARED, PRIMITIVES, WARPGROUPS):
             text = kernel_ptx(cuda / source, like, kernels.architecture)
             changed.modules[which] = parse_ptx(text)
