@@ -23,5 +23,5 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
         pytest.skip("CUDA kernels were not emulated: no g++ (CXX names another)")
     sources = [CSRC / "cuda" / name for name in SOURCES]
     folder = tmp_path_factory.mktemp("emulation")
-    mutants = [*MUTANTS, *HOPPER_MUTANTS]
-    return build(folder / "build", [*sources, HERE / "programs.cu"], "checked", mutants, EDIT)
+    sources += [HERE / f"{name}.cu" for name in ("programs", "hopper_programs", "hopper_errors")]
+    return build(folder / "build", sources, "checked", [*MUTANTS, *HOPPER_MUTANTS], EDIT)

@@ -57,9 +57,18 @@ def test_vision_attention_128_keys(library: Library, rng: np.random.Generator) -
     check_vision(_vision(library, rng), VisionCase(rng, [100, 7, 128], 2, 64, "float16"))
 
 
+def _hopper(library: Library, rng: np.random.Generator, mutant: int = 0) -> WindowKernels:
+    return WindowKernels(library, rng, mutant, "flash_attention", capability=90)
+
+
 @pytest.mark.parametrize("name", flash_cases.small_suite())
 def test_tiled_attention(name: str, library: Library, rng: np.random.Generator) -> None:
     flash_cases.small_suite()[name](_flash(library, rng), rng)
+
+
+@pytest.mark.parametrize("name", flash_cases.hopper_suite())
+def test_tiled_attention_on_hopper(name: str, library: Library, rng: np.random.Generator) -> None:
+    flash_cases.hopper_suite()[name](_hopper(library, rng), rng)
 
 
 def test_random_shapes(library: Library, rng: np.random.Generator) -> None:
