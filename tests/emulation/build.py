@@ -25,7 +25,16 @@ KERNEL_FLAGS = {
 }
 RUNTIME_FLAGS = {"checked": ["-O2"], "sanitized": ["-O1", "-fsanitize=address"]}
 LINK_FLAGS = {"checked": [], "sanitized": ["-fsanitize=address,undefined"]}
-COMMON = ["-std=c++17", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi", "-Werror"]
+COMMON = [
+    "-std=c++17",
+    "-g1",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-Wno-psabi",
+    "-Werror",
+]
 
 
 def compiler() -> str | None:
