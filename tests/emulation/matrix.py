@@ -31,6 +31,7 @@ def main(schedules: int) -> None:
         window = WindowKernels(library, rng, 0, "window_attention")
         vision = WindowKernels(library, rng, 0, "vision_window")
         tiled = WindowKernels(library, rng, 0, "flash_attention")
+        hopper = WindowKernels(library, rng, 0, "flash_attention", capability=90)
         for schedule in range(schedules):
             for check in embedding_cases.small_suite().values():
                 check(embedding, rng)
@@ -41,6 +42,8 @@ def main(schedules: int) -> None:
             for dim in (64, 72, 80, 96, 128):
                 for check in flash_cases.small_suite(dim).values():
                     check(tiled, rng)
+                for check in flash_cases.hopper_suite(dim).values():
+                    check(hopper, rng)
             for dim in (64, 80, 96, 128):
                 for dtype in ("bfloat16", "float16"):
                     for longest in (64, 128) if dim < 128 else (64,):

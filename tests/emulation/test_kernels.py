@@ -15,7 +15,7 @@ from tests.ptxsim.vision_cases import VisionCase, check_vision
 
 from .build import Library
 from .device import EmbeddingKernels, WindowKernels
-from .mutants import FLASH_MUTANTS, MUTANTS, VISION_MUTANTS, killed_by
+from .mutants import FLASH_MUTANTS, HOPPER_MUTANTS, MUTANTS, VISION_MUTANTS, killed_by
 
 
 def _embedding(library: Library, rng: np.random.Generator, mutant: int = 0) -> EmbeddingKernels:
@@ -118,6 +118,8 @@ def test_mutant_is_killed(number: int, library: Library, rng: np.random.Generato
         suite, kernels = vision_cases.small_suite(), _vision(library, rng, number)
     elif MUTANTS[number - 1] in FLASH_MUTANTS:
         suite, kernels = flash_cases.small_suite(), _flash(library, rng, number)
+    elif MUTANTS[number - 1] in HOPPER_MUTANTS:
+        suite, kernels = flash_cases.hopper_suite(), _hopper(library, rng, number)
     elif MUTANTS[number - 1].file == "embedding.cu":
         suite, kernels = embedding_cases.small_suite(), _embedding(library, rng, number)
     else:

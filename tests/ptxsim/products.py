@@ -42,7 +42,7 @@ def _offsets(rows: int, depth_major: bool, span: int, leading: int, stride: int)
     return deep // 8 * stride + deep % 8 * span + unit // per * leading + unit % per * 16
 
 
-def _addresses(descriptor: int, rows: int, depth_major: bool) -> Array:
+def matrix_addresses(descriptor: int, rows: int, depth_major: bool) -> Array:
     """Shared addresses of the units of _offsets, of the matrix that a descriptor describes."""
     if descriptor & ~(0x3FFF | 0x3FFF << 16 | 0x3FFF << 32 | 7 << 49 | 3 << 62):
         raise SimError(f"matrix descriptor {descriptor:#x} has bits that mean nothing")
@@ -156,7 +156,7 @@ class Products:
         agent = block.order.tensor_core(int(threads[0]) // WARPGROUP)
 
         def matrix(descriptor: int, rows: int, is_transposed: bool) -> Array:
-            addresses = _addresses(descriptor, rows, not is_transposed)
+            addresses = matrix_addresses(descriptor, rows, not is_transposed)
             units = block.shared.matrix(addresses.ravel(), warps, agent, group)
             numbers = _numbers(units, kind).reshape(addresses.shape[0], -1)
             return numbers.T if is_transposed else numbers

@@ -23,6 +23,7 @@ from .hopper_cases import (
 from .machine import Block, launch
 from .memory import GlobalMemory
 from .parser import parse_ptx
+from .products import matrix_addresses
 from .ptxtypes import Array, SimError
 from .toolchain import CSRC, HERE, build_kernels
 
@@ -332,6 +333,32 @@ def test_errors(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyP
         with pytest.raises(SimError, match=message) as caught:
             run(source, rng)
         print(caught.value)
+
+
+@pytest.mark.parametrize("span", [16, 32, 64, 128])
+@pytest.mark.parametrize("depth_major", [True, False], ids=["depth", "rows"])
+def test_matrix_layouts(depth_major: bool, span: int, rng: np.random.Generator) -> None:
+    """The canonical layouts of CUTLASS's mma_traits_sm90_gmma.hpp, in units of 16 bytes:
+    ((8,n),2):((w,SBO),1) with the depth contiguous, ((w,n),(8,k)):((1,LBO),(w,SBO)) without."""
+    leading, stride = (int(n) for n in rng.integers(1, 1 << 10, 2))
+    w = span // 16
+    expected = []
+    if depth_major:
+        for row in range(64):
+            for half in range(2):
+                column = half * (leading if w == 1 else 1)
+                expected.append(row % 8 * w + row // 8 * stride + column)
+    else:
+        mn, k = (stride, leading) if w == 1 else (leading, stride)
+        for depth in range(16):
+            for unit in range(8):
+                expected.append(unit % w + unit // w * mn + depth % 8 * w + depth // 8 * k)
+    start = 1 << 14
+    code = {16: 0, 32: 3, 64: 2, 128: 1}[span]
+    descriptor = start >> 4 | leading << 16 | stride << 32 | code << 62
+    got = matrix_addresses(descriptor, 64, depth_major).ravel()
+    at = start + 16 * np.array(expected)
+    assert got.tolist() == (at ^ (at >> 7 & w - 1) << 4).tolist()
 
 
 # ---- csrc/cuda/hopper.cuh as nvcc compiled it
