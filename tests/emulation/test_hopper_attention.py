@@ -1,4 +1,4 @@
-"""The forward of tiled attention for compute capability 9.0: when it is chosen, planted bugs."""
+"""When the forward of tiled attention for compute capability 9.0 is chosen."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ import numpy as np
 import pytest
 
 from tests.ptxsim.attention_cases import Case
-from tests.ptxsim.flash_cases import check_flash, hopper_suite
+from tests.ptxsim.flash_cases import check_flash
 from tests.ptxsim.ptxtypes import SimError
 from tests.ptxsim.toolchain import params_struct
 
 from .build import Library
 from .device import Device, WindowKernels
-from .hopper_mutants import CHOICE_MUTANTS, HOPPER_MUTANTS
-from .mutants import MUTANTS, killed_by
+from .mutants import MUTANTS
+from .mutants_hopper import CHOICE_MUTANTS
 
 DIM = 80
-
-
-def _number(mutant: str) -> int:
-    """Of the switch: the bugs of mutants.py come first."""
-    names = [m.name for m in HOPPER_MUTANTS]
-    return len(MUTANTS) + 1 + names.index(mutant)
 
 
 def _kernels(library: Library, rng: np.random.Generator, number: int, gpu: int) -> WindowKernels:
@@ -69,17 +63,15 @@ def test_choice(library: Library, rng: np.random.Generator) -> None:
 def test_the_chosen_one_runs(library: Library, rng: np.random.Generator) -> None:
     """A bug in the forward for 9.0 shows there, and nowhere else."""
     case = Case(rng, [70, 9], 2, 1, DIM)
-    planted = _number("hopper: half the depth")
+    planted = 1 + [m.name for m in MUTANTS].index("hopper: half the depth")
     for gpu in (80, 89, 100):
         check_flash(_kernels(library, rng, planted, gpu), case, backward=False)
     with pytest.raises((SimError, AssertionError), match="out: error"):
         check_flash(_kernels(library, rng, planted, 90), case, backward=False)
 
 
-@pytest.mark.parametrize("mutant", [m.name for m in HOPPER_MUTANTS])
-def test_mutant_is_killed(mutant: str, library: Library, rng: np.random.Generator) -> None:
-    choices = {m.name for m in CHOICE_MUTANTS}
-    suite = {"choice": check_choice} if mutant in choices else hopper_suite(DIM)
-    killed = killed_by(suite, _kernels(library, rng, _number(mutant), 90), rng)
-    print(killed)
-    assert killed, "the mutant passes every check"
+@pytest.mark.parametrize("place", range(len(CHOICE_MUTANTS)), ids=lambda n: CHOICE_MUTANTS[n].name)
+def test_mutant_is_killed(place: int, library: Library, rng: np.random.Generator) -> None:
+    with pytest.raises(AssertionError) as killed:
+        check_choice(_kernels(library, rng, 1 + len(MUTANTS) + place, 90), rng)
+    print(killed.value)
