@@ -1,10 +1,10 @@
 // Attention inside segments of any length on Hopper's tensor cores: the forward, for compute
-// capability 9.0. Results as attention_flash.cu's.
+// capability 9.0. Results as attention_flash.cuh's.
 //
 // Method: FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608). One block an SM
 // takes one tile of 128 queries and head after another. A thread brings queries, keys and values by
 // TMA, keys and values into rings of tiles of 128; two warpgroups of 64 queries multiply by wgmma.
-// The products of a block of keys are under way while the scores of the one before become
+// The product with a block's values is under way while the scores with the next block's keys become
 // probabilities; the warpgroups take turns in starting products, so that one's softmax falls into
 // the other's products. The next tile's rows arrive while this one is still worked on.
 //
