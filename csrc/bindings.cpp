@@ -433,6 +433,8 @@ PYBIND11_MODULE(_C, m) {
         on_cuda(vision_window_grad_params, vlmk::vision_window_backward_cuda), VLMK_NO_GIL);
   m.def("flash_attention_forward_cuda",
         on_cuda(flash_attention_params, vlmk::flash_attention_forward_cuda), VLMK_NO_GIL);
+  m.def("flash_mma_forward_cuda", on_cuda(flash_attention_params, vlmk::flash_mma_forward_cuda),
+        VLMK_NO_GIL);
   m.def("flash_attention_backward_cuda",
         on_cuda(flash_attention_grad_params, vlmk::flash_attention_backward_cuda), VLMK_NO_GIL);
   m.def("flash_vision_forward_cuda", on_cuda(flash_vision_params, vlmk::flash_vision_forward_cuda),

@@ -14,7 +14,7 @@ int launch_forward(const FlashAttentionParams& p, void* stream) {
 
 }  // namespace
 
-int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream) {
+int flash_mma_forward_cuda(const FlashAttentionParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;

@@ -15,7 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
-RUNTIME = ("runtime.cpp", "memory.cpp", "warp.cpp")
+RUNTIME = ("runtime.cpp", "memory.cpp", "warp.cpp", "hopper.cpp")
 
 #: "checked": every access goes to memory.cpp, by the instrumentation of -fsanitize=thread without
 #: its runtime. "sanitized": AddressSanitizer and UndefinedBehaviorSanitizer.
@@ -25,7 +25,16 @@ KERNEL_FLAGS = {
 }
 RUNTIME_FLAGS = {"checked": ["-O2"], "sanitized": ["-O1", "-fsanitize=address"]}
 LINK_FLAGS = {"checked": [], "sanitized": ["-fsanitize=address,undefined"]}
-COMMON = ["-std=c++17", "-g1", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
+COMMON = [
+    "-std=c++17",
+    "-g1",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-Wno-psabi",
+    "-Werror",
+]
 
 
 def compiler() -> str | None:
@@ -90,7 +99,7 @@ def as_cpp(code: str, path: Path) -> str:
     assert "__shared__" not in code, f"{path}: static __shared__ variables are not emulated"
     at = 0
     while (at := code.find("<<<", at)) >= 0:
-        kernel = re.search(r"[\w:]+(?:<[^<>;{}]*>)?$", code[:at])
+        kernel = re.search(r"[\w:]+(?:<[^<>;{}]*>)?\s*$", code[:at])
         end = code.index(">>>", at)
         assert kernel is not None and code[end + 3] == "(", f"{path}: cannot read a launch"
         close, depth = end + 3, 0

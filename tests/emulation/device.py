@@ -54,14 +54,16 @@ class Memory:
 class Device:
     """One emulated GPU in the process; making another frees its memory."""
 
-    def __init__(self, library: Library, seed: int, mutant: int = 0) -> None:
+    def __init__(self, library: Library, seed: int, mutant: int = 0, capability: int = 80) -> None:
         self.memory = Memory(library)
         self._library, self._seed, self._mutant = library, seed, mutant
+        self._capability = capability
 
     def call(self, launcher: Any, *arguments: Any) -> int:
         """Calls a host launcher; its cudaError_t, or SimError with what a kernel did wrong."""
         handle = self._library.handle
         handle.emu_begin(self._seed, self._mutant)
+        handle.emu_capability(self._capability)
         code = int(launcher(*arguments))
         if error := handle.emu_error().decode():
             at = re.search(r", at \+(0x[0-9a-f]+)\)$", error)
@@ -80,9 +82,11 @@ class EmulatedKernels:
     rng: np.random.Generator  # of the schedule
     mutant: int = 0
     prefix: str = ""  # of the launchers' names
+    capability: int = 80  # of the GPU
 
     def device(self) -> Device:
-        return Device(self.library, int(self.rng.integers(1 << 62)), self.mutant)
+        seed = int(self.rng.integers(1 << 62))
+        return Device(self.library, seed, self.mutant, self.capability)
 
     def launch(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
         function = self.library.function(f"{self.prefix}_{launcher}_cuda")

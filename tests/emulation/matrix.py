@@ -31,6 +31,7 @@ def main(schedules: int) -> None:
         window = WindowKernels(library, rng, 0, "window_attention")
         vision = WindowKernels(library, rng, 0, "vision_window")
         tiled = WindowKernels(library, rng, 0, "flash_attention")
+        hopper = WindowKernels(library, rng, 0, "flash_attention", capability=90)
         tiled_vision = WindowKernels(library, rng, 0, "flash_vision")
         for schedule in range(schedules):
             for check in embedding_cases.small_suite().values():
@@ -42,6 +43,8 @@ def main(schedules: int) -> None:
             for dim in (64, 72, 80, 96, 128):
                 for check in flash_cases.small_suite(dim).values():
                     check(tiled, rng)
+                for check in flash_cases.hopper_suite(dim).values():
+                    check(hopper, rng)
                 for check in vision_cases.tiled_suite(dim).values():
                     check(tiled_vision, rng)
             for dim in (64, 80, 96, 128):

@@ -36,6 +36,8 @@ struct SharedCell {
   int16_t writer = -1;
   int16_t copying = -1;  // the thread whose cp.async is under way
   bool atomic = false;
+  bool arriving = false;  // a tensor copy is under way
+  bool barrier = false;   // of an mbarrier
 };
 struct Read {
   uint32_t clock = 0;  // 0: none
@@ -65,11 +67,15 @@ size_t shared_bytes = 0;
 int shared_warps = 0, block_number = 0;
 std::vector<SharedCell> shared_cells;
 std::vector<Read> shared_reads;  // the last of each warp, by granule and warp
+// The last group of products that reads a granule, by granule and warpgroup; empty before the
+// first.
+std::vector<uint32_t> product_reads;
 
-// Did the running thread learn of this access of a thread of its block?
-bool knows(const Fiber& f, int thread, uint32_t clock) {
-  return f.number == thread || f.clock[thread] >= clock;
+// Did the running thread learn of this access of a thread, or another agent, of its block?
+bool knows(const Fiber& f, int agent, uint32_t clock) {
+  return f.number == agent || known(f.clock, agent) >= clock;
 }
+int warpgroups() { return (shared_warps * kLanes + kGroupLanes - 1) / kGroupLanes; }
 
 Allocation* find(const void* p) {
   for (const auto& a : allocations)
@@ -80,6 +86,8 @@ Allocation* find(const void* p) {
 const char* verb(Access access) {
   return access == Access::kRead || access == Access::kConstant ? "read" : "write";
 }
+
+}  // namespace
 
 void check_global(const void* address, int bytes, Access access) {
   if (reinterpret_cast<uintptr_t>(address) % bytes)
@@ -132,6 +140,46 @@ void check_global(const void* address, int bytes, Access access) {
       c.read_clock = f.clock[f.number];
     }
   }
+}
+
+namespace {
+
+// Of a granule that the running thread wants to touch: nothing is under way there.
+void check_settled(const SharedCell& c, const char* what, uint32_t byte) {
+  if (c.copying >= 0)
+    fail("%s of byte %u of shared memory while cp.async of thread %d is under way", what, byte,
+         c.copying);
+  if (c.arriving)
+    fail("%s of byte %u of shared memory while a tensor copy to it is under way", what, byte);
+  if (c.barrier) fail("%s of byte %u of shared memory, which belongs to an mbarrier", what, byte);
+}
+
+// And that it knows of the last write, by whatever agent.
+void check_after_write(const SharedCell& c, const Fiber& f, const char* what, uint32_t byte) {
+  if (c.writer < 0 || knows(f, c.writer, c.write_clock)) return;
+  if (c.writer >= block_threads())
+    fail(
+        "race: %s of byte %u of shared memory by a thread that did not wait for the mbarrier of "
+        "the tensor copy to it",
+        what, byte);
+  fail("race: %s of byte %u of shared memory, written by thread %d without a barrier between", what,
+       byte, c.writer);
+}
+
+// And, to write, of all reads.
+void check_after_reads(size_t cell, const Fiber& f, const char* what, uint32_t byte) {
+  const Read* reads = &shared_reads[cell * shared_warps];
+  for (int w = 0; w < shared_warps; ++w)
+    if (reads[w].clock && !knows(f, reads[w].thread, reads[w].clock))
+      fail("race: %s of byte %u of shared memory, read by thread %d without a barrier between",
+           what, byte, reads[w].thread);
+  if (product_reads.empty()) return;
+  for (int g = 0; g < warpgroups(); ++g)
+    if (known(f.clock, tensor_core_agent(g)) < product_reads[cell * warpgroups() + g])
+      fail(
+          "race: %s of byte %u of shared memory, which a wgmma of warpgroup %d reads that the "
+          "thread is not ordered after",
+          what, byte, g);
 }
 
 // A plain access of the kernel, from the compiler's instrumentation.
@@ -198,6 +246,7 @@ void begin_block_memory(size_t bytes, int threads, int block) {
   const size_t cells = (bytes + kGranule - 1) / kGranule;
   shared_cells.assign(cells, {});
   shared_reads.assign(cells * shared_warps, {});
+  product_reads.clear();
 }
 
 void end_block_memory() {
@@ -219,29 +268,102 @@ char* check_shared(uint32_t address, int bytes, Access access, const char* what)
   for (uint32_t i = address / kGranule; i <= (address + bytes - 1) / kGranule; ++i) {
     SharedCell& c = shared_cells[i];
     const uint32_t byte = i * kGranule;
-    if (c.copying >= 0)
-      fail("%s of byte %u of shared memory while cp.async of thread %d is under way", what, byte,
-           c.copying);
+    check_settled(c, what, byte);
     if (access != Access::kWrite && c.writer < 0)
       fail("%s of byte %u of shared memory, which was never written", what, byte);
-    const bool both_atomic = access == Access::kAtomic && c.atomic;
-    if (c.writer >= 0 && !both_atomic && !knows(f, c.writer, c.write_clock))
-      fail("race: %s of byte %u of shared memory, written by thread %d without a barrier between",
-           what, byte, c.writer);
-    Read* reads = &shared_reads[static_cast<size_t>(i) * shared_warps];
+    if (access != Access::kAtomic || !c.atomic) check_after_write(c, f, what, byte);
     if (access == Access::kRead) {
-      reads[f.warp()] = {f.clock[f.number], static_cast<int16_t>(f.number)};
+      shared_reads[static_cast<size_t>(i) * shared_warps + f.warp()] = {
+          f.clock[f.number], static_cast<int16_t>(f.number)};
       continue;
     }
-    for (int w = 0; w < shared_warps; ++w)
-      if (reads[w].clock && !knows(f, reads[w].thread, reads[w].clock))
-        fail("race: %s of byte %u of shared memory, read by thread %d without a barrier between",
-             what, byte, reads[w].thread);
+    check_after_reads(i, f, what, byte);
     c.writer = static_cast<int16_t>(f.number);
     c.write_clock = f.clock[f.number];
     c.atomic = access == Access::kAtomic;
   }
   return shared + address;
+}
+
+// ---- the asynchronous proxy
+
+namespace {
+
+void check_unit(uint32_t address, const char* what) {
+  if (address % 16 || address + size_t{16} > shared_bytes)
+    fail("out of bounds: %s of 16 bytes at byte %u of %zu of shared memory", what, address,
+         shared_bytes);
+}
+
+// What a thread wrote itself reaches the asynchronous proxy through that thread's fence.
+void check_visible(const SharedCell& c, const Clock& clock, const char* what, uint32_t byte) {
+  if (c.writer >= 0 && c.writer < block_threads() &&
+      known(clock, visible_agent(c.writer)) < c.write_clock)
+    fail(
+        "%s of byte %u of shared memory, which thread %d wrote without a fence_async_proxy after "
+        "it",
+        what, byte, c.writer);
+}
+
+}  // namespace
+
+void start_arrival(uint32_t address, size_t agent, uint32_t epoch) {
+  check_unit(address, "tensor copy");
+  for (uint32_t i = address / kGranule; kChecked && i < (address + 16) / kGranule; ++i) {
+    SharedCell& c = shared_cells[i];
+    check_settled(c, "tensor copy", i * kGranule);
+    check_after_write(c, *current, "tensor copy", i * kGranule);
+    check_after_reads(i, *current, "tensor copy", i * kGranule);
+    check_visible(c, current->clock, "tensor copy", i * kGranule);
+    c = {};
+    c.writer = static_cast<int16_t>(agent);
+    c.write_clock = epoch;
+    c.arriving = true;
+  }
+  std::memset(shared + address, 0xff, 16);
+#if EMU_ASAN
+  __asan_poison_memory_region(shared + address, 16);
+#endif
+}
+
+void arrive(uint32_t address, const void* data) {
+#if EMU_ASAN
+  __asan_unpoison_memory_region(shared + address, 16);
+#endif
+  std::memcpy(shared + address, data, 16);
+  for (uint32_t i = address / kGranule; kChecked && i < (address + 16) / kGranule; ++i)
+    shared_cells[i].arriving = false;
+}
+
+const char* read_matrix(uint32_t address, const Clock& clock, uint32_t group) {
+  check_unit(address, "wgmma");
+  if (kChecked && product_reads.empty())
+    product_reads.assign(shared_cells.size() * warpgroups(), 0);
+  for (uint32_t i = address / kGranule; kChecked && i < (address + 16) / kGranule; ++i) {
+    const SharedCell& c = shared_cells[i];
+    check_settled(c, "wgmma", i * kGranule);
+    if (c.writer < 0)
+      fail("wgmma of byte %u of shared memory, which was never written", i * kGranule);
+    if (known(clock, c.writer) < c.write_clock) {
+      if (c.writer >= block_threads())
+        fail(
+            "race: wgmma of byte %u of shared memory by a warpgroup of which a thread did not wait "
+            "for the mbarrier of the tensor copy to it",
+            i * kGranule);
+      fail(
+          "race: wgmma of byte %u of shared memory, written by thread %d without a barrier between",
+          i * kGranule, c.writer);
+    }
+    check_visible(c, clock, "wgmma", i * kGranule);
+    product_reads[static_cast<size_t>(i) * warpgroups() + current->warpgroup()] = group;
+  }
+  return shared + address;
+}
+
+void take_barrier(uint32_t address) {
+  check_shared(address, 8, Access::kWrite, "mbarrier.init");
+  for (uint32_t i = address / kGranule; kChecked && i < (address + 8) / kGranule; ++i)
+    shared_cells[i].barrier = true;
 }
 
 // ---- the kernel's side

@@ -15,6 +15,7 @@ from tests.ptxsim.ptxtypes import SimError
 
 from .build import Mutant
 from .device import EmulatedKernels
+from .mutants_hopper import HOPPER_MUTANTS
 
 _W, _R, _E = "attention_window.cuh", "attention_rows.cuh", "embedding.cu"
 _T, _F, _B = "attention_tiles.cuh", "attention_flash.cuh", "attention_flash_backward.cuh"
@@ -248,6 +249,7 @@ MUTANTS = [
     *WINDOW_MUTANTS,
     *VISION_MUTANTS,
     *FLASH_MUTANTS,
+    *HOPPER_MUTANTS,
     *FLASH_VISION_MUTANTS,
     *EMBEDDING_MUTANTS,
 ]  # number n is MUTANTS[n - 1]

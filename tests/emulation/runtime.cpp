@@ -19,6 +19,11 @@ int mutant = 0;
 Fiber* current = nullptr;
 
 namespace {
+int compute_capability = 80;
+}
+int capability() { return compute_capability; }
+
+namespace {
 
 constexpr size_t kStack = 256 << 10;
 constexpr int kMaxThreads = 1024;
@@ -29,10 +34,10 @@ struct Barrier {
   Clock clock;
   std::vector<Fiber*> waiting;
 };
-struct Warp {
+struct Meeting {  // of a warp, or a warpgroup
   int arrived = 0;
   const char* instruction = nullptr;
-  void* slots[kLanes];
+  void* slots[kGroupLanes];
 };
 
 struct Machine {
@@ -41,7 +46,7 @@ struct Machine {
   const void* context = nullptr;
   std::vector<Fiber> fibers;
   std::vector<Fiber*> ready;
-  std::vector<Warp> warps;
+  std::vector<Meeting> warps, warpgroups;
   Barrier barriers[16];
   int alive = 0;
   char* stacks = nullptr;
@@ -53,11 +58,6 @@ struct Machine {
   uint64_t random = 1;
   std::string printed, error;
 } m;
-
-uint32_t draw(size_t below) {  // xorshift64*
-  m.random ^= m.random >> 12, m.random ^= m.random << 25, m.random ^= m.random >> 27;
-  return static_cast<uint32_t>((m.random * 0x2545F4914F6CDD1Dull >> 32) % below);
-}
 
 // ---- switching
 
@@ -140,6 +140,8 @@ std::string stuck() {
 }
 
 Fiber* next_ready() {
+  while (m.ready.empty() && copy_arrives()) {
+  }
   if (m.ready.empty()) {
     const int left = static_cast<int>(m.fibers.size()) - m.alive;
     fail("deadlock: %s; %d of %d threads have left", stuck().c_str(), left,
@@ -150,12 +152,6 @@ Fiber* next_ready() {
   m.ready[at] = m.ready.back();
   m.ready.pop_back();
   return f;
-}
-
-void wait(const char* what) {
-  current->waits_for = what;
-  switch_to(next_ready(), false);
-  current->waits_for = nullptr;
 }
 
 void entry() {
@@ -169,6 +165,7 @@ void entry() {
   for (const auto& group : current->groups)
     if (!group.empty()) fail("the thread ends with cp.async under way");
   if (!current->open.empty()) fail("the thread ends with cp.async never committed");
+  end_thread_hopper();
   current->done = true;
   switch_to(--m.alive ? next_ready() : nullptr, true);
 }
@@ -180,7 +177,7 @@ void release(Barrier& b) {
   }
   b.waiting.clear();
   b.arrived = b.expected = 0;
-  b.clock.assign(m.fibers.size(), 0);
+  b.clock.clear();
 }
 
 // True where this arrival completed the barrier.
@@ -208,7 +205,9 @@ void run_block(size_t shared, int number) {
   const int threads = static_cast<int>(m.fibers.size());
   begin_block_memory(shared, threads, number);
   m.warps.assign(threads / kLanes, {});
-  for (Barrier& b : m.barriers) b = {}, b.clock.assign(threads, 0);
+  m.warpgroups.assign((threads + kGroupLanes - 1) / kGroupLanes, {});
+  begin_block_hopper();
+  for (Barrier& b : m.barriers) b = {};
   m.alive = threads;
   m.ready.clear();
   for (int i = 0; i < threads; ++i) {
@@ -233,8 +232,22 @@ void run_block(size_t shared, int number) {
 
 }  // namespace
 
+int block_threads() { return static_cast<int>(m.fibers.size()); }
+Fiber& fiber(int thread) { return m.fibers[thread]; }
+void wake(Fiber* fiber) { m.ready.push_back(fiber); }
+uint32_t draw(size_t below) {  // xorshift64*
+  m.random ^= m.random >> 12, m.random ^= m.random << 25, m.random ^= m.random >> 27;
+  return static_cast<uint32_t>((m.random * 0x2545F4914F6CDD1Dull >> 32) % below);
+}
+void wait(const char* what) {
+  current->waits_for = what;
+  if (Fiber* next = next_ready(); next != current) switch_to(next, false);
+  current->waits_for = nullptr;
+}
+
 void learn(Clock& clock, const Clock& other) {
-  for (size_t i = 0; i < clock.size(); ++i)
+  if (clock.size() < other.size()) clock.resize(other.size(), 0);
+  for (size_t i = 0; i < other.size(); ++i)
     if (clock[i] < other[i]) clock[i] = other[i];
 }
 
@@ -337,24 +350,26 @@ void barrier_arrive(int id, int count) {
   if (arrive(m.barriers[id & 15], id, count)) release(m.barriers[id & 15]);
 }
 
-void meet(const char* instruction, void* slot, Combine combine) {
-  Warp& w = m.warps[current->warp()];
+void meet(const char* instruction, void* slot, Combine combine, int lanes) {
+  const int group = current->number / lanes, first = group * lanes;
+  if (first + lanes > block_threads()) fail("%s of a part of a warpgroup", instruction);
+  Meeting& w = lanes == kLanes ? m.warps[group] : m.warpgroups[group];
   if (w.arrived == 0) w.instruction = instruction;
   if (std::strcmp(w.instruction, instruction))
     fail("a lane is at %s while others of its warp are at %s", instruction, w.instruction);
-  w.slots[current->lane()] = slot;
-  if (++w.arrived < kLanes) return wait(instruction);
+  w.slots[current->number - first] = slot;
+  if (++w.arrived < lanes) return wait(instruction);
   w.arrived = 0;
   combine(w.slots);
-  for (int lane = 0; lane < kLanes; ++lane)
-    if (lane != current->lane()) m.ready.push_back(&m.fibers[current->warp() * kLanes + lane]);
+  for (int i = first; i < first + lanes; ++i)
+    if (i != current->number) m.ready.push_back(&m.fibers[i]);
 }
 
 void sync_warp(uint32_t mask) {
   EMU_HERE();
   if (mask != 0xffffffffu) fail("__syncwarp with mask %#x is not emulated", mask);
   meet("__syncwarp", current, [](void** slots) {
-    Clock joined(m.fibers.size(), 0);
+    Clock joined;
     for (int lane = 0; lane < kLanes; ++lane)
       learn(joined, static_cast<Fiber*>(slots[lane])->clock);
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -377,5 +392,7 @@ void emu_begin(uint64_t seed, int mutant) {
   emu::m.error.clear();
   emu::mutant = mutant;
 }
+// Of the GPU from here on, 90 for 9.0.
+void emu_capability(int capability) { emu::compute_capability = capability; }
 const char* emu_error() { return emu::m.error.c_str(); }
 }

@@ -30,6 +30,9 @@ def main() -> None:
     tiled = WindowKernels(library, rng, 0, "flash_attention")
     for check in flash_cases.small_suite().values():
         check(tiled, rng)
+    hopper = WindowKernels(library, rng, 0, "flash_attention", capability=90)
+    for check in flash_cases.hopper_suite().values():
+        check(hopper, rng)
     tiled_vision = WindowKernels(library, rng, 0, "flash_vision")
     for check in vision_cases.tiled_suite().values():
         check(tiled_vision, rng)

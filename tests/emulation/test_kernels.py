@@ -18,6 +18,7 @@ from .device import EmbeddingKernels, WindowKernels
 from .mutants import (
     FLASH_MUTANTS,
     FLASH_VISION_MUTANTS,
+    HOPPER_MUTANTS,
     MUTANTS,
     TURN_MUTANTS,
     VISION_MUTANTS,
@@ -68,9 +69,18 @@ def test_vision_attention_128_keys(library: Library, rng: np.random.Generator) -
     check_vision(_vision(library, rng), VisionCase(rng, [100, 7, 128], 2, 64, "float16"))
 
 
+def _hopper(library: Library, rng: np.random.Generator, mutant: int = 0) -> WindowKernels:
+    return WindowKernels(library, rng, mutant, "flash_attention", capability=90)
+
+
 @pytest.mark.parametrize("name", flash_cases.small_suite())
 def test_tiled_attention(name: str, library: Library, rng: np.random.Generator) -> None:
     flash_cases.small_suite()[name](_flash(library, rng), rng)
+
+
+@pytest.mark.parametrize("name", flash_cases.hopper_suite())
+def test_tiled_attention_on_hopper(name: str, library: Library, rng: np.random.Generator) -> None:
+    flash_cases.hopper_suite()[name](_hopper(library, rng), rng)
 
 
 @pytest.mark.parametrize("name", vision_cases.tiled_suite())
@@ -140,6 +150,8 @@ def test_mutant_is_killed(number: int, library: Library, rng: np.random.Generato
         suite, kernels = vision_cases.tiled_suite(), _tiled_vision(library, rng, number)
     elif MUTANTS[number - 1] in FLASH_MUTANTS:
         suite, kernels = flash_cases.small_suite(), _flash(library, rng, number)
+    elif MUTANTS[number - 1] in HOPPER_MUTANTS:
+        suite, kernels = flash_cases.hopper_suite(), _hopper(library, rng, number)
     elif MUTANTS[number - 1].file == "embedding.cu":
         suite, kernels = embedding_cases.small_suite(), _embedding(library, rng, number)
     else:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .machine import WARP, Block, Lanes, handles
-from .memory import LocalMemory, SharedMemory
+from .machine import PARAMETER_WINDOW, WARP, Block, Lanes, handles
+from .memory import LocalMemory
 from .parser import Discard, Instruction, Pair, Register, Vector
 from .ptxtypes import TYPES, UNSIGNED, Array, SimError, bf16_to_f32, f32_to_bf16, size_of
+from .shared import SharedMemory
 
 _ROUNDINGS = ("rn", "rni", "rz", "rzi")
 
@@ -206,14 +207,21 @@ def move(block: Block, instruction: Instruction, lanes: Lanes) -> None:
         block.write(target, block.read(source, instruction.type, lanes), lanes)
 
 
+_WINDOWS = {
+    "global": 0,
+    "local": LocalMemory.BASE,
+    "shared": SharedMemory.WINDOW,
+    "param": PARAMETER_WINDOW,
+}
+
+
 @handles("cvta")
 def convert_address(block: Block, instruction: Instruction, lanes: Lanes) -> None:
-    """Global addresses are generic ones; local and shared memory are windows above them."""
-    _reject(instruction, "to", "global", "local", "shared")
+    """Global addresses are generic ones; the other spaces are windows above them."""
+    _reject(instruction, "to", *_WINDOWS)
     address = block.read(instruction.operands[1], "u64", lanes)
     if "global" not in instruction.modifiers:
-        local = "local" in instruction.modifiers
-        base = np.uint64(LocalMemory.BASE if local else SharedMemory.BASE)
+        base = np.uint64(next(_WINDOWS[m] for m in instruction.modifiers if m in _WINDOWS))
         address = address - base if "to" in instruction.modifiers else address + base
     block.write(instruction.operands[0], address, lanes)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import access, arithmetic, matrix  # noqa: F401  they register the instructions
+from . import access, arithmetic, hopper, matrix  # noqa: F401  they register the instructions
 from .machine import launch
 from .memory import GlobalMemory
 from .parser import Module, parse_ptx
@@ -35,7 +36,7 @@ class Device:
         self.printed: list[str] = []
         self.launches: list[tuple[str, tuple[int, ...]]] = []  # kernel, grid and block
         self.steps = 0
-        self._error: SimError | None = None
+        self._error: Exception | None = None
         self._symbols = {
             name: self.memory.upload(name, np.frombuffer(variable.init, np.uint8))
             for name, variable in self.module.globals.items()
@@ -47,6 +48,9 @@ class Device:
     def call(self, launcher: Any, *arguments: Any) -> int:
         """Calls a host launcher; returns its cudaError_t, or raises what a kernel did wrong."""
         self._runtime.fakecuda_set_callback(self._callback)
+        capability = re.match(r"sm_(\d+)(\d)", self.module.target)
+        assert capability is not None
+        self._runtime.fakecuda_set_capability(*(int(n) for n in capability.groups()))
         self._error = None
         try:
             code = int(launcher(*arguments))
@@ -59,7 +63,7 @@ class Device:
     def _launched(self, name: bytes, dims: Any, shared: int, arguments: Any) -> int:
         try:
             self._run(name.decode(), tuple(dims[i] for i in range(6)), shared, arguments)
-        except SimError as error:
+        except Exception as error:  # of the interpreter itself too: ctypes would swallow it
             self._error = self._error or error
             return 1
         return 0

@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <string.h>
 
 typedef struct {
   unsigned x, y, z;
@@ -18,7 +19,9 @@ enum {
   kInvalidConfiguration = 9,
   kNoDriver = 35,
   kInvalidDeviceFunction = 98,
-  kLaunchFailure = 719
+  kInvalidDevice = 101,
+  kLaunchFailure = 719,
+  kNotSupported = 801
 };
 enum { kMaxKernels = 1024, kMaxDynamicSharedMemory = 8, kDefaultShared = 48 << 10 };
 
@@ -33,6 +36,7 @@ static int last_error;
 static dim3 pushed_grid, pushed_block;
 static size_t pushed_shared;
 static void* pushed_stream;
+static int capability_major = 8, capability_minor = 0;
 
 static int fail(int error) { return last_error = error; }
 
@@ -43,6 +47,11 @@ static int find(const void* host) {
 }
 
 void fakecuda_set_callback(launch_callback new_callback) { callback = new_callback; }
+// Of the one device; 8.0 unless told otherwise.
+void fakecuda_set_capability(int major, int minor) {
+  capability_major = major;
+  capability_minor = minor;
+}
 
 // ---- what nvcc's generated code calls
 // ------------------------------------------------------------
@@ -129,4 +138,79 @@ const char* cudaGetErrorString(int error) {
   static char text[32];
   snprintf(text, sizeof text, "fake CUDA error %d", error);
   return text;
+}
+
+// ---- the device
+
+int cudaGetDevice(int* device) {
+  *device = 0;
+  return kSuccess;
+}
+int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+  if (device != 0) return fail(kInvalidDevice);
+  switch (attribute) {
+    case 16:  // multiprocessors: few, so that a block that takes several tiles does
+      *value = 3;
+      return kSuccess;
+    case 75:
+      *value = capability_major;
+      return kSuccess;
+    case 76:
+      *value = capability_minor;
+      return kSuccess;
+    case 97:  // shared memory that a block may ask for
+      *value = 227 << 10;
+      return kSuccess;
+    default:
+      return fail(kInvalidValue);
+  }
+}
+
+// ---- tensor maps: what the driver's documentation asks for, kept in a form of this file that
+// tensor_copy.py reads.
+
+typedef struct {
+  uint64_t mark, address;
+  uint32_t element, rank;
+  uint64_t sizes[5], strides[5];
+  uint32_t box[5], swizzle;
+} map;
+_Static_assert(sizeof(map) == 128, "CUtensorMap's size");
+
+static int encode(void* result, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                  const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                  int interleave, int swizzle, int promotion, int fill) {
+  static const uint32_t elements[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+  static const uint32_t spans[] = {0, 32, 64, 128};
+  if (!result || (uintptr_t)result % 64 || !address || (uintptr_t)address % 16 || !sizes || !box ||
+      !steps || rank < 1 || rank > 5 || (rank > 1 && !strides))
+    return kInvalidValue;
+  if (type < 0 || type > 12 || promotion < 0 || promotion > 3) return kNotSupported;
+  if (interleave != 0 || swizzle < 0 || swizzle > 3 || fill != 0) return kNotSupported;
+  map m = {.mark = 0x70616d726f736e65, .address = (uintptr_t)address};
+  m.element = elements[type], m.rank = rank, m.swizzle = (uint32_t)swizzle;
+  const uint64_t inner = (uint64_t)box[0] * m.element;
+  if (inner % 16 || (swizzle && inner > spans[swizzle])) return kInvalidValue;
+  for (uint32_t i = 0; i < rank; ++i) {
+    if (!sizes[i] || sizes[i] > (uint64_t)1 << 32 || !box[i] || box[i] > 256) return kInvalidValue;
+    if (!steps[i] || steps[i] > 8) return kInvalidValue;
+    if (steps[i] != 1) return kNotSupported;
+    m.sizes[i] = sizes[i], m.box[i] = box[i];
+    if (i == 0) continue;
+    if (strides[i - 1] % 16 || strides[i - 1] >= (uint64_t)1 << 40) return kInvalidValue;
+    m.strides[i - 1] = strides[i - 1];
+  }
+  *(map*)result = m;
+  return kSuccess;
+}
+
+int cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                     unsigned long long flags, int* status) {
+  (void)flags;
+  *function = NULL;
+  const int known = !strcmp(symbol, "cuTensorMapEncodeTiled");
+  const int found = known ? (version >= 12000 ? 0 : 2) : 1;  // of cudaDriverEntryPointQueryResult
+  if (status) *status = found;
+  if (found == 0) *function = (void*)encode;
+  return kSuccess;
 }

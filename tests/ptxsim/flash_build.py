@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from .attention_cases import WindowKernels
@@ -12,17 +13,25 @@ from .toolchain import CSRC, build_kernels, kernel_ptx
 
 FORWARD, BACKWARD = "attention_flash.cuh", "attention_flash_backward.cuh"
 SHARED, ROWS, PRIMITIVES = "attention_tiles.cuh", "attention_rows.cuh", "primitives.cuh"
-VISION = "attention_flash_vision.cu"
+VISION, HOPPER, WARPGROUPS = "attention_flash_vision.cu", "attention_flash_hopper.cu", "hopper.cuh"
+#: What is built: mma.sync's two ways, or the forward for sm_90a.
 SOURCES = {"forward": "attention_flash.cu", "backward": "attention_flash_backward.cu"}
+HOPPER_SOURCES = {"forward": HOPPER}
 HEADERS = {"forward": FORWARD, "backward": BACKWARD}
+LAUNCHERS = {
+    SOURCES["forward"]: "flash_mma_forward_cuda",
+    SOURCES["backward"]: "flash_attention_backward_cuda",
+    HOPPER: "flash_hopper_forward_cuda",
+}
 FILES = (
-    *SOURCES.values(),
+    *LAUNCHERS,
     VISION,
     FORWARD,
     BACKWARD,
     SHARED,
     ROWS,
     PRIMITIVES,
+    WARPGROUPS,
     "attention_flash.h",
 )
 #: (file, text, its replacement)
@@ -64,20 +73,22 @@ def build_flash(
     architecture: str,
     types: tuple[str, ...] = ("Bf16Math", "Fp16Math"),
     changes: list[Change] | None = None,
+    sources: dict[str, str] = SOURCES,
 ) -> FlashKernels:
     """Host code and PTX of one instance."""
     cuda = copy_sources(folder, dim, types, changes or [])
     builds = {
         which: build_kernels(cuda / source, folder / which, [architecture])
-        for which, source in SOURCES.items()
+        for which, source in sources.items()
     }
-    return FlashKernels(builds, runtime, architecture)
+    launchers = {which: LAUNCHERS[source] for which, source in sources.items()}
+    return FlashKernels(builds, launchers, runtime, architecture)
 
 
 def mutated(kernels: FlashKernels, folder: Path, dim: int, change: Change) -> FlashKernels:
     """The same kernels with one change, in bf16 alone; the host code stays."""
     cuda = copy_sources(folder, dim, ("Bf16Math",), [change])
-    changed = FlashKernels(kernels.builds, kernels.runtime, kernels.architecture)
+    changed = replace(kernels)
     changed.modules = dict(kernels.modules)
     for which, source in SOURCES.items():
         if change[0] in (HEADERS[which], SHARED, PRIMITIVES):

@@ -16,7 +16,7 @@ from vlmkernels.attention import varlen_attention_reference
 
 from .attention_cases import Case, assert_close, view
 from .device import Device
-from .embedding_cases import DTYPES, fill, to_float
+from .embedding_cases import DTYPES, fill, from_float, same_bits, to_float
 from .parser import Module, parse_ptx
 from .ptxtypes import Array
 from .toolchain import Build
@@ -26,9 +26,10 @@ TILE_ROWS = 128
 
 @dataclass
 class FlashKernels:
-    """The launchers of the two files, the runtime they are linked to, and the PTX to run."""
+    """The launchers of one or two files, the runtime they are linked to, and the PTX to run."""
 
     builds: dict[str, Build]  # "forward" and "backward"
+    launchers: dict[str, str]  # their names
     runtime: Path
     architecture: str
 
@@ -49,7 +50,7 @@ class FlashKernels:
         return Device(self.runtime, self.module, memory_bytes=16 << 20)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
-        function = self.builds[launcher].function(f"flash_attention_{launcher}_cuda")
+        function = self.builds[launcher].function(self.launchers[launcher])
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
 
 
@@ -66,15 +67,23 @@ def run_flash(
     def upload(name: str, array: Array, heads: int) -> Any:
         return view(memory.upload(name, array), heads, case.dim)
 
+    def inputs() -> dict[str, Any]:
+        """q, k and v: each for itself, or where each has as many heads as parts of one tensor
+        [T, 3, H, D], as a fused projection leaves them."""
+        arrays = {"q": case.q, "k": case.k, "v": case.v}
+        if case.heads == 1 or case.heads != case.kv_heads:
+            return {name: upload(name, x, x.shape[1]) for name, x in arrays.items()}
+        fused = memory.upload("qkv", np.stack(list(arrays.values()), 1))
+        row = case.heads * case.dim
+        return {name: (fused + 2 * row * i, 3 * row, case.dim) for i, name in enumerate(arrays)}
+
     def reserve(name: str, heads: int) -> Any:
         return view(memory.reserve(name, (case.tokens, heads, case.dim), element), heads, case.dim)
 
     forward = fill(
         "AttentionParams",
         dtype=DTYPES[case.dtype][0],
-        q=upload("q", case.q, case.heads),
-        k=upload("k", case.k, case.kv_heads),
-        v=upload("v", case.v, case.kv_heads),
+        **inputs(),
         out=reserve("out", case.heads),
         row_max=stats,
         row_sum=stats + 4 * case.heads * case.tokens,
@@ -175,6 +184,21 @@ def check_flash(kernels: FlashKernels, case: Case, backward: bool = True) -> dic
     return found
 
 
+def check_neighbours(
+    kernels: FlashKernels, rng: np.random.Generator, dim: int, causal: bool = False
+) -> None:
+    """A segment's results are the same bits when the segments beside it hold no numbers."""
+    case = Case(rng, [40, 130, 100], 1, 1, dim, causal=causal)
+    _, alone = run_flash(kernels, case, backward=False)
+    mine = slice(40, 170)
+    for array in (case.q, case.k, case.v):
+        array[:40] = from_float(np.array(np.nan), case.dtype)
+        array[170:] = from_float(np.array(np.inf), case.dtype)
+    _, among = run_flash(kernels, case, backward=False)
+    same_bits(among["out"][mine], alone["out"][mine], "out")
+    same_bits(among["stats"][:, :, mine], alone["stats"][:, :, mine], "stats")
+
+
 def check_tiles(case: Case, entries: Array, of_keys: bool) -> None:
     """Every tile of every segment once, those with more work before those with less."""
     expected, work = [], []
@@ -192,6 +216,24 @@ def check_tiles(case: Case, entries: Array, of_keys: bool) -> None:
 
 
 Check = Callable[[FlashKernels, np.random.Generator], Any]
+
+
+def hopper_suite(dim: int = 80) -> dict[str, Check]:
+    """Every path of the forward for sm_90a: the emulated GPU has 3 multiprocessors, each of which
+    works on several tiles and goes round its rings of keys and values."""
+    return {
+        "ragged": lambda k, r: check_flash(k, Case(r, [1, 0, 193, 130], 1, 1, dim), False),
+        "causal, negative scale": lambda k, r: check_flash(
+            k, Case(r, [20, 300, 140], 1, 1, dim, "float16", causal=True, scale=-0.3), False
+        ),
+        "groups of heads": lambda k, r: check_flash(k, Case(r, [30], 4, 2, dim), False),
+        "scores far below zero": lambda k, r: check_flash(
+            k, Case(r, [21], 1, 1, dim, scale=0.3, shift=4.0), False
+        ),
+        "neighbours": lambda k, r: check_neighbours(k, r, dim),
+        "causal neighbours": lambda k, r: check_neighbours(k, r, dim, causal=True),
+        "rounds": lambda k, r: check_flash(k, Case(r, [650, 128, 140], 2, 2, dim), False),
+    }
 
 
 def small_suite(dim: int = 80) -> dict[str, Check]:

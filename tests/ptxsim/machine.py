@@ -1,18 +1,23 @@
 """Runs one block: all its threads are one numpy vector, one instruction at a time.
 
 Threads that branched apart run in turns, the lowest instruction first, and meet again where their
-program counters do. An instruction that needs its whole warp parks the threads that arrived until
-the rest comes; if it never comes, that is the divergence the hardware would hang on.
+program counters do. An instruction that needs its whole warp, or warpgroup, parks the threads that
+arrived until the rest comes; if it never comes, that is the divergence the hardware would hang on.
+A kernel with mbarriers runs its warps in an order drawn from Python's `random`, and a tensor copy
+arrives when nothing else can go on.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .memory import GlobalMemory, LocalMemory, SharedMemory
+from .barriers import AT_BARRIER, DONE, PARKED, READY, WAITING, Barriers
+from .memory import GlobalMemory, LocalMemory
+from .order import WARP, Order
 from .parser import (
     Address,
     Discard,
@@ -24,21 +29,26 @@ from .parser import (
     Special,
     Symbol,
 )
+from .products import Products
 from .ptxtypes import TYPES, UNSIGNED, Array, SimError
+from .shared import SharedMemory
 
-WARP = 32
-READY, PARKED, DONE, AT_BARRIER = 0, 1, 2, 3
+#: Where the kernel's parameters lie in the generic address space.
+PARAMETER_WINDOW = 1 << 51
 
 #: Which threads an instruction runs for: their numbers, or all.
 Lanes = Any
 
 
-class Park(Exception):
-    """The instruction needs all lanes of its warps, and some have not arrived."""
+class Hold(Exception):
+    """These threads can't run the instruction yet; the others run it now."""
+
+    def __init__(self, threads: Array, state: int) -> None:
+        self.threads, self.state = threads, state
 
 
 class Barrier(Exception):
-    """The instruction is done, and its threads wait for the rest of the block."""
+    """The instruction is done, and its threads wait for others."""
 
 
 Handler = Callable[["Block", Instruction, Lanes], None]
@@ -81,7 +91,13 @@ class Block:
         self.threads = block[0] * block[1] * block[2]
         self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
         self.local = LocalMemory(self.threads, kernel.local_bytes)
-        self.shared = SharedMemory(kernel.shared_bytes + dynamic_shared, self.threads)
+        self.order = Order(self.threads)
+        size = kernel.shared_bytes + dynamic_shared
+        self.shared = SharedMemory(size, self.threads, self.order)
+        self.random = random.Random(random.getrandbits(64)) if kernel.has_barriers else None
+        self.products = Products(self)
+        self.barriers = Barriers(self)
+        self._watched = kernel.product_registers
         self.call_parameters: dict[str, Array] = {}
         self.steps = 0
         self._pc = np.zeros(self.threads, np.int64)
@@ -114,7 +130,7 @@ class Block:
         return values
 
     def count(self, lanes: Lanes) -> int:
-        return self.threads if isinstance(lanes, slice) else len(lanes)
+        return lanes.stop - lanes.start if isinstance(lanes, slice) else len(lanes)
 
     def numbers(self, lanes: Lanes) -> Array:
         return self._all[lanes]
@@ -123,6 +139,8 @@ class Block:
         """The operand's value in each lane, as the numpy type of a PTX type."""
         dtype = np.dtype(TYPES[type_name])
         if isinstance(operand, Register):
+            if operand.slot in self._watched:
+                self.products.touch(self._watched[operand.slot], operand, lanes)
             values = self.register(operand)[lanes]
             if values.dtype == dtype:
                 return values
@@ -149,7 +167,9 @@ class Block:
 
     def symbol(self, symbol: Symbol) -> int:
         """Address in the symbol's own space; of a global variable, the generic address."""
-        return self.symbols[symbol.name] if symbol.space == "global" else symbol.offset
+        if symbol.space == "global":
+            return self.symbols[symbol.name]
+        return symbol.offset + (SharedMemory.BASE if symbol.space == "shared" else 0)
 
     def write(self, operand: Operand, values: Array, lanes: Lanes) -> None:
         """Sets a register; narrower integers are extended by their own sign, as ld and cvt do."""
@@ -157,6 +177,8 @@ class Block:
             return
         if not isinstance(operand, Register):
             raise SimError(f"destination {operand} is not a register")
+        if operand.slot in self._watched:
+            self.products.touch(self._watched[operand.slot], operand, lanes)
         target = self.register(operand)
         if values.dtype != target.dtype:
             if values.dtype.itemsize == target.dtype.itemsize:
@@ -173,46 +195,82 @@ class Block:
             raise SimError(f"{operand} is not an address")
         return self.read(operand.base, "u64", lanes).astype(np.int64) + operand.offset
 
-    def whole_warps(self, lanes: Lanes) -> None:
-        """Parks unless every live lane of the warps concerned is here."""
+    def uniform(self, operand: Operand, type_name: str, lanes: Lanes, what: str) -> Any:
+        """The operand's value, which must be the same in these lanes."""
+        values = self.read(operand, type_name, lanes)
+        if (values != values[0]).any():
+            raise SimError(f"{what} differs between threads that run one instruction together")
+        return values[0]
+
+    def whole_warps(self, lanes: Lanes, size: int = WARP) -> None:
+        """Holds the threads of warps (or warpgroups: of `size` threads) that are not all here."""
         numbers = self.numbers(lanes)
-        warps = np.unique(numbers // WARP)
-        members = np.isin(self._all // WARP, warps)
-        if members.sum() != len(numbers):
-            if (self._state[members] == DONE).any():
+        groups = numbers // size
+        count = -(-self.threads // size)
+        present = np.bincount(groups, minlength=count)
+        full = np.full(count, size)
+        if size == WARP:
+            full[-1] = self.threads - WARP * (count - 1)
+        elif present[self.threads // size :].any():
+            raise SimError("a part of the block is no whole warpgroup")
+        short = (present > 0) & (present < full)
+        if short.any():
+            if (self._state[short[self._all // size]] == DONE).any():
                 raise SimError("a lane that has exited is needed by a warp-wide instruction")
-            raise Park
+            raise Hold(numbers[short[groups]], PARKED)
 
     # ---- control ---------------------------------------------------------------------------------
+
+    def waiting(self, state: int) -> Array:
+        """The threads in a state."""
+        return np.flatnonzero(self._state == state)
+
+    def wake(self, threads: Array) -> None:
+        self._state[threads] = READY
 
     def run(self) -> None:
         """Runs the block to its end."""
         while not (self._state == DONE).all():
             ready = self._state == READY
             if not ready.any():
-                self._open_barrier()
+                self._go_on()
                 continue
-            current = int(self._pc[ready].min())
-            chosen = ((self._state == READY) | (self._state == PARKED)) & (self._pc == current)
+            current = self._next(ready)
+            runnable = ready | (self._state == PARKED)
+            chosen = runnable & (self._pc == current)
             self._state[chosen] = READY
-            waiting = ready & (self._pc > current)
-            limit = int(self._pc[waiting].min()) if waiting.any() else 1 << 60
+            later = runnable & (self._pc > current)
+            limit = int(self._pc[later].min()) if later.any() else 1 << 60
             self._run_together(current, limit, chosen)
+        self.barriers.end()
+        self.products.end()
+        self.shared.end()
 
-    def _open_barrier(self) -> None:
-        """Nothing can run: every live thread is at the barrier, or this is a deadlock."""
+    def _next(self, ready: Array) -> int:
+        """The instruction to go on at: the lowest, now and then the lowest of any one warp."""
+        if self.random is not None and self.random.random() < 0.25:
+            thread = self.random.choice(np.flatnonzero(ready).tolist())
+            ready = ready & (self._all // WARP == thread // WARP)
+        return int(self._pc[ready].min())
+
+    def _go_on(self) -> None:
+        """Nothing can run: a barrier opens, a copy arrives, or this is a deadlock."""
         waiting = self._state == AT_BARRIER
-        if (self._state == PARKED).any() or not waiting.any():
-            at_it = f"; {waiting.sum()} threads wait at a barrier" if waiting.any() else ""
-            raise SimError(f"warp divergence: lanes wait for a part of their warp for ever{at_it}")
-        if len(np.unique(self._pc[waiting])) > 1:
-            raise SimError("threads of the block wait at different barriers")
-        self._state[waiting] = READY
-        self.shared.barrier()
+        if waiting.any() and (waiting | (self._state == DONE)).all():
+            if self.barriers.open_whole(np.flatnonzero(waiting), self._pc):
+                return
+        elif (self._state == WAITING).any() and self.barriers.copy_arrives():
+            return
+        stuck = self.barriers.stuck()
+        if (self._state == PARKED).any():
+            raise SimError(
+                f"warp divergence: lanes wait for a part of their warp for ever; {stuck}"
+            )
+        raise SimError(f"deadlock: {stuck}")
 
     def _run_together(self, current: int, limit: int, chosen: Array) -> None:
-        """Runs the chosen threads until they part, end, park, or reach others at `limit`."""
-        lanes: Lanes = slice(None) if chosen.all() else np.flatnonzero(chosen)
+        """Runs the chosen threads until they part, end, wait, or reach others at `limit`."""
+        lanes: Lanes = _compact(np.flatnonzero(chosen))
         instructions = self.kernel.instructions
         while current < limit:
             if current >= len(instructions):
@@ -239,15 +297,18 @@ class Block:
             elif self.count(active):
                 try:
                     self._execute(instruction, active)
-                except Park:
-                    self._pc[lanes] = current
-                    self._state[lanes] = PARKED
-                    return
+                except Hold as hold:
+                    self._pc[hold.threads] = current
+                    self._state[hold.threads] = hold.state
+                    rest = np.setdiff1d(self.numbers(lanes), hold.threads)
+                    if not len(rest):
+                        return
+                    lanes = _compact(rest)
+                    continue  # the same instruction, for them
                 except Barrier:
-                    if self.count(active) != self.count(lanes):
-                        raise SimError(f"a part of a warp is at {instruction.text}") from None
                     self._pc[lanes] = current + 1
-                    self._state[lanes] = AT_BARRIER
+                    self._state[active] = AT_BARRIER
+                    self.barriers.open()
                     return
             current += 1
         self._pc[lanes] = current
@@ -268,6 +329,12 @@ class Block:
         except SimError as error:
             where = f"{self.kernel.name}, block {self.number}, at: {instruction.text}"
             raise SimError(f"{error} [{where}]") from None
+
+
+def _compact(threads: Array) -> Lanes:
+    """A slice where the threads follow each other: numpy is quicker with one."""
+    first, last = int(threads[0]), int(threads[-1])
+    return slice(first, last + 1) if last - first + 1 == len(threads) else threads
 
 
 def launch(
@@ -303,6 +370,5 @@ def launch(
                     dynamic_shared,
                 )
                 running.run()
-                running.shared.end()
                 steps += running.steps
     return steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .hopper import copy_box
 from .machine import WARP, Barrier, Block, Lanes, handles
 from .parser import Immediate, Instruction, Operand, Vector
 from .ptxtypes import Array, SimError, bf16_to_f32
@@ -26,24 +27,39 @@ def _number(operand: Operand) -> int:
 
 @handles("bar", "barrier")
 def barrier(block: Block, instruction: Instruction, lanes: Lanes) -> None:
-    """bar.sync 0 of the whole block, and bar.warp.sync of whole warps."""
+    """bar.sync and bar.arrive of whole warps, and bar.warp.sync."""
     block.whole_warps(lanes)
-    if "warp" in instruction.modifiers:
-        mask = block.read(instruction.operands[0], "u32", lanes)
+    modifiers, operands = instruction.modifiers, instruction.operands
+    if "warp" in modifiers:
+        mask = block.read(operands[0], "u32", lanes)
         if (mask != 0xFFFFFFFF).any():
             raise SimError("a warp's barrier for a part of the warp is not interpreted")
         return
-    if "sync" not in instruction.modifiers or len(instruction.operands) != 1:
+    plain = tuple(m for m in modifiers if m not in ("cta", "aligned"))
+    fits = {("sync",): len(operands) in (1, 2), ("arrive",): len(operands) == 2}
+    if not fits.get(plain):
         raise SimError(f"{instruction.text} is not interpreted")
-    if _number(instruction.operands[0]) != 0:
-        raise SimError("barriers other than 0 are not interpreted")
-    raise Barrier
+    threads = block.numbers(lanes)
+    ids = block.read(operands[0], "u32", lanes)
+    counts = block.read(operands[1], "u32", lanes) if len(operands) > 1 else None
+    for warp in range(0, len(threads), WARP):
+        mine = slice(warp, warp + WARP)
+        if (ids[mine] != ids[warp]).any():
+            raise SimError("lanes of a warp are at barriers of different numbers")
+        count = None if counts is None else int(counts[warp])
+        block.barriers.arrive_named(threads[mine], int(ids[warp]), count, plain == ("sync",))
+    if plain == ("sync",):
+        raise Barrier
+    block.barriers.open()
 
 
 @handles("cp")
 def copy_async(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     modifiers = instruction.modifiers
     threads = block.numbers(lanes)
+    if modifiers[:2] == ("async", "bulk"):
+        copy_box(block, instruction, lanes)
+        return
     if modifiers == ("async", "commit_group"):
         block.shared.commit(threads)
         return

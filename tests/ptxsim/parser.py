@@ -57,6 +57,7 @@ class Pair:
 class Address:
     base: Register | Symbol | Immediate
     offset: int
+    coordinates: Vector | None = None  # of a tensor copy: ``[map, {x, y, z}]``
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,25 @@ class Kernel:
     instructions: list[Instruction] = field(default_factory=list)
     register_types: list[str] = field(default_factory=list)
     max_threads: int | None = None
+    #: Registers of a thread at the start, where the kernel's launch bounds or .maxnreg say it.
+    registers: int | None = None
+
+    @cached_property
+    def product_registers(self) -> dict[int, int]:
+        """Registers that a wgmma names, by slot, with numbers of their own from 0 on."""
+        slots: dict[int, int] = {}
+        for instruction in self.instructions:
+            if instruction.opcode == "wgmma" and instruction.operands:
+                for operand in instruction.operands[:2]:
+                    for item in operand.items if isinstance(operand, Vector) else ():
+                        if isinstance(item, Register):
+                            slots.setdefault(item.slot, len(slots))
+        return slots
+
+    @cached_property
+    def has_barriers(self) -> bool:
+        """Whether threads wait for each other other than all at once."""
+        return any(i.opcode == "mbarrier" for i in self.instructions)
 
 
 @dataclass
@@ -261,13 +281,17 @@ class _Body:
         if text.startswith("{"):
             return Vector(tuple(self.operand(item) for item in split_operands(text[1:-1])))
         if text.startswith("["):
-            inner = re.fullmatch(r"\[\s*([^+\]]+?)\s*(?:\+\s*(-?\w+))?\s*\]", text)
+            inner = re.fullmatch(
+                r"\[\s*([^+,\]]+?)\s*(?:\+\s*(-?\w+))?\s*(?:,\s*(\{[^}]*\}))?\s*\]", text
+            )
             if inner is None:
                 raise SimError(f"cannot parse the address: {text}")
             base = self.operand(inner.group(1))
             if not isinstance(base, Register | Symbol | Immediate):
                 raise SimError(f"cannot parse the address: {text}")
-            return Address(base, int(inner.group(2) or "0", 0))
+            where = self.operand(inner.group(3)) if inner.group(3) else None
+            assert where is None or isinstance(where, Vector)
+            return Address(base, int(inner.group(2) or "0", 0), where)
         if "|" in text:
             first, second = text.split("|")
             return Pair(self.operand(first), self.operand(second))
@@ -293,6 +317,16 @@ class _Body:
                 return scope.registers[name]
             scope = scope.outer
         raise SimError(f"operand {name} is not declared")
+
+
+def _registers(directives: str, threads: int | None) -> int | None:
+    """.maxnreg, or what .maxntid and .minnctapersm leave of the 64 K registers."""
+    if given := re.search(r"\.maxnreg\s+(\d+)", directives):
+        return int(given.group(1))
+    if threads is None:
+        return None
+    blocks = re.search(r"\.minnctapersm\s+(\d+)", directives)
+    return min(65536 // (threads * int(blocks.group(1) if blocks else 1)) // 8 * 8, 256)
 
 
 def parse_ptx(text: str) -> Module:
@@ -324,6 +358,7 @@ def parse_ptx(text: str) -> Module:
         if limit:
             x, y, z = (int(n or 1) for n in limit.groups())
             kernel.max_threads = x * y * z
+        kernel.registers = _registers(match.group(3), kernel.max_threads)
         at = _Body(kernel, module.globals, dynamic).parse(text, match.end())
         if dynamic and kernel.shared_bytes:
             raise SimError("static and dynamic shared memory in one kernel are not interpreted")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from . import access, arithmetic, matrix  # noqa: F401  they register the instructions
+from . import access, arithmetic, hopper, matrix  # noqa: F401  they register the instructions
 from .machine import Block, launch
 from .memory import GlobalMemory
 from .parser import parse_ptx
@@ -198,9 +198,9 @@ def test_shared_atomics_of_several_warps() -> None:
     [
         ("atom.shared.add.u32 %r9, [%r7], 1;", "atomic on shared bytes that are not written"),
         ("st.shared.u32 [%r7], %r2; atom.shared.add.u32 %r9, [%r8], 1;",
-         "race: shared atomic after another warp's access"),
+         "race: shared atomic after another warp's write"),
         ("st.shared.u32 [%r7], %r2; bar.sync 0; ld.shared.u32 %r9, [%r7]; "
-         "atom.shared.add.u32 %r9, [%r8], 1;", "race: shared atomic after another warp's access"),
+         "atom.shared.add.u32 %r9, [%r8], 1;", "race: shared atomic after another warp's read"),
         ("st.shared.u32 [%r7], %r2; bar.sync 0; atom.shared.add.u32 %r9, [%r8], 1; "
          "ld.shared.u32 %r9, [%r7];", "race: shared read after another warp's write"),
         ("atom.shared.cas.b32 %r9, [%r7], 0, 1;", "is not interpreted"),
@@ -208,7 +208,8 @@ def test_shared_atomics_of_several_warps() -> None:
          "race: shared read after another warp's write"),
         ("st.shared.u32 [%r7], %r2; bar.sync 0; ld.shared.u32 %r9, [%r8]; "
          "st.shared.u32 [%r7], %r2;", "race: shared write after another warp's read"),
-        ("st.shared.u32 [%r7], %r2; st.shared.u32 [%r8], %r2;", "two warps write"),
+        ("st.shared.u32 [%r7], %r2; st.shared.u32 [%r8], %r2;",
+         "race: shared write after another warp's write"),
         ("ld.shared.u32 %r9, [%r7];", "read of never-written shared memory at byte 0"),
         ("st.shared.u32 [%r7+508], %r2;", "out of bounds of 512"),
         ("st.shared.u32 [%r7+2], %r2;", "misaligned shared write"),

@@ -69,8 +69,11 @@ def build_fake_runtime(folder: Path) -> Path:
     return library
 
 
-def build_kernels(source: Path, folder: Path, architectures: Sequence[str]) -> Build:
+def build_kernels(
+    source: Path, folder: Path, architectures: Sequence[str], include: Path | None = None
+) -> Build:
     """Compiles csrc/cuda/<name>.cu, or a copy, once: PTX per architecture, host code as a library.
+    `include` is the source's csrc, if that is not the folder above its own.
 
     Both come from one run of nvcc, so that the launches name the kernels of that PTX.
     """
@@ -83,7 +86,8 @@ def build_kernels(source: Path, folder: Path, architectures: Sequence[str]) -> B
     run(
         [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo", *targets]
         + ["--keep", "--keep-dir", str(keep), "-cudart", "none", "-shared"]
-        + ["-Xcompiler", "-fPIC", "-I", str(source.parents[1]), str(source), "-o", str(library)]
+        + ["-Xcompiler", "-fPIC", "-I", str(include or source.parents[1])]
+        + [str(source), "-o", str(library)]
     )
     ptx: dict[str, str] = {}
     for path in keep.glob("*.ptx"):

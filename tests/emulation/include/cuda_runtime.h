@@ -14,6 +14,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __restrict__
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 #define threadIdx (::emu::thread_index())
 #define blockIdx (::emu::block_index())
@@ -54,7 +55,7 @@ using std::min;
 // ---- the runtime, on the host
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorSymbolNotFound = 500 };
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
   cudaFuncAttributePreferredSharedMemoryCarveout = 9
@@ -66,3 +67,29 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute attribute, int value
   return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+// One device, with few multiprocessors, so that a block that takes several tiles does.
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76
+};
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? ::emu::capability() / 10
+           : attribute == cudaDevAttrComputeCapabilityMinor ? ::emu::capability() % 10
+                                                            : 3;
+  return cudaSuccess;
+}
+
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1
+};
+enum { cudaEnableDefault = 0 };
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* found);

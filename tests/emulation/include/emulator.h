@@ -1,7 +1,7 @@
 // A GPU made of fibers: what the emulated CUDA headers of this folder call. One fiber per CUDA
 // thread, the blocks of a launch one after another in random order, the threads of a block switched
 // at barriers and warp-wide instructions only, in random order. Implemented in runtime.cpp
-// (threads), memory.cpp (what is checked) and warp.cpp (arithmetic of warps).
+// (threads), memory.cpp (what is checked), warp.cpp (arithmetic of warps) and hopper.cpp.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -82,6 +82,38 @@ void load_matrices(uint32_t* m, int count, uint32_t row, bool transposed);
 // mma.sync.m16n8k<depth>.row.col.f32: c += a b, depth 8 or 16. Sums are exact, rounded once.
 enum class Half { kBFloat16, kFloat16 };
 void multiply_add(Half type, int depth, float* c, const uint32_t* a, const uint32_t* b);
+
+// ---- Hopper: all 128 threads of a warpgroup must arrive at the same of set_registers and wgmma*
+
+// mbarriers. A wait blocks until the phase of that parity is over; the one before the first counts
+// as over. Arrivals release, waits acquire. `bytes`: announced with the arrival.
+void barrier_init(uint32_t address, uint32_t arrivals);
+void fence_barrier_init();
+void mbarrier_arrive(uint32_t address, uint32_t bytes = 0);
+void mbarrier_wait(uint32_t address, uint32_t parity);
+
+// Tensor copies: a box of a three-dimensional map of cuTensorMapEncodeTiled. They arrive when
+// nothing else can go on, those that are waited for in random order; until then their target holds
+// NaN and may not be touched.
+void check_map(const void* map);
+void load_box(uint32_t to, const void* map, uint32_t barrier, int column, int head, int token);
+// Makes the running thread's writes to shared memory visible to load_box and wgmma.
+void fence_async_proxy();
+
+// setmaxnreg; a warpgroup that wants more than there are waits.
+void set_registers(int count, bool more);
+
+// c [64, columns] (+)= a b, sums exact and rounded once; a in registers as for mma.sync, otherwise
+// null and a matrix in shared memory, b [columns, 16]; with a in registers b is [16, columns]. c
+// holds NaN until the wait and may not be changed, nor may a.
+void wgmma_fence();
+void wgmma(Half type, int columns, float* c, const uint32_t* a, uint64_t a_matrix,
+           uint64_t b_matrix, bool add);
+void wgmma_commit();
+void wgmma_wait(int pending);
+
+// Of the emulated GPU: 80, or what emu_capability set.
+int capability();
 
 // ---- 16-bit floats, round to nearest even
 

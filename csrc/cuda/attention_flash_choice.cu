@@ -1,0 +1,34 @@
+// Which forward of tiled attention a launch takes.
+#include <cuda_runtime.h>
+
+#include "cuda/attention_flash.h"
+
+namespace vlmk {
+
+bool hopper_takes(const AttentionParams& p, int capability) {
+  if (capability != 90) return false;
+  // Strides in bytes: positive (an expanded tensor's are 0), multiples of 16, less than 2^40. A
+  // dimension of one element has any stride.
+  const auto fits = [](int64_t size, int64_t stride) {
+    return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
+  };
+  const auto takes = [&](const HeadsView& x, int64_t heads) {
+    return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && fits(p.tokens, x.token_stride) &&
+           fits(heads, x.head_stride);
+  };
+  return takes(p.q, p.heads) && takes(p.k, p.kv_heads) && takes(p.v, p.kv_heads);
+}
+
+int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream) {
+  int device, major, minor;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (error != cudaSuccess) return error;
+  return hopper_takes(p.forward, major * 10 + minor) ? flash_hopper_forward_cuda(p, stream)
+                                                     : flash_mma_forward_cuda(p, stream);
+}
+
+}  // namespace vlmk

@@ -1,0 +1,559 @@
+// Attention inside segments of any length on Hopper's tensor cores: the forward, for compute
+// capability 9.0. Results as attention_flash.cuh's.
+//
+// Method: FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608). One block an SM
+// takes one tile of 128 queries and head after another. A thread brings queries, keys and values by
+// TMA, keys and values into rings of tiles of 128; two warpgroups of 64 queries multiply by wgmma.
+// The product with a block's values is under way while the scores with the next block's keys become
+// probabilities; the warpgroups take turns in starting products, so that one's softmax falls into
+// the other's products. The next tile's rows arrive while this one is still worked on.
+//
+// TMA copies 128 rows whatever the segment's length: what lies past its end is the next segment's.
+// Such keys are masked; such values would make 0 x NaN, so a warp of the producer's warpgroup
+// overwrites them with zeros, in the last block of keys of a tile. The same warp changes the sign
+// of the queries where the scale is negative.
+//
+// In shared memory a tile is chunks of kChunk columns, one TMA box each, swizzled as wgmma reads
+// it. head_dim 72 and 80 are computed as 96 columns of which the missing arrive as zeros, of depth
+// 80: with chunks of 16 columns nothing would be missing, and TMA would bring 32 bytes at a time.
+//
+// Floor: 4 L^2 D FLOPs a head on the tensor cores, half of it if causal, at 2,048 multiply-adds a
+// cycle and SM; one exponential per score, at 16 a cycle: at 64 they take as long as the products.
+// A block of 128 queries and keys: 16 D cycles, of 72 and 80 1,408. From L2, once per tile of
+// queries: 512 D bytes a block of keys.
+#include "cuda/attention_flash.h"
+#include "cuda/attention_tiles.cuh"
+#include "cuda/hopper.cuh"
+
+namespace vlmk {
+namespace {
+
+using ptx::kWarpgroupSize;
+
+template <int kDim>
+struct HopperShape {
+  static constexpr int kConsumers = 2;  // warpgroups of 64 queries
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupSize;
+  // Of 168 a thread at the start, that is 65,536 an SM over 384 threads.
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kKeys = kTileRows;  // of a block: only the last one is masked
+  static constexpr int kChunk = kDim % 64 == 0 ? 64 : 32;
+  static constexpr int kChunks = (kDim + kChunk - 1) / kChunk;
+  static constexpr int kWide = kChunks * kChunk;
+  static constexpr int kDepth = (kDim + 15) / 16;  // steps
+  static constexpr int kRowBytes = kChunk * 2;
+  static constexpr int kChunkBytes = kTileRows * kRowBytes;
+  static constexpr int kTileBytes = kChunks * kChunkBytes;
+  static constexpr int kStages = kWide <= 64 ? 4 : kWide <= 96 ? 3 : 2;
+  static constexpr int kStaging = (1 + 2 * kStages) * kTileBytes;  // results, kPitch<kDim> a row
+  static constexpr int kBarriers = kStaging + kTileRows * kPitch<kDim>;
+  static constexpr int kShared = kBarriers + (3 + 5 * kStages) * 8;
+};
+
+// Which of the two kinds of tiles a stage of a ring holds, and how often the ring was gone round.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// Addresses in shared memory.
+template <int kDim>
+struct Arena {
+  using S = HopperShape<kDim>;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t queries() const { return base; }
+  __device__ __forceinline__ uint32_t keys(int stage) const {
+    return base + (1 + stage) * S::kTileBytes;
+  }
+  __device__ __forceinline__ uint32_t values(int stage) const {
+    return base + (1 + S::kStages + stage) * S::kTileBytes;
+  }
+  __device__ __forceinline__ uint32_t staging() const { return base + S::kStaging; }
+
+  // Barriers. Full: the bytes have arrived. Clean: and the warp that follows the producer has seen
+  // to them. Empty: nobody reads them any more.
+  __device__ __forceinline__ uint32_t barrier(int i) const { return base + S::kBarriers + i * 8; }
+  __device__ __forceinline__ uint32_t queries_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t queries_clean() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t queries_empty() const { return barrier(2); }
+  __device__ __forceinline__ uint32_t keys_full(int stage) const { return barrier(3 + stage); }
+  __device__ __forceinline__ uint32_t keys_empty(int stage) const {
+    return barrier(3 + S::kStages + stage);
+  }
+  __device__ __forceinline__ uint32_t values_full(int stage) const {
+    return barrier(3 + 2 * S::kStages + stage);
+  }
+  __device__ __forceinline__ uint32_t values_clean(int stage) const {
+    return barrier(3 + 3 * S::kStages + stage);
+  }
+  __device__ __forceinline__ uint32_t values_empty(int stage) const {
+    return barrier(3 + 4 * S::kStages + stage);
+  }
+
+  __device__ __forceinline__ void init() const {
+    constexpr int kWarps = S::kConsumers * kWarpgroupSize / kWarpSize;
+    ptx::barrier_init(queries_full(), 1);
+    ptx::barrier_init(queries_clean(), 1);
+    ptx::barrier_init(queries_empty(), kWarps + 1);
+    for (int i = 0; i < S::kStages; ++i) {
+      ptx::barrier_init(keys_full(i), 1);
+      ptx::barrier_init(keys_empty(i), kWarps);
+      ptx::barrier_init(values_full(i), 1);
+      ptx::barrier_init(values_clean(i), 1);
+      ptx::barrier_init(values_empty(i), kWarps + 1);
+    }
+    ptx::fence_barrier_init();
+  }
+};
+
+// The work of a block: every gridDim.x-th entry of (tiles, heads), every other time from the other
+// end, because the list has the longest first.
+struct Work {
+  Tile tile;
+  int head;
+  int blocks;   // of keys
+  bool ragged;  // the last of them passes the segment's end
+};
+template <int kDim>
+__device__ __forceinline__ Work work_at(const FlashAttentionParams& params, unsigned round) {
+  using S = HopperShape<kDim>;
+  const AttentionParams& p = params.forward;
+  const unsigned heads = static_cast<unsigned>(p.heads);
+  const unsigned items = static_cast<unsigned>(p.tokens / kTileRows + p.segments) * heads;
+  const unsigned mine = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const unsigned place = round * gridDim.x + mine;
+  if (place >= items) return {};
+  Work work;
+  work.tile = tile_at(params.tiles, place / heads);
+  work.head = static_cast<int>(place % heads);
+  const int end = p.causal ? min(work.tile.length, work.tile.first + kTileRows) : work.tile.length;
+  work.blocks = (end + S::kKeys - 1) / S::kKeys;
+  work.ragged = work.blocks * S::kKeys > work.tile.length;
+  return work;
+}
+
+// ---- the producer's warpgroup
+
+template <int kDim>
+__device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, uint32_t full,
+                                          int head, int token) {
+  using S = HopperShape<kDim>;
+  ptx::barrier_arrive_expect(full, S::kTileBytes);
+#pragma unroll
+  for (int c = 0; c < S::kChunks; ++c) {
+    ptx::load_box(to + c * S::kChunkBytes, map, full, c * S::kChunk, head, token);
+  }
+}
+
+// One thread. Values come one block behind keys: that is the order in which they are wanted.
+template <int kDim>
+__device__ __forceinline__ void produce(const FlashAttentionParams& params, const CUtensorMap* q,
+                                        const CUtensorMap* k, const CUtensorMap* v,
+                                        const Arena<kDim>& arena) {
+  using S = HopperShape<kDim>;
+  const int group = static_cast<int>(params.forward.heads / params.forward.kv_heads);
+  Place<S::kStages> key, value;
+  uint32_t parity = 0;  // of the queries' barriers
+#pragma unroll 1
+  for (unsigned round = 0;; ++round) {
+    const Work work = work_at<kDim>(params, round);
+    if (work.blocks == 0) return;
+    const int begin = work.tile.begin, kv_head = work.head / group;
+#pragma unroll 1
+    for (int block = 0; block <= work.blocks; ++block) {
+      if (block < work.blocks) {
+        ptx::barrier_wait(arena.keys_empty(key.stage), key.parity ^ 1);
+        load_tile<kDim>(arena.keys(key.stage), k, arena.keys_full(key.stage), kv_head,
+                        begin + block * S::kKeys);
+        key.advance();
+      }
+      if (block == 0) {
+        ptx::barrier_wait(arena.queries_empty(), parity ^ 1);
+        load_tile<kDim>(arena.queries(), q, arena.queries_full(), work.head,
+                        begin + work.tile.first);
+        parity ^= 1;
+      } else {
+        ptx::barrier_wait(arena.values_empty(value.stage), value.parity ^ 1);
+        load_tile<kDim>(arena.values(value.stage), v, arena.values_full(value.stage), kv_head,
+                        begin + (block - 1) * S::kKeys);
+        value.advance();
+      }
+    }
+  }
+}
+
+// One warp: follows the producer, and every other warp of its barriers, so that none of their
+// phases passes it by.
+template <int kDim>
+__device__ __forceinline__ void clean(const FlashAttentionParams& params,
+                                      const Arena<kDim>& arena) {
+  using S = HopperShape<kDim>;
+  const int lane = threadIdx.x % kWarpSize;
+  Place<S::kStages> value;
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (unsigned round = 0;; ++round) {
+    const Work work = work_at<kDim>(params, round);
+    if (work.blocks == 0) return;
+    ptx::barrier_wait(arena.queries_full(), parity);
+    if (params.forward.scale < 0.f) {
+#pragma unroll 1
+      for (int at = lane * 16; at < S::kTileBytes; at += kWarpSize * 16) {
+        uint4 x = ptx::load_shared(arena.queries() + at);
+        x.x ^= 0x80008000u;
+        x.y ^= 0x80008000u;
+        x.z ^= 0x80008000u;
+        x.w ^= 0x80008000u;
+        ptx::store_shared(arena.queries() + at, x);
+      }
+      ptx::fence_async_proxy();
+      __syncwarp();
+    }
+    if (lane == 0) {
+      ptx::barrier_arrive(arena.queries_clean());
+      ptx::barrier_arrive(arena.queries_empty());
+    }
+    parity ^= 1;
+#pragma unroll 1
+    for (int block = 1; block <= work.blocks; ++block) {
+      ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+      if (block == work.blocks && work.ragged) {
+        // The swizzle stays inside a row.
+        const int from = (work.tile.length - (block - 1) * S::kKeys) * S::kRowBytes;
+#pragma unroll 1
+        for (int at = from + lane * 16; at < S::kChunkBytes; at += kWarpSize * 16) {
+#pragma unroll
+          for (int c = 0; c < S::kChunks; ++c) {
+            ptx::store_shared(arena.values(value.stage) + c * S::kChunkBytes + at,
+                              uint4{0, 0, 0, 0});
+          }
+        }
+        ptx::fence_async_proxy();
+        __syncwarp();
+      }
+      if (lane == 0) {
+        ptx::barrier_arrive(arena.values_clean(value.stage));
+        ptx::barrier_arrive(arena.values_empty(value.stage));
+      }
+      value.advance();
+    }
+  }
+}
+
+// ---- the consumers
+
+// A result of wgmma in the form of mma.sync's: one block of 16 rows, of all or the first columns.
+template <int kColumns, int kCount>
+__device__ __forceinline__ auto& blocks_of(float (&c)[kCount]) {
+  static_assert(kColumns / 2 <= kCount);
+  return reinterpret_cast<float (&)[1][kColumns / 8][4]>(c);
+}
+
+// Starts s = queries keys^T, and ends the group.
+template <class Math, int kDim>
+__device__ __forceinline__ void start_scores(float (&s)[HopperShape<kDim>::kKeys / 2],
+                                             uint32_t queries, uint32_t keys) {
+  using S = HopperShape<kDim>;
+  const uint64_t a = ptx::matrix_descriptor<S::kRowBytes, 0, 8 * S::kRowBytes>(queries);
+  const uint64_t b = ptx::matrix_descriptor<S::kRowBytes, 0, 8 * S::kRowBytes>(keys);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < S::kDepth; ++d) {
+    const int at = d * 16 / S::kChunk * S::kChunkBytes + d * 16 % S::kChunk * 2;
+    ptx::Wgmma<Math, S::kKeys>::rows(s, a + at / 16, b + at / 16, d > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// Starts out += probabilities values, and ends the group.
+template <class Math, int kDim>
+__device__ __forceinline__ void start_values(
+    float (&out)[HopperShape<kDim>::kWide / 2],
+    const uint32_t (&probabilities)[HopperShape<kDim>::kKeys / 16][4], uint32_t values) {
+  using S = HopperShape<kDim>;
+  const uint64_t b = ptx::matrix_descriptor<S::kRowBytes, S::kChunkBytes, 8 * S::kRowBytes>(values);
+  ptx::wgmma_results(out);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < S::kKeys / 16; ++n) {
+    ptx::Wgmma<Math, S::kWide>::columns(out, probabilities[n], b + n * S::kRowBytes);
+  }
+  ptx::wgmma_commit();
+}
+
+// Scores become probabilities over the highest score so far, whose old value's probability is
+// `correction`; a thread's part of their sum is added.
+template <int kCount>
+__device__ __forceinline__ void exponentiate(float (&s)[kCount], float (&top)[2], float (&sum)[2],
+                                             float (&correction)[2], float exponent) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float highest = top[r];
+#pragma unroll
+    for (int i = r * 2; i < kCount; i += 4) highest = fmaxf(highest, fmaxf(s[i], s[i + 1]));
+    highest = fmaxf(highest, ptx::exchange(highest, 1));
+    highest = fmaxf(highest, ptx::exchange(highest, 2));
+    const float offset = highest * exponent;
+    correction[r] = ptx::exp2_approx(top[r] * exponent - offset);
+    top[r] = highest;
+    float part = 0.f;
+#pragma unroll
+    for (int i = r * 2; i < kCount; i += 4) {
+#pragma unroll
+      for (int e = i; e < i + 2; ++e) {
+        s[e] = ptx::exp2_approx(fmaf(s[e], exponent, -offset));
+        part += s[e];
+      }
+    }
+    sum[r] = sum[r] * correction[r] + part;
+  }
+}
+
+// `consumer` is the warpgroup's number among them.
+template <class Math, int kDim>
+__device__ __forceinline__ void consume(const FlashAttentionParams& params,
+                                        const Arena<kDim>& arena, int consumer) {
+  using S = HopperShape<kDim>;
+  const AttentionParams& p = params.forward;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
+  const int warp_row = consumer * 64 + warp * 16;  // of the tile
+  const uint32_t queries = arena.queries() + consumer * 64 * S::kRowBytes;
+  const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;
+  const float exponent = exponent_of(p.scale);
+  const uint32_t queries_ready = p.scale < 0.f ? arena.queries_clean() : arena.queries_full();
+  // Named barriers: the turn to start products. The first warpgroup has it first.
+  constexpr int kTurn = 1;
+  constexpr int kPlayers = S::kConsumers * kWarpgroupSize;
+  if (consumer == 1) ptx::named_barrier_arrive(kTurn, kPlayers);
+  // A tile is done with as soon as all warps say so; a warp's products are over with its wait.
+  const auto release = [&](uint32_t empty) {
+    if (lane == 0) ptx::barrier_arrive(empty);
+  };
+
+  Place<S::kStages> key, value;
+  uint32_t parity = 0;
+  Work work = work_at<kDim>(params, 0);
+#pragma unroll 1
+  for (unsigned round = 1; work.blocks != 0; ++round) {
+    const Work next = work_at<kDim>(params, round);
+    if (work.tile.first + consumer * 64 >= work.tile.length) {
+      // All of its queries are past the segment's end: the tensor cores are the other's.
+      ptx::barrier_wait(queries_ready, parity);
+      release(arena.queries_empty());
+      parity ^= 1;
+#pragma unroll 1
+      for (int block = 0; block < work.blocks; ++block) {
+        ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
+        release(arena.keys_empty(key.stage));
+        key.advance();
+        if (block > 0) {
+          ptx::named_barrier_sync(kTurn + consumer, kPlayers);
+          ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);
+        }
+        ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+        release(arena.values_empty(value.stage));
+        value.advance();
+      }
+      work = next;
+      continue;
+    }
+    const int first = work.tile.first + warp_row;
+    float s[S::kKeys / 2], out[S::kWide / 2];
+    float top[2] = {-3e38f, -3e38f}, sum[2] = {}, correction[2];
+    uint32_t probabilities[S::kKeys / 16][4];
+#pragma unroll
+    for (int i = 0; i < S::kWide / 2; ++i) out[i] = 0.f;
+    const auto softmax = [&](int block) {
+      if (block + 1 == work.blocks && (work.ragged || p.causal)) {
+        mask_keys(blocks_of<S::kKeys>(s), block * S::kKeys, first, p.causal, work.tile.length);
+      }
+      exponentiate(s, top, sum, correction, exponent);
+    };
+    const auto pack = [&] {
+#pragma unroll
+      for (int n = 0; n < S::kKeys / 16; ++n) {
+        as_operand<Math>(reinterpret_cast<uint32_t (&)[1][4]>(probabilities[n]),
+                         blocks_of<S::kKeys>(s), n * 2);
+      }
+    };
+
+    ptx::barrier_wait(queries_ready, parity);
+    ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
+    start_scores<Math, kDim>(s, queries, arena.keys(key.stage));
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(s);
+    release(arena.keys_empty(key.stage));
+    key.advance();
+    softmax(0);
+    pack();
+
+#pragma unroll 1
+    for (int block = 1; block < work.blocks; ++block) {
+      ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
+      ptx::named_barrier_sync(kTurn + consumer, kPlayers);
+      start_scores<Math, kDim>(s, queries, arena.keys(key.stage));
+      ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+      start_values<Math, kDim>(out, probabilities, arena.values(value.stage));
+      ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_results(s);
+      release(arena.keys_empty(key.stage));
+      key.advance();
+      softmax(block);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_results(out);
+      release(arena.values_empty(value.stage));
+      value.advance();
+#pragma unroll
+      for (int i = 0; i < S::kWide / 2; ++i) out[i] *= correction[i % 4 / 2];
+      pack();
+    }
+
+    release(arena.queries_empty());
+    parity ^= 1;
+    ptx::barrier_wait(
+        work.ragged ? arena.values_clean(value.stage) : arena.values_full(value.stage),
+        value.parity);
+    start_values<Math, kDim>(out, probabilities, arena.values(value.stage));
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(out);
+    release(arena.values_empty(value.stage));
+    value.advance();
+
+    float factor[1][2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += ptx::exchange(sum[r], 1);
+      sum[r] += ptx::exchange(sum[r], 2);
+      factor[0][r] = 1.f / sum[r];
+      const int query = first + r * 8 + lane / 4;
+      if (lane % 4 == 0 && query < work.tile.length) {
+        const int64_t at = work.head * p.tokens + work.tile.begin + query;
+        p.row_max[at] = top[r];
+        p.row_sum[at] = sum[r];
+      }
+    }
+    store_rows<Math, kDim>(blocks_of<kDim>(out), factor, staging, work.tile.length - first,
+                           rows_of(p.out, work.tile.begin + first, work.head), p.out.token_stride);
+    work = next;
+  }
+  if (consumer == 0) ptx::named_barrier_sync(kTurn, kPlayers);  // the turn that is left over
+}
+
+template <class Math, int kDim>
+__global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
+    flash_forward_hopper(const FlashAttentionParams params, const __grid_constant__ CUtensorMap q,
+                         const __grid_constant__ CUtensorMap k,
+                         const __grid_constant__ CUtensorMap v) {
+  using S = HopperShape<kDim>;
+  static_assert(S::kKeys == kTileRows && S::kDepth * 16 <= S::kWide);
+  static_assert(S::kProducerRegisters + S::kConsumers * S::kConsumerRegisters <= 3 * 168);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char arena_bytes[];
+  const Arena<kDim> arena{ptx::shared_address(arena_bytes)};
+  if (threadIdx.x == 0) {
+    ptx::prefetch_map(&q);
+    ptx::prefetch_map(&k);
+    ptx::prefetch_map(&v);
+    arena.init();
+  }
+  __syncthreads();
+  // The same in all lanes, and known to be.
+  const int warp = ptx::broadcast(static_cast<int>(threadIdx.x / kWarpSize), 0);
+  if (warp < kWarpgroupSize / kWarpSize) {
+    ptx::give_registers<S::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<kDim>(params, &q, &k, &v, arena);
+    if (warp == 1) clean<kDim>(params, arena);
+  } else {
+    ptx::take_registers<S::kConsumerRegisters>();
+    consume<Math, kDim>(params, arena, warp / (kWarpgroupSize / kWarpSize) - 1);
+  }
+#else
+  ptx::trap();  // the launcher asks for compute capability 9.0
+#endif
+}
+
+// ---- the launch
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+// The driver's cuTensorMapEncodeTiled, found by the runtime, so that nothing links to libcuda.
+cudaError_t find_encode(Encode* encode) {
+  void* function;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) return error;
+  if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
+  *encode = reinterpret_cast<Encode>(function);
+  return cudaSuccess;
+}
+
+// A tensor map of x, [T, heads, kDim], in boxes of 128 tokens, a head and kChunk columns.
+template <int kDim>
+cudaError_t make_map(CUtensorMap* map, Encode encode, DType dtype, const HeadsView& x,
+                     int64_t tokens, int64_t heads) {
+  using S = HopperShape<kDim>;
+  const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  // A dimension of one element has any stride.
+  const int64_t head_stride = heads == 1 ? kDim : x.head_stride;
+  const int64_t token_stride = tokens == 1 ? kDim : x.token_stride;
+  const cuuint64_t sizes[] = {kDim, cuuint64_t(heads), cuuint64_t(tokens)};
+  const cuuint64_t strides[] = {cuuint64_t(head_stride * 2), cuuint64_t(token_stride * 2)};
+  const cuuint32_t box[] = {S::kChunk, 1, kTileRows}, steps[] = {1, 1, 1};
+  // The driver's error numbers are the runtime's.
+  return static_cast<cudaError_t>(
+      encode(map, type, 3, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             S::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+}
+
+template <class Math, int kDim>
+int launch_forward(const FlashAttentionParams& params, void* stream) {
+  using S = HopperShape<kDim>;
+  const AttentionParams& p = params.forward;
+  const int64_t items = list_length(p) * p.heads;
+  if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
+  if (items > 0x7fffffff) return cudaErrorInvalidValue;
+  Encode encode;
+  cudaError_t error = find_encode(&encode);
+  if (error != cudaSuccess) return error;
+  CUtensorMap q, k, v;
+  error = make_map<kDim>(&q, encode, p.dtype, p.q, p.tokens, p.heads);
+  if (error != cudaSuccess) return error;
+  error = make_map<kDim>(&k, encode, p.dtype, p.k, p.tokens, p.kv_heads);
+  if (error != cudaSuccess) return error;
+  error = make_map<kDim>(&v, encode, p.dtype, p.v, p.tokens, p.kv_heads);
+  if (error != cudaSuccess) return error;
+  int device, processors;
+  error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  return launch(flash_forward_hopper<Math, kDim>, items < processors ? items : processors,
+                S::kThreads, S::kShared, stream, params, q, k, v);
+}
+
+}  // namespace
+
+int flash_hopper_forward_cuda(const FlashAttentionParams& p, void* stream) {
+  const AttentionParams& f = p.forward;
+  if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
+  if (f.segments == 0) return cudaSuccess;
+  if (const int error = launch_list(f, p.max_length, p.tiles, 1, stream)) return error;
+  if (f.dtype == DType::kBFloat16) {
+    VLMK_FLASH_DIMS(launch_forward, ptx::Bf16Math, f.head_dim)
+  }
+  VLMK_FLASH_DIMS(launch_forward, ptx::Fp16Math, f.head_dim)
+}
+
+}  // namespace vlmk

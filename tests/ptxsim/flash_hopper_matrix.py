@@ -1,0 +1,82 @@
+"""Every instance of the forward for sm_90a and every planted bug: `make test-flash`, minutes.
+
+test_flash_hopper_ptx.py, in make test, runs one instance and a part of the bugs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .attention_cases import Case
+from .embedding_cases import same_bits
+from .flash_build import BACKWARD, HOPPER_SOURCES, build_flash
+from .flash_cases import FlashKernels, check_flash, hopper_suite, run_flash
+from .flash_hopper_mutants import CHECKS, DIM, MUTANTS, HopperMutant
+
+DIMS = (64, 72, 80, 96, 128)
+
+
+@pytest.fixture(scope="session", params=DIMS)
+def instance(
+    request: pytest.FixtureRequest, fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[FlashKernels, int]:
+    folder = tmp_path_factory.mktemp("hopper")
+    return build_flash(folder, fake_runtime, request.param, "90a", sources=HOPPER_SOURCES), (
+        request.param
+    )
+
+
+@pytest.mark.parametrize("name", hopper_suite(DIM))
+def test_accuracy(name: str, instance: tuple[FlashKernels, int], rng: np.random.Generator) -> None:
+    kernels, dim = instance
+    hopper_suite(dim)[name](kernels, rng)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_random_shapes(
+    causal: bool, instance: tuple[FlashKernels, int], rng: np.random.Generator
+) -> None:
+    kernels, dim = instance
+    for dtype in ("bfloat16", "float16"):
+        kv_heads = int(rng.integers(1, 3))
+        lengths = [*rng.choice([0, 1, 63, 64, 65, 127, 128, 129, 190, 300, 513], 3).tolist(), 2]
+        heads = kv_heads * int(rng.integers(1, 4))
+        scale = float(rng.choice([0.05, 0.125, -0.2]))
+        print(lengths, heads, kv_heads, dim, dtype, causal, scale)
+        case = Case(rng, lengths, heads, kv_heads, dim, dtype, causal, scale)
+        found = check_flash(kernels, case, backward=False)
+        _, again = run_flash(kernels, case, backward=False)
+        same_bits(again["out"], found["out"], "out, again")
+
+
+def test_gradients_from_its_statistics(
+    fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """The backward that follows either forward."""
+    sources = {**HOPPER_SOURCES, "backward": BACKWARD}
+    kernels = build_flash(tmp_path, fake_runtime, DIM, "90a", ("Bf16Math",), sources=sources)
+    check_flash(kernels, Case(rng, [140, 20], 2, 1, DIM, causal=True, scale=-0.3))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_checks_of_the_planted_bugs_pass(
+    name: str, fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Without a bug they do."""
+    kernels = build_flash(tmp_path, fake_runtime, DIM, "90a", ("Bf16Math",), sources=HOPPER_SOURCES)
+    CHECKS[name](kernels, rng)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_killed(
+    mutant: HopperMutant, fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    kernels = build_flash(
+        tmp_path, fake_runtime, DIM, "90a", ("Bf16Math",), [mutant.change], HOPPER_SOURCES
+    )
+    killed = mutant.killed_by(kernels, rng)
+    print(killed)
+    assert killed, "the mutant passes every check"

@@ -1,0 +1,47 @@
+"""Tiled attention's forward for sm_90a as nvcc compiled it, against float64, and planted bugs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .attention_cases import Case
+from .flash_build import HOPPER_SOURCES, build_flash
+from .flash_cases import FlashKernels, hopper_suite, run_flash
+from .flash_hopper_mutants import DIM, MUTANTS, HopperMutant
+
+#: make test-flash runs every instance, all cases and all planted bugs.
+QUICK = ("ragged", "causal, negative scale", "neighbours")
+QUICK_MUTANTS = [m for m in MUTANTS if m.quick]
+
+
+@pytest.fixture(scope="session")
+def hopper(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> FlashKernels:
+    folder = tmp_path_factory.mktemp("hopper")
+    return build_flash(folder, fake_runtime, DIM, "90a", sources=HOPPER_SOURCES)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_accuracy(name: str, hopper: FlashKernels, rng: np.random.Generator) -> None:
+    hopper_suite(DIM)[name](hopper, rng)
+
+
+def test_no_token(hopper: FlashKernels, rng: np.random.Generator) -> None:
+    """No tensor map describes a tensor without elements."""
+    for lengths in ([], [0, 0]):
+        _, found = run_flash(hopper, Case(rng, lengths, 1, 1, DIM, max_length=0), backward=False)
+        assert found["out"].size == 0
+
+
+@pytest.mark.parametrize("mutant", QUICK_MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_killed(
+    mutant: HopperMutant, fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    kernels = build_flash(
+        tmp_path, fake_runtime, DIM, "90a", ("Bf16Math",), [mutant.change], HOPPER_SOURCES
+    )
+    killed = mutant.killed_by(kernels, rng)
+    print(killed)
+    assert killed, "the mutant passes every check"
