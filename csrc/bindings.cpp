@@ -196,11 +196,13 @@ vlmk::FlashVisionParams flash_vision_params(int dtype, View q, View k, View v, V
                                             uintptr_t stats, uintptr_t cu_seqlens, int64_t segments,
                                             int64_t tokens, int64_t heads, int64_t head_dim,
                                             double scale, uintptr_t order, uintptr_t rotary,
-                                            int64_t max_length, uintptr_t tiles, uintptr_t turned) {
+                                            int64_t max_length, uintptr_t tiles, uintptr_t turned,
+                                            uintptr_t turned_queries) {
   return {{vision_attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
                                    head_dim, scale, order, rotary),
            max_length, pointer<int32_t>(tiles)},
-          pointer<void>(turned)};
+          pointer<void>(turned),
+          pointer<void>(turned_queries)};
 }
 
 vlmk::FlashVisionGradParams flash_vision_grad_params(

@@ -86,7 +86,8 @@ struct FlashAttentionGradParams {
 // The same for vision_attention: with rotary, without order, as many key heads as query heads.
 struct FlashVisionParams {
   FlashAttentionParams flash;
-  void* turned;  // [H, T, D] workspace, 16-byte aligned: k turned by rotary
+  void* turned;          // [H, T, D] workspace, 16-byte aligned: k turned by rotary
+  void* turned_queries;  // the same for q; without it (null) the forward is always mma.sync's
 };
 
 struct FlashVisionGradParams {

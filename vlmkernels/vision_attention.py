@@ -182,6 +182,10 @@ def _backward_cpu(*inputs: Any) -> Tensor:
     return _backward(_C.vision_attention_backward, inputs)
 
 
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def _turned(qkv: Tensor, order: Tensor | None, longest: int) -> Tensor:
     """Workspace of the tiled kernels, q or k turned: [H, P, D]."""
     if order is not None:
@@ -200,8 +204,10 @@ def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
     if is_window(qkv.shape[-1], longest):
         return _forward(_C.vision_window_forward_cuda, inputs, longest, cuda_stream(qkv))
     tiles, turned = tile_list(qkv, cu_seqlens, 1), _turned(qkv, order, longest)
-    extra = (longest, tiles.data_ptr(), turned.data_ptr(), cuda_stream(qkv))
-    return _forward(_C.flash_vision_forward_cuda, inputs, *extra)
+    # The forward for compute capability 9.0 wants q turned beforehand as well.
+    queries = torch.empty_like(turned) if _capability(qkv.device) == (9, 0) else None
+    workspace = (x.data_ptr() if x is not None else 0 for x in (tiles, turned, queries))
+    return _forward(_C.flash_vision_forward_cuda, inputs, longest, *workspace, cuda_stream(qkv))
 
 
 def _backward_cuda(*inputs: Any) -> Tensor:

@@ -11,9 +11,18 @@ namespace vlmk {
 int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream);
 int flash_attention_backward_cuda(const FlashAttentionGradParams& p, void* stream);
 
-// With rotary, without order; as many key heads as query heads.
+// With rotary, without order; as many key heads as query heads. The forward is
+// flash_vision_mma_forward_cuda or, on what flash_vision_turn_cuda made, flash_hopper_forward_cuda.
 int flash_vision_forward_cuda(const FlashVisionParams& p, void* stream);
 int flash_vision_backward_cuda(const FlashVisionGradParams& p, void* stream);
+int flash_vision_mma_forward_cuda(const FlashVisionParams& p, void* stream);
+// Writes q or k of p, `from`, turned, to workspace [H, T, D].
+int flash_vision_turn_cuda(const AttentionParams& p, const HeadsView& from, void* workspace,
+                           void* stream);
+// Where the rows then are.
+inline HeadsView turned_rows(const AttentionParams& p, void* workspace) {
+  return {workspace, p.head_dim, p.tokens * p.head_dim};
+}
 
 // By mma.sync, on every GPU from compute capability 8.0 on.
 int flash_mma_forward_cuda(const FlashAttentionParams& p, void* stream);

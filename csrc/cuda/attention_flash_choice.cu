@@ -19,16 +19,43 @@ bool hopper_takes(const AttentionParams& p, int capability) {
   return takes(p.q, p.heads) && takes(p.k, p.kv_heads) && takes(p.v, p.kv_heads);
 }
 
-int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream) {
+namespace {
+
+// Compute capability of the current device: 90 is 9.0.
+cudaError_t find_capability(int* capability) {
   int device, major, minor;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (error != cudaSuccess) return error;
-  return hopper_takes(p.forward, major * 10 + minor) ? flash_hopper_forward_cuda(p, stream)
-                                                     : flash_mma_forward_cuda(p, stream);
+  *capability = major * 10 + minor;
+  return error;
+}
+
+}  // namespace
+
+int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream) {
+  int capability;
+  if (const cudaError_t error = find_capability(&capability)) return error;
+  return hopper_takes(p.forward, capability) ? flash_hopper_forward_cuda(p, stream)
+                                             : flash_mma_forward_cuda(p, stream);
+}
+
+int flash_vision_forward_cuda(const FlashVisionParams& p, void* stream) {
+  int capability;
+  if (const cudaError_t error = find_capability(&capability)) return error;
+  const AttentionParams& f = p.flash.forward;
+  // TMA brings rows as they are: queries are turned beforehand too.
+  FlashAttentionParams turned = p.flash;
+  turned.forward.q = turned_rows(f, p.turned_queries);
+  turned.forward.k = turned_rows(f, p.turned);
+  if (p.turned_queries == nullptr || !hopper_takes(turned.forward, capability)) {
+    return flash_vision_mma_forward_cuda(p, stream);
+  }
+  if (const int error = flash_vision_turn_cuda(f, f.q, p.turned_queries, stream)) return error;
+  if (const int error = flash_vision_turn_cuda(f, f.k, p.turned, stream)) return error;
+  return flash_hopper_forward_cuda(turned, stream);
 }
 
 }  // namespace vlmk

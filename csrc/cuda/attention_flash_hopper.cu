@@ -549,7 +549,8 @@ int flash_hopper_forward_cuda(const FlashAttentionParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
-  if (const int error = launch_list(f, p.max_length, p.tiles, 1, stream)) return error;
+  const auto list = f.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
+  if (const int error = list(f, p.max_length, p.tiles, 1, stream)) return error;
   if (f.dtype == DType::kBFloat16) {
     VLMK_FLASH_DIMS(launch_forward, ptx::Bf16Math, f.head_dim)
   }

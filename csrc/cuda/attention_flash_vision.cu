@@ -17,6 +17,9 @@
 // backward (q, k, v, out, dout read, dq, dk, dv written). Here, each tensor counted once a kernel:
 // turn_rows 2; forward 2 + 4; backward 2 for the sums, 2 + 6 for the keys, 2 + 5 for the queries.
 // turn_rows reads the table once for kTurnHeads heads, 4 D bytes beside 16 D, mostly from L2.
+//
+// With compute capability 9.0 the forward is attention_flash_hopper.cu's, where TMA brings rows as
+// they are: queries are turned beforehand too, 2 more.
 #include "cuda/attention_flash.cuh"
 #include "cuda/attention_flash.h"
 #include "cuda/attention_flash_backward.cuh"
@@ -72,16 +75,20 @@ __global__ void __launch_bounds__(kTurnThreads) turn_rows(const TurnParams p) {
   }
 }
 
+template <class Math, int kDim>
+int launch_turn(const TurnParams& p, void* stream) {
+  constexpr int kTokens = TurnShape<kDim>::kTokens;
+  const int64_t groups = (p.heads + kTurnHeads - 1) / kTurnHeads;
+  return launch(turn_rows<Math, kDim>, (p.tokens + kTokens - 1) / kTokens * groups, kTurnThreads, 0,
+                stream, p);
+}
+
 // Writes q or k, `from`, turned, to workspace [H, T, D]; where its rows then are.
 template <class Math, int kDim>
 int launch_turn(const AttentionParams& p, const HeadsView& from, void* workspace, void* stream,
                 HeadsView& turned) {
-  constexpr int kTokens = TurnShape<kDim>::kTokens;
-  turned = {workspace, kDim, p.tokens * kDim};
-  const int64_t groups = (p.heads + kTurnHeads - 1) / kTurnHeads;
-  const TurnParams params = {from, turned, p.rotary, p.tokens, p.heads};
-  return launch(turn_rows<Math, kDim>, (p.tokens + kTokens - 1) / kTokens * groups, kTurnThreads, 0,
-                stream, params);
+  turned = turned_rows(p, workspace);
+  return launch_turn<Math, kDim>(TurnParams{from, turned, p.rotary, p.tokens, p.heads}, stream);
 }
 
 template <class Math, int kDim>
@@ -137,7 +144,17 @@ bool is_vision(const AttentionParams& p) {
 
 }  // namespace
 
-int flash_vision_forward_cuda(const FlashVisionParams& p, void* stream) {
+int flash_vision_turn_cuda(const AttentionParams& f, const HeadsView& from, void* workspace,
+                           void* stream) {
+  if (!is_vision(f)) return cudaErrorInvalidValue;
+  const TurnParams p = {from, turned_rows(f, workspace), f.rotary, f.tokens, f.heads};
+  if (f.dtype == DType::kBFloat16) {
+    VLMK_FLASH_DIMS(launch_turn, ptx::Bf16Math, f.head_dim)
+  }
+  VLMK_FLASH_DIMS(launch_turn, ptx::Fp16Math, f.head_dim)
+}
+
+int flash_vision_mma_forward_cuda(const FlashVisionParams& p, void* stream) {
   const AttentionParams& f = p.flash.forward;
   if (!is_vision(f)) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;

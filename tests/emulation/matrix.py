@@ -33,6 +33,7 @@ def main(schedules: int) -> None:
         tiled = WindowKernels(library, rng, 0, "flash_attention")
         hopper = WindowKernels(library, rng, 0, "flash_attention", capability=90)
         tiled_vision = WindowKernels(library, rng, 0, "flash_vision")
+        hopper_vision = WindowKernels(library, rng, 0, "flash_vision", capability=90)
         for schedule in range(schedules):
             for check in embedding_cases.small_suite().values():
                 check(embedding, rng)
@@ -47,6 +48,8 @@ def main(schedules: int) -> None:
                     check(hopper, rng)
                 for check in vision_cases.tiled_suite(dim).values():
                     check(tiled_vision, rng)
+                for check in vision_cases.tiled_suite(dim, queries=True).values():
+                    check(hopper_vision, rng)
             for dim in (64, 80, 96, 128):
                 for dtype in ("bfloat16", "float16"):
                     for longest in (64, 128) if dim < 128 else (64,):

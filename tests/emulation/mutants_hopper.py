@@ -146,3 +146,15 @@ CHOICE_MUTANTS = [
     Mutant("choice: one head must have a stride", _C, "size == 1", "false"),
     Mutant("choice: values not looked at", _C, "takes(p.v, p.kv_heads)", "true"),
 ]  # fmt: skip
+
+#: Of vision_attention on compute capability 9.0: what test_kernels.py's cases notice.
+TURN_MUTANTS = [
+    Mutant("choice: queries as they were", _C,
+           "turned.forward.q = turned_rows(f, p.turned_queries);", ";"),
+    Mutant("choice: keys as they were", _C, "turned.forward.k = turned_rows(f, p.turned);", ";"),
+    Mutant("choice: keys turned over queries", _C, "p.turned", "p.turned_queries",
+           "f.k, p.turned, stream"),
+    Mutant("choice: keys for queries", _C, "f.q", "f.k", "f.q, p.turned_queries, stream"),
+    Mutant("choice: workspace not needed", _C, "p.turned_queries == nullptr", "false"),
+    Mutant("choice: workspace not used", _C, "!hopper_takes(turned.forward, capability)", "true"),
+]  # fmt: skip

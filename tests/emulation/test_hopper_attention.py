@@ -11,11 +11,12 @@ from tests.ptxsim.attention_cases import Case
 from tests.ptxsim.flash_cases import check_flash
 from tests.ptxsim.ptxtypes import SimError
 from tests.ptxsim.toolchain import params_struct
+from tests.ptxsim.vision_cases import check_tiled, tiled_suite
 
 from .build import Library
 from .device import Device, WindowKernels
 from .mutants import MUTANTS
-from .mutants_hopper import CHOICE_MUTANTS
+from .mutants_hopper import CHOICE_MUTANTS, TURN_MUTANTS
 
 DIM = 80
 
@@ -74,4 +75,27 @@ def test_the_chosen_one_runs(library: Library, rng: np.random.Generator) -> None
 def test_mutant_is_killed(place: int, library: Library, rng: np.random.Generator) -> None:
     with pytest.raises(AssertionError) as killed:
         check_choice(_kernels(library, rng, 1 + len(MUTANTS) + place, 90), rng)
+    print(killed.value)
+
+
+# ---- vision_attention
+
+
+def check_vision_on_hopper(library: Library, rng: np.random.Generator, number: int = 0) -> None:
+    """With workspace for the queries by wgmma, without it by mma.sync."""
+    kernels = WindowKernels(library, rng, number, "flash_vision", capability=90)
+    for check in tiled_suite(queries=True).values():
+        check(kernels, rng)
+    check_tiled(kernels, rng, [20], 1, DIM)
+
+
+def test_vision_attention(library: Library, rng: np.random.Generator) -> None:
+    check_vision_on_hopper(library, rng)
+
+
+@pytest.mark.parametrize("place", range(len(TURN_MUTANTS)), ids=lambda n: TURN_MUTANTS[n].name)
+def test_vision_mutant_is_killed(place: int, library: Library, rng: np.random.Generator) -> None:
+    number = 1 + len(MUTANTS) + len(CHOICE_MUTANTS) + place
+    with pytest.raises((SimError, AssertionError)) as killed:
+        check_vision_on_hopper(library, rng, number)
     print(killed.value)

@@ -242,7 +242,8 @@ def test_tiled_vision_gets_views_and_workspace(monkeypatch):
     table = layout.rotary_table(80)
     rest = (table, layout.cu_seqlens, None, 200, 0.1)
     megatron = qkv.transpose(1, 2).contiguous().transpose(1, 2)
-    for x, strides in ((qkv, (480, 80)), (megatron, (480, 240))):
+    for x, strides, gpu in ((qkv, (480, 80), (8, 0)), (megatron, (480, 240), (9, 0))):
+        monkeypatch.setattr(vision_attention, "_capability", lambda device, gpu=gpu: gpu)
         monkeypatch.setattr(torch, "empty", recorded(torch.empty))
         monkeypatch.setattr(torch, "empty_like", recorded(torch.empty_like))
         out, stats = vision_attention._forward_cuda(x, *rest)
@@ -252,9 +253,14 @@ def test_tiled_vision_gets_views_and_workspace(monkeypatch):
         assert (q[0], k[0], v[0]) == tuple(part.data_ptr() for part in x.unbind(1))
         assert out_view == (out.data_ptr(), 160, 80) and tail[0] == stats.data_ptr()
         assert tail[2:7] == [1, 120, 2, 80, 0.1] and tail[7:10] == [0, table.data_ptr(), 200]
-        tiles, turned, stream = tail[10:]
+        tiles, turned, queries, stream = tail[10:]
         assert (made[tiles].dtype, made[tiles].shape) == (torch.int32, (1, 1, 4))
         assert (made[turned].dtype, made[turned].shape) == (x.dtype, (2, 120, 80)) and stream == 7
+        if gpu == (9, 0):  # q is turned beforehand there
+            assert (made[queries].dtype, made[queries].shape) == (x.dtype, (2, 120, 80))
+            assert queries != turned
+        else:
+            assert queries == 0
         dqkv = vision_attention._backward_cuda(out, x, out, stats, *rest)
         assert dqkv.stride() == x.stride() and seen[-1][0] == "flash_vision_backward_cuda"
         dout, dq, dk, dv, longest, tiles, rows, turned, stream = seen[-1][15:]

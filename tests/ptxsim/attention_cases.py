@@ -27,6 +27,7 @@ class WindowKernels:
     runtime: Path
     architecture: str
     prefix: str = "window_attention"  # or vision_window
+    forward: str = "forward"  # how its launcher is called
 
     @cached_property
     def module(self) -> Module:
@@ -36,7 +37,8 @@ class WindowKernels:
         return Device(self.runtime, self.module)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
-        function = self.build.function(f"{self.prefix}_{launcher}_cuda")
+        name = self.forward if launcher == "forward" else launcher
+        function = self.build.function(f"{self.prefix}_{name}_cuda")
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
 
 

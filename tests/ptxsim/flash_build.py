@@ -108,12 +108,12 @@ def build_vision(
     """The same of attention_flash_vision.cu."""
     cuda = copy_sources(folder, dim, types, [])
     build = build_kernels(cuda / VISION, folder / "vision", [architecture])
-    return WindowKernels(build, runtime, architecture, "flash_vision")
+    return WindowKernels(build, runtime, architecture, "flash_vision", "mma_forward")
 
 
 def mutated_vision(kernels: WindowKernels, folder: Path, dim: int, change: Change) -> WindowKernels:
     """The same kernels with one change; the host code stays."""
     cuda = copy_sources(folder, dim, ("Bf16Math", "Fp16Math"), [change])
-    changed = WindowKernels(kernels.build, kernels.runtime, kernels.architecture, kernels.prefix)
+    changed = replace(kernels)
     changed.module = parse_ptx(kernel_ptx(cuda / VISION, kernels.build, kernels.architecture))
     return changed

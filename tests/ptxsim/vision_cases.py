@@ -74,10 +74,13 @@ class VisionCase:
         return result | {name: found[name] for name in others}
 
 
-def check_vision(kernels: WindowKernels, case: VisionCase, tiled: bool = False) -> Any:
+def check_vision(
+    kernels: WindowKernels, case: VisionCase, tiled: bool = False, queries: bool = False
+) -> Any:
     """Forward and backward; errors at most twice those of plain torch, relative to the norm. Tiled
     attention takes the sum of out * dout for that of p * dp, which differ by float32's rounding of
-    the terms that dq and dk are differences of: plain torch's are exactly 0 for a segment of 1."""
+    the terms that dq and dk are differences of: plain torch's are exactly 0 for a segment of 1.
+    `queries`: with workspace for them, as on compute capability 9.0; all of it must be used."""
     device = kernels.device()
     memory = device.memory
     stacked = np.stack([case.q, case.k, case.v], case.axis)
@@ -121,12 +124,18 @@ def check_vision(kernels: WindowKernels, case: VisionCase, tiled: bool = False) 
     if tiled:
         tiles = memory.reserve("tiles", (1, most, 4), np.int32)
         flash = fill("FlashAttentionParams", forward=forward, max_length=longest, tiles=tiles)
-        workspace = memory.reserve("turned", turned, element)
-        params = fill("FlashVisionParams", flash=flash, turned=workspace)
+        params = fill(
+            "FlashVisionParams",
+            flash=flash,
+            turned=memory.reserve("turned", turned, element),
+            turned_queries=memory.reserve("turned queries", turned, element) if queries else None,
+        )
     else:
         params = fill("WindowAttentionParams", forward=forward, max_length=longest)
     code = kernels.run(device, "forward", params)
     assert code == 0, f"forward returned cudaError_t {code}"
+    if queries:
+        memory.array("turned queries")
     backward = fill(
         "AttentionGradParams",
         forward=forward,
@@ -178,10 +187,12 @@ def check_vision(kernels: WindowKernels, case: VisionCase, tiled: bool = False) 
     return device
 
 
-def check_tiled(kernels: WindowKernels, *arguments: Any, **options: Any) -> Any:
+def check_tiled(
+    kernels: WindowKernels, *arguments: Any, queries: bool = False, **options: Any
+) -> Any:
     """check_vision of rows that are not permuted, by the tiled kernels."""
     case = VisionCase(*arguments, **options, permuted=False)
-    return check_vision(kernels, case, tiled=True)
+    return check_vision(kernels, case, tiled=True, queries=queries)
 
 
 Check = Callable[[WindowKernels, np.random.Generator], Any]
@@ -200,11 +211,11 @@ def small_suite() -> dict[str, Check]:
     }
 
 
-def tiled_suite(dim: int = 80) -> dict[str, Check]:
+def tiled_suite(dim: int = 80, queries: bool = False) -> dict[str, Check]:
     """The same for segments of any length."""
     return {
-        "two tiles, ragged": lambda k, r: check_tiled(k, r, [1, 0, 129], 1, dim),
+        "two tiles, ragged": lambda k, r: check_tiled(k, r, [1, 0, 129], 1, dim, queries=queries),
         "Megatron's order, five heads": lambda k, r: check_tiled(
-            k, r, [30, 3], 5, dim, "float16", megatron=True, scale=-0.3
+            k, r, [30, 3], 5, dim, "float16", megatron=True, scale=-0.3, queries=queries
         ),
     }
