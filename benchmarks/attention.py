@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import ceilings
 from benchmarks.harness import FAULT_FREE, Comparison, Context, Row, compare, say
 from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
-from vlmkernels.attention import WINDOW_LENGTHS
+from vlmkernels.attention import WINDOW_LENGTHS, tiled_forward
 from vlmkernels.vision_attention import rotate
 
 HEADS, HEAD_DIM = 16, 80
@@ -234,6 +234,13 @@ def comparison(
     if device == "cpu" and padded > 6:
         del found["nested tensor"]
         skipped["nested tensor"] = f"it pads all segments, {padded:.0f} GB of scores"
+    if kernel == "tiled" and not backward and torch.cuda.get_device_capability(device) == (9, 0):
+
+        def mma_sync(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            native, scale = _native._C.flash_mma_forward_cuda, HEAD_DIM**-0.5
+            return tiled_forward(native, q, k, v, borders, longest, False, scale)[0]
+
+        found["ours by mma.sync"] = mma_sync
     key = (windows, str(dtype)[6:], backward)
     on_cpu = device == "cpu" and not context.quick
     return Comparison(

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_nothing_spills(measured: dict[str, Any]) -> None:
 
 def test_file_names_every_source() -> None:
     """Without nvcc: a kernel that was never recorded is seen."""
-    names = {name.split("<")[0] for name in recorded()["kernels"]["sm_80"]}
+    names = {name.split("<")[0] for name in recorded()["kernels"]["sm_90a"]}
     for source in (CSRC / "cuda").glob("*.cu*"):
         code = re.sub(r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)", "", source.read_text())
         for kernel in re.findall(r"__global__\s+void\s+(\w+)\(", code):
@@ -89,10 +90,21 @@ def test_blocks_of_sm(registers: int, threads: int, shared: int, sm_80: int, sm_
     assert found == [sm_80, sm_90a]
 
 
+def operations_of(code: str, architecture: str, folder: Path) -> Counter[str]:
+    """Of a kernel called one, as nvcc makes it."""
+    (folder / "one.cu").write_text(code)
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    run([nvcc, "-std=c++17", "-O3", f"-arch=sm_{architecture}", "-cubin", "-I", str(CSRC)]
+        + [str(folder / "one.cu"), "-o", str(folder / "one.cubin")])  # fmt: skip
+    ((name, machine_code),) = static.kernel_codes((folder / "one.cubin").read_bytes())
+    assert name == "one"
+    return static.operations(machine_code)
+
+
 def test_instructions_are_those_of_the_ptx(measured: dict[str, Any], tmp_path: Path) -> None:
-    """The table of operations, on a kernel whose PTX says what must be there."""
-    source = tmp_path / "one.cu"
-    source.write_text(
+    """The table of operations, on kernels whose PTX says what must be there."""
+    counts = operations_of(
         '#include "cuda/primitives.cuh"\n'
         "using namespace vlmk::ptx;\n"
         'extern "C" __global__ void one(uint4* p, float* f) {\n'
@@ -103,15 +115,33 @@ def test_instructions_are_those_of_the_ptx(measured: dict[str, Any], tmp_path: P
         "  Bf16Math::multiply_add(c, a, a[0], a[1]);\n"
         "  f[threadIdx.x] = exp2_approx(exchange(c[0], 1));\n"
         "  store_shared(at, __float_as_uint(c[1])); store(p, load_shared(at ^ 16), true);\n"
-        "}\n"
+        "}\n",
+        "80",
+        tmp_path,
     )
-    nvcc = find_nvcc()
-    assert nvcc is not None
-    run([nvcc, "-std=c++17", "-O3", "-arch=sm_80", "-cubin", "-I", str(CSRC), str(source)]
-        + ["-o", str(tmp_path / "one.cubin")])  # fmt: skip
-    ((name, code),) = static.kernel_codes((tmp_path / "one.cubin").read_bytes())
-    counts = static.operations(code)
-    assert name == "one"
     expected = {"LDGSTS": 1, "BAR": 1, "LDSM": 1, "HMMA": 1, "SHFL": 1, "MUFU": 1, "STS": 1}
     expected |= {"LDS": 1, "STG": 2, "LDG": 4}
+    assert {op: counts[op] for op in expected} == expected
+    counts = operations_of(
+        '#include "cuda/hopper.cuh"\n'
+        "using namespace vlmk::ptx;\n"
+        'extern "C" __global__ void __launch_bounds__(128, 1)\n'
+        "one(const __grid_constant__ CUtensorMap map, float* f) {\n"
+        "  extern __shared__ char tile[];\n"
+        "  const uint32_t at = shared_address(tile), full = at + 4096;\n"
+        "  give_registers<24>(); take_registers<64>();\n"
+        "  load_box(at, &map, full, 0, 0, 0); load_box(at + 1024, &map, full, 0, 0, 0);\n"
+        "  barrier_arrive_expect(full, 2048); barrier_arrive(full + 8);\n"
+        "  float c[32];\n"
+        "  wgmma_fence();\n"
+        "  const uint64_t m = matrix_descriptor<128, 0, 1024>(at);\n"
+        "  Wgmma<Bf16Math, 64>::rows(c, m, m + 64, false);\n"
+        "  Wgmma<Bf16Math, 64>::rows(c, m + 2, m + 66, true);\n"
+        "  wgmma_commit(); wgmma_wait<0>(); wgmma_results(c);\n"
+        "  for (int i = 0; i < 32; ++i) f[i * 128 + threadIdx.x] = c[i];\n"
+        "}\n",
+        "90a",
+        tmp_path,
+    )
+    expected = {"HGMMA": 2, "UTMALDG": 2, "SYNCS": 2, "WARPGROUP": 2, "USETMAXREG": 2, "STG": 32}
     assert {op: counts[op] for op in expected} == expected

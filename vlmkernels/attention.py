@@ -182,12 +182,19 @@ def _backward_cpu(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The window kernel or the tiled one; `longest` is a promise that both check."""
     q, k, v, cu_seqlens, longest, *rest = inputs
-    inputs = (*map(aligned, (q, k, v)), cu_seqlens, longest, *rest)
     if _is_window(q.shape[-1], longest):
+        inputs = (*map(aligned, (q, k, v)), cu_seqlens, longest, *rest)
         return _forward(_C.window_attention_forward_cuda, inputs, longest, cuda_stream(q))
+    return tiled_forward(_C.flash_attention_forward_cuda, *inputs)
+
+
+def tiled_forward(native: Callable[..., None], *inputs: Any) -> tuple[Tensor, Tensor]:
+    """By flash_attention_forward_cuda, which takes wgmma where the GPU has it, or for comparison by
+    flash_mma_forward_cuda, which never does."""
+    q, k, v, cu_seqlens, longest, *rest = inputs
+    inputs = (*map(aligned, (q, k, v)), cu_seqlens, longest, *rest)
     tiles = _tile_list(q, cu_seqlens, 1)
-    extra = (longest, tiles.data_ptr(), cuda_stream(q))
-    return _forward(_C.flash_attention_forward_cuda, inputs, *extra)
+    return _forward(native, inputs, longest, tiles.data_ptr(), cuda_stream(q))
 
 
 def _backward_cuda(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

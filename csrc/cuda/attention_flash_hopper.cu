@@ -17,10 +17,10 @@
 // it. head_dim 72 and 80 are computed as 96 columns of which the missing arrive as zeros, of depth
 // 80: with chunks of 16 columns nothing would be missing, and TMA would bring 32 bytes at a time.
 //
-// Floor: 4 L^2 D FLOPs a head on the tensor cores, half of it if causal; one exponential per score,
-// which from 64 to 96 takes longer than the products: 16 a cycle and SM, beside 4,096
-// multiply-adds. From memory or L2: queries once, keys and values once per tile of queries, 512 D
-// bytes a block of keys.
+// Floor: 4 L^2 D FLOPs a head on the tensor cores, half of it if causal, at 2,048 multiply-adds a
+// cycle and SM; one exponential per score, at 16 a cycle: at 64 they take as long as the products.
+// A block of 128 queries and keys: 16 D cycles, of 72 and 80 1,408. From L2, once per tile of
+// queries: 512 D bytes a block of keys.
 #include "cuda/attention_flash.h"
 #include "cuda/attention_tiles.cuh"
 #include "cuda/hopper.cuh"
@@ -341,6 +341,27 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
 #pragma unroll 1
   for (unsigned round = 1; work.blocks != 0; ++round) {
     const Work next = work_at<kDim>(params, round);
+    if (work.tile.first + consumer * 64 >= work.tile.length) {
+      // All of its queries are past the segment's end: the tensor cores are the other's.
+      ptx::barrier_wait(queries_ready, parity);
+      release(arena.queries_empty());
+      parity ^= 1;
+#pragma unroll 1
+      for (int block = 0; block < work.blocks; ++block) {
+        ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
+        release(arena.keys_empty(key.stage));
+        key.advance();
+        if (block > 0) {
+          ptx::named_barrier_sync(kTurn + consumer, kPlayers);
+          ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);
+        }
+        ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+        release(arena.values_empty(value.stage));
+        value.advance();
+      }
+      work = next;
+      continue;
+    }
     const int first = work.tile.first + warp_row;
     float s[S::kKeys / 2], out[S::kWide / 2];
     float top[2] = {-3e38f, -3e38f}, sum[2] = {}, correction[2];

@@ -8,6 +8,7 @@ import pytest
 from .build import CSRC, HERE, Library, build, compiler
 from .instances import EDIT, SOURCES
 from .mutants import MUTANTS
+from .mutants_hopper import CHOICE_MUTANTS
 
 
 @pytest.fixture
@@ -23,4 +24,4 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     sources = [CSRC / "cuda" / name for name in SOURCES]
     folder = tmp_path_factory.mktemp("emulation")
     sources += [HERE / f"{name}.cu" for name in ("programs", "hopper_programs", "hopper_errors")]
-    return build(folder / "build", sources, "checked", MUTANTS, EDIT)
+    return build(folder / "build", sources, "checked", [*MUTANTS, *CHOICE_MUTANTS], EDIT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .build import Mutant
 
-_H = "attention_flash_hopper.cu"
+_H, _C = "attention_flash_hopper.cu", "attention_flash_choice.cu"
 
 
 def _left_out(name: str, statement: str, anchor: str = "") -> Mutant:
@@ -29,7 +29,15 @@ HOPPER_MUTANTS = [
               "ptx::barrier_wait(arena.values_empty(value.stage), value.parity ^ 1);"),
     _left_out("hopper: queries overwritten early",
               "ptx::barrier_wait(arena.queries_empty(), parity ^ 1);"),
+    Mutant("hopper: values of the wrong block", _H, "(block - 1) * S::kKeys", "block * S::kKeys",
+           "begin + (block - 1) * S::kKeys"),
+    Mutant("hopper: wrong key head", _H, "work.head / group", "work.head % group"),
     # ---- the warp that cleans
+    Mutant("hopper: one row too few is cleaned", _H, "(block - 1) * S::kKeys",
+           "((block - 1) * S::kKeys - 1)", "work.tile.length - (block - 1) * S::kKeys"),
+    Mutant("hopper: one row too many is cleaned", _H, "work.tile.length", "work.tile.length - 1",
+           "from = (work.tile.length - (block"),
+    Mutant("hopper: no sign", _H, "params.forward.scale < 0.f", "false"),
     Mutant("hopper: values past the segment stay", _H, "block == work.blocks && work.ragged",
            "false"),
     _left_out("hopper: no fence after zeros", "ptx::fence_async_proxy();",
@@ -52,7 +60,8 @@ HOPPER_MUTANTS = [
     Mutant("hopper: the sign not waited for", _H,
            "p.scale < 0.f ? arena.queries_clean() : arena.queries_full()",
            "arena.queries_full()"),
-    _left_out("hopper: queries not waited for", "ptx::barrier_wait(queries_ready, parity);"),
+    _left_out("hopper: queries not waited for", "ptx::barrier_wait(queries_ready, parity);",
+              f"ptx::barrier_wait(queries_ready, parity);\n    {_KEYS_WAIT}"),
     _left_out("hopper: first keys not waited for", _KEYS_WAIT, f"{_KEYS_WAIT}\n    start_scores"),
     _left_out("hopper: keys not waited for", _KEYS_WAIT, f"{_KEYS_WAIT}\n      ptx::named"),
     _left_out("hopper: values not waited for", _VALUES_WAIT, f"{_VALUES_WAIT}\n      start_values"),
@@ -67,9 +76,29 @@ HOPPER_MUTANTS = [
            "softmax(block); pack();", "softmax(block);\n      ptx::wgmma_wait<0>();"),
     Mutant("hopper: values released too early", _H, _VALUES,
            f"release(arena.values_empty(value.stage)); {_VALUES}", f"{_VALUES}\n      ptx::named"),
-    _left_out("hopper: queries never released", "release(arena.queries_empty());"),
+    _left_out("hopper: keys never released", "release(arena.keys_empty(key.stage));",
+              "release(arena.keys_empty(key.stage));\n      key.advance();\n      softmax(block);"),
+    Mutant("hopper: every lane releases", _H, "lane == 0", "true",
+           "if (lane == 0) ptx::barrier_arrive(empty);"),
+    Mutant("hopper: phase does not turn", _H, "parity ^= 1", "parity ^= 0",
+           "stage = 0, parity ^= 1"),
+    Mutant("hopper: always the first keys", _H, "key.stage", "0",
+           "arena.keys(key.stage));\n      ptx::barrier_wait"),
+    _left_out("hopper: queries never released", "release(arena.queries_empty());",
+              "release(arena.queries_empty());\n    parity ^= 1;\n    ptx::barrier_wait(\n"),
+    _left_out("hopper: an idle warpgroup keeps values", "release(arena.values_empty(value.stage));",
+              "release(arena.values_empty(value.stage));\n        value.advance();\n      }\n"
+              "      work = next;"),
+    _left_out("hopper: an idle warpgroup keeps its turn",
+              "ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);",
+              "ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);\n        }"),
+    Mutant("hopper: a warpgroup with one query is idle", _H, "work.tile.first + consumer * 64",
+           "work.tile.first + consumer * 64 + 1"),
     _left_out("hopper: no fence before scores", "ptx::wgmma_fence();",
               "(keys);\n  ptx::wgmma_fence();"),
+    _left_out("hopper: no fence before values", "ptx::wgmma_fence();",
+              "ptx::wgmma_results(out);\n  ptx::wgmma_fence();"),
+    Mutant("hopper: half the depth", _H, "d < S::kDepth", "d < S::kDepth / 2"),
     Mutant("hopper: scores added to the old", _H, "d > 0", "true", "b + at / 16, d > 0"),
     Mutant("hopper: half a step of keys", _H, "n * S::kRowBytes", "n * S::kRowBytes / 2",
            "b + n * S::kRowBytes"),
@@ -79,13 +108,18 @@ HOPPER_MUTANTS = [
            "block + 1 == work.blocks && (work.ragged || p.causal)"),
     Mutant("hopper: no causal mask", _H, "p.causal", "false",
            "block + 1 == work.blocks && (work.ragged || p.causal)"),
+    Mutant("hopper: mask of the wrong block", _H, "block + 1 == work.blocks",
+           "block == work.blocks"),
+    Mutant("hopper: results staged in one place", _H, "warp_row * kPitch<kDim>", "0",
+           "arena.staging() + warp_row * kPitch<kDim>"),
     Mutant("hopper: sums not corrected", _H, "sum[r] * correction[r]", "sum[r]"),
     Mutant("hopper: rows' corrections swapped", _H, "correction[i % 4 / 2]",
            "correction[1 - i % 4 / 2]"),
     # ---- turns, barriers, registers, the order of the work
     _left_out("hopper: nobody has the first turn",
               "if (consumer == 1) ptx::named_barrier_arrive(kTurn, kPlayers);"),
-    Mutant("hopper: the turn is kept", _H, "kTurn + 1 - consumer", "kTurn + consumer"),
+    Mutant("hopper: the turn is kept", _H, "kTurn + 1 - consumer", "kTurn + consumer",
+           "named_barrier_arrive(kTurn + 1 - consumer, kPlayers);\n      ptx::wgmma"),
     Mutant("hopper: too few readers of values", _H, "kWarps + 1", "kWarps",
            "values_empty(i), kWarps + 1"),
     Mutant("hopper: too many readers of keys", _H, "kWarps", "kWarps + 1",
@@ -96,4 +130,19 @@ HOPPER_MUTANTS = [
     _left_out("hopper: registers never given", "ptx::give_registers<S::kProducerRegisters>();"),
     Mutant("hopper: a block skips a tile", _H, "gridDim.x - 1 - blockIdx.x",
            "gridDim.x - blockIdx.x"),
+    # ---- the launch
+    Mutant("hopper: strides in elements", _H, "token_stride * 2", "token_stride",
+           "cuuint64_t(token_stride * 2)"),
+    Mutant("hopper: a token past the end", _H, "tokens", "tokens + 1", "cuuint64_t(tokens)}"),
+]  # fmt: skip
+
+#: What test_hopper_attention.py notices.
+CHOICE_MUTANTS = [
+    Mutant("choice: any GPU", _C, "capability != 90", "false"),
+    Mutant("choice: a stride of 0", _C, "stride > 0", "stride >= 0"),
+    Mutant("choice: a stride of 8 bytes", _C, "stride % 8", "stride % 4"),
+    Mutant("choice: any stride", _C, "stride < int64_t{1} << 39", "true"),
+    Mutant("choice: any address", _C, "reinterpret_cast<uintptr_t>(x.data) % 16", "0"),
+    Mutant("choice: one head must have a stride", _C, "size == 1", "false"),
+    Mutant("choice: values not looked at", _C, "takes(p.v, p.kv_heads)", "true"),
 ]  # fmt: skip

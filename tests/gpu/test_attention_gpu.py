@@ -54,6 +54,41 @@ def test_accuracy(kernel, lengths, heads, kv_heads, dim, dtype, causal):
         assert_accurate(name, a, b, exact[name], noise[name])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dim", attention.TILED_HEAD_DIMS)
+def test_both_tiled_forwards(dim, dtype, causal):
+    """By mma.sync and, on compute capability 9.0, by wgmma: results, and what the backward needs.
+    Many tiles a block, inputs that are parts of one tensor, a negative scale, and segments of NaN
+    beside others."""
+    lengths = [2000, 129, 0, 1, 64, 513, 300, 128, 1000]
+    heads, kv_heads, scale = 6, 2, -0.7 / dim**0.5
+    cu = borders(lengths)
+    q, k, v, dout = (x.detach() for x in make(lengths, heads, kv_heads, dim, dtype))
+    exact = outputs(
+        varlen_attention_reference, *(x.double().requires_grad_() for x in (q, k, v)),
+        dout.double(), cu, causal=causal, scale=scale,
+    )["out"]  # fmt: skip
+    fused = torch.cat((q, k, v), 1).cuda()
+    parts = fused.split((heads, kv_heads, kv_heads), 1)
+    plain = varlen_attention_reference(*parts, cu.cuda(), causal=causal, scale=scale)
+    launchers = attention._C.flash_mma_forward_cuda, attention._C.flash_attention_forward_cuda
+    arguments = cu.cuda(), max(lengths), causal, scale
+    found = [attention.tiled_forward(launcher, *parts, *arguments) for launcher in launchers]
+    for out, stats in found:
+        assert_accurate("out", out.cpu(), plain.cpu(), exact)
+        torch.testing.assert_close(stats, found[0][1], rtol=1e-4, atol=1e-4)
+    broken = fused.clone()
+    for i in (1, 6):  # each has whole segments before and behind it
+        broken[cu[i] : cu[i + 1]] = float("nan")
+    whole = [slice(cu[i], cu[i + 1]) for i in range(len(lengths)) if i not in (1, 6)]
+    parts = broken.split((heads, kv_heads, kv_heads), 1)
+    for launcher, (expected, _) in zip(launchers, found, strict=True):
+        out, _ = attention.tiled_forward(launcher, *parts, *arguments)
+        for rows in whole:
+            assert_bitwise("out", out[rows], expected[rows])
+
+
 @pytest.mark.parametrize(
     ("kernel", "lengths", "heads", "kv_heads"),
     [("window", [64] * 300, 16, 16), ("tiled", [256] * 40 + [4000, 1300], 16, 4)],

@@ -86,6 +86,8 @@ def test_arguments_reach_the_runtime(longest, monkeypatch):
     cu = torch.tensor([0, 4, 10], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="^CUDA: "):
         attention._forward_cuda(q, k, v, cu, longest, False, 0.1)
+    with pytest.raises(RuntimeError, match="^CUDA: "):
+        attention.tiled_forward(attention._C.flash_mma_forward_cuda, q, k, v, cu, 6, False, 0.1)
     stats = torch.empty(2, 2, 10)
     with pytest.raises(RuntimeError, match="^CUDA: "):
         attention._backward_cuda(q, q, k, v, q, stats, cu, longest, False, 0.1)

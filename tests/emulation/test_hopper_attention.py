@@ -1,0 +1,77 @@
+"""When the forward of tiled attention for compute capability 9.0 is chosen."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from tests.ptxsim.attention_cases import Case
+from tests.ptxsim.flash_cases import check_flash
+from tests.ptxsim.ptxtypes import SimError
+from tests.ptxsim.toolchain import params_struct
+
+from .build import Library
+from .device import Device, WindowKernels
+from .mutants import MUTANTS
+from .mutants_hopper import CHOICE_MUTANTS
+
+DIM = 80
+
+
+def _kernels(library: Library, rng: np.random.Generator, number: int, gpu: int) -> WindowKernels:
+    return WindowKernels(library, rng, number, "flash_attention", capability=gpu)
+
+
+def check_choice(kernels: WindowKernels, rng: np.random.Generator) -> None:
+    """What hopper_takes says of a GPU and of tensors that a tensor map can or can't describe."""
+    takes = kernels.library.function("hopper_takes")
+    takes.restype = ctypes.c_bool
+    row = 4 * DIM
+
+    def answer(gpu: int = 90, tokens: int = 50, kv_heads: int = 2, **views: tuple) -> bool:
+        few = kv_heads * DIM
+        named = {"q": (256, row, DIM), "k": (512, few, DIM), "v": (1024, few, DIM)} | views
+        params = params_struct("AttentionParams")(**named)  # the rest is not looked at
+        params.tokens, params.heads, params.kv_heads = tokens, 4, kv_heads
+        device = Device(kernels.library, int(rng.integers(1 << 62)), kernels.mutant)
+        return bool(device.call(takes, ctypes.byref(params), ctypes.c_int(gpu)))
+
+    assert answer()
+    assert answer(q=(256, 3 * row, DIM), k=(512, 3 * row, DIM))
+    for gpu in (80, 86, 89, 100, 103, 120):
+        assert not answer(gpu), f"compute capability {gpu / 10}"
+    for name, heads in (("q", 4), ("k", 2), ("v", 2)):
+        for address, token, head, why in (
+            (256, 0, DIM, "the same row for every token"),
+            (256, heads * DIM, 0, "the same row for every head"),
+            (256, heads * DIM + 4, DIM, "rows 8 bytes off"),
+            (256, heads * DIM, DIM + 4, "heads 8 bytes off"),
+            (256, 1 << 39, DIM, "rows too far apart"),
+            (264, heads * DIM, DIM, "an address 8 bytes off"),
+        ):
+            assert not answer(**{name: (address, token, head)}), f"{name}: {why}"
+    assert answer(kv_heads=1, k=(512, DIM, 0), v=(1024, DIM, 3)), "strides of one head"
+    assert answer(tokens=1, q=(256, 0, DIM), k=(512, 5, DIM)), "strides of one token"
+
+
+def test_choice(library: Library, rng: np.random.Generator) -> None:
+    check_choice(_kernels(library, rng, 0, 90), rng)
+
+
+def test_the_chosen_one_runs(library: Library, rng: np.random.Generator) -> None:
+    """A bug in the forward for 9.0 shows there, and nowhere else."""
+    case = Case(rng, [70, 9], 2, 1, DIM)
+    planted = 1 + [m.name for m in MUTANTS].index("hopper: half the depth")
+    for gpu in (80, 89, 100):
+        check_flash(_kernels(library, rng, planted, gpu), case, backward=False)
+    with pytest.raises((SimError, AssertionError), match="out: error"):
+        check_flash(_kernels(library, rng, planted, 90), case, backward=False)
+
+
+@pytest.mark.parametrize("place", range(len(CHOICE_MUTANTS)), ids=lambda n: CHOICE_MUTANTS[n].name)
+def test_mutant_is_killed(place: int, library: Library, rng: np.random.Generator) -> None:
+    with pytest.raises(AssertionError) as killed:
+        check_choice(_kernels(library, rng, 1 + len(MUTANTS) + place, 90), rng)
+    print(killed.value)
