@@ -212,8 +212,8 @@ __device__ __forceinline__ void clean(const FlashAttentionParams& params,
         ptx::store_shared(arena.queries() + at, x);
       }
       ptx::fence_async_proxy();
-      __syncwarp();
     }
+    __syncwarp();  // all lanes have waited and written
     if (lane == 0) {
       ptx::barrier_arrive(arena.queries_clean());
       ptx::barrier_arrive(arena.queries_empty());
@@ -234,8 +234,8 @@ __device__ __forceinline__ void clean(const FlashAttentionParams& params,
           }
         }
         ptx::fence_async_proxy();
-        __syncwarp();
       }
+      __syncwarp();
       if (lane == 0) {
         ptx::barrier_arrive(arena.values_clean(value.stage));
         ptx::barrier_arrive(arena.values_empty(value.stage));
@@ -331,7 +331,9 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
   constexpr int kPlayers = S::kConsumers * kWarpgroupSize;
   if (consumer == 1) ptx::named_barrier_arrive(kTurn, kPlayers);
   // A tile is done with as soon as all warps say so; a warp's products are over with its wait.
+  // Lanes that still waited for a phase could be passed by two.
   const auto release = [&](uint32_t empty) {
+    __syncwarp();
     if (lane == 0) ptx::barrier_arrive(empty);
   };
 

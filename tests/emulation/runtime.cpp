@@ -49,6 +49,7 @@ struct Machine {
   std::vector<Meeting> warps, warpgroups;
   Barrier barriers[16];
   int alive = 0;
+  int slow = -1;  // of every second block a thread, drawn
   char* stacks = nullptr;
   void* host = nullptr;  // context of the launching thread
   void* host_fake_stack = nullptr;
@@ -139,15 +140,18 @@ std::string stuck() {
   return text;
 }
 
+// The slow thread runs when nothing else can, not even a copy arrive.
 Fiber* next_ready() {
-  while (m.ready.empty() && copy_arrives()) {
+  const auto only_slow = [] { return m.ready.size() == 1 && m.ready[0]->number == m.slow; };
+  while ((m.ready.empty() || only_slow()) && copy_arrives()) {
   }
   if (m.ready.empty()) {
     const int left = static_cast<int>(m.fibers.size()) - m.alive;
     fail("deadlock: %s; %d of %d threads have left", stuck().c_str(), left,
          static_cast<int>(m.fibers.size()));
   }
-  const size_t at = draw(m.ready.size());
+  size_t at = draw(m.ready.size());
+  if (m.ready[at]->number == m.slow) at = (at + 1) % m.ready.size();
   Fiber* f = m.ready[at];
   m.ready[at] = m.ready.back();
   m.ready.pop_back();
@@ -209,6 +213,7 @@ void run_block(size_t shared, int number) {
   begin_block_hopper();
   for (Barrier& b : m.barriers) b = {};
   m.alive = threads;
+  m.slow = draw(2) ? static_cast<int>(draw(threads)) : -1;
   m.ready.clear();
   for (int i = 0; i < threads; ++i) {
     Fiber& f = m.fibers[i];

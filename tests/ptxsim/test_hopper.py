@@ -201,6 +201,8 @@ $written:
   bar.sync 1, 128;
   {FENCE}"""
 
+UNFENCED = "wgmma of shared byte 0, which thread 0 wrote without a fence.proxy.async"
+
 ERRORS: dict[str, tuple[str, str, str]] = {
     # ---- copies and their barriers
     "the full buffer not waited for": (
@@ -291,11 +293,14 @@ ERRORS: dict[str, tuple[str, str, str]] = {
         "add.s64 %rd4, %rd3, 2;", "add.s64 %rd4, %rd3, 1024;",
         "out of bounds|mbarrier|never-|under way|did not wait"),
     "a plain write without a proxy fence": (
-        FENCE, WRITE.replace("FENCE", ""), "wrote without a fence.proxy.async"),
+        FENCE, WRITE.replace("FENCE", ""), UNFENCED),
     "a proxy fence by another thread": (
         FENCE, WRITE.replace("FENCE", "").replace("bar.sync", "fence.proxy.async;\n  bar.sync")
         .replace("$written:\n  fence", "bra.uni $met;\n$written:\n  fence").replace(
-            "bar.sync 1", "$met: bar.sync 1"), "wrote without a fence.proxy.async"),
+            "bar.sync 1", "$met: bar.sync 1"), UNFENCED),
+    "a copy over a plain write without a proxy fence": (
+        WAIT, f"{WAIT}\n  setp.eq.u32 %p6, %r1, 0;\n  mov.f32 %f5, 0f00000000;\n"
+        "  @%p6 st.shared.f32 [%r30], %f5;", "tensor copy of shared byte 0, .* wrote without"),
     "a plain write with no barrier": (
         FENCE, WRITE.replace("FENCE", "fence.proxy.async;").replace("bar.sync 1, 128;", ""),
         "race: shared wgmma read after another warp's write"),
