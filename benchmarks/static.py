@@ -2,8 +2,9 @@
 
 Builds csrc/cuda for every architecture that ships, without a GPU, and writes
 benchmarks/static.json: registers, spills, shared memory, blocks an SM holds at once, and how many
-instructions of which kind. tests/test_static.py builds them again and fails where a figure is worse
-than the file says: a worse figure is then a line of the commit that brings it.
+instructions of which kind. Where the sources are not those that the file was written from,
+tests/test_static.py builds them and fails where a figure is worse than the file says: a worse figure
+is then a line of the commit that brings it.
 
 The instructions are counted in the cubin: from sm_70 on each takes 16 bytes, and its low 9 bits are
 the operation (checked against the PTX: every ldmatrix, mma.sync, cp.async, st.global, wgmma and
@@ -14,6 +15,7 @@ Block size and dynamic shared memory are what the launchers ask a fake CUDA runt
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import json
 import re
@@ -67,6 +69,15 @@ def toolkit() -> str:
     found = re.search(r"\bV(\d+\.\d+\.\d+)", run([nvcc, "--version"]))
     assert found is not None
     return found[1]
+
+
+def sources_digest() -> str:
+    """Of all that the figures follow from but the compiler, its options in this file among it."""
+    files = [*CSRC.glob("*.h"), *(CSRC / "cuda").iterdir(), Path(__file__)]
+    digest = hashlib.sha256()
+    for path in sorted(files, key=lambda path: path.name):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def blocks_of_sm(architecture: str, registers: int, threads: int, shared: int) -> int:
@@ -221,6 +232,7 @@ def measure() -> dict[str, Any]:
                 }
     return {
         "toolkit": toolkit(),
+        "sources": sources_digest(),
         "kernels": {a: dict(sorted(found.items())) for a, found in kernels.items()},
     }
 
@@ -255,7 +267,10 @@ def one_line_a_kernel(measured: dict[str, Any]) -> str:
         + "\n  }"
         for architecture, found in measured["kernels"].items()
     ]
-    head = f' "toolkit": {json.dumps(measured["toolkit"])},\n "kernels": {{\n'
+    head = "".join(
+        f" {json.dumps(k)}: {json.dumps(measured[k])},\n" for k in ("toolkit", "sources")
+    )
+    head += ' "kernels": {\n'
     return "{\n" + head + ",\n".join(blocks) + "\n }\n}\n"
 
 

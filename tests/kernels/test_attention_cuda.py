@@ -209,6 +209,7 @@ def test_vision_kernel_is_chosen_by_shape(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run on host memory")
 def test_tiled_vision_arguments_reach_the_runtime(monkeypatch):
     monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 0)
+    monkeypatch.setattr(vision_attention, "_capability", lambda device: (8, 0))
     layout, qkv = _vision()
     rest = (layout.rotary_table(80), layout.cu_seqlens, None, 200, 0.1)
     with pytest.raises(RuntimeError, match="^CUDA: "):
