@@ -3,8 +3,8 @@
 Builds csrc/cuda for every architecture that ships, without a GPU, and writes
 benchmarks/static.json: registers, spills, shared memory, blocks an SM holds at once, and how many
 instructions of which kind. Where the sources are not those that the file was written from,
-tests/test_static.py builds them and fails where a figure is worse than the file says: a worse figure
-is then a line of the commit that brings it.
+tests/test_static.py builds them and fails where a figure is worse than the file says: a worse
+figure is then a line of the commit that brings it.
 
 The instructions are counted in the cubin: from sm_70 on each takes 16 bytes, and its low 9 bits are
 the operation (checked against the PTX: every ldmatrix, mma.sync, cp.async, st.global, wgmma and
@@ -52,6 +52,9 @@ OPCODES = {
     0x147: "BRA", 0x1F0: "HGMMA", 0x1B4: "UTMALDG", 0x1A7: "SYNCS", 0x1C5: "WARPGROUP",
     0x1C8: "USETMAXREG",
 }  # fmt: skip
+
+#: What the file says before the kernels.
+HEAD = ("toolkit", "sources")
 
 #: By architecture: bytes of shared memory of an SM, of which a block takes 1 KB more than it asks
 #: for. Registers, warps and blocks are the same on both (CUDA C++ Programming Guide, compute
@@ -267,9 +270,7 @@ def one_line_a_kernel(measured: dict[str, Any]) -> str:
         + "\n  }"
         for architecture, found in measured["kernels"].items()
     ]
-    head = "".join(
-        f" {json.dumps(k)}: {json.dumps(measured[k])},\n" for k in ("toolkit", "sources")
-    )
+    head = "".join(f" {json.dumps(name)}: {json.dumps(measured[name])},\n" for name in HEAD)
     head += ' "kernels": {\n'
     return "{\n" + head + ",\n".join(blocks) + "\n }\n}\n"
 
