@@ -62,6 +62,7 @@ GRIDS: dict[str, list[list[int]]] = {
     "ragged windows of 10 images, 16,360 patches": [[1, 40, 40]] * 9 + [[1, 20, 98]],
 }
 CUDA_GRIDS = {"16 images of 4,096 patches in windows of 64": [[1, 64, 64]] * 16}
+CUDA_FRAMES = {"16 images of 4,096 patches": [[1, 64, 64]] * 16}
 QUICK_GRIDS = {"2 images of 256 patches in windows of 64": [[1, 16, 16]] * 2}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -258,12 +259,17 @@ def comparison(
 
 
 def vision_comparison(
-    shape: str, grid: list[list[int]], dtype: torch.dtype, backward: bool, context: Context
+    shape: str,
+    grid: list[list[int]],
+    dtype: torch.dtype,
+    backward: bool,
+    context: Context,
+    window: bool = True,
 ) -> Comparison:
     """From the fused projection [P, 3, H, D] to the output, rows in window order, as a tower has
     them. The peers rotate q and k in float32, as transformers does, and then attend."""
     layout = VisionLayout.from_grid(grid, window_size=112).in_window_order().to(context.device)
-    borders = layout.cu_window_seqlens
+    borders = layout.cu_window_seqlens if window else layout.cu_seqlens
     assert borders is not None
     lengths = borders.diff().tolist()
     generator = torch.Generator(context.device).manual_seed(0)
@@ -288,7 +294,7 @@ def vision_comparison(
         return attend(rotate(q, table), rotate(k, table), v.contiguous())
 
     flops = 4.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths) * (3.5 if backward else 1)
-    if context.device == "cuda":  # bound by memory there: qkv, out and their gradients; the table
+    if context.device == "cuda" and window:  # bound by memory: qkv, out, their gradients; the table
         traffic = dout.numel() * dout.element_size() * (4 + (8 if backward else 0))
         limits = ceilings.copy(traffic + table.nbytes * (2 if backward else 1), context)
     else:
@@ -297,7 +303,7 @@ def vision_comparison(
         op=f"vision attention, forward{' + backward' if backward else ''}",
         shape=f"{shape}, qkv [P, 3, {HEADS}, {HEAD_DIM}]",
         dtype=str(dtype)[6:],
-        ours=partial(call, lambda x: vision_attention(x, layout, window=True)),
+        ours=partial(call, lambda x: vision_attention(x, layout, window=window)),
         peers={
             f"rotation, {name}": partial(call, partial(rotated, attend))
             for name, attend in peers(lengths, context.device, context.quick).items()
@@ -318,11 +324,14 @@ def rows(context: Context) -> Iterator[Row]:
         shapes, dtypes = CUDA_SHAPES, [torch.bfloat16]
     elif context.quick:
         shapes = QUICK_SHAPES
-    grids = CUDA_GRIDS if context.device == "cuda" else GRIDS
-    for shape, grid in (QUICK_GRIDS if context.quick else grids).items():
-        for dtype in dtypes:
-            for backward in (False, True):
-                yield compare(vision_comparison(shape, grid, dtype, backward, context), context)
+    grids = QUICK_GRIDS if context.quick else CUDA_GRIDS if context.device == "cuda" else GRIDS
+    frames = CUDA_FRAMES if context.device == "cuda" and not context.quick else {}
+    for window, some in ((True, grids), (False, frames)):
+        for shape, grid in some.items():
+            for dtype in dtypes:
+                for backward in (False, True):
+                    arguments = (shape, grid, dtype, backward, context, window)
+                    yield compare(vision_comparison(*arguments), context)
     for shape, lengths in shapes.items():
         # Long segments are bound by arithmetic: page faults are measured on the windows only.
         if context.device == "cpu" and max(lengths) > 64 and context.memory != FAULT_FREE:

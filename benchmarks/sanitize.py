@@ -22,9 +22,19 @@ def vision_windows(dtype: torch.dtype) -> None:
     assert qkv.grad is not None and bool(qkv.grad.isfinite().all())
 
 
+def vision_frames(dtype: torch.dtype) -> None:
+    """Whole frames of two tiles and of one."""
+    for dim in (72, 80):
+        layout = VisionLayout.from_grid([[1, 14, 10], [2, 4, 6]]).to("cuda")
+        qkv = torch.randn(188, 3, 5, dim).to(dtype).cuda().requires_grad_()
+        vision_attention(qkv, layout, window=False).float().square().sum().backward()
+        assert qkv.grad is not None and bool(qkv.grad.isfinite().all())
+
+
 def main() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         vision_windows(dtype)
+        vision_frames(dtype)
     for dtype, hidden in ((torch.bfloat16, 264), (torch.float32, 7)):
         ids = torch.randint(0, 100, (96,))
         ids[10:50] = 100

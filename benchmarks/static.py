@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,10 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
         ):
             for dtype, dim, longest in itertools.product((1, 2), (64, 72, 80, 96, 128), (64, 128)):
                 # One segment of one token and head; nothing is read. An error: no such instance.
-                params = params_struct(struct)(max_length=longest)
-                p = params.backward.forward if "Grad" in struct else params.forward
+                params = params_struct(struct)()
+                inner = getattr(params, "flash", params)
+                inner.max_length = longest
+                p = inner.backward.forward if "Grad" in struct else inner.forward
                 p.dtype, p.head_dim = dtype, dim
                 p.segments = p.tokens = p.heads = p.kv_heads = p.rotary = 1
                 p.q.data = p.k.data = p.v.data = 256
@@ -146,30 +149,42 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
 def attention_launchers(exported: str) -> Iterator[tuple[str, str]]:
     """Mangled name and params struct of each launcher of attention among a library's symbols."""
     for name, way in re.findall(r"\bT (_ZN\w*?_(forward|backward)_cuda\w*)", exported):
-        for part, kind in (("window", "Window"), ("flash", "Flash")):
-            if part in name and "embedding" not in name:
-                yield name, f"{kind}Attention{'Grad' if way == 'backward' else ''}Params"
+        for part, kind in (
+            ("window", "WindowAttention"),
+            ("flash_attention", "FlashAttention"),
+            ("flash_mma", "FlashAttention"),
+            ("flash_hopper", "FlashAttention"),
+            ("flash_vision", "FlashVision"),
+        ):
+            if part in name:
+                yield name, f"{kind}{'Grad' if way == 'backward' else ''}Params"
+
+
+def compiled(source: Path, keep: Path) -> str:
+    """Builds one file for every architecture; what ptxas says, host.so and the cubins in `keep`."""
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    keep.mkdir()
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    return run(
+        [nvcc, "-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", *targets]
+        + ["-Xptxas=-v", "--threads=0", "--keep", "--keep-dir", str(keep)]
+        + ["-cudart", "none", "-shared", "-Xcompiler", "-fPIC", "-I", str(CSRC)]
+        + [str(source), "-o", str(keep / "host.so")]
+    )
 
 
 def measure() -> dict[str, Any]:
     """What static.json should hold for the sources as they are."""
-    nvcc = find_nvcc()
-    assert nvcc is not None
     kernels: dict[str, dict[str, Any]] = {f"sm_{a}": {} for a in ARCHITECTURES}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         runtime = build_fake_runtime(folder)
-        for source in sorted((CSRC / "cuda").glob("*.cu")):
-            keep = folder / source.stem
-            keep.mkdir()
-            library = keep / "host.so"
-            targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-            report = run(
-                [nvcc, "-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", *targets]
-                + ["-Xptxas=-v", "--threads=0", "--keep", "--keep-dir", str(keep)]
-                + ["-cudart", "none", "-shared", "-Xcompiler", "-fPIC", "-I", str(CSRC)]
-                + [str(source), "-o", str(library)]
-            )
+        sources = sorted((CSRC / "cuda").glob("*.cu"))
+        keeps = [folder / source.stem for source in sources]
+        with ThreadPoolExecutor(2) as pool:  # a compiler waits for itself a tenth of its time
+            reports = list(pool.map(compiled, sources, keeps))
+        for keep, report in zip(keeps, reports, strict=True):
             figures = re.findall(
                 r"Compiling entry function '(\w+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, "
                 r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers(.*?)\n",
@@ -178,7 +193,7 @@ def measure() -> dict[str, Any]:
             )
             if not figures:
                 continue  # host code alone
-            launched = launches(library, runtime)
+            launched = launches(keep / "host.so", runtime)
             codes = {
                 architecture: dict(kernel_codes(path.read_bytes()))
                 for path in keep.glob("*.cubin")

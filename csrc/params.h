@@ -30,7 +30,7 @@ struct AttentionParams {
   int64_t head_dim;           // D
   float scale;
   bool causal;
-  // Read on the CPU, and on CUDA for windows of vision_attention:
+  // Read on the CPU, and on CUDA by vision_attention's kernels:
   const int32_t* order;  // [T]: the token at each place of the segments, or null
   const float* rotary;   // [T, D] by token: D / 2 cosines, as many sines, or null
 };
@@ -81,6 +81,17 @@ struct FlashAttentionGradParams {
   int64_t max_length;
   int32_t* tiles;  // [2, T / 128 + n, 4]: of queries, of keys
   float* rows;     // [2, H, T]: log2 of each softmax row's sum of exponentials; sum of out * dout
+};
+
+// The same for vision_attention: with rotary, without order, as many key heads as query heads.
+struct FlashVisionParams {
+  FlashAttentionParams flash;
+  void* turned;  // [H, T, D] workspace, 16-byte aligned: k turned by rotary
+};
+
+struct FlashVisionGradParams {
+  FlashAttentionGradParams flash;
+  void* turned;  // [H, T, D] workspace, 16-byte aligned: q turned, then k
 };
 
 // How Adam's moments are held, as in optim/native.py; codes: see cpu/dynamic_tree.h.

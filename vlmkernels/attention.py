@@ -140,11 +140,12 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _is_window(head_dim: int, longest: int) -> bool:
+def is_window(head_dim: int, longest: int) -> bool:
+    """Whether the operators on CUDA take the window kernel; else the tiled one."""
     return longest <= WINDOW_LENGTHS.get(head_dim, -1)
 
 
-def _tile_list(q: Tensor, cu_seqlens: Tensor, lists: int) -> Tensor:
+def tile_list(q: Tensor, cu_seqlens: Tensor, lists: int) -> Tensor:
     """Workspace: int32 [lists, T / 128 + n, 4] (csrc/params.h)."""
     most = q.shape[0] // TILE_ROWS + max(cu_seqlens.shape[0] - 1, 0)
     return torch.empty((lists, most, 4), dtype=torch.int32, device=q.device)
@@ -182,7 +183,7 @@ def _backward_cpu(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
     """The window kernel or the tiled one; `longest` is a promise that both check."""
     q, k, v, cu_seqlens, longest, *rest = inputs
-    if _is_window(q.shape[-1], longest):
+    if is_window(q.shape[-1], longest):
         inputs = (*map(aligned, (q, k, v)), cu_seqlens, longest, *rest)
         return _forward(_C.window_attention_forward_cuda, inputs, longest, cuda_stream(q))
     return tiled_forward(_C.flash_attention_forward_cuda, *inputs)
@@ -193,16 +194,16 @@ def tiled_forward(native: Callable[..., None], *inputs: Any) -> tuple[Tensor, Te
     flash_mma_forward_cuda, which never does."""
     q, k, v, cu_seqlens, longest, *rest = inputs
     inputs = (*map(aligned, (q, k, v)), cu_seqlens, longest, *rest)
-    tiles = _tile_list(q, cu_seqlens, 1)
+    tiles = tile_list(q, cu_seqlens, 1)
     return _forward(native, inputs, longest, tiles.data_ptr(), cuda_stream(q))
 
 
 def _backward_cuda(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, k, v, out, stats, cu_seqlens, longest, *rest = inputs
     inputs = (*map(aligned, (dout, q, k, v)), out, stats, cu_seqlens, longest, *rest)
-    if _is_window(q.shape[-1], longest):
+    if is_window(q.shape[-1], longest):
         return _backward(_C.window_attention_backward_cuda, inputs, longest, cuda_stream(q))
-    tiles, rows = _tile_list(q, cu_seqlens, 2), torch.empty_like(stats)
+    tiles, rows = tile_list(q, cu_seqlens, 2), torch.empty_like(stats)
     extra = (longest, tiles.data_ptr(), rows.data_ptr(), cuda_stream(q))
     return _backward(_C.flash_attention_backward_cuda, inputs, *extra)
 
@@ -270,7 +271,7 @@ def choose_backend(
     hindrances = {
         "cpu": device != "cpu" and f"it runs on the CPU, the tensors are on {device}",
         "window": no_window(device, dtype, head_dim, longest),
-        "tiled": _no_kernel(device, dtype, head_dim, TILED_HEAD_DIMS),
+        "tiled": no_tiles(device, dtype, head_dim),
         "flash-attn": _no_flash_attn(device, dtype),
         "sdpa": False,
     }
@@ -309,6 +310,11 @@ def no_window(device: str, dtype: torch.dtype, head_dim: int, longest: int) -> s
         limit = f"{WINDOW_LENGTHS[head_dim]} at head_dim {head_dim}"
         return f"the longest segment has {longest} tokens, it takes {limit}"
     return ""
+
+
+def no_tiles(device: str, dtype: torch.dtype, head_dim: int) -> str:
+    """Why the tiled kernels can't attend, or ""."""
+    return _no_kernel(device, dtype, head_dim, TILED_HEAD_DIMS)
 
 
 def _no_flash_attn(device: str, dtype: torch.dtype) -> str:

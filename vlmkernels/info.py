@@ -12,6 +12,7 @@ import torch
 
 import vlmkernels
 from vlmkernels import _native, attention
+from vlmkernels.vision_attention import choose_kernel
 
 #: Import name -> distribution and what it would be used for.
 OPTIONAL = {
@@ -53,7 +54,8 @@ def gpu_lines() -> list[str]:
 
 
 def attention_lines() -> list[str]:
-    """What varlen_attention chooses where it is not told, for the shapes of the vision towers."""
+    """What varlen_attention chooses where it is not told, and vision_attention, for the shapes of
+    the vision towers."""
     lines = [f"on the CPU: {attention.choose_backend('cpu', torch.bfloat16, 80, 4096)}"]
     for dtype in (torch.bfloat16, torch.float32):
         most = attention.WINDOW_LENGTHS[80]
@@ -62,6 +64,11 @@ def attention_lines() -> list[str]:
         )
         where = short if short == long else f"{short} up to {most} tokens, {long} above"
         lines.append(f"on CUDA, {str(dtype)[6:]}, head_dim 80: {where}")
+        short, long = (
+            choose_kernel("cuda", dtype, 80, longest, False) for longest in (most, most + 1)
+        )
+        where = short if short == long else f"{short} up to {most} patches, {long} above"
+        lines.append(f"vision_attention on CUDA, {str(dtype)[6:]}, head_dim 80: {where}")
     return lines
 
 

@@ -6,8 +6,11 @@ Method: varlen_attention's kernels (vlmkernels/attention.py), which here turn q 
 rotary embedding of Qwen2-VL (https://arxiv.org/abs/2409.12191) while they are packed, turn dq and
 dk back while they are stored, and find their rows through the window permutation. So between the
 projection and the output nothing is written to memory: no q, k, v apart, no rotated copy, no
-permuted copy. On CUDA that holds in bfloat16 and float16 for the windows, segments of at most 128
-patches (64 at head_dim 128; csrc/cuda/attention_window_vision.cu); the rest is composed there.
+permuted copy. On CUDA that holds in bfloat16 and float16 for windows, segments of at most 128
+patches (64 at head_dim 128; csrc/cuda/attention_window_vision.cu). For longer segments, whole
+frames, k is turned once for all of a frame's queries, and in the backward q for all its keys, in
+workspace of one [P, H, D] that is gone afterwards; the rest is turned where it stands
+(csrc/cuda/attention_flash_vision.cu). What has no kernel there is composed: choose_kernel().
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ from vlmkernels.attention import (
     MAX_HEAD_DIM,
     aligned,
     heads_view,
+    is_window,
+    no_tiles,
     no_window,
+    tile_list,
     varlen_attention,
     varlen_attention_reference,
 )
@@ -176,17 +182,38 @@ def _backward_cpu(*inputs: Any) -> Tensor:
     return _backward(_C.vision_attention_backward, inputs)
 
 
+def _turned(qkv: Tensor, order: Tensor | None, longest: int) -> Tensor:
+    """Workspace of the tiled kernels, q or k turned: [H, P, D]."""
+    if order is not None:
+        raise ValueError(
+            f"window_order is given and longest is {longest}; the kernel for such segments at "
+            f"head_dim {qkv.shape[-1]} takes no order (rotated_attention permutes for it)"
+        )
+    patches, _, heads, head_dim = qkv.shape
+    return torch.empty((heads, patches, head_dim), dtype=qkv.dtype, device=qkv.device)
+
+
 def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The window kernel; `longest` is a promise that it checks."""
-    qkv, table, *rest, longest, scale = inputs
-    inputs = (aligned(qkv), aligned(table), *rest, longest, scale)
-    return _forward(_C.vision_window_forward_cuda, inputs, longest, cuda_stream(qkv))
+    """The window kernel or the tiled one; `longest` is a promise that both check."""
+    qkv, table, cu_seqlens, order, longest, scale = inputs
+    inputs = (aligned(qkv), aligned(table), cu_seqlens, order, longest, scale)
+    if is_window(qkv.shape[-1], longest):
+        return _forward(_C.vision_window_forward_cuda, inputs, longest, cuda_stream(qkv))
+    tiles, turned = tile_list(qkv, cu_seqlens, 1), _turned(qkv, order, longest)
+    extra = (longest, tiles.data_ptr(), turned.data_ptr(), cuda_stream(qkv))
+    return _forward(_C.flash_vision_forward_cuda, inputs, *extra)
 
 
 def _backward_cuda(*inputs: Any) -> Tensor:
-    dout, qkv, out, stats, table, *rest, longest, scale = inputs
-    inputs = (aligned(dout), aligned(qkv), out, stats, aligned(table), *rest, longest, scale)
-    return _backward(_C.vision_window_backward_cuda, inputs, longest, cuda_stream(qkv))
+    dout, qkv, out, stats, table, cu_seqlens, order, longest, scale = inputs
+    rest = (cu_seqlens, order, longest, scale)
+    inputs = (aligned(dout), aligned(qkv), out, stats, aligned(table), *rest)
+    if is_window(qkv.shape[-1], longest):
+        return _backward(_C.vision_window_backward_cuda, inputs, longest, cuda_stream(qkv))
+    tiles, turned = tile_list(qkv, cu_seqlens, 2), _turned(qkv, order, longest)
+    rows = torch.empty_like(stats)
+    workspace = (tiles.data_ptr(), rows.data_ptr(), turned.data_ptr())
+    return _backward(_C.flash_vision_backward_cuda, inputs, longest, *workspace, cuda_stream(qkv))
 
 
 # ---- registration -------------------------------------------------------------------------------
@@ -221,7 +248,29 @@ _forward_op = define(
 )
 
 
-# ---- CUDA, where the window kernel can't ---------------------------------------------------------
+# ---- which kernel -------------------------------------------------------------------------------
+
+
+def choose_kernel(
+    device: str, dtype: torch.dtype, head_dim: int, longest: int | None, permuted: bool
+) -> str:
+    """What serves segments of at most `longest` patches on a device of this type: "cpu", "window"
+    or "tiled", kernels that turn q and k themselves, or "composed": rotation in torch, copies in
+    the order of the windows where they are `permuted`, varlen_attention.
+
+    The tiled kernels come before flash-attn here, other than in varlen_attention: a rotation in
+    torch moves 48 bytes for each element of q and k, which takes an A100 longer than attention to
+    frames of up to 3,700 patches at the full rate of its tensor cores (docs/attention.md).
+    """
+    if device != "cuda":
+        return "cpu"
+    if longest is None:  # the kernels must be promised something
+        return "composed"
+    if not no_window(device, dtype, head_dim, longest):
+        return "window"
+    if not permuted and not no_tiles(device, dtype, head_dim):
+        return "tiled"
+    return "composed"
 
 
 def _composed(
@@ -261,7 +310,9 @@ def rotated_attention(
         scale: default D ** -0.5.
     """
     scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
-    if qkv.is_cuda and (longest is None or no_window("cuda", qkv.dtype, qkv.shape[-1], longest)):
+    permuted = order is not None
+    kernel = choose_kernel(qkv.device.type, qkv.dtype, qkv.shape[-1], longest, permuted)
+    if kernel == "composed":
         return _composed(qkv, table, cu_seqlens, order, longest, scale)
     return _forward_op(qkv, table, cu_seqlens, order, longest or 0, scale)[0]
 
@@ -287,7 +338,10 @@ def vision_attention(
         in qkv's memory order. On the CPU bitwise repeatable with any number of threads, and nothing
         but the output and 8 bytes a row and head is written. On CUDA the same holds for bfloat16
         and float16, head_dim 64, 80, 96 and 128 and segments of at most 128 patches (head_dim 128:
-        64); other calls are composed of rotated and permuted copies and varlen_attention.
+        64). Longer segments, in patch order, and head_dim 72 take workspace of [P, H, D] in qkv's
+        dtype while they run, and 8 bytes a row and head more in the backward. Other calls, float32
+        or with permuted segments of such a length, are composed of rotated and permuted copies and
+        varlen_attention.
 
     Raises:
         ValueError: qkv doesn't fit, or the layout doesn't fit to it, or window without windows.

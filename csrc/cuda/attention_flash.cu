@@ -1,153 +1,15 @@
-// Attention inside segments of any length on tensor cores: the forward.
-//
-// Method: FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691). One block per tile of 128
-// queries and head; a warp owns 32 queries, whose scores and results stay in registers, so that a
-// piece of keys or values read from shared memory serves four products. Blocks of keys and values
-// arrive by cp.async in two buffers: one barrier per block of keys, the next one under way
-// meanwhile. Every head_dim is computed with its true depth: 72 ends in a product of half the
-// depth.
-//
-// Floor: 4 L^2 D FLOPs a head on the tensor cores, half of it if causal; one exponential per score.
-// Tiles start longest first (attention_tiles.cuh), so that one long segment makes no tail.
+// Attention inside segments of any length: the forward of varlen_attention (attention_flash.cuh).
+#include "cuda/attention_flash.cuh"
 #include "cuda/attention_flash.h"
-#include "cuda/attention_tiles.cuh"
 
 namespace vlmk {
 namespace {
 
-template <int kDim>
-struct ForwardShape {
-  static constexpr int kWarps = 4;
-  static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kBlocks = kTileRows / kWarps / 16;  // of 16 queries, a warp's
-  // Keys of a step: 64 of 96 would spill; of 128, two blocks would not fit into an A100's shared
-  // memory.
-  static constexpr int kKeys = kDim > 96 ? 32 : kDim > 80 ? 48 : 64;
-  static constexpr int kQueryBytes = kTileRows * kPitch<kDim>;
-  static constexpr int kKeyBytes = kKeys * kPitch<kDim>;
-  static constexpr int kShared = kQueryBytes + 4 * kKeyBytes;
-};
-
-template <class Math, int kDim>
-__global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
-    flash_forward(const FlashAttentionParams params) {
-  using S = ForwardShape<kDim>;
-  extern __shared__ __align__(128) char shared[];
-  const AttentionParams& p = params.forward;
-  const unsigned heads = static_cast<unsigned>(p.heads);
-  const unsigned head = blockIdx.x % heads;
-  const Tile tile = tile_at(params.tiles, blockIdx.x / heads);
-  if (tile.length == 0) return;
-  const unsigned kv_head = head / (heads / static_cast<unsigned>(p.kv_heads));
-
-  const uint32_t queries = ptx::shared_address(shared);
-  const uint32_t stages = queries + S::kQueryBytes;  // keys, values, keys, values
-  const uint16_t* keys = rows_of(p.k, tile.begin, kv_head);
-  const uint16_t* values = rows_of(p.v, tile.begin, kv_head);
-  const int lane = threadIdx.x % kWarpSize, warp_row = threadIdx.x / kWarpSize * S::kBlocks * 16;
-  const int first = tile.first + warp_row;  // of the warp's queries
-  const uint32_t mine = queries + warp_row * kPitch<kDim>;
-  const int end = p.causal ? min(tile.length, tile.first + kTileRows) : tile.length;
-  const float exponent = exponent_of(p.scale);
-
-  copy_tile<kDim, kTileRows, S::kThreads>(queries, rows_of(p.q, tile.begin + tile.first, head),
-                                          p.q.token_stride, tile.length - tile.first);
-  copy_tile<kDim, S::kKeys, S::kThreads>(stages, keys, p.k.token_stride, tile.length);
-  copy_tile<kDim, S::kKeys, S::kThreads>(stages + S::kKeyBytes, values, p.v.token_stride,
-                                         tile.length);
-  ptx::commit_copies();
-
-  float out[S::kBlocks][kDim / 8][4] = {};
-  float top[S::kBlocks][2], sum[S::kBlocks][2] = {};
-#pragma unroll
-  for (int m = 0; m < S::kBlocks; ++m) top[m][0] = top[m][1] = -3e38f;
-
-#pragma unroll 1
-  for (int key = 0, stage = 0; key < end; key += S::kKeys, stage ^= 1) {
-    ptx::wait_copies<0>();
-    __syncthreads();  // this block of keys is here, and nobody reads the one before any more
-    const int next = key + S::kKeys;
-    if (next < end) {
-      const uint32_t to = stages + (stage ^ 1) * 2 * S::kKeyBytes;
-      copy_tile<kDim, S::kKeys, S::kThreads>(to, keys + next * p.k.token_stride, p.k.token_stride,
-                                             tile.length - next);
-      copy_tile<kDim, S::kKeys, S::kThreads>(to + S::kKeyBytes, values + next * p.v.token_stride,
-                                             p.v.token_stride, tile.length - next);
-      ptx::commit_copies();
-    }
-    if (key == 0 && p.scale < 0.f) negate_rows<kDim, S::kBlocks * 16>(mine);
-    if (p.causal && key >= first + S::kBlocks * 16) continue;  // later than all of its queries
-
-    const uint32_t now = stages + stage * 2 * S::kKeyBytes;
-    float s[S::kBlocks][S::kKeys / 8][4] = {};
-    add_row_products<Math, kDim>(s, mine, now);
-    if (next > tile.length || (p.causal && next > first + 1)) {
-      mask_keys(s, key, first, p.causal, tile.length);
-    }
-#pragma unroll
-    for (int m = 0; m < S::kBlocks; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float highest = top[m][r];
-#pragma unroll
-        for (int n = 0; n < S::kKeys / 8; ++n) {
-          highest = fmaxf(highest, fmaxf(s[m][n][r * 2], s[m][n][r * 2 + 1]));
-        }
-        highest = fmaxf(highest, ptx::exchange(highest, 1));
-        highest = fmaxf(highest, ptx::exchange(highest, 2));
-        const float offset = highest * exponent;
-        const float correction = ptx::exp2_approx(top[m][r] * exponent - offset);
-        top[m][r] = highest;
-        float part = 0.f;
-#pragma unroll
-        for (int n = 0; n < S::kKeys / 8; ++n) {
-#pragma unroll
-          for (int e = r * 2; e < r * 2 + 2; ++e) {
-            s[m][n][e] = ptx::exp2_approx(fmaf(s[m][n][e], exponent, -offset));
-            part += s[m][n][e];
-          }
-        }
-        sum[m][r] = sum[m][r] * correction + part;
-#pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
-          out[m][n][r * 2] *= correction;
-          out[m][n][r * 2 + 1] *= correction;
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < S::kKeys / 8; n += 2) {
-      uint32_t probabilities[S::kBlocks][4];
-      as_operand<Math>(probabilities, s, n);
-      add_product<Math, kDim>(out, probabilities, now + S::kKeyBytes + n * 8 * kPitch<kDim>);
-    }
-  }
-
-  float factor[S::kBlocks][2];
-#pragma unroll
-  for (int m = 0; m < S::kBlocks; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[m][r] += ptx::exchange(sum[m][r], 1);
-      sum[m][r] += ptx::exchange(sum[m][r], 2);
-      factor[m][r] = 1.f / sum[m][r];
-      const int query = first + m * 16 + r * 8 + lane / 4;
-      if (lane % 4 == 0 && query < tile.length) {
-        const int64_t at = head * p.tokens + tile.begin + query;
-        p.row_max[at] = top[m][r];
-        p.row_sum[at] = sum[m][r];
-      }
-    }
-  }
-  store_rows<Math, kDim>(out, factor, mine, tile.length - first,
-                         rows_of(p.out, tile.begin + first, head), p.out.token_stride);
-}
-
 template <class Math, int kDim>
 int launch_forward(const FlashAttentionParams& p, void* stream) {
   using S = ForwardShape<kDim>;
-  return launch(flash_forward<Math, kDim>, list_length(p.forward) * p.forward.heads, S::kThreads,
-                S::kShared, stream, p);
+  return launch(flash_forward<Math, kDim, PackedRows>, list_length(p.forward) * p.forward.heads,
+                S::kThreads, S::kShared, stream, p);
 }
 
 }  // namespace

@@ -11,6 +11,10 @@ namespace vlmk {
 int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream);
 int flash_attention_backward_cuda(const FlashAttentionGradParams& p, void* stream);
 
+// With rotary, without order; as many key heads as query heads.
+int flash_vision_forward_cuda(const FlashVisionParams& p, void* stream);
+int flash_vision_backward_cuda(const FlashVisionGradParams& p, void* stream);
+
 // By mma.sync, on every GPU from compute capability 8.0 on.
 int flash_mma_forward_cuda(const FlashAttentionParams& p, void* stream);
 // By wgmma and TMA: compute capability 9.0 only, and strides as hopper_takes asks for.

@@ -1,10 +1,10 @@
 // Attention inside segments of any length on Hopper's tensor cores: the forward, for compute
-// capability 9.0. Results as attention_flash.cu's.
+// capability 9.0. Results as attention_flash.cuh's.
 //
 // Method: FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608). One block an SM
 // takes one tile of 128 queries and head after another. A thread brings queries, keys and values by
 // TMA, keys and values into rings of tiles of 128; two warpgroups of 64 queries multiply by wgmma.
-// The products of a block of keys are under way while the scores of the one before become
+// The product with a block's values is under way while the scores with the next block's keys become
 // probabilities; the warpgroups take turns in starting products, so that one's softmax falls into
 // the other's products. The next tile's rows arrive while this one is still worked on.
 //
@@ -212,8 +212,8 @@ __device__ __forceinline__ void clean(const FlashAttentionParams& params,
         ptx::store_shared(arena.queries() + at, x);
       }
       ptx::fence_async_proxy();
-      __syncwarp();
     }
+    __syncwarp();  // all lanes have waited and written
     if (lane == 0) {
       ptx::barrier_arrive(arena.queries_clean());
       ptx::barrier_arrive(arena.queries_empty());
@@ -234,8 +234,8 @@ __device__ __forceinline__ void clean(const FlashAttentionParams& params,
           }
         }
         ptx::fence_async_proxy();
-        __syncwarp();
       }
+      __syncwarp();
       if (lane == 0) {
         ptx::barrier_arrive(arena.values_clean(value.stage));
         ptx::barrier_arrive(arena.values_empty(value.stage));
@@ -331,7 +331,9 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
   constexpr int kPlayers = S::kConsumers * kWarpgroupSize;
   if (consumer == 1) ptx::named_barrier_arrive(kTurn, kPlayers);
   // A tile is done with as soon as all warps say so; a warp's products are over with its wait.
+  // Lanes that still waited for a phase could be passed by two.
   const auto release = [&](uint32_t empty) {
+    __syncwarp();
     if (lane == 0) ptx::barrier_arrive(empty);
   };
 

@@ -1,12 +1,13 @@
-// What the kernels of tiled attention share: tiles in shared memory, their products on tensor
-// cores, and the list of tiles to work on. Included by attention_flash.cu and
-// attention_flash_backward.cu.
+// What the kernels of tiled attention share: tiles in shared memory, their rotary embedding, their
+// products on tensor cores, and the list of tiles to work on. Included by attention_flash.cuh and
+// attention_flash_backward.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdio>
 
+#include "cuda/attention_rows.cuh"
 #include "cuda/primitives.cuh"
 #include "params.h"
 
@@ -20,10 +21,6 @@ using ptx::kWarpSize;
 // Bytes of a row: an odd multiple of 16, so that the 8 rows of a matrix lie in different banks.
 template <int kDim>
 inline constexpr int kPitch = kDim / 8 % 2 ? kDim * 2 : kDim * 2 + 16;
-
-__device__ __forceinline__ uint16_t* rows_of(const HeadsView& x, int64_t token, int64_t head) {
-  return static_cast<uint16_t*>(x.data) + token * x.token_stride + head * x.head_stride;
-}
 
 // Starts copying [kRows, kDim] of global memory to a tile; rows from `length` on become zeros. A
 // thread copies the same unit of every kStep-th row, so that its addresses are a step apart;
@@ -61,6 +58,43 @@ __device__ __forceinline__ void negate_rows(uint32_t rows) {
   }
   __syncwarp();
 }
+
+// The rotary embedding of a warp's own kRows rows of a tile: what each lane turns of them, pairs of
+// pieces half a row apart.
+template <int kDim, int kRows>
+struct RowTurns {
+  static constexpr int kColumns = kTurnColumns<kDim>;
+  static constexpr int kPairs = kDim / 2 / kColumns;  // of a row
+  static constexpr int kMine = kRows * kPairs / kWarpSize;
+  static_assert(kRows * kPairs % kWarpSize == 0);
+  const int lane;
+  Turn<kColumns> turns[kMine];
+
+  __device__ __forceinline__ explicit RowTurns(int lane_) : lane(lane_) {}
+  // table: [T, kDim]; `token` is that of the first row, and `length` rows exist.
+  __device__ __forceinline__ void load(const float* table, int64_t token, int length) {
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int index = lane + i * kWarpSize, row = index / kPairs;
+      turns[i].template load<kDim>(table, token + row, index % kPairs * kColumns, row < length);
+    }
+  }
+  // Turns the rows where they are; other lanes may read them after a __syncwarp().
+  template <class Math, bool kBack>
+  __device__ __forceinline__ void apply(uint32_t rows) const {
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int index = lane + i * kWarpSize;
+      const uint32_t at = rows + index / kPairs * kPitch<kDim> + index % kPairs * kColumns * 2;
+      typename Columns<kColumns>::Unit a, b;
+      ptx::load_shared(at, a);
+      ptx::load_shared(at + kDim, b);
+      turns[i].template apply<Math, kBack>(a, b);
+      ptx::store_shared(at, a);
+      ptx::store_shared(at + kDim, b);
+    }
+  }
+};
 
 // ---- products. A warp has kBlocks blocks of 16 rows; a result is [kBlocks][columns / 8][4], in
 // mma's layout: of a block and 8 columns, rows lane / 4 and lane / 4 + 8, columns lane % 4 * 2 and
@@ -182,19 +216,17 @@ __device__ __forceinline__ void mask_keys(float (&s)[kBlocks][kColumns][4], int 
   }
 }
 
-// Writes the warp's rows, times `factor` of each, to global memory, through the warp's own rows of
-// a tile that no other warp reads: whole 16-byte units. Of them `length` exist.
+// Puts the warp's rows, times `factor` of each, into the warp's own rows of a tile that no other
+// warp reads any more.
 template <class Math, int kDim, int kBlocks>
-__device__ __forceinline__ void store_rows(const float (&c)[kBlocks][kDim / 8][4],
-                                           const float (&factor)[kBlocks][2], uint32_t rows,
-                                           int length, uint16_t* to, int64_t stride) {
-  constexpr int kUnits = kDim / 8;
+__device__ __forceinline__ void stage_rows(const float (&c)[kBlocks][kDim / 8][4],
+                                           const float (&factor)[kBlocks][2], uint32_t rows) {
   const int lane = threadIdx.x % kWarpSize;
   __syncwarp();
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
-    for (int n = 0; n < kUnits; ++n) {
+    for (int n = 0; n < kDim / 8; ++n) {
       const uint32_t at = rows + (m * 16 + lane / 4) * kPitch<kDim> + n * 16 + lane % 4 * 4;
       ptx::store_shared(at, Math::pack(c[m][n][0] * factor[m][0], c[m][n][1] * factor[m][0]));
       ptx::store_shared(at + 8 * kPitch<kDim>,
@@ -202,13 +234,43 @@ __device__ __forceinline__ void store_rows(const float (&c)[kBlocks][kDim / 8][4
     }
   }
   __syncwarp();
+}
+
+// Writes kRows staged rows, of which `length` exist, to global memory: whole 16-byte units.
+template <int kDim, int kRows>
+__device__ __forceinline__ void write_rows(uint32_t rows, int length, uint16_t* to,
+                                           int64_t stride) {
+  constexpr int kUnits = kDim / 8;
 #pragma unroll 2
-  for (int i = lane; i < kBlocks * 16 * kUnits; i += kWarpSize) {
+  for (int i = threadIdx.x % kWarpSize; i < kRows * kUnits; i += kWarpSize) {
     const int row = i / kUnits, unit = i % kUnits;
     const bool inside = row < length;
     ptx::store(reinterpret_cast<uint4*>(to + (inside ? row : 0) * stride + unit * 8),
                ptx::load_shared(rows + row * kPitch<kDim> + unit * 16), inside);
   }
+}
+
+template <class Math, int kDim, int kBlocks>
+__device__ __forceinline__ void store_rows(const float (&c)[kBlocks][kDim / 8][4],
+                                           const float (&factor)[kBlocks][2], uint32_t rows,
+                                           int length, uint16_t* to, int64_t stride) {
+  stage_rows<Math, kDim>(c, factor, rows);
+  write_rows<kDim, kBlocks * 16>(rows, length, to, stride);
+}
+
+// The same, turned back by the table's angles of `token`, the first row's, and those after it.
+template <class Math, int kDim, int kBlocks>
+__device__ __forceinline__ void store_rows_back(const float (&c)[kBlocks][kDim / 8][4],
+                                                const float (&factor)[kBlocks][2], uint32_t rows,
+                                                int length, const float* table, int64_t token,
+                                                uint16_t* to, int64_t stride) {
+  stage_rows<Math, kDim>(c, factor, rows);
+  // Else the table's addresses stay in registers from the first turn to here, and spill.
+  RowTurns<kDim, kBlocks * 16> turns(ptx::anew(threadIdx.x % kWarpSize));
+  turns.load(table, token, length);
+  turns.template apply<Math, true>(rows);
+  __syncwarp();
+  write_rows<kDim, kBlocks * 16>(rows, length, to, stride);
 }
 
 // Powers of two of the scores' |scale|: exp(|scale| x) = 2^(exponent * x). The sign of the scale is
@@ -247,6 +309,7 @@ inline constexpr int kScheduleShared = (kBuckets + 1) * 4;
 // Tiles of equal work come in any order: no result depends on it.
 //
 // Borders that fall or leave [0, T], or a segment longer than max_length, print one line and trap.
+template <class Rows>
 __global__ void __launch_bounds__(kScheduleThreads)
     list_tiles(const AttentionParams p, const int64_t max_length, int32_t* const lists) {
   extern __shared__ __align__(128) char shared[];
@@ -270,12 +333,9 @@ __global__ void __launch_bounds__(kScheduleThreads)
         mine_end = p.cu_seqlens[base + lane + 1];
         if (mine_begin < 0 || mine_end < mine_begin || mine_end > p.tokens ||
             mine_end - mine_begin > max_length) {
-          printf(
-              "vlmkernels.varlen_attention: segment %lld is tokens %lld to %lld of %lld, and "
-              "max_seqlen is %lld\n",
-              static_cast<long long>(base + lane), static_cast<long long>(mine_begin),
-              static_cast<long long>(mine_end), static_cast<long long>(p.tokens),
-              static_cast<long long>(max_length));
+          printf(Rows::kTooLong, static_cast<long long>(base + lane),
+                 static_cast<long long>(mine_begin), static_cast<long long>(mine_end),
+                 static_cast<long long>(p.tokens), static_cast<long long>(max_length));
           ptx::trap();
         }
       }
@@ -346,10 +406,11 @@ int launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared, v
 }
 
 // Lists the tiles of queries and, of two lists, those of keys.
-inline int launch_list(const AttentionParams& p, int64_t max_length, int32_t* tiles, int lists,
-                       void* stream) {
+template <class Rows = PackedRows>
+int launch_list(const AttentionParams& p, int64_t max_length, int32_t* tiles, int lists,
+                void* stream) {
   if (p.segments == 0) return cudaSuccess;
-  list_tiles<<<lists, kScheduleThreads, kScheduleShared, static_cast<cudaStream_t>(stream)>>>(
+  list_tiles<Rows><<<lists, kScheduleThreads, kScheduleShared, static_cast<cudaStream_t>(stream)>>>(
       p, max_length, tiles);
   return cudaGetLastError();
 }

@@ -147,7 +147,7 @@ struct Turns {
   using S = Shape<kDim, kKeys>;
   static constexpr int kPairs = kDim / 16;  // of a row
   static constexpr int kMine = (kKeys * kPairs + S::kThreads - 1) / S::kThreads;
-  Turn turns[kMine];
+  Turn<8> turns[kMine];
 
   __device__ __forceinline__ void load(const float* table, const VisionRows& rows, int length) {
 #pragma unroll
@@ -185,7 +185,7 @@ __device__ __forceinline__ void write_rows_back(uint32_t tile, int row, const fl
     const int r = row + i / kPairs, pair = i % kPairs;
     const bool inside = r < length;
     const int token = rows.of(inside ? r : 0);
-    Turn turn;
+    Turn<8> turn;
     turn.template load<kDim>(table, token, pair * 8, inside);
     const uint32_t at = tile + r * kPitch + pair * 16;
     uint4 a = ptx::load_shared(at), b = ptx::load_shared(at + kDim);

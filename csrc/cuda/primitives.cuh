@@ -87,6 +87,13 @@ __device__ __forceinline__ void store(uint16_t* address, uint16_t v, bool on) {
       : "memory");
 }
 
+// The same value, which the compiler takes for another: what it computed from it before is computed
+// again from here on, not kept in registers meanwhile.
+__device__ __forceinline__ int anew(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // The value that `lane` holds. Every lane of the warp must arrive.
 template <class T>
 __device__ __forceinline__ T* broadcast(T* value, int lane) {
@@ -171,6 +178,9 @@ __device__ __forceinline__ void store_shared(uint32_t address, const uint4& v) {
                "r"(v.z), "r"(v.w)
                : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t address, const uint2& v) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -178,6 +188,13 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
                : "r"(address)
                : "memory");
   return v;
+}
+// By the type that it goes to.
+__device__ __forceinline__ void load_shared(uint32_t address, uint4& v) {
+  v = load_shared(address);
+}
+__device__ __forceinline__ void load_shared(uint32_t address, uint2& v) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
 }
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   float2 v;

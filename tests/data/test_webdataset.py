@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,17 @@ def test_a_build_goes_on_where_it_stopped(
             *records[3:],
         ],
     )
-    with pytest.raises(DataError, match="sample 'c': .*p1.jpg is not an image"):
-        build_shards(source, target, samples_per_shard=2, workers=workers)
+    probe = webdataset_module.probe_media
+
+    def slow_start(media: Any, sample: Any, verify: bool) -> Any:
+        if sample.id == "a":
+            time.sleep(0.3)  # the second shard fails while the first is at work
+        return probe(media, sample, verify)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(webdataset_module, "probe_media", slow_start)
+        with pytest.raises(DataError, match="sample 'c': .*p1.jpg is not an image"):
+            build_shards(source, target, samples_per_shard=2, workers=workers)
     left = {path.name for path in target.iterdir()}
     assert {"shard-000000.tar", "shard-000000.part"} <= left
     assert "index.jsonl" not in left and not [name for name in left if name.endswith(".tmp")]
@@ -155,6 +165,27 @@ def test_a_build_goes_on_where_it_stopped(
     assert 0 not in written and (target / "shard-000000.tar").stat().st_mtime_ns == before
     assert counts[-1] == 5
     assert contents(target) == contents(straight)
+
+
+def test_the_first_error_in_file_order_is_reported(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a later shard fails earlier; shards after it are not begun."""
+    probe = webdataset_module.probe_media
+    begun: list[str] = []
+
+    def late(media: Any, sample: Any, verify: bool) -> Any:
+        begun.append(sample.id)
+        if sample.id == "a":
+            time.sleep(0.3)
+        if sample.id in "ac":
+            raise sample.fail("planted")
+        return probe(media, sample, verify)
+
+    monkeypatch.setattr(webdataset_module, "probe_media", late)
+    with pytest.raises(DataError, match="sample 'a': planted"):
+        build_shards(source, tmp_path / "s", samples_per_shard=2, workers=2)
+    assert sorted(set(begun)) == ["a", "c"] and not (tmp_path / "s").exists()
 
 
 def test_a_changed_record_makes_its_shard_anew(source: Path, tmp_path: Path) -> None:

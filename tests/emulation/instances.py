@@ -28,4 +28,5 @@ SOURCES = (
     "attention_flash_backward.cu",
     "attention_flash_choice.cu",
     "attention_flash_hopper.cu",
+    "attention_flash_vision.cu",
 )

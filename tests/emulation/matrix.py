@@ -32,6 +32,7 @@ def main(schedules: int) -> None:
         vision = WindowKernels(library, rng, 0, "vision_window")
         tiled = WindowKernels(library, rng, 0, "flash_attention")
         hopper = WindowKernels(library, rng, 0, "flash_attention", capability=90)
+        tiled_vision = WindowKernels(library, rng, 0, "flash_vision")
         for schedule in range(schedules):
             for check in embedding_cases.small_suite().values():
                 check(embedding, rng)
@@ -44,6 +45,8 @@ def main(schedules: int) -> None:
                     check(tiled, rng)
                 for check in flash_cases.hopper_suite(dim).values():
                     check(hopper, rng)
+                for check in vision_cases.tiled_suite(dim).values():
+                    check(tiled_vision, rng)
             for dim in (64, 80, 96, 128):
                 for dtype in ("bfloat16", "float16"):
                     for longest in (64, 128) if dim < 128 else (64,):

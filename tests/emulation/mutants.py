@@ -18,7 +18,8 @@ from .device import EmulatedKernels
 from .mutants_hopper import HOPPER_MUTANTS
 
 _W, _R, _E = "attention_window.cuh", "attention_rows.cuh", "embedding.cu"
-_T, _F, _B = "attention_tiles.cuh", "attention_flash.cu", "attention_flash_backward.cu"
+_T, _F, _B = "attention_tiles.cuh", "attention_flash.cuh", "attention_flash_backward.cuh"
+_V = "attention_flash_vision.cu"
 
 WINDOW_MUTANTS = [
     Mutant("keys beyond the window", _W, "key < length && (!p.causal || key <= row + e / 2 * 8)",
@@ -143,6 +144,77 @@ FLASH_MUTANTS = [
     Mutant("tiles: natural exponent", _T, "1.44269504f", "1.f"),
 ]  # fmt: skip
 
+#: Of VISION_MUTANTS: in what turns a row, which tiled attention shares.
+TURN_MUTANTS = [
+    m
+    for m in VISION_MUTANTS
+    if m.name in ("turned the other way", "gradients not turned back", "sines for cosines")
+]
+
+#: Of what vision_attention adds to tiled attention.
+FLASH_VISION_MUTANTS = [
+    Mutant("turned tiles: queries as they were", _F, "turns.template apply<Math, false>(mine);",
+           ";"),
+    Mutant("turned tiles: queries turned twice", _V, "turned.backward.forward.q = f.q;",
+           "turned.backward.forward.k = f.q;"),
+    Mutant("turned tiles: queries not awaited", _F, "ptx::wait_copies<1>();", ";"),
+    Mutant("turned tiles: other warps' copies not awaited", _F, "__syncthreads();", ";",
+           "__syncthreads();  // the queries are here, to be turned"),
+    Mutant("turned tiles: angles of the first tile", _F, "tile.begin + first",
+           "tile.begin + warp_row", "turns.load(p.rotary, tile.begin + first"),
+    Mutant("turned tiles: values of the first head", _F, "rows_of(p.v, tile.begin, kv_head)",
+           "rows_of(p.v, tile.begin, 0)"),
+    Mutant("turned tiles: keys as they were, backward", _B,
+           "turns.template apply<Math, false>(my_keys);", ";"),
+    Mutant("turned tiles: queries as they were, backward", _B,
+           "turns.template apply<Math, false>(my_queries);", ";"),
+    Mutant("turned tiles: keys not awaited, backward", _B, "ptx::wait_copies<1>();", ";",
+           "ptx::wait_copies<1>();\n    __syncthreads();  // the keys"),
+    Mutant("turned tiles: other warps' keys not awaited", _B, "__syncthreads();", ";",
+           "__syncthreads();  // the keys are here, to be turned"),
+    Mutant("turned tiles: other warps' queries not awaited", _B, "__syncthreads();", ";",
+           "__syncthreads();  // the queries are here, to be turned"),
+    Mutant("turned tiles: dk back by the first key's angles", _B, "token", "tile.begin",
+           "p.rotary, token,\n                                rows_of(to_dk,"),
+    Mutant("turned tiles: dq back by the first query's angles", _B, "token", "tile.begin",
+           "p.rotary, token,\n                                rows_of(dq"),
+    Mutant("turned tiles: gradients not turned back", _T,
+           "turns.template apply<Math, true>(rows);", ";"),
+    Mutant("turned tiles: written before turned back", _T, "__syncwarp();", ";",
+           "__syncwarp();\n  write_rows"),
+    Mutant("turned tiles: turned back before staged", _T, "__syncwarp();", ";",
+           "__syncwarp();\n}\n\n// Writes kRows staged rows"),
+    Mutant("turned tiles: first half twice", _T, "ptx::load_shared(at + kDim, b);",
+           "ptx::load_shared(at, b);"),
+    Mutant("turned tiles: second half over the first", _T, "at + kDim", "at",
+           "ptx::store_shared(at + kDim, b)"),
+    Mutant("turned tiles: one token's angles", _T, "token + row", "token",
+           "(table, token + row, index"),
+    Mutant("turned tiles: other columns' angles", _T, "index % kPairs * kColumns",
+           "index % kPairs * 4", "token + row, index % kPairs * kColumns"),
+    Mutant("turned tiles: angles past the segment", _T, "row < length", "true",
+           "kColumns, row < length);"),
+    Mutant("turn_rows: turned twice", _V, "turn.template apply<Math, false>(a[h], b[h]);",
+           "turn.template apply<Math, false>(a[h], b[h]);"
+           " turn.template apply<Math, false>(a[h], b[h]);"),
+    Mutant("turn_rows: half a row", _V,
+           "ptx::store(reinterpret_cast<Unit*>(to + kDim / 2), b[h], on);", ";"),
+    Mutant("turn_rows: heads past the last", _V, "inside && head + h < p.heads", "inside",
+           "inside && head + h < p.heads;\n    turn.template"),
+    Mutant("turn_rows: first heads only", _V, "blockIdx.x % groups * kTurnHeads",
+           "blockIdx.x % groups"),
+    Mutant("turn_rows: tokens past the last", _V, "token < p.tokens", "true"),
+    Mutant("turn_rows: threads left over turn too", _V, "row < S::kTokens", "true",
+           "inside = row < S::kTokens"),
+    Mutant("turn_rows: angles of the block's first tokens", _V, "token", "row",
+           "p.rotary, token, column"),
+    Mutant("turn_rows: heads overlap", _V, "p.tokens * kDim", "(p.tokens - 1) * kDim",
+           "{workspace, kDim, p.tokens * kDim}"),
+    Mutant("turn_rows: last block missing", _V, "(p.tokens + kTokens - 1) / kTokens",
+           "p.tokens / kTokens"),
+    Mutant("turn_rows: keys for queries", _V, "f.q", "f.k", "<Math, kDim>(f, f.q"),
+]  # fmt: skip
+
 EMBEDDING_MUTANTS = [
     Mutant("one row too many", _E, "rows - first", "rows - first + 1", "rows - first;"),
     Mutant("rows of a warp overlap", _E, "kRowsPerWarp", "3", "kWarpSize) * kRowsPerWarp;"),
@@ -178,6 +250,7 @@ MUTANTS = [
     *VISION_MUTANTS,
     *FLASH_MUTANTS,
     *HOPPER_MUTANTS,
+    *FLASH_VISION_MUTANTS,
     *EMBEDDING_MUTANTS,
 ]  # number n is MUTANTS[n - 1]
 

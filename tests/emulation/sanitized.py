@@ -33,6 +33,9 @@ def main() -> None:
     hopper = WindowKernels(library, rng, 0, "flash_attention", capability=90)
     for check in flash_cases.hopper_suite().values():
         check(hopper, rng)
+    tiled_vision = WindowKernels(library, rng, 0, "flash_vision")
+    for check in vision_cases.tiled_suite().values():
+        check(tiled_vision, rng)
     for check in embedding_cases.small_suite().values():
         check(EmbeddingKernels(library, rng, 0, "embedding"), rng)
     sys.stdout.write("clean\n")

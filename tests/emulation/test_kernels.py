@@ -11,11 +11,19 @@ from tests.ptxsim import attention_cases, embedding_cases, flash_cases, vision_c
 from tests.ptxsim.attention_cases import Case, check_window
 from tests.ptxsim.embedding_cases import Pack, check_forward, check_gather, check_reduce
 from tests.ptxsim.ptxtypes import SimError
-from tests.ptxsim.vision_cases import VisionCase, check_vision
+from tests.ptxsim.vision_cases import VisionCase, check_tiled, check_vision
 
-from .build import Library
+from .build import Library, Mutant
 from .device import EmbeddingKernels, WindowKernels
-from .mutants import FLASH_MUTANTS, HOPPER_MUTANTS, MUTANTS, VISION_MUTANTS, killed_by
+from .mutants import (
+    FLASH_MUTANTS,
+    FLASH_VISION_MUTANTS,
+    HOPPER_MUTANTS,
+    MUTANTS,
+    TURN_MUTANTS,
+    VISION_MUTANTS,
+    killed_by,
+)
 
 
 def _embedding(library: Library, rng: np.random.Generator, mutant: int = 0) -> EmbeddingKernels:
@@ -32,6 +40,10 @@ def _vision(library: Library, rng: np.random.Generator, mutant: int = 0) -> Wind
 
 def _flash(library: Library, rng: np.random.Generator, mutant: int = 0) -> WindowKernels:
     return WindowKernels(library, rng, mutant, "flash_attention")
+
+
+def _tiled_vision(library: Library, rng: np.random.Generator, mutant: int = 0) -> WindowKernels:
+    return WindowKernels(library, rng, mutant, "flash_vision")
 
 
 @pytest.mark.parametrize("name", embedding_cases.small_suite())
@@ -71,6 +83,17 @@ def test_tiled_attention_on_hopper(name: str, library: Library, rng: np.random.G
     flash_cases.hopper_suite()[name](_hopper(library, rng), rng)
 
 
+@pytest.mark.parametrize("name", vision_cases.tiled_suite())
+def test_tiled_vision_attention(name: str, library: Library, rng: np.random.Generator) -> None:
+    vision_cases.tiled_suite()[name](_tiled_vision(library, rng), rng)
+
+
+def test_tiled_vision_attention_of_nothing(library: Library, rng: np.random.Generator) -> None:
+    kernels = _tiled_vision(library, rng)
+    check_tiled(kernels, rng, [], 1, 80, max_length=0)
+    check_tiled(kernels, rng, [0, 0], 2, 80)
+
+
 def test_random_shapes(library: Library, rng: np.random.Generator) -> None:
     for _ in range(4):
         dtype = str(rng.choice(["float32", "bfloat16", "float16"]))
@@ -90,6 +113,11 @@ def test_random_shapes(library: Library, rng: np.random.Generator) -> None:
         vision = VisionCase(rng, lengths, case.heads, 80, case.dtype, bool(rng.random() < 0.5),
                             bool(rng.random() < 0.5), case.scale)  # fmt: skip
         check_vision(_vision(library, rng), vision)
+    lengths = rng.choice([0, 1, 2, 63, 65, 127, 129, 200], 3).tolist()
+    heads, dtype = int(rng.integers(1, 6)), str(rng.choice(["bfloat16", "float16"]))
+    options = {"megatron": bool(rng.random() < 0.5), "scale": float(rng.choice([0.1, -0.2]))}
+    print(lengths, heads, dtype, options)
+    check_tiled(_tiled_vision(library, rng), rng, lengths, heads, 80, dtype, **options)
 
 
 def test_traps(library: Library, rng: np.random.Generator) -> None:
@@ -106,6 +134,8 @@ def test_traps(library: Library, rng: np.random.Generator) -> None:
         check_gather(_embedding(library, rng), pack)
     with pytest.raises(SimError, match="segment 1 is tokens 3 to 13 of 13, and max_seqlen is 5"):
         check_window(_window(library, rng), Case(rng, [3, 10], 1, 1, 80, max_length=5))
+    with pytest.raises(SimError, match="vision_attention: segment 1 is tokens 3 to 13 of 13, and"):
+        check_tiled(_tiled_vision(library, rng), rng, [3, 10], 1, 80, max_length=5)
     vision = VisionCase(rng, [3, 10], 1, 80)
     vision.order[7] = 13
     with pytest.raises(SimError, match=r"window_order\[7\] is 13, but there are 13 rows"):
@@ -116,6 +146,8 @@ def test_traps(library: Library, rng: np.random.Generator) -> None:
 def test_mutant_is_killed(number: int, library: Library, rng: np.random.Generator) -> None:
     if MUTANTS[number - 1] in VISION_MUTANTS:
         suite, kernels = vision_cases.small_suite(), _vision(library, rng, number)
+    elif MUTANTS[number - 1] in FLASH_VISION_MUTANTS:
+        suite, kernels = vision_cases.tiled_suite(), _tiled_vision(library, rng, number)
     elif MUTANTS[number - 1] in FLASH_MUTANTS:
         suite, kernels = flash_cases.small_suite(), _flash(library, rng, number)
     elif MUTANTS[number - 1] in HOPPER_MUTANTS:
@@ -125,5 +157,15 @@ def test_mutant_is_killed(number: int, library: Library, rng: np.random.Generato
     else:
         suite, kernels = attention_cases.small_suite(), _window(library, rng, number)
     killed = killed_by(suite, kernels, rng)
+    print(killed)
+    assert killed, "the mutant passes every check"
+
+
+@pytest.mark.parametrize("mutant", TURN_MUTANTS, ids=lambda m: m.name)
+def test_turn_mutant_is_killed_in_tiles(
+    mutant: Mutant, library: Library, rng: np.random.Generator
+) -> None:
+    kernels = _tiled_vision(library, rng, MUTANTS.index(mutant) + 1)
+    killed = killed_by(vision_cases.tiled_suite(), kernels, rng)
     print(killed)
     assert killed, "the mutant passes every check"

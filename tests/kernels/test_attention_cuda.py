@@ -179,6 +179,98 @@ def test_vision_arguments_reach_the_runtime(monkeypatch):
         vision_attention._backward_cuda(out, qkv, out, stats, *rest)
 
 
+@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "longest", "permuted", "expected"),
+    [
+        (torch.bfloat16, 80, 128, True, "window"),
+        (torch.float16, 80, 129, False, "tiled"),
+        (torch.float16, 80, 129, True, "composed"),
+        (torch.bfloat16, 72, 64, False, "tiled"),
+        (torch.bfloat16, 72, 64, True, "composed"),
+        (torch.bfloat16, 128, 65, False, "tiled"),
+        (torch.bfloat16, 88, 64, False, "composed"),
+        (torch.float32, 80, 64, False, "composed"),
+        (torch.bfloat16, 80, None, False, "composed"),
+    ],
+)
+def test_vision_kernel_is_chosen_by_shape(
+    dtype, head_dim, longest, permuted, expected, monkeypatch
+):
+    """Whether flash-attn is installed or not."""
+    for flash_attn in (lambda: None, lambda: print):
+        monkeypatch.setattr(attention, "_flash_attn", flash_attn)
+        arguments = (dtype, head_dim, longest, permuted)
+        assert vision_attention.choose_kernel("cuda", *arguments) == expected
+        assert vision_attention.choose_kernel("cpu", *arguments) == "cpu"
+
+
+@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run on host memory")
+def test_tiled_vision_arguments_reach_the_runtime(monkeypatch):
+    monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 0)
+    layout, qkv = _vision()
+    rest = (layout.rotary_table(80), layout.cu_seqlens, None, 200, 0.1)
+    with pytest.raises(RuntimeError, match="^CUDA: "):
+        vision_attention._forward_cuda(qkv, *rest)
+    out, stats = torch.zeros(120, 2, 80).bfloat16(), torch.empty(2, 2, 120)
+    with pytest.raises(RuntimeError, match="^CUDA: "):
+        vision_attention._backward_cuda(out, qkv, out, stats, *rest)
+
+
+def test_tiled_vision_gets_views_and_workspace(monkeypatch):
+    """qkv as it lies, Megatron's order too; lists of tiles, rows' numbers and turned rows of the
+    sizes that the kernels want. An order is refused."""
+    seen: list[tuple] = []
+    made: dict[int, torch.Tensor] = {}
+
+    class Recorder:
+        def __getattr__(self, name):
+            return lambda *arguments: seen.append((name, *arguments))
+
+    def recorded(make):
+        def function(*arguments, **kw):
+            x = make(*arguments, **kw)
+            made[x.data_ptr()] = x
+            return x
+
+        return function
+
+    monkeypatch.setattr(vision_attention, "_C", Recorder())
+    monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 7)
+    layout, qkv = _vision()
+    table = layout.rotary_table(80)
+    rest = (table, layout.cu_seqlens, None, 200, 0.1)
+    megatron = qkv.transpose(1, 2).contiguous().transpose(1, 2)
+    for x, strides in ((qkv, (480, 80)), (megatron, (480, 240))):
+        monkeypatch.setattr(torch, "empty", recorded(torch.empty))
+        monkeypatch.setattr(torch, "empty_like", recorded(torch.empty_like))
+        out, stats = vision_attention._forward_cuda(x, *rest)
+        name, _, q, k, v, out_view, *tail = seen[-1]
+        assert name == "flash_vision_forward_cuda"
+        assert q[1:] == k[1:] == v[1:] == strides
+        assert (q[0], k[0], v[0]) == tuple(part.data_ptr() for part in x.unbind(1))
+        assert out_view == (out.data_ptr(), 160, 80) and tail[0] == stats.data_ptr()
+        assert tail[2:7] == [1, 120, 2, 80, 0.1] and tail[7:10] == [0, table.data_ptr(), 200]
+        tiles, turned, stream = tail[10:]
+        assert (made[tiles].dtype, made[tiles].shape) == (torch.int32, (1, 1, 4))
+        assert (made[turned].dtype, made[turned].shape) == (x.dtype, (2, 120, 80)) and stream == 7
+        dqkv = vision_attention._backward_cuda(out, x, out, stats, *rest)
+        assert dqkv.stride() == x.stride() and seen[-1][0] == "flash_vision_backward_cuda"
+        dout, dq, dk, dv, longest, tiles, rows, turned, stream = seen[-1][15:]
+        assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
+        assert dq[1:] == strides and dout[0] == out.data_ptr() and (longest, stream) == (200, 7)
+        assert made[tiles].shape == (2, 1, 4) and made[turned].shape == (2, 120, 80)
+        assert (made[rows].dtype, made[rows].shape) == (torch.float32, (2, 2, 120))
+        assert len({tiles, rows, turned}) == 3
+        monkeypatch.undo()
+        monkeypatch.setattr(vision_attention, "_C", Recorder())
+        monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 7)
+    order = torch.arange(120, dtype=torch.int32)
+    with pytest.raises(ValueError, match="window_order is given and longest is 200; the kernel"):
+        vision_attention._forward_cuda(qkv, table, layout.cu_seqlens, order, 200, 0.1)
+
+
 def test_vision_views_reach_the_kernel(monkeypatch):
     """qkv and its gradient as they lie, Megatron's order too; copied only where rows are off 16
     bytes. The order and the length of the longest window come last."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.parity.reference import make_model
 from tests.plan.worker import results
+from vlmkernels.attention import TILED_HEAD_DIMS
 from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import make_layout
@@ -146,3 +148,17 @@ def test_shards_of_all_ranks_are_the_parameters() -> None:
     for stage in range(2):
         sizes = memory.stage_parameters(spec, layout, stage)
         assert sum(sizes.shard(layout.data, rank) for rank in range(layout.data)) == sizes.count
+
+
+def test_vision_on_cuda_keeps_rotated_copies_only_where_no_kernel_rotates() -> None:
+    assert memory.FUSED_HEAD_DIMS == TILED_HEAD_DIMS
+    spec = ModelSpec.from_dict(make_model("qwen2_5_vl").config.to_dict())
+
+    def kept(heads: int, element: int) -> float:
+        vision = replace(spec.vision, hidden_size=1280, num_heads=heads)
+        model = memory.ActivationModel(replace(spec, vision=vision), element=element)
+        return model.vision_layer().per_patch
+
+    statistics = 8 * (40 - 16)  # heads of 32 and of 80
+    assert kept(40, 2) - kept(16, 2) == 2 * 2 * 1280 + statistics
+    assert kept(40, 4) - kept(16, 4) == statistics

@@ -6,21 +6,34 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from .attention_cases import WindowKernels
 from .flash_cases import FlashKernels
 from .parser import parse_ptx
 from .toolchain import CSRC, build_kernels, kernel_ptx
 
-FORWARD, BACKWARD = "attention_flash.cu", "attention_flash_backward.cu"
-HOPPER = "attention_flash_hopper.cu"
-SHARED, PRIMITIVES, WARPGROUPS = "attention_tiles.cuh", "primitives.cuh", "hopper.cuh"
-#: What is built, and the launcher of each: mma.sync's two ways, or the forward for sm_90a.
-SOURCES = {"forward": FORWARD, "backward": BACKWARD}
+FORWARD, BACKWARD = "attention_flash.cuh", "attention_flash_backward.cuh"
+SHARED, ROWS, PRIMITIVES = "attention_tiles.cuh", "attention_rows.cuh", "primitives.cuh"
+VISION, HOPPER, WARPGROUPS = "attention_flash_vision.cu", "attention_flash_hopper.cu", "hopper.cuh"
+#: What is built: mma.sync's two ways, or the forward for sm_90a.
+SOURCES = {"forward": "attention_flash.cu", "backward": "attention_flash_backward.cu"}
 HOPPER_SOURCES = {"forward": HOPPER}
+HEADERS = {"forward": FORWARD, "backward": BACKWARD}
 LAUNCHERS = {
-    FORWARD: "flash_mma_forward_cuda",
+    SOURCES["forward"]: "flash_mma_forward_cuda",
+    SOURCES["backward"]: "flash_attention_backward_cuda",
     HOPPER: "flash_hopper_forward_cuda",
-    BACKWARD: "flash_attention_backward_cuda",
 }
+FILES = (
+    *LAUNCHERS,
+    VISION,
+    FORWARD,
+    BACKWARD,
+    SHARED,
+    ROWS,
+    PRIMITIVES,
+    WARPGROUPS,
+    "attention_flash.h",
+)
 #: (file, text, its replacement)
 Change = tuple[str, str, str]
 
@@ -39,8 +52,7 @@ def copy_sources(folder: Path, dim: int, types: tuple[str, ...], changes: list[C
     cuda = folder / "csrc" / "cuda"
     cuda.mkdir(parents=True)
     (cuda.parent / "params.h").write_text((CSRC / "params.h").read_text())
-    headers = (SHARED, PRIMITIVES, WARPGROUPS, "attention_flash.h")
-    for name in (*LAUNCHERS, *headers):
+    for name in FILES:
         code = (CSRC / "cuda" / name).read_text()
         if name == SHARED:
             code = keep_head_dim(code, dim)
@@ -78,11 +90,30 @@ def mutated(kernels: FlashKernels, folder: Path, dim: int, change: Change) -> Fl
     cuda = copy_sources(folder, dim, ("Bf16Math",), [change])
     changed = replace(kernels)
     changed.modules = dict(kernels.modules)
-    for which, like in kernels.builds.items():
-        source = next(
-            s for s, launcher in LAUNCHERS.items() if launcher == kernels.launchers[which]
-        )
-        if change[0] in (source, SHARED, PRIMITIVES, WARPGROUPS):
+    for which, source in SOURCES.items():
+        if change[0] in (HEADERS[which], SHARED, PRIMITIVES):
+            like = kernels.builds[which]
             text = kernel_ptx(cuda / source, like, kernels.architecture)
             changed.modules[which] = parse_ptx(text)
+    return changed
+
+
+def build_vision(
+    folder: Path,
+    runtime: Path,
+    dim: int,
+    architecture: str,
+    types: tuple[str, ...] = ("Bf16Math", "Fp16Math"),
+) -> WindowKernels:
+    """The same of attention_flash_vision.cu."""
+    cuda = copy_sources(folder, dim, types, [])
+    build = build_kernels(cuda / VISION, folder / "vision", [architecture])
+    return WindowKernels(build, runtime, architecture, "flash_vision")
+
+
+def mutated_vision(kernels: WindowKernels, folder: Path, dim: int, change: Change) -> WindowKernels:
+    """The same kernels with one change; the host code stays."""
+    cuda = copy_sources(folder, dim, ("Bf16Math", "Fp16Math"), [change])
+    changed = WindowKernels(kernels.build, kernels.runtime, kernels.architecture, kernels.prefix)
+    changed.module = parse_ptx(kernel_ptx(cuda / VISION, kernels.build, kernels.architecture))
     return changed

@@ -12,7 +12,7 @@ import pytest
 
 from .attention_cases import Case
 from .embedding_cases import same_bits
-from .flash_build import BACKWARD, HOPPER_SOURCES, build_flash
+from .flash_build import HOPPER_SOURCES, SOURCES, build_flash
 from .flash_cases import FlashKernels, check_flash, hopper_suite, run_flash
 from .flash_hopper_mutants import CHECKS, DIM, MUTANTS, HopperMutant
 
@@ -56,7 +56,7 @@ def test_gradients_from_its_statistics(
     fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """The backward that follows either forward."""
-    sources = {**HOPPER_SOURCES, "backward": BACKWARD}
+    sources = SOURCES | HOPPER_SOURCES
     kernels = build_flash(tmp_path, fake_runtime, DIM, "90a", ("Bf16Math",), sources=sources)
     check_flash(kernels, Case(rng, [140, 20], 2, 1, DIM, causal=True, scale=-0.3))
 

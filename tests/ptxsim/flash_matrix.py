@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .attention_cases import Case
+from .attention_cases import Case, WindowKernels
 from .embedding_cases import same_bits
-from .flash_build import build_flash, mutated
+from .flash_build import build_flash, build_vision, mutated, mutated_vision
 from .flash_cases import FlashKernels, check_flash, run_flash, small_suite
-from .flash_mutants import MUTANTS, Mutant
+from .flash_mutants import MUTANTS, VISION_DIM, VISION_MUTANTS, Mutant, vision_killed_by
 from .toolchain import ARCHITECTURES
+from .vision_cases import check_tiled, tiled_suite
 
 DIMS = (64, 72, 80, 96, 128)
 
@@ -65,5 +66,52 @@ def test_mutant_is_killed(
     mutant: Mutant, flash: FlashKernels, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     killed = mutant.killed_by(mutated(flash, tmp_path, 80, mutant.change), rng)
+    print(killed)
+    assert killed, "the mutant passes every check"
+
+
+# ---- vision_attention
+
+
+@pytest.fixture(scope="session", params=[(d, a) for d in DIMS for a in ARCHITECTURES], ids=str)
+def vision_instance(
+    request: pytest.FixtureRequest, fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[WindowKernels, int]:
+    dim, architecture = request.param
+    folder = tmp_path_factory.mktemp("vision")
+    return build_vision(folder, fake_runtime, dim, architecture), dim
+
+
+@pytest.mark.parametrize("name", tiled_suite())
+def test_vision_accuracy(
+    name: str, vision_instance: tuple[WindowKernels, int], rng: np.random.Generator
+) -> None:
+    kernels, dim = vision_instance
+    tiled_suite(dim)[name](kernels, rng)
+
+
+def test_vision_random_shapes(
+    vision_instance: tuple[WindowKernels, int], rng: np.random.Generator
+) -> None:
+    kernels, dim = vision_instance
+    for dtype in ("bfloat16", "float16"):
+        lengths = [2, *rng.choice([0, 1, 63, 65, 127, 128, 129, 190, 300], 2).tolist()]
+        heads, megatron = int(rng.integers(1, 4)), bool(rng.random() < 0.5)
+        scale = float(rng.choice([0.05, 0.125, -0.2]))
+        print(lengths, heads, dim, dtype, megatron, scale)
+        check_tiled(kernels, rng, lengths, heads, dim, dtype, megatron=megatron, scale=scale)
+
+
+@pytest.fixture(scope="session")
+def vision(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> WindowKernels:
+    return build_vision(tmp_path_factory.mktemp("vision"), fake_runtime, VISION_DIM, "80")
+
+
+@pytest.mark.parametrize("mutant", VISION_MUTANTS, ids=lambda m: m.name)
+def test_vision_mutant_is_killed(
+    mutant: Mutant, vision: WindowKernels, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    kernels = mutated_vision(vision, tmp_path, VISION_DIM, mutant.change)
+    killed = vision_killed_by(kernels, rng)
     print(killed)
     assert killed, "the mutant passes every check"

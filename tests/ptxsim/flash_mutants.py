@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .attention_cases import Case
-from .flash_build import BACKWARD, FORWARD, PRIMITIVES, SHARED, Change
+from .attention_cases import Case, WindowKernels
+from .flash_build import BACKWARD, FORWARD, PRIMITIVES, ROWS, SHARED, VISION, Change
 from .flash_cases import FlashKernels, check_flash
 from .ptxtypes import SimError
+from .vision_cases import check_tiled
 
 #: What a mutant is run on: segment lengths, query heads, key/value heads, causal, scale, shift.
 SHAPES = {
@@ -159,3 +160,50 @@ MUTANTS = [
     Mutant("transposed or not", PRIMITIVES, "m8n8.x4.trans.shared", "m8n8.x4.shared"),
     Mutant("one group too few", PRIMITIVES, '"n"(kPending)', '"n"(kPending + 1)'),
 ]  # fmt: skip
+
+#: Where half a row is no multiple of 16 bytes.
+VISION_DIM = 72
+
+#: Of what vision_attention adds. tests/emulation/mutants.py has more.
+VISION_MUTANTS = [
+    Mutant("words swapped as they are read", PRIMITIVES, 'ld.shared.v2.b32 {%0, %1}',
+           'ld.shared.v2.b32 {%1, %0}'),
+    Mutant("words swapped as they are stored", PRIMITIVES, 'st.shared.v2.b32 [%0], {%1, %2}',
+           'st.shared.v2.b32 [%0], {%2, %1}'),
+    Mutant("8 columns at a time", ROWS, "kDim % 16 == 0 ? 8 : 4", "8"),
+    Mutant("turned the other way", ROWS, "y1[e] = x1[e] * c - x2[e] * s",
+           "y1[e] = x1[e] * c + x2[e] * s"),
+    Mutant("sign of the back turn", ROWS, "kBack ? -__uint_as_float", "kBack ? __uint_as_float"),
+    Mutant("cosines for sines", ROWS, "at + kDim / 8 + i", "at + i"),
+    Mutant("wrong half", SHARED, "ptx::load_shared(at + kDim, b)",
+           "ptx::load_shared(at + kDim + 8, b)"),
+    Mutant("angles of another token", SHARED, "(table, token + row, index",
+           "(table, token + row / 2, index"),
+    Mutant("dq not turned back", BACKWARD,
+           "store_rows_back<Math, kDim>(sum, factor, my_queries, tile.length - first, p.rotary, "
+           "token,", "store_rows<Math, kDim>(sum, factor, my_queries, tile.length - first,"),
+    Mutant("dk not turned back", BACKWARD,
+           "store_rows_back<Math, kDim>(dk, factor, my_keys, tile.length - first, p.rotary, token,",
+           "store_rows<Math, kDim>(dk, factor, my_keys, tile.length - first,"),
+    Mutant("queries not awaited", FORWARD, "ptx::wait_copies<1>();", ""),
+    Mutant("no group of their own", FORWARD,
+           "if constexpr (Rows::kVision) ptx::commit_copies();", ""),
+    Mutant("no group of their own, keys", BACKWARD,
+           "if constexpr (Rows::kVision) ptx::commit_copies();\n  copy_tile<kDim, kTileRows, "
+           "S::kThreads>(values", "copy_tile<kDim, kTileRows, S::kThreads>(values"),
+    Mutant("keys turned twice", VISION, "turn.template apply<Math, false>(a[h], b[h]);",
+           "turn.template apply<Math, false>(a[h], b[h]);\n"
+           "    turn.template apply<Math, false>(a[h], b[h]);"),
+    Mutant("heads past the last", VISION,
+           "inside && head + h < p.heads;\n    turn.template", "inside;\n    turn.template"),
+    Mutant("threads left over turn too", VISION, "row < S::kTokens && token", "token"),
+]  # fmt: skip
+
+
+def vision_killed_by(kernels: WindowKernels, rng: np.random.Generator) -> str:
+    """What notices a mutant of vision_attention, or nothing."""
+    try:
+        check_tiled(kernels, rng, [3, 135], 1, VISION_DIM)
+    except (SimError, AssertionError) as error:
+        return str(error).splitlines()[0][:150]
+    return ""

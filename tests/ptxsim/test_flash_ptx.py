@@ -9,10 +9,11 @@ import pytest
 
 from .attention_cases import Case
 from .embedding_cases import same_bits
-from .flash_build import build_flash, mutated
+from .flash_build import build_flash, build_vision, mutated
 from .flash_cases import FlashKernels, check_flash, run_flash, small_suite
 from .flash_mutants import MUTANTS, Mutant
 from .ptxtypes import SimError
+from .vision_cases import check_tiled
 
 DIM = 80  # the instance that is built here: make test-flash runs them all
 
@@ -31,6 +32,17 @@ def test_head_dim_72_on_sm_90(fake_runtime: Path, tmp_path: Path, rng: np.random
     """Its last 8 columns are a product of half the depth."""
     kernels = build_flash(tmp_path, fake_runtime, 72, "90a", ("Fp16Math",))
     check_flash(kernels, Case(rng, [140], 1, 1, 72, "float16", causal=True))
+
+
+def test_vision_at_head_dim_72(
+    fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Half of its row is 4.5 units of 16 bytes: turned 4 columns at a time. Five heads: turn_rows
+    takes four."""
+    kernels = build_vision(tmp_path, fake_runtime, 72, "80", ("Fp16Math",))
+    check_tiled(kernels, rng, [0, 20, 1], 5, 72, "float16", megatron=True, scale=-0.3)
+    with pytest.raises(SimError, match="vision_attention: segment 0 is tokens 0 to 6 of 6, and"):
+        check_tiled(kernels, rng, [6], 1, 72, "float16", max_length=5)
 
 
 def test_same_bits_whatever_else_is_in_the_batch(

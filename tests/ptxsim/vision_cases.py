@@ -1,4 +1,5 @@
-"""Runs the launchers of csrc/cuda/attention_window_vision.cu on a fake GPU, against float64."""
+"""Runs the launchers of csrc/cuda/attention_window_vision.cu and of attention_flash_vision.cu on a
+fake GPU, against float64."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from .embedding_cases import fill, from_float, to_float
 from .ptxtypes import Array
 
 Round = Callable[[Array], Array]
+TILE_ROWS = 128  # of tiled attention
 
 
 def rotate(x: Array, table: Array, back: bool = False) -> Array:
@@ -68,11 +70,14 @@ class VisionCase:
             result[name][order] = found[name]
         for name in ("dq", "dk"):
             result[name] = rounded(rotate(result[name], table, back=True))
-        return result | {"row_max": found["row_max"], "row_sum": found["row_sum"]}
+        others = ("row_max", "row_sum", "dq terms", "dk terms")
+        return result | {name: found[name] for name in others}
 
 
-def check_vision(kernels: WindowKernels, case: VisionCase) -> Any:
-    """Forward and backward; errors at most twice those of plain torch, relative to the norm."""
+def check_vision(kernels: WindowKernels, case: VisionCase, tiled: bool = False) -> Any:
+    """Forward and backward; errors at most twice those of plain torch, relative to the norm. Tiled
+    attention takes the sum of out * dout for that of p * dp, which differ by float32's rounding of
+    the terms that dq and dk are differences of: plain torch's are exactly 0 for a segment of 1."""
     device = kernels.device()
     memory = device.memory
     stacked = np.stack([case.q, case.k, case.v], case.axis)
@@ -111,7 +116,15 @@ def check_vision(kernels: WindowKernels, case: VisionCase) -> Any:
         rotary=memory.upload("table", case.table),
     )
     longest = max(case.lengths) if case.max_length is None else case.max_length
-    params = fill("WindowAttentionParams", forward=forward, max_length=longest)
+    most = case.patches // TILE_ROWS + len(case.lengths)
+    turned = (case.heads, case.patches, case.dim)
+    if tiled:
+        tiles = memory.reserve("tiles", (1, most, 4), np.int32)
+        flash = fill("FlashAttentionParams", forward=forward, max_length=longest, tiles=tiles)
+        workspace = memory.reserve("turned", turned, element)
+        params = fill("FlashVisionParams", flash=flash, turned=workspace)
+    else:
+        params = fill("WindowAttentionParams", forward=forward, max_length=longest)
     code = kernels.run(device, "forward", params)
     assert code == 0, f"forward returned cudaError_t {code}"
     backward = fill(
@@ -126,7 +139,18 @@ def check_vision(kernels: WindowKernels, case: VisionCase) -> Any:
             )
         ),
     )
-    grads = fill("WindowAttentionGradParams", backward=backward, max_length=longest)
+    if tiled:
+        flash = fill(
+            "FlashAttentionGradParams",
+            backward=backward,
+            max_length=longest,
+            tiles=memory.reserve("two lists", (2, most, 4), np.int32),
+            rows=memory.reserve("rows", (2, case.heads, case.patches), np.float32),
+        )
+        workspace = memory.reserve("turned, backward", turned, element)
+        grads = fill("FlashVisionGradParams", flash=flash, turned=workspace)
+    else:
+        grads = fill("WindowAttentionGradParams", backward=backward, max_length=longest)
     code = kernels.run(device, "backward", grads)
     assert code == 0, f"backward returned cudaError_t {code}"
 
@@ -141,6 +165,8 @@ def check_vision(kernels: WindowKernels, case: VisionCase) -> Any:
         )
         # Written so that a NaN fails. A window of one patch has no gradient but noise.
         tiny = 1e-6 * np.sqrt(exact[name].size)
+        if tiled and name in ("dq", "dk"):
+            tiny += 2.0**-20 * np.sqrt(exact[f"{name} terms"].sum())
         assert error <= 2 * allowed + tiny, (
             f"{name}: error {error:.3e}, plain torch's {allowed:.3e}"
         )
@@ -150,6 +176,12 @@ def check_vision(kernels: WindowKernels, case: VisionCase) -> Any:
         allowed = 2 * np.abs(plain[name] - exact[name]).max(initial=0)
         assert error <= allowed + 1e-5 * np.abs(exact[name]).max(initial=0), f"{name}: {error:.2e}"
     return device
+
+
+def check_tiled(kernels: WindowKernels, *arguments: Any, **options: Any) -> Any:
+    """check_vision of rows that are not permuted, by the tiled kernels."""
+    case = VisionCase(*arguments, **options, permuted=False)
+    return check_vision(kernels, case, tiled=True)
 
 
 Check = Callable[[WindowKernels, np.random.Generator], Any]
@@ -164,5 +196,15 @@ def small_suite() -> dict[str, Check]:
         ),
         "in window order": lambda k, r: check_vision(
             k, VisionCase(r, [17, 5], 1, 80, permuted=False)
+        ),
+    }
+
+
+def tiled_suite(dim: int = 80) -> dict[str, Check]:
+    """The same for segments of any length."""
+    return {
+        "two tiles, ragged": lambda k, r: check_tiled(k, r, [1, 0, 129], 1, dim),
+        "Megatron's order, five heads": lambda k, r: check_tiled(
+            k, r, [30, 3], 5, dim, "float16", megatron=True, scale=-0.3
         ),
     }

@@ -102,7 +102,9 @@ def build_shards(
     folder = Path(target)
     created = _prepare(folder, overwrite)
     counted, total, lock = 0, sum(len(shard.records) for shard in shards), threading.Lock()
-    stop = threading.Event()
+    # Shards from this number on are given up; those before it go on, so that with any number of
+    # workers the first error in file order is the one reported, and the shards before it stay.
+    limit = len(shards)
 
     def count(samples: int) -> None:
         nonlocal counted
@@ -111,17 +113,26 @@ def build_shards(
             if progress is not None:
                 progress(counted, total)
 
+    def give_up(number: int) -> None:
+        nonlocal limit
+        with lock:
+            limit = min(limit, number)
+
     def work(shard: _Shard) -> dict[str, Any]:
         done = shard.finished(folder)
         if done is not None:
             count(len(shard.records))
             return done
-        if stop.is_set():
-            raise DataError("another shard failed")
+
+        def given_up() -> bool:
+            return shard.number >= limit
+
         try:
-            return _write_shard(shard, folder, reader, processor, verify, count, stop)
+            return _write_shard(shard, folder, reader, processor, verify, count, given_up)
+        except _GivenUp:
+            raise
         except BaseException:
-            stop.set()
+            give_up(shard.number)
             raise
 
     try:
@@ -130,11 +141,10 @@ def build_shards(
             try:
                 errors = [error for job in jobs if (error := job.exception()) is not None]
             except BaseException:  # ctrl-C: let the shards at work stop early
-                stop.set()
+                give_up(0)
                 raise
             if errors:
-                # The first in file order among those that are a cause, not a consequence.
-                raise next((e for e in errors if str(e) != "another shard failed"), errors[0])
+                raise errors[0]  # the first in file order: nothing before it was given up
             parts = [job.result() for job in jobs]
         return _finish(folder, parts, processor)
     except BaseException:
@@ -267,6 +277,10 @@ class ShardSource:
         return self._shards
 
 
+class _GivenUp(Exception):
+    """An earlier shard failed, so this one is not wanted any more."""
+
+
 @dataclass(frozen=True)
 class _Shard:
     """What will stand in one shard."""
@@ -345,16 +359,18 @@ def _write_shard(
     processor: Processor | None,
     verify: bool,
     count: Callable[[int], None],
-    stop: threading.Event,
+    given_up: Callable[[], bool],
 ) -> dict[str, Any]:
     """Write one shard, its energon index and, last, its part; returns the part."""
     lines: list[dict[str, Any]] = []
     path = folder / f"{shard.name}.tmp"
+    if given_up():
+        raise _GivenUp
     with path.open("wb") as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for place, position in enumerate(shard.records):
-                if stop.is_set():
-                    raise DataError("another shard failed")
+                if given_up():
+                    raise _GivenUp
                 sample = reader.parse(reader.read(*position))
                 infos = [probe_media(media, sample, verify) for media in sample.media]
                 key = f"{shard.first + place:09d}"

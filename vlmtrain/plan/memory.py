@@ -15,8 +15,9 @@ by tensor. e = bytes per element, t = tensor-parallel size, s = t under sequence
     e(3q + 3kv)/t          rotated q and k, the fused projection that v is a view of, the output
     8H/t + 2ed             softmax statistics, cos and sin of q and of k (float32 runs share one
                            table of 4d bytes among a stage's layers)
-                           (vision on the CPU: the fused projection and the output, 4eh/t, and
-                           one table a stage: vision_attention rotates as it reads)
+                           (vision on the CPU, and in bf16 on CUDA at the head widths of its
+                           kernels: the fused projection and the output, 4eh/t, and one table a
+                           stage: vision_attention rotates as it reads)
     5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product; on the CPU 3ef
 
 A frozen weight does not keep its input; where nothing below learns, nothing is kept at all. An
@@ -39,6 +40,8 @@ from vlmtrain.plan import adapters
 STATE_BYTES = 12  # float32 master weight and two moments
 _ALIGNMENT = 64  # elements at which parameters start in a buffer
 _BUCKET = 128  # elements that a buffer is a multiple of
+#: vlmkernels.attention.TILED_HEAD_DIMS, without its import of torch.
+FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
 
 
 def padded_vocab(spec: ModelSpec, tensor: int) -> int:
@@ -386,8 +389,9 @@ class ActivationModel:
         kept += read if learns[0] else 0.0
         needs = below or learns[0]
         if needs:
-            # On the CPU vision_attention keeps the fused projection and its own output only.
-            inputs = 4 * q if vision and not self.cuda else 3 * (q + kv)
+            # Where vision_attention is one kernel it keeps the fused projection and its output.
+            fused = vision and (not self.cuda or (e == 2 and head_dim in FUSED_HEAD_DIMS))
+            inputs = 4 * q if fused else 3 * (q + kv)
             angles = 0 if e == 4 or vision else 2 * e * head_dim
             kept += e * inputs / t + 8 * heads / t + angles
         elif learns[1]:

@@ -31,6 +31,8 @@ __forceinline__ void store(Unit* address, const typename Same<Unit>::Type& v, bo
   if (on) emu::write_global(address, &v, sizeof(Unit));
 }
 
+__forceinline__ int anew(int value) { return value; }
+
 template <class T>
 __forceinline__ T* broadcast(T* value, int lane) {
   return reinterpret_cast<T*>(emu::shuffle(reinterpret_cast<uintptr_t>(value), lane % kWarpSize));
@@ -76,6 +78,9 @@ __forceinline__ void load_matrices_transposed(uint32_t (&m)[2], uint32_t row) {
 __forceinline__ void store_shared(uint32_t address, const uint4& v) {
   emu::write_shared(address, &v, 16);
 }
+__forceinline__ void store_shared(uint32_t address, const uint2& v) {
+  emu::write_shared(address, &v, 8);
+}
 __forceinline__ void store_shared(uint32_t address, uint32_t v) {
   emu::write_shared(address, &v, 4);
 }
@@ -83,6 +88,10 @@ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   emu::read_shared(&v, address, 16);
   return v;
+}
+template <class Unit>
+__forceinline__ void load_shared(uint32_t address, Unit& v) {
+  emu::read_shared(&v, address, sizeof(Unit));
 }
 
 __forceinline__ float2 load_shared_pair(uint32_t address) {
