@@ -55,7 +55,7 @@ HOPPER_MUTANTS = [
            "ptx::barrier_wait(arena.queries_full(), parity)"),
     # ---- the consumers
     _left_out("hopper: zeros not waited for",
-              "ptx::barrier_wait(arena.values_clean(value.stage), value.parity);"),
+              "if (work.ragged) ptx::barrier_wait(arena.values_clean(value.stage), value.parity);"),
     Mutant("hopper: the sign not waited for", _H,
            "p.scale < 0.f ? arena.queries_clean() : arena.queries_full()",
            "arena.queries_full()"),
