@@ -418,9 +418,10 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
 
     release(arena.queries_empty());
     parity ^= 1;
-    ptx::barrier_wait(
-        work.ragged ? arena.values_clean(value.stage) : arena.values_full(value.stage),
-        value.parity);
+    // Full first: then the clean phase before this one is over. A wait that came earlier would take
+    // the one before that, of the same parity, for its own.
+    ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+    if (work.ragged) ptx::barrier_wait(arena.values_clean(value.stage), value.parity);
     start_values<Math, kDim>(out, probabilities, arena.values(value.stage));
     ptx::wgmma_wait<0>();
     ptx::wgmma_results(out);

@@ -54,9 +54,8 @@ HOPPER_MUTANTS = [
     Mutant("hopper: cleaner's phase of queries", _H, "parity", "parity ^ 1",
            "ptx::barrier_wait(arena.queries_full(), parity)"),
     # ---- the consumers
-    Mutant("hopper: zeros not waited for", _H,
-           "work.ragged ? arena.values_clean(value.stage) : arena.values_full(value.stage)",
-           "arena.values_full(value.stage)"),
+    _left_out("hopper: zeros not waited for",
+              "if (work.ragged) ptx::barrier_wait(arena.values_clean(value.stage), value.parity);"),
     Mutant("hopper: the sign not waited for", _H,
            "p.scale < 0.f ? arena.queries_clean() : arena.queries_full()",
            "arena.queries_full()"),
@@ -85,7 +84,7 @@ HOPPER_MUTANTS = [
     Mutant("hopper: always the first keys", _H, "key.stage", "0",
            "arena.keys(key.stage));\n      ptx::barrier_wait"),
     _left_out("hopper: queries never released", "release(arena.queries_empty());",
-              "release(arena.queries_empty());\n    parity ^= 1;\n    ptx::barrier_wait(\n"),
+              "release(arena.queries_empty());\n    parity ^= 1;\n    //"),
     _left_out("hopper: an idle warpgroup keeps values", "release(arena.values_empty(value.stage));",
               "release(arena.values_empty(value.stage));\n        value.advance();\n      }\n"
               "      work = next;"),

@@ -49,7 +49,7 @@ struct Machine {
   std::vector<Meeting> warps, warpgroups;
   Barrier barriers[16];
   int alive = 0;
-  int slow = -1;  // of every second block a thread, drawn
+  int slow = 0, slow_end = 0;  // of two in three blocks a thread or a warp, drawn
   char* stacks = nullptr;
   void* host = nullptr;  // context of the launching thread
   void* host_fake_stack = nullptr;
@@ -140,18 +140,27 @@ std::string stuck() {
   return text;
 }
 
-// The slow thread runs when nothing else can, not even a copy arrive.
-Fiber* next_ready() {
-  const auto only_slow = [] { return m.ready.size() == 1 && m.ready[0]->number == m.slow; };
-  while ((m.ready.empty() || only_slow()) && copy_arrives()) {
+// A number among those that are ready: of one that is not slow, if there is one.
+size_t choose_ready() {
+  const size_t count = m.ready.size(), first = draw(count);
+  for (size_t i = 0; i < count; ++i) {
+    const int thread = m.ready[(first + i) % count]->number;
+    if (thread < m.slow || thread >= m.slow_end) return (first + i) % count;
   }
+  return count;
+}
+
+// Slow threads run when nothing else can, not even a copy arrive.
+Fiber* next_ready() {
+  size_t at = 0;
+  while (m.ready.empty() || (at = choose_ready()) == m.ready.size())
+    if (!copy_arrives()) break;
   if (m.ready.empty()) {
     const int left = static_cast<int>(m.fibers.size()) - m.alive;
     fail("deadlock: %s; %d of %d threads have left", stuck().c_str(), left,
          static_cast<int>(m.fibers.size()));
   }
-  size_t at = draw(m.ready.size());
-  if (m.ready[at]->number == m.slow) at = (at + 1) % m.ready.size();
+  if (at == m.ready.size()) at = draw(m.ready.size());
   Fiber* f = m.ready[at];
   m.ready[at] = m.ready.back();
   m.ready.pop_back();
@@ -213,7 +222,9 @@ void run_block(size_t shared, int number) {
   begin_block_hopper();
   for (Barrier& b : m.barriers) b = {};
   m.alive = threads;
-  m.slow = draw(2) ? static_cast<int>(draw(threads)) : -1;
+  const int slow_threads = draw(3) ? (draw(2) ? kLanes : 1) : 0;
+  m.slow = slow_threads ? static_cast<int>(draw(threads / slow_threads)) * slow_threads : 0;
+  m.slow_end = m.slow + slow_threads;
   m.ready.clear();
   for (int i = 0; i < threads; ++i) {
     Fiber& f = m.fibers[i];

@@ -94,6 +94,16 @@ def test_tiled_vision_attention_of_nothing(library: Library, rng: np.random.Gene
     check_tiled(kernels, rng, [0, 0], 2, 80)
 
 
+def test_schedules_of_the_hopper_forward(library: Library, rng: np.random.Generator) -> None:
+    """Ten more, of tiles whose last block of keys is ragged and of idle warpgroups: a thread or a
+    warp that lags behind the others may be passed by the phases of a barrier, or ahead of one."""
+    for _ in range(10):
+        lengths = rng.integers(1, 600, 2).tolist()
+        case = Case(rng, lengths, 1, 1, 80, causal=bool(rng.random() < 0.5))
+        print(lengths, case.causal)
+        flash_cases.run_flash(_hopper(library, rng), case, backward=False)
+
+
 def test_random_shapes(library: Library, rng: np.random.Generator) -> None:
     for _ in range(4):
         dtype = str(rng.choice(["float32", "bfloat16", "float16"]))

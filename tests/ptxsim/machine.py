@@ -95,6 +95,11 @@ class Block:
         size = kernel.shared_bytes + dynamic_shared
         self.shared = SharedMemory(size, self.threads, self.order)
         self.random = random.Random(random.getrandbits(64)) if kernel.has_barriers else None
+        # A warp of every second block runs when nothing else can, not even a copy arrive.
+        self._slow: Array | None = None
+        if self.random is not None and self.random.random() < 0.5:
+            slow = self.random.randrange(-(-self.threads // WARP))
+            self._slow = np.arange(self.threads) // WARP == slow
         self.products = Products(self)
         self.barriers = Barriers(self)
         self._watched = kernel.product_registers
@@ -235,8 +240,13 @@ class Block:
             if not ready.any():
                 self._go_on()
                 continue
-            current = self._next(ready)
             runnable = ready | (self._state == PARKED)
+            if self._slow is not None:
+                if (ready & ~self._slow).any():
+                    ready, runnable = ready & ~self._slow, runnable & ~self._slow
+                elif self.barriers.copy_arrives():
+                    continue
+            current = self._next(ready)
             chosen = runnable & (self._pc == current)
             self._state[chosen] = READY
             later = runnable & (self._pc > current)

@@ -213,7 +213,7 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "an answer no taken for yes": (
         "@!%p2 bra $filled;", "", "tensor copy to it is under way|never-written|did not wait"),
     "the empty buffer not waited for": (
-        FREED + " $freed;", "", "which a wgmma reads|arrivals too many"),
+        FREED + " $freed;", "", "which a wgmma reads|arrivals too many|did not wait"),
     "freed before the wait": (
         f"{WAIT}\n  and.b32 %r32, %r1, 31;\n  setp.eq.u32 %p5, %r32, 0;\n  {ARRIVE}",
         f"and.b32 %r32, %r1, 31;\n  setp.eq.u32 %p5, %r32, 0;\n  {ARRIVE}\n  {WAIT}",
@@ -254,7 +254,8 @@ ERRORS: dict[str, tuple[str, str, str]] = {
         "  @%p3 bra $next", "ended with 1 tensor copies under way, the first of 8192 bytes"),
     "a copy to a misaligned place": ("[%r30], [%rd1", "[%r30+64], [%rd1", "no multiple of 128"),
     "a copy past the shared memory": (
-        "[%r30], [%rd1", "[%r30+8192], [%rd1", "belongs to an mbarrier|out of bounds"),
+        "[%r30], [%rd1", "[%r30+8192], [%rd1",
+        "belongs to an mbarrier|out of bounds|never-written"),
     "a map that is none": ("[%r30], [%rd1", "[%r30], [%rd2", "no __grid_constant__ parameter"),
     "a map that was not encoded": (
         "[%r30], [%rd1,", "[%r30], [%rd1+8,", "no __grid_constant__|no multiple of 64"),
