@@ -254,7 +254,8 @@ ERRORS: dict[str, tuple[str, str, str]] = {
         "  @%p3 bra $next", "ended with 1 tensor copies under way, the first of 8192 bytes"),
     "a copy to a misaligned place": ("[%r30], [%rd1", "[%r30+64], [%rd1", "no multiple of 128"),
     "a copy past the shared memory": (
-        "[%r30], [%rd1", "[%r30+8192], [%rd1", "belongs to an mbarrier|out of bounds|never-written"),
+        "[%r30], [%rd1", "[%r30+8192], [%rd1",
+        "belongs to an mbarrier|out of bounds|never-written"),
     "a map that is none": ("[%r30], [%rd1", "[%r30], [%rd2", "no __grid_constant__ parameter"),
     "a map that was not encoded": (
         "[%r30], [%rd1,", "[%r30], [%rd1+8,", "no __grid_constant__|no multiple of 64"),
