@@ -145,14 +145,17 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
         for launcher, struct in attention_launchers(
             run(["nm", "-D", "--defined-only", str(library)])
         ):
-            for dtype, dim, longest in itertools.product((1, 2), (64, 72, 80, 96, 128), (64, 128)):
+            for dtype, dim, longest, rotary in itertools.product(
+                (1, 2), (64, 72, 80, 96, 128), (64, 128), (0, 1)
+            ):
                 # One segment of one token and head; nothing is read. An error: no such instance.
                 params = params_struct(struct)()
                 inner = getattr(params, "flash", params)
                 inner.max_length = longest
                 p = inner.backward.forward if "Grad" in struct else inner.forward
                 p.dtype, p.head_dim = dtype, dim
-                p.segments = p.tokens = p.heads = p.kv_heads = p.rotary = 1
+                p.segments = p.tokens = p.heads = p.kv_heads = 1
+                p.rotary = rotary
                 p.q.data = p.k.data = p.v.data = 256
                 getattr(handle, launcher)(ctypes.byref(params), None)
     finally:
