@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
+import pickle
 import random
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from tests.parity import reference as ref
 from tests.ranks import ROOT
@@ -22,7 +25,7 @@ from vlmtrain.checkpoint import convert, files
 from vlmtrain.checkpoint.files import CheckpointError
 from vlmtrain.checkpoint.hf_files import HFWeights
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
-from vlmtrain.checkpoint.torch_dist import ChunkReader
+from vlmtrain.checkpoint.torch_dist import ChunkReader, _Unpickler
 from vlmtrain.checkpoint.verify import compare
 from vlmtrain.checkpoint.weights import check_weights
 from vlmtrain.config import ParallelSection
@@ -339,3 +342,27 @@ def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
         grown = int(done.stdout.split()[-1])
         print(f"{arguments[0]}: {grown / largest:.2f} x the largest tensor")
         assert grown < 2.5 * largest, done.stdout
+
+
+class _Getattr:
+    """Pickled as getattr(owner, name)."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.arguments = (owner, name)
+
+    def __reduce__(self) -> tuple[object, tuple[type, str]]:
+        return getattr, self.arguments
+
+
+def test_an_enum_is_read_as_any_python_writes_it() -> None:
+    """Early releases of 3.11 pickle a member as getattr, which may give members alone."""
+
+    def loaded(x: object) -> object:
+        return _Unpickler(io.BytesIO(pickle.dumps(x))).load()
+
+    member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    assert loaded(member) is member
+    assert loaded(_Getattr(_MEM_FORMAT_ENCODING, member.name)) is member
+    for owner, name in ((PosixPath, "unlink"), (_MEM_FORMAT_ENCODING, "__class__")):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            loaded(_Getattr(owner, name))

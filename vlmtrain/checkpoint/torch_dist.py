@@ -19,6 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -262,10 +263,20 @@ def _numel(shape: Sequence[int]) -> int:
     return size
 
 
+def _enum_member(kind: Any, name: str) -> Any:
+    """An enum's member, which early releases of Python 3.11, Debian 12's for one, pickle as
+    getattr(kind, name). Nothing else may be looked up."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r} has no place in a checkpoint")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Loads torch's metadata classes and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         known = (
             module.startswith("torch.distributed.checkpoint.")
             or (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
