@@ -14,7 +14,7 @@ help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
 	@echo "make test       lint, types and all tests"
 	@echo "make test-layouts   every parallel layout against transformers (9 min)"
-	@echo "make test-flash tiled CUDA attention, every instance and planted bug, interpreted (20 min)"
+	@echo "make test-flash tiled CUDA attention, every instance and planted bug, interpreted (long)"
 	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
 	@echo "make test-plan  runs of several layouts beside what the planner says of them (8 min)"
 	@echo "make bench      speed beside the peers, into benchmarks/"
@@ -47,7 +47,7 @@ test-kernels: setup
 	$(RUN) -m pytest tests/kernels tests/ptxsim tests/emulation
 
 # Every instance of tiled attention on both architectures, and every planted bug, in the PTX
-# interpreter (20 min of one core).
+# interpreter.
 test-flash: setup
 	$(RUN) -m pytest tests/ptxsim/flash_matrix.py tests/ptxsim/flash_hopper_matrix.py -rP
 

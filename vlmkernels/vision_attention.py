@@ -10,8 +10,8 @@ permuted copy. On CUDA that holds in bfloat16 and float16 for windows, segments 
 patches (64 at head_dim 128; csrc/cuda/attention_window_vision.cu). For longer segments, whole
 frames, k is turned once for all of a frame's queries, and in the backward q for all its keys, in
 workspace of one [P, H, D] (compute capability 9.0: two in the forward, q as well) that is gone
-afterwards; the rest is turned where it stands
-(csrc/cuda/attention_flash_vision.cu). What has no kernel there is composed: choose_kernel().
+afterwards; the rest is turned where it stands (csrc/cuda/attention_flash_vision.cu). What has no
+kernel there is composed: choose_kernel().
 """
 
 from __future__ import annotations
@@ -347,9 +347,8 @@ def vision_attention(
         and float16, head_dim 64, 80, 96 and 128 and segments of at most 128 patches (head_dim 128:
         64). Longer segments, in patch order, and head_dim 72 take workspace of [P, H, D] in qkv's
         dtype while they run (two in a forward on compute capability 9.0), and 8 bytes a row and
-        head more in the backward. Other calls, float32
-        or with permuted segments of such a length, are composed of rotated and permuted copies and
-        varlen_attention.
+        head more in the backward. Other calls, float32 or with permuted segments of such a length,
+        are composed of rotated and permuted copies and varlen_attention.
 
     Raises:
         ValueError: qkv doesn't fit, or the layout doesn't fit to it, or window without windows.

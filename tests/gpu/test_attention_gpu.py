@@ -143,6 +143,23 @@ def test_a_too_long_segment_ends_the_kernel(length, promise):
 # ---- vision_attention: the fused kernels -------------------------------------------------------
 
 
+def check_vision(layout, qkv, dout, order, window):
+    """Against float64; from Megatron's [P, H, 3, D] where `order` says so."""
+    exact_qkv = qkv.detach().double().requires_grad_()
+    exact = vision.outputs(
+        vision_attention_reference, exact_qkv, dout.double(), layout, window=window
+    )
+    gpu, device = qkv.detach().cuda(), layout.to("cuda")
+    if order == "megatron":
+        gpu = gpu.transpose(1, 2).contiguous().transpose(1, 2)
+    gpu.requires_grad_()
+    plain = vision.outputs(vision_attention_reference, gpu, dout.cuda(), device, window=window)
+    ours = vision.outputs(vision_attention, gpu, dout.cuda(), device, window=window)
+    noise = vision.noise_of(layout, qkv, dout, window=window)
+    for name in exact:
+        assert_accurate(name, ours[name].cpu(), plain[name].cpu(), exact[name], noise[name])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("dim", list(attention.WINDOW_LENGTHS))
 @pytest.mark.parametrize("order", ["patches", "windows", "megatron"])
@@ -152,19 +169,7 @@ def test_vision_accuracy(order, dim, dtype):
     layout, qkv, dout = vision.make(vision.GRID, 4, dim, dtype)
     if order == "windows":
         layout = layout.in_window_order()
-    exact_qkv = qkv.detach().double().requires_grad_()
-    exact = vision.outputs(
-        vision_attention_reference, exact_qkv, dout.double(), layout, window=True
-    )
-    gpu, device = qkv.detach().cuda(), layout.to("cuda")
-    if order == "megatron":
-        gpu = gpu.transpose(1, 2).contiguous().transpose(1, 2)
-    gpu.requires_grad_()
-    plain = vision.outputs(vision_attention_reference, gpu, dout.cuda(), device, window=True)
-    ours = vision.outputs(vision_attention, gpu, dout.cuda(), device, window=True)
-    noise = vision.noise_of(layout, qkv, dout, window=True)
-    for name in exact:
-        assert_accurate(name, ours[name].cpu(), plain[name].cpu(), exact[name], noise[name])
+    check_vision(layout, qkv, dout, order, window=True)
 
 
 #: Frames of 2,016, 252, 140 and 4 patches.
@@ -177,19 +182,7 @@ FRAMES = [[1, 42, 48], [2, 14, 18], [1, 10, 14], [1, 2, 2]]
 def test_vision_frames_accuracy(order, dim, dtype):
     layout, qkv, dout = vision.make(FRAMES, 5, dim, dtype)
     assert choose_kernel("cuda", dtype, dim, 2016, False) == "tiled"
-    exact_qkv = qkv.detach().double().requires_grad_()
-    exact = vision.outputs(
-        vision_attention_reference, exact_qkv, dout.double(), layout, window=False
-    )
-    gpu, device = qkv.detach().cuda(), layout.to("cuda")
-    if order == "megatron":
-        gpu = gpu.transpose(1, 2).contiguous().transpose(1, 2)
-    gpu.requires_grad_()
-    plain = vision.outputs(vision_attention_reference, gpu, dout.cuda(), device, window=False)
-    ours = vision.outputs(vision_attention, gpu, dout.cuda(), device, window=False)
-    noise = vision.noise_of(layout, qkv, dout, window=False)
-    for name in exact:
-        assert_accurate(name, ours[name].cpu(), plain[name].cpu(), exact[name], noise[name])
+    check_vision(layout, qkv, dout, order, window=False)
 
 
 @pytest.mark.parametrize("window", [True, False])

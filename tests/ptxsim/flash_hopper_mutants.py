@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from .attention_cases import Case
-from .flash_build import HOPPER, WARPGROUPS, Change
+from .flash_build import HOPPER, HOPPER_SOURCES, WARPGROUPS, Change, build_flash
 from .flash_cases import Check, FlashKernels, check_flash, check_neighbours
 from .ptxtypes import SimError
 
 DIM = 80
 
 
-def _run(lengths: list[int], heads: int = 1, kv_heads: int = 1, **more: object) -> Check:
+def _run(lengths: list[int], heads: int = 1, kv_heads: int = 1, **more: Any) -> Check:
     def check(kernels: FlashKernels, rng: np.random.Generator) -> None:
-        case = Case(rng, list(lengths), heads, kv_heads, DIM, **more)  # type: ignore[arg-type]
+        case = Case(rng, list(lengths), heads, kv_heads, DIM, **more)
         check_flash(kernels, case, backward=False)
 
     return check
@@ -55,13 +58,13 @@ class HopperMutant:
     def change(self) -> Change:
         return self.file, self.text, self.new
 
-    def killed_by(self, kernels: FlashKernels, rng: np.random.Generator) -> str:
-        """What notices it, or nothing."""
-        try:
+    def must_be_noticed(self, runtime: Path, folder: Path, rng: np.random.Generator) -> None:
+        """Builds it in bf16, and prints what its check says."""
+        types, changes = ("Bf16Math",), [self.change]
+        kernels = build_flash(folder, runtime, DIM, "90a", types, changes, HOPPER_SOURCES)
+        with pytest.raises((SimError, AssertionError)) as noticed:
             CHECKS[self.check](kernels, rng)
-        except (SimError, AssertionError) as error:
-            return str(error).splitlines()[0][:150]
-        return ""
+        print(noticed.value)
 
 
 FENCE = "ptx::fence_async_proxy();\n"

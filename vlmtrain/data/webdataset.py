@@ -129,8 +129,6 @@ def build_shards(
 
         try:
             return _write_shard(shard, folder, reader, processor, verify, count, given_up)
-        except _GivenUp:
-            raise
         except BaseException:
             give_up(shard.number)
             raise
