@@ -27,7 +27,6 @@ SHAPES: dict[str, list[int]] = {
     "256 windows of 64": [64] * 256,
     "272 ragged windows of 12 to 64": [64] * 240 + [16] * 15 + [48] * 16 + [12],
     "1,024 tokens": [1024],
-    # Last: fault-free, a process keeps what the peers have once needed, here over 10 GB.
     "16 mixed images, 256 to 4,096 tokens": IMAGES,
 }
 QUICK_SHAPES: dict[str, list[int]] = {
@@ -314,28 +313,46 @@ def vision_comparison(
     )
 
 
+WINDOWS, FRAMES = "vision windows", "vision frames"
+
+
+def parts(context: Context) -> list[str]:
+    """A process each: fault-free, a process keeps what a peer has once needed, here over 10 GB."""
+    return [part for part in (WINDOWS, FRAMES) if _grids(part, context)] + [*_shapes(context)]
+
+
+def _grids(part: str, context: Context) -> dict[str, list[list[int]]]:
+    if context.quick:
+        return QUICK_GRIDS if part == WINDOWS else {}
+    if context.device == "cuda":
+        return CUDA_GRIDS if part == WINDOWS else CUDA_FRAMES
+    return GRIDS if part == WINDOWS else {}
+
+
+def _shapes(context: Context) -> dict[str, list[int]]:
+    if context.device == "cuda":
+        return CUDA_SHAPES
+    shapes = QUICK_SHAPES if context.quick else SHAPES
+    # Long segments are bound by arithmetic: page faults are measured on the windows only.
+    long = context.memory == FAULT_FREE
+    return {name: lengths for name, lengths in shapes.items() if long or max(lengths) <= 64}
+
+
 def rows(context: Context) -> Iterator[Row]:
     """Forward and forward + backward, fp32 and bf16 (bf16 on a GPU)."""
-    shapes, dtypes = SHAPES, [torch.float32, torch.bfloat16]
+    dtypes = [torch.float32, torch.bfloat16]
     if context.device == "cuda":
         if not hasattr(_native._C, "window_attention_forward_cuda"):
             say("attention on CUDA skipped: vlmkernels was built without CUDA")
             return
-        shapes, dtypes = CUDA_SHAPES, [torch.bfloat16]
-    elif context.quick:
-        shapes = QUICK_SHAPES
-    grids = QUICK_GRIDS if context.quick else CUDA_GRIDS if context.device == "cuda" else GRIDS
-    frames = CUDA_FRAMES if context.device == "cuda" and not context.quick else {}
-    for window, some in ((True, grids), (False, frames)):
-        for shape, grid in some.items():
-            for dtype in dtypes:
-                for backward in (False, True):
-                    arguments = (shape, grid, dtype, backward, context, window)
+        dtypes = [torch.bfloat16]
+    kinds = [(dtype, backward) for dtype in dtypes for backward in (False, True)]
+    for part in [context.part] if context.part else parts(context):
+        if part in (WINDOWS, FRAMES):
+            for shape, grid in _grids(part, context).items():
+                for kind in kinds:
+                    arguments = (shape, grid, *kind, context, part == WINDOWS)
                     yield compare(vision_comparison(*arguments), context)
-    for shape, lengths in shapes.items():
-        # Long segments are bound by arithmetic: page faults are measured on the windows only.
-        if context.device == "cpu" and max(lengths) > 64 and context.memory != FAULT_FREE:
-            continue
-        for dtype in dtypes:
-            for backward in (False, True):
-                yield compare(comparison(shape, lengths, dtype, backward, context), context)
+        else:
+            for kind in kinds:
+                yield compare(comparison(part, _shapes(context)[part], *kind, context), context)

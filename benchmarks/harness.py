@@ -51,6 +51,7 @@ class Context:
     memory: str = AS_IT_COMES  # FAULT_FREE, AS_IT_COMES; "device" on a GPU
     quick: bool = False  # small shapes, three repetitions: for developing, never for conclusions
     seconds: float = 120.0  # for the rounds of one row
+    part: str | None = None  # of a benchmark that names parts(): only its rows
 
     @property
     def repetitions(self) -> int:

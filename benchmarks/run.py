@@ -2,9 +2,9 @@
 
 Measures the rows of the named benchmarks (all by default), prints them, stores them in
 benchmarks/results/<machine>.json and writes benchmarks/RESULTS.md anew. A row replaces the older
-one of the same op, shape, dtype, threads and memory. Each benchmark runs in a process of its own,
-on the CPU twice: fault-free (glibc keeps what it has, so that fresh outputs cost no page faults)
-and as it comes.
+one of the same op, shape, dtype, threads and memory. Each benchmark, or each of its parts where it
+has some, runs in a process of its own, on the CPU twice: fault-free (glibc keeps what it has, so
+that fresh outputs cost no page faults) and as it comes.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--profile", choices=("demo", "100M"), help="instead: profile a training step of this size"
     )
+    parser.add_argument("--part", help="of one benchmark with parts: only this one")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for name in options.names:
@@ -66,18 +67,40 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def context_of(options: argparse.Namespace, memory: str, part: str | None = None) -> Context:
+    return Context(
+        device=options.device,
+        threads=options.threads,
+        memory="device" if options.device == "cuda" else MODES[memory],
+        quick=options.quick,
+        seconds=options.seconds,
+        part=part,
+    )
+
+
+def parts_of(name: str, options: argparse.Namespace, memory: str) -> list[str | None]:
+    """The parts of a benchmark that get a process each; [None]: it is one. Processes are for the
+    host's memory: on a GPU all parts share one.
+
+    Raises ValueError where options.part is none of them.
+    """
+    module = importlib.import_module(f"benchmarks.{name}")
+    found = module.parts(context_of(options, memory)) if hasattr(module, "parts") else [None]
+    if options.part is None:
+        return [None] if options.device == "cuda" else found
+    if options.part not in found:
+        names = ", ".join(f'"{part}"' for part in found if part) or "no part"
+        raise ValueError(f'{name} ({memory}) has no part "{options.part}"; it has {names}')
+    return [options.part]
+
+
 def child(options: argparse.Namespace) -> None:
-    """One benchmark in one memory mode: appends a JSON line to options.child for each row."""
+    """One benchmark, or a part of it, in one memory mode: appends a JSON line to options.child for
+    each row."""
     import torch
 
     torch.set_num_threads(options.threads)
-    context = Context(
-        device=options.device,
-        threads=options.threads,
-        memory="device" if options.device == "cuda" else MODES[options.memory],
-        quick=options.quick,
-        seconds=options.seconds,
-    )
+    context = context_of(options, options.memory, options.part)
     module = importlib.import_module(f"benchmarks.{options.names[0]}")
     with open(options.child, "a", encoding="utf-8") as file:
         for row in module.rows(context):
@@ -93,7 +116,9 @@ def environment(memory: str, threads: int) -> dict[str, str]:
     return kept | (FAULT_FREE_ENVIRONMENT if memory == "fault-free" else {})
 
 
-def run_child(name: str, memory: str, options: argparse.Namespace) -> tuple[list[Row], bool]:
+def run_child(
+    name: str, part: str | None, memory: str, options: argparse.Namespace
+) -> tuple[list[Row], bool]:
     """The rows it finished, and whether it ended well."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
@@ -102,12 +127,14 @@ def run_child(name: str, memory: str, options: argparse.Namespace) -> tuple[list
         command += ["--memory", memory, "--device", options.device]
         command += ["--threads", str(options.threads), "--seconds", str(options.seconds)]
         command += ["--quick"] if options.quick else []
+        command += ["--part", part] if part else []
         code = subprocess.run(
             command, cwd=ROOT, env=environment(memory, options.threads)
         ).returncode
         rows = [Row.from_json(json.loads(text)) for text in path.read_text().splitlines()]
     if code:
-        say(f"{name} ({memory}) failed with exit status {code}; its finished rows are kept")
+        called = f"{name}, {part}" if part else name
+        say(f"{called} ({memory}) failed with exit status {code}; its finished rows are kept")
     return rows, code == 0
 
 
@@ -135,10 +162,16 @@ def main(arguments: list[str] | None = None) -> int:
     print(report.HEADER)
     for name in options.names:
         for memory in memories:
-            rows, ended_well = run_child(name, memory, options)
-            ok = ok and ended_well
-            if target is not None and rows:
-                report.store(target, machine, rows)
+            try:
+                parts = parts_of(name, options, memory)
+            except ValueError as error:
+                say(str(error))
+                return 2
+            for part in parts:
+                rows, ended_well = run_child(name, part, memory, options)
+                ok = ok and ended_well
+                if target is not None and rows:
+                    report.store(target, machine, rows)
     if target is None:
         say("--quick: nothing stored; these figures prove nothing but that the benchmarks run")
     elif target.parent == report.RESULTS:

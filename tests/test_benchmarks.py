@@ -272,6 +272,19 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert callable(importlib.import_module(f"benchmarks.{name}").rows)
 
 
+def test_parts_get_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row of attention belongs to one part; the windows alone are measured with faults."""
+    attention = importlib.import_module("benchmarks.attention")
+    parts = run.parts_of("attention", run.parse([]), "fault-free")
+    assert parts == ["vision windows", *attention.SHAPES]
+    short = [name for name, lengths in attention.SHAPES.items() if max(lengths) <= 64]
+    assert run.parts_of("attention", run.parse([]), "as-it-comes") == ["vision windows", *short]
+    assert run.parts_of("adam", run.parse([]), "fault-free") == [None]
+    assert run.parts_of("attention", run.parse(["--device", "cuda"]), "as-it-comes") == [None]
+    assert run.main(["attention", "--part", "nonsense", "--quick"]) == 2
+    assert '(fault-free) has no part "nonsense"; it has "vision windows"' in capsys.readouterr().err
+
+
 def test_memory_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "5")
     plain = run.environment("as-it-comes", 3)
