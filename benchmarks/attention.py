@@ -147,6 +147,8 @@ def peers(lengths: list[int], device: str, quick: bool) -> dict[str, Attend]:
 def _flex(segment: Tensor, tokens: int, device: str) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    # Of another comparison's shapes and dtype a fourth would be run uncompiled, with all scores.
+    torch.compiler.reset()
     compiled = torch.compile(flex_attention)
     masks: list = []
 
