@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "cpu/attention.h"
+#include "cpu/attention_fetch.h"
 #include "cpu/attention_pack.h"
 #include "cpu/attention_rotary.h"
 #include "cpu/gemm.h"
@@ -28,7 +29,6 @@ namespace VLMK_ISA {
 namespace {
 
 constexpr float kLowest = -3e38f;
-constexpr int64_t kAheadLength = 128;  // longer segments are bound by arithmetic
 
 // Scores are kept as sign(scale) * q.k, whose order is that of the probabilities; |scale| and the
 // change to base 2 come in one FMA before exp2. So a score has no rounding that plain torch's has
@@ -110,88 +110,6 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
     store(row_max + j * kWidth, new_max);
     store(row_sum + j * kWidth, sum);
   }
-}
-
-// Adds to what tiles fetch ahead the rows of heads [head, last_head] of x: as one run of bytes a
-// row where they lie side by side, else of the first head only. `more`: elements behind the last
-// head that are wanted too.
-template <class T>
-VLMK_INLINE void fetch(Ahead& ahead, const HeadsView& x, const int32_t* order, int64_t place,
-                       int64_t head, int64_t last_head, int64_t dim, int64_t more = 0) {
-  constexpr int64_t kLongestRun = 4096;
-  const auto size = static_cast<int64_t>(sizeof(T));
-  const int64_t run = ((last_head - head) * x.head_stride + dim + more) * size;
-  const int64_t one = (dim + more) * size;
-  const Rows<const T> rows = rows_of<const T>(x, order, place, head);
-  ahead.rows[ahead.tensors++] = {reinterpret_cast<const char*>(rows.data), rows.stride * size,
-                                 run >= one && run <= kLongestRun ? run : one, rows.order};
-}
-
-// q, k and v of as many heads; in a fused projection [T, H, 3, D] they are one run.
-template <class T>
-VLMK_INLINE void fetch_qkv(Ahead& ahead, const HeadsView& q, const HeadsView& k, const HeadsView& v,
-                           const int32_t* order, int64_t place, int64_t head, int64_t last_head,
-                           int64_t dim) {
-  const auto after_q = [&](const HeadsView& x) {
-    return static_cast<const T*>(x.data) - static_cast<const T*>(q.data);
-  };
-  if (after_q(k) == dim && after_q(v) == 2 * dim && q.head_stride == 3 * dim) {
-    fetch<T>(ahead, q, order, place, head, last_head, dim, 2 * dim);
-    return;
-  }
-  fetch<T>(ahead, q, order, place, head, last_head, dim);
-  fetch<T>(ahead, k, order, place, head, last_head, dim);
-  fetch<T>(ahead, v, order, place, head, last_head, dim);
-}
-
-// Items [first, last] come next: consecutive heads of one segment, or nothing is fetched.
-VLMK_INLINE bool start_fetching(Ahead& ahead, const AttentionParams& p, const AttentionItem& first,
-                                const AttentionItem& last) {
-  const bool worthwhile = first.begin == last.begin && first.length <= kAheadLength;
-  ahead.tensor = ahead.tensors = 0;
-  ahead.rows_left = worthwhile ? first.length : 0;
-  if (worthwhile && p.rotary) {
-    const HeadsView table{const_cast<float*>(p.rotary), p.head_dim, 0};
-    fetch<float>(ahead, table, p.order, first.begin, 0, 0, p.head_dim);
-  }
-  return worthwhile;
-}
-
-template <class T>
-void fetch_forward(const AttentionParams& p, const AttentionItem& first, const AttentionItem& last,
-                   bool past, Ahead& ahead) {
-  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim, at = first.begin;
-  if (!start_fetching(ahead, p, first, last)) return;
-  if (group == 1) {
-    fetch_qkv<T>(ahead, p.q, p.k, p.v, p.order, at, first.head, last.head, dim);
-  } else {
-    fetch<T>(ahead, p.q, p.order, at, first.head, last.head, dim);
-    fetch<T>(ahead, p.k, p.order, at, first.head / group, last.head / group, dim);
-    fetch<T>(ahead, p.v, p.order, at, first.head / group, last.head / group, dim);
-  }
-  if (!past) fetch<T>(ahead, p.out, p.order, at, first.head, last.head, dim);
-}
-
-template <class T>
-void fetch_backward(const AttentionGradParams& g, const AttentionItem& first,
-                    const AttentionItem& last, bool past, Ahead& ahead) {
-  const AttentionParams& p = g.forward;
-  const int64_t group = p.heads / p.kv_heads, dim = p.head_dim, at = first.begin;
-  const int64_t q_first = first.head * group, q_last = (last.head + 1) * group - 1;
-  if (!start_fetching(ahead, p, first, last)) return;
-  const auto fetch_three = [&](const HeadsView& q, const HeadsView& k, const HeadsView& v) {
-    if (group == 1) {
-      fetch_qkv<T>(ahead, q, k, v, p.order, at, first.head, last.head, dim);
-      return;
-    }
-    fetch<T>(ahead, k, p.order, at, first.head, last.head, dim);
-    fetch<T>(ahead, v, p.order, at, first.head, last.head, dim);
-    fetch<T>(ahead, q, p.order, at, q_first, q_last, dim);
-  };
-  fetch_three(p.q, p.k, p.v);
-  fetch<T>(ahead, g.dout, p.order, at, q_first, q_last, dim);
-  fetch<T>(ahead, p.out, p.order, at, q_first, q_last, dim);
-  if (!past) fetch_three(g.dq, g.dk, g.dv);
 }
 
 int64_t forward_floats(const AttentionParams& p, int64_t max_length) {

@@ -50,40 +50,41 @@ struct Bf16Pairs {
 // Rows that the thread will need next, fetched a cache line at a time between the steps of tiles: a
 // window's attention takes about as long as its rows take to arrive. Spread out, because a core has
 // few line fills in flight, which its own loads need too; in runs of lines of several heads,
-// because the hardware's prefetcher follows those, but not rows a token apart.
+// because the hardware's prefetcher follows those, but not rows a token apart. Listed beforehand,
+// so that a step has no branch: one that ends a run every 20 steps is predicted wrongly.
 struct Ahead {
-  static constexpr int kMaxTensors = 9;
-  struct Rows {
-    const char* row;       // the next one; with an order, row 0
-    ptrdiff_t stride;      // bytes
-    int64_t bytes;         // of a row
-    const int32_t* order;  // the next row's number, or null
+  static constexpr int kMaxRuns = 9 * 128;  // tensors times rows
+  struct Run {
+    const char* line;  // the first
+    size_t bytes;      // whole lines
   };
-  const char* line = nullptr;
-  const char* end = nullptr;
-  int64_t rows_left = 0;  // of the current tensor
-  int tensor = 0;
-  int tensors = 0;
-  Rows rows[kMaxTensors];
+  Run runs[kMaxRuns + 1];
+  int next = 0;
+  int count = 0;
+  size_t done = 0;  // bytes of the next run
 
-  VLMK_MEMBER void step() {
-    if (line >= end) {
-      if (rows_left == 0) return;
-      Rows& r = rows[tensor];
-      const char* row = r.row;
-      if (r.order) {
-        row += *r.order++ * r.stride;
-      } else {
-        r.row += r.stride;
-      }
-      line = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(row) & ~uintptr_t{63});
-      end = row + r.bytes;
-      if (++tensor == tensors) tensor = 0, --rows_left;
-    }
-    __builtin_prefetch(line, 0, 2);
-    line += 64;
+  VLMK_MEMBER void clear() {
+    next = count = 0;
+    done = 0;
   }
-  VLMK_MEMBER bool busy() const { return line < end || rows_left > 0; }
+  // What doesn't find room is not fetched.
+  VLMK_MEMBER void add(const char* data, int64_t bytes) {
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    const uintptr_t first = begin & ~uintptr_t{63};
+    const uintptr_t last = (begin + static_cast<uintptr_t>(bytes) + 63) & ~uintptr_t{63};
+    if (count == kMaxRuns) return;
+    runs[count++] = {reinterpret_cast<const char*>(first), last - first};
+    runs[count] = {runs[0].line, SIZE_MAX};  // a tile goes on there when all is fetched
+  }
+  VLMK_MEMBER void step() {
+    const Run& run = runs[next];
+    __builtin_prefetch(run.line + done, 0, 2);
+    done += 64;
+    const size_t over = done >= run.bytes;
+    next += static_cast<int>(over);
+    done &= over - 1;  // 0 if over
+  }
+  VLMK_MEMBER bool busy() const { return next < count; }
   VLMK_MEMBER void finish() {
     while (busy()) step();
   }
@@ -92,11 +93,14 @@ struct Ahead {
 // What a tile starts from: 0, C, or C with row i multiplied by row_scale[i].
 enum class Start { kZero, kAdd, kScale };
 
-// AVX-512: 6 x 4 accumulators + 4 of B + 1 broadcast = 29 of 32 registers. (5 x 5 for rows of 80
-// was slower than 6 x 3 and 6 x 2: 166 against 173 GFLOP/s.)
+// AVX-512: 6 x 4 accumulators + 4 of B + 1 broadcast = 29 of 32 registers, or 8 x 3 and 8 x 2, of
+// which 64 rows leave none over. (5 x 5 for rows of 80 was slower.)
 // AVX2, SSE2 and NEON: 6 x 2 + 2 + 1 = 15 of 16 (NEON has 32).
 constexpr int kMaxTileVectors = kWidth == 16 ? 4 : 2;
-constexpr int tile_rows(int vectors) { return vectors == 1 ? 12 : 6; }  // 1 vector: more chains
+constexpr int tile_rows(int vectors) {
+  if (vectors == 1) return 12;  // more chains
+  return kMaxTileVectors == 4 && vectors < 4 ? 8 : 6;
+}
 
 // Takes finished pieces of C instead of C: rows [row, row + rows) and vectors from `column` on, as
 // tile [rows, vectors * kWidth]. So results go where they belong while they are in L1.
