@@ -69,7 +69,8 @@ def define(
 
 
 def set_isa(name: str) -> None:
-    """For tests: run "generic", "avx2", "avx512" or "avx512_bf16" kernels from here on."""
+    """For tests: run "generic", "avx2", "avx512" or "avx512_bf16" kernels from here on, after ""
+    those that the machine is given without being asked."""
     _C.set_isa(name)
 
 

@@ -16,16 +16,20 @@ namespace vlmk {
 
 namespace {
 
-// Whether bf16 is multiplied by dot products. Zen 4 and 5 do twice the work of FMAs by them,
-// Intel's cores a quarter (measured on Sapphire Rapids without AMX): there only when asked for by
-// name.
-bool use_bf16_dots(DType dtype) {
 #if defined(VLMKERNELS_HAVE_AVX512_BF16)
-  if (dtype != DType::kBFloat16 || active_isa() != Isa::kAvx512Bf16) return false;
+bool use_avx512_bf16(DType dtype) {
+  return dtype == DType::kBFloat16 && active_isa() == Isa::kAvx512Bf16;
+}
+#endif
+
+// Whether bf16 is multiplied by dot products where there are some. Zen 4 and 5 do twice the work of
+// FMAs by them, Intel's cores a quarter (measured on Sapphire Rapids without AMX): there only when
+// the instruction set was asked for by name.
+bool use_bf16_dots() {
+#if defined(VLMKERNELS_HAVE_AVX512_BF16)
   static const bool fast = __builtin_cpu_is("amd");
   return fast || isa_is_forced();
 #else
-  (void)dtype;
   return false;
 #endif
 }
@@ -34,14 +38,14 @@ bool use_bf16_dots(DType dtype) {
 
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
 #if defined(VLMKERNELS_HAVE_AVX512_BF16)
-  if (use_bf16_dots(p.dtype)) return avx512_bf16::attention_forward_items(p, work);
+  if (use_avx512_bf16(p.dtype)) return avx512_bf16::attention_forward_items(p, work);
 #endif
   VLMK_DISPATCH(attention_forward_items, p, work)
 }
 
 void attention_backward_items(const AttentionGradParams& p, const AttentionWork& work) {
 #if defined(VLMKERNELS_HAVE_AVX512_BF16)
-  if (use_bf16_dots(p.forward.dtype)) return avx512_bf16::attention_backward_items(p, work);
+  if (use_avx512_bf16(p.forward.dtype)) return avx512_bf16::attention_backward_items(p, work);
 #endif
   VLMK_DISPATCH(attention_backward_items, p, work)
 }
@@ -137,7 +141,8 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
           std::min(rows, max_length),
           max_length,
           chunk,
-          past};
+          past,
+          use_bf16_dots()};
 }
 
 // Memory for the items of one segment and head that follow each other in `items`.

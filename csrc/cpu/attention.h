@@ -36,12 +36,13 @@ struct AttentionWork {
   int64_t max_length;  // of a segment
   int64_t chunk;       // consecutive items that one thread takes, >= 1
   bool past_caches;    // the results are too large to be found in a cache by whoever reads them
+  bool bf16_dots;      // multiply bf16 by dot products, where the instruction set has them
 };
 
 VLMK_DECLARE(attention_forward_items, const AttentionParams&, const AttentionWork&);
 VLMK_DECLARE(attention_backward_items, const AttentionGradParams&, const AttentionWork&);
 
-// With bf16 dot products for bf16; other types as avx512.
+// For bf16 only: its conversions, and work.bf16_dots.
 namespace avx512_bf16 {
 void attention_forward_items(const AttentionParams&, const AttentionWork&);
 void attention_backward_items(const AttentionGradParams&, const AttentionWork&);

@@ -241,13 +241,24 @@ void run_items(const Params& params, const AttentionWork& work, int64_t floats, 
   if (out_of_memory) throw_out_of_memory(floats);
 }
 
-#if defined(__AVX512BF16__)
-using Bf16Math = Bf16Pairs;
-#else
-using Bf16Math = Fp32;
-#endif
-
 }  // namespace
+
+#if defined(__AVX512BF16__)
+
+void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
+  const auto run =
+      work.bf16_dots ? forward_item<BFloat16, Bf16Pairs> : forward_item<BFloat16, Fp32>;
+  run_items(p, work, forward_floats(p, work.max_length), false, run, fetch_forward<BFloat16>);
+}
+
+void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
+  const auto run =
+      work.bf16_dots ? backward_item<BFloat16, Bf16Pairs> : backward_item<BFloat16, Fp32>;
+  run_items(g, work, backward_floats(g.forward, work.max_rows), false, run,
+            fetch_backward<BFloat16>);
+}
+
+#else
 
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
   const int64_t floats = forward_floats(p, work.max_length);
@@ -256,7 +267,7 @@ void attention_forward_items(const AttentionParams& p, const AttentionWork& work
     case DType::kFloat32:
       return run_items(p, work, floats, past, forward_item<float, Fp32>, fetch_forward<float>);
     case DType::kBFloat16:
-      return run_items(p, work, floats, false, forward_item<BFloat16, Bf16Math>,
+      return run_items(p, work, floats, false, forward_item<BFloat16, Fp32>,
                        fetch_forward<BFloat16>);
     case DType::kFloat16:
       return run_items(p, work, floats, false, forward_item<Float16, Fp32>, fetch_forward<Float16>);
@@ -271,13 +282,15 @@ void attention_backward_items(const AttentionGradParams& g, const AttentionWork&
     case DType::kFloat32:
       return run_items(g, work, floats, past, backward_item<float, Fp32>, fetch_backward<float>);
     case DType::kBFloat16:
-      return run_items(g, work, floats, false, backward_item<BFloat16, Bf16Math>,
+      return run_items(g, work, floats, false, backward_item<BFloat16, Fp32>,
                        fetch_backward<BFloat16>);
     case DType::kFloat16:
       return run_items(g, work, floats, false, backward_item<Float16, Fp32>,
                        fetch_backward<Float16>);
   }
 }
+
+#endif
 
 }  // namespace VLMK_ISA
 }  // namespace vlmk

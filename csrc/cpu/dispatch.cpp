@@ -107,8 +107,9 @@ bool isa_is_forced() {
 }
 
 void set_isa(const char* name) {
-  forced.store(true, std::memory_order_relaxed);
-  active.store(static_cast<int>(parse(name, "the instruction set")), std::memory_order_relaxed);
+  const Isa isa = *name ? parse(name, "the instruction set") : choose();
+  forced.store(*name != 0, std::memory_order_relaxed);
+  active.store(static_cast<int>(isa), std::memory_order_relaxed);
 }
 
 }  // namespace vlmk

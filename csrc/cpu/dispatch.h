@@ -24,7 +24,8 @@ Isa active_isa();
 // Whether that was VLMKERNELS_ISA or set_isa, not the best one.
 bool isa_is_forced();
 
-// For tests: the same checks as VLMKERNELS_ISA. Not to be called while kernels run.
+// For tests: the same checks as VLMKERNELS_ISA; "" takes back what was set before. Not to be called
+// while kernels run.
 void set_isa(const char* name);
 
 }  // namespace vlmk

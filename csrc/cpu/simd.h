@@ -40,6 +40,12 @@ VLMK_INLINE Vec widen(__m256i x, BFloat16) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
 VLMK_INLINE Vec widen(__m256i x, Float16) { return _mm512_cvtph_ps(x); }
+#if defined(__AVX512BF16__)
+// Numbers too small to be normal become 0.
+VLMK_INLINE __m256i narrow(Vec x, BFloat16) {
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
+}
+#else
 VLMK_INLINE __m256i narrow(Vec x, BFloat16) {
   const __m512i u = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -48,6 +54,7 @@ VLMK_INLINE __m256i narrow(Vec x, BFloat16) {
   r = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
 }
+#endif
 VLMK_INLINE __m256i narrow(Vec x, Float16) {
   return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }

@@ -68,13 +68,12 @@ def assert_bitwise(name: str, ours: Tensor, expected: Tensor) -> None:
 
 @contextmanager
 def isa(name: str) -> Iterator[None]:
-    """Runs the block with this instruction set's kernels."""
-    before = _native._C.isa()
+    """Runs the block with this instruction set's kernels; "": with those chosen for the machine."""
     _native.set_isa(name)
     try:
         yield
     finally:
-        _native.set_isa(before)
+        _native.set_isa("")
 
 
 @contextmanager

@@ -92,6 +92,10 @@ def test_set_isa_names_what_it_got():
     with pytest.raises(ValueError, match="the instruction set is 'mmx', but this machine runs"):
         _native.set_isa("mmx")
     assert _native._C.isa() == before
+    _native.set_isa("generic")
+    assert _native._C.isa() == "generic"
+    _native.set_isa("")
+    assert _native._C.isa() == before
 
 
 def test_isa_files_share_no_symbols():
