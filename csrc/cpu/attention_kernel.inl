@@ -139,7 +139,17 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
   with_rotated<Math>(
       p, rows_of<const T>(p.k, p.order, item.begin, kv_head), item.begin, keys, key_buffer,
       [&](const auto& rows) { key = pack_rows(Math{}, rows, keys, dim, key_buffer); });
-  pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
+  const auto pack_values = [&] {
+    pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
+  };
+  // Of a window the queries have been used when the values are wanted: in their place, values are
+  // written to lines that a first-level cache still holds.
+  const bool window = keys <= kBlock && item.length <= kBlock;
+  if (window) {
+    values = qt;
+  } else {
+    pack_values();
+  }
 
   for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {
     const int64_t queries = minimum(kBlock, item.rows_end - q0);
@@ -166,6 +176,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
       if (p.causal && k0 + n > q0 + 1) mask_causal(s, k0, n, q0, lanes);
       softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, row_max, row_sum,
                                      correction);
+      if (window) pack_values();
       if (one_pass) invert_sums();
       gemm<Math, true>(
           {reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld, ld, out, ld,
