@@ -29,6 +29,12 @@ cudaError_t find_capability(int* capability) {
   return error;
 }
 
+// TMA brings rows as they are: what the kernels of 9.0 read is turned beforehand.
+int turn_both(const AttentionParams& p, void* queries, void* keys, void* stream) {
+  if (const int error = flash_vision_turn_cuda(p, p.q, queries, stream)) return error;
+  return flash_vision_turn_cuda(p, p.k, keys, stream);
+}
+
 }  // namespace
 
 bool hopper_takes(const AttentionParams& p, int capability) {
@@ -59,15 +65,13 @@ int flash_vision_forward_cuda(const FlashVisionParams& p, void* stream) {
   int capability;
   if (const cudaError_t error = find_capability(&capability)) return error;
   const AttentionParams& f = p.flash.forward;
-  // TMA brings rows as they are: queries are turned beforehand too.
   FlashAttentionParams turned = p.flash;
   turned.forward.q = turned_rows(f, p.turned_queries);
   turned.forward.k = turned_rows(f, p.turned);
   if (p.turned_queries == nullptr || !hopper_takes(turned.forward, capability)) {
     return flash_vision_mma_forward_cuda(p, stream);
   }
-  if (const int error = flash_vision_turn_cuda(f, f.q, p.turned_queries, stream)) return error;
-  if (const int error = flash_vision_turn_cuda(f, f.k, p.turned, stream)) return error;
+  if (const int error = turn_both(f, p.turned_queries, p.turned, stream)) return error;
   return flash_hopper_forward_cuda(turned, stream);
 }
 
@@ -81,8 +85,7 @@ int flash_vision_backward_cuda(const FlashVisionGradParams& p, void* stream) {
   if (p.turned_queries == nullptr || !hopper_takes_gradients(turned.backward, capability)) {
     return flash_vision_mma_backward_cuda(p, stream);
   }
-  if (const int error = flash_vision_turn_cuda(f, f.q, p.turned_queries, stream)) return error;
-  if (const int error = flash_vision_turn_cuda(f, f.k, p.turned, stream)) return error;
+  if (const int error = turn_both(f, p.turned_queries, p.turned, stream)) return error;
   return flash_hopper_backward_cuda(turned, stream);
 }
 

@@ -109,7 +109,8 @@ __device__ __forceinline__ Work work_at(const FlashAttentionParams& params, unsi
 template <int kDim>
 __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, uint32_t full,
                                           int head, int token) {
-  ptx::barrier_arrive_expect(full, HopperShape<kDim>::kTileBytes);
+  using S = HopperShape<kDim>;
+  ptx::barrier_arrive_expect(full, S::kTileBytes);
   load_boxes<kDim, kTileRows>(to, map, full, head, token);
 }
 

@@ -548,32 +548,28 @@ template <class Math, int kDim>
 int launch_backward(const FlashAttentionGradParams& params, void* stream) {
   using S = HopperGradShape<kDim>;
   const AttentionParams& p = params.backward.forward;
-  const HeadsView& dout = params.backward.dout;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
   if (const int error = launch(row_sums<Math, kDim>, (p.tokens + kSumRows - 1) / kSumRows * p.heads,
                                kSumThreads, 0, stream, params)) {
     return error;
   }
-  struct Made {
-    const HeadsView& x;
-    int64_t heads;
-    CUtensorMap resident, stream;
-  };
-  Made q{p.q, p.heads}, k{p.k, p.kv_heads}, v{p.v, p.kv_heads}, d{dout, p.heads};
-  for (Made* made : {&q, &k, &v, &d}) {
-    cudaError_t error =
-        make_map<kDim, kTileRows>(&made->resident, p.dtype, made->x, p.tokens, made->heads);
+  const HeadsView views[] = {p.q, params.backward.dout, p.k, p.v};
+  CUtensorMap resident[4], streams[4];
+  for (int i = 0; i < 4; ++i) {
+    const int64_t heads = i < 2 ? p.heads : p.kv_heads;
+    cudaError_t error = make_map<kDim, kTileRows>(&resident[i], p.dtype, views[i], p.tokens, heads);
     if (error != cudaSuccess) return error;
-    error = make_map<kDim, S::kStep>(&made->stream, p.dtype, made->x, p.tokens, made->heads);
+    error = make_map<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
     if (error != cudaSuccess) return error;
   }
   const int64_t tiles = list_length(p);
-  if (const int error = launch_items(flash_keys_hopper<Math, kDim>, tiles * p.kv_heads, S::kShared,
-                                     stream, params, k.resident, v.resident, q.stream, d.stream)) {
+  if (const int error =
+          launch_items(flash_keys_hopper<Math, kDim>, tiles * p.kv_heads, S::kShared, stream,
+                       params, resident[2], resident[3], streams[0], streams[1])) {
     return error;
   }
   return launch_items(flash_queries_hopper<Math, kDim>, tiles * p.heads, S::kShared, stream, params,
-                      q.resident, d.resident, k.stream, v.stream);
+                      resident[0], resident[1], streams[2], streams[3]);
 }
 
 }  // namespace

@@ -166,7 +166,7 @@ inline cudaError_t find_encode(Encode* encode) {
 // Multiprocessors of the current device.
 inline cudaError_t find_processors(int* processors) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];  // 0: not asked yet
+  static std::atomic<int> known[kDevices]{};  // 0: not asked yet
   int device;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
   const bool kept = device < kDevices;

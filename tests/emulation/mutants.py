@@ -193,7 +193,7 @@ FLASH_VISION_MUTANTS = [
     Mutant("turned tiles: other columns' angles", _T, "index % kPairs * kColumns",
            "index % kPairs * 4", "token + row, index % kPairs * kColumns"),
     Mutant("turned tiles: angles past the segment", _T, "row < length", "true",
-           "kColumns, row < length);"),
+           "on = row < length &&"),
     Mutant("turn_rows: turned twice", _V, "turn.template apply<Math, false>(a[h], b[h]);",
            "turn.template apply<Math, false>(a[h], b[h]);"
            " turn.template apply<Math, false>(a[h], b[h]);"),

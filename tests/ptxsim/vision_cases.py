@@ -156,12 +156,16 @@ def check_vision(
             tiles=memory.reserve("two lists", (2, most, 4), np.int32),
             rows=memory.reserve("rows", (2, case.heads, case.patches), np.float32),
         )
-        workspace = memory.reserve("turned, backward", turned, element)
-        grads = fill("FlashVisionGradParams", flash=flash, turned=workspace)
+        workspace = {"turned": memory.reserve("turned, backward", turned, element)}
+        if queries:
+            workspace["turned_queries"] = memory.reserve("turned queries, backward", turned, element)
+        grads = fill("FlashVisionGradParams", flash=flash, **workspace)
     else:
         grads = fill("WindowAttentionGradParams", backward=backward, max_length=longest)
     code = kernels.run(device, "backward", grads)
     assert code == 0, f"backward returned cudaError_t {code}"
+    if queries:
+        memory.array("turned queries, backward")
 
     exact = case.outputs(lambda x: x)
     plain = case.outputs(lambda x: to_float(from_float(x, case.dtype), case.dtype).astype(float))
