@@ -9,9 +9,9 @@ projection and the output nothing is written to memory: no q, k, v apart, no rot
 permuted copy. On CUDA that holds in bfloat16 and float16 for windows, segments of at most 128
 patches (64 at head_dim 128; csrc/cuda/attention_window_vision.cu). For longer segments, whole
 frames, k is turned once for all of a frame's queries, and in the backward q for all its keys, in
-workspace of one [P, H, D] (compute capability 9.0: two in the forward, q as well) that is gone
-afterwards; the rest is turned where it stands (csrc/cuda/attention_flash_vision.cu). What has no
-kernel there is composed: choose_kernel().
+workspace of one [P, H, D] (compute capability 9.0: two, q and k) that is gone afterwards; the rest
+is turned where it stands (csrc/cuda/attention_flash_vision.cu). What has no kernel there is
+composed: choose_kernel().
 """
 
 from __future__ import annotations

@@ -12,14 +12,16 @@
 // of the group's heads; queries: S = Q K^T, dP = dO V^T, dQ += dS K. P and dS go from accumulators
 // into left operands, never through shared memory.
 //
-// Overlap: dP is under way while S becomes P, and (keys) dV while dP becomes dS, or (queries) the
-// next step's S; the two warpgroups are independent, so that one's exponentials fall into the
-// other's products. The next tile's rows arrive while this one is still worked on.
+// Overlap: a warpgroup makes dS while dV (keys) or the next step's scores (queries) are under way,
+// and the next step's probabilities while dK or dQ is. The two warpgroups are independent: one's
+// exponentials fall into the other's products. The next tile's rows arrive while this one is still
+// worked on. No product is under way from one turn of a loop to the next: ptxas would wait for
+// each.
 //
 // Two warps of the producer's warpgroup follow the copies: they overwrite rows past the segment's
 // end, which TMA fills with the next segment's, with zeros (0 x NaN), and for the keys bring each
 // query's two numbers, which are not aligned as bulk copies ask for. A negative scale is a negative
-// exponent: rows[0] of row_sums holds the sign already.
+// exponent: row_sums' maxima hold the sign already.
 //
 // Floor a step of 64 and 128 rows, at 2,048 multiply-adds a cycle and SM: keys 8 D + 8 W cycles,
 // queries 8 D + 4 W (W: D, of 72 and 80 96, and D is 80), that is 1,408 and 1,024 at 80. Left
@@ -237,10 +239,10 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
 
   Place<S::kStages> ring;
   uint32_t parity = 0;
+  GradWork work = grad_work_at<kDim, true>(params, 0);
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const GradWork work = grad_work_at<kDim, true>(params, round);
-    if (work.steps == 0) return;
+  for (unsigned round = 1; work.steps != 0; ++round) {
+    const GradWork next = grad_work_at<kDim, true>(params, round);
     const auto pass = [&] {
       ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
       release(arena.empty(ring.stage));
@@ -253,6 +255,7 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
       release(arena.resident_empty());
 #pragma unroll 1
       for (int i = 0; i < work.heads * work.steps; ++i) pass();
+      work = next;
       continue;
     }
     // If causal, the second warpgroup's keys are later than all queries of a head's first step.
@@ -354,6 +357,7 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
       store_rows<Math, kDim>(blocks_of<kDim>(dk), factor, staging, length,
                              rows_of(to_dk, token, work.head), to_dk.token_stride);
     }
+    work = next;
   }
 }
 
@@ -373,10 +377,10 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
 
   Place<S::kStages> ring;
   uint32_t parity = 0;
+  GradWork work = grad_work_at<kDim, false>(params, 0);
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const GradWork work = grad_work_at<kDim, false>(params, round);
-    if (work.steps == 0) return;
+  for (unsigned round = 1; work.steps != 0; ++round) {
+    const GradWork next = grad_work_at<kDim, false>(params, round);
     const int first_row = work.tile.first + consumer * 64, first = work.tile.first + warp_row;
     // Steps in which a query of the warpgroup sees a key; the other ones it lets pass.
     int steps = work.steps;
@@ -469,7 +473,10 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
       release(arena.empty(ring.stage));
       ring.advance();
     }
-    if (steps == 0) continue;
+    if (steps == 0) {
+      work = next;
+      continue;
+    }
 
     const HeadsView& to = params.backward.dq;
     const int64_t token = work.tile.begin + first;
@@ -482,6 +489,7 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
       store_rows<Math, kDim>(blocks_of<kDim>(dq), factor, staging, length,
                              rows_of(to, token, work.head), to.token_stride);
     }
+    work = next;
   }
 }
 

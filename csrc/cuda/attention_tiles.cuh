@@ -1,6 +1,6 @@
 // What the kernels of tiled attention share: tiles in shared memory, their rotary embedding, their
-// products on tensor cores, and the list of tiles to work on. Included by attention_flash.cuh and
-// attention_flash_backward.cuh.
+// products on tensor cores, and the list of tiles to work on. Included by attention_flash.cuh,
+// attention_flash_backward.cuh and attention_hopper.cuh.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .build import Mutant
 
 _H, _C = "attention_flash_hopper.cu", "attention_flash_choice.cu"
-_S = "attention_hopper.cuh"
+_S, _G, _T = "attention_hopper.cuh", "attention_flash_hopper_backward.cu", "attention_tiles.cuh"
 
 
 def _left_out(name: str, statement: str, anchor: str = "") -> Mutant:
@@ -167,4 +167,13 @@ TURN_MUTANTS = [
     Mutant("choice: workspace not used", _C, "!hopper_takes(turned.forward, capability)", "true"),
     Mutant("choice: workspace not used, backward", _C,
            "!hopper_takes_gradients(turned.backward, capability)", "true"),
+    Mutant("gradients: dk not turned back", _G, "p.rotary != nullptr", "false",
+           "if (p.rotary != nullptr) {\n      store_rows_back<Math, kDim>(blocks_of<kDim>(dk)"),
+    Mutant("gradients: dq not turned back", _G, "p.rotary != nullptr", "false",
+           "if (p.rotary != nullptr) {\n      store_rows_back<Math, kDim>(blocks_of<kDim>(dq)"),
+    Mutant("gradients: dk back by the first key's angles", _G, "token", "work.tile.begin",
+           "p.rotary, token,\n                                  rows_of(to_dk"),
+    Mutant("gradients: dq back by the first query's angles", _G, "token", "work.tile.begin",
+           "p.rotary, token,\n                                  rows_of(to, "),
+    Mutant("gradients: lanes left over turn too", _T, "index >= kAll", "false"),
 ]  # fmt: skip

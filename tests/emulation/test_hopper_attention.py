@@ -1,4 +1,4 @@
-"""When the forward of tiled attention for compute capability 9.0 is chosen."""
+"""When tiled attention's kernels for compute capability 9.0 are chosen."""
 
 from __future__ import annotations
 
@@ -71,13 +71,14 @@ def test_choice(library: Library, rng: np.random.Generator) -> None:
 
 
 def test_the_chosen_one_runs(library: Library, rng: np.random.Generator) -> None:
-    """A bug in the forward for 9.0 shows there, and nowhere else."""
+    """A bug in the kernels for 9.0 shows there, and nowhere else."""
     case = Case(rng, [70, 9], 2, 1, DIM)
-    planted = 1 + [m.name for m in MUTANTS].index("hopper: half the depth")
-    for gpu in (80, 89, 100):
-        check_flash(_kernels(library, rng, planted, gpu), case, backward=False)
-    with pytest.raises((SimError, AssertionError), match="out: error"):
-        check_flash(_kernels(library, rng, planted, 90), case, backward=False)
+    for name, of in (("hopper: half the depth", "out"), ("gradients: delta left out of dk", "dk")):
+        planted = 1 + [m.name for m in MUTANTS].index(name)
+        for gpu in (80, 89, 100):
+            check_flash(_kernels(library, rng, planted, gpu), case, backward=of == "dk")
+        with pytest.raises((SimError, AssertionError), match=f"{of}: error"):
+            check_flash(_kernels(library, rng, planted, 90), case, backward=of == "dk")
 
 
 @pytest.mark.parametrize("place", range(len(CHOICE_MUTANTS)), ids=lambda n: CHOICE_MUTANTS[n].name)

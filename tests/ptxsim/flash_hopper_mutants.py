@@ -68,9 +68,7 @@ class HopperMutant:
 
 
 FENCE = "ptx::fence_async_proxy();\n"
-FIRST_SCORES = (
-    "(s, queries, arena.keys(key.stage));\n    ptx::wgmma_wait<0>();\n"
-)
+FIRST_SCORES = "(s, queries, arena.keys(key.stage));\n    ptx::wgmma_wait<0>();\n"
 M = HopperMutant
 
 MUTANTS = [

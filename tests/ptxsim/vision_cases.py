@@ -156,10 +156,16 @@ def check_vision(
             tiles=memory.reserve("two lists", (2, most, 4), np.int32),
             rows=memory.reserve("rows", (2, case.heads, case.patches), np.float32),
         )
-        workspace = {"turned": memory.reserve("turned, backward", turned, element)}
-        if queries:
-            workspace["turned_queries"] = memory.reserve("turned queries, backward", turned, element)
-        grads = fill("FlashVisionGradParams", flash=flash, **workspace)
+        workspace = [
+            memory.reserve(f"{name}, backward", turned, element)
+            for name in ("turned", *["turned queries"] * queries)
+        ]
+        grads = fill(
+            "FlashVisionGradParams",
+            flash=flash,
+            turned=workspace[0],
+            turned_queries=workspace[1] if queries else None,
+        )
     else:
         grads = fill("WindowAttentionGradParams", backward=backward, max_length=longest)
     code = kernels.run(device, "backward", grads)
