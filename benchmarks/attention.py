@@ -235,7 +235,9 @@ def comparison(
     if device == "cpu" and padded > 6:
         del found["nested tensor"]
         skipped["nested tensor"] = f"it pads all segments, {padded:.0f} GB of scores"
-    calls = {name: partial(_call, attend, q, k, v, grad) for name, attend in found.items()}
+    calls: dict[str, Callable[[], list[Tensor]]] = {
+        name: partial(_call, attend, q, k, v, grad) for name, attend in found.items()
+    }
     if kernel == "tiled" and torch.cuda.get_device_capability(device) == (9, 0):
 
         def mma_sync() -> list[Tensor]:
