@@ -38,7 +38,7 @@ CHECKS: dict[str, Check] = {
     "idle groups": _run([20], 8, 1),
     "causal groups": _run([140], 2, 1, causal=True),
     "causal rounds": _run([130] * 2, 2, 1, causal=True),
-    "low": _run([21], scale=0.3, shift=4.0),
+    "low": _run([40], 4, 2, scale=0.12, shift=4.0),
     "neighbours": lambda k, r: check_neighbours(k, r, DIM, backward=True),
 }
 
