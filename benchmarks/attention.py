@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import ceilings
 from benchmarks.harness import FAULT_FREE, Comparison, Context, Row, compare, say
 from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
-from vlmkernels.attention import WINDOW_LENGTHS, tiled_forward
+from vlmkernels.attention import WINDOW_LENGTHS, tiled_backward, tiled_forward
 from vlmkernels.vision_attention import rotate
 
 HEADS, HEAD_DIM = 16, 80
@@ -236,13 +236,21 @@ def comparison(
     if device == "cpu" and padded > 6:
         del found["nested tensor"]
         skipped["nested tensor"] = f"it pads all segments, {padded:.0f} GB of scores"
-    if kernel == "tiled" and not backward and torch.cuda.get_device_capability(device) == (9, 0):
+    calls: dict[str, Callable[[], list[Tensor]]] = {
+        name: partial(_call, attend, q, k, v, grad) for name, attend in found.items()
+    }
+    if kernel == "tiled" and torch.cuda.get_device_capability(device) == (9, 0):
 
-        def mma_sync(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            native, scale = _native._C.flash_mma_forward_cuda, HEAD_DIM**-0.5
-            return tiled_forward(native, q, k, v, borders, longest, False, scale)[0]
+        def mma_sync() -> list[Tensor]:
+            rest = borders, longest, False, HEAD_DIM**-0.5
+            inputs = [x.detach() for x in (q, k, v)]
+            out, stats = tiled_forward(_native._C.flash_mma_forward_cuda, *inputs, *rest)
+            if not backward:
+                return [out]
+            native = _native._C.flash_mma_backward_cuda
+            return [out, *tiled_backward(native, dout, *inputs, out, stats, *rest)]
 
-        found["ours by mma.sync"] = mma_sync
+        calls["ours by mma.sync"] = mma_sync
     key = (windows, str(dtype)[6:], backward)
     on_cpu = device == "cpu" and not context.quick
     return Comparison(
@@ -250,7 +258,7 @@ def comparison(
         shape=f"{shape} x {HEADS} heads x {HEAD_DIM}",
         dtype=str(dtype)[6:],
         ours=partial(_call, ours, q, k, v, grad),
-        peers={name: partial(_call, attend, q, k, v, grad) for name, attend in found.items()},
+        peers=calls,
         skipped=skipped,
         ceilings=limits,
         check=_close(dtype),

@@ -61,7 +61,9 @@ HEAD = ("toolkit", "sources")
 #: capabilities).
 SHARED_OF_SM = {"80": 164 << 10, "90a": 228 << 10}
 #: What other architectures have as a trap that no launcher reaches.
-ONLY_ON = {"flash_forward_hopper": "90a"}
+ONLY_ON = dict.fromkeys(
+    ("flash_forward_hopper", "flash_keys_hopper", "flash_queries_hopper"), "90a"
+)
 REGISTERS_OF_PARTITION, PARTITIONS, WARPS_OF_SM, BLOCKS_OF_SM = 16384, 4, 64, 32
 
 
@@ -157,6 +159,8 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
                 p.segments = p.tokens = p.heads = p.kv_heads = 1
                 p.rotary = rotary
                 p.q.data = p.k.data = p.v.data = 256
+                if "Grad" in struct:
+                    inner.backward.dout.data = 256
                 getattr(handle, launcher)(ctypes.byref(params), None)
     finally:
         fake.fakecuda_set_callback(kind(0))

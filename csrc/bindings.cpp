@@ -209,11 +209,12 @@ vlmk::FlashVisionGradParams flash_vision_grad_params(
     int dtype, View q, View k, View v, View out, uintptr_t stats, uintptr_t cu_seqlens,
     int64_t segments, int64_t tokens, int64_t heads, int64_t head_dim, double scale,
     uintptr_t order, uintptr_t rotary, View dout, View dq, View dk, View dv, int64_t max_length,
-    uintptr_t tiles, uintptr_t rows, uintptr_t turned) {
+    uintptr_t tiles, uintptr_t rows, uintptr_t turned, uintptr_t turned_queries) {
   return {{vision_attention_grad_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens,
                                         heads, head_dim, scale, order, rotary, dout, dq, dk, dv),
            max_length, pointer<int32_t>(tiles), pointer<float>(rows)},
-          pointer<void>(turned)};
+          pointer<void>(turned),
+          pointer<void>(turned_queries)};
 }
 #endif
 
@@ -439,6 +440,8 @@ PYBIND11_MODULE(_C, m) {
         VLMK_NO_GIL);
   m.def("flash_attention_backward_cuda",
         on_cuda(flash_attention_grad_params, vlmk::flash_attention_backward_cuda), VLMK_NO_GIL);
+  m.def("flash_mma_backward_cuda",
+        on_cuda(flash_attention_grad_params, vlmk::flash_mma_backward_cuda), VLMK_NO_GIL);
   m.def("flash_vision_forward_cuda", on_cuda(flash_vision_params, vlmk::flash_vision_forward_cuda),
         VLMK_NO_GIL);
   m.def("flash_vision_backward_cuda",

@@ -92,7 +92,8 @@ struct FlashVisionParams {
 
 struct FlashVisionGradParams {
   FlashAttentionGradParams flash;
-  void* turned;  // [H, T, D] workspace, 16-byte aligned: q turned, then k
+  void* turned;          // [H, T, D] workspace, 16-byte aligned: k turned by rotary, or q, then k
+  void* turned_queries;  // the same for q; without it (null) the backward is always mma.sync's
 };
 
 // How Adam's moments are held, as in optim/native.py; codes: see cpu/dynamic_tree.h.

@@ -200,12 +200,19 @@ def tiled_forward(native: Callable[..., None], *inputs: Any) -> tuple[Tensor, Te
 
 def _backward_cuda(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, k, v, out, stats, cu_seqlens, longest, *rest = inputs
-    inputs = (*map(aligned, (dout, q, k, v)), out, stats, cu_seqlens, longest, *rest)
     if is_window(q.shape[-1], longest):
+        inputs = (*map(aligned, (dout, q, k, v)), out, stats, cu_seqlens, longest, *rest)
         return _backward(_C.window_attention_backward_cuda, inputs, longest, cuda_stream(q))
+    return tiled_backward(_C.flash_attention_backward_cuda, *inputs)
+
+
+def tiled_backward(native: Callable[..., None], *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """By flash_attention_backward_cuda or flash_mma_backward_cuda, after either forward."""
+    dout, q, k, v, out, stats, cu_seqlens, longest, *rest = inputs
+    inputs = (*map(aligned, (dout, q, k, v)), out, stats, cu_seqlens, longest, *rest)
     tiles, rows = tile_list(q, cu_seqlens, 2), torch.empty_like(stats)
     extra = (longest, tiles.data_ptr(), rows.data_ptr(), cuda_stream(q))
-    return _backward(_C.flash_attention_backward_cuda, inputs, *extra)
+    return _backward(native, inputs, *extra)
 
 
 # ---- registration -------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ projection and the output nothing is written to memory: no q, k, v apart, no rot
 permuted copy. On CUDA that holds in bfloat16 and float16 for windows, segments of at most 128
 patches (64 at head_dim 128; csrc/cuda/attention_window_vision.cu). For longer segments, whole
 frames, k is turned once for all of a frame's queries, and in the backward q for all its keys, in
-workspace of one [P, H, D] (compute capability 9.0: two in the forward, q as well) that is gone
-afterwards; the rest is turned where it stands (csrc/cuda/attention_flash_vision.cu). What has no
-kernel there is composed: choose_kernel().
+workspace of one [P, H, D] (compute capability 9.0: two, q and k) that is gone afterwards; the rest
+is turned where it stands (csrc/cuda/attention_flash_vision.cu). What has no kernel there is
+composed: choose_kernel().
 """
 
 from __future__ import annotations
@@ -187,15 +187,17 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _turned(qkv: Tensor, order: Tensor | None, longest: int) -> Tensor:
-    """Workspace of the tiled kernels, q or k turned: [H, P, D]."""
+def _turned(qkv: Tensor, order: Tensor | None, longest: int) -> tuple[Tensor, Tensor | None]:
+    """Workspace of the tiled kernels, [H, P, D], for q or k turned, and another for q, which those
+    for compute capability 9.0 want turned beforehand as well."""
     if order is not None:
         raise ValueError(
             f"window_order is given and longest is {longest}; the kernel for such segments at "
             f"head_dim {qkv.shape[-1]} takes no order (rotated_attention permutes for it)"
         )
     patches, _, heads, head_dim = qkv.shape
-    return torch.empty((heads, patches, head_dim), dtype=qkv.dtype, device=qkv.device)
+    turned = torch.empty((heads, patches, head_dim), dtype=qkv.dtype, device=qkv.device)
+    return turned, torch.empty_like(turned) if _capability(qkv.device) == (9, 0) else None
 
 
 def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -205,9 +207,7 @@ def _forward_cuda(*inputs: Any) -> tuple[Tensor, Tensor]:
     if is_window(qkv.shape[-1], longest):
         return _forward(_C.vision_window_forward_cuda, inputs, longest, cuda_stream(qkv))
     tiles, turned = tile_list(qkv, cu_seqlens, 1), _turned(qkv, order, longest)
-    # The forward for compute capability 9.0 wants q turned beforehand as well.
-    queries = torch.empty_like(turned) if _capability(qkv.device) == (9, 0) else None
-    workspace = (x.data_ptr() if x is not None else 0 for x in (tiles, turned, queries))
+    workspace = (x.data_ptr() if x is not None else 0 for x in (tiles, *turned))
     return _forward(_C.flash_vision_forward_cuda, inputs, longest, *workspace, cuda_stream(qkv))
 
 
@@ -219,7 +219,7 @@ def _backward_cuda(*inputs: Any) -> Tensor:
         return _backward(_C.vision_window_backward_cuda, inputs, longest, cuda_stream(qkv))
     tiles, turned = tile_list(qkv, cu_seqlens, 2), _turned(qkv, order, longest)
     rows = torch.empty_like(stats)
-    workspace = (tiles.data_ptr(), rows.data_ptr(), turned.data_ptr())
+    workspace = (x.data_ptr() if x is not None else 0 for x in (tiles, rows, *turned))
     return _backward(_C.flash_vision_backward_cuda, inputs, longest, *workspace, cuda_stream(qkv))
 
 

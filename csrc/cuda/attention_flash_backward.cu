@@ -27,7 +27,7 @@ int launch_backward(const FlashAttentionGradParams& p, void* stream) {
 
 }  // namespace
 
-int flash_attention_backward_cuda(const FlashAttentionGradParams& p, void* stream) {
+int flash_mma_backward_cuda(const FlashAttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.backward.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;

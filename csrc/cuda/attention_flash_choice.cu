@@ -1,25 +1,21 @@
-// Which forward of tiled attention a launch takes.
+// Which kernels of tiled attention a launch takes.
 #include <cuda_runtime.h>
 
 #include "cuda/attention_flash.h"
 
 namespace vlmk {
 
-bool hopper_takes(const AttentionParams& p, int capability) {
-  if (capability != 90) return false;
-  // Strides in bytes: positive (an expanded tensor's are 0), multiples of 16, less than 2^40. A
-  // dimension of one element has any stride.
+namespace {
+
+// Whether a tensor map describes x. Strides in bytes: positive (an expanded tensor's are 0),
+// multiples of 16, less than 2^40. A dimension of one element has any stride.
+bool describes(const HeadsView& x, int64_t tokens, int64_t heads) {
   const auto fits = [](int64_t size, int64_t stride) {
     return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
   };
-  const auto takes = [&](const HeadsView& x, int64_t heads) {
-    return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && fits(p.tokens, x.token_stride) &&
-           fits(heads, x.head_stride);
-  };
-  return takes(p.q, p.heads) && takes(p.k, p.kv_heads) && takes(p.v, p.kv_heads);
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && fits(tokens, x.token_stride) &&
+         fits(heads, x.head_stride);
 }
-
-namespace {
 
 // Compute capability of the current device: 90 is 9.0.
 cudaError_t find_capability(int* capability) {
@@ -33,7 +29,23 @@ cudaError_t find_capability(int* capability) {
   return error;
 }
 
+// TMA brings rows as they are: what the kernels of 9.0 read is turned beforehand.
+int turn_both(const AttentionParams& p, void* queries, void* keys, void* stream) {
+  if (const int error = flash_vision_turn_cuda(p, p.q, queries, stream)) return error;
+  return flash_vision_turn_cuda(p, p.k, keys, stream);
+}
+
 }  // namespace
+
+bool hopper_takes(const AttentionParams& p, int capability) {
+  return capability == 90 && describes(p.q, p.tokens, p.heads) &&
+         describes(p.k, p.tokens, p.kv_heads) && describes(p.v, p.tokens, p.kv_heads);
+}
+
+bool hopper_takes_gradients(const AttentionGradParams& p, int capability) {
+  return hopper_takes(p.forward, capability) &&
+         describes(p.dout, p.forward.tokens, p.forward.heads);
+}
 
 int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream) {
   int capability;
@@ -42,20 +54,39 @@ int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream) {
                                              : flash_mma_forward_cuda(p, stream);
 }
 
+int flash_attention_backward_cuda(const FlashAttentionGradParams& p, void* stream) {
+  int capability;
+  if (const cudaError_t error = find_capability(&capability)) return error;
+  return hopper_takes_gradients(p.backward, capability) ? flash_hopper_backward_cuda(p, stream)
+                                                        : flash_mma_backward_cuda(p, stream);
+}
+
 int flash_vision_forward_cuda(const FlashVisionParams& p, void* stream) {
   int capability;
   if (const cudaError_t error = find_capability(&capability)) return error;
   const AttentionParams& f = p.flash.forward;
-  // TMA brings rows as they are: queries are turned beforehand too.
   FlashAttentionParams turned = p.flash;
   turned.forward.q = turned_rows(f, p.turned_queries);
   turned.forward.k = turned_rows(f, p.turned);
   if (p.turned_queries == nullptr || !hopper_takes(turned.forward, capability)) {
     return flash_vision_mma_forward_cuda(p, stream);
   }
-  if (const int error = flash_vision_turn_cuda(f, f.q, p.turned_queries, stream)) return error;
-  if (const int error = flash_vision_turn_cuda(f, f.k, p.turned, stream)) return error;
+  if (const int error = turn_both(f, p.turned_queries, p.turned, stream)) return error;
   return flash_hopper_forward_cuda(turned, stream);
+}
+
+int flash_vision_backward_cuda(const FlashVisionGradParams& p, void* stream) {
+  int capability;
+  if (const cudaError_t error = find_capability(&capability)) return error;
+  const AttentionParams& f = p.flash.backward.forward;
+  FlashAttentionGradParams turned = p.flash;
+  turned.backward.forward.q = turned_rows(f, p.turned_queries);
+  turned.backward.forward.k = turned_rows(f, p.turned);
+  if (p.turned_queries == nullptr || !hopper_takes_gradients(turned.backward, capability)) {
+    return flash_vision_mma_backward_cuda(p, stream);
+  }
+  if (const int error = turn_both(f, p.turned_queries, p.turned, stream)) return error;
+  return flash_hopper_backward_cuda(turned, stream);
 }
 
 }  // namespace vlmk

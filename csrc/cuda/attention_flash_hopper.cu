@@ -13,51 +13,27 @@
 // overwrites them with zeros, in the last block of keys of a tile. The same warp changes the sign
 // of the queries where the scale is negative.
 //
-// In shared memory a tile is chunks of kChunk columns, one TMA box each, swizzled as wgmma reads
-// it. head_dim 72 and 80 are computed as 96 columns of which the missing arrive as zeros, of depth
-// 80: with chunks of 16 columns nothing would be missing, and TMA would bring 32 bytes at a time.
-//
 // Floor: 4 L^2 D FLOPs a head on the tensor cores, half of it if causal, at 2,048 multiply-adds a
 // cycle and SM; one exponential per score, at 16 a cycle: at 64 they take as long as the products.
 // A block of 128 queries and keys: 16 D cycles, of 72 and 80 1,408. From L2, once per tile of
 // queries: 512 D bytes a block of keys.
 #include "cuda/attention_flash.h"
-#include "cuda/attention_tiles.cuh"
-#include "cuda/hopper.cuh"
+#include "cuda/attention_hopper.cuh"
 
 namespace vlmk {
 namespace {
 
-using ptx::kWarpgroupSize;
-
 template <int kDim>
-struct HopperShape {
-  static constexpr int kConsumers = 2;  // warpgroups of 64 queries
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupSize;
-  // Of 168 a thread at the start, that is 65,536 an SM over 384 threads.
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+struct HopperShape : HopperBlock, HopperRow<kDim> {
   static constexpr int kKeys = kTileRows;  // of a block: only the last one is masked
-  static constexpr int kChunk = kDim % 64 == 0 ? 64 : 32;
-  static constexpr int kChunks = (kDim + kChunk - 1) / kChunk;
-  static constexpr int kWide = kChunks * kChunk;
-  static constexpr int kDepth = (kDim + 15) / 16;  // steps
-  static constexpr int kRowBytes = kChunk * 2;
-  static constexpr int kChunkBytes = kTileRows * kRowBytes;
-  static constexpr int kTileBytes = kChunks * kChunkBytes;
-  static constexpr int kStages = kWide <= 64 ? 4 : kWide <= 96 ? 3 : 2;
+  static constexpr int kChunkBytes = HopperTile<kDim, kTileRows>::kChunkBytes;
+  static constexpr int kTileBytes = HopperTile<kDim, kTileRows>::kBytes;
+  static constexpr int kStages = HopperRow<kDim>::kWide <= 64   ? 4
+                                 : HopperRow<kDim>::kWide <= 96 ? 3
+                                                                : 2;
   static constexpr int kStaging = (1 + 2 * kStages) * kTileBytes;  // results, kPitch<kDim> a row
   static constexpr int kBarriers = kStaging + kTileRows * kPitch<kDim>;
   static constexpr int kShared = kBarriers + (3 + 5 * kStages) * 8;
-};
-
-// Which of the two kinds of tiles a stage of a ring holds, and how often the ring was gone round.
-template <int kStages>
-struct Place {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
 };
 
 // Addresses in shared memory.
@@ -96,7 +72,7 @@ struct Arena {
   }
 
   __device__ __forceinline__ void init() const {
-    constexpr int kWarps = S::kConsumers * kWarpgroupSize / kWarpSize;
+    constexpr int kWarps = S::kConsumerWarps;
     ptx::barrier_init(queries_full(), 1);
     ptx::barrier_init(queries_clean(), 1);
     ptx::barrier_init(queries_empty(), kWarps + 1);
@@ -111,8 +87,6 @@ struct Arena {
   }
 };
 
-// The work of a block: every gridDim.x-th entry of (tiles, heads), every other time from the other
-// end, because the list has the longest first.
 struct Work {
   Tile tile;
   int head;
@@ -123,18 +97,11 @@ template <int kDim>
 __device__ __forceinline__ Work work_at(const FlashAttentionParams& params, unsigned round) {
   using S = HopperShape<kDim>;
   const AttentionParams& p = params.forward;
-  const unsigned heads = static_cast<unsigned>(p.heads);
-  const unsigned items = static_cast<unsigned>(p.tokens / kTileRows + p.segments) * heads;
-  const unsigned mine = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const unsigned place = round * gridDim.x + mine;
-  if (place >= items) return {};
-  Work work;
-  work.tile = tile_at(params.tiles, place / heads);
-  work.head = static_cast<int>(place % heads);
-  const int end = p.causal ? min(work.tile.length, work.tile.first + kTileRows) : work.tile.length;
-  work.blocks = (end + S::kKeys - 1) / S::kKeys;
-  work.ragged = work.blocks * S::kKeys > work.tile.length;
-  return work;
+  const Item item = item_at(params.tiles, p, p.heads, round);
+  const Tile& tile = item.tile;
+  const int end = p.causal ? min(tile.length, tile.first + kTileRows) : tile.length;
+  const int blocks = (end + S::kKeys - 1) / S::kKeys;
+  return {tile, item.head, blocks, blocks * S::kKeys > tile.length};
 }
 
 // ---- the producer's warpgroup
@@ -144,10 +111,7 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, u
                                           int head, int token) {
   using S = HopperShape<kDim>;
   ptx::barrier_arrive_expect(full, S::kTileBytes);
-#pragma unroll
-  for (int c = 0; c < S::kChunks; ++c) {
-    ptx::load_box(to + c * S::kChunkBytes, map, full, c * S::kChunk, head, token);
-  }
+  load_boxes<kDim, kTileRows>(to, map, full, head, token);
 }
 
 // One thread. Values come one block behind keys: that is the order in which they are wanted.
@@ -247,45 +211,6 @@ __device__ __forceinline__ void clean(const FlashAttentionParams& params,
 
 // ---- the consumers
 
-// A result of wgmma in the form of mma.sync's: one block of 16 rows, of all or the first columns.
-template <int kColumns, int kCount>
-__device__ __forceinline__ auto& blocks_of(float (&c)[kCount]) {
-  static_assert(kColumns / 2 <= kCount);
-  return reinterpret_cast<float (&)[1][kColumns / 8][4]>(c);
-}
-
-// Starts s = queries keys^T, and ends the group.
-template <class Math, int kDim>
-__device__ __forceinline__ void start_scores(float (&s)[HopperShape<kDim>::kKeys / 2],
-                                             uint32_t queries, uint32_t keys) {
-  using S = HopperShape<kDim>;
-  const uint64_t a = ptx::matrix_descriptor<S::kRowBytes, 0, 8 * S::kRowBytes>(queries);
-  const uint64_t b = ptx::matrix_descriptor<S::kRowBytes, 0, 8 * S::kRowBytes>(keys);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int d = 0; d < S::kDepth; ++d) {
-    const int at = d * 16 / S::kChunk * S::kChunkBytes + d * 16 % S::kChunk * 2;
-    ptx::Wgmma<Math, S::kKeys>::rows(s, a + at / 16, b + at / 16, d > 0);
-  }
-  ptx::wgmma_commit();
-}
-
-// Starts out += probabilities values, and ends the group.
-template <class Math, int kDim>
-__device__ __forceinline__ void start_values(
-    float (&out)[HopperShape<kDim>::kWide / 2],
-    const uint32_t (&probabilities)[HopperShape<kDim>::kKeys / 16][4], uint32_t values) {
-  using S = HopperShape<kDim>;
-  const uint64_t b = ptx::matrix_descriptor<S::kRowBytes, S::kChunkBytes, 8 * S::kRowBytes>(values);
-  ptx::wgmma_results(out);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int n = 0; n < S::kKeys / 16; ++n) {
-    ptx::Wgmma<Math, S::kWide>::columns(out, probabilities[n], b + n * S::kRowBytes);
-  }
-  ptx::wgmma_commit();
-}
-
 // Scores become probabilities over the highest score so far, whose old value's probability is
 // `correction`; a thread's part of their sum is added.
 template <int kCount>
@@ -330,12 +255,6 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
   constexpr int kTurn = 1;
   constexpr int kPlayers = S::kConsumers * kWarpgroupSize;
   if (consumer == 1) ptx::named_barrier_arrive(kTurn, kPlayers);
-  // A tile is done with as soon as all warps say so; a warp's products are over with its wait.
-  // Lanes that still waited for a phase could be passed by two.
-  const auto release = [&](uint32_t empty) {
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(empty);
-  };
 
   Place<S::kStages> key, value;
   uint32_t parity = 0;
@@ -376,31 +295,24 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
       }
       exponentiate(s, top, sum, correction, exponent);
     };
-    const auto pack = [&] {
-#pragma unroll
-      for (int n = 0; n < S::kKeys / 16; ++n) {
-        as_operand<Math>(reinterpret_cast<uint32_t (&)[1][4]>(probabilities[n]),
-                         blocks_of<S::kKeys>(s), n * 2);
-      }
-    };
 
     ptx::barrier_wait(queries_ready, parity);
     ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
-    start_scores<Math, kDim>(s, queries, arena.keys(key.stage));
+    start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, arena.keys(key.stage));
     ptx::wgmma_wait<0>();
     ptx::wgmma_results(s);
     release(arena.keys_empty(key.stage));
     key.advance();
     softmax(0);
-    pack();
+    pack<Math, S::kKeys>(probabilities, s);
 
 #pragma unroll 1
     for (int block = 1; block < work.blocks; ++block) {
       ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
       ptx::named_barrier_sync(kTurn + consumer, kPlayers);
-      start_scores<Math, kDim>(s, queries, arena.keys(key.stage));
+      start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, arena.keys(key.stage));
       ptx::barrier_wait(arena.values_full(value.stage), value.parity);
-      start_values<Math, kDim>(out, probabilities, arena.values(value.stage));
+      start_columns<Math, kDim, S::kKeys>(out, probabilities, arena.values(value.stage));
       ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);
       ptx::wgmma_wait<1>();
       ptx::wgmma_results(s);
@@ -413,7 +325,7 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
       value.advance();
 #pragma unroll
       for (int i = 0; i < S::kWide / 2; ++i) out[i] *= correction[i % 4 / 2];
-      pack();
+      pack<Math, S::kKeys>(probabilities, s);
     }
 
     release(arena.queries_empty());
@@ -422,7 +334,7 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
     // the one before that, of the same parity, for its own.
     ptx::barrier_wait(arena.values_full(value.stage), value.parity);
     if (work.ragged) ptx::barrier_wait(arena.values_clean(value.stage), value.parity);
-    start_values<Math, kDim>(out, probabilities, arena.values(value.stage));
+    start_columns<Math, kDim, S::kKeys>(out, probabilities, arena.values(value.stage));
     ptx::wgmma_wait<0>();
     ptx::wgmma_results(out);
     release(arena.values_empty(value.stage));
@@ -454,8 +366,7 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
                          const __grid_constant__ CUtensorMap k,
                          const __grid_constant__ CUtensorMap v) {
   using S = HopperShape<kDim>;
-  static_assert(S::kKeys == kTileRows && S::kDepth * 16 <= S::kWide);
-  static_assert(S::kProducerRegisters + S::kConsumers * S::kConsumerRegisters <= 3 * 168);
+  static_assert(S::kKeys == kTileRows);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char arena_bytes[];
   const Arena<kDim> arena{ptx::shared_address(arena_bytes)};
@@ -483,67 +394,20 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
 
 // ---- the launch
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-// The driver's cuTensorMapEncodeTiled, found by the runtime, so that nothing links to libcuda.
-cudaError_t find_encode(Encode* encode) {
-  void* function;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess) return error;
-  if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
-  *encode = reinterpret_cast<Encode>(function);
-  return cudaSuccess;
-}
-
-// A tensor map of x, [T, heads, kDim], in boxes of 128 tokens, a head and kChunk columns.
-template <int kDim>
-cudaError_t make_map(CUtensorMap* map, Encode encode, DType dtype, const HeadsView& x,
-                     int64_t tokens, int64_t heads) {
-  using S = HopperShape<kDim>;
-  const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  // A dimension of one element has any stride.
-  const int64_t head_stride = heads == 1 ? kDim : x.head_stride;
-  const int64_t token_stride = tokens == 1 ? kDim : x.token_stride;
-  const cuuint64_t sizes[] = {kDim, cuuint64_t(heads), cuuint64_t(tokens)};
-  const cuuint64_t strides[] = {cuuint64_t(head_stride * 2), cuuint64_t(token_stride * 2)};
-  const cuuint32_t box[] = {S::kChunk, 1, kTileRows}, steps[] = {1, 1, 1};
-  // The driver's error numbers are the runtime's.
-  return static_cast<cudaError_t>(
-      encode(map, type, 3, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             S::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
-}
-
 template <class Math, int kDim>
 int launch_forward(const FlashAttentionParams& params, void* stream) {
   using S = HopperShape<kDim>;
   const AttentionParams& p = params.forward;
-  const int64_t items = list_length(p) * p.heads;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
-  if (items > 0x7fffffff) return cudaErrorInvalidValue;
-  Encode encode;
-  cudaError_t error = find_encode(&encode);
-  if (error != cudaSuccess) return error;
   CUtensorMap q, k, v;
-  error = make_map<kDim>(&q, encode, p.dtype, p.q, p.tokens, p.heads);
+  cudaError_t error = make_map<kDim, kTileRows>(&q, p.dtype, p.q, p.tokens, p.heads);
   if (error != cudaSuccess) return error;
-  error = make_map<kDim>(&k, encode, p.dtype, p.k, p.tokens, p.kv_heads);
+  error = make_map<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
   if (error != cudaSuccess) return error;
-  error = make_map<kDim>(&v, encode, p.dtype, p.v, p.tokens, p.kv_heads);
+  error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
   if (error != cudaSuccess) return error;
-  int device, processors;
-  error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  return launch(flash_forward_hopper<Math, kDim>, items < processors ? items : processors,
-                S::kThreads, S::kShared, stream, params, q, k, v);
+  return launch_items(flash_forward_hopper<Math, kDim>, list_length(p) * p.heads, S::kShared,
+                      stream, params, q, k, v);
 }
 
 }  // namespace

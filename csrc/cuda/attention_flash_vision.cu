@@ -18,8 +18,9 @@
 // turn_rows 2; forward 2 + 4; backward 2 for the sums, 2 + 6 for the keys, 2 + 5 for the queries.
 // turn_rows reads the table once for kTurnHeads heads, 4 D bytes beside 16 D, mostly from L2.
 //
-// With compute capability 9.0 the forward is attention_flash_hopper.cu's, where TMA brings rows as
-// they are: queries are turned beforehand too, 2 more.
+// With compute capability 9.0 the kernels are attention_flash_hopper.cu's and
+// attention_flash_hopper_backward.cu's, where TMA brings rows as they are: queries and keys are
+// turned beforehand, 2 more forward; dq and dk are turned back as here.
 #include "cuda/attention_flash.cuh"
 #include "cuda/attention_flash.h"
 #include "cuda/attention_flash_backward.cuh"
@@ -164,7 +165,7 @@ int flash_vision_mma_forward_cuda(const FlashVisionParams& p, void* stream) {
   VLMK_FLASH_DIMS(launch_forward, ptx::Fp16Math, f.head_dim)
 }
 
-int flash_vision_backward_cuda(const FlashVisionGradParams& p, void* stream) {
+int flash_vision_mma_backward_cuda(const FlashVisionGradParams& p, void* stream) {
   const AttentionParams& f = p.flash.backward.forward;
   if (!is_vision(f)) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;

@@ -1,6 +1,6 @@
 // What the kernels of tiled attention share: tiles in shared memory, their rotary embedding, their
-// products on tensor cores, and the list of tiles to work on. Included by attention_flash.cuh and
-// attention_flash_backward.cuh.
+// products on tensor cores, and the list of tiles to work on. Included by attention_flash.cuh,
+// attention_flash_backward.cuh and attention_hopper.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -65,8 +65,8 @@ template <int kDim, int kRows>
 struct RowTurns {
   static constexpr int kColumns = kTurnColumns<kDim>;
   static constexpr int kPairs = kDim / 2 / kColumns;  // of a row
-  static constexpr int kMine = kRows * kPairs / kWarpSize;
-  static_assert(kRows * kPairs % kWarpSize == 0);
+  static constexpr int kAll = kRows * kPairs;
+  static constexpr int kMine = (kAll + kWarpSize - 1) / kWarpSize;
   const int lane;
   Turn<kColumns> turns[kMine];
 
@@ -76,7 +76,8 @@ struct RowTurns {
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int index = lane + i * kWarpSize, row = index / kPairs;
-      turns[i].template load<kDim>(table, token + row, index % kPairs * kColumns, row < length);
+      const bool on = row < length && (kAll % kWarpSize == 0 || index < kAll);
+      turns[i].template load<kDim>(table, token + row, index % kPairs * kColumns, on);
     }
   }
   // Turns the rows where they are; other lanes may read them after a __syncwarp().
@@ -85,6 +86,7 @@ struct RowTurns {
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int index = lane + i * kWarpSize;
+      if (kAll % kWarpSize != 0 && index >= kAll) break;
       const uint32_t at = rows + index / kPairs * kPitch<kDim> + index % kPairs * kColumns * 2;
       typename Columns<kColumns>::Unit a, b;
       ptx::load_shared(at, a);

@@ -1,6 +1,5 @@
 // PTX of Hopper (sm_90a), beside primitives.cuh: mbarriers, tensor memory accelerator (TMA),
-// warpgroup products, registers that warpgroups hand to each other. Used by
-// attention_flash_hopper.cu only.
+// warpgroup products, registers that warpgroups hand to each other. Used by attention_hopper.cuh.
 #pragma once
 
 #include <cuda.h>

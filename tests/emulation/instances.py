@@ -28,5 +28,6 @@ SOURCES = (
     "attention_flash_backward.cu",
     "attention_flash_choice.cu",
     "attention_flash_hopper.cu",
+    "attention_flash_hopper_backward.cu",
     "attention_flash_vision.cu",
 )

@@ -46,6 +46,8 @@ def main(schedules: int) -> None:
                     check(tiled, rng)
                 for check in flash_cases.hopper_suite(dim).values():
                     check(hopper, rng)
+                for check in flash_cases.hopper_grad_suite(dim).values():
+                    check(hopper, rng)
                 for check in vision_cases.tiled_suite(dim).values():
                     check(tiled_vision, rng)
                 for check in vision_cases.tiled_suite(dim, queries=True).values():

@@ -495,6 +495,19 @@ extern "C" {
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
+// std::atomic, which launchers use and no kernel.
+int __tsan_atomic32_load(const int* address, int) {
+  return __atomic_load_n(address, __ATOMIC_SEQ_CST);
+}
+void __tsan_atomic32_store(int* address, int value, int) {
+  __atomic_store_n(address, value, __ATOMIC_SEQ_CST);
+}
+int64_t __tsan_atomic64_load(const int64_t* address, int) {
+  return __atomic_load_n(address, __ATOMIC_SEQ_CST);
+}
+void __tsan_atomic64_store(int64_t* address, int64_t value, int) {
+  __atomic_store_n(address, value, __ATOMIC_SEQ_CST);
+}
 void __tsan_read_range(void* address, size_t bytes) {
   for (size_t i = 0; i + 4 <= bytes; i += 4)
     emu::plain(static_cast<char*>(address) + i, 4, false, __builtin_return_address(0));

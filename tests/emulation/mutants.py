@@ -16,6 +16,7 @@ from tests.ptxsim.ptxtypes import SimError
 from .build import Mutant
 from .device import EmulatedKernels
 from .mutants_hopper import HOPPER_MUTANTS
+from .mutants_hopper_backward import HOPPER_GRAD_MUTANTS
 
 _W, _R, _E = "attention_window.cuh", "attention_rows.cuh", "embedding.cu"
 _T, _F, _B = "attention_tiles.cuh", "attention_flash.cuh", "attention_flash_backward.cuh"
@@ -193,7 +194,7 @@ FLASH_VISION_MUTANTS = [
     Mutant("turned tiles: other columns' angles", _T, "index % kPairs * kColumns",
            "index % kPairs * 4", "token + row, index % kPairs * kColumns"),
     Mutant("turned tiles: angles past the segment", _T, "row < length", "true",
-           "kColumns, row < length);"),
+           "on = row < length &&"),
     Mutant("turn_rows: turned twice", _V, "turn.template apply<Math, false>(a[h], b[h]);",
            "turn.template apply<Math, false>(a[h], b[h]);"
            " turn.template apply<Math, false>(a[h], b[h]);"),
@@ -250,6 +251,7 @@ MUTANTS = [
     *VISION_MUTANTS,
     *FLASH_MUTANTS,
     *HOPPER_MUTANTS,
+    *HOPPER_GRAD_MUTANTS,
     *FLASH_VISION_MUTANTS,
     *EMBEDDING_MUTANTS,
 ]  # number n is MUTANTS[n - 1]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from .build import Mutant
 
 _H, _C = "attention_flash_hopper.cu", "attention_flash_choice.cu"
+_S, _G, _T = "attention_hopper.cuh", "attention_flash_hopper_backward.cu", "attention_tiles.cuh"
 
 
 def _left_out(name: str, statement: str, anchor: str = "") -> Mutant:
     return Mutant(name, _H, statement, ";", anchor)
 
 
-_VALUES = "start_values<Math, kDim>(out, probabilities, arena.values(value.stage));"
-_SCORES = "start_scores<Math, kDim>(s, queries, arena.keys(key.stage));"
+_VALUES = "start_columns<Math, kDim, S::kKeys>(out, probabilities, arena.values(value.stage));"
+_SCORES = "start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, arena.keys(key.stage));"
 _KEYS_WAIT = "ptx::barrier_wait(arena.keys_full(key.stage), key.parity);"
 _VALUES_WAIT = "ptx::barrier_wait(arena.values_full(value.stage), value.parity);"
 
@@ -20,9 +21,10 @@ HOPPER_MUTANTS = [
     # ---- the producer
     Mutant("hopper: fewer bytes announced", _H, "S::kTileBytes", "S::kTileBytes - 16",
            "barrier_arrive_expect(full, S::kTileBytes)"),
-    Mutant("hopper: always the first columns", _H, "c * S::kChunk", "0",
-           "full, c * S::kChunk, head"),
-    Mutant("hopper: chunks in one place", _H, "to + c * S::kChunkBytes", "to"),
+    Mutant("hopper: always the first columns", _S, "c * R::kChunk", "0",
+           "full, c * R::kChunk, head"),
+    Mutant("hopper: chunks in one place", _S, "to + c * HopperTile<kDim, kRows>::kChunkBytes",
+           "to"),
     _left_out("hopper: keys overwritten early",
               "ptx::barrier_wait(arena.keys_empty(key.stage), key.parity ^ 1);"),
     _left_out("hopper: values overwritten early",
@@ -61,9 +63,10 @@ HOPPER_MUTANTS = [
            "arena.queries_full()"),
     _left_out("hopper: queries not waited for", "ptx::barrier_wait(queries_ready, parity);",
               f"ptx::barrier_wait(queries_ready, parity);\n    {_KEYS_WAIT}"),
-    _left_out("hopper: first keys not waited for", _KEYS_WAIT, f"{_KEYS_WAIT}\n    start_scores"),
+    _left_out("hopper: first keys not waited for", _KEYS_WAIT, f"{_KEYS_WAIT}\n    start_rows"),
     _left_out("hopper: keys not waited for", _KEYS_WAIT, f"{_KEYS_WAIT}\n      ptx::named"),
-    _left_out("hopper: values not waited for", _VALUES_WAIT, f"{_VALUES_WAIT}\n      start_values"),
+    _left_out("hopper: values not waited for", _VALUES_WAIT,
+              f"{_VALUES_WAIT}\n      start_columns"),
     _left_out("hopper: first scores not finished", "ptx::wgmma_wait<0>();",
               f"{_SCORES}\n    ptx::wgmma_wait<0>();"),
     Mutant("hopper: scores not finished", _H, "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();"),
@@ -72,14 +75,14 @@ HOPPER_MUTANTS = [
     _left_out("hopper: last results not finished", "ptx::wgmma_wait<0>();",
               f"{_VALUES}\n    ptx::wgmma_wait<0>();"),
     Mutant("hopper: probabilities change under way", _H, "softmax(block);",
-           "softmax(block); pack();", "softmax(block);\n      ptx::wgmma_wait<0>();"),
+           "softmax(block); pack<Math, S::kKeys>(probabilities, s);",
+           "softmax(block);\n      ptx::wgmma_wait<0>();"),
     Mutant("hopper: values released too early", _H, _VALUES,
            f"release(arena.values_empty(value.stage)); {_VALUES}", f"{_VALUES}\n      ptx::named"),
     _left_out("hopper: keys never released", "release(arena.keys_empty(key.stage));",
               "release(arena.keys_empty(key.stage));\n      key.advance();\n      softmax(block);"),
-    Mutant("hopper: every lane releases", _H, "lane == 0", "true",
-           "if (lane == 0) ptx::barrier_arrive(empty);"),
-    Mutant("hopper: phase does not turn", _H, "parity ^= 1", "parity ^= 0",
+    Mutant("hopper: every lane releases", _S, "threadIdx.x % kWarpSize == 0", "true"),
+    Mutant("hopper: phase does not turn", _S, "parity ^= 1", "parity ^= 0",
            "stage = 0, parity ^= 1"),
     Mutant("hopper: always the first keys", _H, "key.stage", "0",
            "arena.keys(key.stage));\n      ptx::barrier_wait"),
@@ -93,14 +96,14 @@ HOPPER_MUTANTS = [
               "ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);\n        }"),
     Mutant("hopper: a warpgroup with one query is idle", _H, "work.tile.first + consumer * 64",
            "work.tile.first + consumer * 64 + 1"),
-    _left_out("hopper: no fence before scores", "ptx::wgmma_fence();",
-              "(keys);\n  ptx::wgmma_fence();"),
-    _left_out("hopper: no fence before values", "ptx::wgmma_fence();",
-              "ptx::wgmma_results(out);\n  ptx::wgmma_fence();"),
-    Mutant("hopper: half the depth", _H, "d < S::kDepth", "d < S::kDepth / 2"),
-    Mutant("hopper: scores added to the old", _H, "d > 0", "true", "b + at / 16, d > 0"),
-    Mutant("hopper: half a step of keys", _H, "n * S::kRowBytes", "n * S::kRowBytes / 2",
-           "b + n * S::kRowBytes"),
+    Mutant("hopper: no fence before scores", _S, "ptx::wgmma_fence();", ";",
+           "(b_rows);\n  ptx::wgmma_fence();"),
+    Mutant("hopper: no fence before values", _S, "ptx::wgmma_fence();", ";",
+           "ptx::wgmma_results(c);\n  ptx::wgmma_fence();"),
+    Mutant("hopper: half the depth", _S, "d < R::kDepth", "d < R::kDepth / 2"),
+    Mutant("hopper: scores added to the old", _S, "d > 0", "true"),
+    Mutant("hopper: half a step of keys", _S, "n * R::kRowBytes", "n * R::kRowBytes / 2",
+           "b + n * R::kRowBytes"),
     Mutant("hopper: all take the first queries", _H,
            "arena.queries() + consumer * 64 * S::kRowBytes", "arena.queries()"),
     Mutant("hopper: keys past the segment", _H, "work.ragged", "false",
@@ -127,23 +130,25 @@ HOPPER_MUTANTS = [
     _left_out("hopper: no barrier after the barriers", "__syncthreads();",
               "arena.init();\n  }\n  __syncthreads();"),
     _left_out("hopper: registers never given", "ptx::give_registers<S::kProducerRegisters>();"),
-    Mutant("hopper: a block skips a tile", _H, "gridDim.x - 1 - blockIdx.x",
+    Mutant("hopper: a block skips a tile", _S, "gridDim.x - 1 - blockIdx.x",
            "gridDim.x - blockIdx.x"),
     # ---- the launch
-    Mutant("hopper: strides in elements", _H, "token_stride * 2", "token_stride",
+    Mutant("hopper: strides in elements", _S, "token_stride * 2", "token_stride",
            "cuuint64_t(token_stride * 2)"),
-    Mutant("hopper: a token past the end", _H, "tokens", "tokens + 1", "cuuint64_t(tokens)}"),
+    Mutant("hopper: a token past the end", _S, "tokens", "tokens + 1", "cuuint64_t(tokens)}"),
 ]  # fmt: skip
 
 #: What test_hopper_attention.py notices.
 CHOICE_MUTANTS = [
-    Mutant("choice: any GPU", _C, "capability != 90", "false"),
+    Mutant("choice: any GPU", _C, "capability == 90", "true"),
     Mutant("choice: a stride of 0", _C, "stride > 0", "stride >= 0"),
     Mutant("choice: a stride of 8 bytes", _C, "stride % 8", "stride % 4"),
     Mutant("choice: any stride", _C, "stride < int64_t{1} << 39", "true"),
     Mutant("choice: any address", _C, "reinterpret_cast<uintptr_t>(x.data) % 16", "0"),
     Mutant("choice: one head must have a stride", _C, "size == 1", "false"),
-    Mutant("choice: values not looked at", _C, "takes(p.v, p.kv_heads)", "true"),
+    Mutant("choice: values not looked at", _C, "describes(p.v, p.tokens, p.kv_heads)", "true"),
+    Mutant("choice: dout not looked at", _C,
+           "describes(p.dout, p.forward.tokens, p.forward.heads)", "true"),
 ]  # fmt: skip
 
 #: Of vision_attention on compute capability 9.0: what test_kernels.py's cases notice.
@@ -151,9 +156,26 @@ TURN_MUTANTS = [
     Mutant("choice: queries as they were", _C,
            "turned.forward.q = turned_rows(f, p.turned_queries);", ";"),
     Mutant("choice: keys as they were", _C, "turned.forward.k = turned_rows(f, p.turned);", ";"),
-    Mutant("choice: keys turned over queries", _C, "p.turned", "p.turned_queries",
-           "f.k, p.turned, stream"),
-    Mutant("choice: keys for queries", _C, "f.q", "f.k", "f.q, p.turned_queries, stream"),
-    Mutant("choice: workspace not needed", _C, "p.turned_queries == nullptr", "false"),
+    Mutant("choice: queries as they were, backward", _C,
+           "turned.backward.forward.q = turned_rows(f, p.turned_queries);", ";"),
+    Mutant("choice: keys as they were, backward", _C,
+           "turned.backward.forward.k = turned_rows(f, p.turned);", ";"),
+    Mutant("choice: keys turned over queries", _C, "keys", "queries", "p.k, keys, stream"),
+    Mutant("choice: keys for queries", _C, "p.q", "p.k", "p.q, queries, stream"),
+    Mutant("choice: workspace not needed", _C, "p.turned_queries == nullptr", "false",
+           "p.turned_queries == nullptr || !hopper_takes("),
+    Mutant("choice: workspace not needed, backward", _C, "p.turned_queries == nullptr", "false",
+           "p.turned_queries == nullptr || !hopper_takes_gradients("),
     Mutant("choice: workspace not used", _C, "!hopper_takes(turned.forward, capability)", "true"),
+    Mutant("choice: workspace not used, backward", _C,
+           "!hopper_takes_gradients(turned.backward, capability)", "true"),
+    Mutant("gradients: dk not turned back", _G, "p.rotary != nullptr", "false",
+           "if (p.rotary != nullptr) {\n      store_rows_back<Math, kDim>(blocks_of<kDim>(dk)"),
+    Mutant("gradients: dq not turned back", _G, "p.rotary != nullptr", "false",
+           "if (p.rotary != nullptr) {\n      store_rows_back<Math, kDim>(blocks_of<kDim>(dq)"),
+    Mutant("gradients: dk back by the first key's angles", _G, "token", "work.tile.begin",
+           "p.rotary, token,\n                                  rows_of(to_dk"),
+    Mutant("gradients: dq back by the first query's angles", _G, "token", "work.tile.begin",
+           "p.rotary, token,\n                                  rows_of(to, "),
+    Mutant("gradients: lanes left over turn too", _T, "index >= kAll", "false"),
 ]  # fmt: skip

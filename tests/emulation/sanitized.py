@@ -33,6 +33,7 @@ def main() -> None:
     hopper = WindowKernels(library, rng, 0, "flash_attention", capability=90)
     for check in flash_cases.hopper_suite().values():
         check(hopper, rng)
+    flash_cases.hopper_grad_suite()["causal, negative scale, groups"](hopper, rng)
     tiled_vision = WindowKernels(library, rng, 0, "flash_vision")
     for check in vision_cases.tiled_suite().values():
         check(tiled_vision, rng)

@@ -1,4 +1,4 @@
-"""When the forward of tiled attention for compute capability 9.0 is chosen."""
+"""When tiled attention's kernels for compute capability 9.0 are chosen."""
 
 from __future__ import annotations
 
@@ -27,23 +27,31 @@ def _kernels(library: Library, rng: np.random.Generator, number: int, gpu: int) 
 
 def check_choice(kernels: WindowKernels, rng: np.random.Generator) -> None:
     """What hopper_takes says of a GPU and of tensors that a tensor map can or can't describe."""
-    takes = kernels.library.function("hopper_takes")
-    takes.restype = ctypes.c_bool
+    functions = [kernels.library.function(f"hopper_takes{of}") for of in ("", "_gradients")]
     row = 4 * DIM
 
     def answer(gpu: int = 90, tokens: int = 50, kv_heads: int = 2, **views: tuple) -> bool:
         few = kv_heads * DIM
+        dout = views.pop("dout", None)
         named = {"q": (256, row, DIM), "k": (512, few, DIM), "v": (1024, few, DIM)} | views
         params = params_struct("AttentionParams")(**named)  # the rest is not looked at
         params.tokens, params.heads, params.kv_heads = tokens, 4, kv_heads
+        grads = params_struct("AttentionGradParams")(params, dout or (2048, row, DIM))
         device = Device(kernels.library, int(rng.integers(1 << 62)), kernels.mutant)
-        return bool(device.call(takes, ctypes.byref(params), ctypes.c_int(gpu)))
+        answers = []
+        for takes, of in zip(functions, (params, grads), strict=True):
+            takes.restype = ctypes.c_bool
+            answers.append(bool(device.call(takes, ctypes.byref(of), ctypes.c_int(gpu))))
+        # Of the two only the backward's looks at dout.
+        assert answers[0] or dout is None, "the forward looks at dout"
+        assert answers[1] == answers[0] or dout is not None, "the backward looks at something else"
+        return answers[1]
 
     assert answer()
     assert answer(q=(256, 3 * row, DIM), k=(512, 3 * row, DIM))
     for gpu in (80, 86, 89, 100, 103, 120):
         assert not answer(gpu), f"compute capability {gpu / 10}"
-    for name, heads in (("q", 4), ("k", 2), ("v", 2)):
+    for name, heads in (("q", 4), ("k", 2), ("v", 2), ("dout", 4)):
         for address, token, head, why in (
             (256, 0, DIM, "the same row for every token"),
             (256, heads * DIM, 0, "the same row for every head"),
@@ -54,7 +62,8 @@ def check_choice(kernels: WindowKernels, rng: np.random.Generator) -> None:
         ):
             assert not answer(**{name: (address, token, head)}), f"{name}: {why}"
     assert answer(kv_heads=1, k=(512, DIM, 0), v=(1024, DIM, 3)), "strides of one head"
-    assert answer(tokens=1, q=(256, 0, DIM), k=(512, 5, DIM)), "strides of one token"
+    one = {"q": (256, 0, DIM), "k": (512, 5, DIM), "dout": (2048, 1, DIM)}
+    assert answer(tokens=1, **one), "strides of one token"
 
 
 def test_choice(library: Library, rng: np.random.Generator) -> None:
@@ -62,13 +71,14 @@ def test_choice(library: Library, rng: np.random.Generator) -> None:
 
 
 def test_the_chosen_one_runs(library: Library, rng: np.random.Generator) -> None:
-    """A bug in the forward for 9.0 shows there, and nowhere else."""
+    """A bug in the kernels for 9.0 shows there, and nowhere else."""
     case = Case(rng, [70, 9], 2, 1, DIM)
-    planted = 1 + [m.name for m in MUTANTS].index("hopper: half the depth")
-    for gpu in (80, 89, 100):
-        check_flash(_kernels(library, rng, planted, gpu), case, backward=False)
-    with pytest.raises((SimError, AssertionError), match="out: error"):
-        check_flash(_kernels(library, rng, planted, 90), case, backward=False)
+    for name, of in (("hopper: half the depth", "out"), ("gradients: delta left out of dk", "dk")):
+        planted = 1 + [m.name for m in MUTANTS].index(name)
+        for gpu in (80, 89, 100):
+            check_flash(_kernels(library, rng, planted, gpu), case, backward=of == "dk")
+        with pytest.raises((SimError, AssertionError), match=f"{of}: error"):
+            check_flash(_kernels(library, rng, planted, 90), case, backward=of == "dk")
 
 
 @pytest.mark.parametrize("place", range(len(CHOICE_MUTANTS)), ids=lambda n: CHOICE_MUTANTS[n].name)

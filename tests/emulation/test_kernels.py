@@ -18,6 +18,7 @@ from .device import EmbeddingKernels, WindowKernels
 from .mutants import (
     FLASH_MUTANTS,
     FLASH_VISION_MUTANTS,
+    HOPPER_GRAD_MUTANTS,
     HOPPER_MUTANTS,
     MUTANTS,
     TURN_MUTANTS,
@@ -83,6 +84,11 @@ def test_tiled_attention_on_hopper(name: str, library: Library, rng: np.random.G
     flash_cases.hopper_suite()[name](_hopper(library, rng), rng)
 
 
+@pytest.mark.parametrize("name", flash_cases.hopper_grad_suite())
+def test_gradients_on_hopper(name: str, library: Library, rng: np.random.Generator) -> None:
+    flash_cases.hopper_grad_suite()[name](_hopper(library, rng), rng)
+
+
 @pytest.mark.parametrize("name", vision_cases.tiled_suite())
 def test_tiled_vision_attention(name: str, library: Library, rng: np.random.Generator) -> None:
     vision_cases.tiled_suite()[name](_tiled_vision(library, rng), rng)
@@ -94,14 +100,15 @@ def test_tiled_vision_attention_of_nothing(library: Library, rng: np.random.Gene
     check_tiled(kernels, rng, [0, 0], 2, 80)
 
 
-def test_schedules_of_the_hopper_forward(library: Library, rng: np.random.Generator) -> None:
+def test_schedules_on_hopper(library: Library, rng: np.random.Generator) -> None:
     """Ten more, of tiles whose last block of keys is ragged and of idle warpgroups: a thread or a
     warp that lags behind the others may be passed by the phases of a barrier, or ahead of one."""
-    for _ in range(10):
-        lengths = rng.integers(1, 600, 2).tolist()
+    for turn in range(10):
+        backward = turn % 3 == 0
+        lengths = rng.integers(1, 300 if backward else 600, 2).tolist()
         case = Case(rng, lengths, 1, 1, 80, causal=bool(rng.random() < 0.5))
-        print(lengths, case.causal)
-        flash_cases.run_flash(_hopper(library, rng), case, backward=False)
+        print(lengths, case.causal, backward)
+        flash_cases.run_flash(_hopper(library, rng), case, backward)
 
 
 def test_random_shapes(library: Library, rng: np.random.Generator) -> None:
@@ -160,6 +167,8 @@ def test_mutant_is_killed(number: int, library: Library, rng: np.random.Generato
         suite, kernels = vision_cases.tiled_suite(), _tiled_vision(library, rng, number)
     elif MUTANTS[number - 1] in FLASH_MUTANTS:
         suite, kernels = flash_cases.small_suite(), _flash(library, rng, number)
+    elif MUTANTS[number - 1] in HOPPER_GRAD_MUTANTS:
+        suite, kernels = flash_cases.hopper_grad_suite(), _hopper(library, rng, number)
     elif MUTANTS[number - 1] in HOPPER_MUTANTS:
         suite, kernels = flash_cases.hopper_suite(), _hopper(library, rng, number)
     elif MUTANTS[number - 1].file == "embedding.cu":

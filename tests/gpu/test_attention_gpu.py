@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -57,7 +58,7 @@ def test_accuracy(kernel, lengths, heads, kv_heads, dim, dtype, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("dim", attention.TILED_HEAD_DIMS)
-def test_both_tiled_forwards(dim, dtype, causal):
+def test_both_tiled_kernels(dim, dtype, causal):
     """By mma.sync and, on compute capability 9.0, by wgmma: results, and what the backward needs.
     Many tiles a block, inputs that are parts of one tensor, a negative scale, and segments of NaN
     beside others."""
@@ -65,28 +66,44 @@ def test_both_tiled_forwards(dim, dtype, causal):
     heads, kv_heads, scale = 6, 2, -0.7 / dim**0.5
     cu = borders(lengths)
     q, k, v, dout = (x.detach() for x in make(lengths, heads, kv_heads, dim, dtype))
+    kw = {"causal": causal, "scale": scale}
     exact = outputs(
         varlen_attention_reference, *(x.double().requires_grad_() for x in (q, k, v)),
-        dout.double(), cu, causal=causal, scale=scale,
-    )["out"]  # fmt: skip
-    fused = torch.cat((q, k, v), 1).cuda()
-    parts = fused.split((heads, kv_heads, kv_heads), 1)
-    plain = varlen_attention_reference(*parts, cu.cuda(), causal=causal, scale=scale)
-    launchers = attention._C.flash_mma_forward_cuda, attention._C.flash_attention_forward_cuda
+        dout.double(), cu, **kw,
+    )  # fmt: skip
+    fused = torch.cat((q, k, v, dout), 1).cuda()
+    sizes = (heads, kv_heads, kv_heads, heads)
+    *parts, gradient = fused.split(sizes, 1)
+    leaves = [x.detach().requires_grad_() for x in parts]
+    plain = outputs(varlen_attention_reference, *leaves, gradient, cu.cuda(), **kw)
+    noise = rounding_noise(q, k, v, dout, cu, scale, causal)
     arguments = cu.cuda(), max(lengths), causal, scale
-    found = [attention.tiled_forward(launcher, *parts, *arguments) for launcher in launchers]
-    for out, stats in found:
-        assert_accurate("out", out.cpu(), plain.cpu(), exact)
+    native = attention._C
+    launchers = (
+        (native.flash_mma_forward_cuda, native.flash_mma_backward_cuda),
+        (native.flash_attention_forward_cuda, native.flash_attention_backward_cuda),
+    )
+
+    def run(ways, *inputs):
+        *qkv, dout = inputs
+        out, stats = attention.tiled_forward(ways[0], *qkv, *arguments)
+        grads = attention.tiled_backward(ways[1], dout, *qkv, out, stats, *arguments)
+        return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)), stats
+
+    found = [run(ways, *parts, gradient) for ways in launchers]
+    for ours, stats in found:
+        for name, expected in exact.items():
+            a, b = ours[name].cpu(), plain[name].cpu()
+            assert_accurate(name, a, b, expected, noise[name])
         torch.testing.assert_close(stats, found[0][1], rtol=1e-4, atol=1e-4)
     broken = fused.clone()
     for i in (1, 6):  # each has whole segments before and behind it
         broken[cu[i] : cu[i + 1]] = float("nan")
     whole = [slice(cu[i], cu[i + 1]) for i in range(len(lengths)) if i not in (1, 6)]
-    parts = broken.split((heads, kv_heads, kv_heads), 1)
-    for launcher, (expected, _) in zip(launchers, found, strict=True):
-        out, _ = attention.tiled_forward(launcher, *parts, *arguments)
-        for rows in whole:
-            assert_bitwise("out", out[rows], expected[rows])
+    for ways, (expected, _) in zip(launchers, found, strict=True):
+        ours, _ = run(ways, *broken.split(sizes, 1))
+        for name, rows in itertools.product(expected, whole):
+            assert_bitwise(name, ours[name][rows], expected[name][rows])
 
 
 @pytest.mark.parametrize(

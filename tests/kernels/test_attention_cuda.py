@@ -91,6 +91,9 @@ def test_arguments_reach_the_runtime(longest, monkeypatch):
     stats = torch.empty(2, 2, 10)
     with pytest.raises(RuntimeError, match="^CUDA: "):
         attention._backward_cuda(q, q, k, v, q, stats, cu, longest, False, 0.1)
+    mma = attention._C.flash_mma_backward_cuda
+    with pytest.raises(RuntimeError, match="^CUDA: "):
+        attention.tiled_backward(mma, q, q, k, v, q, stats, cu, 6, False, 0.1)
 
 
 def test_rows_are_aligned_or_copied(monkeypatch):
@@ -264,12 +267,13 @@ def test_tiled_vision_gets_views_and_workspace(monkeypatch):
             assert queries == 0
         dqkv = vision_attention._backward_cuda(out, x, out, stats, *rest)
         assert dqkv.stride() == x.stride() and seen[-1][0] == "flash_vision_backward_cuda"
-        dout, dq, dk, dv, longest, tiles, rows, turned, stream = seen[-1][15:]
+        dout, dq, dk, dv, longest, tiles, rows, turned, queries, stream = seen[-1][15:]
         assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
         assert dq[1:] == strides and dout[0] == out.data_ptr() and (longest, stream) == (200, 7)
         assert made[tiles].shape == (2, 1, 4) and made[turned].shape == (2, 120, 80)
         assert (made[rows].dtype, made[rows].shape) == (torch.float32, (2, 2, 120))
-        assert len({tiles, rows, turned}) == 3
+        assert len({tiles, rows, turned, queries}) == 4
+        assert queries == 0 if gpu != (9, 0) else made[queries].shape == (2, 120, 80)
         monkeypatch.undo()
         monkeypatch.setattr(vision_attention, "_C", Recorder())
         monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 7)

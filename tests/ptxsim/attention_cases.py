@@ -27,7 +27,7 @@ class WindowKernels:
     runtime: Path
     architecture: str
     prefix: str = "window_attention"  # or vision_window
-    forward: str = "forward"  # how its launcher is called
+    kind: str = ""  # of its launchers: mma_, where there are others
 
     @cached_property
     def module(self) -> Module:
@@ -37,8 +37,7 @@ class WindowKernels:
         return Device(self.runtime, self.module)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
-        name = self.forward if launcher == "forward" else launcher
-        function = self.build.function(f"{self.prefix}_{name}_cuda")
+        function = self.build.function(f"{self.prefix}_{self.kind}{launcher}_cuda")
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
 
 

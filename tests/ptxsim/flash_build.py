@@ -14,14 +14,17 @@ from .toolchain import CSRC, build_kernels, kernel_ptx
 FORWARD, BACKWARD = "attention_flash.cuh", "attention_flash_backward.cuh"
 SHARED, ROWS, PRIMITIVES = "attention_tiles.cuh", "attention_rows.cuh", "primitives.cuh"
 VISION, HOPPER, WARPGROUPS = "attention_flash_vision.cu", "attention_flash_hopper.cu", "hopper.cuh"
-#: What is built: mma.sync's two ways, or the forward for sm_90a.
+HOPPER_BACKWARD, HOPPER_SHARED = "attention_flash_hopper_backward.cu", "attention_hopper.cuh"
+#: What is built: mma.sync's two ways, or those for sm_90a.
 SOURCES = {"forward": "attention_flash.cu", "backward": "attention_flash_backward.cu"}
 HOPPER_SOURCES = {"forward": HOPPER}
+HOPPER_GRAD_SOURCES = {"forward": HOPPER, "backward": HOPPER_BACKWARD}
 HEADERS = {"forward": FORWARD, "backward": BACKWARD}
 LAUNCHERS = {
     SOURCES["forward"]: "flash_mma_forward_cuda",
-    SOURCES["backward"]: "flash_attention_backward_cuda",
+    SOURCES["backward"]: "flash_mma_backward_cuda",
     HOPPER: "flash_hopper_forward_cuda",
+    HOPPER_BACKWARD: "flash_hopper_backward_cuda",
 }
 FILES = (
     *LAUNCHERS,
@@ -32,6 +35,7 @@ FILES = (
     ROWS,
     PRIMITIVES,
     WARPGROUPS,
+    HOPPER_SHARED,
     "attention_flash.h",
 )
 #: (file, text, its replacement)
@@ -108,7 +112,7 @@ def build_vision(
     """The same of attention_flash_vision.cu."""
     cuda = copy_sources(folder, dim, types, [])
     build = build_kernels(cuda / VISION, folder / "vision", [architecture])
-    return WindowKernels(build, runtime, architecture, "flash_vision", "mma_forward")
+    return WindowKernels(build, runtime, architecture, "flash_vision", "mma_")
 
 
 def mutated_vision(kernels: WindowKernels, folder: Path, dim: int, change: Change) -> WindowKernels:

@@ -185,17 +185,22 @@ def check_flash(kernels: FlashKernels, case: Case, backward: bool = True) -> dic
 
 
 def check_neighbours(
-    kernels: FlashKernels, rng: np.random.Generator, dim: int, causal: bool = False
+    kernels: FlashKernels,
+    rng: np.random.Generator,
+    dim: int,
+    causal: bool = False,
+    backward: bool = False,
 ) -> None:
     """A segment's results are the same bits when the segments beside it hold no numbers."""
     case = Case(rng, [40, 130, 100], 1, 1, dim, causal=causal)
-    _, alone = run_flash(kernels, case, backward=False)
+    _, alone = run_flash(kernels, case, backward)
     mine = slice(40, 170)
-    for array in (case.q, case.k, case.v):
+    for array in (case.q, case.k, case.v, case.dout):
         array[:40] = from_float(np.array(np.nan), case.dtype)
         array[170:] = from_float(np.array(np.inf), case.dtype)
-    _, among = run_flash(kernels, case, backward=False)
-    same_bits(among["out"][mine], alone["out"][mine], "out")
+    _, among = run_flash(kernels, case, backward)
+    for name in ("out", "dq", "dk", "dv") if backward else ("out",):
+        same_bits(among[name][mine], alone[name][mine], name)
     same_bits(among["stats"][:, :, mine], alone["stats"][:, :, mine], "stats")
 
 
@@ -233,6 +238,20 @@ def hopper_suite(dim: int = 80) -> dict[str, Check]:
         "neighbours": lambda k, r: check_neighbours(k, r, dim),
         "causal neighbours": lambda k, r: check_neighbours(k, r, dim, causal=True),
         "rounds": lambda k, r: check_flash(k, Case(r, [650, 128, 140], 2, 2, dim), False),
+    }
+
+
+def hopper_grad_suite(dim: int = 80) -> dict[str, Check]:
+    """Every path of the backward for sm_90a: its rings have 3 or 4 stages of 64 rows."""
+    return {
+        "causal, negative scale, groups": lambda k, r: check_flash(
+            k, Case(r, [20, 140], 2, 1, dim, "float16", causal=True, scale=-0.3)
+        ),
+        "ragged, rounds": lambda k, r: check_flash(k, Case(r, [1, 0, 260, 65], 1, 1, dim)),
+        "groups, scores far below zero": lambda k, r: check_flash(
+            k, Case(r, [40], 4, 2, dim, scale=0.12, shift=4.0)
+        ),
+        "neighbours": lambda k, r: check_neighbours(k, r, dim, backward=True),
     }
 
 

@@ -1,4 +1,4 @@
-"""Every instance of the forward for sm_90a and every planted bug: `make test-flash`, minutes.
+"""Every instance of both ways for sm_90a and every planted bug: `make test-flash`, minutes.
 
 test_flash_hopper_ptx.py, in make test, runs one instance and a part of the bugs.
 """
@@ -12,8 +12,11 @@ import pytest
 
 from .attention_cases import Case
 from .embedding_cases import same_bits
-from .flash_build import HOPPER_SOURCES, SOURCES, build_flash
-from .flash_cases import FlashKernels, check_flash, hopper_suite, run_flash
+from .flash_build import HOPPER_GRAD_SOURCES, HOPPER_SOURCES, SOURCES, build_flash
+from .flash_cases import FlashKernels, check_flash, hopper_grad_suite, hopper_suite, run_flash
+from .flash_hopper_grad_mutants import CHECKS as GRAD_CHECKS
+from .flash_hopper_grad_mutants import MUTANTS as GRAD_MUTANTS
+from .flash_hopper_grad_mutants import HopperGradMutant
 from .flash_hopper_mutants import CHECKS, DIM, MUTANTS, HopperMutant
 
 DIMS = (64, 72, 80, 96, 128)
@@ -24,15 +27,28 @@ def instance(
     request: pytest.FixtureRequest, fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[FlashKernels, int]:
     folder = tmp_path_factory.mktemp("hopper")
-    return build_flash(folder, fake_runtime, request.param, "90a", sources=HOPPER_SOURCES), (
-        request.param
-    )
+    kernels = build_flash(folder, fake_runtime, request.param, "90a", sources=HOPPER_GRAD_SOURCES)
+    return kernels, request.param
+
+
+@pytest.fixture(scope="session")
+def gradients(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> FlashKernels:
+    folder, types = tmp_path_factory.mktemp("gradients"), ("Bf16Math",)
+    return build_flash(folder, fake_runtime, DIM, "90a", types, sources=HOPPER_GRAD_SOURCES)
 
 
 @pytest.mark.parametrize("name", hopper_suite(DIM))
 def test_accuracy(name: str, instance: tuple[FlashKernels, int], rng: np.random.Generator) -> None:
     kernels, dim = instance
     hopper_suite(dim)[name](kernels, rng)
+
+
+@pytest.mark.parametrize("name", hopper_grad_suite(DIM))
+def test_accuracy_of_gradients(
+    name: str, instance: tuple[FlashKernels, int], rng: np.random.Generator
+) -> None:
+    kernels, dim = instance
+    hopper_grad_suite(dim)[name](kernels, rng)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -47,15 +63,16 @@ def test_random_shapes(
         scale = float(rng.choice([0.05, 0.125, -0.2]))
         print(lengths, heads, kv_heads, dim, dtype, causal, scale)
         case = Case(rng, lengths, heads, kv_heads, dim, dtype, causal, scale)
-        found = check_flash(kernels, case, backward=False)
-        _, again = run_flash(kernels, case, backward=False)
-        same_bits(again["out"], found["out"], "out, again")
+        found = check_flash(kernels, case)
+        _, again = run_flash(kernels, case)
+        for name in ("out", "dq", "dk", "dv"):
+            same_bits(again[name], found[name], f"{name}, again")
 
 
 def test_gradients_from_its_statistics(
     fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """The backward that follows either forward."""
+    """mma.sync's backward, which follows either forward."""
     sources = SOURCES | HOPPER_SOURCES
     kernels = build_flash(tmp_path, fake_runtime, DIM, "90a", ("Bf16Math",), sources=sources)
     check_flash(kernels, Case(rng, [140, 20], 2, 1, DIM, causal=True, scale=-0.3))
@@ -75,3 +92,17 @@ def test_mutant_is_killed(
     mutant: HopperMutant, fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     mutant.must_be_noticed(fake_runtime, tmp_path, rng)
+
+
+@pytest.mark.parametrize("name", GRAD_CHECKS)
+def test_checks_of_planted_bugs_in_gradients_pass(
+    name: str, gradients: FlashKernels, rng: np.random.Generator
+) -> None:
+    GRAD_CHECKS[name](gradients, rng)
+
+
+@pytest.mark.parametrize("mutant", GRAD_MUTANTS, ids=lambda m: m.name)
+def test_mutant_of_gradients_is_killed(
+    mutant: HopperGradMutant, gradients: FlashKernels, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    mutant.must_be_noticed(gradients, tmp_path, rng)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from .attention_cases import Case
-from .flash_build import HOPPER, HOPPER_SOURCES, WARPGROUPS, Change, build_flash
+from .flash_build import HOPPER, HOPPER_SHARED, HOPPER_SOURCES, WARPGROUPS, Change, build_flash
 from .flash_cases import Check, FlashKernels, check_flash, check_neighbours
 from .ptxtypes import SimError
 
@@ -68,9 +68,7 @@ class HopperMutant:
 
 
 FENCE = "ptx::fence_async_proxy();\n"
-FIRST_SCORES = (
-    "start_scores<Math, kDim>(s, queries, arena.keys(key.stage));\n    ptx::wgmma_wait<0>();\n"
-)
+FIRST_SCORES = "(s, queries, arena.keys(key.stage));\n    ptx::wgmma_wait<0>();\n"
 M = HopperMutant
 
 MUTANTS = [
@@ -81,8 +79,9 @@ MUTANTS = [
       "barrier_arrive_expect(full, S::kTileBytes + 16)"),
     M("bytes of one chunk announced", "barrier_arrive_expect(full, S::kTileBytes)",
       "barrier_arrive_expect(full, S::kChunkBytes)"),
-    M("always the first columns", "full, c * S::kChunk, head", "full, 0, head"),
-    M("chunks in one place", "load_box(to + c * S::kChunkBytes", "load_box(to"),
+    M("always the first columns", "full, c * R::kChunk, head", "full, 0, head", file=HOPPER_SHARED),
+    M("chunks in one place", "load_box(to + c * HopperTile<kDim, kRows>::kChunkBytes",
+      "load_box(to", file=HOPPER_SHARED),
     M("keys overwritten early", "ptx::barrier_wait(arena.keys_empty(key.stage), key.parity ^ 1);",
       "", "rounds"),
     M("values overwritten early",
@@ -133,8 +132,10 @@ MUTANTS = [
     M("values are not waited for",
       "ptx::barrier_wait(arena.values_full(value.stage), value.parity);\n      start", "start",
       "two", quick=True),
-    M("consumer's phase does not turn", "stage = 0, parity ^= 1;", "stage = 0;", "rounds"),
-    M("a ring one stage longer", "++stage == kStages", "++stage == kStages + 1", "rounds"),
+    M("consumer's phase does not turn", "stage = 0, parity ^= 1;", "stage = 0;", "rounds",
+      file=HOPPER_SHARED),
+    M("a ring one stage longer", "++stage == kStages", "++stage == kStages + 1", "rounds",
+      file=HOPPER_SHARED),
     M("first scores not finished", FIRST_SCORES, FIRST_SCORES.split("\n")[0] + "\n", "one"),
     M("scores not finished", "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();"),
     M("results not finished", "softmax(block);\n      ptx::wgmma_wait<0>();", "softmax(block);"),
@@ -144,10 +145,9 @@ MUTANTS = [
     M("keys never released", "      release(arena.keys_empty(key.stage));\n      key.advance();\n"
       "      softmax(block);", "      key.advance();\n      softmax(block);", "rounds"),
     M("values released before their product",
-      "value.parity);\n      start_values<Math, kDim>(out, probabilities, "
-      "arena.values(value.stage));",
-      "value.parity);\n      release(arena.values_empty(value.stage));\n      start_values<Math, "
-      "kDim>(out, probabilities, arena.values(value.stage));", "rounds"),
+      "value.parity);\n      start_columns<",
+      "value.parity);\n      release(arena.values_empty(value.stage));\n      start_columns<",
+      "rounds"),
     M("queries never released",
       "release(arena.queries_empty());\n    parity ^= 1;\n    //",
       "parity ^= 1;\n    //", "rounds"),
@@ -159,38 +159,38 @@ MUTANTS = [
     M("a warpgroup with one query is idle", "work.tile.first + consumer * 64 >= work.tile.length",
       "work.tile.first + consumer * 64 + 1 >= work.tile.length", "one query"),
     M("idle, and then not", "      work = next;\n      continue;\n    }\n", "    }\n", "idle"),
-    M("always the first keys", "start_scores<Math, kDim>(s, queries, arena.keys(key.stage));\n"
-      "      ptx::barrier", "start_scores<Math, kDim>(s, queries, arena.keys(0));\n"
-      "      ptx::barrier", "two"),
+    M("always the first keys", "(s, queries, arena.keys(key.stage));\n      ptx::barrier",
+      "(s, queries, arena.keys(0));\n      ptx::barrier", "two"),
     M("values of the keys' stage",
-      "start_values<Math, kDim>(out, probabilities, arena.values(value.stage));\n      ptx::named",
-      "start_values<Math, kDim>(out, probabilities, arena.values(key.stage));\n      ptx::named",
-      "two"),
+      "(out, probabilities, arena.values(value.stage));\n      ptx::named",
+      "(out, probabilities, arena.values(key.stage));\n      ptx::named", "two"),
     M("both warpgroups take the first queries", "arena.queries() + consumer * 64 * S::kRowBytes",
       "arena.queries()"),
-    M("no fence before scores", "8 * S::kRowBytes>(keys);\n  ptx::wgmma_fence();",
-      "8 * S::kRowBytes>(keys);", "one"),
-    M("no fence before values", "ptx::wgmma_results(out);\n  ptx::wgmma_fence();",
-      "ptx::wgmma_results(out);", "one"),
-    M("scores' group is not ended", "b + at / 16, d > 0);\n  }\n  ptx::wgmma_commit();",
-      "b + at / 16, d > 0);\n  }", "one"),
-    M("scores added to the old", "b + at / 16, d > 0);", "b + at / 16, true);", "two"),
-    M("half the depth", "d < S::kDepth; ++d", "d < S::kDepth / 2; ++d", "one"),
+    M("no fence before scores", "8 * R::kRowBytes>(b_rows);\n  ptx::wgmma_fence();",
+      "8 * R::kRowBytes>(b_rows);", "one", file=HOPPER_SHARED),
+    M("no fence before values", "ptx::wgmma_results(c);\n  ptx::wgmma_fence();",
+      "ptx::wgmma_results(c);", "one", file=HOPPER_SHARED),
+    M("scores' group is not ended", ", d > 0);\n  }\n  ptx::wgmma_commit();", ", d > 0);\n  }",
+      "one", file=HOPPER_SHARED),
+    M("scores added to the old", ", d > 0);", ", true);", "two", file=HOPPER_SHARED),
+    M("half the depth", "d < R::kDepth; ++d", "d < R::kDepth / 2; ++d", "one",
+      file=HOPPER_SHARED),
     M("8 rows in the place of 4",
-      "matrix_descriptor<S::kRowBytes, 0, 8 * S::kRowBytes>(keys)",
-      "matrix_descriptor<S::kRowBytes, 0, 4 * S::kRowBytes>(keys)", "one"),
+      "matrix_descriptor<R::kRowBytes, 0, 8 * R::kRowBytes>(b_rows)",
+      "matrix_descriptor<R::kRowBytes, 0, 4 * R::kRowBytes>(b_rows)", "one", file=HOPPER_SHARED),
     M("queries' rows of another swizzle",
-      "matrix_descriptor<S::kRowBytes, 0, 8 * S::kRowBytes>(queries)",
-      "matrix_descriptor<128, 0, 8 * S::kRowBytes>(queries)", "one"),
-    M("values' chunks too near", "matrix_descriptor<S::kRowBytes, S::kChunkBytes, 8 *",
-      "matrix_descriptor<S::kRowBytes, S::kChunkBytes / 2, 8 *", "one"),
-    M("half a step of keys", "b + n * S::kRowBytes", "b + n * S::kRowBytes / 2", "one"),
+      "matrix_descriptor<R::kRowBytes, 0, 8 * R::kRowBytes>(a_rows)",
+      "matrix_descriptor<128, 0, 8 * R::kRowBytes>(a_rows)", "one", file=HOPPER_SHARED),
+    M("values' chunks too near", "matrix_descriptor<R::kRowBytes, kChunkBytes, 8 *",
+      "matrix_descriptor<R::kRowBytes, kChunkBytes / 2, 8 *", "one", file=HOPPER_SHARED),
+    M("half a step of keys", "b + n * R::kRowBytes", "b + n * R::kRowBytes / 2", "one",
+      file=HOPPER_SHARED),
     M("keys past the segment", "(work.ragged || p.causal)", "p.causal"),
     M("no causal mask", "(work.ragged || p.causal)", "work.ragged", "causal"),
-    M("ragged only when all is", "work.blocks * S::kKeys > work.tile.length",
-      "work.blocks * S::kKeys > work.tile.length + 127"),
-    M("causal tiles end a block early", "min(work.tile.length, work.tile.first + kTileRows)",
-      "min(work.tile.length, work.tile.first)", "causal"),
+    M("ragged only when all is", "blocks * S::kKeys > tile.length",
+      "blocks * S::kKeys > tile.length + 127"),
+    M("causal tiles end a block early", "min(tile.length, tile.first + kTileRows)",
+      "min(tile.length, tile.first)", "causal"),
     M("mask of the wrong block", "block + 1 == work.blocks", "block == work.blocks"),
     M("sums not corrected", "sum[r] * correction[r] + part", "sum[r] + part"),
     M("results not corrected", "out[i] *= correction[i % 4 / 2];", "out[i] *= 1.f;"),
@@ -215,23 +215,24 @@ MUTANTS = [
     M("no barrier after the barriers", "arena.init();\n  }\n  __syncthreads();",
       "arena.init();\n  }", "one"),
     M("registers that are never given", "ptx::give_registers<S::kProducerRegisters>();", "", "one"),
-    M("a block skips a tile", "gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x", "rounds"),
+    M("a block skips a tile", "gridDim.x - 1 - blockIdx.x", "gridDim.x - blockIdx.x", "rounds",
+      file=HOPPER_SHARED),
     M("heads and tiles exchanged", "static_cast<int>(place % heads)",
-      "static_cast<int>(place / heads)", "groups"),
+      "static_cast<int>(place / heads)", "groups", file=HOPPER_SHARED),
     # ---- the launch
     M("strides exchanged", "{cuuint64_t(head_stride * 2), cuuint64_t(token_stride * 2)}",
-      "{cuuint64_t(token_stride * 2), cuuint64_t(head_stride * 2)}", "groups"),
-    M("strides in elements", "cuuint64_t(token_stride * 2)}", "cuuint64_t(token_stride)}"),
+      "{cuuint64_t(token_stride * 2), cuuint64_t(head_stride * 2)}", "groups", file=HOPPER_SHARED),
+    M("strides in elements", "cuuint64_t(token_stride * 2)}", "cuuint64_t(token_stride)}",
+      file=HOPPER_SHARED),
     M("a token past the end", "{kDim, cuuint64_t(heads), cuuint64_t(tokens)}",
-      "{kDim, cuuint64_t(heads), cuuint64_t(tokens + 1)}"),
-    M("no swizzle", "S::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B",
-      "CU_TENSOR_MAP_SWIZZLE_NONE", "one"),
-    M("half a box", "box[] = {S::kChunk, 1, kTileRows}", "box[] = {S::kChunk, 1, kTileRows / 2}",
-      "one"),
-    M("keys' map for values", "make_map<kDim>(&v, encode, p.dtype, p.v,",
-      "make_map<kDim>(&v, encode, p.dtype, p.k,", "one"),
+      "{kDim, cuuint64_t(heads), cuuint64_t(tokens + 1)}", file=HOPPER_SHARED),
+    M("no swizzle", "R::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B",
+      "CU_TENSOR_MAP_SWIZZLE_NONE", "one", file=HOPPER_SHARED),
+    M("half a box", "box[] = {R::kChunk, 1, kRows}", "box[] = {R::kChunk, 1, kRows / 2}",
+      "one", file=HOPPER_SHARED),
+    M("keys' map for values", "(&v, p.dtype, p.v,", "(&v, p.dtype, p.k,", "one"),
     M("one block less", "items < processors ? items : processors",
-      "items < processors ? items : processors / 4", "rounds"),
+      "items < processors ? items : processors / 4", "rounds", file=HOPPER_SHARED),
     # ---- hopper.cuh
     M("values not transposed", '", 1, 1, 1, 1;"', '", 1, 1, 1, 0;"', "one", file=WARPGROUPS),
     M("a wait that does not wait", "while (ended == 0)", "while (false)", "one", file=WARPGROUPS),

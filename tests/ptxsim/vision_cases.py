@@ -156,12 +156,22 @@ def check_vision(
             tiles=memory.reserve("two lists", (2, most, 4), np.int32),
             rows=memory.reserve("rows", (2, case.heads, case.patches), np.float32),
         )
-        workspace = memory.reserve("turned, backward", turned, element)
-        grads = fill("FlashVisionGradParams", flash=flash, turned=workspace)
+        workspace = [
+            memory.reserve(f"{name}, backward", turned, element)
+            for name in ("turned", *["turned queries"] * queries)
+        ]
+        grads = fill(
+            "FlashVisionGradParams",
+            flash=flash,
+            turned=workspace[0],
+            turned_queries=workspace[1] if queries else None,
+        )
     else:
         grads = fill("WindowAttentionGradParams", backward=backward, max_length=longest)
     code = kernels.run(device, "backward", grads)
     assert code == 0, f"backward returned cudaError_t {code}"
+    if queries:
+        memory.array("turned queries, backward")
 
     exact = case.outputs(lambda x: x)
     plain = case.outputs(lambda x: to_float(from_float(x, case.dtype), case.dtype).astype(float))

@@ -1,0 +1,597 @@
+// Attention inside segments of any length on Hopper's tensor cores: the backward, for compute
+// capability 9.0. Results and division of the work as attention_flash_backward.cuh's,
+// deterministic: `row_sums`, then dk and dv by one kernel, dq by another.
+//
+// Method: FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608), whose backward is
+// one kernel of 10 L^2 D FLOPs a head that adds dq to an fp32 buffer by atomics. Here it is 14,
+// half of it if causal: scores are computed twice, no gradient is added to memory, and the same
+// bits come out every time. One block an SM takes one tile of 128 rows and head after another. What
+// a tile keeps (keys: K and V, queries: Q and dO) is resident in shared memory; what it meets
+// streams past it by TMA, 64 rows of both tensors a step, in a ring. Two warpgroups of 64 rows
+// multiply by wgmma: keys: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q over all queries
+// of the group's heads; queries: S = Q K^T, dP = dO V^T, dQ += dS K. P and dS go from accumulators
+// into left operands, never through shared memory.
+//
+// Overlap: a warpgroup makes dS while dV (keys) or the next step's scores (queries) are under way,
+// and the next step's probabilities while dK or dQ is. The two warpgroups are independent: one's
+// exponentials fall into the other's products. The next tile's rows arrive while this one is still
+// worked on. No product is under way from one turn of a loop to the next: ptxas would wait for
+// each.
+//
+// Two warps of the producer's warpgroup follow the copies: they overwrite rows past the segment's
+// end, which TMA fills with the next segment's, with zeros (0 x NaN), and for the keys bring each
+// query's two numbers, which are not aligned as bulk copies ask for. A negative scale is a negative
+// exponent: row_sums' maxima hold the sign already.
+//
+// Floor a step of 64 and 128 rows, at 2,048 multiply-adds a cycle and SM: keys 8 D + 8 W cycles,
+// queries 8 D + 4 W (W: D, of 72 and 80 96, and D is 80), that is 1,408 and 1,024 at 80. Left
+// operands in shared memory keep it as busy as the tensor cores: 4 KB for m64n64k16's 32 cycles.
+// Exponentials, one a score and kernel at 16 a cycle: 512. From L2: 256 D bytes a step.
+#include "cuda/attention_flash.h"
+#include "cuda/attention_flash_backward.cuh"
+#include "cuda/attention_hopper.cuh"
+
+namespace vlmk {
+namespace {
+
+template <int kDim>
+struct HopperGradShape : HopperBlock, HopperRow<kDim> {
+  static constexpr int kStep = 64;  // rows of the other side
+  static constexpr int kResidentBytes = HopperTile<kDim, kTileRows>::kBytes;
+  static constexpr int kStreamBytes = HopperTile<kDim, kStep>::kBytes;
+  static constexpr int kStages = HopperRow<kDim>::kWide <= 96 ? 4 : 3;
+  static constexpr int kStreams = 2 * kResidentBytes;
+  static constexpr int kStaging = kStreams + kStages * 2 * kStreamBytes;  // kPitch<kDim> a row
+  static constexpr int kNumbers = kStaging + kTileRows * kPitch<kDim>;
+  static constexpr int kNumberBytes = 2 * kStep * 4;  // of a step
+  static constexpr int kBarriers = kNumbers + kStages * kNumberBytes;
+  static constexpr int kShared = kBarriers + (2 + 3 * kStages) * 8;
+};
+
+// Addresses in shared memory. `which` of two tensors: K and V, or Q and dO.
+template <int kDim>
+struct GradArena {
+  using S = HopperGradShape<kDim>;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t resident(int which) const {
+    return base + which * S::kResidentBytes;
+  }
+  __device__ __forceinline__ uint32_t stream(int which, int stage) const {
+    return base + S::kStreams + (2 * stage + which) * S::kStreamBytes;
+  }
+  __device__ __forceinline__ uint32_t staging() const { return base + S::kStaging; }
+  // log2 of a query's sum of exponentials, S::kStep of them; sums of out * dout.
+  __device__ __forceinline__ uint32_t numbers(int stage) const {
+    return base + S::kNumbers + stage * S::kNumberBytes;
+  }
+
+  // Barriers. Full: the bytes have arrived. Ready: and the warps that follow have seen to them.
+  // Empty: nobody reads them any more.
+  __device__ __forceinline__ uint32_t barrier(int i) const { return base + S::kBarriers + i * 8; }
+  __device__ __forceinline__ uint32_t resident_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t resident_empty() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(2 + stage); }
+  __device__ __forceinline__ uint32_t ready(int stage) const {
+    return barrier(2 + S::kStages + stage);
+  }
+  __device__ __forceinline__ uint32_t empty(int stage) const {
+    return barrier(2 + 2 * S::kStages + stage);
+  }
+
+  __device__ __forceinline__ void init() const {
+    ptx::barrier_init(resident_full(), 1);
+    ptx::barrier_init(resident_empty(), S::kConsumerWarps);
+    for (int i = 0; i < S::kStages; ++i) {
+      ptx::barrier_init(full(i), 1);
+      ptx::barrier_init(ready(i), 2);
+      ptx::barrier_init(empty(i), S::kConsumerWarps);
+    }
+    ptx::fence_barrier_init();
+  }
+};
+
+// A tile and what streams past it: from row `first` of the segment on, once a head of `heads`.
+struct GradWork {
+  Tile tile;
+  int head;
+  int stream_head;  // the first
+  int heads;
+  int first;
+  int steps;  // of a head; 0: no more work
+};
+template <int kDim, bool kKeys>
+__device__ __forceinline__ GradWork grad_work_at(const FlashAttentionGradParams& params,
+                                                 unsigned round) {
+  const AttentionParams& p = params.backward.forward;
+  const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
+  constexpr int kStep = HopperGradShape<kDim>::kStep;
+  GradWork work;
+  int end;
+  if constexpr (kKeys) {
+    const int32_t* tiles = params.tiles + 4 * (p.tokens / kTileRows + p.segments);
+    const Item item = item_at(tiles, p, p.kv_heads, round);
+    work = {item.tile, item.head, item.head * group, group, p.causal ? item.tile.first : 0, 0};
+    end = item.tile.length;
+  } else {
+    const Item item = item_at(params.tiles, p, p.heads, round);
+    work = {item.tile, item.head, item.head / group, 1, 0, 0};
+    end = p.causal ? min(item.tile.length, item.tile.first + kTileRows) : item.tile.length;
+  }
+  work.steps = (end - work.first + kStep - 1) / kStep;
+  return work;
+}
+
+// ---- the producer's warpgroup
+
+// The maps of a kernel: what is resident, in boxes of 128 rows, and what streams, of 64.
+struct GradMaps {
+  const CUtensorMap *resident[2], *stream[2];
+};
+
+// One thread.
+template <int kDim, bool kKeys>
+__device__ __forceinline__ void produce(const FlashAttentionGradParams& params,
+                                        const GradMaps& maps, const GradArena<kDim>& arena) {
+  using S = HopperGradShape<kDim>;
+  Place<S::kStages> ring;
+  uint32_t parity = 0;  // of the resident tiles' barriers
+#pragma unroll 1
+  for (unsigned round = 0;; ++round) {
+    const GradWork work = grad_work_at<kDim, kKeys>(params, round);
+    if (work.steps == 0) return;
+    const int begin = work.tile.begin;
+#pragma unroll 1
+    for (int head = 0; head < work.heads; ++head) {
+#pragma unroll 1
+      for (int step = 0; step < work.steps; ++step) {
+        ptx::barrier_wait(arena.empty(ring.stage), ring.parity ^ 1);
+        ptx::barrier_arrive_expect(arena.full(ring.stage), 2 * S::kStreamBytes);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          load_boxes<kDim, S::kStep>(arena.stream(i, ring.stage), maps.stream[i],
+                                     arena.full(ring.stage), work.stream_head + head,
+                                     begin + work.first + step * S::kStep);
+        }
+        ring.advance();
+        if (head == 0 && step == 0) {
+          ptx::barrier_wait(arena.resident_empty(), parity ^ 1);
+          ptx::barrier_arrive_expect(arena.resident_full(), 2 * S::kResidentBytes);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            load_boxes<kDim, kTileRows>(arena.resident(i), maps.resident[i], arena.resident_full(),
+                                        work.head, begin + work.tile.first);
+          }
+          parity ^= 1;
+        }
+      }
+    }
+  }
+}
+
+// Two warps, `which` 0 and 1: each after the producer, and before the consumers, sees to one of the
+// tensors that stream and, for the keys, to one of the queries' two numbers.
+template <int kDim, bool kKeys>
+__device__ __forceinline__ void follow(const FlashAttentionGradParams& params,
+                                       const GradArena<kDim>& arena, int which) {
+  using S = HopperGradShape<kDim>;
+  constexpr int kChunkBytes = HopperTile<kDim, S::kStep>::kChunkBytes;
+  const AttentionParams& p = params.backward.forward;
+  const int lane = threadIdx.x % kWarpSize;
+  Place<S::kStages> ring;
+#pragma unroll 1
+  for (unsigned round = 0;; ++round) {
+    const GradWork work = grad_work_at<kDim, kKeys>(params, round);
+    if (work.steps == 0) return;
+    // Rows of the segment from a step's first on: at the first step, and after the last.
+    const int all = work.tile.length - work.first, rest = all - work.steps * S::kStep;
+    const int first_row = which * static_cast<int>(p.heads) + work.stream_head;
+    const float* rows = params.rows + static_cast<int64_t>(first_row) * static_cast<int>(p.tokens) +
+                        (work.tile.begin + work.first + lane);
+#pragma unroll 1
+    for (int head = work.heads; head > 0; --head, rows += p.tokens) {
+#pragma unroll 1
+      for (int left = all; left > rest; left -= S::kStep) {
+        if constexpr (kKeys) {
+          // Loaded before there is room for them; zeros past the end.
+          const float* from = rows + (all - left);
+          const float low = lane < left ? from[0] : 0.f;
+          const float high = lane + kWarpSize < left ? from[kWarpSize] : 0.f;
+          const uint32_t to = arena.numbers(ring.stage) + (which * S::kStep + lane) * 4;
+          ptx::barrier_wait(arena.empty(ring.stage), ring.parity ^ 1);
+          ptx::store_shared(to, __float_as_uint(low));
+          ptx::store_shared(to + kWarpSize * 4, __float_as_uint(high));
+        }
+        ptx::barrier_wait(arena.full(ring.stage), ring.parity);
+        if (left < S::kStep) {
+          // The swizzle stays inside a row.
+#pragma unroll 1
+          for (int at = left * S::kRowBytes + lane * 16; at < kChunkBytes; at += kWarpSize * 16) {
+#pragma unroll
+            for (int c = 0; c < S::kChunks; ++c) {
+              ptx::store_shared(arena.stream(which, ring.stage) + c * kChunkBytes + at,
+                                uint4{0, 0, 0, 0});
+            }
+          }
+          ptx::fence_async_proxy();
+        }
+        release(arena.ready(ring.stage));
+        ring.advance();
+      }
+    }
+  }
+}
+
+// ---- keys
+
+// `consumer` is the warpgroup's number among them.
+template <class Math, int kDim>
+__device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& params,
+                                             const GradArena<kDim>& arena, int consumer) {
+  using S = HopperGradShape<kDim>;
+  const AttentionParams& p = params.backward.forward;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
+  const int warp_row = consumer * 64 + warp * 16;  // of the tile
+  const uint32_t keys = arena.resident(0) + consumer * 64 * S::kRowBytes;
+  const uint32_t values = arena.resident(1) + consumer * 64 * S::kRowBytes;
+  const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;
+  const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
+
+  Place<S::kStages> ring;
+  uint32_t parity = 0;
+  GradWork work = grad_work_at<kDim, true>(params, 0);
+#pragma unroll 1
+  for (unsigned round = 1; work.steps != 0; ++round) {
+    const GradWork next = grad_work_at<kDim, true>(params, round);
+    const auto pass = [&] {
+      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
+      release(arena.empty(ring.stage));
+      ring.advance();
+    };
+    ptx::barrier_wait(arena.resident_full(), parity);
+    parity ^= 1;
+    if (work.tile.first + consumer * 64 >= work.tile.length) {
+      // All of its keys are past the segment's end: the tensor cores are the other's.
+      release(arena.resident_empty());
+#pragma unroll 1
+      for (int i = 0; i < work.heads * work.steps; ++i) pass();
+      work = next;
+      continue;
+    }
+    // If causal, the second warpgroup's keys are later than all queries of a head's first step.
+    const int skipped = p.causal ? consumer : 0;
+    const int first = work.tile.first + warp_row;  // of the warp's keys
+    float s[S::kStep / 2], ds[S::kStep / 2], dk[S::kWide / 2], dv[S::kWide / 2];
+    uint32_t probabilities[S::kStep / 16][4], differences[S::kStep / 16][4];
+#pragma unroll
+    for (int i = 0; i < S::kWide / 2; ++i) dk[i] = dv[i] = 0.f;
+
+    // S^T with the queries from `query` on becomes probabilities: exp2(s * exponent - log_sum), 0
+    // where the query is earlier than the key.
+    const auto exponentiate = [&](int query) {
+#pragma unroll
+      for (int n = 0; n < S::kStep / 8; ++n) {
+        const uint32_t at = arena.numbers(ring.stage) + (n * 8 + lane % 4 * 2) * 4;
+        const float2 log_sum = ptx::load_shared_pair(at);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[n * 4 + e];
+          x = ptx::exp2_approx(fmaf(x, exponent, -(e % 2 ? log_sum.y : log_sum.x)));
+        }
+      }
+      if (p.causal && query < work.tile.first + consumer * 64 + 64) {
+        const int seen = first + lane / 4 - query - lane % 4 * 2;  // columns before it are earlier
+#pragma unroll
+        for (int i = 0; i < S::kStep / 2; ++i) {
+          if (i / 4 * 8 + i % 2 < seen + i % 4 / 2 * 8) s[i] = 0.f;
+        }
+      }
+    };
+    // Starts dP and dV of the ring's stage, and makes dS while dV is under way.
+    const auto differ = [&] {
+      pack<Math, S::kStep>(probabilities, s);
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, arena.stream(1, ring.stage));
+      start_columns<Math, kDim, S::kStep>(dv, probabilities, arena.stream(1, ring.stage));
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_results(ds);
+#pragma unroll
+      for (int n = 0; n < S::kStep / 8; ++n) {
+        const uint32_t at = arena.numbers(ring.stage) + (S::kStep + n * 8 + lane % 4 * 2) * 4;
+        const float2 delta = ptx::load_shared_pair(at);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          ds[n * 4 + e] = s[n * 4 + e] * (ds[n * 4 + e] - (e % 2 ? delta.y : delta.x));
+        }
+      }
+      pack<Math, S::kStep>(differences, ds);
+    };
+    const auto start_scores = [&] {
+      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, arena.stream(0, ring.stage));
+    };
+
+    if (skipped) pass();
+    start_scores();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(s);
+    int step = skipped;
+    exponentiate(work.first + step * S::kStep);
+#pragma unroll 1
+    for (int i = work.heads * (work.steps - skipped); i > 1; --i) {
+      const int now = ring.stage;
+      differ();
+      ring.advance();
+      if (++step == work.steps) {
+        step = skipped;
+        if (skipped) pass();
+      }
+      start_scores();
+      start_columns<Math, kDim, S::kStep>(dk, differences, arena.stream(0, now));
+      ptx::wgmma_wait<1>();  // for all but dK
+      ptx::wgmma_results(s);
+      exponentiate(work.first + step * S::kStep);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_results(dv);
+      ptx::wgmma_results(dk);
+      release(arena.empty(now));
+    }
+    differ();
+    start_columns<Math, kDim, S::kStep>(dk, differences, arena.stream(0, ring.stage));
+    release(arena.resident_empty());
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(dv);
+    ptx::wgmma_results(dk);
+    release(arena.empty(ring.stage));
+    ring.advance();
+
+    const HeadsView &to_dk = params.backward.dk, &to_dv = params.backward.dv;
+    const int64_t token = work.tile.begin + first;
+    const int length = work.tile.length - first;
+    const float factor[1][2] = {{p.scale, p.scale}}, one[1][2] = {{1.f, 1.f}};
+    store_rows<Math, kDim>(blocks_of<kDim>(dv), one, staging, length,
+                           rows_of(to_dv, token, work.head), to_dv.token_stride);
+    if (p.rotary != nullptr) {
+      store_rows_back<Math, kDim>(blocks_of<kDim>(dk), factor, staging, length, p.rotary, token,
+                                  rows_of(to_dk, token, work.head), to_dk.token_stride);
+    } else {
+      store_rows<Math, kDim>(blocks_of<kDim>(dk), factor, staging, length,
+                             rows_of(to_dk, token, work.head), to_dk.token_stride);
+    }
+    work = next;
+  }
+}
+
+// ---- queries
+
+template <class Math, int kDim>
+__device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& params,
+                                                const GradArena<kDim>& arena, int consumer) {
+  using S = HopperGradShape<kDim>;
+  const AttentionParams& p = params.backward.forward;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
+  const int warp_row = consumer * 64 + warp * 16;  // of the tile
+  const uint32_t queries = arena.resident(0) + consumer * 64 * S::kRowBytes;
+  const uint32_t douts = arena.resident(1) + consumer * 64 * S::kRowBytes;
+  const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;
+  const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
+
+  Place<S::kStages> ring;
+  uint32_t parity = 0;
+  GradWork work = grad_work_at<kDim, false>(params, 0);
+#pragma unroll 1
+  for (unsigned round = 1; work.steps != 0; ++round) {
+    const GradWork next = grad_work_at<kDim, false>(params, round);
+    const int first_row = work.tile.first + consumer * 64, first = work.tile.first + warp_row;
+    // Steps in which a query of the warpgroup sees a key; the other ones it lets pass.
+    int steps = work.steps;
+    if (p.causal) steps = min(steps, first_row / S::kStep + 1);
+    if (first_row >= work.tile.length) steps = 0;
+
+    float log_sum[2], delta[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = first + r * 8 + lane / 4;
+      const bool inside = query < work.tile.length;
+      const float* from =
+          params.rows + work.head * p.tokens + work.tile.begin + (inside ? query : 0);
+      log_sum[r] = inside ? from[0] : 0.f;
+      delta[r] = inside ? from[p.heads * p.tokens] : 0.f;
+    }
+    float s[S::kStep / 2], ds[S::kStep / 2], probabilities[S::kStep / 2], dq[S::kWide / 2];
+    uint32_t differences[S::kStep / 16][4];
+#pragma unroll
+    for (int i = 0; i < S::kWide / 2; ++i) dq[i] = 0.f;
+    const auto start_scores = [&] {
+      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, arena.stream(0, ring.stage));
+    };
+    const auto exponentiate = [&] {
+      ptx::wgmma_results(s);
+#pragma unroll
+      for (int e = 0; e < S::kStep / 2; ++e) {
+        probabilities[e] = ptx::exp2_approx(fmaf(s[e], exponent, -log_sum[e % 4 / 2]));
+      }
+    };
+    const auto differ = [&] {
+      ptx::wgmma_results(ds);
+#pragma unroll
+      for (int e = 0; e < S::kStep / 2; ++e) {
+        ds[e] = probabilities[e] * (ds[e] - delta[e % 4 / 2]);
+      }
+    };
+
+    ptx::barrier_wait(arena.resident_full(), parity);
+    parity ^= 1;
+    if (steps > 0) {
+      start_scores();
+      ptx::wgmma_wait<0>();
+      exponentiate();
+#pragma unroll 1
+      for (int i = 1; i < steps; ++i) {
+        const int now = ring.stage;
+        start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, arena.stream(1, now));
+        ring.advance();
+        start_scores();
+        ptx::wgmma_wait<1>();  // for dP
+        differ();
+        pack<Math, S::kStep>(differences, ds);
+        start_columns<Math, kDim, S::kStep>(dq, differences, arena.stream(0, now));
+        ptx::wgmma_wait<1>();  // for the scores
+        exponentiate();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_results(dq);
+        release(arena.empty(now));
+      }
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, arena.stream(1, ring.stage));
+      ptx::wgmma_wait<0>();
+      release(arena.resident_empty());
+      differ();
+      // Keys that a query doesn't see: past the segment, or later.
+      const int key = (steps - 1) * S::kStep + lane % 4 * 2;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int query = first + r * 8 + lane / 4;
+        const int seen = (p.causal ? min(query + 1, work.tile.length) : work.tile.length) - key;
+#pragma unroll
+        for (int n = 0; n < S::kStep / 8; ++n) {
+          if (n * 8 >= seen) ds[n * 4 + r * 2] = 0.f;
+          if (n * 8 + 1 >= seen) ds[n * 4 + r * 2 + 1] = 0.f;
+        }
+      }
+      pack<Math, S::kStep>(differences, ds);
+      start_columns<Math, kDim, S::kStep>(dq, differences, arena.stream(0, ring.stage));
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_results(dq);
+      release(arena.empty(ring.stage));
+      ring.advance();
+    } else {
+      release(arena.resident_empty());
+    }
+#pragma unroll 1
+    for (int i = steps; i < work.steps; ++i) {
+      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
+      release(arena.empty(ring.stage));
+      ring.advance();
+    }
+    if (steps == 0) {
+      work = next;
+      continue;
+    }
+
+    const HeadsView& to = params.backward.dq;
+    const int64_t token = work.tile.begin + first;
+    const int length = work.tile.length - first;
+    const float factor[1][2] = {{p.scale, p.scale}};
+    if (p.rotary != nullptr) {
+      store_rows_back<Math, kDim>(blocks_of<kDim>(dq), factor, staging, length, p.rotary, token,
+                                  rows_of(to, token, work.head), to.token_stride);
+    } else {
+      store_rows<Math, kDim>(blocks_of<kDim>(dq), factor, staging, length,
+                             rows_of(to, token, work.head), to.token_stride);
+    }
+    work = next;
+  }
+}
+
+// ---- kernels
+
+template <class Math, int kDim, bool kKeys>
+__device__ __forceinline__ void work_on_tiles(const FlashAttentionGradParams& params,
+                                              const GradMaps& maps) {
+  using S = HopperGradShape<kDim>;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char arena_bytes[];
+  const GradArena<kDim> arena{ptx::shared_address(arena_bytes)};
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      ptx::prefetch_map(maps.resident[i]);
+      ptx::prefetch_map(maps.stream[i]);
+    }
+    arena.init();
+  }
+  __syncthreads();
+  // The same in all lanes, and known to be.
+  const int warp = ptx::broadcast(static_cast<int>(threadIdx.x / kWarpSize), 0);
+  if (warp < kWarpgroupSize / kWarpSize) {
+    ptx::give_registers<S::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<kDim, kKeys>(params, maps, arena);
+    const int which = static_cast<int>(threadIdx.x / kWarpSize) - 1;
+    if (which == 0 || which == 1) follow<kDim, kKeys>(params, arena, which);
+  } else {
+    ptx::take_registers<S::kConsumerRegisters>();
+    const int consumer = warp / (kWarpgroupSize / kWarpSize) - 1;
+    if constexpr (kKeys) {
+      consume_keys<Math, kDim>(params, arena, consumer);
+    } else {
+      consume_queries<Math, kDim>(params, arena, consumer);
+    }
+  }
+#else
+  ptx::trap();  // the launcher asks for compute capability 9.0
+#endif
+}
+
+template <class Math, int kDim>
+__global__ void __launch_bounds__(HopperBlock::kThreads, 1)
+    flash_keys_hopper(const FlashAttentionGradParams params, const __grid_constant__ CUtensorMap k,
+                      const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap q,
+                      const __grid_constant__ CUtensorMap dout) {
+  work_on_tiles<Math, kDim, true>(params, {{&k, &v}, {&q, &dout}});
+}
+
+template <class Math, int kDim>
+__global__ void __launch_bounds__(HopperBlock::kThreads, 1)
+    flash_queries_hopper(const FlashAttentionGradParams params,
+                         const __grid_constant__ CUtensorMap q,
+                         const __grid_constant__ CUtensorMap dout,
+                         const __grid_constant__ CUtensorMap k,
+                         const __grid_constant__ CUtensorMap v) {
+  work_on_tiles<Math, kDim, false>(params, {{&q, &dout}, {&k, &v}});
+}
+
+// ---- the launch
+
+template <class Math, int kDim>
+int launch_backward(const FlashAttentionGradParams& params, void* stream) {
+  using S = HopperGradShape<kDim>;
+  const AttentionParams& p = params.backward.forward;
+  if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
+  if (const int error = launch(row_sums<Math, kDim>, (p.tokens + kSumRows - 1) / kSumRows * p.heads,
+                               kSumThreads, 0, stream, params)) {
+    return error;
+  }
+  const HeadsView views[] = {p.q, params.backward.dout, p.k, p.v};
+  CUtensorMap resident[4], streams[4];
+  for (int i = 0; i < 4; ++i) {
+    const int64_t heads = i < 2 ? p.heads : p.kv_heads;
+    cudaError_t error = make_map<kDim, kTileRows>(&resident[i], p.dtype, views[i], p.tokens, heads);
+    if (error != cudaSuccess) return error;
+    error = make_map<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
+    if (error != cudaSuccess) return error;
+  }
+  const int64_t tiles = list_length(p);
+  if (const int error =
+          launch_items(flash_keys_hopper<Math, kDim>, tiles * p.kv_heads, S::kShared, stream,
+                       params, resident[2], resident[3], streams[0], streams[1])) {
+    return error;
+  }
+  return launch_items(flash_queries_hopper<Math, kDim>, tiles * p.heads, S::kShared, stream, params,
+                      resident[0], resident[1], streams[2], streams[3]);
+}
+
+}  // namespace
+
+int flash_hopper_backward_cuda(const FlashAttentionGradParams& p, void* stream) {
+  const AttentionParams& f = p.backward.forward;
+  if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
+  if (f.segments == 0) return cudaSuccess;
+  const auto list = f.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
+  if (const int error = list(f, p.max_length, p.tiles, 2, stream)) return error;
+  if (f.dtype == DType::kBFloat16) {
+    VLMK_FLASH_DIMS(launch_backward, ptx::Bf16Math, f.head_dim)
+  }
+  VLMK_FLASH_DIMS(launch_backward, ptx::Fp16Math, f.head_dim)
+}
+
+}  // namespace vlmk

@@ -1,0 +1,215 @@
+// What the kernels of tiled attention for compute capability 9.0 share: tiles as TMA brings them
+// and wgmma reads them, the order of the work, tensor maps and launches.
+//
+// In shared memory a tile is chunks of kChunk columns, one TMA box each, swizzled as wgmma reads
+// it. head_dim 72 and 80 are computed as 96 columns of which the missing arrive as zeros, of depth
+// 80: with chunks of 16 columns nothing would be missing, and TMA would bring 32 bytes at a time.
+#pragma once
+
+#include <atomic>
+
+#include "cuda/attention_tiles.cuh"
+#include "cuda/hopper.cuh"
+
+namespace vlmk {
+namespace {
+
+using ptx::kWarpgroupSize;
+
+template <int kDim>
+struct HopperRow {
+  static constexpr int kChunk = kDim % 64 == 0 ? 64 : 32;
+  static constexpr int kChunks = (kDim + kChunk - 1) / kChunk;
+  static constexpr int kWide = kChunks * kChunk;
+  static constexpr int kDepth = (kDim + 15) / 16;  // steps
+  static constexpr int kRowBytes = kChunk * 2;
+  static_assert(kDepth * 16 <= kWide);
+};
+template <int kDim, int kRows>
+struct HopperTile {
+  static constexpr int kChunkBytes = kRows * HopperRow<kDim>::kRowBytes;
+  static constexpr int kBytes = HopperRow<kDim>::kChunks * kChunkBytes;
+};
+
+// A producer's warpgroup and two of 64 rows each.
+struct HopperBlock {
+  static constexpr int kConsumers = 2;
+  static constexpr int kConsumerWarps = kConsumers * kWarpgroupSize / kWarpSize;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupSize;
+  // Of 168 a thread at the start, that is 65,536 an SM over 384 threads.
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
+};
+
+// Which stage of a ring is next, and how often the ring was gone round.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// The work of a block: every gridDim.x-th entry of (tiles, heads), every other time from the other
+// end, because the list has the longest first. After the last: length 0.
+struct Item {
+  Tile tile;
+  int head;
+};
+__device__ __forceinline__ Item item_at(const int32_t* tiles, const AttentionParams& p,
+                                        int64_t heads_, unsigned round) {
+  const unsigned heads = static_cast<unsigned>(heads_);
+  const unsigned items = static_cast<unsigned>(p.tokens / kTileRows + p.segments) * heads;
+  const unsigned mine = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const unsigned place = round * gridDim.x + mine;
+  if (place >= items) return {};
+  return {tile_at(tiles, place / heads), static_cast<int>(place % heads)};
+}
+
+// ---- rows that come and go
+
+// Starts the copies of a tile, of which `full` already expects the bytes.
+template <int kDim, int kRows>
+__device__ __forceinline__ void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t full,
+                                           int head, int token) {
+  using R = HopperRow<kDim>;
+#pragma unroll
+  for (int c = 0; c < R::kChunks; ++c) {
+    ptx::load_box(to + c * HopperTile<kDim, kRows>::kChunkBytes, map, full, c * R::kChunk, head,
+                  token);
+  }
+}
+
+// A warp is done with a tile: its lanes meet, or those that still waited for a phase could be
+// passed by two. Its products are over with its wait.
+__device__ __forceinline__ void release(uint32_t empty) {
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) ptx::barrier_arrive(empty);
+}
+
+// ---- products
+
+// A result of wgmma in the form of mma.sync's: one block of 16 rows, of all or the first columns.
+template <int kColumns, int kCount>
+__device__ __forceinline__ auto& blocks_of(float (&c)[kCount]) {
+  static_assert(kColumns / 2 <= kCount);
+  return reinterpret_cast<float (&)[1][kColumns / 8][4]>(c);
+}
+
+// Starts c = a b^T, and ends the group: 64 rows of a tile of kRowsA, and all of one of kRowsB.
+template <class Math, int kDim, int kRowsA, int kRowsB>
+__device__ __forceinline__ void start_rows(float (&c)[kRowsB / 2], uint32_t a_rows,
+                                           uint32_t b_rows) {
+  using R = HopperRow<kDim>;
+  const uint64_t a = ptx::matrix_descriptor<R::kRowBytes, 0, 8 * R::kRowBytes>(a_rows);
+  const uint64_t b = ptx::matrix_descriptor<R::kRowBytes, 0, 8 * R::kRowBytes>(b_rows);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < R::kDepth; ++d) {
+    const int chunk = d * 16 / R::kChunk, column = d * 16 % R::kChunk * 2;
+    ptx::Wgmma<Math, kRowsB>::rows(
+        c, a + (chunk * HopperTile<kDim, kRowsA>::kChunkBytes + column) / 16,
+        b + (chunk * HopperTile<kDim, kRowsB>::kChunkBytes + column) / 16, d > 0);
+  }
+  ptx::wgmma_commit();
+}
+
+// Starts c += a b, and ends the group: b is a tile of kRows.
+template <class Math, int kDim, int kRows>
+__device__ __forceinline__ void start_columns(float (&c)[HopperRow<kDim>::kWide / 2],
+                                              const uint32_t (&a)[kRows / 16][4], uint32_t rows) {
+  using R = HopperRow<kDim>;
+  constexpr int kChunkBytes = HopperTile<kDim, kRows>::kChunkBytes;
+  const uint64_t b = ptx::matrix_descriptor<R::kRowBytes, kChunkBytes, 8 * R::kRowBytes>(rows);
+  ptx::wgmma_results(c);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < kRows / 16; ++n) {
+    ptx::Wgmma<Math, R::kWide>::columns(c, a[n], b + n * R::kRowBytes);
+  }
+  ptx::wgmma_commit();
+}
+
+// A result as the left operands of start_columns.
+template <class Math, int kColumns>
+__device__ __forceinline__ void pack(uint32_t (&a)[kColumns / 16][4], float (&c)[kColumns / 2]) {
+#pragma unroll
+  for (int n = 0; n < kColumns / 16; ++n) {
+    as_operand<Math>(reinterpret_cast<uint32_t (&)[1][4]>(a[n]), blocks_of<kColumns>(c), n * 2);
+  }
+}
+
+// ---- launches
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+// The driver's cuTensorMapEncodeTiled, found by the runtime, so that nothing links to libcuda.
+inline cudaError_t find_encode(Encode* encode) {
+  static std::atomic<Encode> known{nullptr};
+  *encode = known.load();
+  if (*encode != nullptr) return cudaSuccess;
+  void* function;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) return error;
+  if (found != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
+  *encode = reinterpret_cast<Encode>(function);
+  known.store(*encode);
+  return cudaSuccess;
+}
+
+// Multiprocessors of the current device.
+inline cudaError_t find_processors(int* processors) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices]{};  // 0: not asked yet
+  int device;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
+  const bool kept = device < kDevices;
+  *processors = kept ? known[device].load() : 0;
+  if (*processors != 0) return cudaSuccess;
+  const cudaError_t error =
+      cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess && kept) known[device].store(*processors);
+  return error;
+}
+
+// A tensor map of x, [T, heads, kDim], in boxes of kRows tokens, a head and a chunk of columns.
+template <int kDim, int kRows>
+cudaError_t make_map(CUtensorMap* map, DType dtype, const HeadsView& x, int64_t tokens,
+                     int64_t heads) {
+  using R = HopperRow<kDim>;
+  Encode encode;
+  if (const cudaError_t error = find_encode(&encode)) return error;
+  const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  // A dimension of one element has any stride.
+  const int64_t head_stride = heads == 1 ? kDim : x.head_stride;
+  const int64_t token_stride = tokens == 1 ? kDim : x.token_stride;
+  const cuuint64_t sizes[] = {kDim, cuuint64_t(heads), cuuint64_t(tokens)};
+  const cuuint64_t strides[] = {cuuint64_t(head_stride * 2), cuuint64_t(token_stride * 2)};
+  const cuuint32_t box[] = {R::kChunk, 1, kRows}, steps[] = {1, 1, 1};
+  // The driver's error numbers are the runtime's.
+  return static_cast<cudaError_t>(
+      encode(map, type, 3, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             R::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+}
+
+// As many blocks as the device has multiprocessors, or fewer: of `items` each has at least one.
+template <class... Params>
+int launch_items(void (*kernel)(Params...), int64_t items, int shared, void* stream,
+                 const Params&... params) {
+  if (items > 0x7fffffff) return cudaErrorInvalidValue;
+  int processors;
+  if (const cudaError_t error = find_processors(&processors)) return error;
+  return launch(kernel, items < processors ? items : processors, HopperBlock::kThreads, shared,
+                stream, params...);
+}
+
+}  // namespace
+}  // namespace vlmk
