@@ -7,7 +7,7 @@ with scores transposed, so that queries lie in vector lanes (csrc/cpu/attention_
 arithmetic is float32 for every storage type, but for bfloat16 on processors with fast bf16 dot
 products, and results don't depend on the number of threads. On CUDA, segments of at most 128 tokens
 stand whole in shared memory (csrc/cuda/attention_window.cuh), longer ones are tiled
-(csrc/cuda/attention_flash.cu). docs/attention.md explains all three.
+(csrc/cuda/attention_flash.cu). docs/attention.md and docs/attention-cuda.md explain them.
 """
 
 from __future__ import annotations

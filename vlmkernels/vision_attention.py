@@ -267,7 +267,7 @@ def choose_kernel(
 
     The tiled kernels come before flash-attn here, other than in varlen_attention: a rotation in
     torch moves 48 bytes for each element of q and k, which takes an A100 longer than attention to
-    frames of up to 3,700 patches at the full rate of its tensor cores (docs/attention.md).
+    frames of up to 3,700 patches at the full rate of its tensor cores (docs/attention-cuda.md).
     """
     if device != "cuda":
         return "cpu"
