@@ -1,4 +1,7 @@
-"""Planted bugs in tiled attention's backward for Hopper, each behind a switch; see mutants.py."""
+"""Planted bugs in tiled attention's backward for Hopper, each behind a switch; see mutants.py.
+
+tests/ptxsim/flash_hopper_grad_mutants.py has more, most of them wrong values.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ def _changed(name: str, text: str, new: str, anchor: str = "") -> Mutant:
 
 _FENCE = "ptx::fence_async_proxy();"
 _READY = "ptx::barrier_wait(arena.ready(ring.stage), ring.parity);"
-_DK = "start_columns<Math, kDim, S::kStep>(dk, differences, arena.stream(0, now));"
 _DQ = "start_columns<Math, kDim, S::kStep>(dq, differences, arena.stream(0, now));"
 
 HOPPER_GRAD_MUTANTS = [
@@ -32,17 +34,10 @@ HOPPER_GRAD_MUTANTS = [
               "        ptx::barrier_arrive_expect"),
     _left_out("resident rows overwritten early",
               "ptx::barrier_wait(arena.resident_empty(), parity ^ 1);"),
-    _changed("first head of the group only", "work.stream_head + head", "work.stream_head"),
-    _changed("always the first step", "step * S::kStep", "0",
-             "begin + work.first + step * S::kStep"),
-    _changed("resident rows of the segment's start", "begin + work.tile.first", "begin",
-             "work.head, begin + work.tile.first"),
     # ---- the warps that follow
     _changed("rows past the segment stay", "left < S::kStep", "false", "if (left < S::kStep) {"),
     _changed("one row too few is zeroed", "S::kRowBytes", "S::kRowBytes + S::kRowBytes",
              "left * S::kRowBytes"),
-    _changed("one row too many is zeroed", "lane * 16", "lane * 16 - S::kRowBytes",
-             "left * S::kRowBytes + lane * 16"),
     _changed("one tensor is zeroed", "arena.stream(which, ring.stage) + c * kChunkBytes",
              "arena.stream(0, ring.stage) + c * kChunkBytes"),
     _left_out("no fence after zeros", _FENCE),
@@ -52,7 +47,6 @@ HOPPER_GRAD_MUTANTS = [
               "ptx::barrier_wait(arena.empty(ring.stage), ring.parity ^ 1);\n"
               "          ptx::store_shared"),
     _changed("numbers past the segment", "lane + kWarpSize < left", "true"),
-    _changed("numbers of the first half twice", "from[kWarpSize]", "from[0]"),
     _changed("numbers of one head", "rows += p.tokens", "rows += 0"),
     # ---- the barriers
     _changed("one follower is enough", "2", "1", "ptx::barrier_init(ready(i), 2);"),
@@ -87,15 +81,12 @@ HOPPER_GRAD_MUTANTS = [
               "ptx::wgmma_wait<0>();\n      ptx::wgmma_results(dv);"),
     _left_out("last dK not finished", "ptx::wgmma_wait<0>();",
               "ptx::wgmma_wait<0>();\n    ptx::wgmma_results(dv);"),
-    _changed("dK of the next queries", _DK, _DK.replace("now", "ring.stage")),
     _left_out("stages never released", "release(arena.empty(now));",
               "ptx::wgmma_results(dk);\n      release(arena.empty(now));"),
     _changed("a query's own key masked", "i / 4 * 8 + i % 2 < seen + i % 4 / 2 * 8",
              "i / 4 * 8 + i % 2 <= seen + i % 4 / 2 * 8"),
     _changed("no causal mask", "p.causal", "false", "if (p.causal && query <"),
     _changed("delta left out of dk", "(e % 2 ? delta.y : delta.x)", "0.f"),
-    _changed("rows' numbers swapped", "e % 2 ? log_sum.y : log_sum.x",
-             "e % 2 ? log_sum.x : log_sum.y"),
     _changed("dk of the absolute scale", "p.scale", "fabsf(p.scale)", "p.scale}}, one"),
     # ---- queries
     _left_out("resident queries not waited for",
@@ -111,7 +102,6 @@ HOPPER_GRAD_MUTANTS = [
               "ptx::wgmma_wait<0>();\n        ptx::wgmma_results(dq);"),
     _left_out("last dQ not finished", "ptx::wgmma_wait<0>();",
               "ptx::wgmma_wait<0>();\n      ptx::wgmma_results(dq);"),
-    _changed("dQ of the next keys", _DQ, _DQ.replace("now", "ring.stage")),
     _changed("keys released before dQ", "pack<Math, S::kStep>(differences, ds);",
              "pack<Math, S::kStep>(differences, ds); release(arena.empty(now));",
              f"pack<Math, S::kStep>(differences, ds);\n        {_DQ}"),
@@ -121,14 +111,10 @@ HOPPER_GRAD_MUTANTS = [
     _changed("keys past the segment", "work.tile.length", "1 << 20",
              " : work.tile.length) - key;"),
     _changed("a key too many if causal", "query + 1", "query + 2", "min(query + 1, work"),
-    _changed("delta of the other row", "delta[e % 4 / 2]", "delta[1 - e % 4 / 2]"),
     _changed("sign of the scale", "p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale)",
              "exponent_of(p.scale)",
              "const uint32_t douts = arena.resident(1) + consumer * 64 * S::kRowBytes;\n"
              "  const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;\n"
              "  const float exponent = "
              "p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale)"),
-    # ---- the launch
-    _changed("values for dout", "params.backward.dout", "p.v", "{p.q, params.backward.dout, p.k"),
-    _changed("values for keys", "resident[2]", "resident[3]", "params, resident[2]"),
 ]  # fmt: skip

@@ -92,7 +92,7 @@ MUTANTS = [
     M("stages overwritten early", f"{EMPTY}\n        ptx::barrier_arrive",
       "ptx::barrier_arrive", "rounds"),
     M("resident rows overwritten early",
-      "ptx::barrier_wait(arena.resident_empty(), parity ^ 1);", "", "rounds", quick=True),
+      "ptx::barrier_wait(arena.resident_empty(), parity ^ 1);", "", "rounds"),
     M("producer waits for the wrong phase", f"{EMPTY}\n        ptx::barrier_arrive",
       f"{EMPTY.replace(' ^ 1', '')}\n        ptx::barrier_arrive"),
     M("producer's phase of resident rows", "arena.resident_empty(), parity ^ 1",

