@@ -233,7 +233,7 @@ def hopper_suite(dim: int = 80) -> dict[str, Check]:
         ),
         "groups of heads": lambda k, r: check_flash(k, Case(r, [30], 4, 2, dim), False),
         "scores far below zero": lambda k, r: check_flash(
-            k, Case(r, [21], 1, 1, dim, scale=0.3, shift=4.0), False
+            k, Case(r, [40], 4, 2, dim, scale=0.12, shift=4.0), False
         ),
         "neighbours": lambda k, r: check_neighbours(k, r, dim),
         "causal neighbours": lambda k, r: check_neighbours(k, r, dim, causal=True),
@@ -264,6 +264,6 @@ def small_suite(dim: int = 80) -> dict[str, Check]:
         ),
         "groups of heads": lambda k, r: check_flash(k, Case(r, [30], 4, 2, dim)),
         "scores far below zero": lambda k, r: check_flash(
-            k, Case(r, [21], 1, 1, dim, scale=0.3, shift=4.0)
+            k, Case(r, [40], 4, 2, dim, scale=0.12, shift=4.0)
         ),
     }

@@ -38,7 +38,7 @@ CHECKS: dict[str, Check] = {
     "two and a bit": _run([270]),
     "negative": _run([70] * 4, scale=-0.3),
     "groups": _run([30], 4, 2),
-    "low": _run([21], scale=0.3, shift=4.0),
+    "low": _run([40], 4, 2, scale=0.12, shift=4.0),
     "neighbours": lambda k, r: check_neighbours(k, r, DIM),
 }
 
