@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*.* csrc/*/*.*) CMakeLists.txt setup.py pyproject.toml
 EXTRAS := train,demo,test
 
-.PHONY: help setup test test-layouts test-kernels test-flash test-crash test-full test-plan lint format demo
+.PHONY: help setup test test-ptxsim test-emulation test-layouts test-kernels test-flash test-crash test-full test-plan lint format demo
 .PHONY: bench gpu-check clean
 help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
@@ -36,15 +36,22 @@ lint: setup
 	$(RUN) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
 
+# What needs one core each goes first, side by side.
 test: lint
-	$(RUN) -m pytest tests
+	$(MAKE) -j2 --output-sync=target test-ptxsim test-emulation
+	$(RUN) -m pytest tests --ignore=tests/ptxsim --ignore=tests/emulation --ignore=tests/kernels
+
+test-ptxsim: setup
+	$(RUN) -m pytest tests/ptxsim
+
+test-emulation: setup
+	$(RUN) -m pytest tests/emulation tests/kernels
 
 # Every layout against transformers, 240 cases, failing ranks, resumed LoRA (9 min on 2 cores).
 test-layouts: setup
 	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py tests/optim/matrix.py -rP
 
-test-kernels: setup
-	$(RUN) -m pytest tests/kernels tests/ptxsim tests/emulation
+test-kernels: test-ptxsim test-emulation
 
 # Every instance of tiled attention on both architectures, and every planted bug, in the PTX
 # interpreter.

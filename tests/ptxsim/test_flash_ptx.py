@@ -28,12 +28,6 @@ def test_accuracy(name: str, flash: FlashKernels, rng: np.random.Generator) -> N
     small_suite(DIM)[name](flash, rng)
 
 
-def test_head_dim_72_on_sm_90(fake_runtime: Path, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Its last 8 columns are a product of half the depth."""
-    kernels = build_flash(tmp_path, fake_runtime, 72, "90a", ("Fp16Math",))
-    check_flash(kernels, Case(rng, [140], 1, 1, 72, "float16", causal=True))
-
-
 def test_vision_at_head_dim_72(
     fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:

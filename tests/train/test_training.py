@@ -91,11 +91,11 @@ def test_metrics_of_a_run(straight):
 
 
 def check_waterfall(row: dict) -> None:
-    """Rows add up to the step, none is negative (beyond two clock readings apart), and most of a
-    step has a name."""
+    """Rows add up to the step, none is negative (but for two clock readings apart, between which a
+    busy machine may run something else on one rank), and most of a step has a name."""
     parts, seconds = row["waterfall"], row["step_seconds"]
     assert sum(parts.values()) == pytest.approx(seconds, rel=0.02)
-    assert min(parts.values()) > -0.02 * seconds, parts
+    assert min(parts.values()) > -0.02 * seconds - 0.03, parts
     if row["step"] > 2:
         assert parts["other"] < 0.35 * seconds, parts
 
