@@ -94,6 +94,14 @@ def test_tiled_vision_attention(name: str, library: Library, rng: np.random.Gene
     vision_cases.tiled_suite()[name](_tiled_vision(library, rng), rng)
 
 
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_attention_of_nothing(
+    lengths: list[int], library: Library, rng: np.random.Generator
+) -> None:
+    check_window(_window(library, rng), Case(rng, lengths, 2, 1, 80, max_length=0))
+    check_vision(_vision(library, rng), VisionCase(rng, lengths, 1, 80, max_length=0))
+
+
 def test_tiled_vision_attention_of_nothing(library: Library, rng: np.random.Generator) -> None:
     kernels = _tiled_vision(library, rng)
     check_tiled(kernels, rng, [], 1, 80, max_length=0)

@@ -91,6 +91,14 @@ def test_accuracy(name: str, window: WindowKernels, rng: np.random.Generator) ->
     small_suite()[name](window, rng)
 
 
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_attention_of_nothing(
+    lengths: list[int], window: WindowKernels, vision: WindowKernels, rng: np.random.Generator
+) -> None:
+    check_window(window, Case(rng, lengths, 2, 1, 80, max_length=0))
+    check_vision(vision, VisionCase(rng, lengths, 1, 80, max_length=0))
+
+
 def test_128_keys(fake_runtime: Path, tmp_path: Path, rng: np.random.Generator) -> None:
     """The larger instance, as built for sm_90a."""
     build = build_kernels(_copy(tmp_path, SOURCE, [], LARGE), tmp_path / "build", ["90a"])
