@@ -124,9 +124,9 @@ def test_balance_fill_and_speed(family: str) -> None:
     lengths = np.array(data.tokens)
     costs = sample_costs(lengths, start, np.array(grids), spec).sum(1)
     whole = np.rint(16 * costs).astype(np.int64)
-    began = time.perf_counter()
+    began = time.process_time()
     plan = plan_epoch(lengths, 8192, 0, 0, "h", costs=whole)
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     assert seconds < 2, "0.1 s for 10,000 samples on an idle core"
     assert plan.tokens.sum() == lengths.sum() and plan.costs.sum() == whole.sum()
     assert plan.tokens.sum() / (len(plan) * 8192) > 0.99

@@ -11,12 +11,16 @@ import torch.distributed as dist
 from vlmtrain.errors import UserError
 from vlmtrain.parallel import together
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=2))
-rank = dist.get_rank()
-together._BEAT, together._SILENCE = 0.2, 2.0
+# They meet here, however late one of them starts.
+rank = int(os.environ["RANK"])
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
+dist.init_process_group(
+    "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=4)
+)
+together._BEAT, together._SILENCE = 0.2, 3.0
 
 def slow():
-    time.sleep(3.5)
+    time.sleep(5)
     return {"answer": 42}
 
 assert together.on_first_rank(slow) == {"answer": 42}
@@ -35,15 +39,15 @@ for _ in range(2):
 # Rank 0 stops without a word.
 dist.barrier()
 if rank == 0:
-    time.sleep(5)
+    time.sleep(10)
 else:
     start = time.monotonic()
     try:
         together.on_first_rank(slow)
         raise SystemExit("no error")
     except UserError as error:
-        assert "rank 0 has given no sign of life for 2 s" in str(error), error
-    assert 2 <= time.monotonic() - start < 4.5
+        assert "rank 0 has given no sign of life for 3 s" in str(error), error
+    assert 3 <= time.monotonic() - start < 9
 print("fine", flush=True)
 os._exit(0)
 """

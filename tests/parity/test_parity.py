@@ -82,6 +82,7 @@ class TestOneProcess:
 
     def test_ten_steps_and_the_folder_they_leave(self, case):
         """Last: it trains the reference model."""
+        start = {name: p.detach().clone() for name, p in case["model"].named_parameters()}
         steps = [ref.make_stream("mixed", SEED, i) for i in range(10)]
         theirs = ref.reference_training(case["model"], steps)
         for step, (mine, want) in enumerate(zip(case["ours"]["losses"], theirs, strict=True)):
@@ -90,8 +91,13 @@ class TestOneProcess:
         assert not report["missing_keys"] and not report["unexpected_keys"]
         trained = dict(case["model"].named_parameters())
         for name, parameter in loaded.named_parameters():
-            # Adam divides by the root of a tiny second moment: compare against the step size.
-            assert (parameter - trained[name]).abs().max() <= 0.2 * ref.LR, name
+            # Where a gradient is all but zero Adam follows its rounding, by up to a step: single
+            # elements may differ, most may not, nor the whole by a tenth of its way.
+            want = trained[name].detach()
+            difference = (parameter.detach() - want).abs()
+            assert difference.median() <= 0.002 * ref.LR, f"{name}, seed {SEED}"
+            moved = (want - start[name]).norm()
+            assert difference.norm() <= 0.1 * moved, f"{name}, seed {SEED}"
 
 
 @pytest.mark.parametrize("layout", [{}, dict(pipeline=2), dict(tensor=2)], ids=str)
