@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -82,7 +83,7 @@ def test_metrics_of_a_run(straight):
         assert row["tokens"] + round(row["padding_share"] * 640) == 640  # 4 packs of 160
         assert 0 < row["target_tokens"] < row["tokens"]
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["step_seconds"])
-        check_waterfall(row)
+    check_waterfall(rows)
     assert 0 < rows[-1]["mfu"] < rows[-1]["hfu"] < 1
     facts = json.loads((straight / "run.json").read_text())
     assert facts["processes"] == 2 and facts["plan"]["step_seconds"] > 0
@@ -90,14 +91,18 @@ def test_metrics_of_a_run(straight):
     assert list((straight / "tensorboard").glob("events.*"))
 
 
-def check_waterfall(row: dict) -> None:
-    """Rows add up to the step, none is negative (but for two clock readings apart, between which a
-    busy machine may run something else on one rank), and most of a step has a name."""
-    parts, seconds = row["waterfall"], row["step_seconds"]
-    assert sum(parts.values()) == pytest.approx(seconds, rel=0.02)
-    assert min(parts.values()) > -0.02 * seconds - 0.03, parts
-    if row["step"] > 2:
-        assert parts["other"] < 0.35 * seconds, parts
+def check_waterfall(rows: list[dict]) -> None:
+    """Parts add up to the step, none is negative, and most of a step has a name: in the middle step
+    of the run, since a busy machine may run something else between two clock readings."""
+    shares: dict[str, list[float]] = {}
+    for row in rows:
+        parts, seconds = row["waterfall"], row["step_seconds"]
+        assert sum(parts.values()) == pytest.approx(seconds, rel=0.02)
+        for name, part in parts.items():
+            shares.setdefault(name, []).append(part / seconds)
+    middle = {name: statistics.median(share) for name, share in shares.items()}
+    assert min(middle.values()) > -0.02, shares
+    assert middle["other"] < 0.35, shares
 
 
 def test_the_folder_loads_in_transformers(straight, model):
@@ -182,8 +187,9 @@ def test_nothing_moves_at_learning_rate_zero(precision, model, conversations, tm
     )
     assert done.code == 0, done.output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    for row in map(json.loads, lines):
-        check_waterfall(row)
+    rows = [json.loads(line) for line in lines]
+    check_waterfall(rows)
+    for row in rows:
         assert row["waterfall"]["bubble"] == row["waterfall"]["imbalance"] == 0  # one process
     before = load_file(folder / "model.safetensors")
     after = load_file(tmp_path / "run" / "hf" / "model.safetensors")
