@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 NATIVE := $(wildcard csrc/*.* csrc/*/*.*) CMakeLists.txt setup.py pyproject.toml
 EXTRAS := train,demo,test
 
-.PHONY: help setup test test-ptxsim test-emulation test-layouts test-kernels test-flash test-crash test-full test-plan lint format demo
+.PHONY: help setup test test-runs test-rest test-layouts test-kernels test-flash test-crash test-full test-plan lint format demo
 .PHONY: bench gpu-check clean
 help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
@@ -36,22 +36,26 @@ lint: setup
 	$(RUN) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
 
-# What needs one core each goes first, side by side.
+# Two rows side by side, about equally long on 2 cores; their lines of dots alternate.
+RUNS := tests/train tests/parity
 test: lint
-	$(MAKE) -j2 --output-sync=target test-ptxsim test-emulation
-	$(RUN) -m pytest tests --ignore=tests/ptxsim --ignore=tests/emulation --ignore=tests/kernels
+	$(MAKE) -j2 --output-sync=line test-runs test-rest
 
-test-ptxsim: setup
-	$(RUN) -m pytest tests/ptxsim
+# Whole runs of training, most of two and more processes, and their parity with transformers.
+test-runs: setup
+	$(RUN) -m pytest $(RUNS)
 
-test-emulation: setup
-	$(RUN) -m pytest tests/emulation tests/kernels
+# Everything else: kernels in both simulators and on the CPU, data, checkpoints, optimizer, planner.
+test-rest: setup
+	$(RUN) -m pytest tests $(RUNS:%=--ignore=%)
+
+# The kernels alone: in both simulators, and those of the CPU.
+test-kernels: setup
+	$(RUN) -m pytest tests/ptxsim tests/emulation tests/kernels
 
 # Every layout against transformers, 240 cases, failing ranks, resumed LoRA (9 min on 2 cores).
 test-layouts: setup
 	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py tests/optim/matrix.py -rP
-
-test-kernels: test-ptxsim test-emulation
 
 # Every instance of tiled attention on both architectures, and every planted bug, in the PTX
 # interpreter.
