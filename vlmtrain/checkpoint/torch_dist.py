@@ -127,7 +127,7 @@ def write_tensor(out: SummedFile, tensor: Tensor) -> None:
     head = io.BytesIO()
     _Pickler(head, protocol=2).dump(_TensorMark(tensor))
     entries: list[tuple[str, Any]] = [
-        ("data.pkl", head.getbuffer()),
+        ("data.pkl", head.getvalue()),  # getbuffer: a crash of CPython 3.12.1, should a write fail
         ("byteorder", b"little"),
         ("data/0", as_bytes(tensor.detach().contiguous())),
         ("version", b"3\n"),
