@@ -68,6 +68,8 @@ def change(folder: Path, **values) -> None:
     ("values", "words"),
     [
         ({"use_dora": True}, ["use_dora"]),
+        ({"lora_bias": True}, ["lora_bias"]),
+        ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights", "pissa_niter_4"]),
         ({"alpha_pattern": {"q_proj": 3}}, ["alpha_pattern"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
         ({"peft_type": "IA3"}, ["IA3"]),
