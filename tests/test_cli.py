@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +87,23 @@ def test_usage(capsys):
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
     assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "convert", "demo"])
+def test_a_package_that_is_not_installed_is_named(command, capsys, monkeypatch):
+    """`pip install .` without [train] leaves it out."""
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert cli.main([command, "verify"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"vlmtrain: {command} needs the package tyro, which is not installed")
+    assert said.endswith('pip install ".[train]"\n') and said.count("\n") == 1
+
+
+def test_modules_that_may_be_missing_are_those_of_pyproject():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    names = {"megatron-core": "megatron", "pillow": "PIL"}
+    packages = re.findall(r'^  "([\w-]+)[>=]=', text, re.MULTILINE)  # one a line: [train] only
+    assert {names.get(package, package) for package in packages} == set(cli._EXTRA)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,11 @@ _PEER_GONE = (
     "remote process exited",
     "NCCL communicator was aborted",
 )
+# Modules of the packages that `pip install .` leaves out and `pip install ".[train]"` brings.
+_EXTRA = (
+    *("megatron", "transformers", "safetensors", "tokenizers", "webdataset", "PIL", "av"),
+    *("jinja2", "tyro", "tomli", "rich", "matplotlib", "psutil", "tensorboard"),
+)
 _ONE_PROCESS = ParallelSection()
 
 
@@ -61,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands[command](rest)
     except UserError as error:
         return _fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        return _fail(_not_installed(command, error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
 
@@ -68,6 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(message: str, code: int) -> int:
     print(f"vlmtrain: {message}", file=sys.stderr, flush=True)
     return code
+
+
+def _not_installed(command: str, error: ModuleNotFoundError) -> str:
+    """What to install; an error that has another cause goes on its way."""
+    module = (error.name or "").split(".")[0]
+    if module not in _EXTRA:
+        raise error
+    return (
+        f"{command} needs the package {module}, which is not installed; in the source tree: "
+        'pip install ".[train]"'
+    )
 
 
 def _train(arguments: list[str]) -> int:
