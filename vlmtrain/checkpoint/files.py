@@ -17,7 +17,7 @@ T = TypeVar("T")
 # that another thread never waits long.
 PIECE_BYTES = 1 << 23
 INCOMPLETE = ".incomplete"
-OLD = ".old"
+OLD = ".vlmtrain-replaced"  # of no folder that people make: it is removed
 MANIFEST = "manifest.json"
 
 
@@ -45,12 +45,20 @@ def fsync_tree(folder: Path) -> None:
 def replace_folder(work: Path, target: Path) -> None:
     """Give a finished folder its name; what had the name before goes away last."""
     old = target.with_name(target.name + OLD)
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
+    _remove(old)
+    if target.exists() or target.is_symlink():
         os.rename(target, old)
     os.rename(work, target)
     fsync_path(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all in it; a file; of a link the link."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def start_folder(target: Path) -> Path:

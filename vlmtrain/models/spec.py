@@ -85,11 +85,13 @@ class ModelSpec:
         path = Path(folder) / "config.json"
         if not Path(folder).is_dir():
             raise ModelConfigError(
-                f"{folder}: no such folder; --model takes a Hugging Face model folder "
+                f"{folder}: no such folder; a model is a Hugging Face folder "
                 "(config.json, *.safetensors, tokenizer.json)"
             )
         if not path.is_file():
-            raise ModelConfigError(f"{path} is missing; --model takes a Hugging Face model folder")
+            raise ModelConfigError(
+                f"{path} is missing; a model is a folder with config.json and weights"
+            )
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
