@@ -134,7 +134,7 @@ def render(found: Plan, title: str) -> str:
         mark = "*" if p is runnable else " "
         lines.append(
             f"{number}{mark} {p.step_seconds:8.2f}  {p.tokens_per_second_per_gpu:9,.0f}  "
-            f"{p.mfu:6.1%} {p.uncertainty:4.0%}  {p.bubble:6.1%}    {imbalance:6.1%}  "
+            f"{p.mfu:6.1%} {p.uncertainty:4.0%}  {max(0.0, p.bubble):6.1%}    {imbalance:6.1%}  "
             f"{p.communication:6.1%}  {low:4.0f}-{high:<4.0f}  {picture.describe(p.option)}"
         )
         layout = p.option.layout
@@ -186,8 +186,9 @@ def write(found: Plan, output: Path, model: Path, data: str | None, title: str) 
     written = []
     try:
         output.mkdir(parents=True, exist_ok=True)
+        path = output / "plan.toml"
+        path.unlink(missing_ok=True)  # an earlier answer's
         if found.runnable is not None:
-            path = output / "plan.toml"
             path.write_text(to_toml(found, found.runnable, model, data, title), encoding="utf-8")
             written.append(path)
         path = output / "plan.json"
@@ -216,10 +217,11 @@ def to_toml(found: Plan, p: Prediction, model: Path, data: str | None, title: st
         f"{p.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, causal MFU {p.mfu:.1%}, "
         f"up to {p.peak_bytes / 1e9:.0f} GB per GPU.",
         f"# Start: {start}" + ("" if data else " --data FILE") + " --output FOLDER",
-        f"model = {json.dumps(str(model))}",
+        # As it is written: of JSON's escapes TOML lacks those of two halves.
+        f"model = {json.dumps(str(model), ensure_ascii=False)}",
     ]
     if data:
-        lines.append(f"data = {json.dumps(data)}")
+        lines.append(f"data = {json.dumps(data, ensure_ascii=False)}")
     return "\n".join(lines) + "\n" + driver.toml_tables(recipe(found, p))
 
 
