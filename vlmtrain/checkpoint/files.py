@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -79,11 +80,16 @@ def start_folder(target: Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: readers see the old content or the new, never a part."""
     work = path.with_name(path.name + INCOMPLETE)
-    with open(work, "w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(work, path)
+    try:
+        with open(work, "w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(work, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            work.unlink()
+        raise
     fsync_path(path.parent)
 
 

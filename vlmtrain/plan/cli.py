@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.checkpoint.files import write_text
 from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.plan import driver, flops, picture, workload
@@ -189,10 +190,10 @@ def write(found: Plan, output: Path, model: Path, data: str | None, title: str) 
         path = output / "plan.toml"
         path.unlink(missing_ok=True)  # an earlier answer's
         if found.runnable is not None:
-            path.write_text(to_toml(found, found.runnable, model, data, title), encoding="utf-8")
+            write_text(path, to_toml(found, found.runnable, model, data, title))
             written.append(path)
         path = output / "plan.json"
-        path.write_text(json.dumps(to_json(found), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(to_json(found), indent=1) + "\n")
         written.append(path)
         written.append(picture.draw(output / "plan.png", found, chosen, costs, title))
         written.append(picture.write_trace(output / "trace.json", chosen, costs))
