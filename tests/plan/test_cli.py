@@ -108,12 +108,15 @@ def test_lengths_of_real_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert recipe.data == str(data)
 
 
-def test_recipe_of_a_folder_with_any_name(small: Path, tmp_path: Path) -> None:
+def test_recipe_of_a_folder_with_any_name(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tmp_path / 'Modèle 😀 "1"'
     shutil.copytree(small, model)
     plan(model, 2, "h100", output=tmp_path / "out", global_batch=8)
     blank = configuration.TrainConfig(model=Path(), data="d.json", output=Path("out"))
     assert configuration.from_toml(tmp_path / "out" / "plan.toml", blank).model == model
+    assert "-0.0%" not in capsys.readouterr().out  # one stage does not wait, not even a little
 
 
 def test_an_older_recipe_goes_where_none_runs(

@@ -135,7 +135,7 @@ def render(found: Plan, title: str) -> str:
         mark = "*" if p is runnable else " "
         lines.append(
             f"{number}{mark} {p.step_seconds:8.2f}  {p.tokens_per_second_per_gpu:9,.0f}  "
-            f"{p.mfu:6.1%} {p.uncertainty:4.0%}  {max(0.0, p.bubble):6.1%}    {imbalance:6.1%}  "
+            f"{p.mfu:6.1%} {p.uncertainty:4.0%}  {p.bubble:6.1%}    {imbalance:6.1%}  "
             f"{p.communication:6.1%}  {low:4.0f}-{high:<4.0f}  {picture.describe(p.option)}"
         )
         layout = p.option.layout
