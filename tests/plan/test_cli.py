@@ -113,7 +113,8 @@ def test_recipe_of_a_folder_with_any_name(
 ) -> None:
     model = tmp_path / 'Modèle 😀 "1"'
     shutil.copytree(small, model)
-    plan(model, 2, "h100", output=tmp_path / "out", global_batch=8)
+    for batch in (1, 24, 8):
+        plan(model, 1, "h100", output=tmp_path / "out", global_batch=batch)
     blank = configuration.TrainConfig(model=Path(), data="d.json", output=Path("out"))
     assert configuration.from_toml(tmp_path / "out" / "plan.toml", blank).model == model
     assert "-0.0%" not in capsys.readouterr().out  # one stage does not wait, not even a little
