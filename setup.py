@@ -62,7 +62,9 @@ def number_of_jobs() -> str:
 
 class CMakeExtension(Extension):
     def __init__(self, name: str) -> None:
-        super().__init__(name, sources=[])
+        # Named here, they are part of a source distribution.
+        native = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.*"))
+        super().__init__(name, sources=[], depends=["CMakeLists.txt", *native])
 
 
 class CMakeBuild(build_ext):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 import typing
+from pathlib import Path
 
 import pytest
 
 from vlmtrain import cli, config
 from vlmtrain.config import ConfigError, TrainConfig, from_toml
+from vlmtrain.errors import UserError
 from vlmtrain.evaluate.command import EvaluateConfig
 from vlmtrain.generate.command import GenerateConfig
 
@@ -84,6 +88,52 @@ def test_usage(capsys):
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
     assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "convert", "demo"])
+def test_a_package_that_is_not_installed_is_named(command, capsys, monkeypatch):
+    """`pip install .` without [train] leaves it out."""
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert cli.main([command, "verify"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"vlmtrain: {command} needs the package tyro, which is not installed")
+    assert said.endswith('pip install ".[train]"\n') and said.count("\n") == 1
+
+
+def test_a_reader_that_leaves_is_no_fault_of_the_program(capsys, monkeypatch, tmp_path):
+    def report(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_report", report)
+    with open(tmp_path / "stdout", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.main(["report", "x"]) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_rank_0_says_first_what_all_ranks_find(capsys, monkeypatch):
+    said = []
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: said.append(capsys.readouterr().err))
+    monkeypatch.setattr(cli, "_leave", lambda code: code)
+
+    def fails(process):
+        raise UserError(f"found by rank {process.rank}")
+
+    for rank in range(2):
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", "1")
+        assert cli._on_ranks(fails, [], 0) == 1
+    assert said == ["vlmtrain: found by rank 0\n"]  # before rank 1 spoke
+    assert capsys.readouterr().err == "vlmtrain: found by rank 1\n"
+
+
+def test_modules_that_may_be_missing_are_those_of_pyproject():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    names = {"megatron-core": "megatron", "pillow": "PIL"}
+    packages = re.findall(r'^  "([\w-]+)[>=]=', text, re.MULTILINE)  # one a line: [train] only
+    assert {names.get(package, package) for package in packages} == set(cli._EXTRA)
 
 
 @pytest.mark.parametrize(

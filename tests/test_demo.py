@@ -235,6 +235,8 @@ def test_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
     assert keep.read_bytes() == b"mine"
     with pytest.raises(UserError, match="is a file"):
         run.run_demo(keep)
+    with pytest.raises(UserError, match="mine.jpg/demo can't be written: Not a directory"):
+        run.run_demo(keep / "demo")
 
 
 def test_training_command_is_the_documented_one(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vlmtrain import launch
 from vlmtrain.demo import photographs, run, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,3 +192,39 @@ def test_scripts_say_what_is_not_set(script: str) -> None:
     )
     assert done.returncode != 0
     assert "MODEL: a Hugging Face folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "says"),
+    [
+        ((1, -15), 1, ""),  # torchrun ended the second after the first had failed
+        ((-15, 1, -15), 1, ""),
+        ((-15, -15), 143, "rank 0 was ended by SIGTERM"),
+        ((1, -9), 137, "rank 1 was ended by SIGKILL (out of memory?)"),
+    ],
+)
+def test_exit_code_is_that_of_the_cause(
+    codes: tuple[int, ...],
+    expected: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher import api
+
+    failures = {
+        rank: ProcessFailure(rank, rank + 1, code, str(tmp_path / "none"))
+        for rank, code in enumerate(codes)
+    }
+
+    def elastic_launch(*_: object) -> Any:
+        def work(*_: object) -> None:
+            raise ChildFailedError("vlmtrain", failures)
+
+        return work
+
+    monkeypatch.setattr(api, "elastic_launch", elastic_launch)
+    assert launch.start(["train"], len(codes)) == expected
+    assert capsys.readouterr().err == (f"vlmtrain: {says}\n" if says else "")

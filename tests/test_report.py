@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from vlmtrain import cli
+from vlmtrain.errors import UserError
 from vlmtrain.ledger import ROWS
 from vlmtrain.report import charts, page
 
@@ -177,6 +180,23 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert cli.main(["report", str(tmp_path / name)]) == 1
         text = capsys.readouterr().err
         assert message in text and text.count("\n") == 1
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fake_run(tmp_path / "run")
+    report = page.write_report(folder)
+    before, files = report.read_text(), sorted(folder.iterdir())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() * 2)
+    with pytest.raises(UserError, match="report.html can't be written: No space left on device"):
+        page.write_report(folder)
+    assert report.read_text() == before and sorted(folder.iterdir()) == files
 
 
 # --- charts -----------------------------------------------------------------------------------

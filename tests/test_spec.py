@@ -6,7 +6,11 @@ import json
 
 import pytest
 
+from vlmtrain.config import ParallelSection, TrainConfig
+from vlmtrain.evaluate.command import EvaluateConfig, _layout
 from vlmtrain.models.spec import ModelConfigError, ModelSpec
+from vlmtrain.parallel.layout import LayoutError
+from vlmtrain.train import check
 
 # hidden, layers, heads, key/value heads, MLP, vocabulary, tied, vision MLP (None: Qwen2-VL)
 RELEASED = {
@@ -109,3 +113,41 @@ def test_refused(change, words, tmp_path):
         ModelSpec.from_folder(tmp_path)
     for word in ["config.json", *words]:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", ["holds a list"]),
+        ("{", ["is not valid JSON"]),
+        (json.dumps({**config("Qwen2.5-VL-7B"), "hidden_size": "wide"}), ["wide"]),
+        (json.dumps({**config("Qwen2.5-VL-7B"), "num_attention_heads": 0}), ["zero"]),
+        (json.dumps({**config("Qwen2.5-VL-7B"), "vision_config": [3]}), ["describe a model"]),
+    ],
+    ids=["list", "cut short", "text", "zero", "list inside"],
+)
+def test_what_no_release_writes_is_one_sentence(text, words, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelConfigError) as error:
+        ModelSpec.from_folder(tmp_path)
+    for word in [str(tmp_path / "config.json"), *words]:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_text_config_is_the_flat_form():
+    flat = config("Qwen2.5-VL-7B")
+    assert ModelSpec.from_dict({**flat, "text_config": None}) == ModelSpec.from_dict(flat)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_sizes_below_one_are_refused_before_they_divide(name, size, tmp_path):
+    section = ParallelSection(**{name: size})
+    spec = ModelSpec.from_dict(config("Qwen2.5-VL-7B"))
+    evaluate = EvaluateConfig(model=tmp_path, data="a", parallel=section)
+    with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
+        _layout(evaluate, spec, 1)
+    (tmp_path / "config.json").write_text(json.dumps(config("Qwen2.5-VL-7B")))
+    with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
+        check(TrainConfig(model=tmp_path, data="a", output=tmp_path, parallel=section), 1)

@@ -68,6 +68,29 @@ def define(
     return getattr(torch.ops.vlmkernels, name).default
 
 
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: Callable[..., Any], *inputs: Any) -> Any:
+        ctx.name = str(op)
+        return op(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.name} has no derivative: results of vlmkernels can be differentiated once, "
+            "not twice (the functions named *_reference can)"
+        )
+
+
+def once(op: Callable[..., Any], *inputs: Any) -> Any:
+    """op(*inputs) in a backward formula, for an op without one of its own.
+
+    Under create_graph=True torch would warn and go on without this op's share of the second
+    derivative; so its results refuse to be differentiated there.
+    """
+    return _Once.apply(op, *inputs) if torch.is_grad_enabled() else op(*inputs)
+
+
 def set_isa(name: str) -> None:
     """For tests: run "generic", "avx2", "avx512" or "avx512_bf16" kernels from here on, after ""
     those that the machine is given without being asked."""

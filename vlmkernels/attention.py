@@ -27,6 +27,7 @@ from vlmkernels._native import (
     check_tensor,
     cuda_stream,
     define,
+    once,
 )
 
 MAX_HEAD_DIM = 256
@@ -225,7 +226,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _gradient(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _backward_op(dout, *ctx.saved_tensors, ctx.longest, ctx.causal, ctx.scale)
+    saved = ctx.saved_tensors
+    grads = once(_backward_op, dout, *saved, ctx.longest, ctx.causal, ctx.scale)
     return (*grads, None, None, None, None)
 
 
@@ -344,7 +346,13 @@ def _flash_attn() -> Callable[..., Tensor] | None:
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
 ) -> Tensor:
-    sizes = cu_seqlens.diff().tolist()
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != q.shape[0] or borders != sorted(borders):
+        raise ValueError(
+            f"cu_seqlens runs from {borders[0]} to {borders[-1]}; it must start at 0, never "
+            f"decrease and end at q's number of tokens, {q.shape[0]}"
+        )
+    sizes = [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1)[None] for x in segment),

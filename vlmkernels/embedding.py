@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import embedding_grad
-from ._native import DTYPES, check_tensor, define, describe
+from ._native import DTYPES, check_tensor, define, describe, once
 from .routing import shard_rows
 
 #: Where visual_embedding's gradient of the table goes.
@@ -76,6 +76,17 @@ def scatter_visual_reference(
 
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share memory: where their ranges of addresses do."""
+
+    def ends(x: Tensor) -> tuple[int, int]:
+        steps = (max(n - 1, 0) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        return x.data_ptr(), x.data_ptr() + (sum(steps) + 1) * x.element_size()
+
+    (begin, end), (other_begin, other_end) = ends(one), ends(other)
+    return bool(one.numel() and other.numel()) and begin < other_end and other_begin < end
 
 
 def _kernels(call: Callable[..., None]) -> dict[str, Callable]:
@@ -135,6 +146,10 @@ def _kernels(call: Callable[..., None]) -> dict[str, Callable]:
         return out
 
     def scatter_(embeddings: Tensor, visual: Tensor, visual_index: Tensor, first: int) -> None:
+        if _overlap(embeddings, visual):
+            raise ValueError(
+                "visual lies in the memory of embeddings, which is written; pass visual.clone()"
+            )
         run(None, embeddings, visual, visual_index, embeddings, 0, False, first)
 
     return {"embedding": embedding, "scatter": scatter, "scatter_": scatter_}
@@ -156,18 +171,16 @@ def _embedding_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _dvisual(ctx: Any, grad: Tensor, visual_index: Tensor) -> Tensor:
-    return embedding_grad.visual_grad(
-        grad, visual_index, ctx.place[2], ctx.visual_rows, ctx.visual_dtype
-    )
+    place = ctx.place[2], ctx.visual_rows, ctx.visual_dtype
+    return once(embedding_grad.visual_grad, grad, visual_index, *place)
 
 
 def _embedding_backward(ctx: Any, grad: Tensor) -> tuple:
     input_ids, visual_index = ctx.saved_tensors
     dweight = dvisual = None
     if ctx.needs_input_grad[1]:
-        dweight = embedding_grad.weight_grad(
-            grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype
-        )
+        place = *ctx.place, ctx.weight_dtype
+        dweight = once(embedding_grad.weight_grad, grad, input_ids, visual_index, *place)
     if ctx.needs_input_grad[2]:
         dvisual = _dvisual(ctx, grad, visual_index)
     return None, dweight, dvisual, None, None, None, None, None, None, None
@@ -213,13 +226,15 @@ class _Embedding(torch.autograd.Function):
                 values = grad.new_empty(0, ctx.hidden, dtype=ctx.weight_dtype)
                 dweight = _sparse(rows, values, vocab_rows)
             elif ctx.mode == "sparse":
-                rows, values = embedding_grad.weight_grad_sparse(
-                    grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype
+                rows, values = once(
+                    embedding_grad.weight_grad_sparse,
+                    *(grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype),
                 )
                 dweight = _sparse(rows, values, vocab_rows)
             else:
-                dweight = embedding_grad.weight_grad(
-                    grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype
+                dweight = once(
+                    embedding_grad.weight_grad,
+                    *(grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype),
                 )
         if ctx.needs_input_grad[5]:
             dvisual = _dvisual(ctx, grad, all_index)
@@ -249,9 +264,8 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple:
     if ctx.needs_input_grad[0]:
         dembeddings = _scatter(grad, None, visual_index, ctx.first)  # zeros at visual rows
     if ctx.needs_input_grad[1]:
-        dvisual = embedding_grad.visual_grad(
-            grad, visual_index, ctx.first, ctx.visual_rows, grad.dtype
-        )
+        place = ctx.first, ctx.visual_rows, grad.dtype
+        dvisual = once(embedding_grad.visual_grad, grad, visual_index, *place)
     return dembeddings, dvisual, None, None
 
 

@@ -118,7 +118,8 @@ def patchify(
         dtype: float32, bfloat16 or float16, rounded once, from float32.
         out: [P, 3 * temporal_patch_size * patch_size^2] contiguous, to write into; its dtype
             holds then.
-        threads: of this call; several threads may call at once, the GIL is released.
+        threads: of this call; several threads may call at once, the GIL is released. In a process
+            that was forked (a DataLoader's worker) 1, as for every OpenMP code of libgomp's.
 
     Returns:
         [P, 3 * temporal_patch_size * patch_size^2], P = t * h * w: rows in the order (t,

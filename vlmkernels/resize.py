@@ -73,7 +73,8 @@ def resize(
         pillow: the major version of Pillow to agree with; default: the installed one. Version 13
             changed the order of the passes, and with it the last bit, for some sizes.
         out: uint8 [T, height, width, 3] contiguous, to write into.
-        threads: of this call; several threads may call at once, the GIL is released.
+        threads: of this call; several threads may call at once, the GIL is released. In a process
+            that was forked (a DataLoader's worker) 1, as for every OpenMP code of libgomp's.
 
     Returns:
         uint8 [T, height, width, 3].

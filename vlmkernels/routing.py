@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._native import check_tensor
 
@@ -116,8 +118,8 @@ def visual_index(
 
 
 def _total(count: Count | Sequence[Count]) -> int:
-    if isinstance(count, int):
-        return count
+    if isinstance(count, (int, Integral)):  # Integral: numpy's too
+        return int(count)
     if isinstance(count, Tensor):
         return int(count.sum())
     return sum(_total(part) for part in count)
@@ -258,6 +260,7 @@ class _Exchange(torch.autograd.Function):
         return torch.cat(_swap([rows[places] for places in send], exchange.receive, group))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         exchange = ctx.exchange
         parts = list(grad.contiguous().split(exchange.receive))

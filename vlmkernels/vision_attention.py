@@ -30,6 +30,7 @@ from vlmkernels._native import (
     cuda_stream,
     define,
     describe,
+    once,
 )
 from vlmkernels.attention import (
     MAX_HEAD_DIM,
@@ -233,7 +234,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _gradient(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    dqkv = _backward_op(dout, *ctx.saved_tensors, ctx.longest, ctx.scale)
+    dqkv = once(_backward_op, dout, *ctx.saved_tensors, ctx.longest, ctx.scale)
     return (dqkv, None, None, None, None, None)
 
 

@@ -71,8 +71,6 @@ class VisionLayout:
         head = (grid.data_ptr(), len(grid), merge_size, side)
         frames, units, windows, max_frame, max_window, max_side = _C.vision_layout_sizes(*head)
         patches = units * merge_size**2
-        if patches >= 2**31:
-            raise ValueError(f"grid_thw has {patches} patches; a batch must have less than 2^31")
         positions = torch.empty(patches, 2, dtype=torch.int64)
         cu_seqlens = torch.empty(frames + 1, dtype=torch.int32)
         cu_window = index = reverse = order = None
@@ -137,6 +135,9 @@ class VisionLayout:
             ValueError: head_dim is no multiple of 4.
         """
         key = (head_dim, theta)
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # so that training can use it afterwards
+                return self.rotary_table(head_dim, theta)
         if key not in self._tables:
             positions = torch.arange(self.max_side, device=self.position_ids.device)
             angles = positions[:, None] * _frequencies(head_dim, theta, positions.device)
@@ -144,7 +145,10 @@ class VisionLayout:
             # Every sine and cosine is computed once per position, then looked up: [P, 4, D / 4].
             rows = torch.cat((self.position_ids, self.position_ids + self.max_side), -1)
             table = torch.nn.functional.embedding(rows, both)
-            self._tables[key] = table.view(self.num_patches, head_dim)
+            table = table.view(self.num_patches, head_dim)
+            if type(table) is not Tensor:
+                return table  # of a tracer such as torch.export: not for calls after it
+            self._tables[key] = table
         return self._tables[key]
 
     def in_window_order(self) -> VisionLayout:
@@ -277,6 +281,8 @@ def _window_side(window_size: int | None, patch_size: int, merge_size: int) -> i
     """Merged units along a window's side; 0 for no windows."""
     if window_size is None:
         return 0
+    if patch_size < 1:
+        raise ValueError(f"patch_size is {patch_size}; it must be at least 1")
     side = window_size // patch_size // merge_size
     if side < 1:
         raise ValueError(
@@ -304,6 +310,9 @@ def _check_grid(grid_thw: Tensor | Sequence[Sequence[int]], merge_size: int) -> 
             f"grid_thw[{i}] is {grid[i].tolist()}; t, h and w must be at least 1, and h and w "
             f"multiples of merge_size = {merge_size}"
         )
+    if grid.double().prod(1).sum() >= 2**31:  # in float64, which does not wrap around
+        patches = sum(t * h * w for t, h, w in grid.tolist())
+        raise ValueError(f"grid_thw has {patches} patches; a batch must have less than 2^31")
     return grid
 
 

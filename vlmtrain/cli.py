@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -34,6 +35,12 @@ _PEER_GONE = (
     "remote process exited",
     "NCCL communicator was aborted",
 )
+# Modules of the packages that `pip install .` leaves out and `pip install ".[train]"` brings.
+_EXTRA = (
+    *("megatron", "transformers", "safetensors", "tokenizers", "webdataset", "PIL", "av"),
+    *("jinja2", "tyro", "tomli", "rich", "matplotlib", "psutil", "tensorboard"),
+)
+_RANK_0_FIRST = 5.0  # seconds
 _ONE_PROCESS = ParallelSection()
 
 
@@ -58,16 +65,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(commands)
         return _fail(f"there is no command {command!r}; the commands are {known}", 2)
     try:
-        return commands[command](rest)
+        code = commands[command](rest)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         return _fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        return _fail(_not_installed(command, error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    except BrokenPipeError:  # whoever read the output has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _fail(message: str, code: int) -> int:
     print(f"vlmtrain: {message}", file=sys.stderr, flush=True)
     return code
+
+
+def _not_installed(command: str, error: ModuleNotFoundError) -> str:
+    """What to install; an error that has another cause goes on its way."""
+    module = (error.name or "").split(".")[0]
+    if module not in _EXTRA:
+        raise error
+    return (
+        f"{command} needs the package {module}, which is not installed; in the source tree: "
+        'pip install ".[train]"'
+    )
 
 
 def _train(arguments: list[str]) -> int:
@@ -129,6 +154,10 @@ def _on_ranks(run: Callable[[Any], None], arguments: list[str], nproc: int) -> i
     try:
         run(process)
     except UserError as error:
+        if process.rank and error.print_here and not _connected():
+            # Found before the ranks could agree who says it: it is rank 0's to say, and its
+            # launcher ends this process; what only this rank meets is said after the pause.
+            time.sleep(_RANK_0_FIRST)
         return _leave(_fail(str(error), 1) if error.print_here else 1)
     except Exception as error:
         if any(sign in str(error) for sign in _PEER_GONE):
@@ -137,6 +166,11 @@ def _on_ranks(run: Callable[[Any], None], arguments: list[str], nproc: int) -> i
         traceback.print_exc()
         return _leave(1)
     return 0
+
+
+def _connected() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
 
 
 def _leave(code: int) -> int:

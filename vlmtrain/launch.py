@@ -122,19 +122,29 @@ def start(arguments: Sequence[str], nproc: int) -> int:
     )
     # SIGTERM goes on to the processes, which save and end by themselves; torchrun's own way
     # would kill them 30 seconds later.
-    before = signal.signal(signal.SIGTERM, _pass_on)
+    terminated: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        terminated.append(number)
+        _pass_on(number, frame)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "vlmtrain.cli", *arguments)
     except ChildFailedError as error:
         # A rank that was killed has said nothing; those it left behind may have ended before.
         killed = {rank: f.exitcode for rank, f in error.failures.items() if f.exitcode < 0}
+        if not terminated and any(f.exitcode > 0 for f in error.failures.values()):
+            # Those that torchrun ended after the first failure are not the cause.
+            killed = {rank: code for rank, code in killed.items() if code != -signal.SIGTERM}
         if killed:
             rank, code = min(killed.items())
             name = signal.Signals(-code).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             print(f"vlmtrain: rank {rank} was ended by {name}{hint}", file=sys.stderr, flush=True)
             return 128 - code
-        return error.get_first_failure()[1].exitcode
+        said = [f for f in error.failures.values() if f.exitcode > 0]
+        return min(said, key=lambda failure: failure.timestamp).exitcode
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

@@ -56,7 +56,7 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
         check_section(config.lora, spec)
     parallel, train = config.parallel, config.train
     check_tensor_overlap(parallel, os.environ)
-    replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))
+    replicas = max(1, world_size // max(1, parallel.tensor * parallel.pipeline))
     layout = make_layout(
         spec,
         world_size=world_size,

@@ -287,6 +287,35 @@ def test_command_line(models, tmp_path, capsys):
             assert word in message, message
 
 
+def test_a_target_is_replaced_and_nothing_beside_it(models, tmp_path):
+    """Names that people give to copies are theirs."""
+    source, layout = models["untied"], layout_of(models["untied"], LAYOUTS[0])
+    for name in ("folder.old", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text(name)
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "link").symlink_to("elsewhere")
+    for target in ("folder", "folder", "file", "link"):
+        convert.to_megatron(source, tmp_path / target, layout, overwrite=True)
+        assert (tmp_path / target / "manifest.json").is_file()
+    left = {"folder", "folder.old", "file", "link", "elsewhere"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    for name in ("folder.old", "elsewhere"):
+        assert (tmp_path / name / "mine.txt").read_text() == name
+
+
+def test_the_newest_checkpoint_of_a_run_is_taken(models, tmp_path, capsys):
+    run = tmp_path / "checkpoints"
+    convert.to_megatron(
+        models["untied"], run / "step-00000007", layout_of(models["untied"], LAYOUTS[1])
+    )
+    (run / "latest").write_text("step-00000007\n")
+    back = str(tmp_path / "back")
+    assert cli.main(["convert", "megatron-to-hf", "--source", str(run), "--target", back]) == 0
+    verify = ["convert", "verify", "--source", back, "--target", str(run), "--logits", "no"]
+    assert cli.main(verify) == 0 and "the same model" in capsys.readouterr().out
+
+
 def big_folder(folder: Path) -> int:
     """A model of about 0.4 GB with one large tensor, written tensor by tensor; its bytes."""
     from tests.checkpoint.full_size import config_of, shapes

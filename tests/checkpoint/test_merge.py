@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.parity import reference as ref
+from vlmtrain.checkpoint import adapters
 from vlmtrain.checkpoint.hf_files import HFWeights
 from vlmtrain.checkpoint.loadable import as_hf, described, needs_merging
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
+from vlmtrain.checkpoint.merge import base_of
+from vlmtrain.config import LoraSection
+from vlmtrain.errors import UserError
 
 peft = pytest.importorskip("peft", reason="peft, which writes the adapters, is not installed")
 
@@ -68,6 +74,8 @@ def change(folder: Path, **values) -> None:
     ("values", "words"),
     [
         ({"use_dora": True}, ["use_dora"]),
+        ({"lora_bias": True}, ["lora_bias"]),
+        ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights", "pissa_niter_4"]),
         ({"alpha_pattern": {"q_proj": 3}}, ["alpha_pattern"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
         ({"peft_type": "IA3"}, ["IA3"]),
@@ -103,3 +111,26 @@ def test_tensors_that_do_not_fit_are_named(base, tmp_path) -> None:
     path.unlink()
     with pytest.raises(WeightError, match="can't be read"), as_hf(tmp_path / "adapter", tmp_path):
         pass
+
+
+def test_an_adapter_folder_names_its_base_from_anywhere(base, tmp_path, monkeypatch) -> None:
+    """Whatever the folder a run was started in; and a full disk is one sentence."""
+    monkeypatch.setattr(adapters.parallel_state, "get_data_parallel_rank", lambda: 0)
+    monkeypatch.setattr(adapters.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    section = LoraSection(rank=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.chdir(base.parent)
+        adapters.save_adapters([], section, Path(base.name), tmp_path / "adapter")
+        monkeypatch.chdir("/")
+        assert base_of(tmp_path / "adapter") == base
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_bytes", full)
+        with pytest.raises(UserError, match="adapter can't be written: No space left on device"):
+            adapters.save_adapters([], section, base, tmp_path / "adapter")
+        assert base_of(tmp_path / "adapter") == base  # the old one stays
+    finally:
+        dist.destroy_process_group()

@@ -101,8 +101,8 @@ def test_too_long_a_sample(data: Path, processor: Processor, spec: ModelSpec) ->
         scan_sources([data], processor, spec, longest - 1)
     assert str(caught.value) == (
         f"{data}: sample 'c.json:2': it has {longest} tokens, 27 of them image tokens, and a pack "
-        f"holds {longest - 1}; raise --train.pack_length to {longest} or more, lower max_pixels "
-        "in preprocessor_config.json, or shorten the sample"
+        f"holds {longest - 1}; raise --train.pack_length (outside of training --pack_length) to "
+        f"{longest} or more, lower max_pixels in preprocessor_config.json, or shorten the sample"
     )
 
 

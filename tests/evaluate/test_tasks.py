@@ -102,6 +102,8 @@ def test_what_a_line_means(file) -> None:
         ({**GOOD, "question": " "}, ["question"]),
         ({**GOOD, "answer": []}, ["answer"]),
         ({**GOOD, "answer": None}, ["answer"]),
+        ({**GOOD, "answer": ["2019", ["2020"]]}, ["answer", "a text or a number"]),
+        ({**GOOD, "answer": True}, ["answer"]),
         ({**CHOICE, "answer": "C"}, ["A, B", "C"]),
         ({**CHOICE, "B": None}, ["options are A"]),
         ({**GOOD, "prompt": "choice"}, ["choice", "anls"]),

@@ -325,6 +325,13 @@ def test_bad_arguments_are_named(change, message):
         varlen_attention(**arguments)
 
 
+@pytest.mark.parametrize("wrong", [[0, 11], [1, 11], [0, 7, 6, 10], [-1, 9]])
+def test_the_stand_in_on_cuda_checks_borders_too(wrong):
+    cu = torch.tensor(wrong, dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seqlens runs from .* q's number of tokens, 10"):
+        varlen_attention(**{**GOOD, "cu_seqlens": cu}, backend="sdpa")
+
+
 def test_opcheck():
     q, k, v, _ = make([5, 0, 9], 4, 2, 24)
     cu = borders([5, 0, 9])

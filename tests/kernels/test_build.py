@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType
 
@@ -182,6 +183,23 @@ def test_nvcc_is_looked_for_in_the_documented_order(
     assert module.find_nvcc() == on_path
     monkeypatch.setenv("CUDACXX", cudacxx)
     assert module.find_nvcc() == cudacxx
+
+
+def test_source_distribution_holds_what_is_compiled(tmp_path: Path):
+    pytest.importorskip("setuptools")
+    if not (ROOT / "CMakeLists.txt").exists():
+        pytest.skip("no source tree")
+    tree = tmp_path / "tree"
+    for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
+        tree.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tree)
+    shutil.copytree(ROOT / "csrc", tree / "csrc")
+    code = "import setuptools.build_meta as b; b.build_sdist('..')"
+    subprocess.run([sys.executable, "-c", code], cwd=tree, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    wanted = {str(x.relative_to(ROOT)) for x in (ROOT / "csrc").rglob("*.*")} | {"CMakeLists.txt"}
+    assert len(wanted) > 50 and wanted <= names
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,7 +98,8 @@ def test_visual_index() -> None:
         expected = routing.visual_index_reference(ids, tokens)
         assert visual_index(ids, tokens).tolist() == expected.tolist()
     assert visual_index(ids[:0], 7, counts=0).shape == (0,)
-    assert visual_index(ids, 7, counts=torch.tensor([1, 2])).max() == 2
+    for counts in (torch.tensor([1, 2]), np.int64(3), np.array([1, 2])):
+        assert visual_index(ids, 7, counts=counts).max() == 2
 
 
 def test_visual_index_names_both_counts() -> None:

@@ -309,6 +309,14 @@ def test_in_place_is_refused_where_it_would_be_wrong() -> None:
         scatter_visual_(torch.randn(8, 12).t(), visual, index)
     with pytest.raises(ValueError, match="embeddings has 12 rows, but .* 6 for each of 2 shards"):
         scatter_visual_(torch.randn(12, 8), visual, index, shard=(0, 2))
+    memory, two = torch.randn(24, 8), torch.tensor([-1, 0, 1] + [-1] * 9, dtype=torch.int32)
+    kept = memory.clone()
+    for start in (0, 1, 11):
+        with pytest.raises(ValueError, match="visual lies in the memory of embeddings.*clone"):
+            scatter_visual_(memory[:12], memory[start : start + 2], two)
+    assert_bitwise("untouched", memory, kept)
+    scatter_visual_(memory[:12], memory[12:14], two)  # side by side is fine
+    assert_bitwise("rows", memory[1:3], kept[12:14])
     rest = leaf.exp()  # keeps its output for its own backward
     scatter_visual_(rest, visual, index)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -16,8 +19,9 @@ from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.errors import UserError
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.parallel.layout import make_layout
-from vlmtrain.plan import hardware, workload
+from vlmtrain.plan import hardware, schedule, workload
 from vlmtrain.plan.cli import compact, plan
+from vlmtrain.plan.search import Plan
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +110,38 @@ def test_lengths_of_real_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert recipe.data == str(data)
 
 
+def test_recipe_of_a_folder_with_any_name(small: Path, tmp_path: Path) -> None:
+    model = tmp_path / 'Modèle 😀 "1"'
+    shutil.copytree(small, model)
+    plan(model, 2, "h100", output=tmp_path / "out", global_batch=8)
+    blank = configuration.TrainConfig(model=Path(), data="d.json", output=Path("out"))
+    assert configuration.from_toml(tmp_path / "out" / "plan.toml", blank).model == model
+
+
+def test_one_stage_does_not_wait_less_than_nothing(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate = schedule.simulate
+
+    def rounded_up(*arguments: Any, **more: Any) -> Any:
+        timeline = simulate(*arguments, **more)
+        return dataclasses.replace(timeline, busy=[x * (1 + 1e-15) for x in timeline.busy])
+
+    monkeypatch.setattr(schedule, "simulate", rounded_up)
+    plan(small, 1, "h100", output=tmp_path, global_batch=8)
+    assert "-0.0%" not in capsys.readouterr().out
+
+
+def test_an_older_recipe_goes_where_none_runs(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(small, 2, "h100", output=tmp_path, global_batch=8)
+    assert (tmp_path / "plan.toml").is_file()
+    monkeypatch.setattr(Plan, "runnable", None)
+    plan(small, 2, "h100", output=tmp_path, global_batch=8)
+    assert not (tmp_path / "plan.toml").exists()
+
+
 def test_adapters_and_frozen_parts_reach_the_recipe(small: Path, tmp_path: Path) -> None:
     blank = configuration.TrainConfig(model=Path(), data="d.json", output=Path("out"))
     chosen = {
@@ -170,6 +206,7 @@ HISTOGRAMS = [
     ("[5, -1]", "entry 1 must have tokens of at least 1"),
     ('[{"tokens": 5, "image_tokens": 6}]', "image_tokens must be from 0 to tokens; it is 6"),
     ('[{"tokens": 5, "grids": [[1, 3, 4]]}]', "multiples of 2; it is [1, 3, 4]"),
+    ('[{"tokens": 5, "grids": [[1, 4, 6]]}]', "its grids are 6 tokens, more than its tokens, 5"),
     ('{"counts": [1]}', 'needs "lengths"'),
     ('{"lengths": [5, 6], "counts": [1]}', 'as long as "lengths" (2)'),
     ('{"lengths": [5], "counts": [0]}', "not all 0"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from vlmtrain.checkpoint.files import fsync_tree, replace_folder
+from vlmtrain.checkpoint.files import fsync_tree, replace_folder, start_folder, writing
 from vlmtrain.config import LoraSection
 from vlmtrain.models.lora import adapted_linears
+from vlmtrain.parallel.together import on_first_rank
 
 # Module paths of transformers >= 4.52 in memory, which peft matches.
 _MODULES = (
@@ -39,17 +40,19 @@ def save_adapters(parts: list[Any], section: LoraSection, source: Path, target: 
     first = dist.get_rank() == 0
     every: list[Any] | None = [None] * dist.get_world_size() if first else None
     dist.gather_object(named if writer else {}, every, dst=0)
-    if every is not None:
-        tensors = {name: tensor for part in every for name, tensor in part.items()}
-        work = target.with_name(target.name + ".incomplete")
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        save_file(tensors, str(work / "adapter_model.safetensors"), metadata={"format": "pt"})
+
+    def write() -> None:
+        tensors = {name: tensor for part in every or [] for name, tensor in part.items()}
+        work = start_folder(target)
+        # Not save_file: what that raises where the disk is full is no OSError.
+        weights = save(tensors, metadata={"format": "pt"})
+        (work / "adapter_model.safetensors").write_bytes(weights)
         modules = sorted({n.split(".lora_")[0].removeprefix("base_model.model.") for n in tensors})
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(source),
+            # Absolute: it must name the same folder wherever a reader is started.
+            "base_model_name_or_path": os.path.abspath(source),
             "r": section.rank,
             "lora_alpha": section.alpha,
             "lora_dropout": section.dropout,
@@ -61,7 +64,8 @@ def save_adapters(parts: list[Any], section: LoraSection, source: Path, target: 
         (work / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         fsync_tree(work)
         replace_folder(work, target)
-    dist.barrier()
+
+    on_first_rank(lambda: writing(target, write))
 
 
 def _whole(parts: list[Any]) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ reads both kinds of folder and writes a Hugging Face folder at the end.
                    fixed input (transformers for Hugging Face folders); exit code 1 if they differ
 
 options
-  --source FOLDER              folder to read
+  --source FOLDER              folder to read (OUTPUT/checkpoints: the newest checkpoint in it)
   --target FOLDER              folder to write (verify: to compare with)
   --dtype keep|bf16|fp16|fp32  type of the weights written; keep: as they are (default)
   --overwrite                  replace --target if it exists; only when the new one is complete
@@ -75,10 +75,14 @@ def convert(arguments: list[str]) -> int:
     import tyro
 
     options = tyro.cli(Options, prog=f"vlmtrain convert {action}", args=rest, use_underscores=True)
+    from vlmtrain.checkpoint import convert as conversions
+    from vlmtrain.checkpoint.loadable import newest
+
+    options.source = newest(options.source)
     if action == "verify":
+        options.target = newest(options.target)
         return _verify(options)
 
-    from vlmtrain.checkpoint import convert as conversions
     from vlmtrain.checkpoint.torch_dist import is_checkpoint
     from vlmtrain.models.spec import ModelSpec
 
@@ -114,11 +118,13 @@ def convert(arguments: list[str]) -> int:
 def _verify(options: Options) -> int:
     import logging
 
+    import transformers
     from rich.console import Console
 
     from vlmtrain.checkpoint.verify import compare, compare_logits
 
     logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
     with _progress("verify") as progress:
         result = compare(options.source, options.target, progress)
     if options.logits != "no":

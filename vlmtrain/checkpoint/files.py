@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ T = TypeVar("T")
 # that another thread never waits long.
 PIECE_BYTES = 1 << 23
 INCOMPLETE = ".incomplete"
-OLD = ".old"
+OLD = ".vlmtrain-replaced"  # of no folder that people make: it is removed
 MANIFEST = "manifest.json"
 
 
@@ -45,12 +46,20 @@ def fsync_tree(folder: Path) -> None:
 def replace_folder(work: Path, target: Path) -> None:
     """Give a finished folder its name; what had the name before goes away last."""
     old = target.with_name(target.name + OLD)
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
+    _remove(old)
+    if target.exists() or target.is_symlink():
         os.rename(target, old)
     os.rename(work, target)
     fsync_path(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """A folder with all in it; a file; of a link the link."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def start_folder(target: Path) -> Path:
@@ -71,11 +80,16 @@ def start_folder(target: Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: readers see the old content or the new, never a part."""
     work = path.with_name(path.name + INCOMPLETE)
-    with open(work, "w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(work, path)
+    try:
+        with open(work, "w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(work, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            work.unlink()
+        raise
     fsync_path(path.parent)
 
 

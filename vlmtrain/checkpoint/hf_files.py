@@ -83,7 +83,7 @@ class HFWeights:
             return {single: list(self._header(single))}
         raise WeightError(
             f"{self.folder} has neither model.safetensors nor model.safetensors.index.json; "
-            "--model takes a folder with safetensors weights"
+            "weights are read from safetensors files only"
         )
 
     def _header(self, path: Path) -> dict[str, Any]:

@@ -31,7 +31,11 @@ _PLAIN: dict[str, Any] = {
     "modules_to_save": None,
     "fan_in_fan_out": False,
     "bias": "none",
+    "lora_bias": False,
 }
+# Initialisations of adapters that change the weights under them: merged into the folder that the
+# adapter names they would give another model.
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
 
 # Of a Hugging Face weight: A [rank, in] and B [out, rank]; None where it has no adapter.
 Adapters = Callable[[str], "tuple[Tensor, Tensor] | None"]
@@ -114,6 +118,12 @@ def from_peft(folder: Path, base: Path) -> MergedSource:
                 f"{folder / ADAPTER_CONFIG}: {key} is {config[key]!r}, which is not merged here; "
                 "merge the adapter with peft and pass the merged folder"
             )
+    start = str(config.get("init_lora_weights", True)).lower()
+    if start.startswith(_CHANGE_THE_BASE):
+        raise WeightError(
+            f"{folder / ADAPTER_CONFIG}: init_lora_weights is {start!r}, which has changed the "
+            "base weights too; merge the adapter with peft and pass the merged folder"
+        )
     path = folder / "adapter_model.safetensors"
     try:
         tensors = load_file(path)

@@ -319,7 +319,8 @@ def _examine(
     if pack_length is not None and measure.length > pack_length:
         raise Sample(measure.id, (), (), where).fail(
             f"it has {measure.length} tokens, {measure.image_tokens} of them image tokens, and a "
-            f"pack holds {pack_length}; raise --train.pack_length to {measure.length} or more, "
+            f"pack holds {pack_length}; raise --train.pack_length (outside of training "
+            f"--pack_length) to {measure.length} or more, "
             "lower max_pixels in preprocessor_config.json, or shorten the sample",
             "too_long",
         )

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -46,18 +48,21 @@ def run_demo(
         parallel: another layout of the training run.
 
     Raises:
-        UserError: a package of the `demo` extra is missing, `output` holds other files, or the
-            training command failed.
+        UserError: a package of the `demo` extra is missing, `output` holds other files or can't be
+            written, or the training command failed.
     """
     output = Path(output)
     started = time.perf_counter()
-    _prepare(output)
+    with _writing(output):
+        _prepare(output)
 
     _heading(1, "photographs and questions -> WebDataset shards")
-    shards = _build_data(output)
+    with _writing(output):
+        shards = _build_data(output)
 
     _heading(2, "a small Qwen2.5-VL with random weights and its own tokenizer")
-    tiny = _build_model(output, seed)
+    with _writing(output):
+        tiny = _build_model(output, seed)
 
     layout = layout_options(nproc, parallel or ParallelSection())
     _heading(3, f"training: {nproc} processes, {' '.join(layout)}, megatron-core on gloo")
@@ -97,6 +102,18 @@ def run_demo(
 
     print(f"  {write_report(output / 'trained')}")
     return _verdict(answers, output, time.perf_counter() - started)
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """A disk that is full or a folder that can't be written becomes one sentence."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{output} can't be written: {reason}") from error
 
 
 def _heading(number: int, text: str) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vlmtrain import device
+from vlmtrain.checkpoint.files import write_text
 from vlmtrain.checkpoint.loadable import as_hf, described, needs_merging, newest
 from vlmtrain.config import LoaderSection, ParallelSection
 from vlmtrain.data.index import SampleIndex
@@ -113,7 +114,7 @@ def run(config: EvaluateConfig, process: Process) -> None:
 
 def _layout(config: EvaluateConfig, spec: ModelSpec, world_size: int) -> Layout:
     parallel = config.parallel
-    replicas = max(1, world_size // (parallel.tensor * parallel.pipeline))
+    replicas = max(1, world_size // max(1, parallel.tensor * parallel.pipeline))
     microbatches = config.global_batch // replicas if config.global_batch else parallel.pipeline
     layout = make_layout(
         spec,
@@ -251,9 +252,8 @@ def _report(output: Path, results: dict[str, Any], scored: list[Scored]) -> None
     try:
         if scored:
             lines = (json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in scored)
-            (output / ANSWERS).write_text("".join(lines), encoding="utf-8")
-        text = json.dumps(results, indent=2, ensure_ascii=False)
-        (output / SCORES).write_text(text + "\n", encoding="utf-8")
+            write_text(output / ANSWERS, "".join(lines))
+        write_text(output / SCORES, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"--output {output} can't be written: {error.strerror}") from error
     print(f"{output / SCORES}")

@@ -93,6 +93,10 @@ def _form(record: dict[str, Any], metric: str, fail: Callable[[str], DataError])
     return form
 
 
+def _is_answer(value: Any) -> bool:
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
+
+
 def read_tasks(path: Path) -> list[Task]:
     """Every question, all of them checked before the first is asked.
 
@@ -119,8 +123,10 @@ def _task(path: Path, number: int, record: dict[str, Any]) -> Task:
         raise fail("'question' must be a text")
     given = record.get("answer")
     right = [given] if isinstance(given, (str, int, float)) else given
-    if isinstance(given, bool) or not isinstance(right, list) or not right:
-        raise fail("'answer' must be the right answer, or a list of right answers")
+    if not isinstance(right, list) or not right or not all(map(_is_answer, right)):
+        raise fail(
+            "'answer' must be the right answer, a text or a number, or a list of right answers"
+        )
     options = {
         letter: str(record[letter])
         for letter in string.ascii_uppercase

@@ -85,19 +85,28 @@ class ModelSpec:
         path = Path(folder) / "config.json"
         if not Path(folder).is_dir():
             raise ModelConfigError(
-                f"{folder}: no such folder; --model takes a Hugging Face model folder "
+                f"{folder}: no such folder; a model is a Hugging Face folder "
                 "(config.json, *.safetensors, tokenizer.json)"
             )
         if not path.is_file():
-            raise ModelConfigError(f"{path} is missing; --model takes a Hugging Face model folder")
+            raise ModelConfigError(
+                f"{path} is missing; a model is a folder with config.json and weights"
+            )
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelConfigError(f"{path} can't be read: {error.strerror}") from error
         except ValueError as error:
             raise ModelConfigError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise ModelConfigError(f"{path} holds a {type(config).__name__}; it must be an object")
         try:
             return cls.from_dict(config)
         except ModelConfigError as error:
             raise ModelConfigError(f"{path}: {error}") from None
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+            # A value of another type than every release writes there.
+            raise ModelConfigError(f"{path} does not describe a model: {error}") from error
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelSpec:
@@ -107,7 +116,7 @@ class ModelSpec:
             raise ModelConfigError(
                 f"model_type is {family!r}; this project trains 'qwen2_vl' and 'qwen2_5_vl'"
             )
-        text = {**config, **config.get("text_config", {})}
+        text = {**config, **(config.get("text_config") or {})}
 
         def need(source: dict[str, Any], key: str, where: str) -> Any:
             if source.get(key) is None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.checkpoint.files import write_text
 from vlmtrain.config import FreezeSection, LoraSection
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.plan import driver, flops, picture, workload
@@ -186,12 +187,13 @@ def write(found: Plan, output: Path, model: Path, data: str | None, title: str) 
     written = []
     try:
         output.mkdir(parents=True, exist_ok=True)
+        path = output / "plan.toml"
+        path.unlink(missing_ok=True)  # an earlier answer's
         if found.runnable is not None:
-            path = output / "plan.toml"
-            path.write_text(to_toml(found, found.runnable, model, data, title), encoding="utf-8")
+            write_text(path, to_toml(found, found.runnable, model, data, title))
             written.append(path)
         path = output / "plan.json"
-        path.write_text(json.dumps(to_json(found), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(to_json(found), indent=1) + "\n")
         written.append(path)
         written.append(picture.draw(output / "plan.png", found, chosen, costs, title))
         written.append(picture.write_trace(output / "trace.json", chosen, costs))
@@ -216,10 +218,11 @@ def to_toml(found: Plan, p: Prediction, model: Path, data: str | None, title: st
         f"{p.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, causal MFU {p.mfu:.1%}, "
         f"up to {p.peak_bytes / 1e9:.0f} GB per GPU.",
         f"# Start: {start}" + ("" if data else " --data FILE") + " --output FOLDER",
-        f"model = {json.dumps(str(model))}",
+        # As it is written: of JSON's escapes TOML lacks those of two halves.
+        f"model = {json.dumps(str(model), ensure_ascii=False)}",
     ]
     if data:
-        lines.append(f"data = {json.dumps(data)}")
+        lines.append(f"data = {json.dumps(data, ensure_ascii=False)}")
     return "\n".join(lines) + "\n" + driver.toml_tables(recipe(found, p))
 
 

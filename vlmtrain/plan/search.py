@@ -433,7 +433,7 @@ def predict(model: CostModel, option: Option, gpus: int) -> Prediction:
         uncertainty=uncertainty,
         tokens_per_second_per_gpu=batch * model.packs.pack_length * fill / step / gpus,
         mfu=flops.utilization(batch * per_pack, step, gpus, gpu.peak),
-        bubble=float(np.mean(bubbles)) * seconds / (seconds + vision),
+        bubble=max(0.0, float(np.mean(bubbles))) * seconds / (seconds + vision),
         stage_imbalance=float(ranks.max() / ranks.mean() - 1),
         data_imbalance=slowest,
         communication=communication,

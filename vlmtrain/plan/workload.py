@@ -231,6 +231,11 @@ def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, 
                 f" of {merge}; it is {_show(grid)}"
             )
         found.append((grid[0], grid[1], grid[2]))
+    visual = sum(t * h * w for t, h, w in found) // merge**2
+    if visual > entry["tokens"]:
+        raise PlanError(
+            f"{where}: its grids are {visual} tokens, more than its tokens, {entry['tokens']}"
+        )
     return entry["tokens"], found
 
 

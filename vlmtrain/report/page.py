@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vlmtrain.checkpoint.files import write_text
 from vlmtrain.errors import UserError
 from vlmtrain.ledger import ROWS
 from vlmtrain.report.charts import (
@@ -71,7 +72,7 @@ def write_report(run: Path) -> Path:
     rows, facts = read_run(run)
     path = run / "report.html"
     try:
-        path.write_text(render(rows, facts, run.resolve().name), encoding="utf-8")
+        write_text(path, render(rows, facts, run.resolve().name))
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
     return path
