@@ -26,12 +26,13 @@ _USAGE = """usage: vlmtrain COMMAND [options]
 
 'vlmtrain COMMAND --help' lists a command's options.
 """
-# How gloo and NCCL say that the process at the other end has ended.
+# How gloo, NCCL and torch's store say that the process at the other end has ended.
 _PEER_GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "remote process exited",
+    "Did the remote server shutdown or crash",  # the store, in the launcher or on rank 0
     "NCCL communicator was aborted",
 )
 _ONE_PROCESS = ParallelSection()
@@ -125,11 +126,15 @@ def _on_ranks(run: Callable[[Any], None], arguments: list[str], nproc: int) -> i
             f"{process.world_size}; leave --nproc out"
         )
     warnings.filterwarnings("ignore")
+    if process is not None:
+        launch.end_with_launcher(process.rank)
     process = process or launch.Process(0, 1, 0)
     try:
         run(process)
     except UserError as error:
         return _leave(_fail(str(error), 1) if error.print_here else 1)
+    except KeyboardInterrupt:  # our launcher says it itself
+        return _leave(130 if process.rank or launch.launched() else _fail("interrupted", 130))
     except Exception as error:
         if any(sign in str(error) for sign in _PEER_GONE):
             return _leave(_fail(f"rank {process.rank} ends: another rank is gone", 1))

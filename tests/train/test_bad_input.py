@@ -14,6 +14,7 @@ import pytest
 from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import options
 from vlmtrain import cli
+from vlmtrain.checkpoint import lock
 
 
 @pytest.fixture
@@ -224,6 +225,22 @@ def test_existing_run_is_not_overwritten(capsys, model, conversations, tmp_path)
     assert cli.main(options(model, conversations, tmp_path / "run")) == 1
     assert "--checkpoint.resume latest" in capsys.readouterr().err
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_a_second_start_in_the_same_folder(capsys, monkeypatch, model, conversations, tmp_path):
+    """Also with --checkpoint.resume latest, as job scripts pass it; a run that ended has let go."""
+    monkeypatch.setattr(lock, "_PATIENCE", 0.0)
+    output = tmp_path / "run"
+    output.mkdir()
+    running = lock.FolderLock(output)
+    running.acquire()
+    arguments = options(model, conversations, output, "--checkpoint.resume=latest")
+    message = refused(capsys, arguments, output)
+    assert f"process {os.getpid()} on " in message and str(output) in message, message
+    running.release()
+    unreadable = [*arguments, f"--data={tmp_path / 'none.json'}"]
+    for _ in range(2):
+        assert "none.json" in refused(capsys, unreadable, output)
 
 
 def test_checkpoint_cut_short(model, conversations, tmp_path):
