@@ -194,6 +194,8 @@ def _train(
     metrics = None
     if rank == 0:
         config.output.mkdir(parents=True, exist_ok=True)
+        if resume is not None:
+            checkpoints.go_on_from(resume)
         _describe(config, spec, layout, index, loader, total, done, resume)
         follow = beside.Follow(config, spec, layout, gpu, peak, index)
         metrics = Metrics(

@@ -15,6 +15,8 @@ from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import options
 from vlmtrain import cli
 from vlmtrain.checkpoint import lock
+from vlmtrain.checkpoint.files import CheckpointError
+from vlmtrain.checkpoint.training import complete, find, go_on_from
 
 
 @pytest.fixture
@@ -259,18 +261,29 @@ def test_checkpoint_cut_short(model, conversations, tmp_path):
     assert file.name in done.output and "--checkpoint.resume 1" in done.output
     assert "Traceback" not in done.output
     assert (output / "metrics.jsonl").read_text() == before
-    done = run_cli([*again[:-1], "--checkpoint.resume=1"])
+    # A run that goes on from step 1 leaves alone what another left behind it, and `latest` is its
+    # own last step, not the highest number.
+    abandoned = newest.with_name("step-00000009")
+    newest.rename(abandoned)
+    done = run_cli([*again[:-1], "--checkpoint.resume=1", "--checkpoint.keep=1"])
     assert done.code == 0, done.output
-    # the same size but another content
     newest = output / "checkpoints" / "step-00000004"
+    assert complete(output / "checkpoints") == [4, 9]
+    assert (output / "checkpoints" / "latest").read_text() == "step-00000004\n"
+    # the same size but another content
     file = max(newest.rglob("*.distcp"), key=lambda p: p.stat().st_size)
     with open(file, "r+b") as handle:
         handle.seek(file.stat().st_size // 2)
         byte = handle.read(1)
         handle.seek(-1, os.SEEK_CUR)
         handle.write(bytes([byte[0] ^ 1]))
-    done = run_cli([*again[:-1], "--checkpoint.resume=4", "--train.steps=5"])
+    done = run_cli([*again, "--train.steps=5"])
     assert done.code == 1 and "checksum" in done.output, done.output
+    assert str(newest) in done.output
+    # Resuming from a step makes it the latest, before anything is saved.
+    go_on_from(abandoned)
+    with pytest.raises(CheckpointError, match="step-00000009"):
+        find(output / "checkpoints", "latest")
 
 
 def test_all_ranks_end_and_one_speaks(model, conversations, samples, tmp_path):

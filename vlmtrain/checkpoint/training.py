@@ -175,7 +175,9 @@ class Saver:
         fsync_path(work)
         replace_folder(work, target)
         write_text(self.folder / "latest", target.name + "\n")
-        for step in droppable(complete(self.folder), self.keep, self.keep_every):
+        # Those of later steps were left by a run that went on from before them: not its to judge.
+        steps = [step for step in complete(self.folder) if step <= writer.common["step"]]
+        for step in droppable(steps, self.keep, self.keep_every):
             # Not under its name: half a folder must not look whole.
             dropped = self.folder / f"step-{step:08d}.dropped"
             (self.folder / f"step-{step:08d}").rename(dropped)
@@ -290,7 +292,8 @@ def complete(folder: Path) -> list[int]:
 def find(folder: Path, resume: str) -> Path | None:
     """The checkpoint that `--checkpoint.resume` asks for, verified; None for a fresh start.
 
-    `latest` without any checkpoint is a fresh start, so that a job script can always pass it.
+    `latest` is the one that was completed, or gone on from, last, whatever others have higher
+    numbers. Without any checkpoint it is a fresh start, so that a job script can always pass it.
 
     Raises:
         CheckpointError: no such step, or a file is missing, cut short or changed.
@@ -302,12 +305,17 @@ def find(folder: Path, resume: str) -> Path | None:
         if not steps:
             return None
         path = folder / f"step-{steps[-1]:08d}"
+        pointer = folder / "latest"
+        named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+        if _NAME.fullmatch(named) and (folder / named).is_dir():
+            path = folder / named
     else:
         path = folder / f"step-{int(resume):08d}"
         if not path.is_dir():
             have = f"there are steps {steps}" if steps else "there is none"
             raise CheckpointError(f"{path} does not exist; {have}")
-    others = [s for s in steps if f"step-{s:08d}" != path.name]
+    step = int(path.name[-8:])
+    others = [s for s in steps if s < step] or [s for s in steps if s > step]
     verify_manifest(
         path,
         f"; resume from another with --checkpoint.resume {others[-1]}"
@@ -315,6 +323,12 @@ def find(folder: Path, resume: str) -> Path | None:
         else "; there is no other checkpoint to resume from",
     )
     return path
+
+
+def go_on_from(path: Path) -> None:
+    """From here on `path` is what `latest` means, though its folder may hold later steps."""
+    latest = path.parent / "latest"
+    writing(latest, lambda: write_text(latest, path.name + "\n"))
 
 
 def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
