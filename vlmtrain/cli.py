@@ -235,8 +235,7 @@ def _data(arguments: list[str]) -> int:
         found = data.stats(source, model, pack_length=pack_length, media_root=media_root)
         print(data.render_stats(found))
         if target is not None:
-            data.plot_stats(found, target)
-            print(f"plot: {target}")
+            print(f"plot: {data.plot_stats(found, target)}")
         return 0
 
     return tyro.extras.subcommand_cli_from_dict(

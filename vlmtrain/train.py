@@ -189,6 +189,11 @@ def _train(
         loader.load_state_dict(extra["loader"])
         done = extra["step"]
     total = train.steps or loader.steps_for_epochs(train.epochs)
+    if not total:
+        raise shared_error(
+            f"--train.epochs {train.epochs:g} of this data hold no sample, so there is no step to "
+            "make; raise it, or the weights in --data, or set --train.steps"
+        )
     gpu, peak = find_machine(backend, dtype)
     ledger = Ledger(spec, layout, peak, config.freeze, config.lora, config.recompute)
     metrics = None

@@ -97,6 +97,28 @@ def test_video_forms(tmp_path: Path) -> None:
     assert media.frame_list
 
 
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        (
+            {"type": "image", "image": "a.png", "max_pixels": 50176},
+            "image has its own 'max_pixels'",
+        ),
+        (
+            {"type": "video", "video": "v.mp4", "video_start": 2.5},
+            "video has its own 'video_start'",
+        ),
+        ({"type": "image", "image": {"path": "a.png", "resized_height": 56}}, "'resized_height'"),
+        ({"type": "video", "video": "v.mp4", "fps": 1.0}, "fps 1 was given for the video file"),
+    ],
+)
+def test_settings_of_single_media_are_refused(entry: Any, named: str, tmp_path: Path) -> None:
+    """qwen-vl-utils reads them; here they would be ignored."""
+    turns = [{"role": "user", "content": [entry]}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(DataError, match=f"sample 's': .*{named}"):
+        one(tmp_path, {"id": "s", "messages": turns})
+
+
 def test_array_lines_bom_and_unicode_give_the_same(tmp_path: Path) -> None:
     records = [
         conversation("Größe 日本 🚀", f"Antwort {i}", id=f"ü{i}", system="Sys ü") for i in range(4)
@@ -210,5 +232,5 @@ def test_bad_file(case: int, tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file; --data takes a .json or .jsonl file"):
+    with pytest.raises(DataError, match="no such file; name a .json, .jsonl or .parquet file"):
         read(tmp_path / "none.json")

@@ -195,6 +195,7 @@ class TestModelFolder:
         ("--parallel.sequence", ["parallel.sequence", "parallel.tensor"]),
         ("--lora.alpha=nan --lora.rank=4", ["--lora.alpha", "nan", "finite"]),
         ("--train.steps=-1", ["--train.steps", "-1"]),
+        ("--train.epochs=0", ["--train.epochs 0", "--train.steps"]),
         ("--train.epochs=inf", ["--train.epochs", "inf", "finite"]),
         ("--train.seed=4294967296", ["--train.seed", "4294967296", "below"]),
         ("--optimizer.lr=inf", ["--optimizer.lr", "inf", "finite"]),
