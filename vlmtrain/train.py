@@ -186,7 +186,13 @@ def _train(
     done = 0
     if resume is not None:
         extra = checkpoints.load(resume, engine.parts, engine.optimizer)
-        loader.load_state_dict(extra["loader"])
+        on_every_rank(lambda: loader.load_state_dict(extra["loader"]))
+        alpha = extra.get("config", {}).get("lora", {}).get("alpha", config.lora.alpha)
+        if config.lora.rank and alpha != config.lora.alpha:
+            raise shared_error(
+                f"{resume} was trained with --lora.alpha {alpha:g}, and alpha / rank is a factor "
+                f"of its weights; it is now {config.lora.alpha:g}: restore it"
+            )
         done = extra["step"]
     total = train.steps or loader.steps_for_epochs(train.epochs)
     if not total:

@@ -338,9 +338,12 @@ def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[st
     was written has no optimizer state and must stay frozen.
 
     Raises:
-        CheckpointError: the checkpoint does not hold what this run needs; the same on all ranks.
+        CheckpointError: the checkpoint does not hold what this run needs, or holds weights that it
+            has no place for; the same on all ranks.
     """
     message = None
+    saved: set[str] = set()
+    taken: set[str] = set()
     try:
         reader = ChunkReader(path)
         common = read_common(path)
@@ -349,6 +352,7 @@ def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[st
                 f"{path} holds weights only; start a new run from it with --model {path}"
             )
         model = _sharded_model(stages)
+        saved, taken = reader.keys(), {tensor.key for tensor in _tensors(model)}
 
         def fill(state: Any) -> None:
             for tensor in _tensors({"": state}):
@@ -358,11 +362,18 @@ def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[st
         optimizer_state.load(optimizer, model, fill, common.pop("optimizer_steps"))
     except CheckpointError as error:
         message = str(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    for text in messages:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (message, taken))
+    for text, _ in every:
         if text is not None:
             raise shared_error(text)
+    left = saved.difference(*(keys for _, keys in every))
+    left = {key for key in left if not key.startswith("optimizer.")}
+    if left:
+        raise shared_error(
+            f"{path} holds {min(left)}, for which this run has no place; resume with the --model "
+            "and the --lora options it was trained with"
+        )
     optimizer_state.finish_load(optimizer)
     _set_random_state(common.pop("random"))
     return common
@@ -379,7 +390,10 @@ def _fill(reader: ChunkReader, tensor: ShardedTensor) -> None:
                 "written; freeze the same parts to go on, or start a new run from its weights "
                 f"with --model {reader.folder}"
             )
-        raise CheckpointError(f"{reader.folder} does not hold the parameter {key}")
+        raise CheckpointError(
+            f"{reader.folder} does not hold the parameter {key}; resume with the --model and the "
+            "--lora options it was trained with"
+        )
     out = tensor.data.detach().view(_chunk_shape(tensor))
     stored, want = list(reader.shape(key)), list(tensor.global_shape)
     box = [(o, o + n) for o, n in zip(tensor.global_offset, out.shape, strict=True)]
@@ -387,7 +401,7 @@ def _fill(reader: ChunkReader, tensor: ShardedTensor) -> None:
         if not tensor.allow_shape_mismatch or stored[1:] != want[1:]:
             raise CheckpointError(
                 f"{reader.folder}: {key} is {stored}, this model needs {want}; resume with the "
-                "--model it was trained from"
+                "--model and the --lora options it was trained with"
             )
         # A table of words padded for another tensor-parallel size: the padding is zeros.
         out.zero_()

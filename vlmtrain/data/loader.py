@@ -282,7 +282,8 @@ class PackedLoader:
             if state.get(key) != mine[key]:
                 raise DataError(
                     f"the checkpoint was made with {meaning} ({key} was {state.get(key)} and is "
-                    f"{mine[key]}); restore it, or start again with --checkpoint.resume none"
+                    f"{mine[key]}); restore it, or start a new run from its weights: --model "
+                    "CHECKPOINT and another --output"
                 )
         self._position = _Position(int(state["step"]), int(state["epoch"]), int(state["pack"]))
         self.skipped = int(state.get("skipped", 0))
