@@ -374,7 +374,7 @@ def _media(kind: MediaKind, entry: Any, root: Path, bare: Sample) -> list[Media]
         frames = entry
         name = f"{entry[0]} ... ({len(entry)} frames)"
     elif isinstance(entry, str) and entry:
-        if "\0" in entry or not (root / entry).is_dir():
+        if "\0" in entry or len(entry) > 4096 or not (root / entry).is_dir():
             if fps is not None:
                 raise bare.fail(
                     f"fps {fps:g} was given for the video file {entry}, which has its own; it is "
@@ -382,8 +382,10 @@ def _media(kind: MediaKind, entry: Any, root: Path, bare: Sample) -> list[Media]
                     "video_preprocessor_config.json"
                 )
             return [Media("video", entry, (_file(entry, root, bare),))]
-        frames = sorted(
-            str(path) for path in (root / entry).iterdir() if path.suffix.lower() in IMAGE_SUFFIXES
+        frames = sorted(  # from the root, as the entry itself
+            str(Path(entry) / path.name)
+            for path in (root / entry).iterdir()
+            if path.suffix.lower() in IMAGE_SUFFIXES
         )
         name = entry
         if not frames:
@@ -404,6 +406,11 @@ def _magic(data: bytes) -> str:
 
 
 def _file(entry: str, root: Path, bare: Sample) -> FileRange:
+    if entry.startswith("data:") or len(entry) > 4096:  # no system takes longer paths
+        raise bare.fail(
+            f"{entry[:40]!r}... is no file path but {len(entry)} characters of content; write it "
+            "to a file and give the file's path"
+        )
     if "://" in entry and not entry.startswith("file://"):
         raise bare.fail(f"{entry} is a URL; download it and give the file's path")
     if "\0" in _sound(entry, "a file path", bare):
