@@ -143,6 +143,13 @@ def test_modules_that_may_be_missing_are_those_of_pyproject():
         ("[train]\nsteps = 'many'\n", ["train.steps", "int", "many"]),
         ("train = 3\n", ["train", "table"]),
         ("[train\n", ["TOML"]),
+        ("[train]\nprecision = 'fp16'\n", ["train.precision", "'bf16' or 'fp32'", "fp16"]),
+        ("[parallel]\nvision = 'spread'\n", ["parallel.vision", "'multiplexed'", "spread"]),
+        ("[parallel]\ntext_layers = ['1']\n", ["parallel.text_layers[0]", "int"]),
+        ("[parallel]\ntext_layers = [[true, 1]]\n", ["parallel.text_layers[0]", "int"]),
+        ("[lora]\ntargets = [1]\n", ["lora.targets[0]", "str", "1"]),
+        ("[optimizer]\noffload_schedule = [5]\n", ["optimizer.offload_schedule[0]", "str"]),
+        ("[train]\nsteps = true\n", ["train.steps", "int", "True"]),
     ],
 )
 def test_bad_recipe(text, names, tmp_path):

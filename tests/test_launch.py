@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vlmtrain import launch
+from vlmtrain import cli, launch
 from vlmtrain.demo import photographs, run, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -228,3 +228,40 @@ def test_exit_code_is_that_of_the_cause(
     monkeypatch.setattr(api, "elastic_launch", elastic_launch)
     assert launch.start(["train"], len(codes)) == expected
     assert capsys.readouterr().err == (f"vlmtrain: {says}\n" if says else "")
+
+
+RANK_OF_A_LAUNCHER = """
+import os, subprocess, sys
+os.environ["VLMTRAIN_LAUNCHER"] = str(os.getpid())
+rank = "from vlmtrain import launch; import time; launch.end_with_launcher(0); " \\
+    "print('runs', flush=True); time.sleep(300)"
+subprocess.Popen([sys.executable, "-c", rank]).wait()
+"""
+
+
+def test_a_rank_ends_with_its_launcher() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RANK_OF_A_LAUNCHER],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+    process.kill()
+    printed, _ = process.communicate(timeout=120)  # to the rank's end: it holds the pipe
+    assert (
+        printed == f"vlmtrain: process {process.pid}, which started the ranks, is gone: they end\n"
+    )
+
+
+def test_every_rank_watches_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    watching: list[int] = []
+    monkeypatch.setattr(launch, "end_with_launcher", watching.append)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert cli._on_ranks(lambda process: watching.append(process.world_size), [], 0) == 0
+    assert watching == [0, 1]

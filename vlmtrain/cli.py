@@ -27,12 +27,13 @@ _USAGE = """usage: vlmtrain COMMAND [options]
 
 'vlmtrain COMMAND --help' lists a command's options.
 """
-# How gloo and NCCL say that the process at the other end has ended.
+# How gloo, NCCL and torch's store say that the process at the other end has ended.
 _PEER_GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "remote process exited",
+    "Did the remote server shutdown or crash",  # the store, in the launcher or on rank 0
     "NCCL communicator was aborted",
 )
 # Modules of the packages that `pip install .` leaves out and `pip install ".[train]"` brings.
@@ -150,6 +151,8 @@ def _on_ranks(run: Callable[[Any], None], arguments: list[str], nproc: int) -> i
             f"{process.world_size}; leave --nproc out"
         )
     warnings.filterwarnings("ignore")
+    if process is not None:
+        launch.end_with_launcher(process.rank)
     process = process or launch.Process(0, 1, 0)
     try:
         run(process)
@@ -159,6 +162,8 @@ def _on_ranks(run: Callable[[Any], None], arguments: list[str], nproc: int) -> i
             # launcher ends this process; what only this rank meets is said after the pause.
             time.sleep(_RANK_0_FIRST)
         return _leave(_fail(str(error), 1) if error.print_here else 1)
+    except KeyboardInterrupt:  # our launcher says it itself
+        return _leave(130 if process.rank or launch.launched() else _fail("interrupted", 130))
     except Exception as error:
         if any(sign in str(error) for sign in _PEER_GONE):
             return _leave(_fail(f"rank {process.rank} ends: another rank is gone", 1))
@@ -264,8 +269,7 @@ def _data(arguments: list[str]) -> int:
         found = data.stats(source, model, pack_length=pack_length, media_root=media_root)
         print(data.render_stats(found))
         if target is not None:
-            data.plot_stats(found, target)
-            print(f"plot: {target}")
+            print(f"plot: {data.plot_stats(found, target)}")
         return 0
 
     return tyro.extras.subcommand_cli_from_dict(

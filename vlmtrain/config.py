@@ -7,9 +7,11 @@ file or a function that returns a `TrainConfig`) fills the same fields.
 from __future__ import annotations
 
 import dataclasses
+import math
+import types
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vlmtrain.errors import UserError
 
@@ -204,10 +206,14 @@ class TrainConfig:
             ("train.pack_length", 1),
             ("train.global_batch", 1),
             ("train.log_every", 1),
+            ("train.seed", 0),
             ("optimizer.lr", 0),
             ("optimizer.min_lr", 0),
             ("optimizer.warmup_steps", 0),
             ("optimizer.weight_decay", 0),
+            ("optimizer.beta1", 0),
+            ("optimizer.beta2", 0),
+            ("optimizer.eps", 0),
             ("optimizer.clip", 0),
             ("optimizer.offload_fraction", 0),
             ("lora.rank", 0),
@@ -221,8 +227,12 @@ class TrainConfig:
             ("nproc", 0),
         ):
             value = self._get(name)
-            if not value >= smallest:
-                raise ConfigError(f"--{name} is {value}; it must be at least {smallest}")
+            if not smallest <= value < math.inf:
+                finite = " and finite" if value == math.inf else ""
+                raise ConfigError(f"--{name} is {value}; it must be at least {smallest}{finite}")
+        for name, end in (("optimizer.beta1", 1), ("optimizer.beta2", 1), ("train.seed", 1 << 32)):
+            if not self._get(name) < end:
+                raise ConfigError(f"--{name} is {self._get(name)}; it must be below {end}")
         if self.optimizer.offload_fraction > 1:
             raise ConfigError(
                 f"--optimizer.offload_fraction is {self.optimizer.offload_fraction}; it must be at "
@@ -299,35 +309,45 @@ def from_toml(path: Path, base: TrainConfig) -> TrainConfig:
 
 
 def _overlay(section: Any, table: dict[str, Any], where: str) -> Any:
-    known = {f.name: f for f in dataclasses.fields(section)}
+    kinds = get_type_hints(type(section))
     changes: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f"{where}unknown key {key!r}; valid keys are {', '.join(known)}")
+        if key not in kinds:
+            raise ConfigError(f"{where}unknown key {key!r}; valid keys are {', '.join(kinds)}")
         current = getattr(section, key)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}{key} must be a table, it is {value!r}")
             changes[key] = _overlay(current, value, f"{where}{key}.")
         else:
-            changes[key] = _convert(current, value, f"{where}{key}")
+            changes[key] = _convert(kinds[key], value, f"{where}{key}")
     return dataclasses.replace(section, **changes)
 
 
-def _convert(current: Any, value: Any, where: str) -> Any:
-    if isinstance(current, Path) and isinstance(value, str):
-        return Path(value)
-    if isinstance(current, tuple) and isinstance(value, list):
-        if where.endswith(_PER_STAGE) and any(isinstance(row, list) for row in value):
-            return _in_stage_order(value, where)
-        return tuple(value)
-    if value == "auto" and where.endswith(_PER_STAGE):
-        return value
-    if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not type(current):
-        raise ConfigError(f"{where} must be of type {type(current).__name__}, it is {value!r}")
-    return value
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    """A TOML value as a field's type has it; nothing that the command line would refuse passes."""
+    either = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    for one in either:
+        if get_origin(one) is Literal and isinstance(value, str) and value in get_args(one):
+            return value
+        if get_origin(one) is tuple and isinstance(value, list):
+            if where.endswith(_PER_STAGE) and any(isinstance(row, list) for row in value):
+                value = list(_in_stage_order(value, where))
+            entry = get_args(one)[0]
+            return tuple(_convert(entry, item, f"{where}[{i}]") for i, item in enumerate(value))
+        if one is Path and isinstance(value, str):
+            return Path(value)
+        if one is float and type(value) is int:
+            return float(value)
+        if type(value) is one:
+            return value
+    raise ConfigError(f"{where} must be {' or '.join(map(_called, either))}, it is {value!r}")
+
+
+def _called(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return f"of type {getattr(get_origin(kind) or kind, '__name__', kind)}"
 
 
 _PER_STAGE = ("parallel.vision_layers", "parallel.text_layers")

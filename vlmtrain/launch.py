@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from vlmtrain.errors import UserError
 
 # A peer that stops answering for this long ends the run instead of hanging it.
 _TIMEOUT = timedelta(minutes=30)
+_LAUNCHER = "VLMTRAIN_LAUNCHER"  # to the processes of `start`: the process that started them
 
 
 class LaunchError(UserError):
@@ -98,14 +101,20 @@ def start(arguments: Sequence[str], nproc: int) -> int:
 
     When one process fails the others are ended; the cause is what that process printed, or a line
     here where it was killed.
+
+    Raises:
+        KeyboardInterrupt: SIGINT (Ctrl-C); the processes have ended.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
     # torchrun logs every ended worker at length; the worker has printed the one line that counts.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for logger in ("torch.distributed.elastic", *logging.root.manager.loggerDict):
+        if logger.startswith("torch.distributed.elastic"):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
     handled: dict[str, Any] = {}
     if "signals_to_handle" in {f.name for f in dataclasses.fields(LaunchConfig)}:
         handled["signals_to_handle"] = "SIGINT,SIGHUP,SIGQUIT"  # before torch 2.8 it takes all
@@ -129,6 +138,7 @@ def start(arguments: Sequence[str], nproc: int) -> int:
         _pass_on(number, frame)
 
     before = signal.signal(signal.SIGTERM, pass_on)
+    os.environ[_LAUNCHER] = str(os.getpid())
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "vlmtrain.cli", *arguments)
     except ChildFailedError as error:
@@ -145,9 +155,39 @@ def start(arguments: Sequence[str], nproc: int) -> int:
             return 128 - code
         said = [f for f in error.failures.values() if f.exitcode > 0]
         return min(said, key=lambda failure: failure.timestamp).exitcode
+    except SignalException as error:  # it has ended the processes before
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        print(f"vlmtrain: ended by {error.sigval.name}", file=sys.stderr, flush=True)
+        return 128 + error.sigval
     finally:
+        os.environ.pop(_LAUNCHER, None)
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def launched() -> bool:
+    """Whether `start` started this process and waits for it."""
+    return os.environ.get(_LAUNCHER) == str(os.getppid())
+
+
+def end_with_launcher(rank: int) -> None:
+    """End this process when the `start` that it belongs to is gone: one that was killed could not
+    end its processes, which would go on and write where the next start does. (They can't save:
+    the store by which they agree was the launcher's.)"""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is None:
+        return
+
+    def watch() -> None:
+        while str(os.getppid()) == launcher:
+            time.sleep(1.0)
+        if rank == 0:
+            message = f"vlmtrain: process {launcher}, which started the ranks, is gone: they end"
+            print(message, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
 
 
 def _pass_on(number: int, _: object) -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.checkpoint.files import write_text
 from vlmtrain.errors import UserError
 from vlmtrain.ledger import StepResult
 
@@ -32,7 +34,7 @@ class Metrics:
         """`wandb`: project to log to, or empty; `facts` go into run.json.
 
         Raises:
-            UserError: Weights & Biases does not let the run in.
+            UserError: a file can't be written, or Weights & Biases does not let the run in.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -46,9 +48,11 @@ class Metrics:
                         kept.append(line)
                 except (ValueError, KeyError):
                     break  # the last line of a killed run may be half-written
-        self.path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        self._file = open(self.path, "a", encoding="utf-8")
-        self._board = SummaryWriter(str(output / "tensorboard"), purge_step=resumed_step + 1)
+        with _writing(self.path):
+            write_text(self.path, "".join(line + "\n" for line in kept))
+            self._file = open(self.path, "a", encoding="utf-8")
+        with _writing(output / "tensorboard"):
+            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=resumed_step + 1)
         self._facts_path, self.facts = output / "run.json", facts or {}
         self.write_facts()
         self._wandb: Any = None
@@ -65,7 +69,8 @@ class Metrics:
     def write_facts(self, **more: Any) -> None:
         """Write run.json again, with `more` in it."""
         self.facts.update(more)
-        self._facts_path.write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+        with _writing(self._facts_path):
+            write_text(self._facts_path, json.dumps(self.facts, indent=1) + "\n")
 
     def step(self, step: int, result: StepResult, lr: float, seconds: float, **more: Any) -> None:
         """Record 1-based `step`; `seconds` is its wall time."""
@@ -83,8 +88,9 @@ class Metrics:
             "tokens_per_second": result.tokens / seconds if seconds > 0 else 0.0,
             **more,
         }
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with _writing(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
         scalars = dict(_scalars(row))
         for name, value in scalars.items():
             tag = f"train/{name}".replace("train/heldout_", "heldout/")
@@ -113,6 +119,14 @@ class Metrics:
         self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # a full disk, most often
+        raise UserError(f"{path} can't be written: {error.strerror or error}") from error
 
 
 def check_wandb(project: str) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from vlmtrain import device
+from vlmtrain.checkpoint.lock import FolderLock
 from vlmtrain.config import TrainConfig, to_dict
 from vlmtrain.errors import UserError
 from vlmtrain.launch import Process, connect
@@ -38,9 +39,11 @@ def run(config: TrainConfig, process: Process) -> None:
     if backend.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
     connect(process, backend.process_group)
+    lock = FolderLock(config.output)
     try:
-        _train(config, spec, layout, backend)
+        _train(config, spec, layout, backend, lock)
     finally:
+        lock.release()
         # After a failure the other ranks may be anywhere: a barrier would wait for them.
         if process.world_size == 1 or sys.exc_info()[0] is None:
             dist.barrier()
@@ -79,7 +82,9 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
     return spec, layout
 
 
-def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend) -> None:
+def _train(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend, lock: FolderLock
+) -> None:
     from vlmtrain.checkpoint import training as checkpoints
     from vlmtrain.checkpoint.adapters import merged, save_adapters
     from vlmtrain.checkpoint.hf_export import save_weights
@@ -106,7 +111,7 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     template = processor.template.template if data.template else None  # goes where the model goes
 
     def prepare() -> tuple[SampleIndex, SampleIndex | None, Path | None]:
-        _check_output(config)
+        _check_output(config, lock)
         resume = checkpoints.find(folder, config.checkpoint.resume)
         check_weights(config.model, spec)
         sources = parse_sources(
@@ -181,14 +186,27 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
     done = 0
     if resume is not None:
         extra = checkpoints.load(resume, engine.parts, engine.optimizer)
-        loader.load_state_dict(extra["loader"])
+        on_every_rank(lambda: loader.load_state_dict(extra["loader"]))
+        alpha = extra.get("config", {}).get("lora", {}).get("alpha", config.lora.alpha)
+        if config.lora.rank and alpha != config.lora.alpha:
+            raise shared_error(
+                f"{resume} was trained with --lora.alpha {alpha:g}, and alpha / rank is a factor "
+                f"of its weights; it is now {config.lora.alpha:g}: restore it"
+            )
         done = extra["step"]
     total = train.steps or loader.steps_for_epochs(train.epochs)
+    if not total:
+        raise shared_error(
+            f"--train.epochs {train.epochs:g} of this data hold no sample, so there is no step to "
+            "make; raise it, or the weights in --data, or set --train.steps"
+        )
     gpu, peak = find_machine(backend, dtype)
     ledger = Ledger(spec, layout, peak, config.freeze, config.lora, config.recompute)
     metrics = None
     if rank == 0:
         config.output.mkdir(parents=True, exist_ok=True)
+        if resume is not None:
+            checkpoints.go_on_from(resume)
         _describe(config, spec, layout, index, loader, total, done, resume)
         follow = beside.Follow(config, spec, layout, gpu, peak, index)
         metrics = Metrics(
@@ -287,16 +305,10 @@ def _train(config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device
         print(f"Hugging Face folder: {config.output / 'hf'}", flush=True)
 
 
-def _check_output(config: TrainConfig) -> None:
+def _check_output(config: TrainConfig, lock: FolderLock) -> None:
     output = config.output
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file; name a folder")
-    used = [n for n in ("metrics.jsonl", "checkpoints", "hf") if (output / n).exists()]
-    if used and config.checkpoint.resume == "none":
-        raise UserError(
-            f"--output {output} already holds a run ({used[0]}); continue it with "
-            "--checkpoint.resume latest, or name another folder"
-        )
     try:
         output.mkdir(parents=True, exist_ok=True)
         probe = output / ".writable"
@@ -304,6 +316,13 @@ def _check_output(config: TrainConfig) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(f"--output {output} can't be written: {error.strerror}") from error
+    lock.acquire()
+    used = [n for n in ("metrics.jsonl", "checkpoints", "hf") if (output / n).exists()]
+    if used and config.checkpoint.resume == "none":
+        raise UserError(
+            f"--output {output} already holds a run ({used[0]}); continue it with "
+            "--checkpoint.resume latest, or name another folder"
+        )
 
 
 def _describe(

@@ -81,3 +81,5 @@ def test_stats_by_hand(desk: Path, model_folder: Path) -> None:
     assert found.fill == tokens / 512
     assert (found.costs > found.text_tokens).all()
     assert f"{tokens:,}" in data.render_stats(found)
+    assert data.plot_stats(found, desk / "plot") == desk / "plot.png"
+    assert (desk / "plot.png").is_file()

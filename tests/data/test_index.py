@@ -175,3 +175,5 @@ def test_check_collects_every_problem(tmp_path: Path, pictures: Path, model_fold
     assert cli.check([good]).ok
     with pytest.raises(DataError, match="only be checked with a model"):
         cli.check([good], pack_length=3)
+    with pytest.raises(DataError, match="pack_length must be at least 1, got 0"):
+        cli.check([good], model=model_folder, pack_length=0)

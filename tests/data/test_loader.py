@@ -478,6 +478,13 @@ def test_progress(make: Any, index: SampleIndex) -> None:
     total = sum(len(plan) for plan in plans)
     assert loader.steps_for_epochs(3) == -(-total // 4)
     assert loader.steps_for_epochs(0.5) == -(-len(plans[0]) // 8)
+    # With another global batch from step 1 on only what is left takes other steps.
+    with make(global_batch=4, prefetch=False) as first, make(global_batch=2) as second:
+        first.next_step()
+        second.load_state_dict(first.state_dict())
+        assert second.steps_for_epochs(3) == 1 + -(-(total - 4) // 2)
+        assert second.steps_per_epoch == -(-len(plans[0]) // 2)
+        assert second.steps_for_epochs(0) == 1
     assert loader.epoch == 0
     loader.next_step()
     assert loader.epoch == 4 / len(plans[0]) and loader.step == 1

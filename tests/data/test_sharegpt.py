@@ -80,7 +80,7 @@ def test_media_inside_the_content_list(tmp_path: Path) -> None:
     assert video.frame_list and len(video.parts) == 2 and video.fps == 3
 
 
-def test_video_forms(tmp_path: Path) -> None:
+def test_video_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in (1, 0):
         save_image(tmp_path / f"f{i}.png", 30, 30)
     (tmp_path / "notes.txt").write_text("not a frame")
@@ -89,12 +89,46 @@ def test_video_forms(tmp_path: Path) -> None:
         [media] = one(tmp_path, conversation(*turns, video=value)).media
         assert [Path(part.path).name for part in media.parts] == ["f0.png", "f1.png"]
         assert media.frame_list and media.fps == (4 if isinstance(value, dict) else None)
+    # Relative all the way: the data file, and the folder of frames beside it.
+    (tmp_path / "in" / "frames").mkdir(parents=True)
+    save_image(tmp_path / "in" / "frames" / "f0.png", 30, 30)
+    write_json(tmp_path / "in" / "c.json", [conversation(*turns, video="frames")])
+    monkeypatch.chdir(tmp_path)
+    [media] = read(Path("in/c.json"))[0].media
+    assert media.parts[0].path == "in/frames/f0.png"
     [media] = one(tmp_path, conversation(*turns, video="v.mp4")).media
     assert not media.frame_list
     two = one(tmp_path, conversation("<video><video>", "x", video=["a.mp4", "b.mp4"])).media
     assert [media.name for media in two] == ["a.mp4", "b.mp4"]
     [media] = one(tmp_path, conversation(*turns, videos=[["f0.png", "f1.png"]])).media
     assert media.frame_list
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        (
+            {"type": "image", "image": "a.png", "max_pixels": 50176},
+            "image has its own 'max_pixels'",
+        ),
+        (
+            {"type": "video", "video": "v.mp4", "video_start": 2.5},
+            "video has its own 'video_start'",
+        ),
+        ({"type": "image", "image": {"path": "a.png", "resized_height": 56}}, "'resized_height'"),
+        (
+            {"type": "image", "image": "data:image/png;base64,AAAA"},
+            "is no file path but 26 characters",
+        ),
+        ({"type": "video", "video": "x" * 5000}, "is no file path but 5000 characters"),
+        ({"type": "video", "video": "v.mp4", "fps": 1.0}, "fps 1 was given for the video file"),
+    ],
+)
+def test_what_other_readers_take_is_refused(entry: Any, named: str, tmp_path: Path) -> None:
+    """qwen-vl-utils reads settings of single media, which would be ignored here, and content."""
+    turns = [{"role": "user", "content": [entry]}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(DataError, match=f"sample 's': .*{named}"):
+        one(tmp_path, {"id": "s", "messages": turns})
 
 
 def test_array_lines_bom_and_unicode_give_the_same(tmp_path: Path) -> None:
@@ -210,5 +244,5 @@ def test_bad_file(case: int, tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file; --data takes a .json or .jsonl file"):
+    with pytest.raises(DataError, match="no such file; name a .json, .jsonl or .parquet file"):
         read(tmp_path / "none.json")

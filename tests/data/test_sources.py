@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.helpers import conversation, write_json
+from vlmtrain.data import cli
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.loader import PackedLoader
@@ -94,6 +95,24 @@ def test_weights_and_limits_while_training(
         pytest.raises(DataError, match="other data"),
     ):
         loader.load_state_dict(state)
+
+
+def test_epochs_without_a_sample_are_passed_over(
+    tmp_path: Path, model_folder: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    """Weight 0.25 and two samples: epochs 1, 3, 5, ... have one."""
+    path = write_json(tmp_path / "a.json", [conversation("q", "r", id=f"a{i}") for i in range(2)])
+    index = scan_sources([SourceSpec(str(path), 0.25)], processor, spec, 64)
+    options: dict[str, Any] = {"pack_length": 64, "global_batch": 1, "need_pixels": False}
+    with PackedLoader(index, processor, spec, **options) as loader:
+        assert [loader.steps_for_epochs(epochs) for epochs in (1, 2, 4)] == [0, 1, 2]
+        assert loader.epoch == 0
+        seen = [loader.next_step()[0].sample_ids for _ in range(4)]
+        assert loader.epoch == 8
+    assert Counter(id for ids in seen for id in ids) == Counter({"a0": 2, "a1": 2})
+    with pytest.raises(DataError, match="leave no sample in the first epoch"):
+        cli.stats(f"{path}:0.25", model_folder, pack_length=64)
+    assert [cli.stats(f"{path}:{w}", model_folder, pack_length=30).packs for w in (1, 3)] == [2, 6]
 
 
 def test_alpaca_and_llama_factory(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -165,6 +167,33 @@ def test_a_build_goes_on_where_it_stopped(
     assert 0 not in written and (target / "shard-000000.tar").stat().st_mtime_ns == before
     assert counts[-1] == 5
     assert contents(target) == contents(straight)
+
+
+def test_an_unfinished_build_of_more_shards_leaves_none(source: Path, tmp_path: Path) -> None:
+    records = json.loads(source.read_text())
+    broken = write_json(tmp_path / "b.json", [*records, {**records[0], "image": str(source)}])
+    with pytest.raises(DataError, match="is not an image"):
+        build_shards(broken, tmp_path / "shards", samples_per_shard=1)
+    assert (tmp_path / "shards" / "shard-000004.part").is_file()
+    build_shards(source, tmp_path / "shards", samples_per_shard=3)
+    assert [p.name for p in sorted((tmp_path / "shards").glob("shard-*"))] == [
+        f"shard-00000{i}.{kind}" for i in range(2) for kind in ("tar", "tar.idx")
+    ]
+
+
+def test_a_full_disk_is_one_sentence(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(webdataset_module.os, "fsync", full)
+        with pytest.raises(DataError, match="shards cannot be written: No space left on device"):
+            build_shards(source, tmp_path / "shards")
+    assert not (tmp_path / "shards").exists()
+    with pytest.raises(DataError, match="--source takes one file"):
+        build_shards(f"{source},{source}", tmp_path / "shards")
 
 
 def test_the_first_error_in_file_order_is_reported(

@@ -505,6 +505,7 @@ def test_observed_order_of_gradients():
     "keywords, message",
     [
         ({"lr": -1.0}, "lr is -1.0; it must be at least 0"),
+        ({"betas": (0.9,)}, "betas is (0.9,); it must be two numbers"),
         ({"offload_fraction": 1.5}, "offload_fraction is 1.5; it must be from 0 to 1"),
         ({"offload_fraction": float("nan")}, "offload_fraction is nan; it must be from 0 to 1"),
         ({"policy": "smallest"}, "policy is 'smallest'; it must be"),
@@ -534,3 +535,26 @@ def test_bad_parameters_and_states_are_named():
     with pytest.raises(ValueError, match=re.escape("the loaded exp_avg is float32 [3] on cpu")):
         optimizer.load_state_dict(state)
     assert_bitwise("exp_avg", optimizer.state[good]["exp_avg"], before)
+
+
+def test_groups_may_be_empty():
+    """A trainer makes its groups before it knows what is in them."""
+    optimizer = HybridDeviceOptimizer([{"params": []}])
+    assert optimizer.step(lambda: 3.0) == 3.0
+    optimizer.zero_grad()
+    assert set(optimizer.memory().values()) == {0}
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 5)) for _ in range(2))
+    optimizer.add_param_group({"params": [ours], "lr": 0.1})
+    ours.grad, theirs.grad = torch.ones(5), torch.ones(5)
+    optimizer.step()
+    CPUAdam([theirs], lr=0.1).step()
+    assert_bitwise("parameter", ours.detach(), theirs.detach())
+
+
+def test_what_can_not_be_is_said():
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = HybridDeviceOptimizer(table.parameters())
+    with pytest.raises(ValueError, match="torch.sparse_coo; it must be dense float32"):
+        table(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="make another one .* give it this one's state_dict"):
+        copy.deepcopy(optimizer)

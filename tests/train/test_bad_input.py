@@ -14,6 +14,9 @@ import pytest
 from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import options
 from vlmtrain import cli
+from vlmtrain.checkpoint import lock
+from vlmtrain.checkpoint.files import CheckpointError
+from vlmtrain.checkpoint.training import complete, find, go_on_from
 
 
 @pytest.fixture
@@ -190,7 +193,15 @@ class TestModelFolder:
         ("--lora.rank=-1", ["--lora.rank", "-1"]),
         ("--parallel.tensor=2", ["1 processes", "multiple of 2"]),
         ("--parallel.sequence", ["parallel.sequence", "parallel.tensor"]),
+        ("--lora.alpha=nan --lora.rank=4", ["--lora.alpha", "nan", "finite"]),
         ("--train.steps=-1", ["--train.steps", "-1"]),
+        ("--train.epochs=0", ["--train.epochs 0", "--train.steps"]),
+        ("--train.epochs=inf", ["--train.epochs", "inf", "finite"]),
+        ("--train.seed=4294967296", ["--train.seed", "4294967296", "below"]),
+        ("--optimizer.lr=inf", ["--optimizer.lr", "inf", "finite"]),
+        ("--optimizer.beta2=1", ["--optimizer.beta2", "1.0", "below 1"]),
+        ("--optimizer.beta1=nan", ["--optimizer.beta1", "nan"]),
+        ("--optimizer.eps=-1", ["--optimizer.eps", "-1"]),
         ("--checkpoint.resume=soon", ["--checkpoint.resume", "soon"]),
         ("--checkpoint.resume=7", ["step-00000007"]),
     ],
@@ -219,6 +230,22 @@ def test_existing_run_is_not_overwritten(capsys, model, conversations, tmp_path)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
 
 
+def test_a_second_start_in_the_same_folder(capsys, monkeypatch, model, conversations, tmp_path):
+    """Also with --checkpoint.resume latest, as job scripts pass it; a run that ended has let go."""
+    monkeypatch.setattr(lock, "_PATIENCE", 0.0)
+    output = tmp_path / "run"
+    output.mkdir()
+    running = lock.FolderLock(output)
+    running.acquire()
+    arguments = options(model, conversations, output, "--checkpoint.resume=latest")
+    message = refused(capsys, arguments, output)
+    assert f"process {os.getpid()} on " in message and str(output) in message, message
+    running.release()
+    unreadable = [*arguments, f"--data={tmp_path / 'none.json'}"]
+    for _ in range(2):
+        assert "none.json" in refused(capsys, unreadable, output)
+
+
 def test_checkpoint_cut_short(model, conversations, tmp_path):
     output = tmp_path / "run"
     arguments = options(model, conversations, output, "--train.steps=2", "--checkpoint.every=1")
@@ -235,18 +262,29 @@ def test_checkpoint_cut_short(model, conversations, tmp_path):
     assert file.name in done.output and "--checkpoint.resume 1" in done.output
     assert "Traceback" not in done.output
     assert (output / "metrics.jsonl").read_text() == before
-    done = run_cli([*again[:-1], "--checkpoint.resume=1"])
+    # A run that goes on from step 1 leaves alone what another left behind it, and `latest` is its
+    # own last step, not the highest number.
+    abandoned = newest.with_name("step-00000009")
+    newest.rename(abandoned)
+    done = run_cli([*again[:-1], "--checkpoint.resume=1", "--checkpoint.keep=1"])
     assert done.code == 0, done.output
-    # the same size but another content
     newest = output / "checkpoints" / "step-00000004"
+    assert complete(output / "checkpoints") == [4, 9]
+    assert (output / "checkpoints" / "latest").read_text() == "step-00000004\n"
+    # the same size but another content
     file = max(newest.rglob("*.distcp"), key=lambda p: p.stat().st_size)
     with open(file, "r+b") as handle:
         handle.seek(file.stat().st_size // 2)
         byte = handle.read(1)
         handle.seek(-1, os.SEEK_CUR)
         handle.write(bytes([byte[0] ^ 1]))
-    done = run_cli([*again[:-1], "--checkpoint.resume=4", "--train.steps=5"])
+    done = run_cli([*again, "--train.steps=5"])
     assert done.code == 1 and "checksum" in done.output, done.output
+    assert str(newest) in done.output
+    # Resuming from a step makes it the latest, before anything is saved.
+    go_on_from(abandoned)
+    with pytest.raises(CheckpointError, match="step-00000009"):
+        find(output / "checkpoints", "latest")
 
 
 def test_all_ranks_end_and_one_speaks(model, conversations, samples, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.ranks import run_cli
 from tests.train.conftest import losses, options
+from vlmtrain import cli
 
 LORA = (
     "--lora.rank=4 --lora.dropout=0.2 --lora.vision --lora.targets q_proj up_proj qkv proj".split()
@@ -34,11 +35,20 @@ def resume_lora(layout, model, conversations, folder):
         assert (resumed / file.relative_to(straight)).read_bytes() == file.read_bytes(), file
 
 
-def test_resumed_lora_is_bitwise(model, conversations, tmp_path):
+def test_resumed_lora_is_bitwise(model, conversations, tmp_path, capsys):
     """Adapters, their optimizer state and the state of dropout's random streams come back: of the
-    process's own, for inputs that both ranks hold, and of Megatron's, for those that are split."""
+    process's own, for inputs that both ranks hold, and of Megatron's, for those that are split.
+    With other adapters, or another factor for them, it would be another model: refused."""
     layout = ["--parallel.tensor=2", "--parallel.vision=multiplexed"]
     resume_lora(layout, model, conversations, tmp_path)
+    output = tmp_path / "resumed"
+    again = options(model, conversations, output, "--train.steps=7", "--checkpoint.resume=latest")
+    before = (output / "metrics.jsonl").read_text()
+    for more, named in ((LORA[:-1], "proj.adapters.0."), ([*LORA, "--lora.alpha=8"], "alpha 32")):
+        assert cli.main([*again, *more]) == 1
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and named in message and "step-00000006" in message
+    assert (output / "metrics.jsonl").read_text() == before
 
 
 def test_vision_lora_goes_on_at_another_tensor_size(model, conversations, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from tests.plan.megatron_worker import make_batch
 from tests.ranks import run_ranks
 from tests.train.ledger_worker import DELAY, PACKS
 from vlmtrain import ledger
+from vlmtrain.checkpoint import files
 from vlmtrain.config import TrainSection
 from vlmtrain.errors import UserError
 from vlmtrain.ledger import ROWS, Ranks, waterfall
-from vlmtrain.metrics import check_wandb
+from vlmtrain.metrics import Metrics, check_wandb
 from vlmtrain.models.spec import ModelSpec
 from vlmtrain.plan import flops
 
@@ -189,6 +192,28 @@ def test_missing_wandb_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     check_wandb(TrainSection().wandb)
     with pytest.raises(UserError, match="--train.wandb mine needs the package wandb, which is not"):
         check_wandb("mine")
+
+
+def test_a_full_disk_keeps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run drops the lines that it makes again; if it can't, all stay."""
+    lines = [f'{{"step": {step}}}\n' for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+
+    def full(*paths: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "replace", full)
+        with pytest.raises(UserError, match="metrics.jsonl can't be written: No space left"):
+            Metrics(tmp_path, 2, 4, 1)
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
+    metrics = Metrics(tmp_path, 2, 4, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "replace", full)
+        with pytest.raises(UserError, match="run.json can't be written: No space left"):
+            metrics.write_facts(more=1)
+    metrics.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2])
 
 
 def test_times_of_a_clock() -> None:

@@ -143,13 +143,18 @@ def test_kill_and_resume_is_bitwise(straight, model, conversations, tmp_path):
 
 
 def test_resume_on_another_layout(straight, model, conversations, tmp_path):
-    """Checkpoints of a pipeline go on as two data-parallel replicas."""
+    """Checkpoints of a pipeline that Ctrl-C has ended go on as two data-parallel replicas."""
     output = tmp_path / "run"
     first = options(model, conversations, output, "--train.steps=10", "--checkpoint.every=5", *TWO)
     process = start(first)
     wait_for_step(output, 6, process)
     wait_for_checkpoint(output, process)
-    kill(process)
+    ranks = psutil.Process(process.pid).children()
+    os.killpg(process.pid, signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in printed, printed
+    assert printed.splitlines().count("vlmtrain: interrupted") == 1, printed
+    assert not any(rank.is_running() for rank in ranks)
     again = options(model, conversations, output, "--train.steps=10", "--nproc=2")
     done = run_cli([*again, "--checkpoint.resume=5"])
     assert done.code == 0, done.output

@@ -150,9 +150,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        first = self.param_groups[0]["params"]
+        every = self._params()  # groups may be empty
         for param in self.param_groups[-1]["params"]:
-            device = first[0].device if first else param.device
+            device = every[0].device
             if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
                 self.param_groups.pop()
                 raise ValueError(
@@ -160,12 +160,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 )
         last = len(self.param_groups) - 1
         self._group_of.update(dict.fromkeys(self.param_groups[-1]["params"], last))
-        if self._offload is None and first:
-            device = first[0].device
+        if self._offload is None and every:
+            device = every[0].device
             transfers = self._transfers or transfers_for(device)
             arena = PinnedArena(pin=device.type == "cuda")
             self._offload = Offload(transfers, arena, self._bucket_bytes)
         self.set_offload_fraction(self._fraction)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """torch pickles groups and state only: not what is on its way between the memories."""
+        raise TypeError(
+            "a HybridDeviceOptimizer can't be copied or pickled: make another one for the copied "
+            "parameters and give it this one's state_dict()"
+        )
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -257,6 +264,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if param in self._shards and param.dtype == torch.float32:
                 kept.append(self._shards[param].master)
             found[place] += sum(x.numel() * x.element_size() for x in kept)
+        if self._offload is None:  # no parameter yet
+            return {**found, "pinned": 0, "pinned_peak": 0}
         pinned = self._engine.pinned
         return {**found, "pinned": pinned.used_bytes, "pinned_peak": pinned.peak_bytes}
 
@@ -341,6 +350,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def _begin(self, param: Tensor) -> None:
         if param.grad is None:
             return
+        _check_gradient(param)
         self._prepare(param)
         self._arrival.setdefault(param)
         shard = self._shards[param]
@@ -353,7 +363,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                     "a second backward pass adds to a gradient that was stepped in the first: call "
                     "step() after each, or wrap all but the last in accumulating()"
                 )
-            _check_gradient(param)
             self._check_loaded()
             self._follow_model(param)
             self._engine.begin(shard, param.grad)
@@ -379,7 +388,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients on their way down are dropped."""
         self._check_whole("zero_grad")
-        self._engine.forget(list(self._shards.values()))
+        if self._shards:
+            self._engine.forget(list(self._shards.values()))
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -401,6 +411,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._offload is None:  # no parameter yet
+            return loss
         early = self._check_early(grad_scale, found_inf)
         if not early:
             self._check_loaded()

@@ -128,6 +128,8 @@ def check_hyperparameters(
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not value >= 0:
             raise ValueError(f"{name} is {value}; it must be at least 0")
+    if len(betas) != 2:
+        raise ValueError(f"betas is {betas}; it must be two numbers")
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(f"betas[{i}] is {beta}; it must be in [0, 1)")

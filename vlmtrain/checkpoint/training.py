@@ -175,7 +175,9 @@ class Saver:
         fsync_path(work)
         replace_folder(work, target)
         write_text(self.folder / "latest", target.name + "\n")
-        for step in droppable(complete(self.folder), self.keep, self.keep_every):
+        # Those of later steps were left by a run that went on from before them: not its to judge.
+        steps = [step for step in complete(self.folder) if step <= writer.common["step"]]
+        for step in droppable(steps, self.keep, self.keep_every):
             # Not under its name: half a folder must not look whole.
             dropped = self.folder / f"step-{step:08d}.dropped"
             (self.folder / f"step-{step:08d}").rename(dropped)
@@ -290,7 +292,8 @@ def complete(folder: Path) -> list[int]:
 def find(folder: Path, resume: str) -> Path | None:
     """The checkpoint that `--checkpoint.resume` asks for, verified; None for a fresh start.
 
-    `latest` without any checkpoint is a fresh start, so that a job script can always pass it.
+    `latest` is the one that was completed, or gone on from, last, whatever others have higher
+    numbers. Without any checkpoint it is a fresh start, so that a job script can always pass it.
 
     Raises:
         CheckpointError: no such step, or a file is missing, cut short or changed.
@@ -302,12 +305,17 @@ def find(folder: Path, resume: str) -> Path | None:
         if not steps:
             return None
         path = folder / f"step-{steps[-1]:08d}"
+        pointer = folder / "latest"
+        named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+        if _NAME.fullmatch(named) and (folder / named).is_dir():
+            path = folder / named
     else:
         path = folder / f"step-{int(resume):08d}"
         if not path.is_dir():
             have = f"there are steps {steps}" if steps else "there is none"
             raise CheckpointError(f"{path} does not exist; {have}")
-    others = [s for s in steps if f"step-{s:08d}" != path.name]
+    step = int(path.name[-8:])
+    others = [s for s in steps if s < step] or [s for s in steps if s > step]
     verify_manifest(
         path,
         f"; resume from another with --checkpoint.resume {others[-1]}"
@@ -317,6 +325,12 @@ def find(folder: Path, resume: str) -> Path | None:
     return path
 
 
+def go_on_from(path: Path) -> None:
+    """From here on `path` is what `latest` means, though its folder may hold later steps."""
+    latest = path.parent / "latest"
+    writing(latest, lambda: write_text(latest, path.name + "\n"))
+
+
 def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Restore model and optimizer in place; returns what `Saver.start` got as `extra`.
 
@@ -324,9 +338,12 @@ def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[st
     was written has no optimizer state and must stay frozen.
 
     Raises:
-        CheckpointError: the checkpoint does not hold what this run needs; the same on all ranks.
+        CheckpointError: the checkpoint does not hold what this run needs, or holds weights that it
+            has no place for; the same on all ranks.
     """
     message = None
+    saved: set[str] = set()
+    taken: set[str] = set()
     try:
         reader = ChunkReader(path)
         common = read_common(path)
@@ -335,6 +352,7 @@ def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[st
                 f"{path} holds weights only; start a new run from it with --model {path}"
             )
         model = _sharded_model(stages)
+        saved, taken = reader.keys(), {tensor.key for tensor in _tensors(model)}
 
         def fill(state: Any) -> None:
             for tensor in _tensors({"": state}):
@@ -344,11 +362,18 @@ def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[st
         optimizer_state.load(optimizer, model, fill, common.pop("optimizer_steps"))
     except CheckpointError as error:
         message = str(error)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    for text in messages:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (message, taken))
+    for text, _ in every:
         if text is not None:
             raise shared_error(text)
+    left = saved.difference(*(keys for _, keys in every))
+    left = {key for key in left if not key.startswith("optimizer.")}
+    if left:
+        raise shared_error(
+            f"{path} holds {min(left)}, for which this run has no place; resume with the --model "
+            "and the --lora options it was trained with"
+        )
     optimizer_state.finish_load(optimizer)
     _set_random_state(common.pop("random"))
     return common
@@ -365,7 +390,10 @@ def _fill(reader: ChunkReader, tensor: ShardedTensor) -> None:
                 "written; freeze the same parts to go on, or start a new run from its weights "
                 f"with --model {reader.folder}"
             )
-        raise CheckpointError(f"{reader.folder} does not hold the parameter {key}")
+        raise CheckpointError(
+            f"{reader.folder} does not hold the parameter {key}; resume with the --model and the "
+            "--lora options it was trained with"
+        )
     out = tensor.data.detach().view(_chunk_shape(tensor))
     stored, want = list(reader.shape(key)), list(tensor.global_shape)
     box = [(o, o + n) for o, n in zip(tensor.global_offset, out.shape, strict=True)]
@@ -373,7 +401,7 @@ def _fill(reader: ChunkReader, tensor: ShardedTensor) -> None:
         if not tensor.allow_shape_mismatch or stored[1:] != want[1:]:
             raise CheckpointError(
                 f"{reader.folder}: {key} is {stored}, this model needs {want}; resume with the "
-                "--model it was trained from"
+                "--model and the --lora options it was trained with"
             )
         # A table of words padded for another tensor-parallel size: the padding is zeros.
         out.zero_()

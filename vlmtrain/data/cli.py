@@ -15,7 +15,7 @@ import numpy as np
 from vlmtrain.data.costs import sample_costs
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex, scan, scan_sources
-from vlmtrain.data.packing import plan_epoch
+from vlmtrain.data.packing import epoch_entries, plan_epoch
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sharegpt import Record
 from vlmtrain.data.sources import parse_sources
@@ -127,6 +127,8 @@ def check(
     """
     if pack_length is not None and model is None:
         raise DataError("pack_length can only be checked with a model, whose tokenizer counts")
+    if pack_length is not None and pack_length < 1:
+        raise DataError(f"pack_length must be at least 1, got {pack_length}")
     processor = None
     if model is not None:
         processor = Processor.from_folder(model, ModelSpec.from_folder(model))
@@ -212,6 +214,10 @@ def stats(
 
 def measure_index(index: SampleIndex, spec: ModelSpec) -> Stats:
     costs = sample_costs(index.lengths, index.media_start, index.grids, spec).sum(1)
+    weights = [source.weight for source in index.sources]
+    entries = epoch_entries(index.source, weights, 0, 0, index.content_hash)
+    if not len(entries):
+        raise DataError(f"the weights {weights} leave no sample in the first epoch; raise them")
     plan = plan_epoch(
         index.lengths,
         index.pack_length,
@@ -219,6 +225,7 @@ def measure_index(index: SampleIndex, spec: ModelSpec) -> Stats:
         0,
         index.content_hash,
         costs=np.rint(16 * costs).astype(np.int64),
+        entries=entries,
     )
     return Stats(
         index.lengths - index.image_tokens,
@@ -227,7 +234,7 @@ def measure_index(index: SampleIndex, spec: ModelSpec) -> Stats:
         index.target_tokens,
         index.pack_length,
         len(plan),
-        float(index.lengths.sum() / (len(plan) * index.pack_length)),
+        float(plan.tokens.sum() / (len(plan) * index.pack_length)),
         float(plan.costs.std() / plan.costs.mean()),
     )
 
@@ -253,13 +260,15 @@ def render_stats(found: Stats) -> str:
     )
 
 
-def plot_stats(found: Stats, path: str | Path) -> None:
-    """Histograms of the quantities, as an image file."""
+def plot_stats(found: Stats, path: str | Path) -> Path:
+    """Histograms of the quantities, as an image file: PNG where the name has no suffix. Returns its
+    path."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    path = Path(path) if Path(path).suffix else Path(f"{path}.png")
     quantities = found.quantities()
     figure, axes = pyplot.subplots(1, len(quantities), figsize=(4 * len(quantities), 3.2))
     for axis, (name, values) in zip(axes, quantities.items(), strict=True):
@@ -274,6 +283,7 @@ def plot_stats(found: Stats, path: str | Path) -> None:
         raise DataError(f"--target {path}: the plot cannot be written: {error}") from None
     finally:
         pyplot.close(figure)
+    return path
 
 
 def _counted(count: int, noun: str) -> str:

@@ -165,20 +165,23 @@ class PackedLoader:
     def epoch(self) -> float:
         """Epochs handed out, with the fraction of the current one."""
         position = self._position
-        return position.epoch + position.pack / len(self._plan(position.epoch))
+        return position.epoch + position.pack / max(len(self._plan(position.epoch)), 1)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps that see every sample of the first epoch."""
-        return self.steps_for_epochs(1)
+        return math.ceil(len(self._plan(0)) / self.global_batch)
 
     def steps_for_epochs(self, epochs: float) -> int:
-        """The least number of steps from the start of the run that covers `epochs` epochs."""
+        """The least number of steps from the start of the run that covers `epochs` epochs: those
+        made until now, perhaps with another global_batch, and those that are left."""
         whole = int(epochs)
         packs = float(sum(len(self._plan(epoch)) for epoch in range(whole)))
         if epochs > whole:
             packs += (epochs - whole) * len(self._plan(whole))
-        return math.ceil(packs / self.global_batch - 1e-9)
+        position = self._position
+        packs -= sum(len(self._plan(epoch)) for epoch in range(position.epoch)) + position.pack
+        return position.step + max(math.ceil(packs / self.global_batch - 1e-9), 0)
 
     def next_step(self) -> list[PackedBatch]:
         """This rank's global_batch / dp_size microbatches of the next optimizer step.
@@ -279,7 +282,8 @@ class PackedLoader:
             if state.get(key) != mine[key]:
                 raise DataError(
                     f"the checkpoint was made with {meaning} ({key} was {state.get(key)} and is "
-                    f"{mine[key]}); restore it, or start again with --checkpoint.resume none"
+                    f"{mine[key]}); restore it, or start a new run from its weights: --model "
+                    "CHECKPOINT and another --output"
                 )
         self._position = _Position(int(state["step"]), int(state["epoch"]), int(state["pack"]))
         self.skipped = int(state.get("skipped", 0))
@@ -338,6 +342,9 @@ class PackedLoader:
                 costs.append(0)
                 continue
             plan = self._plan(epoch)
+            if not len(plan):  # small weights: not every epoch has a sample
+                epoch += 1
+                continue
             packs.append(plan.packs[pack])
             costs.append(int(plan.costs[pack]))
             tokens += int(plan.tokens[pack])

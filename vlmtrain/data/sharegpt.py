@@ -35,6 +35,11 @@ ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "system": "system",
 }
+# What other trainers let a sample say about its media; here a model's settings hold for all.
+_SETTINGS = (
+    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+    *("nframes", "min_frames", "max_frames", "video_start", "video_end"),
+)
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif"}
 
 
@@ -283,6 +288,7 @@ def _text(content: Any, position: int, embedded: list[tuple[MediaKind, Any]], ba
         if kind == "text" and isinstance(part.get("text"), str):
             text += _sound(part["text"], f"turn {position}", bare)
         elif kind in ("image", "video"):
+            _check_settings(kind, part, bare)
             text += f"<{kind}>"
             entry = part.get(kind, part.get("path"))
             if entry is not None:
@@ -331,7 +337,19 @@ def _is_frames(value: Any) -> bool:
     )
 
 
+def _check_settings(kind: str, entry: dict[str, Any], bare: Sample) -> None:
+    """Raises DataError for a setting that would be ignored."""
+    for key in _SETTINGS:
+        if entry.get(key) is not None:
+            raise bare.fail(
+                f"its {kind} has its own {key!r}, which is not supported; drop it, and where the "
+                "model folder has that setting set it there"
+            )
+
+
 def _media(kind: MediaKind, entry: Any, root: Path, bare: Sample) -> list[Media]:
+    if isinstance(entry, dict):
+        _check_settings(kind, entry, bare)
     if kind == "image":
         data = None
         if isinstance(entry, dict):
@@ -356,10 +374,18 @@ def _media(kind: MediaKind, entry: Any, root: Path, bare: Sample) -> list[Media]
         frames = entry
         name = f"{entry[0]} ... ({len(entry)} frames)"
     elif isinstance(entry, str) and entry:
-        if "\0" in entry or not (root / entry).is_dir():
-            return [Media("video", entry, (_file(entry, root, bare),), fps=fps)]
-        frames = sorted(
-            str(path) for path in (root / entry).iterdir() if path.suffix.lower() in IMAGE_SUFFIXES
+        if "\0" in entry or len(entry) > 4096 or not (root / entry).is_dir():
+            if fps is not None:
+                raise bare.fail(
+                    f"fps {fps:g} was given for the video file {entry}, which has its own; it is "
+                    "for frames only. Set the frames taken a second in the model's "
+                    "video_preprocessor_config.json"
+                )
+            return [Media("video", entry, (_file(entry, root, bare),))]
+        frames = sorted(  # from the root, as the entry itself
+            str(Path(entry) / path.name)
+            for path in (root / entry).iterdir()
+            if path.suffix.lower() in IMAGE_SUFFIXES
         )
         name = entry
         if not frames:
@@ -380,6 +406,11 @@ def _magic(data: bytes) -> str:
 
 
 def _file(entry: str, root: Path, bare: Sample) -> FileRange:
+    if entry.startswith("data:") or len(entry) > 4096:  # no system takes longer paths
+        raise bare.fail(
+            f"{entry[:40]!r}... is no file path but {len(entry)} characters of content; write it "
+            "to a file and give the file's path"
+        )
     if "://" in entry and not entry.startswith("file://"):
         raise bare.fail(f"{entry} is a URL; download it and give the file's path")
     if "\0" in _sound(entry, "a file path", bare):
@@ -409,8 +440,8 @@ def _read(path: str) -> bytes:
         return Path(path).read_bytes()
     except FileNotFoundError:
         raise DataError(
-            f"{path}: no such file; --data takes a .json or .jsonl file, or a folder written by "
-            "'vlmtrain data build'"
+            f"{path}: no such file; name a .json, .jsonl or .parquet file, or a folder written "
+            "by 'vlmtrain data build'"
         ) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None

@@ -24,6 +24,7 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import tarfile
 import threading
 import zlib
@@ -88,8 +89,8 @@ def build_shards(
         progress: called with the number of samples written so far, and of all.
 
     Raises:
-        DataError: bad source or sample, or a target that holds something else. Shards that were
-            finished until then stay for the next run.
+        DataError: bad source or sample, or a target that holds something else or can't be written.
+            Shards that were finished until then stay for the next run.
     """
     if samples_per_shard < 1 or shard_bytes < 1 or workers < 1:
         raise DataError(
@@ -100,7 +101,7 @@ def build_shards(
     settings = f"{VERSION} {verify} {processor.fingerprint() if processor else None}"
     shards = _cut(reader, samples_per_shard, shard_bytes, settings)  # refuses before it writes
     folder = Path(target)
-    created = _prepare(folder, overwrite)
+    created = _prepare(folder, overwrite, len(shards))
     counted, total, lock = 0, sum(len(shard.records) for shard in shards), threading.Lock()
     # Shards from this number on are given up; those before it go on, so that with any number of
     # workers the first error in file order is the one reported, and the shards before it stay.
@@ -145,11 +146,17 @@ def build_shards(
                 raise errors[0]  # the first in file order: nothing before it was given up
             parts = [job.result() for job in jobs]
         return _finish(folder, parts, processor)
-    except BaseException:
+    except BaseException as error:
         for path in folder.glob("*.tmp"):
             path.unlink()
         if created and not any(folder.iterdir()):
             folder.rmdir()
+        if isinstance(error, (OSError, sqlite3.Error)):  # a full disk, most often
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(
+                f"--target {folder} cannot be written: {reason}; run it again to go on from the "
+                "shards that are finished"
+            ) from error
         raise
 
 
@@ -303,6 +310,8 @@ class _Shard:
 
 
 def _reader(source: str | Path, media_root: str | Path | None) -> Any:
+    if "," in str(source) and not Path(source).exists():
+        raise DataError(f"{source}: no such file; --source takes one file, each its own --target")
     if Path(source).is_dir():
         raise DataError(f"{source} is a folder; --source takes a .json, .jsonl or .parquet file")
     if Path(source).suffix.lower() == ".parquet":
@@ -369,7 +378,7 @@ def _write_shard(
             for place, position in enumerate(shard.records):
                 if given_up():
                     raise _GivenUp
-                sample = reader.parse(reader.read(*position))
+                sample = reader.parse(_again(reader, position))
                 infos = [probe_media(media, sample, verify) for media in sample.media]
                 key = f"{shard.first + place:09d}"
                 line = _write_sample(tar, file, key, sample, infos)
@@ -390,6 +399,13 @@ def _write_shard(
     }
     _write(folder / f"shard-{shard.number:06d}.part", json.dumps(part).encode())
     return part
+
+
+def _again(reader: Any, position: tuple[int, int, int]) -> Record:
+    try:
+        return reader.read(*position)
+    except OSError as error:
+        raise DataError(f"{reader.path}: cannot be read: {error.strerror or error}") from None
 
 
 def _write_sample(
@@ -495,8 +511,8 @@ def _write(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-def _prepare(folder: Path, overwrite: bool) -> bool:
-    """Make the target ready. Returns whether it was created here."""
+def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
+    """Make the target ready for this many shards. Returns whether it was created here."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; --target must be a folder")
     created = not folder.exists()
@@ -511,13 +527,18 @@ def _prepare(folder: Path, overwrite: bool) -> bool:
     if finished and not overwrite:
         raise DataError(f"{folder} holds a finished build; name another folder or overwrite it")
     # The index goes first: from here on the folder counts as unfinished. Shards that an unfinished
-    # build left with their part may be used again; the rest goes.
-    for path in sorted(folder.iterdir(), key=lambda path: path.name != INDEX_NAME):
-        partner = folder / (path.name.split(".")[0] + ".part")
-        if path.name == META_FOLDER:
-            shutil.rmtree(path)
-        elif finished or path.suffix not in (".part", ".tar") or not partner.exists():
-            path.unlink()
+    # build left with their part may be used again; the rest goes, and so do those beyond the last.
+    wanted = {f"shard-{number:06d}" for number in range(shards)}
+    try:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name != INDEX_NAME):
+            name = path.name.split(".")[0]
+            kept = path.suffix in (".part", ".tar") and (folder / f"{name}.part").exists()
+            if path.name == META_FOLDER:
+                shutil.rmtree(path)
+            elif finished or name not in wanted or not kept:
+                path.unlink()
+    except OSError as error:
+        raise DataError(f"--target {folder} cannot be cleared: {error}") from None
     return created
 
 

@@ -305,10 +305,10 @@ def adapted_linears(parts: list[Any]) -> Iterator[Any]:
 
 def check_section(section: LoraSection, spec: ModelSpec) -> None:
     """Raise UserError for targets that this model does not have."""
-    if section.alpha <= 0 or not 0 <= section.dropout < 1:
+    if not 0 < section.alpha < math.inf or not 0 <= section.dropout < 1:
         raise UserError(
             f"--lora.alpha {section.alpha}, --lora.dropout {section.dropout}: alpha must be above "
-            "0, dropout in [0, 1)"
+            "0 and finite, dropout in [0, 1)"
         )
     towers = (False, True) if section.vision else (False,)
     known = {
