@@ -1,5 +1,7 @@
 # make demo and make test set up everything they need on a machine with Python 3.10 to 3.13 and
 # a C++17 compiler. PYTHON=python3.12 chooses another interpreter for the virtual environment.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
@@ -36,18 +38,18 @@ lint: setup
 	$(RUN) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
 
-# Two rows side by side, about equally long on 2 cores; their lines of dots alternate.
+# Two rows side by side, about equally long on 2 cores.
 RUNS := tests/train tests/parity
 test: lint
-	$(MAKE) -j2 --output-sync=line test-runs test-rest
+	$(MAKE) -j2 test-runs test-rest
 
 # Whole runs of training, most of two and more processes, and their parity with transformers.
 test-runs: setup
-	$(RUN) -m pytest $(RUNS)
+	$(RUN) -m pytest $(RUNS) 2>&1 | sed -u 's/^/runs: /'
 
 # Everything else: kernels in both simulators and on the CPU, data, checkpoints, optimizer, planner.
 test-rest: setup
-	$(RUN) -m pytest tests $(RUNS:%=--ignore=%)
+	$(RUN) -m pytest tests $(RUNS:%=--ignore=%) 2>&1 | sed -u 's/^/rest: /'
 
 # The kernels alone: in both simulators, and those of the CPU.
 test-kernels: setup
