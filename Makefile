@@ -39,15 +39,15 @@ lint: setup
 	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
 
 # Two rows side by side, about equally long on 2 cores.
-RUNS := tests/train tests/parity
+RUNS := tests/train tests/parity tests/optim
 test: lint
 	$(MAKE) -j2 test-runs test-rest
 
-# Whole runs of training, most of two and more processes, and their parity with transformers.
+# Whole runs of training, most of two and more processes, parity with transformers, the optimizer.
 test-runs: setup
 	$(RUN) -m pytest $(RUNS) 2>&1 | sed -u 's/^/runs: /'
 
-# Everything else: kernels in both simulators and on the CPU, data, checkpoints, optimizer, planner.
+# Everything else: kernels in both simulators and on the CPU, data, checkpoints, planner.
 test-rest: setup
 	$(RUN) -m pytest tests $(RUNS:%=--ignore=%) 2>&1 | sed -u 's/^/rest: /'
 
