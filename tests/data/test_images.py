@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 from pathlib import Path
@@ -69,6 +70,12 @@ def test_equals_transformers_with_default_limits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK", "I;16", "PA"])
 def test_every_colour_mode_equals_transformers(mode: str, tmp_path: Path) -> None:
+    from transformers import image_transforms
+
+    if mode in ("LA", "RGBA", "PA") and "alpha" not in inspect.getsource(
+        image_transforms.convert_to_rgb
+    ):
+        pytest.skip("this transformers drops transparency; newer ones lay it on white, as we do")
     base = Image.open(save_image(tmp_path / "base.png", 90, 61)).convert("RGB")
     path = tmp_path / ("a.tif" if mode in ("CMYK", "PA") else "a.png")
     if mode in ("LA", "RGBA"):

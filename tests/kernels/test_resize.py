@@ -116,16 +116,28 @@ def in_integers(pixels: np.ndarray, size: int, axis: int) -> np.ndarray:
     return np.moveaxis(np.stack(out), 0, axis).astype(np.uint8)
 
 
-@pytest.mark.parametrize(("size", "to"), [((90, 60), (33, 61)), ((90, 60), (33, 20))])
+@pytest.mark.parametrize(
+    ("size", "to"),
+    [
+        ((90, 60), (33, 61)),
+        ((90, 60), (33, 20)),
+        ((701, 7), (50, 19)),
+        ((700, 7), (50, 19)),
+        ((701, 7), (702, 19)),
+    ],
+)
 def test_the_order_of_passes_of_each_pillow(size: tuple[int, int], to: tuple[int, int]) -> None:
-    """Before 13 width first; from 13 on height first where it shrinks by twice as many pixels."""
+    """Height first before 13 for images 100 times as high as wide, from 13 on where it shrinks by
+    twice as many pixels."""
     pixels = picture((1, *size, 3), True, 5)
     width_first = in_integers(in_integers(pixels[0].numpy(), to[1], 1), to[0], 0)
     height_first = in_integers(in_integers(pixels[0].numpy(), to[0], 0), to[1], 1)
     assert (width_first != height_first).any()
-    turned = 2 * (size[1] - to[1]) < size[0] - to[0]
+    shrinks = to[0] < size[0]
+    tall, turned = size[0] > 100 * size[1], 2 * (size[1] - to[1]) < size[0] - to[0]
     for version in (10, 12, 13, 14):
-        expected = height_first if version >= 13 and turned else width_first
+        first = shrinks and (turned if version >= 13 else tall)
+        expected = height_first if first else width_first
         np.testing.assert_array_equal(resize(pixels, *to, pillow=version)[0].numpy(), expected)
     assert pillow_major() == int(importlib.metadata.version("pillow").split(".")[0])
 

@@ -341,7 +341,7 @@ def _attention(
         longest = length
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = varlen_attention(q, k, v, borders, max_seqlen=longest, causal=True, scale=scaling)
-    return out.unflatten(0, (batch, length)), None
+    return out.view(batch, length, *out.shape[1:]), None  # unflatten: not on Python 3.10, compiled
 
 
 def _mask(**given: Any) -> Tensor | None:
