@@ -36,6 +36,7 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
 
 # Two rows side by side, about equally long on 2 cores.

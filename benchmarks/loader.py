@@ -22,13 +22,13 @@ import torch
 from PIL import Image
 
 from benchmarks.harness import Comparison, Context, Row, compare
-from vlmtrain.data.cli import build
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.command import build
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.processor import Processor
 from vlmtrain.demo import photographs, tiny_model
-from vlmtrain.demo.run import training_texts
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.demo.command import training_texts
 
 PACK = 2048  # the largest photograph has 1,280 tokens
 

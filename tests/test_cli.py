@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from vlmtrain import cli, config
-from vlmtrain.config import ConfigError, TrainConfig, from_toml
-from vlmtrain.errors import UserError
+from vlmtrain import cli
+from vlmtrain.core import config
+from vlmtrain.core.config import ConfigError, TrainConfig, from_toml
+from vlmtrain.core.errors import UserError
 from vlmtrain.evaluate.command import EvaluateConfig
 from vlmtrain.generate.command import GenerateConfig
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from vlmtrain.config import ParallelSection, TrainConfig
+from vlmtrain.core.config import ParallelSection, TrainConfig
+from vlmtrain.core.layout import LayoutError
+from vlmtrain.core.spec import ModelConfigError, ModelSpec
 from vlmtrain.evaluate.command import EvaluateConfig, _layout
-from vlmtrain.models.spec import ModelConfigError, ModelSpec
-from vlmtrain.parallel.layout import LayoutError
-from vlmtrain.train import check
+from vlmtrain.training.trainer import check
 
 # hidden, layers, heads, key/value heads, MLP, vocabulary, tied, vision MLP (None: Qwen2-VL)
 RELEASED = {

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmtrain.config import ParallelSection
-from vlmtrain.errors import UserError
+from vlmtrain.core.config import ParallelSection
+from vlmtrain.core.errors import UserError
 
 _USAGE = """usage: vlmtrain COMMAND [options]
 
@@ -99,8 +99,8 @@ def _not_installed(command: str, error: ModuleNotFoundError) -> str:
 def _train(arguments: list[str]) -> int:
     import tyro
 
-    from vlmtrain import config as configuration
-    from vlmtrain import launch
+    from vlmtrain.core import config as configuration
+    from vlmtrain.core import launch
 
     arguments, recipe = _take(arguments, "--config")
     default: configuration.TrainConfig | None = None
@@ -130,7 +130,7 @@ def _train(arguments: list[str]) -> int:
     again = ["train", *(["--config", recipe] if recipe else []), *_drop(arguments, "--nproc")]
 
     def run(process: launch.Process) -> None:
-        from vlmtrain.train import run
+        from vlmtrain.training.trainer import run
 
         run(config, process)
 
@@ -140,7 +140,7 @@ def _train(arguments: list[str]) -> int:
 def _on_ranks(run: Callable[[Any], None], arguments: list[str], nproc: int) -> int:
     """`run(process)` in this process if it is one of several, or alone; with `nproc` above 1 and
     no launcher start `vlmtrain ARGUMENTS` that many times instead."""
-    from vlmtrain import launch
+    from vlmtrain.core import launch
 
     process = launch.joined()
     if process is None and nproc > 1:
@@ -190,7 +190,7 @@ def _leave(code: int) -> int:
 def _data(arguments: list[str]) -> int:
     import tyro
 
-    from vlmtrain.data import cli as data
+    from vlmtrain.data import command as data
 
     def build(
         source: Path,
@@ -281,7 +281,7 @@ def _data(arguments: list[str]) -> int:
 
 
 def _convert(arguments: list[str]) -> int:
-    from vlmtrain.checkpoint.commands import convert
+    from vlmtrain.convert.command import convert
 
     warnings.filterwarnings("ignore")
     return convert(arguments)
@@ -290,13 +290,13 @@ def _convert(arguments: list[str]) -> int:
 def _plan(arguments: list[str]) -> int:
     import tyro
 
-    from vlmtrain.plan.cli import plan
+    from vlmtrain.plan.command import plan
 
     return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
 
 
 def _report(arguments: list[str]) -> int:
-    from vlmtrain.report.cli import main as report
+    from vlmtrain.telemetry.command import main as report
 
     return report(arguments)
 
@@ -329,7 +329,7 @@ def _evaluate(arguments: list[str]) -> int:
 def _demo(arguments: list[str]) -> int:
     import tyro
 
-    from vlmtrain.demo.run import run_demo
+    from vlmtrain.demo.command import run_demo
 
     def demo(
         output: Path = Path("demo_out"), nproc: int = 2, parallel: ParallelSection = _ONE_PROCESS

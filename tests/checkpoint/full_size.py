@@ -23,9 +23,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.harness import commit
-from vlmtrain.checkpoint.hf_files import SHARD_BYTES, SafetensorsWriter, finish_hf_folder
+from vlmtrain.checkpoint.hf.files import SHARD_BYTES, SafetensorsWriter, finish_hf_folder
 from vlmtrain.checkpoint.mapping import rows
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec
 
 # family, sizes, tied; from the released config.json files
 SIZES: dict[str, dict[str, Any]] = {

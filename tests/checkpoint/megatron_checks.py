@@ -19,7 +19,7 @@ import torch  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.checkpoint.worker import build  # noqa: E402
 from tests.parity import reference as ref  # noqa: E402
-from vlmtrain import device, launch  # noqa: E402
+from vlmtrain.core import device, launch  # noqa: E402
 
 
 def outcome(work: Any) -> str:
@@ -49,7 +49,7 @@ def moments_lost(engine: Any) -> tuple[int, int]:
     """Parameters whose moments come back wrong, by two ways of gathering, from several buckets."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from vlmtrain.checkpoint import optimizer_state
+    from vlmtrain.checkpoint.training import optimizer_state
 
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=5000
@@ -82,8 +82,8 @@ def main() -> None:
     engine, length = build(dict(model=model, layout={}), backend)
     from megatron.core import dist_checkpointing
 
-    from vlmtrain.checkpoint import optimizer_state, training
-    from vlmtrain.checkpoint.torch_dist import ChunkReader
+    from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader
+    from vlmtrain.checkpoint.training import checkpoint, optimizer_state
 
     theirs: dict[str, Any] = {}
     ours: dict[str, Any] = {}
@@ -111,11 +111,11 @@ def main() -> None:
     optimizer_state.create_state(plain)
     plain.load_state_dict(plain.state_dict())
     theirs["step tensors after a load"] = step_tensors(plain)
-    saver = training.Saver(folder / "checkpoints", model, keep=1)
+    saver = checkpoint.Saver(folder / "checkpoints", model, keep=1)
     saver.start(2, engine.parts, engine.optimizer, {})
     saver.finish()
     path = folder / "checkpoints" / "step-00000002"
-    training.load(path, engine.parts, engine.optimizer)
+    checkpoint.load(path, engine.parts, engine.optimizer)
     ours["step tensors after a load"] = step_tensors(part)
     ours["parameters"] = len(part.optimizer.state)
     engine.step(packs, ref.LR)
@@ -152,7 +152,7 @@ def main() -> None:
         )
         for key in keys
     )
-    from vlmtrain.checkpoint.hf_import import stage_parameters
+    from vlmtrain.checkpoint.hf.load import stage_parameters
     from vlmtrain.checkpoint.mapping import checkpoint_key, parameter_split_dim, split_dim
 
     parameters = stage_parameters(engine.stages[0])

@@ -21,15 +21,16 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from tests.parity import reference as ref
 from tests.ranks import ROOT
 from vlmtrain import cli
-from vlmtrain.checkpoint import convert, files
-from vlmtrain.checkpoint.files import CheckpointError
-from vlmtrain.checkpoint.hf_files import HFWeights
+from vlmtrain.checkpoint.hf.files import HFWeights
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
-from vlmtrain.checkpoint.torch_dist import ChunkReader, _Unpickler
-from vlmtrain.checkpoint.verify import compare
+from vlmtrain.checkpoint.megatron import convert
+from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader, _Unpickler
 from vlmtrain.checkpoint.weights import check_weights
-from vlmtrain.config import ParallelSection
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.convert.verify import compare
+from vlmtrain.core import files
+from vlmtrain.core.config import ParallelSection
+from vlmtrain.core.files import CheckpointError
+from vlmtrain.core.spec import ModelSpec
 
 SEED = random.SystemRandom().randrange(10**6)
 LAYOUTS = [
@@ -319,7 +320,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken(models, tmp_path, capsys):
 def big_folder(folder: Path) -> int:
     """A model of about 0.4 GB with one large tensor, written tensor by tensor; its bytes."""
     from tests.checkpoint.full_size import config_of, shapes
-    from vlmtrain.checkpoint.hf_files import SafetensorsWriter
+    from vlmtrain.checkpoint.hf.files import SafetensorsWriter
     from vlmtrain.checkpoint.mapping import rows
 
     config = config_of(
@@ -348,12 +349,13 @@ def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
     assert total > 3.5 * largest
     script = (
         "import resource, sys\n"
-        "from vlmtrain.checkpoint import commands, convert\n"
+        "from vlmtrain.checkpoint.megatron import convert\n"
+        "from vlmtrain.convert import command\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "import torch, rich, tyro; torch.zeros(1).half()\n"
         "from torch.distributed.checkpoint import filesystem\n"
         "before = peak()\n"
-        "assert commands.convert(sys.argv[1:]) == 0\n"
+        "assert command.convert(sys.argv[1:]) == 0\n"
         "print(peak() - before)\n"
     )
     for arguments in (

@@ -10,22 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmtrain.checkpoint.convert import layer_count, stage_of
 from vlmtrain.checkpoint.mapping import (
     canonical_name,
     checkpoint_key,
     join,
-    padded_vocab_size,
     pieces,
     rows,
     split,
     split_dim,
     transforms,
 )
+from vlmtrain.checkpoint.megatron.convert import layer_count, stage_of
 from vlmtrain.checkpoint.weights import hf_shapes
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec, VisionSpec
-from vlmtrain.parallel.layout import make_layout
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.layout import make_layout
+from vlmtrain.core.spec import ModelSpec, VisionSpec, padded_vocab_size
 
 
 @st.composite

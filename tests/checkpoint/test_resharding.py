@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from tests.parity import reference as ref
 from tests.ranks import run_ranks
-from vlmtrain.checkpoint.convert import layout_for, to_hf, to_megatron
-from vlmtrain.checkpoint.files import verify_manifest
 from vlmtrain.checkpoint.mapping import canonical_name
-from vlmtrain.config import ParallelSection
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.checkpoint.megatron.convert import layout_for, to_hf, to_megatron
+from vlmtrain.core.config import ParallelSection
+from vlmtrain.core.files import verify_manifest
+from vlmtrain.core.spec import ModelSpec
 
 SEED = random.SystemRandom().randrange(10**6)
 # Each of four ranks' layouts reads what the one before it wrote, and writes it again.

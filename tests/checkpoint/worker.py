@@ -20,17 +20,17 @@ import torch.distributed as dist  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity import reference as ref  # noqa: E402
-from vlmtrain import device, launch  # noqa: E402
-from vlmtrain.config import FreezeSection, OptimizerSection  # noqa: E402
-from vlmtrain.errors import UserError  # noqa: E402
-from vlmtrain.models.spec import ModelSpec  # noqa: E402
-from vlmtrain.parallel.layout import make_layout  # noqa: E402
+from vlmtrain.core import device, launch  # noqa: E402
+from vlmtrain.core.config import FreezeSection, OptimizerSection  # noqa: E402
+from vlmtrain.core.errors import UserError  # noqa: E402
+from vlmtrain.core.layout import make_layout  # noqa: E402
+from vlmtrain.core.spec import ModelSpec  # noqa: E402
 
 
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     """An engine with weights and optimizer, and the tokens of a pack."""
-    from vlmtrain.checkpoint.hf_import import load_weights
-    from vlmtrain.engine import Engine
+    from vlmtrain.checkpoint.hf.load import load_weights
+    from vlmtrain.training.engine import Engine
 
     spec = ModelSpec.from_folder(case["model"])
     packs = ref.make_samples(case.get("seed", 0))
@@ -87,7 +87,7 @@ def value_or_nan(table: dict[torch.Tensor, torch.Tensor], parameter: torch.Tenso
 
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
-    from vlmtrain.checkpoint.hf_export import gathered
+    from vlmtrain.checkpoint.hf.save import gathered
 
     named = {f"model {n}": t for n, t in gathered(engine.exported, engine.spec)}
     for key in ("param", "exp_avg", "exp_avg_sq"):
@@ -102,7 +102,7 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
 
 def fill_disk() -> None:
     """From here on every write fails as it does on a full disk."""
-    from vlmtrain.checkpoint import files
+    from vlmtrain.core import files
 
     def write(self: Any, data: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -113,14 +113,14 @@ def fill_disk() -> None:
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from vlmtrain.checkpoint import training
-    from vlmtrain.checkpoint.optimizer_state import steps_taken
+    from vlmtrain.checkpoint.training import checkpoint
+    from vlmtrain.checkpoint.training.optimizer_state import steps_taken
 
     engine, length = build(case, backend)
     result: dict[str, Any] = {}
     try:
         if case.get("load"):
-            result["extra"] = training.load(Path(case["load"]), engine.parts, engine.optimizer)
+            result["extra"] = checkpoint.load(Path(case["load"]), engine.parts, engine.optimizer)
 
         def share(seed: int) -> list[Any]:
             samples = ref.make_samples(seed)
@@ -130,7 +130,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         result["losses"] = [engine.step(share(s), ref.LR).loss for s in seeds]
         if case.get("save"):
             target = Path(case["save"])
-            saver = training.Saver(target.parent, Path(case["model"]), keep=99)
+            saver = checkpoint.Saver(target.parent, Path(case["model"]), keep=99)
             step = int(target.name.split("-")[1])
             if case.get("disk_full") == dist.get_rank():
                 fill_disk()

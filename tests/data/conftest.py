@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import save_image, write_model_folder
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.processor import Processor
-from vlmtrain.models.spec import ModelSpec
 
 
 @pytest.fixture

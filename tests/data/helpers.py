@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec
 
 SPECIAL = [
     "<|endoftext|>",

@@ -11,8 +11,8 @@ from PIL import Image
 
 from tests.data.helpers import conversation, save_image, write_json
 from vlmtrain import cli
-from vlmtrain.data import cli as data
-from vlmtrain.data.sources import parse_sources
+from vlmtrain.data import command as data
+from vlmtrain.data.formats.sources import parse_sources
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.checkpoint import worker  # noqa: E402
 from tests.optim.delayed import DelayedTransfers  # noqa: E402
-from vlmtrain import device  # noqa: E402
+from vlmtrain.core import device  # noqa: E402
 
 plain_build = worker.build
 
@@ -117,7 +117,7 @@ def touch(engine: Any) -> None:
 def load_other(engine: Any, case: dict[str, Any], options: dict[str, Any]) -> None:
     """Other weights, without optimizer state: noticed until the optimizer takes them."""
     from vlmkernels.integrations.megatron_optimizer import check_masters, offload
-    from vlmtrain.checkpoint.hf_import import load_weights
+    from vlmtrain.checkpoint.hf.load import load_weights
 
     offload(engine.optimizer, case["fractions"][0], **options)
     check_masters(engine.optimizer)

@@ -15,8 +15,8 @@ from tests.parity import reference as ref
 from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401  fixtures
 from tests.train.test_faults import environment
-from vlmtrain.config import ConfigError, OptimizerSection, offload_fractions
-from vlmtrain.optimizer import offload_fraction
+from vlmtrain.core.config import ConfigError, OptimizerSection, offload_fractions
+from vlmtrain.training.optimizer import offload_fraction
 
 SEED = random.SystemRandom().randrange(10**6)
 STEPS = [SEED, SEED + 1, SEED + 2]

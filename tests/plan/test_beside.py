@@ -12,12 +12,14 @@ import pytest
 from scipy.optimize import nnls
 
 from tests.plan.test_flops import released_config
-from vlmtrain.config import TrainConfig, TrainSection
-from vlmtrain.ledger import ROWS, Peak
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import make_layout
-from vlmtrain.plan import beside, hardware
-from vlmtrain.plan.flops import Work
+from vlmtrain.core.config import TrainConfig, TrainSection
+from vlmtrain.core.layout import make_layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.flops import Work
+from vlmtrain.plan import hardware
+from vlmtrain.plan.hardware import Peak
+from vlmtrain.telemetry import drift
+from vlmtrain.telemetry.ledger import ROWS
 
 SPEC = ModelSpec.from_dict(released_config("qwen2_5_vl-7b"))
 
@@ -27,7 +29,7 @@ def test_nonnegative_least_squares_are_scipys(seed: int) -> None:
     for _ in range(200):
         matrix = rng.random((rng.integers(5, 30), 5)) * 10.0 ** rng.integers(-3, 9, 5)
         target = matrix @ (rng.standard_normal(5) / matrix.mean(0)) + rng.standard_normal()
-        ours = beside.nonnegative(matrix, target)
+        ours = drift.nonnegative(matrix, target)
         assert (ours >= 0).all()
         scale = matrix.mean(0)
         theirs = nnls(matrix / scale, target)[0] / scale
@@ -50,18 +52,18 @@ def test_fit_finds_what_steps_cost(seed: int) -> None:
     """Noise of 1%, and a tenth of the steps three times too long."""
     rng = np.random.default_rng(seed)
     true = np.array([0.05, 2e-5, 3e-9, 8e-6, 5e-10])
-    rows = np.array([beside.features(random_work(rng), SPEC, 1) for _ in range(120)])
+    rows = np.array([drift.features(random_work(rng), SPEC, 1) for _ in range(120)])
     clean = rows @ true
     seconds = clean * rng.normal(1, 0.01, len(rows))
     seconds[rng.permutation(len(rows))[:12]] *= 3
-    found = beside.fit(rows, seconds)
-    fresh = np.array([beside.features(random_work(rng), SPEC, 1) for _ in range(50)])
+    found = drift.fit(rows, seconds)
+    fresh = np.array([drift.features(random_work(rng), SPEC, 1) for _ in range(50)])
     assert fresh @ found == pytest.approx(fresh @ true, rel=0.03)
 
 
 def test_pairs_are_a_mean_layers() -> None:
     """28 of 32 layers see windows, 4 see whole frames; two replicas share the work."""
-    row = beside.features(Work(100, 5050, 640, 64000, 3200), SPEC, 2)
+    row = drift.features(Work(100, 5050, 640, 64000, 3200), SPEC, 2)
     assert row == pytest.approx([1, 50, 2525, 320, (28 * 3200 + 4 * 64000) / 32 / 2])
 
 
@@ -81,7 +83,7 @@ class _Index:
         return len(self.lengths)
 
 
-def follow(tmp_path: Path, gpu: hardware.Gpu | None) -> beside.Follow:
+def follow(tmp_path: Path, gpu: hardware.Gpu | None) -> drift.Follow:
     config = TrainConfig(
         model=Path("m"),
         data="d",
@@ -89,7 +91,7 @@ def follow(tmp_path: Path, gpu: hardware.Gpu | None) -> beside.Follow:
         train=TrainSection(pack_length=4096, global_batch=16),
     )
     layout = make_layout(SPEC, world_size=8, tensor=2, pipeline=2)
-    return beside.Follow(config, SPEC, layout, gpu, Peak(1e15, "the peak"), _Index(300))
+    return drift.Follow(config, SPEC, layout, gpu, Peak(1e15, "the peak"), _Index(300))
 
 
 def parts(seconds: float, **more: float) -> dict[str, float]:
@@ -113,16 +115,16 @@ def test_the_plan_is_printed_and_compared(
     slow = 1.5 * run.plan.step_seconds
     for step in range(1, 11):
         more = run.step(step, result(random_work(rng)), slow, {"waterfall": parts(slow)})
-        assert more == {} or step > beside.SKIPPED + beside.FEW
+        assert more == {} or step > drift.SKIPPED + drift.FEW
     said = capsys.readouterr().out
     assert "step 10: measured" in said and "50% more than the planned" in said
     # the file that it writes makes the planner expect what was measured
     measured = hardware.find_gpu(str(tmp_path / "gpu.toml"))
     assert measured.measured and measured.peak == run.gpu.peak  # type: ignore[union-attr]
     config, layout = run.config, run.layout
-    lengths = beside.workload.from_index(_Index(300), "data")
-    again = beside.own_plan(config, SPEC, layout, measured, lengths)
-    expected = beside.waterfall(again)
+    lengths = drift.workload.from_index(_Index(300), "data")
+    again = drift.own_plan(config, SPEC, layout, measured, lengths)
+    expected = drift.waterfall(again)
     compute = expected["compute"] + expected["tensor-parallel communication"]
     assert compute == pytest.approx(0.9 * slow, rel=0.1)  # communication does not scale
     assert run.facts()["plan"]["step_seconds"] == run.plan.step_seconds
@@ -152,7 +154,7 @@ def test_drift_is_said_once_each_way(
     capsys.readouterr()
     for step in range(1, 121):
         work = random_work(rng)
-        seconds = float(beside.features(work, SPEC, run.layout.data) @ true)
+        seconds = float(drift.features(work, SPEC, run.layout.data) @ true)
         seconds *= 1.2 if 60 <= step < 90 else rng.normal(1, 0.005)
         extra = {"checkpoint": 3 * seconds} if step % 20 < 15 else {"data_wait": seconds}
         row = parts(seconds + sum(extra.values()), **extra)
@@ -177,7 +179,7 @@ def test_efficiencies_are_those_of_the_run() -> None:
         "optimizer": 0.1,
     }
     taken = {"compute": 1.5, "padding": 0.5, "gradients": 0.8, "optimizer": 0.4 + 0.2}
-    found = beside.as_measured(gpu, planned, taken, "bf16").efficiency
+    found = drift.as_measured(gpu, planned, taken, "bf16").efficiency
     assert found == hardware.Efficiency(
         language=pytest.approx(0.25),
         vision=pytest.approx(0.19),
@@ -186,12 +188,12 @@ def test_efficiencies_are_those_of_the_run() -> None:
     )
     alone = {**planned, "gradients and parameters": 0.0}
     taken = {"compute": 1.0, "padding": 0.0, "gradients": 0.001, "optimizer": 0.05}
-    found = beside.as_measured(gpu, alone, taken, "fp32").efficiency
+    found = drift.as_measured(gpu, alone, taken, "fp32").efficiency
     assert (found.link, found.memory) == (0.75, 1.0)
 
 
 def test_device_names_of_the_driver() -> None:
-    from vlmtrain.plan.machine import known_gpu
+    from vlmtrain.plan.detect import known_gpu
 
     assert known_gpu("NVIDIA H200") == hardware.find_gpu("h200")
     assert known_gpu("NVIDIA H100 80GB HBM3") == hardware.find_gpu("h100")
@@ -199,7 +201,7 @@ def test_device_names_of_the_driver() -> None:
 
 
 def test_large_indexes_are_thinned_but_for_the_longest() -> None:
-    lengths = beside.workload.from_index(_Index(50_000), "data")
+    lengths = drift.workload.from_index(_Index(50_000), "data")
     assert len(lengths) <= 20_001 and max(lengths.tokens) == 2000
     assert lengths.grids[0] == [(1, 40, 60)]
     assert "50,000 samples" in lengths.origin

@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parity import reference
-from vlmtrain.config import FreezeSection
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.plan import flops
+from vlmtrain.core.config import FreezeSection
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models import flops
 
 
 def _spec(model: Any) -> ModelSpec:

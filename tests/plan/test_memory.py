@@ -10,9 +10,9 @@ import pytest
 from tests.parity.reference import make_model
 from tests.plan.worker import results
 from vlmkernels.attention import TILED_HEAD_DIMS
-from vlmtrain.config import FreezeSection, LoraSection
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import make_layout
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.layout import make_layout
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.plan import memory
 
 GRIDS = [[1, 32, 32], [2, 10, 14]]

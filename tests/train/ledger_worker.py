@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from tests.plan.megatron_worker import make_batch
-from vlmtrain import device
-from vlmtrain.config import OptimizerSection
-from vlmtrain.engine import Engine
-from vlmtrain.ledger import Ledger, Peak
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import make_layout
+from vlmtrain.core import device
+from vlmtrain.core.config import OptimizerSection
+from vlmtrain.core.layout import make_layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.plan.hardware import Peak
+from vlmtrain.telemetry.ledger import Ledger
+from vlmtrain.training.engine import Engine
 
 DELAY = 0.15
 PACKS = 3  # per replica

@@ -14,17 +14,18 @@ from safetensors.torch import load_file
 from tests.ranks import free_port, run_ranks
 from tests.train.conftest import losses, options
 from vlmtrain import cli
-from vlmtrain.checkpoint import convert
-from vlmtrain.checkpoint.hf_files import HFWeights
-from vlmtrain.checkpoint.loadable import as_hf
+from vlmtrain.checkpoint.hf.files import HFWeights
+from vlmtrain.checkpoint.hf.from_checkpoint import as_hf
 from vlmtrain.checkpoint.mapping import WeightError
-from vlmtrain.config import ParallelSection
-from vlmtrain.data.processor import IGNORE, Processor
-from vlmtrain.data.sharegpt import JsonSource
-from vlmtrain.data.videos import probe_media
+from vlmtrain.checkpoint.megatron import convert
+from vlmtrain.core.batch import IGNORE
+from vlmtrain.core.config import ParallelSection
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.media.videos import probe_media
+from vlmtrain.data.processor import Processor
 from vlmtrain.evaluate.tasks import Scored, read_tasks, summary
 from vlmtrain.generate.model import Answerer, Sampling, load_transformers
-from vlmtrain.models.spec import ModelSpec
 
 ROOT = Path(__file__).parent
 # Two tensor-parallel ranks; dropout draws random numbers; adapters on the vision tower too, whose

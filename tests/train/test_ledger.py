@@ -16,14 +16,14 @@ from tests.parity.reference import make_model, save_model
 from tests.plan.megatron_worker import make_batch
 from tests.ranks import run_ranks
 from tests.train.ledger_worker import DELAY, PACKS
-from vlmtrain import ledger
-from vlmtrain.checkpoint import files
-from vlmtrain.config import TrainSection
-from vlmtrain.errors import UserError
-from vlmtrain.ledger import ROWS, Ranks, waterfall
-from vlmtrain.metrics import Metrics, check_wandb
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.plan import flops
+from vlmtrain.core import files
+from vlmtrain.core.config import TrainSection
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models import flops
+from vlmtrain.telemetry import ledger
+from vlmtrain.telemetry.ledger import ROWS, Ranks, waterfall
+from vlmtrain.telemetry.metrics import Metrics, check_wandb
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_a_full_disk_keeps_the_record(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_times_of_a_clock() -> None:
-    from vlmtrain.timing import Clock
+    from vlmtrain.core.clock import Clock
 
     clock = Clock(cuda=False)
     with clock.span("a"):

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmtrain.checkpoint.mapping import Row, WeightError, canonical_name, checkpoint_key, rows
-from vlmtrain.checkpoint.torch_dist import read_common
+from vlmtrain.checkpoint.megatron.torch_dist import read_common
 from vlmtrain.checkpoint.weights import MegatronSource, Source, open_weights
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec
 
 ADAPTER_CONFIG = "adapter_config.json"
 # What peft can do beside W + scale B A, and the value that means it does not.
@@ -170,7 +170,7 @@ def from_checkpoint(source: MegatronSource) -> MergedSource:
     Raises:
         WeightError: the checkpoint does not say how they were trained.
     """
-    from vlmtrain.config import LoraSection
+    from vlmtrain.core.config import LoraSection
     from vlmtrain.models.lora import Fused, fused_linears
 
     folder, reader, spec = source.folder, source.reader, source.spec

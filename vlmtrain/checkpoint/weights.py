@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vlmtrain.checkpoint.files import MANIFEST, CheckpointError, verify_manifest
-from vlmtrain.checkpoint.hf_files import HFWeights, check_names
+from vlmtrain.checkpoint.hf.files import HFWeights, check_names
 from vlmtrain.checkpoint.mapping import (
     Box,
     Row,
@@ -22,13 +21,13 @@ from vlmtrain.checkpoint.mapping import (
     WeightError,
     checkpoint_key,
     pad_rows,
-    padded_vocab_size,
     pieces,
     rows,
     transforms,
 )
-from vlmtrain.checkpoint.torch_dist import ChunkReader, is_checkpoint
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader, is_checkpoint
+from vlmtrain.core.files import MANIFEST, CheckpointError, verify_manifest
+from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 
 _FINITE_STEP = 1 << 24
 

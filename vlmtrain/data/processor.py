@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmtrain.data.images import ImageSettings, patchify, read_config
+from vlmtrain.core.batch import IGNORE, EncodedSample
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.media.images import ImageSettings, patchify, read_config
+from vlmtrain.data.media.videos import VideoSettings, load_frames
 from vlmtrain.data.sample import Media, MediaInfo, MediaKind, Sample
 from vlmtrain.data.template import ChatTemplate
-from vlmtrain.data.videos import VideoSettings, load_frames
 from vlmtrain.models.positions import mrope_positions
-from vlmtrain.models.spec import ModelSpec
-
-IGNORE = -100  # the label of a token without loss
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,6 @@ class Measure:
     length: int  # tokens
     target_tokens: int
     image_tokens: int  # tokens of images and videos
-
-
-@dataclass(frozen=True)
-class EncodedSample:
-    """One sample as tensors, without pixels."""
-
-    id: str
-    input_ids: Tensor  # int64 [S]
-    labels: Tensor  # int64 [S]: shifted by one, -100 where there is no loss
-    position_ids: Tensor  # int64 [3, S]
-    visual_mask: Tensor  # bool [S]: placeholders
-
-    @property
-    def target_tokens(self) -> int:
-        return int((self.labels != IGNORE).sum())
 
 
 class Processor:

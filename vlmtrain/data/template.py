@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, MediaKind, Sample
-from vlmtrain.models.spec import ModelSpec
 
 # Used where a folder has no template: ChatML with vision marks, the released models' layout.
 QWEN_TEMPLATE = (

@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlmtrain.errors import UserError
+from vlmtrain.core.errors import UserError
 
 CONVERSATIONS = Path(__file__).with_name("conversations.json")
 

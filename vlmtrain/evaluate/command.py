@@ -14,18 +14,18 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vlmtrain import device
-from vlmtrain.checkpoint.files import write_text
-from vlmtrain.checkpoint.loadable import as_hf, described, needs_merging, newest
-from vlmtrain.config import LoaderSection, ParallelSection
+from vlmtrain.checkpoint.hf.from_checkpoint import as_hf, described, needs_merging, newest
+from vlmtrain.core import device
+from vlmtrain.core.collectives import on_every_rank, on_first_rank
+from vlmtrain.core.config import LoaderSection, ParallelSection
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import write_text
+from vlmtrain.core.launch import Process, connect
+from vlmtrain.core.layout import Layout, make_layout
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
-from vlmtrain.errors import UserError
-from vlmtrain.evaluate.heldout import HeldOutScore
 from vlmtrain.evaluate.tasks import Scored, Task, read_tasks, summary
-from vlmtrain.launch import Process, connect
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import Layout, make_layout
-from vlmtrain.parallel.together import on_every_rank, on_first_rank
+from vlmtrain.training.evaluation import HeldOutScore
 
 SCORES, ANSWERS = "scores.json", "answers.jsonl"
 
@@ -162,11 +162,11 @@ def _held_out(
 ) -> HeldOutScore:
     from megatron.core import parallel_state
 
-    from vlmtrain.checkpoint.hf_import import load_weights
+    from vlmtrain.checkpoint.hf.load import load_weights
     from vlmtrain.checkpoint.weights import check_weights
     from vlmtrain.data.processor import Processor
-    from vlmtrain.engine import Engine
-    from vlmtrain.evaluate.heldout import HeldOut, scan
+    from vlmtrain.training.engine import Engine
+    from vlmtrain.training.evaluation import HeldOut, scan
 
     processor = Processor.from_folder(source, spec, template=config.loader.template or None)
     say = partial(print, flush=True)

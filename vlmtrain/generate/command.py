@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from vlmtrain.errors import UserError
+from vlmtrain.core.errors import UserError
 
 CHAT = "Ask; /image FILE and /video FILE add a medium to the next question; Ctrl-D ends."
 
@@ -98,7 +98,7 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
 @contextmanager
 def _answerer(config: GenerateConfig) -> Iterator[tuple[Any, Any]]:
     """The model, and how it is to choose its words."""
-    from vlmtrain.checkpoint.loadable import as_hf
+    from vlmtrain.checkpoint.hf.from_checkpoint import as_hf
     from vlmtrain.generate.model import Answerer, Sampling
 
     sampling = Sampling(

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import MediaLayout, Processor
 from vlmtrain.data.sample import Sample
-from vlmtrain.data.videos import probe_media
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec
 
 Stream = Callable[[str], None]  # called with each piece of text as it is decided
 _CPU = torch.device("cpu")

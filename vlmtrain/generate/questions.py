@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sharegpt import listed_media, parse_record
+from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample, Turn
-from vlmtrain.data.sharegpt import listed_media, parse_record
-from vlmtrain.data.videos import probe_media
 
 _MEDIA = ("image", "images", "video", "videos")
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from vlmtrain.models import weight_gradients
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import Layout
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.cpu import weight_gradients
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _common(layout: Layout, dtype: torch.dtype, recompute: str) -> dict[str, Any
         use_cpu_initialization=not cuda,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        variable_seq_lengths=True,  # parallel/messages.py knows them
+        variable_seq_lengths=True,  # parallel/p2p_shapes.py knows them
         batch_p2p_sync=False,  # for an old torch; it stops the whole device after each message
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense or not
         calculate_per_token_loss=True,

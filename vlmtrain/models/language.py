@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec
 
 
 class LanguageModel(GPTModel):

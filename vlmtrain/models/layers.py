@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vlmkernels.integrations.megatron import VarlenCoreAttention
-from vlmtrain.models import host_ops
+from vlmtrain.cpu import host_ops
 
 
 class Norm:

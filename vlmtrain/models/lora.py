@@ -26,10 +26,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from vlmtrain.config import LoraSection
-from vlmtrain.errors import UserError
+from vlmtrain.core.config import LoraSection
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.layers import touch
-from vlmtrain.models.spec import ModelSpec
 
 LANGUAGE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

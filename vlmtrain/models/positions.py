@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec
 
 
 def mrope_positions(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vlmkernels import VisionLayout
 from vlmkernels.integrations.megatron import VisionPackedSeqParams, VisionSelfAttention
+from vlmtrain.core.spec import VisionSpec
 from vlmtrain.models.layers import (
     Norm,
     adapt_mlps,
@@ -33,7 +34,6 @@ from vlmtrain.models.layers import (
     init_device,
     touch,
 )
-from vlmtrain.models.spec import VisionSpec
 
 
 def padded_groups(groups: int, shards: int) -> int:

@@ -32,10 +32,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlmtrain.config import FreezeSection, LoraSection
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import Layout
-from vlmtrain.plan import adapters
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models import linears
 
 STATE_BYTES = 12  # float32 master weight and two moments
 _ALIGNMENT = 64  # elements at which parameters start in a buffer
@@ -81,12 +81,12 @@ def merger_parameters(spec: ModelSpec, tensor: int) -> list[int]:
 
 def text_layer_adapters(spec: ModelSpec, tensor: int, lora: LoraSection) -> list[int]:
     """Sizes of a language layer's adapters on one rank, in order of registration."""
-    return _in_order(adapters.adapter_parameters(spec, lora, tensor, vision=False))
+    return _in_order(linears.adapter_parameters(spec, lora, tensor, vision=False))
 
 
 def vision_layer_adapters(spec: ModelSpec, tensor: int, lora: LoraSection) -> list[int]:
     """Sizes of a vision layer's adapters on one rank, in order of registration."""
-    return _in_order(adapters.adapter_parameters(spec, lora, tensor, vision=True))
+    return _in_order(linears.adapter_parameters(spec, lora, tensor, vision=True))
 
 
 def _in_order(sizes: dict[str, list[int]]) -> list[int]:
@@ -318,9 +318,9 @@ class Learning:
             return cls(not off.vision, not off.merger, not off.language)
 
         def ranks(vision: bool) -> tuple[int, ...]:
-            linears = adapters.layer_linears(spec, vision=vision)
             return tuple(
-                lora.rank * len(adapters.adapted(one, lora, vision=vision)) for one in linears
+                lora.rank * len(linears.adapted(one, lora, vision=vision))
+                for one in linears.layer_linears(spec, vision=vision)
             )
 
         return cls(False, False, False, ranks(True), ranks(False))

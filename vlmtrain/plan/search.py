@@ -10,10 +10,12 @@ from statistics import NormalDist
 
 import numpy as np
 
-from vlmtrain.config import FreezeSection, LoraSection
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import LayoutError, make_layout
-from vlmtrain.plan import driver, flops, schedule, split
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.layout import LayoutError, make_layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.stage_split import contiguous
+from vlmtrain.models import flops
+from vlmtrain.plan import schedule, split
 from vlmtrain.plan.costs import (
     COMM_B,
     COMM_F,
@@ -35,7 +37,7 @@ _KINDS = (
 )
 _MOST_STAGES = 128
 _DEALT_BY_COST = 0.006  # what dealing packs by cost leaves of the replicas' imbalance
-_FINALISTS = 16  # of what runs today, and as many of everything
+_FINALISTS = 16
 _EVENTS = 1500  # pieces of work per simulation while splits are improved
 _BUDGET = 60_000  # pieces of work simulated in improving one finalist
 
@@ -81,11 +83,6 @@ class Plan:
     def best(self) -> Prediction:
         return self.ranked[0]
 
-    @property
-    def runnable(self) -> Prediction | None:
-        """The best of those that the driver can run today."""
-        return next((p for p in self.ranked if not p.option.waits_for), None)
-
 
 def default_global_batch(gpus: int) -> int:
     """Packs per step where none is given: 2 per GPU, but from 64 to 4,096 as far as that goes
@@ -124,12 +121,10 @@ def search(
     for option in _options(model, gpus, batch):
         considered += 1
         fitted, peak = _fit(model, option)
-        if fitted is None or fitted.waits_for:
-            # rather less balanced work than what the driver can't do yet
-            relieved = None if option.waits_for else _relieve(model, option)
+        if fitted is None:
+            relieved = _relieve(model, option)
             if relieved is not None:
                 found.append((_quick(model, relieved), relieved))
-        if fitted is None:
             if tight is None or peak < tight[0]:
                 tight = (peak, option)
             continue
@@ -140,9 +135,7 @@ def search(
         assert tight is not None
         raise PlanError(_too_small(model, gpus, batch, tight))
     found.sort(key=lambda pair: pair[0])
-    runnable = [pair for pair in found if not pair[1].waits_for]
-    finalists = _diverse(found, _FINALISTS) + _diverse(runnable, _FINALISTS)
-    unique = list(dict.fromkeys(option for _, option in finalists))
+    unique = list(dict.fromkeys(option for _, option in _diverse(found, _FINALISTS)))
     ranked = []
     for option in unique:
         both = {option, _refine(model, option)}  # the split is refined on mean packs only
@@ -244,7 +237,7 @@ def _split(
         vision = np.diff(tower).tolist()
         vision[0] += total(units["patch_embed"])
         vision[-1] += total(units["merger"])
-    found = split.contiguous(vision, text, model.spec.num_layers, total(units["head"]), stages)
+    found = contiguous(vision, text, model.spec.num_layers, total(units["head"]), stages)
     return ((), found[1]) if found is not None and multiplexed else found
 
 
@@ -469,7 +462,7 @@ def _slowest_replica(model: CostModel, option: Option, costs: np.ndarray) -> flo
     busiest = loads[int(loads.mean(1).argmax())]
     spread = float(busiest.std() / busiest.mean()) / math.sqrt(option.microbatches)
     random = spread * expected_largest(replicas)
-    return min(random, _DEALT_BY_COST) if driver.deals_by_cost() else random
+    return min(random, _DEALT_BY_COST)
 
 
 def expected_largest(count: int) -> float:

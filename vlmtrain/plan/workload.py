@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.plan.flops import Work
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.flops import Work
 from vlmtrain.plan.hardware import PlanError
 
 IMAGE_SHARE = 0.70  # assumed where a histogram has lengths only
@@ -76,7 +76,7 @@ def make_packs(lengths: Lengths, spec: ModelSpec, pack_length: int) -> Packs:
     Raises:
         PlanError: a sample is longer than a pack.
     """
-    from vlmtrain.data.packing import plan_epoch
+    from vlmtrain.data.packing.plan import plan_epoch
 
     longest = max(lengths.tokens)
     if longest > pack_length:

@@ -7,9 +7,9 @@ import sys
 
 
 def _plant(fault: str) -> None:
-    from vlmtrain import engine
     from vlmtrain.data import loader
     from vlmtrain.models import stage
+    from vlmtrain.training import engine
 
     steps = 0
     original = engine.Engine.step

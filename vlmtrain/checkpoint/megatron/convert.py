@@ -1,0 +1,402 @@
+"""Offline conversion between Hugging Face folders and Megatron checkpoints, by the tensor.
+
+No model is built and no process group is made: rows of the mapping table are read, transformed
+and appended to their files one after the other, so memory is a small multiple of the largest
+tensor. The target gets its name only when all of it is on disk.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vlmtrain.checkpoint.hf.files import (
+    SHARD_BYTES,
+    SafetensorsWriter,
+    carry_files,
+    finish_hf_folder,
+)
+from vlmtrain.checkpoint.mapping import (
+    Row,
+    checkpoint_key,
+    pieces,
+    rows,
+    split_dim,
+    transforms,
+)
+from vlmtrain.checkpoint.megatron.torch_dist import COMMON, ChunkFile, write_common, write_metadata
+from vlmtrain.checkpoint.weights import (
+    HFSource,
+    MegatronSource,
+    Source,
+    check_finite,
+    open_weights,
+)
+from vlmtrain.core.files import (
+    MANIFEST,
+    CheckpointError,
+    fsync_tree,
+    manifest_of,
+    replace_folder,
+    start_folder,
+    write_json,
+    writing,
+)
+from vlmtrain.core.layout import Layout, make_layout
+from vlmtrain.core.spec import ModelSpec
+
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a conversion did."""
+
+    target: Path
+    tensors: int
+    bytes: int
+    seconds: float
+
+    def describe(self) -> str:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = peak if sys.platform == "darwin" else peak * 1024
+        return (
+            f"{self.target}: {self.tensors} tensors, {self.bytes / 1e9:.2f} GB in "
+            f"{self.seconds:.1f} s ({self.bytes / 1e6 / max(self.seconds, 1e-9):.0f} MB/s), peak "
+            f"memory {peak / 1e9:.2f} GB"
+        )
+
+
+Progress = Callable[[int], None]  # called with bytes done
+
+
+class Weights(Protocol):
+    """What a Hugging Face folder is written from."""
+
+    folder: Path
+    spec: ModelSpec
+
+    def check(self) -> None: ...
+
+    def dtype(self, row: Row) -> torch.dtype: ...
+
+    def hf_shapes(self, row: Row) -> list[list[int]]: ...
+
+    def hf(self, row: Row) -> list[Tensor]: ...
+
+
+def to_megatron(
+    source: Path,
+    target: Path,
+    layout: Layout,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int], Progress] | None = None,
+) -> Done:
+    """Write `source` (either kind of folder) as a Megatron checkpoint, one file a rank of
+    `layout`. The optimizer's state of a training checkpoint comes along, in float32.
+
+    Raises:
+        WeightError: the source's tensors are not what its config asks for.
+        CheckpointError: the target exists or can't be written.
+    """
+    spec = ModelSpec.from_folder(source)
+    weights = open_weights(source, spec)
+    with _folder(source, target, weights, overwrite) as work:
+        return _to_megatron(weights, work, target, layout, dtype, progress)
+
+
+def _to_megatron(
+    source: Source,
+    work: Path,
+    target: Path,
+    layout: Layout,
+    dtype: torch.dtype | None,
+    progress: Callable[[int], Progress] | None,
+) -> Done:
+    start = time.perf_counter()
+    spec = source.spec
+    jobs = [(row, prefix) for row in rows(spec) for prefix in _prefixes(source, row)]
+    total = sum(_job_bytes(source, row, prefix, dtype) for row, prefix in jobs)
+    _need_space(work, total)
+    report = progress(total) if progress else _ignore
+    files: dict[int, ChunkFile] = {}
+    done = 0
+    try:
+        for row, prefix in jobs:
+            stage = stage_of(row.megatron, layout)
+            for rank in range(layout.tensor):
+                number = stage % layout.pipeline * layout.tensor + rank
+                if _holds(row, layout, rank):
+                    if number not in files:
+                        files[number] = ChunkFile(work / f"__{number}_0.distcp")
+                    done += _add(files[number], source, row, prefix, layout, rank, dtype)
+                    report(done)
+        known = {file.path.name: file.close() for file in files.values()}
+    except BaseException:
+        for file in files.values():
+            file.abandon()
+        raise
+    write_metadata(work, [chunk for file in files.values() for chunk in file.chunks])
+    if isinstance(source, MegatronSource) and (source.folder / COMMON).is_file():
+        shutil.copyfile(source.folder / COMMON, work / COMMON)
+    else:
+        write_common(work, {"weights_only": True})
+    carry_files(source.folder, work, dtype)
+    write_json(work / MANIFEST, manifest_of(work, known))
+    return Done(target, len(jobs), done, time.perf_counter() - start)
+
+
+def _add(
+    file: ChunkFile,
+    source: Source,
+    row: Row,
+    prefix: str,
+    layout: Layout,
+    rank: int,
+    dtype: torch.dtype | None,
+) -> int:
+    """Append one rank's piece of a tensor; returns its bytes."""
+    dim, size = _split(row, layout), layout.tensor
+    key, layer = checkpoint_key(row.megatron)
+    if prefix:
+        assert isinstance(source, MegatronSource)
+        piece = source.piece(row, dim, rank, size, prefix)
+    else:
+        piece = _cast(source.piece(row, dim, rank, size), dtype, f"{source.folder}: {key}")
+    whole = list(piece.shape)
+    if dim is not None:
+        whole[dim] *= size
+    parts = transforms(source.spec)[row.transform].parts
+    boxes = pieces(whole, dim, parts, rank, size)
+    layers = layer_count(row.megatron, source.spec)
+    at = 0
+    for box in boxes:
+        length = box[0][1] - box[0][0]
+        chunk = piece[at : at + length] if len(boxes) > 1 else piece
+        at += length
+        offsets = [first for first, _ in box]
+        if layer is None:
+            file.add(prefix + key, whole, offsets, chunk)
+        else:
+            file.add(prefix + key, [layers, *whole], [layer, *offsets], chunk[None])
+    return piece.numel() * piece.element_size()
+
+
+def _split(row: Row, layout: Layout) -> int | None:
+    """A multiplexed vision tower is not split: every rank holds it whole."""
+    if layout.tensor == 1 or (layout.multiplexed and row.megatron.startswith("vision.")):
+        return None
+    return split_dim(row.megatron)
+
+
+def _holds(row: Row, layout: Layout, rank: int) -> bool:
+    """Whether a tensor-parallel rank writes a piece: what all hold, the first one writes."""
+    return rank == 0 or _split(row, layout) is not None
+
+
+def _prefixes(source: Source, row: Row) -> list[str]:
+    if isinstance(source, HFSource):
+        return [""]
+    return ["", *(p for p in _states() if source.state(p, row))]
+
+
+def _states() -> tuple[str, ...]:
+    # The same as optimizer_state.PREFIXES, which imports Megatron: seconds, and memory.
+    return tuple(f"optimizer.state.{name}." for name in ("param", "exp_avg", "exp_avg_sq"))
+
+
+def _job_bytes(source: Source, row: Row, prefix: str, dtype: torch.dtype | None) -> int:
+    kind = torch.float32 if prefix else dtype or source.dtype(row)
+    return sum(math.prod(shape) for shape in source.hf_shapes(row)) * kind.itemsize
+
+
+def stage_of(megatron: str, layout: Layout) -> int:
+    """The stage of a layout that holds a Megatron tensor."""
+    _, layer = checkpoint_key(megatron)
+    vision = megatron.startswith("vision.")
+    if layer is not None:
+        if vision and layout.multiplexed:
+            return 0
+        counts = layout.vision_layers if vision else layout.text_layers
+        for stage, count in enumerate(counts):
+            if layer < count:
+                return stage
+            layer -= count
+        raise AssertionError(f"{megatron} is on no stage of {counts}")
+    if vision:
+        return 0 if ".patch_embed." in megatron else layout.merger_stage
+    return layout.embedding_stage if ".embedding." in megatron else layout.stages - 1
+
+
+def layer_count(megatron: str, spec: ModelSpec) -> int:
+    return spec.vision.depth if megatron.startswith("vision.") else spec.num_layers
+
+
+def to_hf(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int], Progress] | None = None,
+) -> Done:
+    """Write `source` (either kind of folder) as a Hugging Face folder. Of a checkpoint with LoRA
+    adapters it is the merged weights.
+
+    Raises:
+        As `to_megatron`.
+    """
+    weights: Weights = open_weights(source, ModelSpec.from_folder(source))
+    if isinstance(weights, MegatronSource) and weights.has_adapters:
+        from vlmtrain.checkpoint.merge import from_checkpoint
+
+        weights = from_checkpoint(weights)
+    return write_hf(
+        weights,
+        target,
+        dtype=dtype,
+        overwrite=overwrite,
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
+
+
+def write_hf(
+    weights: Weights,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int], Progress] | None = None,
+) -> Done:
+    """The same from weights that are open already."""
+    with _folder(weights.folder, target, weights, overwrite) as work:
+        return _to_hf(weights, work, target, dtype, shard_bytes, progress)
+
+
+def _to_hf(
+    source: Weights,
+    work: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    progress: Callable[[int], Progress] | None,
+) -> Done:
+    start = time.perf_counter()
+    plan: list[list[tuple[Row, list[tuple[str, torch.dtype, list[int]]]]]] = []
+    filled = total = 0
+    for row in rows(source.spec):
+        kind = dtype or source.dtype(row)
+        tensors = [
+            (name, kind, shape) for name, shape in zip(row.hf, source.hf_shapes(row), strict=True)
+        ]
+        size = sum(math.prod(shape) * kind.itemsize for _, _, shape in tensors)
+        if not plan or filled + size > shard_bytes:
+            plan.append([])
+            filled = 0
+        plan[-1].append((row, tensors))
+        filled += size
+        total += size
+    _need_space(work, total)
+    report = progress(total) if progress else _ignore
+    files: list[tuple[str, dict[str, int]]] = []
+    done = count = 0
+    for number, jobs in enumerate(plan):
+        name = f"part-{number:05d}.safetensors"
+        writer = SafetensorsWriter(work / name, [t for _, tensors in jobs for t in tensors])
+        sizes: dict[str, int] = {}
+        for row, _ in jobs:
+            values = source.hf(row)
+            for i, tensor_name in enumerate(row.hf):
+                tensor = _cast(values[i], dtype, f"{source.folder}: {tensor_name}")
+                writer.add(tensor_name, tensor)
+                sizes[tensor_name] = tensor.numel() * tensor.element_size()
+                done += sizes[tensor_name]
+                count += 1
+            report(done)
+        writer.close()
+        files.append((name, sizes))
+    finish_hf_folder(work, files)
+    kinds = {source.dtype(row) for row in rows(source.spec)}
+    carry_files(source.folder, work, dtype or (kinds.pop() if len(kinds) == 1 else None))
+    return Done(target, count, done, time.perf_counter() - start)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    if dtype == torch.float16:  # the one type with a smaller range
+        check_finite(cast, f"{what} does not fit float16: cast to it, it")
+    return cast
+
+
+@contextmanager
+def _folder(source: Path, target: Path, weights: Weights, overwrite: bool) -> Iterator[Path]:
+    """Check the source, then a folder to work in that becomes `target` in the end."""
+    if target.exists() and not overwrite:
+        raise CheckpointError(
+            f"--target {target} exists; name another folder, or pass --overwrite to replace it"
+        )
+    if target.resolve() == source.resolve():
+        raise CheckpointError(f"--source and --target are the same folder, {source}")
+    weights.check()
+    work = writing(target, lambda: start_folder(target))
+    try:
+        try:
+            yield work
+            fsync_tree(work)
+            replace_folder(work, target)
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} can't be written: {error.strerror or error}; nothing was replaced by it"
+            ) from error
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _need_space(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise CheckpointError(
+            f"{folder.parent} has {free / 1e9:.1f} GB left, the result takes {size / 1e9:.1f} GB"
+        )
+
+
+def _ignore(_: int) -> None:
+    return None
+
+
+def layout_for(spec: ModelSpec, section: Any) -> Layout:
+    """The layout that --parallel options describe, without data parallelism.
+
+    Raises:
+        LayoutError: it can't run this model.
+    """
+    return make_layout(
+        spec,
+        world_size=section.tensor * section.pipeline,
+        tensor=section.tensor,
+        pipeline=section.pipeline,
+        virtual_pipeline=section.virtual_pipeline,
+        sequence=section.sequence,
+        vision_layers=section.vision_layers,
+        text_layers=section.text_layers,
+        multiplexed=section.vision == "multiplexed",
+    )
