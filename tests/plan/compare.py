@@ -114,7 +114,7 @@ def main() -> int:
             text_layers=parallel.text_layers,
             multiplexed=parallel.vision == "multiplexed",
         )
-        planned = drift.own_plan(config, spec, layout, gpu, lengths).step_seconds
+        planned = drift.plan_of_run(config, spec, layout, gpu, lengths).step_seconds
         first = first or (measured, planned)
         ratios = measured / first[0], planned / first[1]
         off = ratios[1] / ratios[0] - 1

@@ -1,21 +1,21 @@
-"""Predicted beside measured: a run's own plan, a cost model fitted to its steps, and a word when
-they part.
+"""Predicted and measured step time: a run's plan, a cost model fitted to its steps, a warning when
+they differ.
 
 The fit is seconds = c0 + c1 T + c2 sum t^2 + c3 P + c4 sum p^2 with no negative coefficient: T
 tokens and P patches of a step per replica (padding included), t and p the lengths that attention
-sees. It is made to the run's own steps, newest first, robustly: steps far off the rest (a
-checkpoint, a page from a slow disk) do not count.
+sees. It is made to the run's last steps, robustly: outliers (a slow disk, a
+neighbour on the machine) do not count.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
 
 from vlmtrain.core.config import TrainConfig, to_dict
 from vlmtrain.core.layout import Layout
@@ -29,8 +29,8 @@ from vlmtrain.plan.picture import waterfall
 from vlmtrain.plan.search import Prediction, predict
 from vlmtrain.telemetry.ledger import ROWS, StepResult
 
-PARTED = 0.10  # of the prediction: worth a word
-SKIPPED = 2  # first steps, in which libraries warm up
+TOLERANCE = 0.10  # of the prediction; more is reported
+WARMUP = 2  # first steps, in which libraries warm up
 FEW = 8  # steps that a median or a fit needs
 _WINDOW = 256  # steps that the fit looks back
 COEFFICIENTS = ("constant", "tokens", "token pairs", "patches", "patch pairs")
@@ -39,7 +39,7 @@ COEFFICIENTS = ("constant", "tokens", "token pairs", "patches", "patch pairs")
 # --- the plan of a run ------------------------------------------------------------------------
 
 
-def own_plan(
+def plan_of_run(
     config: TrainConfig, spec: ModelSpec, layout: Layout, gpu: Gpu, lengths: workload.Lengths
 ) -> Prediction:
     """What the planner expects of a run's layout on data of such lengths."""
@@ -84,39 +84,18 @@ def features(work: Work, spec: ModelSpec, replicas: int) -> np.ndarray:
     return np.array([replicas, work.tokens, work.causal_pairs, work.patches, pairs]) / replicas
 
 
-def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The x >= 0 that makes |matrix x - target| least, for a handful of columns.
-
-    The best solution is the unconstrained one of some set of columns; all sets are tried.
-    """
-    columns = matrix.shape[1]
-    scale = np.linalg.norm(matrix, axis=0)
-    scale[scale == 0] = 1
-    best, least = np.zeros(columns), float(target @ target)
-    for size in range(1, columns + 1):
-        for chosen in itertools.combinations(range(columns), size):
-            part = matrix[:, chosen] / scale[list(chosen)]
-            found = np.linalg.lstsq(part, target, rcond=1e-9)[0]
-            if (found < 0).any():
-                continue
-            off = part @ found - target
-            if off @ off < least * (1 - 1e-12):
-                least = float(off @ off)
-                best = np.zeros(columns)
-                best[list(chosen)] = found / scale[list(chosen)]
-    return best
-
-
 def fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Coefficients [5] for rows [steps, 5]; three rounds, each without what lies far off.
-
-    Relative errors are what is made small. Far off is more than 4 times the median deviation.
+    """Coefficients [5] for rows [steps, 5]; relative least squares in three rounds, each without
+    the outliers of the one before: steps off by more than 4 times the median deviation.
     """
     keep = np.ones(len(seconds), dtype=bool)
     found = np.zeros(rows.shape[1])
     for _ in range(3):
         weight = 1 / seconds[keep]
-        found = nonnegative(rows[keep] * weight[:, None], np.ones(keep.sum()))
+        matrix = rows[keep] * weight[:, None]
+        scale = np.linalg.norm(matrix, axis=0)
+        scale[scale == 0] = 1
+        found = nnls(matrix / scale, np.ones(keep.sum()))[0] / scale
         off = np.abs(rows @ found / seconds - 1)
         near = off <= max(4 * float(np.median(off)), 1e-9)
         if near.sum() < FEW // 2 or (near == keep).all():
@@ -125,11 +104,11 @@ def fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return found
 
 
-# --- the word ---------------------------------------------------------------------------------
+# --- the monitor ---------------------------------------------------------------------------------
 
 
-class Follow:
-    """Follows a run's steps on rank 0: prints the plan, fits, and says when the two part.
+class DriftMonitor:
+    """Watches a run's steps on rank 0: prints the plan, fits, and reports a difference.
 
     Args:
         config, spec, layout: the run.
@@ -152,7 +131,7 @@ class Follow:
         print(f"MFU is measured against {peak.source}" if peak.flops else peak.source, flush=True)
         if gpu is not None:
             lengths = workload.from_index(index, "data")
-            self.plan = own_plan(config, spec, layout, gpu, lengths)
+            self.plan = plan_of_run(config, spec, layout, gpu, lengths)
             print(describe(self.plan, gpu), flush=True)
         self.coefficients: np.ndarray | None = None
         self.measured: Gpu | None = None  # with efficiencies as this run reaches them
@@ -161,7 +140,7 @@ class Follow:
         self._parts: deque[dict[str, float]] = deque(maxlen=_WINDOW)
         self._recent: deque[float] = deque(maxlen=FEW)
         self._steps = 0
-        self._apart = False
+        self._drifted = False
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this run."""
@@ -216,23 +195,23 @@ class Follow:
         evaluating and of waiting for data is no work on the step and left out.
         """
         self._steps += 1
-        if self._steps <= SKIPPED:
+        if self._steps <= WARMUP:
             return None, []
         row = features(work, self.spec, self.layout.data)
-        beside = parts["data_wait"] + parts["checkpoint"] + parts["evaluation"]
-        active = seconds - beside
+        excluded = parts["data_wait"] + parts["checkpoint"] + parts["evaluation"]
+        active = seconds - excluded
         expected = None if self.coefficients is None else float(row @ self.coefficients)
         lines = self._drift(expected, active)
         self._rows.append(row)
         self._seconds.append(active)
         self._parts.append(parts)
-        count = self._steps - SKIPPED
-        if count >= FEW and (count == FEW or count % FEW == 0) and not self._apart:
+        count = self._steps - WARMUP
+        if count >= FEW and (count == FEW or count % FEW == 0) and not self._drifted:
             self.coefficients = fit(np.array(self._rows), np.array(self._seconds))
         if count == FEW:
             lines += self._compare()
         if expected is not None:
-            expected += beside
+            expected += excluded
         return expected, lines
 
     def _drift(self, expected: float | None, active: float) -> list[str]:
@@ -242,14 +221,14 @@ class Follow:
         if len(self._recent) < FEW:
             return []
         ratio = float(np.median(self._recent))
-        apart = abs(ratio - 1) > PARTED
-        if apart == self._apart:
+        drifted = abs(ratio - 1) > TOLERANCE
+        if drifted == self._drifted:
             return []
-        self._apart = apart
-        if not apart:
-            return ["steps take again what their work explains"]
+        self._drifted = drifted
+        if not drifted:
+            return [f"step time is back within {TOLERANCE:.0%} of the model"]
         return [
-            f"the last {FEW} steps took {_more(ratio)} the steps before them explain: "
+            f"the last {FEW} steps took {_more(ratio)} the model fitted to the steps before: "
             "is something else running on this machine, or is it throttled?"
         ]
 
@@ -263,12 +242,12 @@ class Follow:
         expected = waterfall(self.plan)
         work = expected["compute"] + expected["tensor-parallel communication"]
         self.measured = as_measured(self.gpu, expected, taken, self.config.train.precision)
-        apart = f"{_more(measured / planned)} the planned {planned:.3g} s"
-        if abs(measured / planned - 1) <= PARTED:
-            return [f"measured {measured:.3g} s a step, {apart}"]
+        difference = f"{_more(measured / planned)} the planned {planned:.3g} s"
+        if abs(measured / planned - 1) <= TOLERANCE:
+            return [f"measured {measured:.3g} s a step, {difference}"]
         return [
-            f"measured {measured:.3g} s a step, {apart}; compute alone {_more(compute / work)} "
-            "planned: gpu.toml in the output folder tells the planner (vlmtrain plan --gpu "
+            f"measured {measured:.3g} s a step, {difference}; compute alone "
+            f"{_more(compute / work)} planned: gpu.toml in the output folder tells the planner (vlmtrain plan --gpu "
             "OUTPUT/gpu.toml)"
         ]
 

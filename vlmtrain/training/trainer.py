@@ -208,7 +208,7 @@ def _train(
         if resume is not None:
             checkpoints.go_on_from(resume)
         _describe(config, spec, layout, index, loader, total, done, resume)
-        follow = drift.Follow(config, spec, layout, gpu, peak, index)
+        follow = drift.DriftMonitor(config, spec, layout, gpu, peak, index)
         metrics = Metrics(
             config.output,
             done,
