@@ -247,8 +247,8 @@ class DriftMonitor:
             return [f"measured {measured:.3g} s a step, {difference}"]
         return [
             f"measured {measured:.3g} s a step, {difference}; compute alone "
-            f"{_more(compute / work)} planned: gpu.toml in the output folder tells the planner (vlmtrain plan --gpu "
-            "OUTPUT/gpu.toml)"
+            f"{_more(compute / work)} planned: gpu.toml in the output folder tells the planner "
+            "(vlmtrain plan --gpu OUTPUT/gpu.toml)"
         ]
 
 
