@@ -92,8 +92,11 @@ class Processor:
             DataError: no tokenizer, or settings that contradict config.json.
         """
         config, where = read_config(folder, "image_processor", "preprocessor_config.json")
-        given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        config = {**config, **{key: value for key, value in given.items() if value is not None}}
+        pixel_limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        config = {
+            **config,
+            **{key: value for key, value in pixel_limits.items() if value is not None},
+        }
         images = ImageSettings.from_config(config, spec.vision, ImageSettings(), where)
         videos = VideoSettings.from_folder(
             folder, images, spec.vision, fps=fps, num_frames=num_frames

@@ -116,7 +116,7 @@ def search(
         raise PlanError(f"--global_batch is {global_batch}; it must be at least 1")
     batch = global_batch or default_global_batch(gpus)
     model = CostModel(spec, gpu, packs, freeze, lora)
-    considered, found = 0, []
+    considered, fitting = 0, []
     tight: tuple[float, Option] | None = None
     for option in _options(model, gpus, batch):
         considered += 1
@@ -124,18 +124,18 @@ def search(
         if fitted is None:
             relieved = _relieve(model, option)
             if relieved is not None:
-                found.append((_quick(model, relieved), relieved))
+                fitting.append((_quick(model, relieved), relieved))
             if tight is None or peak < tight[0]:
                 tight = (peak, option)
             continue
-        found.append((_quick(model, fitted), fitted))
+        fitting.append((_quick(model, fitted), fitted))
     if not considered:
         raise PlanError(_no_layout(spec, gpu, gpus, batch))
-    if not found:
+    if not fitting:
         assert tight is not None
         raise PlanError(_too_small(model, gpus, batch, tight))
-    found.sort(key=lambda pair: pair[0])
-    unique = list(dict.fromkeys(option for _, option in _diverse(found, _FINALISTS)))
+    fitting.sort(key=lambda pair: pair[0])
+    unique = list(dict.fromkeys(option for _, option in _diverse(fitting, _FINALISTS)))
     ranked = []
     for option in unique:
         both = {option, _refine(model, option)}  # the split is refined on mean packs only
@@ -149,7 +149,7 @@ def search(
         packs,
         tuple(ranked),
         considered,
-        len(found),
+        len(fitting),
         model.freeze,
         model.lora,
     )
@@ -182,11 +182,11 @@ def _options(model: CostModel, gpus: int, batch: int) -> Iterator[Option]:
     spec = model.spec
     splits: dict[tuple[int, int, bool, str, str], split.Split | None] = {}
     for tensor in _tensor_sizes(spec, model.gpu, gpus):
-        rest = gpus // tensor
-        for pipeline in range(1, min(rest, spec.num_layers, _MOST_STAGES) + 1):
-            if rest % pipeline or batch % (rest // pipeline):
+        ranks = gpus // tensor
+        for pipeline in range(1, min(ranks, spec.num_layers, _MOST_STAGES) + 1):
+            if ranks % pipeline or batch % (ranks // pipeline):
                 continue
-            microbatches = batch // (rest // pipeline)
+            microbatches = batch // (ranks // pipeline)
             for virtual in range(1, min(8, spec.num_layers // pipeline) + 1):
                 if virtual > 1 and (pipeline == 1 or microbatches % pipeline):
                     continue
@@ -237,8 +237,8 @@ def _split(
         vision = np.diff(tower).tolist()
         vision[0] += total(units["patch_embed"])
         vision[-1] += total(units["merger"])
-    found = contiguous(vision, text, model.spec.num_layers, total(units["head"]), stages)
-    return ((), found[1]) if found is not None and multiplexed else found
+    layers = contiguous(vision, text, model.spec.num_layers, total(units["head"]), stages)
+    return ((), layers[1]) if layers is not None and multiplexed else layers
 
 
 def _fit(model: CostModel, option: Option) -> tuple[Option | None, float]:
@@ -282,11 +282,11 @@ def _relieve(model: CostModel, option: Option) -> Option | None:
     return None
 
 
-def _diverse(found: list[tuple[float, Option]], count: int) -> list[tuple[float, Option]]:
+def _diverse(candidates: list[tuple[float, Option]], count: int) -> list[tuple[float, Option]]:
     """The first ones, at most 3 of each (tensor, pipeline, kind of vision)."""
     seen: dict[tuple[int, int, bool], int] = {}
     result = []
-    for pair in found:
+    for pair in candidates:
         option = pair[1]
         key = (option.layout.tensor, option.layout.pipeline, option.multiplexed)
         seen[key] = seen.get(key, 0) + 1

@@ -101,8 +101,8 @@ def lines(
     drawn = [(one, points) for one, points in drawn if points]
     if not drawn:
         return '<p class="none">nothing was measured</p>'
-    every = [y for _, points in drawn for _, y in points]
-    low, high = (0.0 if zero and min(every) >= 0 else min(every)), max(every)
+    values = [y for _, points in drawn for _, y in points]
+    low, high = (0.0 if zero and min(values) >= 0 else min(values)), max(values)
     if most is not None:
         high = min(high, most)
     pad = 0.04 * (high - low) or 0.05 * abs(high) or 1.0

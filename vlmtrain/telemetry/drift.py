@@ -79,8 +79,8 @@ def features(work: Work, spec: ModelSpec, replicas: int) -> np.ndarray:
     """[5] of a step: 1, T, pairs of tokens, P, pairs of patches (a mean layer's), per replica."""
     vision = spec.vision
     depth = max(vision.depth, 1)
-    whole = depth if vision.window_size is None else len(vision.full_attention_layers)
-    pairs = (whole * work.frame_pairs + (depth - whole) * work.window_pairs) / depth
+    full_layers = depth if vision.window_size is None else len(vision.full_attention_layers)
+    pairs = (full_layers * work.frame_pairs + (depth - full_layers) * work.window_pairs) / depth
     return np.array([replicas, work.tokens, work.causal_pairs, work.patches, pairs]) / replicas
 
 
@@ -89,19 +89,19 @@ def fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     the outliers of the one before: steps off by more than 4 times the median deviation.
     """
     keep = np.ones(len(seconds), dtype=bool)
-    found = np.zeros(rows.shape[1])
+    coefficients = np.zeros(rows.shape[1])
     for _ in range(3):
         weight = 1 / seconds[keep]
         matrix = rows[keep] * weight[:, None]
         scale = np.linalg.norm(matrix, axis=0)
         scale[scale == 0] = 1
-        found = nnls(matrix / scale, np.ones(keep.sum()))[0] / scale
-        off = np.abs(rows @ found / seconds - 1)
+        coefficients = nnls(matrix / scale, np.ones(keep.sum()))[0] / scale
+        off = np.abs(rows @ coefficients / seconds - 1)
         near = off <= max(4 * float(np.median(off)), 1e-9)
         if near.sum() < FEW // 2 or (near == keep).all():
             break
         keep = near
-    return found
+    return coefficients
 
 
 # --- the monitor ---------------------------------------------------------------------------------

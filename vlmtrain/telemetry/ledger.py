@@ -178,8 +178,8 @@ def gather(
     # passes contain the reduction of gradients, which Megatron's schedules call at their end
     passes = spans.get("passes", 0.0) - spans.get("gradients", 0.0)
     times = {**spans, "waited": waited, "step": step, "passes": passes}
-    mine = [*totals.values(), *(times.get(name, 0.0) for name in _SPANS), *place, memory]
-    row = torch.tensor(mine, dtype=torch.float64, device=device)
+    local = [*totals.values(), *(times.get(name, 0.0) for name in _SPANS), *place, memory]
+    row = torch.tensor(local, dtype=torch.float64, device=device)
     table = torch.empty(dist.get_world_size() * len(row), dtype=torch.float64, device=device)
     dist.all_gather_into_tensor(table, row)
     columns = table.view(-1, len(row)).T.cpu().numpy()
@@ -224,15 +224,16 @@ def waterfall(
         evaluation: of `seconds`, those of measuring held-out data.
     """
     replicas = np.unique(ranks.replica)
-    longest = {d: ranks.passes[ranks.replica == d].max() for d in replicas}
-    own = np.array([longest[d] for d in ranks.replica])
+    slowest_passes = {d: ranks.passes[ranks.replica == d].max() for d in replicas}
+    replica_passes = np.array([slowest_passes[d] for d in ranks.replica])
     slowest = float(ranks.passes.max())
     late = slowest - ranks.passes  # waited somewhere after its own passes
     gradients = np.maximum(ranks.gradients - late, 0.0)
-    left = np.maximum(late - ranks.gradients, 0.0)
-    optimizer = np.maximum(ranks.optimizer - left, 0.0)
-    unseen = np.maximum(left - ranks.optimizer, 0.0)  # ranks did not start together after all
-    beside = own - ranks.compute - unseen
+    remaining_wait = np.maximum(late - ranks.gradients, 0.0)
+    optimizer = np.maximum(ranks.optimizer - remaining_wait, 0.0)
+    # what is left: ranks did not start together after all
+    unseen = np.maximum(remaining_wait - ranks.optimizer, 0.0)
+    not_compute = replica_passes - ranks.compute - unseen
     host = ranks.step - ranks.passes - ranks.gradients - ranks.optimizer
     compute = float(ranks.compute.mean())
     outside = checkpoint + evaluation
@@ -240,14 +241,14 @@ def waterfall(
     return {
         "compute": compute * (1 - padding),
         "padding": compute * padding,
-        "bubble": float(beside.mean()) if waits else 0.0,
-        "imbalance": float((slowest - own).mean()),
+        "bubble": float(not_compute.mean()) if waits else 0.0,
+        "imbalance": float((slowest - replica_passes).mean()),
         "data_wait": float(ranks.waited.mean()),
         "gradients": float(gradients.mean()),
         "optimizer": float(optimizer.mean()),
         "checkpoint": checkpoint,
         "evaluation": evaluation,
-        "other": float((host + rest).mean()) + (0.0 if waits else float(beside.mean())),
+        "other": float((host + rest).mean()) + (0.0 if waits else float(not_compute.mean())),
     }
 
 

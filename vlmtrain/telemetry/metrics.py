@@ -74,7 +74,7 @@ class Metrics:
 
     def step(self, step: int, result: StepResult, lr: float, seconds: float, **more: Any) -> None:
         """Record 1-based `step`; `seconds` is its wall time."""
-        every = result.tokens + result.pad_tokens
+        all_tokens = result.tokens + result.pad_tokens
         row = {
             "step": step,
             "loss": result.loss,
@@ -83,7 +83,7 @@ class Metrics:
             "tokens": result.tokens,
             "target_tokens": result.target_tokens,
             "image_tokens": result.image_tokens,
-            "padding_share": result.pad_tokens / every if every else 0.0,
+            "padding_share": result.pad_tokens / all_tokens if all_tokens else 0.0,
             "step_seconds": seconds,
             "tokens_per_second": result.tokens / seconds if seconds > 0 else 0.0,
             **more,

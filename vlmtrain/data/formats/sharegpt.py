@@ -75,11 +75,11 @@ class JsonSource:
         first = data[start:].lstrip()[:1]
         if not first:
             raise DataError(f"{self.path}: the file is empty; it must hold at least one sample")
-        found = False
+        any_record = False
         for record in self._array(data, start) if first == b"[" else self._lines(data, start):
-            found = True
+            any_record = True
             yield record
-        if not found:
+        if not any_record:
             raise DataError(f"{self.path}: the list is empty; it must hold at least one sample")
 
     def read(self, number: int, offset: int, size: int) -> Record:
@@ -316,19 +316,19 @@ def _sound(text: str, where: str, bare: Sample) -> str:
 def listed_media(record: dict[str, Any], kind: MediaKind, root: Path, bare: Sample) -> list[Media]:
     """The media under the singular and the plural key."""
     singular, plural = record.get(kind), record.get(f"{kind}s")
-    found: list[Media] = []
+    media: list[Media] = []
     if singular not in (None, "", []):
         if kind == "video" and _is_frames(singular):
-            found += _media(kind, singular, root, bare)  # one video, written as its frames
+            media += _media(kind, singular, root, bare)  # one video, written as its frames
         else:
             for entry in singular if isinstance(singular, list) else [singular]:
-                found += _media(kind, entry, root, bare)
+                media += _media(kind, entry, root, bare)
     if plural not in (None, "", []):
         if not isinstance(plural, list):
             plural = [plural]
         for entry in plural:
-            found += _media(kind, entry, root, bare)
-    return found
+            media += _media(kind, entry, root, bare)
+    return media
 
 
 def _is_frames(value: Any) -> bool:

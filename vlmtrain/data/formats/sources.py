@@ -42,10 +42,10 @@ def parse_sources(
     Raises:
         DataError: nothing given, a weight that is not above 0, or an unreadable list.
     """
-    given: Sequence[str | Path | SourceSpec]
-    given = text.split(",") if isinstance(text, str) else [text] if isinstance(text, Path) else text
+    items: Sequence[str | Path | SourceSpec]
+    items = text.split(",") if isinstance(text, str) else [text] if isinstance(text, Path) else text
     sources: list[SourceSpec] = []
-    for item in given:
+    for item in items:
         if isinstance(item, SourceSpec):
             sources.append(item)
             continue

@@ -177,9 +177,9 @@ class ShardSource:
         """
         shards = self._header()
         for path, size in shards:
-            found = os.path.getsize(path) if os.path.isfile(path) else None
-            if found != size:
-                state = "is missing" if found is None else f"has {found} bytes"
+            actual = os.path.getsize(path) if os.path.isfile(path) else None
+            if actual != size:
+                state = "is missing" if actual is None else f"has {actual} bytes"
                 raise DataError(
                     f"{path} {state} where {self.path} says {size} bytes; build the shards again"
                 )
@@ -303,8 +303,8 @@ class _Shard:
         """The part of an earlier run, if it holds just this and its shard is whole."""
         try:
             part = json.loads((folder / self.name).with_suffix(".part").read_bytes())
-            whole = (folder / self.name).stat().st_size == part["bytes"]
-            return part if whole and part["digest"] == self.digest else None
+            complete = (folder / self.name).stat().st_size == part["bytes"]
+            return part if complete and part["digest"] == self.digest else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -54,9 +54,9 @@ class VideoSettings:
         config, where = read_config(folder, "video_processor", "video_preprocessor_config.json")
         frames = ImageSettings.from_config(config, vision, cls.default(images).images, where)
         keys = ("fps", "num_frames", "min_frames", "max_frames")
-        given = {key: config[key] for key in keys if config.get(key)}
-        given |= {key: value for key, value in overrides.items() if value is not None}
-        settings = cls(images=frames, **given)
+        options = {key: config[key] for key in keys if config.get(key)}
+        options |= {key: value for key, value in overrides.items() if value is not None}
+        settings = cls(images=frames, **options)
         if settings.fps <= 0 or not 0 < settings.min_frames <= settings.max_frames:
             raise DataError(
                 f"{where}: fps {settings.fps} must be above 0 and min_frames "

@@ -161,9 +161,9 @@ def epoch_entries(
         first, last = (int(e * weight * len(samples) + 1e-6) for e in (epoch, epoch + 1))
         place = first
         while place < last:
-            turn, offset = divmod(place, len(samples))
+            cycle, offset = divmod(place, len(samples))
             stop = min(len(samples), offset + last - place)
-            order = shuffled(len(samples), f"source {number}", seed, turn, content_hash)
+            order = shuffled(len(samples), f"source {number}", seed, cycle, content_hash)
             chosen.append(samples[order[offset:stop]])
             place += stop - offset
     return np.concatenate(chosen) if chosen else np.arange(0)
