@@ -85,7 +85,7 @@ def test_bits_of_the_plain_optimizer(tmp_path):
         assert (a - b).norm() <= 0.1 * b.norm() + 1e-12, name
 
 
-def test_gradients_go_down_during_backward(tmp_path):
+def test_gradients_are_copied_during_backward(tmp_path):
     """Where Megatron reduces buckets beside the backward pass, or has nothing to reduce: copies
     begin with the first bucket, but for the gradients that are not final yet, late copies in random
     order read what they should, and bits are the plain optimizer's."""
@@ -130,7 +130,7 @@ def test_gradients_go_down_during_backward(tmp_path):
 
 
 def test_what_cannot_be_offloaded_is_named():
-    from vlmkernels.integrations.megatron_optimizer import offload
+    from vlmkernels.integrations.megatron import offload
 
     with pytest.raises(ValueError, match="fraction is 1.5; it must be from 0 to 1"):
         offload(None, 1.5)

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from vlmkernels.integrations.megatron_optimizer import offload
+from vlmkernels.integrations.megatron import offload
 from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.clock import Clock
 from vlmtrain.core.config import (

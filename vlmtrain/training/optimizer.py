@@ -11,7 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from vlmkernels import CPUAdam
-from vlmkernels.integrations.megatron_optimizer import offload
+from vlmkernels.integrations.megatron import offload
 from vlmtrain.checkpoint.training.optimizer_state import create_state, distributed_parts
 from vlmtrain.core.config import OptimizerSection, offload_fractions
 

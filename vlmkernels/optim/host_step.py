@@ -1,15 +1,15 @@
-"""Adam in host memory for tensors that live on a device: gradients down, new values up.
+"""Adam in host memory for tensors that live on a device: gradients D2H, new values H2D.
 
-Where the bytes go, for a bfloat16 tensor of n elements: 2n down over PCIe, n times the 28 bytes of
-the CPU's step through host memory, 2n up. Page-locked memory is 2n: one slot, in which the gradient
-arrives and which the same pass of the step overwrites with the new value, whence it goes up.
+Where the bytes go, for a bfloat16 tensor of n elements: 2n D2H over PCIe, n times the 28 bytes of
+the CPU's step through host memory, 2n H2D. Page-locked memory is 2n: one slot, in which the
+gradient arrives and which the same pass of the step overwrites with the new value for the device.
 
-With clipping, gradients are all down before the first step is made, since the factor is known only
-when the last gradient is: so their slots can't be a small ring, and nothing ever has to be rolled
-back. The alternative, to step into shadow copies and commit when the norm is known, takes 12n more
-host memory and as much more traffic on what limits the step, the host's memory bandwidth; see
-docs/optimizer.md. Where nothing needs the whole gradient, `step_soon` steps a bucket as soon as it
-is down, in a thread of its own, while the backward pass goes on.
+With clipping, all gradients are in host memory before the first step is made, since the factor is
+known only when the last gradient is: so their slots can't be a small ring, and nothing ever has to
+be rolled back. The alternative, to step into shadow copies and commit when the norm is known, takes
+12n more host memory and as much more traffic on what limits the step, the host's memory bandwidth;
+see docs/optimizer.md. Where nothing needs the whole gradient, `step_soon` steps a bucket as soon as
+it has arrived, in a thread of its own, while the backward pass goes on.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import moments as held
 from .arena import PinnedArena
 from .blockwise import BLOCK
 from .native import Rows
-from .transfer import Ticket, Transfers, Waitable
+from .state import moment_tensors, state_bytes
+from .transfer import Ticket, Transfers, Waitable, transfers_for
 
 
 @dataclass(eq=False)
 class Shard:
     """A tensor of the model whose optimizer state is in host memory.
 
-    `state` holds step and moments (moments.py) and belongs to the optimizer, which may replace what
+    `state` holds step and moments (state.py) and belongs to the optimizer, which may replace what
     is in it; `master` is the one float32 copy. Host tensors are contiguous in the target's shape.
     """
 
     target: Tensor  # on the device, what the model reads: float32 or bfloat16
     master: Tensor  # host, float32
     state: dict[str, Any]
-    slot: Tensor  # page-locked, the type in which gradients come down
+    slot: Tensor  # page-locked, the type in which gradients arrive
     value: Tensor  # page-locked, the target's type: slot or master where that fits
     grad: Tensor | None = None  # on the device: whose copy `slot` is or will be
     version: int = 0  # of `grad`, when its copy began
     factor: float = 1.0  # by which the gradient was multiplied in place since, see Rows.step
-    down: Ticket = None
-    up: list[Ticket] = field(default_factory=list)
+    d2h: Ticket = None
+    h2d: list[Ticket] = field(default_factory=list)
 
-    def holds(self, grad: Tensor) -> bool:
+    def has(self, grad: Tensor) -> bool:
         """Whether the slot gets this gradient as it is now."""
         same = self.grad is grad or (
             self.grad is not None
@@ -65,18 +65,21 @@ class Shard:
 _Piece = tuple[dict[str, Any], Shard, int, int]  # parameter group, shard, elements [first, last)
 
 
-class Offload:
+class HostStep:
     """Steps shards; one for a device.
 
     Args:
-        transfers: the copies.
-        pinned: memory that the device copies to and from.
-        bucket_bytes: of gradients stepped at a time, before their new values go up: small enough
-            that little is left to go up after the last, large enough to be worth the calls.
+        transfers: the copies; None: as the device needs.
+        bucket_bytes: of gradients stepped at a time, before their new values go to the device:
+            small enough that little is left to copy after the last, large enough to be worth the
+            calls.
     """
 
-    def __init__(self, transfers: Transfers, pinned: PinnedArena, bucket_bytes: int = 32 << 20):
-        self.transfers, self.pinned, self.bucket_bytes = transfers, pinned, bucket_bytes
+    def __init__(self, transfers: Transfers | None, bucket_bytes: int) -> None:
+        self._transfers, self._bucket_bytes = transfers, bucket_bytes
+        self._arena: PinnedArena | None = None
+        #: By the caller's key: the parameter, or a master.
+        self.shards: dict[Tensor, Shard] = {}
         self._begun: dict[Shard, None] = {}  # in the order in which gradients came
         #: Given to `step_soon` and not to `finish` yet.
         self.early: dict[Shard, None] = {}
@@ -84,68 +87,112 @@ class Offload:
         self._running: list[Future[None]] = []
         self._thread: ThreadPoolExecutor | None = None
 
-    def shard(self, target: Tensor, state: dict[str, Any], grad_type: torch.dtype) -> Shard:
-        """A shard whose master is the target's value, to full precision what the model has.
+    def connect(self, device: torch.device) -> None:
+        """Before the first shard: targets will be on this device.
 
-        `state` must have its moments; gradients are sent down as `grad_type`.
+        Raises:
+            ValueError: offloading doesn't know it.
         """
+        if self._transfers is None:
+            self._transfers = transfers_for(device)
+        if self._arena is None:
+            self._arena = PinnedArena(pin=device.type == "cuda")
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self._transfers is not None
+        return self._transfers
+
+    @property
+    def arena(self) -> PinnedArena:
+        """Memory that the device copies to and from."""
+        assert self._arena is not None
+        return self._arena
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: host_state (moments and masters), pinned (page-locked, in use), pinned_peak (most
+        that was reserved)."""
+        found = 0
+        for shard in self.shards.values():
+            found += state_bytes(shard.state)
+            found += 0 if "master" in shard.state else 4 * shard.master.numel()
+        if self._arena is None:  # no parameter yet
+            return {"host_state": 0, "pinned": 0, "pinned_peak": 0}
+        pinned = {"pinned": self._arena.used_bytes, "pinned_peak": self._arena.peak_bytes}
+        return {"host_state": found, **pinned}
+
+    def make_shard(
+        self,
+        target: Tensor,
+        state: dict[str, Any],
+        grad_type: torch.dtype,
+        master: Tensor | None = None,
+    ) -> Shard:
+        """A shard, not in `shards` yet, with a copy of this master or, to full precision what the
+        model has, of the target. Gradients are copied as `grad_type`."""
         shape = target.shape
         if target.dtype == torch.float32:
-            master = value = self.pinned.empty(shape, torch.float32)
+            copy = value = self.arena.empty(shape, torch.float32)
         else:
-            master = torch.empty(shape, dtype=torch.float32)
-        slot = self.pinned.empty(shape, grad_type)
+            copy = torch.empty(shape, dtype=torch.float32)
+        slot = self.arena.empty(shape, grad_type)
         if target.dtype != torch.float32:
             same = grad_type == target.dtype
-            value = slot if same else self.pinned.empty(shape, target.dtype)
-        shard = Shard(target, master, state, slot, value)
-        self.read_master(shard)
-        return shard
-
-    def read_master(self, shard: Shard) -> None:
-        """The model's value is the truth: take it as the master."""
-        self.settle(shard)
+            value = slot if same else self.arena.empty(shape, target.dtype)
         with torch.no_grad():
-            shard.master.copy_(shard.target)
+            copy.copy_(target if master is None else master)
+        return Shard(target, copy, state, slot, value)
 
     def begin(self, shard: Shard, grad: Tensor, after: Waitable | None = None) -> None:
-        """Start this gradient's way down; a later call replaces an earlier one's gradient. `after`
+        """Start this gradient's copy D2H; a later call replaces an earlier one's gradient. `after`
         is what writes the gradient, if that was only started."""
-        self.settle(shard)
+        self._settle(shard)
         shard.grad, shard.version, shard.factor = grad, grad._version, 1.0
         self._begun.pop(shard, None)
         self._begun[shard] = None
         if grad.numel():
-            shard.down = self.transfers.download(grad.detach(), shard.slot, after)
+            shard.d2h = self.transfers.d2h(grad.detach(), shard.slot, after)
 
-    def before_change(self, shards: Iterable[Shard]) -> None:
-        """The device is about to change gradients of these shards in place: it waits until those
-        that were begun are down."""
-        for shard in shards:
-            if shard.down is not None:
-                self.transfers.device_wait(shard.down)
+    def before_change(self) -> None:
+        """The device is about to change gradients in place: it waits until those that were begun
+        have been copied."""
+        for shard in self.shards.values():
+            if shard.d2h is not None:
+                self.transfers.device_wait(shard.d2h)
 
-    def settle(self, shard: Shard) -> None:
-        """Return when no copy is on its way: the slot may be written, the master read or moved."""
-        if shard.down is not None:
-            self.transfers.wait(shard.down)
-        for ticket in shard.up:
+    def settle(self, key: Tensor | None = None) -> None:
+        """Return when no copy of this shard, or of any, is under way: the slot may be written, the
+        master read or moved."""
+        for shard in self.shards.values() if key is None else [self.shards.get(key)]:
+            if shard is not None:
+                self._settle(shard)
+
+    def _settle(self, shard: Shard) -> None:
+        if shard.d2h is not None:
+            self.transfers.wait(shard.d2h)
+        for ticket in shard.h2d:
             self.transfers.wait(ticket)
-        shard.down, shard.up = None, []
+        shard.d2h, shard.h2d = None, []
 
     def forget(self, shards: Iterable[Shard]) -> None:
         """Drop gradients that were begun and won't be stepped."""
         for shard in shards:
-            self.settle(shard)
+            self._settle(shard)
             shard.grad = None
             self._begun.pop(shard, None)
+
+    def drop(self, key: Tensor) -> None:
+        """The state of this shard, if there is one, is no longer in host memory."""
+        shard = self.shards.pop(key, None)
+        if shard is not None:
+            self.forget([shard])
 
     @torch.no_grad()
     def step(self, work: list[tuple[dict[str, Any], Shard]], grad_scale: float = 1.0) -> None:
         """One Adam step for each (parameter group, shard), whose gradients were begun.
 
         The device is told to wait for the new values with its next work. Returns when all steps
-        are made; the last new values may still be on their way up.
+        are made; the last new values may still be on their way H2D.
         """
         order = {shard: i for i, shard in enumerate(self._begun)}
         work = sorted(work, key=lambda item: order[item[1]])
@@ -153,7 +200,7 @@ class Offload:
         self._stepped(shard for _, shard in work)
 
     def step_soon(self, group: dict[str, Any], shard: Shard) -> None:
-        """One Adam step for a shard whose gradient was begun and is final, as soon as it is down.
+        """One Adam step for a shard whose gradient was begun and is final, as soon as it arrives.
 
         The device's work up to now must be the last that reads the target's old value. `finish`
         must be called before anything else is done with the shard.
@@ -161,7 +208,7 @@ class Offload:
         self.early[shard] = None
         self._bucket.append((group, shard))
         filled = sum(s.slot.numel() * s.slot.element_size() for _, s in self._bucket)
-        if filled >= self.bucket_bytes:
+        if filled >= self._bucket_bytes:
             self._start_bucket()
 
     def _start_bucket(self) -> None:
@@ -195,7 +242,7 @@ class Offload:
             for first, last in self._cuts(shard):
                 bucket.append((group, shard, first, last))
                 filled += (last - first) * shard.slot.element_size()
-                if filled >= self.bucket_bytes:
+                if filled >= self._bucket_bytes:
                     self._step_bucket(bucket, grad_scale, unread)
                     bucket, filled = [], 0
         self._step_bucket(bucket, grad_scale, unread)
@@ -205,14 +252,15 @@ class Offload:
             shard.state["step"] += 1
             shard.grad = None
             del self._begun[shard]
-            for ticket in shard.up:
+            for ticket in shard.h2d:
                 self.transfers.device_wait(ticket)
 
     def _cuts(self, shard: Shard) -> list[tuple[int, int]]:
-        """Ranges of at most a bucket, so that a large tensor's first part goes up while the next is
-        stepped; at multiples of 4,096 elements, which no vector, random number or block crosses."""
+        """Ranges of at most a bucket, so that a large tensor's first part is copied while the next
+        is stepped; at multiples of 4,096 elements, which no vector, random number or block crosses.
+        """
         numel = shard.master.numel()
-        length = max(self.bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
+        length = max(self._bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
         if not shard.target.is_contiguous():
             length = max(numel, 1)
         return [(first, min(first + length, numel)) for first in range(0, numel, length)]
@@ -221,14 +269,14 @@ class Offload:
         by_group: dict[tuple[int, float], tuple[dict[str, Any], float, Rows]] = {}
         steps = []  # each piece counts on a copy: the native call counts up what it is given
         for group, shard, first, last in bucket:
-            if shard.down is not None:
-                self.transfers.wait(shard.down)
-                shard.down = None
+            if shard.d2h is not None:
+                self.transfers.wait(shard.d2h)
+                shard.d2h = None
             key = id(group), shard.factor
             *_, rows = by_group.setdefault(key, (group, shard.factor, Rows()))
             state = shard.state
             steps.append(state["step"].clone())
-            *moments, scales = held.tensors(state)
+            *moments, scales = moment_tensors(state)
             master, grad, exp_avg, exp_avg_sq = (
                 x.view(-1)[first:last] for x in (shard.master, shard.slot, *moments)
             )
@@ -242,4 +290,4 @@ class Offload:
             source, target = shard.value, shard.target.detach()
             if target.is_contiguous():
                 source, target = source.view(-1)[first:last], target.view(-1)[first:last]
-            shard.up.append(self.transfers.upload(source, target, unread))
+            shard.h2d.append(self.transfers.h2d(source, target, unread))

@@ -1,11 +1,10 @@
-"""megatron-core: the packed attention as a layer's `core_attention` (the optimizer: see
-megatron_optimizer.py).
+"""megatron-core: the packed attention as a layer's `core_attention`.
 
 Usage, in a layer spec of your own:
 
     spec.submodules.self_attention.submodules.core_attention = VarlenCoreAttention
 
-The attention reads sequence borders from `packed_seq_params.cu_seqlens_q`; with
+The attention reads segments from `packed_seq_params.cu_seqlens_q`; with
 `RotaryPackedSeqParams` it also rotates queries and keys, by angles that are computed once per
 forward (Megatron's own rotary code takes their cosine and sine in every layer).
 
@@ -44,7 +43,7 @@ class RotaryPackedSeqParams(PackedSeqParams):
 
 @dataclass
 class VisionPackedSeqParams(PackedSeqParams):
-    """PackedSeqParams of a vision tower: borders, windows and angles are the layout's."""
+    """PackedSeqParams of a vision tower: segments, windows and angles are the layout's."""
 
     layout: VisionLayout | None = None
 
@@ -151,10 +150,10 @@ class VisionSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [P, 1, width], or [P / tp, 1, width] with sequence parallelism."""
         others["attention_mask"] = attention_mask
-        given = [name for name, value in others.items() if value is not None]
-        if given:
+        refused = [name for name, value in others.items() if value is not None]
+        if refused:
             raise ValueError(
-                f"VisionSelfAttention takes no {', '.join(given)}: segments and angles come from "
+                f"VisionSelfAttention takes no {', '.join(refused)}: segments and angles come from "
                 "VisionPackedSeqParams.layout"
             )
         layout = getattr(packed_seq_params, "layout", None)

@@ -9,16 +9,16 @@ and nothing else: clipping over all ranks, loss scaling, dist_checkpointing, rel
 learning-rate schedules work as before; a checkpoint doesn't know the fraction it was written with.
 
 The shards of a rank's float32 master weights and moments that are offloaded live in host memory and
-are stepped there. Gradients start down as soon as Megatron has reduced them: with
-`overlap_grad_reduce` bucket by bucket while the backward pass goes on (megatron_gradients.py), else
-while it computes the norm. The clip factor is applied as they are read; new values go up in
+are stepped there. Gradients are copied D2H as soon as Megatron has reduced them: with
+`overlap_grad_reduce` bucket by bucket while the backward pass goes on (gradients.py), else while it
+computes the norm. The clip factor is applied as they are read; new values are copied H2D in
 buckets, before Megatron gathers the parameters. What stays on the device is stepped by Megatron's
 own optimizer meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from vlmkernels.optim.arena import PinnedArena
-from vlmkernels.optim.hybrid import choose
-from vlmkernels.optim.offload import Offload, Shard
-from vlmkernels.optim.transfer import Transfers, Waitable, transfers_for
+from vlmkernels.optim.host_step import HostStep
+from vlmkernels.optim.masters import differs
+from vlmkernels.optim.placement import check_fraction, preference, relocate
+from vlmkernels.optim.state import copy_moments
+from vlmkernels.optim.transfer import Transfers, Waitable
 
-from .megatron_gradients import EarlyGradients
+from .gradients import EarlyGradients
 
 
 def offload(
@@ -53,7 +54,7 @@ def offload(
     Args:
         optimizer: a DistributedOptimizer, or a ChainedOptimizer of such.
         fraction: of the elements of a rank's shards, 0 to 1.
-        gradients: type in which they go down: None: the parameter's own (bfloat16 halves the
+        gradients: type in which they are copied: None: the parameter's own (bfloat16 halves the
             traffic and rounds gradients that were reduced in float32); torch.float32: as they are.
         early: with `overlap_grad_reduce`, send gradients during the backward pass. Between it and
             the step they may then be changed in place by Megatron's `finalize_model_grads` alone,
@@ -64,8 +65,7 @@ def offload(
     Raises:
         ValueError: a fraction, or an optimizer of a kind or configuration, that can't be used.
     """
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"fraction is {fraction}; it must be from 0 to 1")
+    check_fraction("fraction", fraction)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(part, "is_stub_optimizer", False):
             continue
@@ -132,15 +132,14 @@ class OffloadedOptimizer(DistributedOptimizer):
     ) -> None:
         device = self.buffers[0].param_data.device
         self._gradients = gradients
-        arena = PinnedArena(pin=device.type == "cuda")
-        self._engine = Offload(transfers or transfers_for(device), arena, bucket_bytes)
-        self._shards: dict[Tensor, Shard] = {}  # by float32 master
+        self._host = HostStep(transfers, bucket_bytes)  # shards by float32 master
+        self._host.connect(device)
         self._grads: dict[Tensor, Tensor] = {}  # on the device, of this step
         self._factors: dict[Tensor, Any] = {}  # of gradients that were sent before it was applied
         self._early: EarlyGradients | None = None
         if early and self.ddp_config.overlap_grad_reduce:
             self._early = EarlyGradients(
-                self.model_chunks, self.buffers, self._begin_early, self._before_change
+                self.model_chunks, self.buffers, self._begin_early, self._host.before_change
             )
         # Rides along when Megatron clips, to learn the factor: its gradient is 1.
         self._probe = torch.zeros(1, device=device)
@@ -173,33 +172,24 @@ class OffloadedOptimizer(DistributedOptimizer):
     def set_offload_fraction(self, fraction: float) -> None:
         """See `offload`."""
         places = list(self._places())
-        order = sorted(range(len(places)), key=lambda i: -places[i].main.numel())
-        chosen = choose([place.main for place in places], fraction, order)
-        for i, place in enumerate(places):
-            if (i in chosen) != (place.main in self._shards):
-                self._move(place, to_host=i in chosen)
+        mains = [place.main for place in places]
+        order = preference(mains, "largest")
+        relocate(mains, fraction, order, self._host.shards, lambda i, to: self._move(places[i], to))
 
     @torch.no_grad()
     def _move(self, place: _Place, to_host: bool) -> None:
         old, target = place.main, self._target(place.model)
         state = self.optimizer.state[old]
         device = torch.device("cpu") if to_host else target.device
-        moved = {}
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = state.get(key)
-            if moment is None:
-                moved[key] = torch.zeros(old.shape, dtype=torch.float32, device=device)
-            else:
-                moved[key] = moment.to(device, torch.float32, copy=True)
+        moved = copy_moments(state, torch.float32, old.shape, device)
         if "step" not in state:  # some optimizers count by group
             moved["step"] = torch.tensor(float(place.group.get("step", 0)), dtype=torch.float32)
         shard = None
         if to_host:
-            shard = self._engine.shard(target, state, self._gradients or target.dtype)
+            shard = self._host.make_shard(target, state, self._gradients or target.dtype, old)
             new = shard.master
-            new.copy_(old)
         else:
-            self._engine.forget([self._shards[old]])
+            self._host.settle(old)
             part = self._get_model_param_range_map(place.model)["param"]
             own = target.dtype == torch.float32  # then Megatron's shard is a view of the parameter
             with torch.enable_grad():
@@ -209,33 +199,25 @@ class OffloadedOptimizer(DistributedOptimizer):
         if hasattr(place.model, "shared"):
             new.shared = place.model.shared  # type: ignore[attr-defined]
         # All memory is there: nothing fails from here on.
+        self._host.drop(old)
+        self._grads.pop(old, None)
         state.update(moved)
         del self.optimizer.state[old]
         self.optimizer.state[new] = state
         place.mains[place.position] = place.group["params"][place.order] = new
         if target.dtype != torch.float32:
             place.model.main_param = new  # type: ignore[attr-defined]
-        self._shards.pop(old, None)
-        self._grads.pop(old, None)
         if shard is not None:
-            self._shards[new] = shard
+            self._host.shards[new] = shard
 
     def offloaded_bytes(self) -> dict[str, int]:
         """host_state: masters and moments; pinned, pinned_peak: page-locked memory."""
-        elements = sum(master.numel() for master in self._shards)
-        pinned = self._engine.pinned
-        return {
-            "host_state": 12 * elements,
-            "pinned": pinned.used_bytes,
-            "pinned_peak": pinned.peak_bytes,
-        }
+        return self._host.memory()
 
     def check_masters(self) -> None:
         """See the function of this name."""
         for place in self._places():
-            target = self._target(place.model)
-            same = place.main.detach().to(target.dtype).to(target.device) == target
-            if not bool((same | target.isnan()).all()):
+            if differs(place.main, self._target(place.model)):
                 raise RuntimeError(
                     f"the master copy of a parameter of shape {list(place.model.shape)} differs "
                     "from the model: after other weights were loaded call "
@@ -246,17 +228,14 @@ class OffloadedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def _begin_early(self, model: Tensor, after: Waitable | None) -> bool:
-        """Start a reduced gradient's way down, unless it will be changed or isn't this rank's."""
+        """Start a reduced gradient's copy, unless it will be changed or isn't this rank's."""
         place = self.model_param_group_index_map.get(model)
         if self.grad_scaler or place is None:
             return False
-        shard = self._shards.get(self.optimizer.param_groups[place[0]]["params"][place[1]])
+        shard = self._host.shards.get(self.optimizer.param_groups[place[0]]["params"][place[1]])
         if shard is not None:
-            self._engine.begin(shard, self._gradient(model), after)
+            self._host.begin(shard, self._gradient(model), after)
         return shard is not None
-
-    def _before_change(self) -> None:
-        self._engine.before_change(self._shards.values())
 
     def _copy_model_grads_to_main_grads(self) -> None:
         self._probe.grad = torch.ones_like(self._probe)
@@ -264,7 +243,7 @@ class OffloadedOptimizer(DistributedOptimizer):
         self._factors = {}
         for place in self._places():
             grad, main = self._gradient(place.model), place.main
-            shard = self._shards.get(main)
+            shard = self._host.shards.get(main)
             if shard is None:
                 # Clipped in place: `.data` keeps that out of the version that the buffer's other
                 # gradients share, which would be sent again.
@@ -275,14 +254,14 @@ class OffloadedOptimizer(DistributedOptimizer):
                 self._factors[main] = early[place.model]
                 shard.version = grad._version
                 continue
-            self._engine.forget([shard])
+            self._host.forget([shard])
             if not self.grad_scaler:  # which changes them first
-                self._engine.begin(shard, grad)
+                self._host.begin(shard, grad)
 
     def _main_grads(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         for group in self.optimizer.param_groups:
             for main in group["params"]:
-                yield main, self._grads[main] if main in self._shards else main.grad
+                yield main, self._grads[main] if main in self._host.shards else main.grad
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
         """Megatron's choice; for offloaded shards the gradients on the device."""
@@ -305,11 +284,11 @@ class OffloadedOptimizer(DistributedOptimizer):
     def _copy_main_params_to_model_params(self) -> None:
         self._step_shards()
         for place in self._places():
-            if place.main not in self._shards:
+            if place.main not in self._host.shards:
                 self._target(place.model).copy_(place.main.detach())
 
     def _step_shards(self) -> None:
-        if not self._shards:
+        if not self._host.shards:
             return
         assert self._probe.grad is not None
         work = []
@@ -318,36 +297,32 @@ class OffloadedOptimizer(DistributedOptimizer):
             decoupled = self.config.decoupled_weight_decay
             settings = {**group, "decoupled_weight_decay": decoupled}
             for main in group["params"]:
-                shard = self._shards.get(main)
+                shard = self._host.shards.get(main)
                 if shard is None:
                     continue
-                if not shard.holds(self._grads[main]):
-                    self._engine.begin(shard, self._grads[main])
+                if not shard.has(self._grads[main]):
+                    self._host.begin(shard, self._grads[main])
                 elif main in self._factors:
                     factor = self._factors[main]
                     if id(factor) not in factors:
                         factors[id(factor)] = float(factor)
                     shard.factor = factors[id(factor)]
                 work.append((settings, shard))
-        self._engine.step(work, float(self._probe.grad))
+        self._host.step(work, float(self._probe.grad))
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    def _settle(self, shards: Iterable[Shard]) -> None:
-        for shard in shards:
-            self._engine.settle(shard)
-
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        self._settle(self._shards.values())
+        self._host.settle()
         super()._copy_model_params_to_main_params(state_dict=state_dict)
 
     def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: Any) -> None:
         group, order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][order]
-        self._settle(s for s in [self._shards.get(main)] if s is not None)
+        self._host.settle(main)
         super()._set_main_param_and_optimizer_states(model_param, tensors)
         target = self._target(model_param)
-        if main in self._shards and target.dtype == torch.float32:
+        if main in self._host.shards and target.dtype == torch.float32:
             # Without offloading, a float32 master is the model's own memory.
             with torch.no_grad():
                 target.copy_(main)
