@@ -232,7 +232,7 @@ def our_step(folder: Path, size: Size, packs: list[list[Sample]]) -> Callable[[]
     """The engine's step on one process, weights loaded from the same folder."""
     import torch.distributed as dist
 
-    from vlmtrain.checkpoint.hf.load import load_weights
+    from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.core import device, launch
     from vlmtrain.core.config import OptimizerSection
     from vlmtrain.core.layout import make_layout

@@ -127,7 +127,7 @@ def crash_training(moments: int, model: Path, work: Path) -> None:
 
 
 def crash_conversion(moments: int, model: Path, work: Path) -> None:
-    from vlmtrain.checkpoint.megatron import convert
+    from vlmtrain.checkpoint import convert
     from vlmtrain.convert.verify import compare
     from vlmtrain.core.config import ParallelSection
     from vlmtrain.core.spec import ModelSpec

@@ -152,8 +152,8 @@ def main() -> None:
         )
         for key in keys
     )
-    from vlmtrain.checkpoint.hf.load import stage_parameters
     from vlmtrain.checkpoint.mapping import checkpoint_key, parameter_split_dim, split_dim
+    from vlmtrain.checkpoint.parameters import stage_parameters
 
     parameters = stage_parameters(engine.stages[0])
     ours["keys"] = {checkpoint_key(name)[0] for name in parameters} == keys

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from tests.parity import reference as ref
 from tests.ranks import ROOT
 from vlmtrain import cli
+from vlmtrain.checkpoint import convert
 from vlmtrain.checkpoint.hf.files import HFWeights
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
-from vlmtrain.checkpoint.megatron import convert
 from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader, _Unpickler
 from vlmtrain.checkpoint.weights import check_weights
 from vlmtrain.convert.verify import compare
@@ -349,7 +349,7 @@ def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
     assert total > 3.5 * largest
     script = (
         "import resource, sys\n"
-        "from vlmtrain.checkpoint.megatron import convert\n"
+        "from vlmtrain.checkpoint import convert\n"
         "from vlmtrain.convert import command\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "import torch, rich, tyro; torch.zeros(1).half()\n"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vlmtrain.checkpoint.convert import layer_count, stage_of
 from vlmtrain.checkpoint.mapping import (
     canonical_name,
     checkpoint_key,
@@ -20,8 +21,7 @@ from vlmtrain.checkpoint.mapping import (
     split_dim,
     transforms,
 )
-from vlmtrain.checkpoint.megatron.convert import layer_count, stage_of
-from vlmtrain.checkpoint.weights import hf_shapes
+from vlmtrain.checkpoint.tensors import hf_shapes
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.layout import make_layout
 from vlmtrain.core.spec import ModelSpec, VisionSpec, padded_vocab_size

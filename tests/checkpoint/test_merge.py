@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tests.parity import reference as ref
 from vlmtrain.checkpoint.hf import adapters
 from vlmtrain.checkpoint.hf.files import HFWeights
-from vlmtrain.checkpoint.hf.from_checkpoint import as_hf, described, needs_merging
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
 from vlmtrain.checkpoint.merge import base_of
+from vlmtrain.checkpoint.model_folder import as_hf, described, needs_merging
 from vlmtrain.core.config import LoraSection
 from vlmtrain.core.errors import UserError
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from tests.parity import reference as ref
 from tests.ranks import run_ranks
+from vlmtrain.checkpoint.convert import layout_for, to_hf, to_megatron
 from vlmtrain.checkpoint.mapping import canonical_name
-from vlmtrain.checkpoint.megatron.convert import layout_for, to_hf, to_megatron
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.files import verify_manifest
 from vlmtrain.core.spec import ModelSpec

@@ -29,7 +29,7 @@ from vlmtrain.core.spec import ModelSpec  # noqa: E402
 
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     """An engine with weights and optimizer, and the tokens of a pack."""
-    from vlmtrain.checkpoint.hf.load import load_weights
+    from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.training.engine import Engine
 
     spec = ModelSpec.from_folder(case["model"])

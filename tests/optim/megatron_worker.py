@@ -118,7 +118,7 @@ def touch(engine: Any) -> None:
 def load_other(engine: Any, case: dict[str, Any], options: dict[str, Any]) -> None:
     """Other weights, without optimizer state: noticed until the optimizer takes them."""
     from vlmkernels.integrations.megatron import check_masters, offload
-    from vlmtrain.checkpoint.hf.load import load_weights
+    from vlmtrain.checkpoint.load import load_weights
 
     offload(engine.optimizer, case["fractions"][0], **options)
     check_masters(engine.optimizer)

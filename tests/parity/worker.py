@@ -154,8 +154,8 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
-    from vlmtrain.checkpoint.hf.load import load_weights
     from vlmtrain.checkpoint.hf.save import gathered, save_weights
+    from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.training.engine import Engine
 
     spec = ModelSpec.from_folder(case["model"])

@@ -14,8 +14,8 @@ import torch.distributed as dist  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity.worker import gather_gradients, gradient  # noqa: E402
-from vlmtrain.checkpoint.hf.load import load_weights  # noqa: E402
 from vlmtrain.checkpoint.hf.save import gathered  # noqa: E402
+from vlmtrain.checkpoint.load import load_weights  # noqa: E402
 from vlmtrain.core import device, launch  # noqa: E402
 from vlmtrain.core.config import OptimizerSection  # noqa: E402
 from vlmtrain.core.layout import make_layout  # noqa: E402

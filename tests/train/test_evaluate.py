@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from tests.ranks import free_port, run_ranks
 from tests.train.conftest import losses, options
 from vlmtrain import cli
+from vlmtrain.checkpoint import convert
 from vlmtrain.checkpoint.hf.files import HFWeights
-from vlmtrain.checkpoint.hf.from_checkpoint import as_hf
 from vlmtrain.checkpoint.mapping import WeightError
-from vlmtrain.checkpoint.megatron import convert
+from vlmtrain.checkpoint.model_folder import as_hf
 from vlmtrain.core.batch import IGNORE
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.spec import ModelSpec

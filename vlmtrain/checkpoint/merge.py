@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmtrain.checkpoint.mapping import Row, WeightError, canonical_name, checkpoint_key, rows
+from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import read_common
-from vlmtrain.checkpoint.weights import MegatronSource, Source, open_weights
+from vlmtrain.checkpoint.weights import Source, open_weights
+from vlmtrain.core.config import LoraSection
 from vlmtrain.core.spec import ModelSpec
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -170,7 +172,7 @@ def from_checkpoint(source: MegatronSource) -> MergedSource:
     Raises:
         WeightError: the checkpoint does not say how they were trained.
     """
-    from vlmtrain.core.config import LoraSection
+    # Imports Megatron: seconds, and memory that conversion without adapters does not need.
     from vlmtrain.models.lora import Fused, fused_linears
 
     folder, reader, spec = source.folder, source.reader, source.spec

@@ -75,8 +75,8 @@ def convert(arguments: list[str]) -> int:
     import tyro
 
     options = tyro.cli(Options, prog=f"vlmtrain convert {action}", args=rest, use_underscores=True)
-    from vlmtrain.checkpoint.hf.from_checkpoint import newest
-    from vlmtrain.checkpoint.megatron import convert as conversions
+    from vlmtrain.checkpoint import convert as conversions
+    from vlmtrain.checkpoint.model_folder import newest
 
     options.source = newest(options.source)
     if action == "verify":

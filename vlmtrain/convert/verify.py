@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vlmtrain.checkpoint.mapping import Row, rows
-from vlmtrain.checkpoint.weights import MegatronSource, Source, open_weights
+from vlmtrain.checkpoint.megatron.source import MegatronSource
+from vlmtrain.checkpoint.weights import Source, open_weights
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
 
@@ -207,7 +208,7 @@ def _our_logits(folder: Path, spec: ModelSpec, inputs: dict[str, Tensor]) -> Ten
     from megatron.core import parallel_state
 
     from vlmkernels import visual_index
-    from vlmtrain.checkpoint.hf.load import load_weights
+    from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.core import device, launch
     from vlmtrain.core.batch import PackedBatch
     from vlmtrain.core.layout import make_layout

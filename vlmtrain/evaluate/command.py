@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vlmtrain.checkpoint.hf.from_checkpoint import as_hf, described, needs_merging, newest
+from vlmtrain.checkpoint.model_folder import as_hf, described, needs_merging, newest
 from vlmtrain.core import device
 from vlmtrain.core.collectives import on_every_rank, on_first_rank
 from vlmtrain.core.config import LoaderSection, ParallelSection
@@ -162,7 +162,7 @@ def _held_out(
 ) -> HeldOutScore:
     from megatron.core import parallel_state
 
-    from vlmtrain.checkpoint.hf.load import load_weights
+    from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.checkpoint.weights import check_weights
     from vlmtrain.data.processor import Processor
     from vlmtrain.training.engine import Engine

@@ -98,7 +98,7 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
 @contextmanager
 def _answerer(config: GenerateConfig) -> Iterator[tuple[Any, Any]]:
     """The model, and how it is to choose its words."""
-    from vlmtrain.checkpoint.hf.from_checkpoint import as_hf
+    from vlmtrain.checkpoint.model_folder import as_hf
     from vlmtrain.generate.model import Answerer, Sampling
 
     sampling = Sampling(

@@ -86,8 +86,8 @@ def _train(
     config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend, lock: FolderLock
 ) -> None:
     from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
-    from vlmtrain.checkpoint.hf.load import load_weights
     from vlmtrain.checkpoint.hf.save import save_weights
+    from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.checkpoint.training import checkpoint as checkpoints
     from vlmtrain.checkpoint.weights import check_weights
     from vlmtrain.data.collective_errors import across_ranks

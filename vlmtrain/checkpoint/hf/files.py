@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vlmtrain.checkpoint.mapping import Box, WeightError, canonical_name, rows
+from vlmtrain.checkpoint.tensors import as_bytes, read_box
 from vlmtrain.core.files import MANIFEST, PIECE_BYTES, SummedFile
 from vlmtrain.core.spec import ModelSpec
 
@@ -141,65 +142,6 @@ class HFWeights:
         box = tuple((0, n) for n in shape) if box is None else box
         with open(path, "rb", buffering=0) as file:
             return read_box(file, start, shape, dtype, box, rows)
-
-
-def read_box(
-    file: Any,
-    start: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    box: Box,
-    rows: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Read a box of a row-major tensor that lies at byte `start` of an unbuffered file.
-
-    Whole rows go straight into the result, `out` where it is given; where a row is cut, rows are
-    read in pieces.
-
-    Raises:
-        WeightError: the file ends before the tensor does.
-    """
-    sizes = [stop - first for first, stop in box]
-    length = max(rows, sizes[0]) if rows is not None else None
-    if out is None:
-        out = torch.empty([length, *sizes[1:]] if length is not None else sizes, dtype=dtype)
-    if length is not None:
-        out[sizes[0] :].zero_()
-    if not shape:
-        _read_into(file, start, out)
-        return out
-    inner = 1
-    for n in shape[1:]:
-        inner *= n
-    stride = inner * out.element_size()
-    first, stop = box[0]
-    if tuple(sizes[1:]) == tuple(shape[1:]):
-        _read_into(file, start + first * stride, out[: sizes[0]])
-        return out
-    step = max(1, PIECE_BYTES // max(1, stride))
-    index = (slice(None), *(slice(*bounds) for bounds in box[1:]))
-    for row in range(first, stop, step):
-        count = min(step, stop - row)
-        whole = torch.empty([count, *shape[1:]], dtype=dtype)
-        _read_into(file, start + row * stride, whole)
-        out[row - first : row - first + count] = whole[index]
-    return out
-
-
-def _read_into(file: Any, start: int, tensor: Tensor) -> None:
-    view = memoryview(as_bytes(tensor))
-    file.seek(start)
-    while len(view):
-        count = file.readinto(view[: 1 << 30])  # Linux reads at most 2 GiB at once
-        if not count:
-            raise WeightError(f"{file.name} is damaged or cut short; download or convert it again")
-        view = view[count:]
-
-
-def as_bytes(tensor: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor as a flat numpy array of bytes; not a copy."""
-    return tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
 
 
 def check_names(weights: HFWeights, spec: ModelSpec) -> None:

@@ -19,9 +19,9 @@ from vlmtrain.checkpoint.hf.files import (
     carry_files,
     finish_hf_folder,
 )
-from vlmtrain.checkpoint.hf.load import stage_parameters
 from vlmtrain.checkpoint.mapping import Row, join, parameter_split_dim, rows, transforms
-from vlmtrain.checkpoint.weights import hf_shapes
+from vlmtrain.checkpoint.parameters import stage_parameters
+from vlmtrain.checkpoint.tensors import hf_shapes
 from vlmtrain.core.collectives import on_every_rank, on_first_rank
 from vlmtrain.core.files import fsync_tree, replace_folder, start_folder, writing
 from vlmtrain.core.spec import ModelSpec

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmtrain.checkpoint.hf.files import as_bytes, read_box
 from vlmtrain.checkpoint.mapping import Box
+from vlmtrain.checkpoint.tensors import as_bytes, read_box
 from vlmtrain.core.files import PIECE_BYTES, CheckpointError, SummedFile
 
 COMMON = "common.pt"

@@ -35,6 +35,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from vlmtrain.checkpoint.hf.files import carry_files
+from vlmtrain.checkpoint.megatron.source import STATE_PREFIXES
 from vlmtrain.checkpoint.megatron.torch_dist import (
     Chunk,
     ChunkFile,
@@ -383,7 +384,7 @@ def _fill(reader: ChunkReader, tensor: ShardedTensor) -> None:
     """Read a sharded tensor's part of the checkpoint into its memory."""
     key = tensor.key
     if key not in reader.keys():
-        if key.startswith(optimizer_state.PREFIXES):
+        if key.startswith(STATE_PREFIXES):
             name = key.split(".", 3)[3]
             raise CheckpointError(
                 f"{reader.folder} holds no optimizer state of {name}, which was frozen when it was "

@@ -39,8 +39,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-KEYS = ("param", "exp_avg", "exp_avg_sq")
-PREFIXES = tuple(f"optimizer.state.{key}." for key in KEYS)
+from vlmtrain.checkpoint.megatron.source import STATES
 
 
 def distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
@@ -93,7 +92,7 @@ def load(
         for parameter, ranges in _slices(part):
             start, stop = ranges["param"].start, ranges["param"].end
             tensors = {"step": torch.tensor(float(step))}  # workaround 2
-            for key in KEYS:
+            for key in STATES:
                 whole = torch.zeros(parameter.shape, dtype=torch.float32)
                 fill(_like(places[parameter], key, whole))
                 tensors[key] = whole.view(-1)[start:stop]
@@ -147,7 +146,7 @@ def _gathered(part: DistributedOptimizer) -> Iterator[tuple[Tensor, str, Tensor]
         for buckets in ranges.values():
             for bucket, mine in zip(buffer.buckets, buckets, strict=True):
                 length = bucket.grad_data.numel() // size
-                for key in KEYS:
+                for key in STATES:
                     shard = torch.zeros(length, dtype=torch.float32)
                     for parameter, held in mine["param_map"].items():
                         tensor = part._get_main_param_and_optimizer_states(parameter)[key]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor
 
 from vlmtrain.checkpoint.mapping import Row, WeightError, parameter_split_dim, rows
+from vlmtrain.checkpoint.parameters import stage_parameters
 from vlmtrain.checkpoint.weights import open_weights
 from vlmtrain.core.spec import ModelSpec
 
@@ -46,28 +45,6 @@ def load_weights(stages: list[Any], spec: ModelSpec, folder: str | Path) -> None
                 )
             with torch.no_grad():
                 parameter.copy_(piece)
-
-
-def stage_parameters(stage: Any) -> dict[str, Tensor]:
-    """This stage's parameters by global name: layer numbers count over the whole model."""
-    offsets = {}
-    if stage.vision is not None:
-        for i, layer in enumerate(stage.vision.blocks.layers):
-            offsets[f"vision.blocks.layers.{i}."] = (
-                f"vision.blocks.layers.{layer.layer_number - 1}."
-            )
-    if stage.language_model is not None:
-        for i, layer in enumerate(stage.language_model.decoder.layers):
-            offsets[f"language_model.decoder.layers.{i}."] = (
-                f"language_model.decoder.layers.{layer.layer_number - 1}."
-            )
-    named = {}
-    for name, parameter in stage.named_parameters():
-        match = re.match(r"(.*?\.layers\.\d+\.)(.*)", name)
-        if match:
-            name = offsets[match[1]] + match[2]
-        named[name] = parameter
-    return named
 
 
 def _tied_head(name: str, spec: ModelSpec, table: dict[str, Row]) -> Row | None:

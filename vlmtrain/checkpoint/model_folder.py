@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vlmtrain.checkpoint.megatron.convert import to_hf, write_hf
+from vlmtrain.checkpoint.convert import to_hf, write_hf
+from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
 from vlmtrain.checkpoint.merge import base_of, from_peft, is_adapter
-from vlmtrain.checkpoint.weights import MegatronSource
 from vlmtrain.core.files import CheckpointError
 from vlmtrain.core.spec import ModelSpec
 

@@ -27,6 +27,7 @@ from vlmtrain.checkpoint.hf.files import (
     carry_files,
     finish_hf_folder,
 )
+from vlmtrain.checkpoint.hf.source import HFSource
 from vlmtrain.checkpoint.mapping import (
     Row,
     checkpoint_key,
@@ -35,14 +36,11 @@ from vlmtrain.checkpoint.mapping import (
     split_dim,
     transforms,
 )
+from vlmtrain.checkpoint.megatron.source import STATE_PREFIXES, MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import COMMON, ChunkFile, write_common, write_metadata
-from vlmtrain.checkpoint.weights import (
-    HFSource,
-    MegatronSource,
-    Source,
-    check_finite,
-    open_weights,
-)
+from vlmtrain.checkpoint.merge import from_checkpoint
+from vlmtrain.checkpoint.tensors import check_finite
+from vlmtrain.checkpoint.weights import Source, open_weights
 from vlmtrain.core.files import (
     MANIFEST,
     CheckpointError,
@@ -210,12 +208,7 @@ def _holds(row: Row, layout: Layout, rank: int) -> bool:
 def _prefixes(source: Source, row: Row) -> list[str]:
     if isinstance(source, HFSource):
         return [""]
-    return ["", *(p for p in _states() if source.state(p, row))]
-
-
-def _states() -> tuple[str, ...]:
-    # The same as optimizer_state.PREFIXES, which imports Megatron: seconds, and memory.
-    return tuple(f"optimizer.state.{name}." for name in ("param", "exp_avg", "exp_avg_sq"))
+    return ["", *(p for p in STATE_PREFIXES if source.state(p, row))]
 
 
 def _job_bytes(source: Source, row: Row, prefix: str, dtype: torch.dtype | None) -> int:
@@ -262,8 +255,6 @@ def to_hf(
     """
     weights: Weights = open_weights(source, ModelSpec.from_folder(source))
     if isinstance(weights, MegatronSource) and weights.has_adapters:
-        from vlmtrain.checkpoint.merge import from_checkpoint
-
         weights = from_checkpoint(weights)
     return write_hf(
         weights,
