@@ -7,7 +7,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-NATIVE := $(wildcard csrc/*.* csrc/*/*.*) CMakeLists.txt setup.py pyproject.toml
+NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 EXTRAS := train,demo,test
 
 .PHONY: help setup test test-runs test-rest test-layouts test-kernels test-flash test-crash test-full test-plan lint format demo

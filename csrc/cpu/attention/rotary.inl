@@ -1,9 +1,9 @@
 // The rotary embedding (rotate-half), applied as rows are read and, transposed, as gradients leave.
-// Included by attention_kernel.inl only.
+// Included by kernel.cpp only.
 #pragma once
 #include <type_traits>
 
-#include "cpu/attention_pack.h"
+#include "cpu/attention/pack.inl"
 
 namespace vlmk {
 namespace VLMK_ISA {

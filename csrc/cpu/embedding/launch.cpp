@@ -1,8 +1,8 @@
-#include "cpu/embedding.h"
-
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "cpu/embedding/embedding.h"
 
 namespace vlmk {
 namespace {

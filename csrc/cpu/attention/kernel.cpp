@@ -1,4 +1,4 @@
-// Attention for one instruction set, included by attention_<isa>.cpp, which defines VLMK_ISA.
+// Attention, compiled once per instruction set (dispatch.h).
 //
 // Scores are computed transposed, S^T = K Q^T, with up to 64 queries in vector lanes: row maxima
 // and sums are then vertical operations, and a ragged number of keys needs no masks, because keys
@@ -17,10 +17,10 @@
 
 #include <type_traits>
 
-#include "cpu/attention.h"
-#include "cpu/attention_fetch.h"
-#include "cpu/attention_pack.h"
-#include "cpu/attention_rotary.h"
+#include "cpu/attention/attention.h"
+#include "cpu/attention/pack.inl"
+#include "cpu/attention/prefetch.inl"
+#include "cpu/attention/rotary.inl"
 #include "cpu/gemm.h"
 #include "cpu/scratch.h"
 
@@ -197,7 +197,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
 }  // namespace VLMK_ISA
 }  // namespace vlmk
 
-#include "cpu/attention_backward.h"
+#include "cpu/attention/backward.inl"
 
 namespace vlmk {
 namespace VLMK_ISA {

@@ -4,7 +4,7 @@
 // Bytes per patch row of 1176 values: 588 read from an image (1176 from a video), 4704 written in
 // fp32, 2352 in bf16: the floor is the speed of writing. Every value of a still image is looked up
 // once and written twice.
-#include "cpu/patchify.h"
+#include "cpu/image/patchify.h"
 
 #include <cstring>
 

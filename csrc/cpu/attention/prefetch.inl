@@ -2,11 +2,11 @@
 // run. Segments of at most kAheadLength take about as long as their rows take to arrive, so a
 // thread fetches all rows of the items that it takes next. Longer ones are bound by arithmetic: to
 // fetch their results' rows and next queries gains 1% in fp32 and costs as much with 16-bit types.
-// Included by attention_kernel.inl only.
+// Included by kernel.cpp only.
 #pragma once
 
-#include "cpu/attention.h"
-#include "cpu/attention_pack.h"
+#include "cpu/attention/attention.h"
+#include "cpu/attention/pack.inl"
 
 namespace vlmk {
 namespace VLMK_ISA {

@@ -1,10 +1,10 @@
 // The backward of a segment and key/value head, or of some of its keys. Included by
-// attention_kernel.inl only, after what both directions share.
+// kernel.cpp only, after what both directions share.
 #pragma once
 #include <sched.h>
 
-#include "cpu/attention.h"
-#include "cpu/attention_rotary.h"
+#include "cpu/attention/attention.h"
+#include "cpu/attention/rotary.inl"
 
 namespace vlmk {
 namespace VLMK_ISA {

@@ -1,6 +1,4 @@
-// Splits attention into work items; the arithmetic is in attention_kernel.inl.
-#include "cpu/attention.h"
-
+// Splits attention into work items; the arithmetic is in kernel.cpp.
 #include <omp.h>
 
 #include <algorithm>
@@ -10,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/attention/attention.h"
 #include "cpu/scratch.h"
 
 namespace vlmk {

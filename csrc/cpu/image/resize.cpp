@@ -1,10 +1,10 @@
-// The weights, the order of rows, and threads; the arithmetic is in resize_kernel.inl.
+// The weights, the order of rows, and threads; the arithmetic is in resize_kernel.cpp.
 //
 // Work per output pixel, shrinking by s in both directions: 3 * 4s weights along each axis, where
 // the horizontal pass runs over s times as many rows: 12 s^2 + 12 s multiplications of a byte by a
 // 23-bit weight; two of pmaddwd's 16-bit multiplications each. Memory: the input read and the
 // output written once; the rows between the passes stay in the L2 cache.
-#include "cpu/resize.h"
+#include "cpu/image/resize.h"
 
 #include <algorithm>
 #include <atomic>

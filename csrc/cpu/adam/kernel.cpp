@@ -1,4 +1,4 @@
-// The Adam step for one instruction set, included by adam_<isa>.cpp, which defines VLMK_ISA.
+// The Adam step, compiled once per instruction set (dispatch.h).
 //
 // Speed of light, bytes an element (about 15 operations: memory-bound by far):
 //   grad   moments  bf16 copy   reads         writes       bytes
@@ -12,8 +12,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "cpu/adam.h"
-#include "cpu/dynamic_tree.h"
+#include "cpu/adam/adam.h"
+#include "cpu/adam/dynamic_tree.inl"
 #include "cpu/simd.h"
 
 namespace vlmk {

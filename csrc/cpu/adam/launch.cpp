@@ -1,11 +1,11 @@
-// Deals the tensors out to threads; the arithmetic is in adam_kernel.inl.
-#include "cpu/adam.h"
-
+// Deals the tensors out to threads; the arithmetic is in kernel.cpp.
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
+
+#include "cpu/adam/adam.h"
 
 namespace vlmk {
 namespace {

@@ -1,5 +1,5 @@
 // How q, k, v and dout lie in the panels that gemm() reads, for both kinds of Math, and how results
-// leave. Included by attention_kernel.inl only.
+// leave. Included by kernel.cpp only.
 //
 //   pack_rows   [n tokens, dim], A of a product over dim: one element per step of dim, broadcast
 //   pack_lanes  [dim, 64 tokens], B of a product over dim: tokens in lanes

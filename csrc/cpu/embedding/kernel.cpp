@@ -1,7 +1,17 @@
-// Included inside namespace vlmk::<isa> by embedding_<isa>.cpp. Rows are moved as bytes, or
+// Visual embedding, compiled once per instruction set (dispatch.h). Rows are moved as bytes, or
 // converted where the output has another type; the one arithmetic is the sum of dweight, in fp32
 // and in one order, so that every instruction set gives the same bits.
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/embedding/embedding.h"
+#include "cpu/half.h"
+
+namespace vlmk::VLMK_ISA {
 namespace {
 
 // Streaming stores skip the read of the line they overwrite, a third of the traffic, but leave the
@@ -277,3 +287,5 @@ void embedding_reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts
   else
     reduce_runs<Float16>(p, starts, runs);
 }
+
+}  // namespace vlmk::VLMK_ISA

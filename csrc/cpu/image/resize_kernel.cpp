@@ -1,10 +1,19 @@
-// Included inside namespace vlmk::<isa> by resize_<isa>.cpp. Integers only: every instruction set
-// gives the same bytes.
+// The two passes of a resize, compiled once per instruction set (dispatch.h). Integers only: every
+// instruction set gives the same bytes.
 //
 // A weight of 23 bits times a byte does not fit into 16-bit multiplications, and the 32-bit one
 // (vpmulld) takes two slots and 10 cycles. So weights are split, w = high * 2^8 + low, and two
 // neighbouring inputs are multiplied and added by one pmaddwd for each half.
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/image/resize.h"
+
+namespace vlmk::VLMK_ISA {
 namespace {
 
 #if defined(__AVX2__)
@@ -231,3 +240,5 @@ void resize_down(const uint8_t* const* rows, int64_t count, const int16_t* low, 
     std::memcpy(out + i, last, bytes - i);
   }
 }
+
+}  // namespace vlmk::VLMK_ISA

@@ -1,7 +1,7 @@
 // One pass over frames, windows and units in the order of the outputs: every array is written once,
 // front to back, but for the inverse. Bytes per patch: 16 of positions, 4 of the window order, 4
 // (= 16 / merge_size^2) of the index and its inverse.
-#include "cpu/layout.h"
+#include "cpu/image/vision_layout.h"
 
 #include <algorithm>
 
