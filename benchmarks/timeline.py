@@ -272,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"machine": machine, "steps": [], "memory": []}
     for name, settings in (
-        ("clipped", {"max_norm": CLIP}),
+        ("clipped", {"max_norm": CLIP, "overlap": True}),
         ("in backward", {"in_backward": True}),
     ):
         model = make()

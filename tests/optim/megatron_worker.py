@@ -1,7 +1,8 @@
 """One rank of an offloaded Megatron run: cases as in tests/checkpoint/worker.py, which does the
 work, and in addition `fractions`, one a step, `delayed`, `gradients` (a type), `loss_scale`, with
 which the second step gets an infinite gradient on the last rank, `early`: gradients must be copied
-during the backward pass, `touched`: they are changed after it, `offload`: the fraction from the
+during the backward pass, `touched`: they are changed after it ("unseen": without a
+new version, and not sent early, which is the default), `offload`: the fraction from the
 start, and `weights`: a model folder that is loaded once the optimizer has been made."""
 
 from __future__ import annotations
@@ -100,16 +101,16 @@ class Watch:
         assert self.first < microbatches - 0.3, (self.first, microbatches)
 
 
-def touch(engine: Any) -> None:
+def touch(engine: Any, unseen: bool) -> None:
     """Twice the gradients of two layers, after Megatron is through with them and before the step:
-    one in a way that says so."""
+    with or without a new version."""
     plain = engine.optimizer.step
 
     def step() -> Any:
         for chunk in engine.chunks:
             for number, param in enumerate(chunk.params_with_grad):
                 if number in (3, 8):
-                    param.main_grad.mul_(2.0)
+                    (param.main_grad.data if unseen else param.main_grad).mul_(2.0)
         return plain()
 
     engine.optimizer.step = step
@@ -139,6 +140,8 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     fractions = list(case.get("fractions", []))
     transfers = DelayedTransfers() if case.get("delayed") else None
     options = dict(gradients=case.get("gradients"), bucket_bytes=20_000, transfers=transfers)
+    if case.get("touched") != "unseen":
+        options["early"] = True
     if case.get("load") and fractions:  # the state goes where it will be
         offload(engine.optimizer, fractions[0], **options)
     if case.get("offload"):
@@ -164,7 +167,7 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     watch = Watch(engine, transfers) if transfers is not None and "early" in case else None
     engine.step, engine.steps = step, 0
     if case.get("touched"):
-        touch(engine)
+        touch(engine, case["touched"] == "unseen")
     if case.get("loss_scale"):
         spoil(engine, case["loss_scale"])
     return engine, length

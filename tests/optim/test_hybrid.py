@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.kernels.numeric import assert_bitwise
 from tests.optim.delayed import DelayedTransfers
+from tests.ranks import run_ranks
 from vlmkernels import _native
 from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer
 from vlmkernels.optim.placement import choose
@@ -106,7 +107,7 @@ def train(model: nn.Module, optimizer: Any, data: list[Tensor], first: int = 0) 
 
 
 def hybrid(model: nn.Module, **keywords: Any) -> HybridDeviceOptimizer:
-    keywords = {"lr": 1e-2, "bucket_bytes": 4096, **keywords}
+    keywords = {"lr": 1e-2, "bucket_bytes": 4096, "overlap": True, **keywords}
     return HybridDeviceOptimizer(groups(model), **keywords)
 
 
@@ -127,6 +128,7 @@ def test_bits_of_plain_adamw(fraction: float, delayed: bool):
         offload_fraction=fraction,
         transfers=DelayedTransfers() if delayed else None,
         policy=random.choice(["largest", "last_used"]),
+        overlap=random.choice([True, False]),
     )
     reference = Reference(plain)
     train(model, optimizer, data)
@@ -237,6 +239,36 @@ def test_gradients_changed_after_backward(change: str):
         m(ids, 0).backward()
         optimizer.step()
     assert_same_model(model, other)
+
+
+@pytest.mark.parametrize("change", ["scaler", "data", "numpy", "transposed"])
+def test_changes_of_gradients_that_autograd_does_not_see(change: str):
+    """GradScaler divides without a new version of the gradient, `.data` and numpy write as well."""
+    results = []
+    for make in (HybridDeviceOptimizer, CPUAdam):
+        param = nn.Parameter(torch.ones(2, 2))
+        optimizer = make([param])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=change == "scaler")
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale((param * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum()).backward()
+            assert param.grad is not None
+            if change == "data":
+                param.grad.data.mul_(3.0)
+            elif change == "numpy":
+                param.grad.numpy()[:] *= 3.0
+            elif change == "transposed":
+                param.grad = param.grad.t()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((param.detach(), optimizer.state[param]["exp_avg"]))
+    for ours, theirs in zip(*results, strict=True):
+        assert_bitwise(change, ours, theirs)
+
+
+def test_gradients_reduced_over_ranks_without_a_new_version():
+    ranks = run_ranks(["tests/optim/distributed_worker.py"], 2)
+    assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
 
 
 def test_clipping():
@@ -552,7 +584,7 @@ def test_groups_may_be_empty():
 
 def test_what_can_not_be_is_said():
     table = nn.Embedding(5, 3, sparse=True)
-    optimizer = HybridDeviceOptimizer(table.parameters())
+    optimizer = HybridDeviceOptimizer(table.parameters(), overlap=True)
     with pytest.raises(ValueError, match="torch.sparse_coo; it must be dense float32"):
         table(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match="make another one .* give it this one's state_dict"):

@@ -106,6 +106,7 @@ def test_gradients_are_copied_during_backward(tmp_path):
         "pipeline": dict(layout=PP2, model=tied),
         "sequence": dict(layout=SP2, model=untied),
         "touched": dict(layout=DP2, model=untied, touched=True, freeze=dict(vision=True), **small),
+        "unseen": dict(layout=DP2, model=untied, touched="unseen", **small),
         "weights": dict(layout=DP2, model=untied, dtype=torch.bfloat16, **small),
     }
     late = {

@@ -49,11 +49,13 @@ class Shard:
     h2d: list[Ticket] = field(default_factory=list)
 
     def has(self, grad: Tensor) -> bool:
-        """Whether the slot gets this gradient as it is now."""
+        """Whether the slot gets this gradient as it is now, as far as its version tells."""
         same = self.grad is grad or (
             self.grad is not None
             and self.grad.data_ptr() == grad.data_ptr()
+            and self.grad.dtype == grad.dtype
             and self.grad.shape == grad.shape
+            and self.grad.stride() == grad.stride()
         )
         return same and self.version == grad._version
 

@@ -37,7 +37,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     """AdamW that keeps a share of its state, 12 bytes a bfloat16 parameter, in host memory.
 
     Can be used wherever a torch.optim.Optimizer can. Gradients of offloaded parameters are copied
-    to the host during the backward pass and stepped by the processor in buckets; a bucket's new
+    to the host, all at once, and stepped by the processor in buckets as they arrive; a bucket's new
     values are copied back while the next is stepped. Parameters left on the device are stepped
     there in the meantime. On a machine without a GPU the same happens with copies in host memory,
     and any `offload_fraction` gives the same bits.
@@ -59,13 +59,17 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         max_norm: clip gradients to this global L2 norm; None: don't. They are not written.
         nonfinite: "propagate", or "skip" steps in which a gradient is not finite; see CPUAdam.
         moments: torch.float32, torch.bfloat16 or torch.uint8; see CPUAdam.
-        overlap: start the gradients' copies by hooks during backward. With gradient accumulation
-            wrap all backward passes but the last in `accumulating()`, else each sends its
-            gradients.
+        overlap: start the gradients' copies by hooks during backward, not in `step()`. For those
+            who know all that happens to gradients in between: a change that bumps their version
+            is seen, and they are sent again; one that doesn't is not, and the step takes what they
+            were (`.data`, numpy, `torch.amp.GradScaler`, `dist.all_reduce(p.grad)`,
+            DistributedDataParallel's buckets). With gradient accumulation wrap all backward
+            passes but the last in `accumulating()`, else each sends its gradients.
         in_backward: step an offloaded parameter as soon as its gradient is there, in a thread of
             its own, while the backward pass goes on; `step()` does the rest. Each backward pass
             outside `accumulating()` then belongs to one step, with the learning rate of that
-            moment; gradients can't be changed in between, clipped or skipped.
+            moment; gradients can't be changed in between, clipped or skipped. Implies `overlap`,
+            with what is said there.
         bucket_bytes: of gradients stepped at a time.
         transfers: the copies; None: CUDA streams or plain copies, as the device needs.
 
@@ -93,7 +97,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         nonfinite: Literal["propagate", "skip"] = "propagate",
         moments: torch.dtype = torch.float32,
-        overlap: bool = True,
+        overlap: bool = False,
         in_backward: bool = False,
         bucket_bytes: int = 32 << 20,
         transfers: Transfers | None = None,
@@ -104,11 +108,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it must be above 0, or None")
         check_policy(policy)
-        if in_backward and (max_norm is not None or nonfinite != "propagate" or not overlap):
+        if in_backward and (max_norm is not None or nonfinite != "propagate"):
             raise ValueError(
-                f"in_backward is True with max_norm {max_norm}, nonfinite {nonfinite!r} and "
-                f"overlap {overlap}; to step before all gradients are known it needs max_norm "
-                "None, nonfinite 'propagate' and overlap True"
+                f"in_backward is True with max_norm {max_norm} and nonfinite {nonfinite!r}; to "
+                "step before all gradients are known it needs max_norm None and nonfinite "
+                "'propagate'"
             )
         self.max_norm, self.nonfinite, self.moments = max_norm, nonfinite, moments
         self.policy = policy
@@ -117,7 +121,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         #: Steps that changed nothing because a gradient was not finite.
         self.skipped_steps = 0
         self._fraction = check_fraction("offload_fraction", offload_fraction)
-        self._overlap, self._in_backward = overlap, in_backward
+        self._overlap, self._in_backward = overlap or in_backward, in_backward
         self._group_of: dict[Tensor, int] = {}
         self._host = HostStep(transfers, bucket_bytes)
         self._masters = Masters(self._host)
@@ -199,13 +203,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             self._offloaded.discard(param)
             return
         self._offloaded.add(param)
-        if self._overlap and param.requires_grad and param.is_leaf:
+        wanted = self._overlap or self.policy == "last_used"
+        if wanted and param.requires_grad and param.is_leaf:
             me = weakref.ref(self)
 
             def start(param: Tensor) -> None:
                 optimizer = me()
-                if optimizer is not None and optimizer._overlap:
-                    optimizer._begin(param)
+                if optimizer is not None:
+                    optimizer._accumulated(param)
 
             self._hooks[param] = param.register_post_accumulate_grad_hook(start)
 
@@ -280,12 +285,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         finally:
             self._overlap = before
 
-    def _begin(self, param: Tensor) -> None:
-        if param.grad is None:
+    def _accumulated(self, param: Tensor) -> None:
+        """A backward pass has the parameter's gradient."""
+        self._arrival.setdefault(param)
+        if param.grad is None or not self._overlap:
             return
         _check_gradient(param)
         self._prepare(param)
-        self._arrival.setdefault(param)
         shard = self._host.shards[param]
         with torch.no_grad():
             if not self._in_backward:

@@ -213,7 +213,7 @@ class Engine:
         No value changes."""
         if fraction == self.offload_fraction:
             return False
-        offload(self.optimizer, fraction)
+        offload(self.optimizer, fraction, early=True)
         self.offload_fraction = fraction
         return True
 

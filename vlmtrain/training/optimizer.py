@@ -46,7 +46,7 @@ def build_optimizer(
     for part in distributed_parts(optimizer):
         _use_our_adam(part)
         create_state(part)
-    offload(optimizer, section.offload_fraction)
+    offload(optimizer, section.offload_fraction, early=True)
     return optimizer
 
 

@@ -9,9 +9,9 @@ and nothing else: clipping over all ranks, loss scaling, dist_checkpointing, rel
 learning-rate schedules work as before; a checkpoint doesn't know the fraction it was written with.
 
 The shards of a rank's float32 master weights and moments that are offloaded live in host memory and
-are stepped there. Gradients are copied D2H as soon as Megatron has reduced them: with
-`overlap_grad_reduce` bucket by bucket while the backward pass goes on (gradients.py), else while it
-computes the norm. The clip factor is applied as they are read; new values are copied H2D in
+are stepped there. Gradients are copied D2H while Megatron computes their norm; with `early=True`
+and `overlap_grad_reduce` as soon as they are reduced, bucket by bucket while the backward pass goes
+on (gradients.py). The clip factor is applied as they are read; new values are copied H2D in
 buckets, before Megatron gathers the parameters. What stays on the device is stepped by Megatron's
 own optimizer meanwhile.
 """
@@ -42,7 +42,7 @@ def offload(
     fraction: float,
     *,
     gradients: torch.dtype | None = None,
-    early: bool = True,
+    early: bool = False,
     bucket_bytes: int = 32 << 20,
     transfers: Transfers | None = None,
 ) -> None:
@@ -56,9 +56,10 @@ def offload(
         fraction: of the elements of a rank's shards, 0 to 1.
         gradients: type in which they are copied: None: the parameter's own (bfloat16 halves the
             traffic and rounds gradients that were reduced in float32); torch.float32: as they are.
-        early: with `overlap_grad_reduce`, send gradients during the backward pass. Between it and
-            the step they may then be changed in place by Megatron's `finalize_model_grads` alone,
-            or in ways that autograd's version counters see (not through `.data`).
+        early: with `overlap_grad_reduce`, send gradients during the backward pass. For a script
+            that knows what happens to them between it and the step: they may be changed in place
+            by Megatron's `finalize_model_grads` alone, or in ways that autograd's version counters
+            see (not through `.data`). Counts in the first call.
         bucket_bytes: of gradients stepped at a time.
         transfers: the copies; None: CUDA streams or plain copies, as the device needs.
 
