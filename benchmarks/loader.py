@@ -23,7 +23,7 @@ from PIL import Image
 
 from benchmarks.harness import Comparison, Context, Row, compare
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.data.command import build
+from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.processor import Processor
@@ -41,7 +41,7 @@ def write_data(folder: Path, long_side: int) -> tuple[Path, Path, int]:
         if isinstance(sample.get("image"), str):
             samples.setdefault(sample["image"], sample)
     path.write_text(json.dumps(list(samples.values())), encoding="utf-8")
-    build(path, folder / "shards", workers=1)
+    build_shards(path, folder / "shards", workers=1)
     return path, folder / "shards", len(samples)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from vlmtrain import cli
 from vlmtrain.core import launch
 from vlmtrain.demo import command, photographs, tiny_model
 
@@ -264,5 +263,5 @@ def test_every_rank_watches_its_launcher(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert cli._on_ranks(lambda process: watching.append(process.world_size), [], 0) == 0
+    assert launch.run_on_ranks(lambda process: watching.append(process.world_size), [], 0) == 0
     assert watching == [0, 1]

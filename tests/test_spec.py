@@ -9,7 +9,8 @@ import pytest
 from vlmtrain.core.config import ParallelSection, TrainConfig
 from vlmtrain.core.layout import LayoutError
 from vlmtrain.core.spec import ModelConfigError, ModelSpec
-from vlmtrain.evaluate.command import EvaluateConfig, _layout
+from vlmtrain.evaluate.config import EvaluateConfig
+from vlmtrain.evaluate.measure import _layout
 from vlmtrain.training.trainer import check
 
 # hidden, layers, heads, key/value heads, MLP, vocabulary, tied, vision MLP (None: Qwen2-VL)

@@ -20,7 +20,7 @@ from PIL import Image
 from tests.data.helpers import conversation, save_image, write_json
 from tests.data.test_videos import write_video
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.data import command
+from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.sharegpt import JsonSource
 from vlmtrain.data.index import scan_sources
@@ -146,7 +146,7 @@ def test_hostile_records(tmp_path: Path) -> None:
     }
     path = tmp_path / "c.jsonl"
     path.write_bytes(b"\n".join([good, *bad, good]))
-    report = command.check([path])
+    report = check([path])
     assert report.samples == len(bad) + 2 and len(report.problems) == len(bad)
     for problem, expected in zip(report.problems, bad.values(), strict=True):
         assert expected in problem

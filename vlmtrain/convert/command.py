@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,12 +61,13 @@ class Options:
     parallel: ParallelSection = field(default_factory=ParallelSection)
 
 
-def convert(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run `vlmtrain convert ARGUMENTS`; returns the exit code.
 
     Raises:
         UserError: what the user can mend, in one sentence.
     """
+    warnings.filterwarnings("ignore")
     if not arguments or {"-h", "--help"} & set(arguments):
         print(PAGE, end="")
         return 0 if arguments else 2

@@ -1,4 +1,4 @@
-"""How processes come to be: our own torchrun on one machine, or a launcher that started us."""
+"""How processes begin and end: started by our own torchrun on one machine, or by a launcher."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,16 @@ from vlmtrain.core.errors import UserError
 # A peer that stops answering for this long ends the run instead of hanging it.
 _TIMEOUT = timedelta(minutes=30)
 _LAUNCHER = "VLMTRAIN_LAUNCHER"  # to the processes of `start`: the process that started them
+# How gloo, NCCL and torch's store say that the process at the other end has ended.
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Did the remote server shutdown or crash",  # the store, in the launcher or on rank 0
+    "NCCL communicator was aborted",
+)
+_RANK_0_FIRST = 5.0  # seconds
 
 
 class LaunchError(UserError):
@@ -194,3 +206,69 @@ def _pass_on(number: int, _: object) -> None:
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             child.send_signal(number)
+
+
+def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: int) -> int:
+    """`run(process)` in this process if it is one of several, or alone; with `nproc` above 1 and
+    no launcher start `vlmtrain ARGUMENTS` that many times instead. Returns the exit code; the cause
+    of one that is not 0 has been printed, once among all ranks where they share it."""
+    process = joined()
+    if process is None and nproc > 1:
+        return start([*take_option(arguments, "--nproc")[0], "--nproc", "0"], nproc)
+    if process is not None and nproc not in (0, process.world_size):
+        raise LaunchError(
+            f"--nproc {nproc} was given to a process that a launcher started as one of "
+            f"{process.world_size}; leave --nproc out"
+        )
+    warnings.filterwarnings("ignore")
+    if process is not None:
+        end_with_launcher(process.rank)
+    process = process or Process(0, 1, 0)
+    try:
+        run(process)
+    except UserError as error:
+        if process.rank and error.print_here and not _connected():
+            # Found before the ranks could agree who says it: it is rank 0's to say, and its
+            # launcher ends this process; what only this rank meets is said after the pause.
+            time.sleep(_RANK_0_FIRST)
+        return _leave(_failed(str(error), 1) if error.print_here else 1)
+    except KeyboardInterrupt:  # our launcher says it itself
+        return _leave(130 if process.rank or launched() else _failed("interrupted", 130))
+    except Exception as error:
+        if any(sign in str(error) for sign in _PEER_GONE):
+            return _leave(_failed(f"rank {process.rank} ends: another rank is gone", 1))
+        print(f"vlmtrain: rank {process.rank} failed:", file=sys.stderr)
+        traceback.print_exc()
+        return _leave(1)
+    return 0
+
+
+def _connected() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
+
+
+def _leave(code: int) -> int:
+    """End at once where other ranks wait for this one: destructors could block on them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(code)
+    return code
+
+
+def _failed(message: str, code: int) -> int:
+    print(f"vlmtrain: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def take_option(arguments: list[str], option: str) -> tuple[list[str], str | None]:
+    """The arguments without `option VALUE` (or `option=VALUE`), and the value."""
+    for i, argument in enumerate(arguments):
+        if argument == option:
+            if i + 1 == len(arguments):
+                raise UserError(f"{option} needs a value")
+            return arguments[:i] + arguments[i + 2 :], arguments[i + 1]
+        if argument.startswith(option + "="):
+            return arguments[:i] + arguments[i + 1 :], argument.split("=", 1)[1]
+    return arguments, None

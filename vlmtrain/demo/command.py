@@ -12,12 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import tyro
 
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.demo import photographs
-from vlmtrain.demo.ask import MARK, Answer, Model, ask_all
+
+if TYPE_CHECKING:
+    from vlmtrain.demo.ask import Answer
 
 # Tried: 90 steps gave 36 of 37 answers, 120 steps 37, 150 steps 37 (seeds 1, 0, and 1 and 2).
 STEPS = 150
@@ -27,6 +31,24 @@ GLOBAL_BATCH = 4
 PASS_SHARE = 0.9
 
 _MARKER = "demo.json"
+_ONE_PROCESS = ParallelSection()
+
+
+def main(arguments: list[str]) -> int:
+    return tyro.cli(demo, prog="vlmtrain demo", args=arguments, use_underscores=True)
+
+
+def demo(
+    output: Path = Path("demo_out"), nproc: int = 2, parallel: ParallelSection = _ONE_PROCESS
+) -> int:
+    """Train a small model on photographs and let transformers ask it about them.
+
+    Args:
+        output: folder to write.
+        nproc: processes (pipeline stages, unless --parallel.* says otherwise).
+        parallel: layout of the training run.
+    """
+    return run_demo(output, nproc=nproc, parallel=parallel)
 
 
 def run_demo(
@@ -155,7 +177,7 @@ def _build_data(output: Path) -> Path:
 def training_texts() -> list[str]:
     """Everything that is said in the demo, without marks: what its tokenizer is trained on."""
     return [
-        turn["value"].replace(MARK, "")
+        turn["value"].replace(photographs.MARK, "")
         for sample in photographs.read_conversations()
         for turn in sample["conversations"]
     ]
@@ -222,6 +244,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _ask(folder: Path, pictures: Path) -> tuple[list[Answer], int]:
+    from vlmtrain.demo.ask import Model, ask_all  # torch and transformers: not for --help
+
     model = Model(folder)
     print("  no missing and no unexpected key")
     answers = ask_all(model, photographs.read_conversations(), pictures, _say)

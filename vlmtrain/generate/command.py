@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
+
+import tyro
 
 from vlmtrain.core.errors import UserError
 
@@ -64,6 +67,14 @@ class GenerateConfig:
                 raise UserError(f"--output {self.output}: there is no such folder")
         elif self.output is not None:
             raise UserError("--output goes with --input; a single answer is printed")
+
+
+def main(arguments: list[str]) -> int:
+    config = tyro.cli(
+        GenerateConfig, prog="vlmtrain generate", args=arguments, use_underscores=True
+    )
+    warnings.filterwarnings("ignore")
+    return run(config)
 
 
 def run(config: GenerateConfig, typed: TextIO | None = None) -> int:

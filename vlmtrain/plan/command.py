@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.files import write_text
 from vlmtrain.core.spec import ModelSpec
@@ -19,6 +21,10 @@ from vlmtrain.plan.hardware import PlanError, find_gpu
 from vlmtrain.plan.search import Plan, Prediction, search
 
 NOTHING_FROZEN, NO_ADAPTERS = FreezeSection(), LoraSection()
+
+
+def main(arguments: list[str]) -> int:
+    return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
 
 
 def plan(

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import tyro
 
-from vlmtrain.telemetry.report import write_report
-
 
 def report(run: tyro.conf.Positional[Path]) -> int:
     """Write RUN/report.html: loss, throughput, waterfall, balance and memory of a run, one file
@@ -19,6 +17,8 @@ def report(run: tyro.conf.Positional[Path]) -> int:
     Raises:
         UserError: no run in that folder, or the file can't be written.
     """
+    from vlmtrain.telemetry.report import write_report  # numpy, matplotlib: not for --help
+
     print(write_report(run))
     return 0
 
