@@ -21,6 +21,7 @@ from vlmtrain.data.index import SampleIndex, scan, scan_sources
 from vlmtrain.data.packing.costs import sample_costs
 from vlmtrain.data.packing.plan import epoch_entries, plan_epoch
 from vlmtrain.data.processor import Processor
+from vlmtrain.models.family import read_spec
 
 _KINDS = {
     "unreadable": "with broken or missing media",
@@ -87,7 +88,7 @@ def build(
     """
     processor = None
     if model is not None:
-        processor = Processor.from_folder(model, ModelSpec.from_folder(model))
+        processor = Processor.from_folder(model, read_spec(model))
     from rich.console import Console
     from rich.progress import Progress
 
@@ -131,7 +132,7 @@ def check(
         raise DataError(f"pack_length must be at least 1, got {pack_length}")
     processor = None
     if model is not None:
-        processor = Processor.from_folder(model, ModelSpec.from_folder(model))
+        processor = Processor.from_folder(model, read_spec(model))
     report = CheckReport()
     ids: dict[str, list[str]] = {}
     contents: dict[bytes, list[str]] = {}
@@ -204,7 +205,7 @@ def stats(
     Raises:
         DataError: as `scan_sources`; media are not decoded.
     """
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     processor = Processor.from_folder(model, spec)
     index = scan_sources(
         parse_sources(sources, media_root=media_root), processor, spec, pack_length, verify=False
