@@ -22,13 +22,13 @@ import torch
 from PIL import Image
 
 from benchmarks.harness import Comparison, Context, Row, compare
-from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.processor import Processor
 from vlmtrain.demo import photographs, tiny_model
 from vlmtrain.demo.command import training_texts
+from vlmtrain.models.family import read_spec
 
 PACK = 2048  # the largest photograph has 1,280 tokens
 
@@ -78,7 +78,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def ours(shards: Path, model: Path) -> Callable[[], tuple[int, int]]:
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     processor = Processor.from_folder(model, spec)
     index = scan_sources([shards], processor, spec, PACK)
     loader = PackedLoader(

@@ -12,9 +12,9 @@ from PIL import Image
 
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.spec import ModelSpec
 from vlmtrain.demo import command, photographs, picture, tiny_model
 from vlmtrain.demo.ask import MARK, Answer, Model
+from vlmtrain.models.family import read_spec
 
 SAMPLES = photographs.read_conversations()
 
@@ -133,7 +133,7 @@ def test_too_little_text_for_the_tokenizer() -> None:
 
 
 def test_model_folder_is_what_the_demo_promises(tiny: Path) -> None:
-    spec = ModelSpec.from_folder(tiny)
+    spec = read_spec(tiny)
     assert spec.family == "qwen2_5_vl"
     windowed = set(range(spec.vision.depth)) - set(spec.vision.full_attention_layers)
     assert windowed and spec.vision.full_attention_layers

@@ -130,9 +130,9 @@ def crash_conversion(moments: int, model: Path, work: Path) -> None:
     from vlmtrain.checkpoint import convert
     from vlmtrain.convert.verify import compare
     from vlmtrain.core.config import ParallelSection
-    from vlmtrain.core.spec import ModelSpec
+    from vlmtrain.models.family import read_spec
 
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     layout = convert.layout_for(spec, ParallelSection(tensor=2))
     megatron, back = work / "megatron", work / "back"
 

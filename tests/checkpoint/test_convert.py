@@ -30,7 +30,7 @@ from vlmtrain.convert.verify import compare
 from vlmtrain.core import files
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.files import CheckpointError
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 SEED = random.SystemRandom().randrange(10**6)
 LAYOUTS = [
@@ -93,7 +93,7 @@ def variant(source: Path, target: Path, dtype: torch.dtype, shards: int, new_nam
 
 
 def layout_of(folder: Path, section: ParallelSection):
-    return convert.layout_for(ModelSpec.from_folder(folder), section)
+    return convert.layout_for(read_spec(folder), section)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
@@ -109,7 +109,7 @@ def test_round_trip_is_bitwise(kind, dtype, shards, new_names, models, tmp_path)
     where = f"{a} {b} (seed {SEED})"
     convert.to_megatron(source, tmp_path / "a", layout_of(source, a))
     convert.to_megatron(tmp_path / "a", tmp_path / "b", layout_of(source, b))
-    check_weights(tmp_path / "b", ModelSpec.from_folder(tmp_path / "b"))
+    check_weights(tmp_path / "b", read_spec(tmp_path / "b"))
     convert.to_hf(tmp_path / "b", tmp_path / "back", shard_bytes=10**6)
     before, after = tensors(source), tensors(tmp_path / "back")
     assert after.keys() == before.keys(), where
@@ -204,7 +204,7 @@ def test_a_cast_that_overflows_is_named(models, tmp_path):
 def test_damage_is_found_before_use(models, tmp_path):
     source = models["untied"]
     convert.to_megatron(source, tmp_path / "a", layout_of(source, LAYOUTS[1]))
-    spec = ModelSpec.from_folder(tmp_path / "a")
+    spec = read_spec(tmp_path / "a")
     file = tmp_path / "a" / "__1_0.distcp"
     whole = file.read_bytes()
     for damaged, word in (
@@ -259,7 +259,7 @@ def test_full_disk_leaves_what_was_there(models, tmp_path, monkeypatch):
             convert.to_hf(target, tmp_path / "hf")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     assert (target / "manifest.json").read_text() == before
-    check_weights(target, ModelSpec.from_folder(target))
+    check_weights(target, read_spec(target))
 
 
 def test_command_line(models, tmp_path, capsys):
@@ -328,7 +328,7 @@ def big_folder(folder: Path) -> int:
     )
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     table = shapes(spec)
     names = [n for row in rows(spec) for n in row.hf]
     writer = SafetensorsWriter(

@@ -17,7 +17,7 @@ from vlmtrain.checkpoint.convert import layout_for, to_hf, to_megatron
 from vlmtrain.checkpoint.mapping import canonical_name
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.files import verify_manifest
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 SEED = random.SystemRandom().randrange(10**6)
 # Each of four ranks' layouts reads what the one before it wrote, and writes it again.
@@ -91,7 +91,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
     found.update(zip(four, run(list(four.values()), 4, folder), strict=True))
 
     # Offline: weights for two ranks, and the last checkpoint of a chain written anew.
-    layout = layout_for(ModelSpec.from_folder(untied), ParallelSection(tensor=2))
+    layout = layout_for(read_spec(untied), ParallelSection(tensor=2))
     to_megatron(untied, folder / "megatron", layout)
     to_megatron(models["untied chain"], folder / "offline" / "step-00000009", layout)
     to_hf(models["untied chain"], folder / "exported")

@@ -24,7 +24,7 @@ from vlmtrain.core import device, launch  # noqa: E402
 from vlmtrain.core.config import FreezeSection, OptimizerSection  # noqa: E402
 from vlmtrain.core.errors import UserError  # noqa: E402
 from vlmtrain.core.layout import make_layout  # noqa: E402
-from vlmtrain.core.spec import ModelSpec  # noqa: E402
+from vlmtrain.models.family import read_spec  # noqa: E402
 
 
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
@@ -32,7 +32,7 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.training.engine import Engine
 
-    spec = ModelSpec.from_folder(case["model"])
+    spec = read_spec(case["model"])
     packs = ref.make_samples(case.get("seed", 0))
     length = ref.pack_length(packs)
     layout = make_layout(

@@ -28,7 +28,7 @@ from vlmtrain.data.index import SampleIndex, scan_sources
 from vlmtrain.data.loader import PackedLoader, PixelShare, _FrameCache
 from vlmtrain.data.packing.plan import POLICIES, Policy, plan_epoch
 from vlmtrain.data.processor import Processor
-from vlmtrain.models.positions import mrope_positions
+from vlmtrain.models.common.positions import mrope_positions
 from vlmtrain.parallel.multiplex import deal_media
 
 PACK = 160

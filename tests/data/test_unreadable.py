@@ -236,11 +236,11 @@ from vlmtrain.data.index import scan_sources
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.processor import Processor
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 rank, folder, model = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-spec = ModelSpec.from_folder(model)
+spec = read_spec(model)
 processor = Processor.from_folder(model, spec)
 index = scan_sources([folder / "c.json"], processor, spec, 96)
 dist.barrier()

@@ -14,7 +14,7 @@ from vlmtrain.demo.ask import Model as Plain
 from vlmtrain.generate import model as generate
 from vlmtrain.generate.model import Answerer, Sampling
 from vlmtrain.generate.questions import answered, question, then
-from vlmtrain.models.positions import mrope_positions
+from vlmtrain.models.common.positions import mrope_positions
 
 TOKENS = Sampling(max_new_tokens=12)
 

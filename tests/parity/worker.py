@@ -30,8 +30,8 @@ from vlmtrain.core.config import (  # noqa: E402
     RecomputeSection,
 )
 from vlmtrain.core.layout import make_layout  # noqa: E402
-from vlmtrain.core.spec import ModelSpec  # noqa: E402
 from vlmtrain.cpu import shim  # noqa: E402
+from vlmtrain.models.family import read_spec  # noqa: E402
 
 
 def gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.training.engine import Engine
 
-    spec = ModelSpec.from_folder(case["model"])
+    spec = read_spec(case["model"])
     packs = ref.make_stream(case.get("stream", "mixed"), case["seed"], 0)
     length = ref.pack_length(packs)
     layout = make_layout(

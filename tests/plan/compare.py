@@ -18,10 +18,10 @@ from typing import Any
 from tests.ranks import run_cli
 from vlmtrain.core.config import ParallelSection, RecomputeSection, TrainConfig, TrainSection
 from vlmtrain.core.layout import make_layout
-from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 from vlmtrain.demo import command, photographs, tiny_model
+from vlmtrain.models.family import read_spec
 from vlmtrain.plan import hardware, workload
 from vlmtrain.telemetry import drift
 
@@ -84,7 +84,7 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model, data = write_model(folder / "model"), photographs.export(folder / "photographs")
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     index = scan_sources([str(data)], Processor.from_folder(model, spec), spec, PACK, verify=False)
     lengths = workload.from_index(index, "photographs")
     gpu: hardware.Gpu | None = None

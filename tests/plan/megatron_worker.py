@@ -20,6 +20,7 @@ from vlmtrain.core import device
 from vlmtrain.core.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
 from vlmtrain.core.layout import make_layout
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import parse_spec
 
 
 def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     # it asks other ranks where they are, and a fake group does not answer
     engine_module.Multiplexer = lambda *arguments: None  # type: ignore[assignment,misc]
 
-    spec = ModelSpec.from_dict(
+    spec = parse_spec(
         make_model(case["family"], vision_heads=case["heads"], tied=case["tied"]).config.to_dict()
     )
     world, rank = case["world"], case["rank"]

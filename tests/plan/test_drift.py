@@ -13,14 +13,14 @@ import pytest
 from tests.plan.test_flops import released_config
 from vlmtrain.core.config import TrainConfig, TrainSection
 from vlmtrain.core.layout import make_layout
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import parse_spec
 from vlmtrain.models.flops import Work
 from vlmtrain.plan import hardware
 from vlmtrain.plan.hardware import Peak
 from vlmtrain.telemetry import drift
 from vlmtrain.telemetry.ledger import ROWS
 
-SPEC = ModelSpec.from_dict(released_config("qwen2_5_vl-7b"))
+SPEC = parse_spec(released_config("qwen2_5_vl-7b"))
 
 
 def random_work(rng: np.random.Generator) -> Work:

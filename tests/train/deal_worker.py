@@ -19,11 +19,11 @@ from vlmtrain.checkpoint.load import load_weights  # noqa: E402
 from vlmtrain.core import device, launch  # noqa: E402
 from vlmtrain.core.config import OptimizerSection  # noqa: E402
 from vlmtrain.core.layout import make_layout  # noqa: E402
-from vlmtrain.core.spec import ModelSpec  # noqa: E402
 from vlmtrain.data.index import scan_sources  # noqa: E402
 from vlmtrain.data.loader import PackedLoader  # noqa: E402
 from vlmtrain.data.packing.plan import Policy  # noqa: E402
 from vlmtrain.data.processor import Processor  # noqa: E402
+from vlmtrain.models.family import read_spec  # noqa: E402
 from vlmtrain.training.engine import Engine  # noqa: E402
 
 
@@ -34,7 +34,7 @@ def main(path: Path) -> None:
     backend = device.setup(process.local_rank)
     launch.connect(process, backend.process_group)
     size = dist.get_world_size()
-    spec = ModelSpec.from_folder(case["model"])
+    spec = read_spec(case["model"])
     processor = Processor.from_folder(case["model"], spec)
     index = scan_sources([case["data"]], processor, spec, case["pack_length"])
 

@@ -53,6 +53,7 @@ from vlmtrain.core.files import (
 )
 from vlmtrain.core.layout import Layout, make_layout
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -110,7 +111,7 @@ def to_megatron(
         WeightError: the source's tensors are not what its config asks for.
         CheckpointError: the target exists or can't be written.
     """
-    spec = ModelSpec.from_folder(source)
+    spec = read_spec(source)
     weights = open_weights(source, spec)
     with _folder(source, target, weights, overwrite) as work:
         return _to_megatron(weights, work, target, layout, dtype, progress)
@@ -253,7 +254,7 @@ def to_hf(
     Raises:
         As `to_megatron`.
     """
-    weights: Weights = open_weights(source, ModelSpec.from_folder(source))
+    weights: Weights = open_weights(source, read_spec(source))
     if isinstance(weights, MegatronSource) and weights.has_adapters:
         weights = from_checkpoint(weights)
     return write_hf(

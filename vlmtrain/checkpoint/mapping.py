@@ -112,7 +112,7 @@ def _vision_norms(kinds: Sequence[str]) -> tuple[list[Row], list[Row]]:
 
 def rows(spec: ModelSpec) -> Iterator[Row]:
     """Every row of a model, layer numbers filled in."""
-    gated = spec.family == "qwen2_5_vl"
+    gated = spec.vision.gated
     layer_norms, merger_norm = _vision_norms(("weight",) if gated else ("weight", "bias"))
     yield from _TEXT
     if not spec.tie_word_embeddings:

@@ -13,7 +13,7 @@ from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
 from vlmtrain.checkpoint.merge import base_of, from_peft, is_adapter
 from vlmtrain.core.files import CheckpointError
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 
 def newest(folder: Path) -> Path:
@@ -38,7 +38,7 @@ def needs_merging(model: Path) -> bool:
     """Whether a model is weights with LoRA adapters apart: a peft folder, or a checkpoint."""
     model = newest(model)
     if is_checkpoint(model):
-        return MegatronSource(model, ModelSpec.from_folder(model)).has_adapters
+        return MegatronSource(model, read_spec(model)).has_adapters
     return is_adapter(model)
 
 

@@ -86,9 +86,9 @@ def main(arguments: list[str]) -> int:
         return _verify(options)
 
     from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
-    from vlmtrain.core.spec import ModelSpec
+    from vlmtrain.models.family import read_spec
 
-    spec = ModelSpec.from_folder(options.source)
+    spec = read_spec(options.source)
     megatron = is_checkpoint(options.source)
     if action == "hf-to-megatron" and megatron:
         raise UserError(f"{options.source} is a Megatron checkpoint already; use reshard")

@@ -15,6 +15,7 @@ from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.weights import Source, open_weights
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import family_of, read_spec
 
 # Logits are computed in float32 by two implementations: equal up to the order of sums.
 LOGITS_BOUND = 1e-4
@@ -90,7 +91,7 @@ def compare(source: Path, target: Path, progress: Any = None) -> Comparison:
     Raises:
         UserError: a folder is not readable, or the two describe different models.
     """
-    spec, other = ModelSpec.from_folder(source), ModelSpec.from_folder(target)
+    spec, other = read_spec(source), read_spec(target)
     if spec != other:
         raise UserError(
             f"{source} and {target} describe different models: {_first_difference(spec, other)}"
@@ -154,7 +155,7 @@ def compare_logits(comparison: Comparison, source: Path, target: Path, *, force:
 
     A Hugging Face folder is run by transformers, a Megatron checkpoint by this project's model.
     """
-    spec = ModelSpec.from_folder(source)
+    spec = read_spec(source)
     size = parameters(spec, open_weights(source, spec))
     if size > LARGEST_TO_RUN and not force:
         comparison.logits_note = f"not run: {size / 1e9:.1f} G weights (--logits yes)"
@@ -165,7 +166,6 @@ def compare_logits(comparison: Comparison, source: Path, target: Path, *, force:
 
 
 def _fixed_input(spec: ModelSpec) -> dict[str, Tensor]:
-    from vlmtrain.models.positions import mrope_positions
 
     generator = torch.Generator().manual_seed(0)
     grid = (1, 4, 6)
@@ -178,7 +178,7 @@ def _fixed_input(spec: ModelSpec) -> dict[str, Tensor]:
     )
     return {
         "input_ids": ids,
-        "position_ids": mrope_positions(ids, [grid], ["image"], spec),
+        "position_ids": family_of(spec).positions(ids, [grid], ["image"], spec),
         "grid": torch.tensor([grid]),
         "pixels": torch.randn(math.prod(grid), spec.vision.patch_dim, generator=generator),
     }

@@ -303,7 +303,7 @@ def _prices(spec: ModelSpec) -> tuple[float, float, float]:
     tokens, a typical pack; the head counts as hidden x vocabulary.
     """
     v, h = spec.vision, spec.hidden_size
-    gates = 3 if spec.family == "qwen2_5_vl" else 2
+    gates = 3 if spec.vision.gated else 2
     vision = 4 * 0.7 * (4 * v.hidden_size**2 + gates * v.hidden_size * v.intermediate_size)
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     text = 2 * h * q + 2 * h * kv + 3 * h * spec.intermediate_size

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.sharegpt import Record
 from vlmtrain.data.formats.sources import parse_sources
 from vlmtrain.data.index import scan
 from vlmtrain.data.processor import Processor
+from vlmtrain.models.family import read_spec
 
 _KINDS = {
     "unreadable": "with broken or missing media",
@@ -82,7 +82,7 @@ def check(
         raise DataError(f"pack_length must be at least 1, got {pack_length}")
     processor = None
     if model is not None:
-        processor = Processor.from_folder(model, ModelSpec.from_folder(model))
+        processor = Processor.from_folder(model, read_spec(model))
     report = CheckReport()
     ids: dict[str, list[str]] = {}
     contents: dict[bytes, list[str]] = {}

@@ -46,13 +46,13 @@ def build_command(
     from rich.console import Console
     from rich.progress import Progress
 
-    from vlmtrain.core.spec import ModelSpec
     from vlmtrain.data.formats.webdataset import build_shards
     from vlmtrain.data.processor import Processor
+    from vlmtrain.models.family import read_spec
 
     processor = None
     if model is not None:
-        processor = Processor.from_folder(model, ModelSpec.from_folder(model))
+        processor = Processor.from_folder(model, read_spec(model))
     console = Console(file=sys.stderr)
     with Progress(console=console, transient=not console.is_terminal) as bar:
         task = bar.add_task("samples", total=None)

@@ -18,7 +18,7 @@ from vlmtrain.data.media.images import ImageSettings, patchify, read_config
 from vlmtrain.data.media.videos import VideoSettings, load_frames
 from vlmtrain.data.sample import Media, MediaInfo, MediaKind, Sample
 from vlmtrain.data.template import ChatTemplate
-from vlmtrain.models.positions import mrope_positions
+from vlmtrain.models.family import family_of
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,11 @@ class Processor:
         videos: VideoSettings | None = None,
     ) -> None:
         self.template, self.spec = template, spec
+        media = family_of(spec).media
         self.images = images or ImageSettings.from_config(
-            {}, spec.vision, ImageSettings(), "defaults"
+            {}, spec.vision, ImageSettings.of(media), "defaults"
         )
-        self.videos = videos or VideoSettings.default(self.images)
+        self.videos = videos or VideoSettings.default(self.images, media.video_pixels)
         self._fingerprint: str | None = None
 
     @classmethod
@@ -82,7 +83,7 @@ class Processor:
 
         Args:
             folder: the model folder.
-            spec: `ModelSpec.from_folder(folder)`.
+            spec: `read_spec(folder)`.
             fps: frames a second taken from videos; default: the folder's, else 2.
             num_frames: frames taken from every video, instead of fps.
             min_pixels, max_pixels: bounds of an image's area, instead of the folder's.
@@ -97,9 +98,10 @@ class Processor:
             **config,
             **{key: value for key, value in pixel_limits.items() if value is not None},
         }
-        images = ImageSettings.from_config(config, spec.vision, ImageSettings(), where)
+        media = family_of(spec).media
+        images = ImageSettings.from_config(config, spec.vision, ImageSettings.of(media), where)
         videos = VideoSettings.from_folder(
-            folder, images, spec.vision, fps=fps, num_frames=num_frames
+            folder, images, spec.vision, media.video_pixels, fps=fps, num_frames=num_frames
         )
         return cls(ChatTemplate.from_folder(folder, spec, template), spec, images, videos)
 
@@ -178,7 +180,7 @@ class Processor:
         labels = np.full(len(ids), IGNORE, dtype=np.int64)
         labels[:-1] = np.where(learned[1:], ids[1:], IGNORE)
         input_ids = torch.from_numpy(ids)
-        positions = mrope_positions(
+        positions = family_of(self.spec).positions(
             input_ids,
             [layout.grid for layout in layouts],
             [media.kind for media in sample.media],

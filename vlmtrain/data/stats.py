@@ -15,6 +15,7 @@ from vlmtrain.data.index import SampleIndex, scan_sources
 from vlmtrain.data.packing.costs import sample_costs
 from vlmtrain.data.packing.plan import epoch_entries, plan_epoch
 from vlmtrain.data.processor import Processor
+from vlmtrain.models.family import read_spec
 
 
 @dataclass
@@ -52,7 +53,7 @@ def stats(
     Raises:
         DataError: as `scan_sources`; media are not decoded.
     """
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     processor = Processor.from_folder(model, spec)
     index = scan_sources(
         parse_sources(sources, media_root=media_root), processor, spec, pack_length, verify=False

@@ -24,6 +24,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.evaluate.config import EvaluateConfig
 from vlmtrain.evaluate.tasks import Scored, Task, read_tasks, summary
+from vlmtrain.models.family import read_spec
 from vlmtrain.training.evaluation import HeldOutScore
 
 SCORES, ANSWERS = "scores.json", "answers.jsonl"
@@ -35,7 +36,7 @@ def run(config: EvaluateConfig, process: Process) -> None:
     Raises:
         UserError: bad input; raised on every rank, marked so that only rank 0 prints it.
     """
-    spec = ModelSpec.from_folder(described(config.model))
+    spec = read_spec(described(config.model))
     layout = _layout(config, spec, process.world_size)
     backend = device.setup(process.local_rank)
     connect(process, backend.process_group)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import MediaLayout, Processor
 from vlmtrain.data.sample import Sample
+from vlmtrain.models.family import read_spec
 
 Stream = Callable[[str], None]  # called with each piece of text as it is decided
 _CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ class Answerer:
         kernels: bool = True,
     ) -> None:
         self.folder = folder
-        self.spec = ModelSpec.from_folder(folder)
+        self.spec = read_spec(folder)
         self.processor = Processor.from_folder(folder, self.spec)
         self.tokenizer: Any = self.processor.template.tokenizer
         cuda = torch.cuda.is_available()

@@ -132,7 +132,7 @@ def text_layer_weights(spec: ModelSpec) -> int:
 def vision_layer_weights(spec: ModelSpec) -> int:
     """Matrix weights of one vision layer: 4D^2 + 2Df, or 3Df where the MLP is gated."""
     vision = spec.vision
-    products = 3 if spec.family == "qwen2_5_vl" else 2
+    products = 3 if spec.vision.gated else 2
     return 4 * vision.hidden_size**2 + products * vision.hidden_size * vision.intermediate_size
 
 
@@ -351,7 +351,7 @@ def parameter_counts(spec: ModelSpec) -> dict[str, int]:
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     wide, f = vision.hidden_size, vision.intermediate_size
     merged = vision.merge_unit * wide
-    gated = spec.family == "qwen2_5_vl"
+    gated = spec.vision.gated
     norm = wide if gated else 2 * wide  # RMSNorm, or LayerNorm with a bias
     mlp_biases = (2 * f if gated else f) + wide
     layer = vision_layer_weights(spec) + 4 * wide + mlp_biases + 2 * norm

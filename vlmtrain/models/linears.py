@@ -33,7 +33,7 @@ def layer_linears(spec: ModelSpec, *, vision: bool) -> list[Linear]:
     """The four linears of a layer."""
     if vision:
         wide, f = spec.vision.hidden_size, spec.vision.intermediate_size
-        gated = spec.family == "qwen2_5_vl"
+        gated = spec.vision.gated
         return [
             Linear("linear_qkv", wide, {"qkv": 3 * wide}),
             Linear("linear_proj", wide, {"proj": wide}),

@@ -38,8 +38,9 @@ from torch import Tensor
 from vlmtrain.core.batch import EncodedPack, PackedBatch
 from vlmtrain.core.clock import Clock
 from vlmtrain.core.spec import ModelSpec, VisionSpec
-from vlmtrain.models.layers import touch
-from vlmtrain.models.vision import VisionInputs, VisionTower
+from vlmtrain.models.common.layers import touch
+from vlmtrain.models.common.vision import VisionInputs
+from vlmtrain.models.family import family_of
 from vlmtrain.parallel.overlap import parameters_ready
 from vlmtrain.parallel.row_exchange import StepRows
 
@@ -127,7 +128,7 @@ class VisionReplica(MegatronModule):
 
     def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
         super().__init__(config=config)
-        self.vision = VisionTower(
+        self.vision = family_of(spec).tower()(
             config,
             spec.vision,
             spec.vision.depth,

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.models.vision import padded_groups
+from vlmtrain.models.common.vision import padded_groups
 
 Shape = tuple[int, int, int]
 

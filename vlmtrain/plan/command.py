@@ -14,6 +14,7 @@ from vlmtrain.core.files import write_text
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.toml import toml_tables
 from vlmtrain.models import flops
+from vlmtrain.models.family import family_of, read_spec
 from vlmtrain.models.linears import check_targets
 from vlmtrain.plan import picture, workload
 from vlmtrain.plan.costs import CostModel
@@ -63,7 +64,7 @@ def plan(
     if data and length_histogram:
         raise PlanError("--data and --length_histogram both give lengths; pass one of them")
     kind = find_gpu(gpu)
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     if freeze.vision and freeze.merger and freeze.language and not lora.rank:
         raise PlanError(
             "every part is frozen, there is nothing to train; drop one of --freeze.vision, "
@@ -90,7 +91,7 @@ def plan(
 
 def model_title(spec: ModelSpec) -> str:
     """Family and number of parameters."""
-    family = "Qwen2.5-VL" if spec.family == "qwen2_5_vl" else "Qwen2-VL"
+    family = family_of(spec).title
     billions = sum(flops.parameter_counts(spec).values()) / 1e9
     return f"{family} ({billions:.1f}B)" if billions >= 0.1 else family
 

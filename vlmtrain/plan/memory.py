@@ -56,7 +56,7 @@ def vision_layer_parameters(spec: ModelSpec, tensor: int) -> list[int]:
     """Sizes on one rank, in megatron-core's order of registration."""
     vision, t = spec.vision, tensor
     wide, f = vision.hidden_size, vision.intermediate_size
-    gated = spec.family == "qwen2_5_vl"
+    gated = spec.vision.gated
     norm = [wide] if gated else [wide, wide]
     fc1 = (2 if gated else 1) * f // t
     attention = [wide * wide // t, wide, 3 * wide // t * wide, 3 * wide // t]
@@ -74,7 +74,7 @@ def text_layer_parameters(spec: ModelSpec, tensor: int) -> list[int]:
 def merger_parameters(spec: ModelSpec, tensor: int) -> list[int]:
     vision = spec.vision
     merged = vision.merge_unit * vision.hidden_size
-    norm = [vision.hidden_size] * (1 if spec.family == "qwen2_5_vl" else 2)
+    norm = [vision.hidden_size] * (1 if spec.vision.gated else 2)
     part = merged // tensor
     return [*norm, part * merged, part, spec.hidden_size * part, spec.hidden_size]
 
@@ -375,7 +375,7 @@ class ActivationModel:
             size = spec.vision
             h, q, kv, f = size.hidden_size, size.hidden_size, size.hidden_size, 0
             heads, head_dim, f = size.num_heads, size.head_dim, size.intermediate_size
-            gated = spec.family == "qwen2_5_vl"
+            gated = spec.vision.gated
             trained, ranks = self.learning.vision, self.learning.vision_adapters
         else:
             h, f, gated = spec.hidden_size, spec.intermediate_size, True
@@ -434,7 +434,7 @@ class ActivationModel:
 
     def merger(self) -> Kept:
         """Runs on all rows on every rank: its norm is not sharded."""
-        wide, gated = self.spec.vision.hidden_size, self.spec.family == "qwen2_5_vl"
+        wide, gated = self.spec.vision.hidden_size, self.spec.vision.gated
         trained, e = self.learning.merger, self.element
         norm = self._norm(wide, 1, layer_norm=not gated, trained=trained)
         kept = norm if self.learning.tower or trained else 0.0

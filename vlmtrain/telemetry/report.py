@@ -15,6 +15,7 @@ from typing import Any
 
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import write_text
+from vlmtrain.models.family import FAMILIES
 from vlmtrain.telemetry.charts import (
     LOW,
     Bar,
@@ -147,7 +148,7 @@ def render(rows: Sequence[Row], facts: dict[str, Any], name: str) -> str:
 
 def _head(rows: Sequence[Row], facts: dict[str, Any], name: str) -> str:
     last, usual = rows[-1], steady(rows)
-    family = "Qwen2.5-VL" if facts["family"] == "qwen2_5_vl" else "Qwen2-VL"
+    family = FAMILIES[facts["family"]].title
     processes = facts["processes"]
     mfu = [row["mfu"] for row in usual if row["mfu"] is not None]
     hfu = [row["hfu"] for row in usual if row["hfu"] is not None]

@@ -35,7 +35,7 @@ from vlmtrain.core.device import Backend
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.cpu.shim import without_shim
-from vlmtrain.models.configs import language_config, vision_config
+from vlmtrain.models.common.configs import language_config, vision_config
 from vlmtrain.models.lora import add_adapters
 from vlmtrain.models.stage import QwenVLStage
 from vlmtrain.models.trainable import freeze, mark_lowest_trainable

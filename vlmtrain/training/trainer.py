@@ -22,6 +22,7 @@ from vlmtrain.core.launch import Process, connect
 from vlmtrain.core.layout import Layout, make_layout
 from vlmtrain.core.lock import FolderLock
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 from vlmtrain.models.lora import check_section
 from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 from vlmtrain.telemetry.metrics import check_wandb
@@ -53,7 +54,7 @@ def run(config: TrainConfig, process: Process) -> None:
 
 def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
     """Everything that can be refused before a process group exists."""
-    spec = ModelSpec.from_folder(config.model)
+    spec = read_spec(config.model)
     check_wandb(config.train.wandb)
     if config.lora.rank:
         check_section(config.lora, spec)

@@ -22,12 +22,11 @@ from vlmtrain.core.spec import VisionSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.media import native
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
+from vlmtrain.models.common.family import MediaDefaults
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT_RATIO = 200  # the reference refuses more
 MAX_FILE_PIXELS = 2 * 89_478_485  # where PIL speaks of a decompression bomb and refuses
 _TOO_LARGE = f"{{}} has more than {MAX_FILE_PIXELS} pixels; make it smaller"
@@ -68,15 +67,20 @@ def smart_resize(
 class ImageSettings:
     """How pixels become patch rows; also used for the frames of a video."""
 
-    min_pixels: int = 56 * 56
-    max_pixels: int = 28 * 28 * 1280
+    min_pixels: int = MediaDefaults.image_pixels[0]
+    max_pixels: int = MediaDefaults.image_pixels[1]
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
-    mean: tuple[float, ...] = CLIP_MEAN
-    std: tuple[float, ...] = CLIP_STD
+    mean: tuple[float, ...] = MediaDefaults.mean
+    std: tuple[float, ...] = MediaDefaults.std
     rescale_factor: float = 1 / 255
     resample: int = int(Image.Resampling.BICUBIC)
+
+    @classmethod
+    def of(cls, media: MediaDefaults) -> ImageSettings:
+        """A family's own settings."""
+        return cls(*media.image_pixels, mean=media.mean, std=media.std)
 
     @classmethod
     def from_config(

@@ -21,6 +21,7 @@ from vlmtrain.data.media.images import (
     resize,
 )
 from vlmtrain.data.sample import Media, MediaInfo, Sample
+from vlmtrain.models.common.family import MediaDefaults
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,20 @@ class VideoSettings:
     max_frames: int = 768
 
     @classmethod
-    def default(cls, images: ImageSettings) -> VideoSettings:
-        """The defaults, with mean, std and patch sizes of `images`."""
-        return cls(replace(images, min_pixels=128 * 28 * 28, max_pixels=768 * 28 * 28))
+    def default(
+        cls, images: ImageSettings, pixels: tuple[int, int] = MediaDefaults.video_pixels
+    ) -> VideoSettings:
+        """The defaults: bounds of a frame's `pixels`, mean, std and patch sizes of `images`."""
+        return cls(replace(images, min_pixels=pixels[0], max_pixels=pixels[1]))
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, images: ImageSettings, vision: Any, **overrides: Any
+        cls,
+        folder: str | Path,
+        images: ImageSettings,
+        vision: Any,
+        pixels: tuple[int, int] = MediaDefaults.video_pixels,
+        **overrides: Any,
     ) -> VideoSettings:
         """Read video_preprocessor_config.json (or `video_processor` in processor_config.json).
 
@@ -52,7 +60,9 @@ class VideoSettings:
         which transformers falls back to, would allow 16,384 tokens a frame.
         """
         config, where = read_config(folder, "video_processor", "video_preprocessor_config.json")
-        frames = ImageSettings.from_config(config, vision, cls.default(images).images, where)
+        frames = ImageSettings.from_config(
+            config, vision, cls.default(images, pixels).images, where
+        )
         keys = ("fps", "num_frames", "min_frames", "max_frames")
         options = {key: config[key] for key in keys if config.get(key)}
         options |= {key: value for key, value in overrides.items() if value is not None}

@@ -19,6 +19,9 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}  # by VisionSpec.hidden_act
+
+
 def language_config(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, recompute: str = "none"
 ) -> TransformerConfig:
@@ -46,23 +49,22 @@ def language_config(
 def vision_config(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, recompute: str = "none"
 ) -> TransformerConfig:
-    """The vision tower: LayerNorm + quick_gelu (Qwen2-VL) or RMSNorm + SwiGLU (Qwen2.5-VL)."""
+    """The vision tower: biases everywhere, norm and activation as the spec says."""
     if layout.multiplexed:  # the whole tower on every rank
         layout = replace(
             layout, tensor=1, pipeline=1, virtual_pipeline=1, sequence=False, vision_layers=(1,)
         )
     vision = spec.vision
-    gated = spec.family == "qwen2_5_vl"
     config = TransformerConfig(
         num_layers=vision.depth,
         hidden_size=vision.hidden_size,
         num_attention_heads=vision.num_heads,
         kv_channels=vision.head_dim,
         ffn_hidden_size=vision.intermediate_size,
-        normalization="RMSNorm" if gated else "LayerNorm",
+        normalization=vision.normalization,
         layernorm_epsilon=1e-6,
-        gated_linear_unit=gated,
-        activation_func=F.silu if gated else quick_gelu,
+        gated_linear_unit=vision.gated,
+        activation_func=ACTIVATIONS[vision.hidden_act],
         add_bias_linear=True,
         pipeline_model_parallel_layout=layout.megatron_vision_layout(),
         **_common(layout, dtype, recompute),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from vlmkernels.integrations.megatron import VarlenCoreAttention
 from vlmtrain.cpu import host_ops
+from vlmtrain.models.common.configs import quick_gelu
 
 
 class Norm:
@@ -51,6 +53,10 @@ def touch(module: torch.nn.Module) -> None:
         hook(module, ())
 
 
+# Activation and whether it is gated -> the same in fewer passes over memory.
+_CPU_FORMS = {(F.silu, True): host_ops.swiglu, (quick_gelu, False): host_ops.quick_gelu}
+
+
 class TowerMLP(MLP):
     """megatron-core's MLP, on the CPU with fewer passes over its widest tensors, and where the
     config's `recompute_mlp` asks for it keeping its input only: most of a layer's activations are
@@ -62,9 +68,10 @@ class TowerMLP(MLP):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         def product(x: Tensor) -> Tensor:
-            if self.config.bias_activation_fusion or x.device.type != "cpu":
+            config = self.config
+            activation = _CPU_FORMS.get((config.activation_func, config.gated_linear_unit))
+            if activation is None or config.bias_activation_fusion or x.device.type != "cpu":
                 return MLP.forward(self, x, *args, **kwargs)[0]
-            activation = host_ops.swiglu if self.config.gated_linear_unit else host_ops.quick_gelu
             return self.linear_fc2(activation(*self.linear_fc1(x)))[0]
 
         fc2 = self.linear_fc2

@@ -26,7 +26,7 @@ from torch import Tensor
 from vlmkernels import VisionLayout
 from vlmkernels.integrations.megatron import VisionPackedSeqParams, VisionSelfAttention
 from vlmtrain.core.spec import VisionSpec
-from vlmtrain.models.layers import (
+from vlmtrain.models.common.layers import (
     Norm,
     adapt_mlps,
     ask_for_gradient,
