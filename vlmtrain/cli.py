@@ -36,8 +36,8 @@ _COMMANDS = {
 }
 # Modules of the packages that `pip install .` leaves out and `pip install ".[train]"` brings.
 _EXTRA = (
-    *("megatron", "transformers", "safetensors", "tokenizers", "webdataset", "PIL", "av"),
-    *("jinja2", "tyro", "tomli", "rich", "matplotlib", "psutil", "tensorboard"),
+    *("megatron", "transformers", "safetensors", "tokenizers", "PIL", "av"),
+    *("jinja2", "tyro", "tomli", "rich", "matplotlib", "psutil", "scipy", "tensorboard"),
 )
 
 
