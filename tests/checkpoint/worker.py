@@ -17,6 +17,9 @@ from typing import Any
 warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch import is_tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity import reference as ref  # noqa: E402
@@ -110,6 +113,31 @@ def fill_disk() -> None:
     files.SummedFile.write = write  # type: ignore[method-assign]
 
 
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors that are made inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        known = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if is_tensor(t)
+        }
+        for memory in (t.untyped_storage() for t in tree_leaves(out) if is_tensor(t)):
+            if memory.data_ptr() not in known:
+                self.total += memory.nbytes()
+                self.largest = max(self.largest, memory.nbytes())
+        return out
+
+    def on_every_rank(self) -> list[tuple[int, int]]:
+        """(total, largest) of each rank."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (self.total, self.largest))
+        return every
+
+
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
@@ -120,7 +148,10 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
         if case.get("load"):
-            result["extra"] = checkpoint.load(Path(case["load"]), engine.parts, engine.optimizer)
+            with Allocations() as allocations:
+                path = Path(case["load"])
+                result["extra"] = checkpoint.load(path, engine.parts, engine.optimizer)
+            result["load bytes"] = allocations.on_every_rank()
 
         def share(seed: int) -> list[Any]:
             samples = ref.make_samples(seed)
@@ -134,7 +165,9 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             step = int(target.name.split("-")[1])
             if case.get("disk_full") == dist.get_rank():
                 fill_disk()
-            saver.start(step, engine.parts, engine.optimizer, {"note": "kept"})
+            with Allocations() as allocations:
+                saver.start(step, engine.parts, engine.optimizer, {"note": "kept"})
+            result["save bytes"] = allocations.on_every_rank()
             # Training goes on while it is written: the checkpoint must not notice.
             for s in case.get("meanwhile", []):
                 engine.step(share(s), ref.LR)

@@ -84,3 +84,25 @@ def as_bytes(tensor: Tensor) -> Any:
 def hf_shapes(transform: Transform, megatron: Sequence[int]) -> list[list[int]]:
     """Shapes of a row's Hugging Face tensors, from that of its whole Megatron tensor."""
     return [list(t.shape) for t in transform.to_hf(torch.empty(list(megatron), device="meta"))]
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Boxes that together are elements start..stop of a row-major tensor, in their order."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    inner = 1
+    for n in shape[1:]:
+        inner *= n
+
+    def part_of_row(row: int, first: int, last: int) -> list[Box]:
+        boxes = flat_boxes(shape[1:], first - row * inner, last - row * inner)
+        return [((row, row + 1), *box) for box in boxes]
+
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last:
+        return part_of_row(last, start, stop)
+    head = part_of_row(first - 1, start, first * inner)
+    whole: list[Box] = [((first, last), *((0, n) for n in shape[1:]))] if first < last else []
+    return head + whole + part_of_row(last, last * inner, stop)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
@@ -153,7 +154,11 @@ class VisionReplica(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         everywhere = {**(metadata or {}), "dp_cp_group": dist.group.WORLD}
-        return self.vision.sharded_state_dict(prefix + "vision.", (), everywhere)
+        state = self.vision.sharded_state_dict(prefix + "vision.", (), everywhere)
+        for value in nested_values(state):
+            # Where a module does not name its groups, Megatron counts tensor-parallel copies.
+            value.replica_id = (0, 0, dist.get_rank())
+        return state
 
 
 class Multiplexer:

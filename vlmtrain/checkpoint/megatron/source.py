@@ -24,7 +24,13 @@ from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 
 # What a training checkpoint holds beside a weight, under these and the weight's key, in float32.
 STATES = ("param", "exp_avg", "exp_avg_sq")
-STATE_PREFIXES = tuple(f"optimizer.state.{name}." for name in STATES)
+
+
+def state_prefix(name: str) -> str:
+    return f"optimizer.state.{name}."
+
+
+STATE_PREFIXES = tuple(state_prefix(name) for name in STATES)
 
 
 class MegatronSource:

@@ -17,22 +17,15 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
-from torch import Tensor
 
 from vlmtrain.checkpoint.hf.files import carry_files
 from vlmtrain.checkpoint.megatron.source import STATE_PREFIXES
@@ -45,6 +38,7 @@ from vlmtrain.checkpoint.megatron.torch_dist import (
     write_metadata,
 )
 from vlmtrain.checkpoint.training import optimizer_state
+from vlmtrain.checkpoint.training.sharding import Piece, places
 from vlmtrain.core.collectives import on_first_rank, shared_error
 from vlmtrain.core.files import (
     MANIFEST,
@@ -94,7 +88,7 @@ class Saver:
     def start(
         self,
         step: int,
-        stages: list[Any],
+        parts: list[Any],
         optimizer: MegatronOptimizer,
         extra: dict[str, Any],
     ) -> None:
@@ -112,9 +106,8 @@ class Saver:
             "optimizer_steps": optimizer_state.steps_taken(optimizer),
             "random": _gather_random_state(),
         }
-        tensors = _staged(_sharded_model(stages), optimizer)
-        dtype = stages[0].config.params_dtype
-        self._writer = _Writer(work, target, tensors, common, dtype)
+        dtype = parts[0].config.params_dtype
+        self._writer = _Writer(work, target, _staged(parts, optimizer), common, dtype)
 
     def poll(self, stop: bool = False) -> bool:
         """Complete a checkpoint that all ranks have written; whether any rank says `stop`.
@@ -197,12 +190,12 @@ class _Writer:
         self,
         work: Path,
         target: Path,
-        tensors: list[tuple[ShardedTensor, Tensor]],
+        pieces: list[Piece],
         common: dict[str, Any],
         dtype: torch.dtype,
     ) -> None:
         self.work, self.target, self.common, self.dtype = work, target, common, dtype
-        self._tensors = tensors
+        self._pieces = pieces
         self._chunks: list[Chunk] = []
         self._files: dict[str, dict[str, int]] = {}
         self._error: str | None = None
@@ -217,16 +210,16 @@ class _Writer:
             self._error = str(error)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             self._error = f"{self.target} can't be written: {error!r}"
-        self._tensors = []
+        self._pieces = []
 
     def _write(self) -> None:
-        if not self._tensors:
+        if not self._pieces:
             return
         file = ChunkFile(self._path)
         try:
-            while self._tensors:
-                meta, data = self._tensors.pop(0)  # memory is free again as it is written
-                file.add(meta.key, meta.global_shape, meta.global_offset, data)
+            while self._pieces:
+                piece = self._pieces.pop(0)  # memory is free again as it is written
+                file.add(piece.key, piece.shape, piece.offsets, piece.data)
         except BaseException:
             file.abandon()
             raise
@@ -243,44 +236,15 @@ class _Writer:
         return self._chunks, self._files, self._error
 
 
-def _sharded_model(stages: list[Any]) -> dict[str, Any]:
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    return {
-        f"model{i}": stage.sharded_state_dict(metadata=metadata) for i, stage in enumerate(stages)
-    }
-
-
-def _tensors(state: Any) -> Iterator[ShardedTensor]:
-    """The sharded tensors of a state; of those cut in parts (gate and up) the parts."""
-    for value in nested_values(state):
-        if isinstance(value, ShardedTensorFactory):
-            for part in nested_values(value.build()):
-                memory = part.data.untyped_storage().data_ptr()
-                assert memory == value.data.untyped_storage().data_ptr(), part.key
-                yield part
-        elif isinstance(value, ShardedTensor):
-            yield value
-
-
-def _staged(
-    model: dict[str, Any], optimizer: MegatronOptimizer
-) -> list[tuple[ShardedTensor, Tensor]]:
-    """What this rank writes, in host memory that training does not touch.
-
-    The optimizer's tensors were gathered for this save; the model's are copied here.
-    """
-    staged = []
-    for copy, state in ((True, model), (False, optimizer_state.sharded(optimizer, model))):
-        for tensor in _tensors(state):
-            if is_main_replica(tensor.replica_id):
-                data = tensor.data.detach().to("cpu", copy=copy).contiguous()
-                staged.append((tensor.without_data(), data.view(_chunk_shape(tensor))))
+def _staged(parts: list[Any], optimizer: MegatronOptimizer) -> list[Piece]:
+    """What this rank writes, in host memory that training does not touch."""
+    table = places(parts)
+    shared = optimizer_state.parameters(optimizer)
+    staged = list(optimizer_state.pieces(optimizer, table))
+    for tensor, place in table.items():
+        if place.is_first and tensor not in shared:  # frozen: the first data-parallel rank's
+            staged += place.pieces(tensor.detach().to("cpu", copy=True).view(-1))
     return staged
-
-
-def _chunk_shape(tensor: ShardedTensor) -> tuple[int, ...]:
-    local = tuple(tensor.data.shape)
-    return (1,) * (len(tensor.global_shape) - len(local)) + local
 
 
 def complete(folder: Path) -> list[int]:
@@ -332,7 +296,7 @@ def go_on_from(path: Path) -> None:
     writing(latest, lambda: write_text(latest, path.name + "\n"))
 
 
-def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
+def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Restore model and optimizer in place; returns what `Saver.start` got as `extra`.
 
     Collective. Any layout reads what any other wrote; a part that was frozen when the checkpoint
@@ -352,15 +316,14 @@ def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[st
             raise CheckpointError(
                 f"{path} holds weights only; start a new run from it with --model {path}"
             )
-        model = _sharded_model(stages)
-        saved, taken = reader.keys(), {tensor.key for tensor in _tensors(model)}
-
-        def fill(state: Any) -> None:
-            for tensor in _tensors({"": state}):
-                _fill(reader, tensor)
-
-        fill(model)
-        optimizer_state.load(optimizer, model, fill, common.pop("optimizer_steps"))
+        table = places(parts)
+        saved = reader.keys()
+        taken = {key for place in table.values() for key in place.keys()}
+        fill = partial(_fill, reader)
+        for tensor, place in table.items():
+            for piece in place.pieces(tensor.detach().view(-1)):
+                fill(piece)
+        optimizer_state.load(optimizer, table, fill, common.pop("optimizer_steps"))
     except CheckpointError as error:
         message = str(error)
     every: list[Any] = [None] * dist.get_world_size()
@@ -380,9 +343,9 @@ def load(path: Path, stages: list[Any], optimizer: MegatronOptimizer) -> dict[st
     return common
 
 
-def _fill(reader: ChunkReader, tensor: ShardedTensor) -> None:
-    """Read a sharded tensor's part of the checkpoint into its memory."""
-    key = tensor.key
+def _fill(reader: ChunkReader, piece: Piece) -> None:
+    """Read a box of the checkpoint into its memory."""
+    key = piece.key
     if key not in reader.keys():
         if key.startswith(STATE_PREFIXES):
             name = key.split(".", 3)[3]
@@ -395,14 +358,13 @@ def _fill(reader: ChunkReader, tensor: ShardedTensor) -> None:
             f"{reader.folder} does not hold the parameter {key}; resume with the --model and the "
             "--lora options it was trained with"
         )
-    out = tensor.data.detach().view(_chunk_shape(tensor))
-    stored, want = list(reader.shape(key)), list(tensor.global_shape)
-    box = [(o, o + n) for o, n in zip(tensor.global_offset, out.shape, strict=True)]
-    if stored != want:
-        if not tensor.allow_shape_mismatch or stored[1:] != want[1:]:
+    out, stored = piece.data, reader.shape(key)
+    box = [(o, o + n) for o, n in zip(piece.offsets, out.shape, strict=True)]
+    if stored != piece.shape:
+        if not piece.padded or stored[1:] != piece.shape[1:]:
             raise CheckpointError(
-                f"{reader.folder}: {key} is {stored}, this model needs {want}; resume with the "
-                "--model and the --lora options it was trained with"
+                f"{reader.folder}: {key} is {list(stored)}, this model needs {list(piece.shape)}; "
+                "resume with the --model and the --lora options it was trained with"
             )
         # A table of words padded for another tensor-parallel size: the padding is zeros.
         out.zero_()
