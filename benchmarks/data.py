@@ -14,7 +14,7 @@ import torch
 from benchmarks import ceilings, loader
 from benchmarks.harness import Comparison, Context, Row, compare
 from vlmkernels import patchify, resize
-from vlmkernels.patchify import patchify_reference
+from vlmkernels.image.patchify import patchify_reference
 from vlmtrain.data.costs import sample_costs
 from vlmtrain.data.images import ImageSettings, load_image
 from vlmtrain.data.images import patchify as patch_rows

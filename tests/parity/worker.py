@@ -53,7 +53,7 @@ def gather_gradients(engine: Any) -> None:
 # borders before they leave it.
 # What reads grids and indices of packs in host memory.
 _HOST = ("vision_layout.py", "messages.py:message_shape", "multiplex.py:media_of", "batch.py:to")
-_HOST += ("pixels.py:grid_of", "rows.py:__init__", "routing.py:row_exchange")
+_HOST += ("pixels.py:grid_of", "rows.py:__init__", "row_exchange.py:row_exchange")
 _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 
 
