@@ -109,8 +109,9 @@ def direct(cuda: str) -> None:
     commands: list[list[str]] = []
     objects: list[str] = []
 
-    def add(source: Path, command: list[str]) -> None:
-        target = BUILD / f"{source.parent.name}-{source.stem}.o"
+    def add(source: Path, command: list[str], isa: str = "") -> None:
+        parts = source.relative_to(csrc).with_suffix("").parts
+        target = BUILD / f"{'-'.join((isa, *parts))}.o"
         objects.append(str(target))
         commands.append([*command, "-c", str(source), "-o", str(target)])
 
@@ -131,13 +132,15 @@ def direct(cuda: str) -> None:
         targets.append(f"-gencode=arch=compute_{archs[0]},code=compute_{archs[0]}")
         flags = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", "-lineinfo", "--threads=0"]
         flags += ["-Xptxas=-warn-spills,-Werror", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-        for source in sorted((csrc / "cuda").glob("*.cu")):
+        for source in sorted(csrc.glob("cuda/**/*.cu")):
             add(source, [nvcc, *flags, *targets, f"-I{csrc}"])
-    for source in [csrc / "bindings.cpp", *sorted((csrc / "cpu").glob("*.cpp"))]:
-        isa = next((i for i in ("avx512_bf16", "avx512", "avx2") if source.stem.endswith(i)), None)
-        if isa is None or isa in usable:
-            flags = usable[isa] if isa else []
-            add(source, [compiler, *HOST, *flags, *defines, *includes])
+    for source in sorted([*csrc.glob("bindings/*.cpp"), *csrc.glob("cpu/**/*.cpp")]):
+        if not source.stem.endswith("kernel"):
+            add(source, [compiler, *HOST, *defines, *includes])
+            continue
+        for isa, isa_flags in {"generic": [], **usable}.items():
+            if isa != "avx512_bf16" or source.parent.name == "attention":
+                add(source, [compiler, *HOST, *isa_flags, f"-DVLMK_ISA={isa}", *includes], isa)
 
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 2)
     with ThreadPoolExecutor(jobs) as pool:

@@ -1,4 +1,4 @@
-// Plain structs, one per kernel family: what bindings.cpp fills and a kernel reads. No framework.
+// Plain structs, one per kernel family: what csrc/bindings fills and a kernel reads. No framework.
 // T = packed tokens, H = heads, Hkv = key/value heads, D = head_dim, n = segments.
 #pragma once
 #include <cstdint>
@@ -96,7 +96,7 @@ struct FlashVisionGradParams {
   void* turned_queries;  // the same for q; without it (null) the backward is always mma.sync's
 };
 
-// How Adam's moments are held, as in optim/native.py; codes: see cpu/dynamic_tree.h.
+// How Adam's moments are held, as in optim/native.py; codes: see cpu/adam/dynamic_tree.inl.
 enum class MomentType : int { kFloat32 = 0, kBFloat16 = 1, kCodes = 2 };
 
 // One parameter tensor of a multi-tensor Adam step; all arrays [numel], dense, same element order.
@@ -105,7 +105,7 @@ struct AdamTensor {
   const void* grad;  // fp32 or bf16, see grad_dtype
   void* exp_avg;     // fp32, bf16 or 8-bit codes, see moments
   void* exp_avg_sq;
-  float* exp_avg_scale;  // [ceil(numel / 256)] for codes, else null: see cpu/dynamic_tree.h
+  float* exp_avg_scale;  // [ceil(numel / 256)] for codes, else null: see cpu/adam/dynamic_tree.inl
   float* exp_avg_sq_scale;
   void* low;  // bf16 copy of param to write, or null; may be grad's own memory where that is bf16
   int64_t numel;

@@ -1,11 +1,10 @@
 // Which instruction set runs: chosen once from cpuid, VLMKERNELS_ISA overrides.
 //
-// An op is one <op>_kernel.inl, included by <op>_generic.cpp, <op>_avx2.cpp, <op>_avx512.cpp, each
-// of which CMakeLists.txt compiles with its own flags (told apart by the file name) and each of
-// which puts the code into its own namespace. Whatever such a file defines must have internal
-// linkage or stand in that namespace, templates and inline functions too: the linker keeps one copy
-// of a shared inline function, and it may keep the AVX-512 one. tests/kernels/test_build.py looks
-// for that.
+// CMakeLists.txt compiles every *kernel.cpp once per instruction set, with its flags and VLMK_ISA
+// defined to its name, which is the namespace that the code stands in. What such a file includes
+// and only makes sense there ends in .inl. Whatever it defines must have internal linkage or stand
+// in that namespace, templates and inline functions too: the linker keeps one copy of a shared
+// inline function, and it may keep the AVX-512 one. tests/kernels/test_build.py looks for that.
 #pragma once
 
 namespace vlmk {

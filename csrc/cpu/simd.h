@@ -1,8 +1,7 @@
 // One vector of floats, for the instruction set that the including file is compiled for.
 //
-// The including file defines VLMK_ISA (the namespace: generic, avx2 or avx512). Everything stands
-// in that namespace with internal linkage, see dispatch.h. + - * / work on Vec directly (GCC and
-// Clang vector types), the rest is here:
+// Everything stands in namespace VLMK_ISA with internal linkage, see dispatch.h. + - * / work on
+// Vec directly (GCC and Clang vector types), the rest is here:
 //   kWidth, set1, load, store, load_n, store_n, stream, fma, max, sqrt, exp2, reduce_add,
 //   keep_from, transpose
 // load/store take float, BFloat16, Float16; the _n ones touch only the first n elements, the other

@@ -15,17 +15,16 @@ from vlmtrain.checkpoint.mapping import (
     canonical_name,
     checkpoint_key,
     join,
-    padded_vocab_size,
     pieces,
     rows,
     split,
     split_dim,
     transforms,
 )
-from vlmtrain.checkpoint.weights import hf_shapes
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec, VisionSpec
-from vlmtrain.parallel.layout import make_layout
+from vlmtrain.checkpoint.tensors import hf_shapes
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.layout import make_layout
+from vlmtrain.core.spec import ModelSpec, VisionSpec, padded_vocab_size
 
 
 @st.composite
@@ -51,6 +50,8 @@ def specs(draw: Any, tensor: int = 1) -> ModelSpec:
             temporal_patch_size=2,
             spatial_merge_size=2,
             hidden_act="silu" if gated else "quick_gelu",
+            gated=gated,
+            normalization="RMSNorm" if gated else "LayerNorm",
             window_size=112 if gated else None,
             full_attention_layers=(),
             tokens_per_second=None,

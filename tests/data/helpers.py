@@ -10,7 +10,8 @@ import numpy as np
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import parse_spec
 
 SPECIAL = [
     "<|endoftext|>",
@@ -70,7 +71,7 @@ def seven_billion(family: str) -> ModelSpec:
         vision |= {"embed_dim": 1280, "hidden_size": 3584}
     else:
         vision |= {"hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420}
-    return ModelSpec.from_dict(
+    return parse_spec(
         {
             "model_type": family,
             "hidden_size": 3584,

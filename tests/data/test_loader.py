@@ -21,14 +21,14 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.data.helpers import IMAGE_LIMITS, conversation, write_json
-from vlmtrain.data.batch import PackedBatch
+from vlmtrain.core.batch import PackedBatch
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex, scan_sources
 from vlmtrain.data.loader import PackedLoader, PixelShare, _FrameCache
-from vlmtrain.data.packing import POLICIES, Policy, plan_epoch
+from vlmtrain.data.packing.plan import POLICIES, Policy, plan_epoch
 from vlmtrain.data.processor import Processor
-from vlmtrain.models.positions import mrope_positions
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.models.common.positions import mrope_positions
 from vlmtrain.parallel.multiplex import deal_media
 
 PACK = 160

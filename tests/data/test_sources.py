@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from tests.data.helpers import conversation, write_json
-from vlmtrain.data import cli
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.sources import SourceSpec, parse_sources
+from vlmtrain.data.formats.webdataset import ShardSource, build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.processor import Processor
-from vlmtrain.data.sharegpt import JsonSource
-from vlmtrain.data.sources import SourceSpec, parse_sources
+from vlmtrain.data.stats import stats
 from vlmtrain.data.template import QWEN_TEMPLATE
-from vlmtrain.data.webdataset import ShardSource, build_shards
-from vlmtrain.models.spec import ModelSpec
 
 
 def test_as_typed(tmp_path: Path) -> None:
@@ -111,8 +111,11 @@ def test_epochs_without_a_sample_are_passed_over(
         assert loader.epoch == 8
     assert Counter(id for ids in seen for id in ids) == Counter({"a0": 2, "a1": 2})
     with pytest.raises(DataError, match="leave no sample in the first epoch"):
-        cli.stats(f"{path}:0.25", model_folder, pack_length=64)
-    assert [cli.stats(f"{path}:{w}", model_folder, pack_length=30).packs for w in (1, 3)] == [2, 6]
+        stats(f"{path}:0.25", model_folder, pack_length=64)
+    assert [stats(f"{path}:{w}", model_folder, pack_length=30).packs for w in (1, 3)] == [
+        2,
+        6,
+    ]
 
 
 def test_alpaca_and_llama_factory(tmp_path: Path) -> None:

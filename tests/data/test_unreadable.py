@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from tests.data.helpers import conversation, write_json
-from vlmtrain.data import decoding
-from vlmtrain.data.batch import PackedBatch
-from vlmtrain.data.decoding import DecoderPool
+from vlmtrain.core.batch import PackedBatch
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex, scan_sources
 from vlmtrain.data.loader import PackedLoader
+from vlmtrain.data.media import decoding
+from vlmtrain.data.media.decoding import DecoderPool
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import FileRange, Media, Sample
-from vlmtrain.models.spec import ModelSpec
 
 PACK = 96
 
@@ -144,7 +144,7 @@ def test_isolated_decoders_give_the_same_pixels(
 
 CRASH = """
 import ctypes, os, signal, time
-from vlmtrain.data import decoding
+from vlmtrain.data.media import decoding
 original = decoding.load_frames
 def load(media, sample, *rest):
     if "segfault" in media.name: os.kill(os.getpid(), signal.SIGSEGV)
@@ -196,10 +196,10 @@ def test_decoders_end_with_their_parent(pictures: Path) -> None:
     """Killed hard, the parent leaves no process behind."""
     script = f"""
 import time
-from vlmtrain.data.decoding import DecoderPool
-from vlmtrain.data.images import ImageSettings
+from vlmtrain.data.media.decoding import DecoderPool
+from vlmtrain.data.media.images import ImageSettings
 from vlmtrain.data.sample import FileRange, Media, Sample
-from vlmtrain.data.videos import VideoSettings
+from vlmtrain.data.media.videos import VideoSettings
 settings = ImageSettings()
 pool = DecoderPool(settings, VideoSettings.default(settings))
 media = Media("image", "a", (FileRange({str(pictures / "p0.jpg")!r}),))
@@ -231,16 +231,16 @@ RANKS = """
 import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
-from vlmtrain.data.agreement import across_ranks
+from vlmtrain.data.collective_errors import across_ranks
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.processor import Processor
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.errors import UserError
+from vlmtrain.models.family import read_spec
 
 rank, folder, model = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-spec = ModelSpec.from_folder(model)
+spec = read_spec(model)
 processor = Processor.from_folder(model, spec)
 index = scan_sources([folder / "c.json"], processor, spec, 96)
 dist.barrier()

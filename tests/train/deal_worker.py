@@ -14,17 +14,17 @@ import torch.distributed as dist  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity.worker import gather_gradients, gradient  # noqa: E402
-from vlmtrain import device, launch  # noqa: E402
-from vlmtrain.checkpoint.hf_export import gathered  # noqa: E402
-from vlmtrain.checkpoint.hf_import import load_weights  # noqa: E402
-from vlmtrain.config import OptimizerSection  # noqa: E402
+from vlmtrain.checkpoint.hf.save import gathered  # noqa: E402
+from vlmtrain.checkpoint.load import load_weights  # noqa: E402
+from vlmtrain.core import device, launch  # noqa: E402
+from vlmtrain.core.config import OptimizerSection  # noqa: E402
+from vlmtrain.core.layout import make_layout  # noqa: E402
 from vlmtrain.data.index import scan_sources  # noqa: E402
 from vlmtrain.data.loader import PackedLoader  # noqa: E402
-from vlmtrain.data.packing import Policy  # noqa: E402
+from vlmtrain.data.packing.plan import Policy  # noqa: E402
 from vlmtrain.data.processor import Processor  # noqa: E402
-from vlmtrain.engine import Engine  # noqa: E402
-from vlmtrain.models.spec import ModelSpec  # noqa: E402
-from vlmtrain.parallel.layout import make_layout  # noqa: E402
+from vlmtrain.models.family import read_spec  # noqa: E402
+from vlmtrain.training.engine import Engine  # noqa: E402
 
 
 def main(path: Path) -> None:
@@ -34,7 +34,7 @@ def main(path: Path) -> None:
     backend = device.setup(process.local_rank)
     launch.connect(process, backend.process_group)
     size = dist.get_world_size()
-    spec = ModelSpec.from_folder(case["model"])
+    spec = read_spec(case["model"])
     processor = Processor.from_folder(case["model"], spec)
     index = scan_sources([case["data"]], processor, spec, case["pack_length"])
 

@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from vlmtrain.data.batch import PackedBatch, empty_pack  # noqa: E402
+from vlmtrain.core.batch import PackedBatch, empty_pack  # noqa: E402
 from vlmtrain.data.index import scan_sources  # noqa: E402
 from vlmtrain.data.loader import PackedLoader, PixelShare  # noqa: E402
 from vlmtrain.data.processor import Processor  # noqa: E402
-from vlmtrain.models.spec import ModelSpec  # noqa: E402
-from vlmtrain.parallel.pixels import SharedPixels  # noqa: E402
+from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.pixel_sharing import SharedPixels  # noqa: E402
 
 
 def main(path: Path) -> None:
     case = torch.load(path)
     dist.init_process_group("gloo")
     shared = SharedPixels(dist.group.WORLD)
-    spec = ModelSpec.from_folder(case["model"])
+    spec = read_spec(case["model"])
     processor = Processor.from_folder(case["model"], spec)
     index = scan_sources([case["data"]], processor, spec, 320)
 

@@ -3,7 +3,7 @@
 T = packed tokens, P = patches, H = heads, Hkv = key/value heads, D = head_dim, n = segments.
 
 Method: FlashAttention-2's online softmax (Dao 2023, https://arxiv.org/abs/2307.08691). On the CPU
-with scores transposed, so that queries lie in vector lanes (csrc/cpu/attention_kernel.inl);
+with scores transposed, so that queries lie in vector lanes (csrc/cpu/attention/kernel.cpp);
 arithmetic is float32 for every storage type, but for bfloat16 on processors with fast bf16 dot
 products, and results don't depend on the number of threads. docs/attention.md and
 docs/attention-cuda.md explain the kernels, select.py says which one serves a call.

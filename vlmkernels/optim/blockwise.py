@@ -1,8 +1,8 @@
 """8-bit moments of Adam, one float32 scale per 256 elements, in plain torch.
 
 Method: "8-bit Optimizers via Block-wise Quantization", Dettmers et al. 2022
-(https://arxiv.org/abs/2110.02861). csrc/cpu/dynamic_tree.h describes the codes and does the same in
-every step of CPUAdam; here it is for state that is loaded, for tests and as documentation.
+(https://arxiv.org/abs/2110.02861). csrc/cpu/adam/dynamic_tree.inl describes the codes and does the
+same in every step of CPUAdam; here it is for state that is loaded, for tests and as documentation.
 
 Elements are taken in memory order; a tensor's last block may be short.
 """

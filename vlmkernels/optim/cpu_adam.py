@@ -24,19 +24,27 @@ from torch import Tensor
 from vlmkernels._native import describe
 
 from . import blockwise
-from . import moments as held
-from .moments import EIGHT_BIT
 from .native import (
     Rows,
     check_gradient,
     check_hyperparameters,
     check_nonfinite,
-    fill_groups,
     is_dense,
     is_host,
     is_step,
     overlap,
     sum_of_squares,
+)
+from .state import (
+    CODES,
+    EIGHT_BIT,
+    MOMENTS,
+    SCALES,
+    check_loaded,
+    check_moments,
+    fill_groups,
+    fit_moments,
+    is_like,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,8 +70,8 @@ class _Known:
         self.grad = weakref.ref(grad)  # zero_grad is to free its memory
         self.keys = keys
         self.exp_avg, self.exp_avg_sq = (state[key] for key in keys)
-        coded = keys is held.CODES
-        self.scales = (state[held.SCALES[0]], state[held.SCALES[1]]) if coded else None
+        coded = keys is CODES
+        self.scales = (state[SCALES[0]], state[SCALES[1]]) if coded else None
         self.step = state["step"]
         self.written = (param,) if low is None else (param, low)
         self.key, self.row = Rows.make(
@@ -84,8 +92,8 @@ class _Known:
             and self.exp_avg is state.get(self.keys[0])
             and self.exp_avg_sq is state.get(self.keys[1])
             and self.step is state.get("step")
-            and (self.scales is None or self.scales[0] is state.get(held.SCALES[0]))
-            and (self.scales is None or self.scales[1] is state.get(held.SCALES[1]))
+            and (self.scales is None or self.scales[0] is state.get(SCALES[0]))
+            and (self.scales is None or self.scales[1] is state.get(SCALES[1]))
         )
 
 
@@ -136,7 +144,7 @@ class CPUAdam(torch.optim.Optimizer):
         nonfinite: Literal["propagate", "skip"] = "propagate",
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
-        held.check_type(moments)
+        check_moments(moments)
         check_nonfinite(nonfinite)
         self.moments = moments
         self.nonfinite = nonfinite
@@ -209,13 +217,12 @@ class CPUAdam(torch.optim.Optimizer):
         for param, values in self.state.items():
             if "step" in values:  # Megatron loads one tensor for all parameters
                 values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
-            held.check_loaded(values, param)
+            check_loaded(values, param)
 
     def grad_norm(self) -> float:
         """The L2 norm of all gradients, in one pass; infinite or NaN where a gradient is."""
         grads = [self._gradient(p) for group in self.param_groups for p in group["params"]]
-        held = [g for g in grads if g is not None]
-        dense = [g if is_dense(g) else g.contiguous() for g in held]
+        dense = [g if is_dense(g) else g.contiguous() for g in grads if g is not None]
         return math.sqrt(sum_of_squares(dense))
 
     @torch.no_grad()
@@ -316,17 +323,17 @@ class CPUAdam(torch.optim.Optimizer):
         if not is_step(state.get("step")) or not self._holds_moments(state, stride, param.numel()):
             if not is_step(state.get("step")):
                 state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
-            held.fit(state, self.moments, partial(torch.empty_like, param))
-        keys = held.CODES if self.moments == EIGHT_BIT else held.KEYS
+            fit_moments(state, self.moments, partial(torch.empty_like, param))
+        keys = CODES if self.moments == EIGHT_BIT else MOMENTS
         return grad, _Known(param, grad, state, self._low.get(param), keys)
 
     def _holds_moments(self, state: dict[str, Any], stride: tuple[int, ...], numel: int) -> bool:
         if self.moments == EIGHT_BIT:
-            for key in held.SCALES:
+            for key in SCALES:
                 scales = state.get(key)
                 if scales is None or scales.dtype != torch.float32 or not scales.is_contiguous():
                     return False
                 if scales.numel() != blockwise.num_blocks(numel):
                     return False
-            return all(held.is_like(state.get(key), EIGHT_BIT, stride) for key in held.CODES)
-        return all(held.is_like(state.get(key), self.moments, stride) for key in held.KEYS)
+            return all(is_like(state.get(key), EIGHT_BIT, stride) for key in CODES)
+        return all(is_like(state.get(key), self.moments, stride) for key in MOMENTS)

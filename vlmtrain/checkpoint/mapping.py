@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.spec import ModelSpec
 
 
 class WeightError(UserError):
@@ -112,7 +112,7 @@ def _vision_norms(kinds: Sequence[str]) -> tuple[list[Row], list[Row]]:
 
 def rows(spec: ModelSpec) -> Iterator[Row]:
     """Every row of a model, layer numbers filled in."""
-    gated = spec.family == "qwen2_5_vl"
+    gated = spec.vision.gated
     layer_norms, merger_norm = _vision_norms(("weight",) if gated else ("weight", "bias"))
     yield from _TEXT
     if not spec.tie_word_embeddings:
@@ -191,12 +191,6 @@ def transforms(spec: ModelSpec) -> dict[str, Transform]:
         "text_qkv": Transform(text_qkv, text_qkv_back),
         "gate_up": Transform(lambda t: torch.cat(list(t)), lambda x: list(x.chunk(2)), parts=2),
     }
-
-
-def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """Rows of the embedding table in Megatron: a multiple of 128 x tensor-parallel size."""
-    unit = 128 * tensor
-    return -(-vocab_size // unit) * unit
 
 
 # --- splitting -----------------------------------------------------------------------------------

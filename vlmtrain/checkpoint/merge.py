@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vlmtrain.checkpoint.mapping import Row, WeightError, canonical_name, checkpoint_key, rows
-from vlmtrain.checkpoint.torch_dist import read_common
-from vlmtrain.checkpoint.weights import MegatronSource, Source, open_weights
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.checkpoint.megatron.source import MegatronSource
+from vlmtrain.checkpoint.megatron.torch_dist import read_common
+from vlmtrain.checkpoint.weights import Source, open_weights
+from vlmtrain.core.config import LoraSection
+from vlmtrain.models.family import read_spec
 
 ADAPTER_CONFIG = "adapter_config.json"
 # What peft can do beside W + scale B A, and the value that means it does not.
@@ -136,7 +138,7 @@ def from_peft(folder: Path, base: Path) -> MergedSource:
         if not module or letter not in ("A", "B"):
             raise WeightError(f"{path}: {name} is no tensor of a LoRA adapter on a linear")
         pairs.setdefault(canonical_name(module + ".weight"), {})[letter] = tensor
-    spec = ModelSpec.from_folder(base)
+    spec = read_spec(base)
     known = {name for row in rows(spec) for name in row.hf}
     for name, pair in pairs.items():
         if name not in known or len(pair) != 2:
@@ -170,7 +172,7 @@ def from_checkpoint(source: MegatronSource) -> MergedSource:
     Raises:
         WeightError: the checkpoint does not say how they were trained.
     """
-    from vlmtrain.config import LoraSection
+    # Imports Megatron: seconds, and memory that conversion without adapters does not need.
     from vlmtrain.models.lora import Fused, fused_linears
 
     folder, reader, spec = source.folder, source.reader, source.spec

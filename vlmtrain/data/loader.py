@@ -18,17 +18,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from vlmtrain.data.agreement import Agree, Failure, Report
-from vlmtrain.data.batch import PackedBatch, collate, empty_pack
-from vlmtrain.data.costs import COST_VERSION, sample_costs
-from vlmtrain.data.decoding import DecoderPool
+from vlmtrain.core.batch import IGNORE, EncodedSample, PackedBatch, collate, empty_pack
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.collective_errors import Agree, Failure, Report
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex
-from vlmtrain.data.packing import PLAN_VERSION, Plan, Policy, deal, epoch_entries, plan_epoch
-from vlmtrain.data.processor import IGNORE, EncodedSample, Processor
+from vlmtrain.data.media.decoding import DecoderPool
+from vlmtrain.data.packing.costs import COST_VERSION, sample_costs
+from vlmtrain.data.packing.plan import PLAN_VERSION, Plan, Policy, deal, epoch_entries, plan_epoch
+from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import Media, Sample
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec
 
 # What must be unchanged for a saved position to mean the same samples.
 _IDENTITY = {
@@ -251,7 +251,7 @@ class PackedLoader:
         return failures
 
     def _everywhere(self, message: str) -> UserError:
-        from vlmtrain.parallel.together import shared_error
+        from vlmtrain.core.collectives import shared_error
 
         return shared_error(message)
 

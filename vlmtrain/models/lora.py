@@ -26,10 +26,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from vlmtrain.config import LoraSection
-from vlmtrain.errors import UserError
-from vlmtrain.models.layers import touch
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.config import LoraSection
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.common.layers import touch
 
 LANGUAGE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -67,7 +67,7 @@ def fused_linears(spec: ModelSpec, vision: bool) -> dict[str, Fused]:
             "self_attention.linear_qkv": Fused(("attn.qkv",), (3 * width,), v.num_heads, inner=3),
             "self_attention.linear_proj": Fused(("attn.proj",), (width,)),
         }
-        if spec.family == "qwen2_5_vl":
+        if spec.vision.gated:
             table["mlp.linear_fc1"] = Fused(("mlp.gate_proj", "mlp.up_proj"), (mid, mid))
             table["mlp.linear_fc2"] = Fused(("mlp.down_proj",), (width,))
         else:

@@ -6,7 +6,7 @@ ranks of a replica holds the whole tower. Per step:
 1. The images and videos of the step's microbatches are dealt to the ranks by cost, longest
    first; every rank computes the same deal from the grids alone.
 2. Each rank encodes its share without keeping activations, in pieces of bounded size, and sends
-   each row to the rank that writes it into the word embeddings (rows.py).
+   each row to the rank that writes it into the word embeddings (row_exchange.py).
 3. The pipeline runs; the embedding's ranks collect the gradients of the rows.
 4. The gradients go back; each rank encodes its pieces again, now with a backward pass.
 5. The tower's gradients are summed over all ranks of the run.
@@ -22,48 +22,32 @@ from __future__ import annotations
 import contextlib
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from vlmtrain.data.batch import PackedBatch
-from vlmtrain.models.layers import touch
-from vlmtrain.models.spec import ModelSpec, VisionSpec
-from vlmtrain.models.vision import VisionInputs, VisionTower
+from vlmtrain.core.batch import EncodedPack, PackedBatch
+from vlmtrain.core.clock import Clock
+from vlmtrain.core.spec import ModelSpec, VisionSpec
+from vlmtrain.models.common.layers import touch
+from vlmtrain.models.common.vision import VisionInputs
+from vlmtrain.models.family import family_of
 from vlmtrain.parallel.overlap import parameters_ready
-from vlmtrain.parallel.rows import StepRows
-from vlmtrain.timing import Clock
+from vlmtrain.parallel.row_exchange import StepRows
 
 # Patches encoded at once: about 41 kB of activations each and layer in bf16, so 16,384 patches
 # through 32 layers of width 1280 take about 21 GB.
 PIECE_PATCHES = 16384
-
-
-@dataclass
-class EncodedPack(PackedBatch):
-    """A pack whose images are encoded, on a rank that embeds words: the rows that it writes.
-
-    Where another rank writes a visual row, visual_index is -1 and the id that of no word.
-    """
-
-    visual_rows: Tensor | None = None  # [n, h]
-
-    @classmethod
-    def of(cls, pack: PackedBatch, rows: Tensor, index: Tensor) -> EncodedPack:
-        index = index.to(pack.visual_index.device, non_blocking=True)
-        kept = {f.name: getattr(pack, f.name) for f in fields(pack)}
-        kept["input_ids"] = pack.input_ids.masked_fill((pack.visual_index >= 0) & (index < 0), -1)
-        kept["visual_index"] = index
-        return cls(**kept, visual_rows=rows)
 
 
 @dataclass(frozen=True)
@@ -145,7 +129,7 @@ class VisionReplica(MegatronModule):
 
     def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
         super().__init__(config=config)
-        self.vision = VisionTower(
+        self.vision = family_of(spec).tower()(
             config,
             spec.vision,
             spec.vision.depth,
@@ -170,7 +154,11 @@ class VisionReplica(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         everywhere = {**(metadata or {}), "dp_cp_group": dist.group.WORLD}
-        return self.vision.sharded_state_dict(prefix + "vision.", (), everywhere)
+        state = self.vision.sharded_state_dict(prefix + "vision.", (), everywhere)
+        for value in nested_values(state):
+            # Where a module does not name its groups, Megatron counts tensor-parallel copies.
+            value.replica_id = (0, 0, dist.get_rank())
+        return state
 
 
 class Multiplexer:

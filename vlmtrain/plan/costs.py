@@ -15,10 +15,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from vlmtrain.config import FreezeSection, LoraSection
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import Layout
-from vlmtrain.plan import adapters, driver, flops, memory, schedule
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models import flops, linears
+from vlmtrain.plan import memory, schedule
 from vlmtrain.plan.hardware import Gpu
 from vlmtrain.plan.workload import Packs
 
@@ -45,16 +46,6 @@ class Option:
     @property
     def recomputes(self) -> bool:
         return self.recompute_vision != "none" or self.recompute_text != "none"
-
-    @property
-    def waits_for(self) -> list[str]:
-        """What of it the driver can't do yet; empty: `vlmtrain train` runs it."""
-        used = {
-            "multiplexed vision": self.multiplexed,
-            "recomputation": self.recomputes,
-            "optimizer offload": self.offload > 0,
-        }
-        return [name for name, on in used.items() if on and not driver.accepts(name)]
 
 
 class CostModel:
@@ -174,10 +165,9 @@ class CostModel:
 
     def _adapter_products(self, *, vision: bool) -> int:
         """Multiply-accumulates per row of a layer's adapters, forward."""
-        linears = adapters.layer_linears(self.spec, vision=vision)
         rank, total = self.lora.rank, 0
-        for linear in linears:
-            rows = adapters.adapted(linear, self.lora, vision=vision)
+        for linear in linears.layer_linears(self.spec, vision=vision):
+            rows = linears.adapted(linear, self.lora, vision=vision)
             total += rank * (linear.inputs * len(rows) + sum(rows))
         return total
 

@@ -32,10 +32,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlmtrain.config import FreezeSection, LoraSection
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import Layout
-from vlmtrain.plan import adapters
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models import linears
 
 STATE_BYTES = 12  # float32 master weight and two moments
 _ALIGNMENT = 64  # elements at which parameters start in a buffer
@@ -56,7 +56,7 @@ def vision_layer_parameters(spec: ModelSpec, tensor: int) -> list[int]:
     """Sizes on one rank, in megatron-core's order of registration."""
     vision, t = spec.vision, tensor
     wide, f = vision.hidden_size, vision.intermediate_size
-    gated = spec.family == "qwen2_5_vl"
+    gated = spec.vision.gated
     norm = [wide] if gated else [wide, wide]
     fc1 = (2 if gated else 1) * f // t
     attention = [wide * wide // t, wide, 3 * wide // t * wide, 3 * wide // t]
@@ -74,19 +74,19 @@ def text_layer_parameters(spec: ModelSpec, tensor: int) -> list[int]:
 def merger_parameters(spec: ModelSpec, tensor: int) -> list[int]:
     vision = spec.vision
     merged = vision.merge_unit * vision.hidden_size
-    norm = [vision.hidden_size] * (1 if spec.family == "qwen2_5_vl" else 2)
+    norm = [vision.hidden_size] * (1 if spec.vision.gated else 2)
     part = merged // tensor
     return [*norm, part * merged, part, spec.hidden_size * part, spec.hidden_size]
 
 
 def text_layer_adapters(spec: ModelSpec, tensor: int, lora: LoraSection) -> list[int]:
     """Sizes of a language layer's adapters on one rank, in order of registration."""
-    return _in_order(adapters.adapter_parameters(spec, lora, tensor, vision=False))
+    return _in_order(linears.adapter_parameters(spec, lora, tensor, vision=False))
 
 
 def vision_layer_adapters(spec: ModelSpec, tensor: int, lora: LoraSection) -> list[int]:
     """Sizes of a vision layer's adapters on one rank, in order of registration."""
-    return _in_order(adapters.adapter_parameters(spec, lora, tensor, vision=True))
+    return _in_order(linears.adapter_parameters(spec, lora, tensor, vision=True))
 
 
 def _in_order(sizes: dict[str, list[int]]) -> list[int]:
@@ -318,9 +318,9 @@ class Learning:
             return cls(not off.vision, not off.merger, not off.language)
 
         def ranks(vision: bool) -> tuple[int, ...]:
-            linears = adapters.layer_linears(spec, vision=vision)
             return tuple(
-                lora.rank * len(adapters.adapted(one, lora, vision=vision)) for one in linears
+                lora.rank * len(linears.adapted(one, lora, vision=vision))
+                for one in linears.layer_linears(spec, vision=vision)
             )
 
         return cls(False, False, False, ranks(True), ranks(False))
@@ -375,7 +375,7 @@ class ActivationModel:
             size = spec.vision
             h, q, kv, f = size.hidden_size, size.hidden_size, size.hidden_size, 0
             heads, head_dim, f = size.num_heads, size.head_dim, size.intermediate_size
-            gated = spec.family == "qwen2_5_vl"
+            gated = spec.vision.gated
             trained, ranks = self.learning.vision, self.learning.vision_adapters
         else:
             h, f, gated = spec.hidden_size, spec.intermediate_size, True
@@ -434,7 +434,7 @@ class ActivationModel:
 
     def merger(self) -> Kept:
         """Runs on all rows on every rank: its norm is not sharded."""
-        wide, gated = self.spec.vision.hidden_size, self.spec.family == "qwen2_5_vl"
+        wide, gated = self.spec.vision.hidden_size, self.spec.vision.gated
         trained, e = self.learning.merger, self.element
         norm = self._norm(wide, 1, layer_norm=not gated, trained=trained)
         kept = norm if self.learning.tower or trained else 0.0

@@ -1,0 +1,372 @@
+// The Adam step, compiled once per instruction set (dispatch.h).
+//
+// Speed of light, bytes an element (about 15 operations: memory-bound by far):
+//   grad   moments  bf16 copy   reads         writes       bytes
+//   fp32   fp32     no          4+4+4+4       4+4+4        28
+//   bf16   fp32     yes         2+4+4+4       4+4+4+2      28   (+2 where the copy isn't streamed)
+//   bf16   bf16     yes         2+4+2+2       4+2+2+2      20
+//   bf16   8-bit    yes         2+4+1+1       4+1+1+2      16   (and 1/16 of scales; about 80
+//                                                               operations: no longer memory-bound)
+// Prefetching 2 KiB ahead gives 8 to 13% on one core. Non-temporal stores to arrays that were just
+// read cost 5%; for the bf16 copy, which is not read, they save reading it.
+#include <cmath>
+#include <cstring>
+
+#include "cpu/adam/adam.h"
+#include "cpu/adam/dynamic_tree.inl"
+#include "cpu/simd.h"
+
+namespace vlmk {
+namespace VLMK_ISA {
+namespace {
+
+typedef uint32_t Bits __attribute__((vector_size(sizeof(float) * kWidth)));
+
+// torch's constants: computed in double, rounded once.
+struct Constants {
+  float decay;       // 1 - lr * weight_decay, AdamW
+  float l2;          // weight_decay, Adam
+  float beta1_rest;  // 1 - beta1
+  float beta2;
+  float beta2_rest;   // 1 - beta2
+  float correction2;  // sqrt(1 - beta2^step)
+  float eps;
+  float negative_step;  // -lr / (1 - beta1^step)
+  float grad_factor;
+  float grad_scale;
+  bool decoupled;
+  bool decays;
+  uint32_t key;  // of this step's random bits
+};
+
+// exp_avg + (1 - beta1) * (grad - exp_avg) as torch's lerp computes it: from the nearer end.
+struct Lerp {
+  float weight;
+  bool from_grad;
+};
+
+// Which product of beta2 * v + (1 - beta2) * g * g is rounded before the addition: that of v in
+// torch's vectors of 8 or 16, that of g in the at most 7 last elements of a tensor, where its
+// compiler chose the other contraction.
+enum class Rounded { kV, kG };
+
+template <Rounded kRounded>
+VLMK_INLINE void update(const Constants& c, const Lerp& lerp, Vec g, Vec& p, Vec& m, Vec& v) {
+  g = g * set1(c.grad_factor) * set1(c.grad_scale);
+  if (c.decays) {
+    if (c.decoupled) {
+      p = p * set1(c.decay);
+    } else {
+      g = fma(p, set1(c.l2), g);
+    }
+  }
+  m = fma(set1(lerp.weight), g - m, lerp.from_grad ? g : m);
+  const Vec scaled_g = set1(c.beta2_rest) * g;
+  v = kRounded == Rounded::kV ? fma(scaled_g, g, v * set1(c.beta2))
+                              : fma(v, set1(c.beta2), scaled_g * g);
+  const Vec denominator = sqrt(v) / set1(c.correction2) + set1(c.eps);
+  p = p + set1(c.negative_step) * m / denominator;
+}
+
+// Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31/.
+template <class Word>
+VLMK_INLINE Word mix(Word x) {
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  x ^= x >> 15;
+  x *= 0x846ca68bU;
+  return x ^ (x >> 16);
+}
+
+// 32 random bits for each element from `first` on: the same whatever thread or vector it is in. One
+// round of `mix` on a Weyl sequence that starts elsewhere at each step.
+VLMK_INLINE Bits random_bits(uint32_t key, int64_t first) {
+  constexpr uint32_t kWeyl = 0x9e3779b1U;
+  Bits x;
+  for (int lane = 0; lane < kWidth; ++lane) x[lane] = static_cast<uint32_t>(lane) * kWeyl;
+  x += static_cast<uint32_t>(first) * kWeyl + key;
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  return x ^ (x >> 15);
+}
+
+// The bf16 neighbour above in magnitude with the probability of how near it is, else the one below.
+// Rounded to nearest, exp_avg_sq could not follow falling gradients: with beta2 = 0.999 a step
+// changes it by a tenth of a percent, and bf16 values lie 0.4 to 0.8% apart.
+VLMK_INLINE Bits round_randomly(Vec x, Bits random) {
+  const Bits u = reinterpret_cast<Bits>(x);
+  return x != x ? u : u + random;  // bf16 is the upper half
+}
+
+VLMK_INLINE void store_upper(BFloat16* p, Bits u) {
+#if defined(__AVX512F__)
+  const __m512i upper = _mm512_srli_epi32(reinterpret_cast<__m512i>(u), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
+#elif defined(__AVX2__)
+  const __m256i upper = reinterpret_cast<__m256i>(u >> 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+#else
+  for (int i = 0; i < kWidth; ++i) p[i].bits = static_cast<uint16_t>(u[i] >> 16);
+#endif
+}
+
+VLMK_INLINE void store_moments(float* exp_avg, float* exp_avg_sq, Vec m, Vec v, uint32_t, int64_t) {
+  store(exp_avg, m);
+  store(exp_avg_sq, v);
+}
+VLMK_INLINE void store_moments(BFloat16* exp_avg, BFloat16* exp_avg_sq, Vec m, Vec v, uint32_t key,
+                               int64_t first) {
+  const Bits random = random_bits(key, first);
+  store_upper(exp_avg, round_randomly(m, random & 0xffffU));
+  store_upper(exp_avg_sq, round_randomly(v, random >> 16));
+}
+
+// Past the caches; p is a multiple of kWidth elements from a 64-byte boundary.
+VLMK_INLINE void stream(BFloat16* p, Vec x) {
+#if defined(__AVX512F__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x, BFloat16{}));
+#elif defined(__AVX2__)
+  alignas(16) BFloat16 packed[kWidth];
+  store(packed, x);
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_load_si128(reinterpret_cast<const __m128i*>(packed)));
+#else
+  store(p, x);
+#endif
+}
+
+VLMK_INLINE void finish_streams() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
+enum class Low { kNone, kStored, kStreamed };
+
+template <class Grad, class Moment, Low kLow>
+void run(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
+  constexpr int64_t kAhead = 2048 / sizeof(float);
+  float* param = chunk.tensor->param;
+  const Grad* grad = static_cast<const Grad*>(chunk.tensor->grad);
+  Moment* exp_avg = static_cast<Moment*>(chunk.tensor->exp_avg);
+  Moment* exp_avg_sq = static_cast<Moment*>(chunk.tensor->exp_avg_sq);
+  BFloat16* low = static_cast<BFloat16*>(chunk.tensor->low);
+  const int64_t first = chunk.tensor->first;
+  int64_t i = chunk.begin;
+  for (; i + kWidth <= chunk.end; i += kWidth) {
+    __builtin_prefetch(param + i + kAhead, 1);
+    __builtin_prefetch(grad + i + kAhead, 0);
+    __builtin_prefetch(exp_avg + i + kAhead, 1);
+    __builtin_prefetch(exp_avg_sq + i + kAhead, 1);
+    Vec p = load(param + i), m = load(exp_avg + i), v = load(exp_avg_sq + i);
+    update<Rounded::kV>(c, lerp, load(grad + i), p, m, v);
+    store(param + i, p);
+    store_moments(exp_avg + i, exp_avg_sq + i, m, v, c.key, first + i);
+    if (kLow == Low::kStored) store(low + i, p);
+    if (kLow == Low::kStreamed) stream(low + i, p);
+  }
+  while (i < chunk.end) {  // the tensor's last elements: 8 at a time while there are 8, see Rounded
+    const int64_t left = chunk.end - i;
+    const int n = static_cast<int>(left >= 8 ? 8 : left);
+    const int lanes = n < kWidth ? n : kWidth;
+    Vec p = load_n(param + i, lanes), m = load_n(exp_avg + i, lanes);
+    Vec v = load_n(exp_avg_sq + i, lanes);
+    const Vec g = load_n(grad + i, lanes);
+    if (left >= 8) {
+      update<Rounded::kV>(c, lerp, g, p, m, v);
+    } else {
+      update<Rounded::kG>(c, lerp, g, p, m, v);
+    }
+    store_n(param + i, p, lanes);
+    Moment moments[2][kWidth];
+    store_moments(moments[0], moments[1], m, v, c.key, first + i);
+    for (int lane = 0; lane < lanes; ++lane) {
+      exp_avg[i + lane] = moments[0][lane];
+      exp_avg_sq[i + lane] = moments[1][lane];
+    }
+    if (kLow != Low::kNone) store_n(low + i, p, lanes);
+    i += lanes;
+  }
+  if (kLow == Low::kStreamed) finish_streams();
+}
+
+template <class Grad, class Moment>
+void run(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
+  const AdamTensor& t = *chunk.tensor;
+  if (t.low == nullptr) {
+    run<Grad, Moment, Low::kNone>(c, lerp, chunk);
+  } else if (chunk.stream && reinterpret_cast<uintptr_t>(t.low) % 64 == 0) {
+    run<Grad, Moment, Low::kStreamed>(c, lerp, chunk);
+  } else {
+    run<Grad, Moment, Low::kStored>(c, lerp, chunk);
+  }
+}
+
+// The scale of a block whose magnitudes are at most `largest`: NaN where one was not finite, so
+// that the whole block is NaN from then on; 0 where it has no inverse.
+VLMK_INLINE float block_scale(Vec largest, Vec not_finite) {
+  alignas(64) float lanes[kWidth];
+  if (!(reduce_add(not_finite) == 0.f)) return NAN;
+  store(lanes, largest);
+  float scale = 0;
+  for (int i = 0; i < kWidth; ++i) scale = lanes[i] > scale ? lanes[i] : scale;
+  return scale < 0x1p-120f ? 0.f : scale;
+}
+
+// One block: param, grad, codes [n rounded up to kWidth], n <= 256.
+template <class Grad>
+VLMK_INLINE void step_block(const Constants& c, const Lerp& lerp, const DynamicTrees& trees,
+                            int64_t n, float* param, const Grad* grad, uint8_t* m_codes,
+                            uint8_t* v_codes, float* m_scale, float* v_scale) {
+  static const Decades<7> signed_decades;
+  static const Decades<8> unsigned_decades;
+  constexpr int64_t kAhead = 2048 / sizeof(float);
+  alignas(64) float exp_avg[kMomentBlock], exp_avg_sq[kMomentBlock];
+  const Vec zero = set1(0.f);
+  Vec largest_m = zero, largest_v = zero, bad_m = zero, bad_v = zero;
+  const Vec old_m = set1(*m_scale), old_v = set1(*v_scale);
+  for (int64_t i = 0; i < n; i += kWidth) {
+    __builtin_prefetch(param + i + kAhead, 1);
+    __builtin_prefetch(grad + i + kAhead, 0);
+    if (i % 64 == 0) {
+      __builtin_prefetch(m_codes + i + kAhead, 1);
+      __builtin_prefetch(v_codes + i + kAhead, 1);
+    }
+    Vec p = load(param + i);
+    Vec m = decode_signed(signed_decades, trees.with_sign, load_codes(m_codes + i)) * old_m;
+    Vec v = decode_unsigned(unsigned_decades, trees.without, load_codes(v_codes + i)) * old_v;
+    update<Rounded::kV>(c, lerp, load(grad + i), p, m, v);
+    store(param + i, p);
+    store(exp_avg + i, m);
+    store(exp_avg_sq + i, v);
+    largest_m = max(largest_m, max(m, zero - m));
+    largest_v = max(largest_v, v);
+    bad_m = bad_m + m * zero;
+    bad_v = bad_v + v * zero;
+  }
+  *m_scale = block_scale(largest_m, bad_m);
+  *v_scale = block_scale(largest_v, bad_v);
+  const Vec m_inverse = set1(*m_scale == 0.f ? 0.f : 1.f / *m_scale);
+  const Vec v_inverse = set1(*v_scale == 0.f ? 0.f : 1.f / *v_scale);
+  for (int64_t i = 0; i < n; i += kWidth) {
+    store_codes(m_codes + i, encode_signed(signed_decades, load(exp_avg + i), m_inverse));
+    store_codes(v_codes + i, encode_unsigned(unsigned_decades, load(exp_avg_sq + i), v_inverse));
+  }
+}
+
+template <class Grad>
+void run_blockwise(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
+  const AdamTensor& t = *chunk.tensor;
+  const DynamicTrees& trees = dynamic_trees();
+  const Grad* grads = static_cast<const Grad*>(t.grad);
+  uint8_t* m_codes = static_cast<uint8_t*>(t.exp_avg);
+  uint8_t* v_codes = static_cast<uint8_t*>(t.exp_avg_sq);
+  BFloat16* low = static_cast<BFloat16*>(t.low);
+  for (int64_t begin = chunk.begin; begin < chunk.end; begin += kMomentBlock) {
+    const int64_t left = chunk.end - begin;
+    const int64_t n = left < kMomentBlock ? left : kMomentBlock;
+    float* m_scale = t.exp_avg_scale + begin / kMomentBlock;
+    float* v_scale = t.exp_avg_sq_scale + begin / kMomentBlock;
+    if (n % kWidth == 0) {
+      step_block(c, lerp, trees, n, t.param + begin, grads + begin, m_codes + begin,
+                 v_codes + begin, m_scale, v_scale);
+    } else {  // a tensor's last block: with zeros behind it
+      alignas(64) float param[kMomentBlock] = {};
+      alignas(64) Grad grad[kMomentBlock] = {};
+      alignas(64) uint8_t m[kMomentBlock] = {}, v[kMomentBlock] = {};
+      std::memcpy(param, t.param + begin, n * sizeof(float));
+      std::memcpy(grad, grads + begin, n * sizeof(Grad));
+      std::memcpy(m, m_codes + begin, n);
+      std::memcpy(v, v_codes + begin, n);
+      step_block(c, lerp, trees, n, param, grad, m, v, m_scale, v_scale);
+      std::memcpy(t.param + begin, param, n * sizeof(float));
+      std::memcpy(m_codes + begin, m, n);
+      std::memcpy(v_codes + begin, v, n);
+    }
+    if (low == nullptr) continue;
+    int64_t i = begin;
+    for (; i + kWidth <= begin + n; i += kWidth) store(low + i, load(t.param + i));
+    const int rest = static_cast<int>(begin + n - i);
+    if (rest) store_n(low + i, load_n(t.param + i, rest), rest);
+  }
+}
+
+template <class Grad>
+void run(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
+  if (chunk.tensor->moments == MomentType::kCodes) {
+    run_blockwise<Grad>(c, lerp, chunk);
+  } else if (chunk.tensor->moments == MomentType::kBFloat16) {
+    run<Grad, BFloat16>(c, lerp, chunk);
+  } else {
+    run<Grad, float>(c, lerp, chunk);
+  }
+}
+
+template <class Grad>
+double squares(const Grad* grad, int64_t begin, int64_t end) {
+  constexpr int kSums = 4;                    // hide the latency of the additions
+  constexpr int64_t kBlock = 64 * kSums * 4;  // short enough for sums in float32
+  double total = 0;
+  for (int64_t block = begin; block < end; block += kBlock) {
+    const int64_t last = block + kBlock < end ? block + kBlock : end;
+    Vec sums[kSums] = {set1(0.f), set1(0.f), set1(0.f), set1(0.f)};
+    int64_t i = block;
+    for (; i + kSums * kWidth <= last; i += kSums * kWidth) {
+      __builtin_prefetch(grad + i + 2048 / sizeof(Grad), 0);
+      for (int s = 0; s < kSums; ++s) {
+        const Vec g = load(grad + i + s * kWidth);
+        sums[s] = fma(g, g, sums[s]);
+      }
+    }
+    double sum = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < last; ++i) {
+      const double g = to_float(grad[i]);
+      sum += g * g;
+    }
+    if (!(sum < INFINITY)) {  // squares overflow float32 where gradients need not
+      sum = 0;
+      for (i = block; i < last; ++i) {
+        const double g = to_float(grad[i]);
+        sum += g * g;
+      }
+    }
+    total += sum;
+  }
+  return total;
+}
+
+}  // namespace
+
+void adam_chunk(const AdamParams& a, const AdamChunk& chunk) {
+  const double step = chunk.tensor->step;
+  Constants c;
+  c.decay = static_cast<float>(1 - a.lr * a.weight_decay);
+  c.l2 = static_cast<float>(a.weight_decay);
+  c.beta1_rest = static_cast<float>(1 - a.beta1);
+  c.beta2 = static_cast<float>(a.beta2);
+  c.beta2_rest = static_cast<float>(1 - a.beta2);
+  c.correction2 = static_cast<float>(std::sqrt(1 - std::pow(a.beta2, step)));
+  c.eps = static_cast<float>(a.eps);
+  c.negative_step = static_cast<float>(-(a.lr / (1 - std::pow(a.beta1, step))));
+  c.grad_factor = a.grad_factor;
+  c.grad_scale = a.grad_scale;
+  c.decoupled = a.decoupled;
+  c.decays = a.weight_decay != 0;
+  c.key = mix<uint32_t>(static_cast<uint32_t>(step));
+  const bool from_grad = !(c.beta1_rest < 0.5f);
+  const Lerp lerp{from_grad ? c.beta1_rest - 1 : c.beta1_rest, from_grad};
+  if (chunk.tensor->grad_dtype == DType::kBFloat16) {
+    run<BFloat16>(c, lerp, chunk);
+  } else {
+    run<float>(c, lerp, chunk);
+  }
+}
+
+void sum_of_squares_chunk(const AdamGradient& g, int64_t begin, int64_t end, double* sum) {
+  *sum = g.dtype == DType::kBFloat16 ? squares(static_cast<const BFloat16*>(g.grad), begin, end)
+                                     : squares(static_cast<const float*>(g.grad), begin, end);
+}
+
+}  // namespace VLMK_ISA
+}  // namespace vlmk

@@ -1,2 +1,0 @@
-#define VLMK_ISA generic
-#include "cpu/adam_kernel.inl"

@@ -1,0 +1,57 @@
+// Packed variable-length attention on the CPU, fp32 arithmetic for every storage type but bf16 on
+// processors with fast bf16 dot products.
+// Method: FlashAttention-2's online softmax (Dao 2023, arXiv:2307.08691) with transposed scores.
+#pragma once
+#include <cstdint>
+
+#include "cpu/dispatch.h"
+#include "params.h"
+
+namespace vlmk {
+
+// dq of a segment and key/value head whose keys are dealt out to several items: they add to it one
+// after the other, block by block of queries, so that every sum has the order that one item gives.
+struct AttentionTurns {
+  int64_t rows;   // keys of an item, a multiple of 64; the last one may have fewer
+  float* dq;      // [heads / kv_heads, length, padded head_dim]
+  int32_t* done;  // [heads / kv_heads, blocks of 64 queries]: items that have added, atomic
+};
+
+// Forward: query rows [rows_begin, rows_end) of a segment, one head. Backward: keys
+// [rows_begin, rows_end) of a segment, one key/value head with all its query heads. But for their
+// turns, items are independent: results don't depend on which thread runs which.
+struct AttentionItem {
+  int64_t begin;       // first token of the segment
+  int64_t length;      // tokens in the segment, > 0
+  int64_t rows_begin;  // multiples of 64, but for the end of the segment
+  int64_t rows_end;
+  int64_t head;
+  const AttentionTurns* turns = nullptr;  // backward, if there are other items with other keys
+};
+
+struct AttentionWork {
+  const AttentionItem* items;
+  int64_t count;
+  int64_t max_rows;    // of an item
+  int64_t max_length;  // of a segment
+  int64_t chunk;       // consecutive items that one thread takes, >= 1
+  bool past_caches;    // the results are too large to be found in a cache by whoever reads them
+  bool bf16_dots;      // multiply bf16 by dot products, where the instruction set has them
+};
+
+VLMK_DECLARE(attention_forward_items, const AttentionParams&, const AttentionWork&);
+VLMK_DECLARE(attention_backward_items, const AttentionGradParams&, const AttentionWork&);
+
+// For bf16 only: its conversions, and work.bf16_dots.
+namespace avx512_bf16 {
+void attention_forward_items(const AttentionParams&, const AttentionWork&);
+void attention_backward_items(const AttentionGradParams&, const AttentionWork&);
+}  // namespace avx512_bf16
+
+// Throws std::runtime_error when memory is short. Arguments are the launcher's to check
+// (vlmkernels/attention/launch.py), but for cu_seqlens: std::invalid_argument unless 0 <= ... <= T,
+// starting at 0, never falling, ending at T.
+void attention_forward(const AttentionParams& p);
+void attention_backward(const AttentionGradParams& p);
+
+}  // namespace vlmk

@@ -1,0 +1,268 @@
+// The backward of a segment and key/value head, or of some of its keys. Included by
+// kernel.cpp only, after what both directions share.
+#pragma once
+#include <sched.h>
+
+#include "cpu/attention/attention.h"
+#include "cpu/attention/rotary.inl"
+
+namespace vlmk {
+namespace VLMK_ISA {
+namespace {
+
+// delta [64] = sum over dim of out * dout, a row's share of the softmax's gradient.
+template <class T>
+VLMK_NOINLINE void row_dots(const Rows<T>& outs, const Rows<T>& douts, int64_t n, int64_t dim,
+                            float* delta) {
+  const int64_t whole = dim / kWidth * kWidth;
+  for (int64_t i = 0; i < n; ++i) {
+    T *out = outs[i], *dout = douts[i];
+    Vec sum = set1(0.f);
+    for (int64_t d = 0; d < whole; d += kWidth) sum = fma(load(out + d), load(dout + d), sum);
+    if (whole < dim) {
+      const int left = static_cast<int>(dim - whole);
+      sum = fma(load_n(out + whole, left), load_n(dout + whole, left), sum);
+    }
+    delta[i] = reduce_add(sum);
+  }
+}
+
+// What softmax_gradient leaves for the three products that follow it.
+template <class Math>
+struct Gradients {
+  float* st;                      // [keys, 64] scores -> P^T
+  float* dpt;                     // [keys, 64] dP^T -> dS^T / scale; Bf16Pairs: pairs along keys
+  typename Math::Element* p_row;  // Bf16Pairs: [keys, 32] P^T, pairs along queries; Fp32: st
+  typename Math::Element* ds_row;
+  int row_ld;
+};
+
+template <class Math, int kDegree>
+VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vectors, float scale,
+                                    const float* row_max, const float* inverse_sum,
+                                    const float* delta) {
+  const Vec c = set1(scale);
+  for (int j = 0; j < vectors; ++j) {
+    const Vec shift = set1(0.f) - load(row_max + j * kWidth) * c;
+    const Vec inverse = load(inverse_sum + j * kWidth), d = load(delta + j * kWidth);
+    const auto probability = [&](int i) {
+      return exp2<kDegree>(fma(load(g.st + i * kBlock + j * kWidth), c, shift)) * inverse;
+    };
+    const auto gradient = [&](int i, Vec p) {
+      return p * (load(g.dpt + i * kBlock + j * kWidth) - d);
+    };
+    if constexpr (Math::kStep == 1) {
+      for (int i = 0; i < keys; ++i) {
+        const Vec p = probability(i);
+        store(g.dpt + i * kBlock + j * kWidth, gradient(i, p));
+        store(g.st + i * kBlock + j * kWidth, p);
+      }
+    } else {
+      const auto store_row = [&](typename Math::Element* rows, int i, Vec x) {
+        store(reinterpret_cast<BFloat16*>(rows + i * g.row_ld) + j * kWidth, x);
+      };
+      for (int i = 0; i < keys; i += 2) {
+        Vec p[2], ds[2];
+        for (int u = 0; u < 2; ++u) {
+          const bool inside = i + u < keys;
+          p[u] = inside ? probability(i + u) : set1(0.f);
+          ds[u] = inside ? gradient(i + u, p[u]) : set1(0.f);
+          if (!inside) continue;
+          store_row(g.p_row, i + u, p[u]);
+          store_row(g.ds_row, i + u, ds[u]);
+        }
+        // Row i / 2 was read before: it is row i or an earlier one.
+        const Vec pairs = Math::pair(ds[0], ds[1]);
+        store(g.dpt + i / 2 * kBlock + j * kWidth, pairs);
+      }
+    }
+  }
+}
+
+// n rows of q or k from `place` on, rotated where there is a table, as both operands of Fp32
+// products: -> dst [n, padded(dim)].
+template <class T>
+VLMK_INLINE Panel<Fp32> pack_both(const AttentionParams& p, const Rows<const T>& x, int64_t place,
+                                  int64_t n, float* dst) {
+  const auto ld = static_cast<ptrdiff_t>(padded(p.head_dim));
+  if (p.rotary) {
+    rotate_rows<false>(x, rotary_rows(p, place), n, p.head_dim, Rows<float>{dst, ld});
+  } else {
+    pack_depth(x, n, p.head_dim, dst);
+  }
+  return {dst, ld};
+}
+
+// A gradient of rotated rows src [n, padded(dim)], from `place` on, to where it belongs.
+template <class T>
+void store_rotated_back(const AttentionParams& p, float* src, int64_t place, int64_t n,
+                        const RowSink<true, T>& to) {
+  const auto ld = static_cast<ptrdiff_t>(padded(p.head_dim));
+  if (p.rotary) {
+    const Rows<float> rows{src, ld};
+    rotate_rows<true>(rows, rotary_rows(p, place), n, p.head_dim, rows);
+  }
+  store_rows<true>(src, ld, n, p.head_dim, to.scale, to.rows, to.past);
+}
+
+int64_t backward_floats(const AttentionParams& p, int64_t max_rows) {
+  const int64_t ld = padded(p.head_dim);
+  return 5 * (max_rows + 1) * ld                // keys in two layouts, values, dk, dv
+         + kBlock * (5 * ld + 3 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, pairs, 3 rows
+}
+
+// An item's turn to add its keys' share to dq of one block of queries, where several items do.
+struct Turn {
+  int32_t* done = nullptr;  // null: nobody else adds
+  int32_t before = 0;       // items that add first
+  bool last = true;
+  float* dq = nullptr;  // [queries, padded(dim)]
+
+  Turn(const AttentionItem& item, const AttentionParams& p, int64_t head, int64_t q0,
+       int64_t queries) {
+    if (!item.turns) return;
+    const AttentionTurns& t = *item.turns;
+    const int64_t blocks = (item.length + kBlock - 1) / kBlock;
+    const int64_t end = p.causal ? q0 + queries : item.length;  // of the keys that take part
+    done = t.done + head * blocks + q0 / kBlock;
+    before = static_cast<int32_t>(item.rows_begin / t.rows);
+    last = before == (end - 1) / t.rows;
+    dq = t.dq + (head * item.length + q0) * padded(p.head_dim);
+  }
+  // Those before have been taken by a thread that waits for earlier ones only: it ends.
+  void wait() const {
+    for (int i = 0; done && __atomic_load_n(done, __ATOMIC_ACQUIRE) != before; ++i) {
+      if (i > 4096) sched_yield();
+    }
+  }
+  void pass_on() const {
+    if (done) __atomic_store_n(done, before + 1, __ATOMIC_RELEASE);
+  }
+};
+
+template <class T, class Math>
+void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool past, Ahead& ahead,
+                   float* memory) {
+  using Element = typename Math::Element;
+  const AttentionParams& p = g.forward;
+  const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;
+  const int64_t keys_begin = item.rows_begin, keys = item.rows_end - keys_begin;
+  const int64_t keys_place = item.begin + keys_begin;
+  const int64_t group = p.heads / p.kv_heads, rows_ld = (keys + 1) * ld;
+  const int columns = vectors_of(dim), depth = steps_of<Math>(dim);
+  float* dk = memory;  // [keys, ld]
+  float* dv = dk + rows_ld;
+  auto* key_depth = reinterpret_cast<Element*>(dv + rows_ld);  // [keys / kStep, ld]
+  Element* key_buffer = key_depth + rows_ld;
+  Element* value_buffer = key_buffer + rows_ld;
+  Element* qt = value_buffer + rows_ld;  // [depth, 64]
+  Element* gt = qt + ld * kBlock;
+  Element* q_depth = gt + ld * kBlock;  // [64 / kStep, ld]
+  Element* g_depth = q_depth + ld * kBlock;
+  float* own_dq = reinterpret_cast<float*>(g_depth) + ld * kBlock;  // [64, ld]
+  float* st = own_dq + ld * kBlock;                                 // [64 keys, 64 queries]
+  float* dpt = st + kBlock * kBlock;
+  Gradients<Math> gradients{st, dpt, nullptr, nullptr, kBlock};
+  if constexpr (Math::kStep == 1) {
+    gradients.p_row = st;
+    gradients.ds_row = dpt;
+  } else {
+    gradients.p_row = reinterpret_cast<Element*>(dpt + kBlock * kBlock);
+    gradients.ds_row = gradients.p_row + kBlock * kBlock / 2;
+    gradients.row_ld = kBlock / 2;
+  }
+  float* row_max = dpt + 2 * kBlock * kBlock;  // [64]
+  float* inverse_sum = row_max + kBlock;
+  float* delta = inverse_sum + kBlock;
+
+  const Rows<const T> k_rows = rows_of<const T>(p.k, p.order, keys_place, kv_head);
+  Panel<Math> key;
+  if constexpr (Math::kStep == 1) {
+    key = pack_both(p, k_rows, keys_place, keys, key_depth);
+  } else {
+    with_rotated<Math>(p, k_rows, keys_place, keys, key_buffer, [&](const auto& rows) {
+      pack_depth(rows, keys, dim, key_depth);
+      key = pack_rows(Math{}, rows, keys, dim, key_buffer);
+    });
+  }
+  const Panel<Math> value = pack_rows(Math{}, rows_of<const T>(p.v, p.order, keys_place, kv_head),
+                                      keys, dim, value_buffer);
+  // Sums that are complete after one product leave from there.
+  const bool one_block = length <= kBlock && group == 1;
+  const float one = 1.f;
+  const RowSink<true, T> dk_rows{rows_of<T>(g.dk, p.order, keys_place, kv_head), dim, &p.scale,
+                                 past};
+  const RowSink<true, T> dv_rows{rows_of<T>(g.dv, p.order, keys_place, kv_head), dim, &one, past};
+
+  for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int64_t q0 = p.causal ? keys_begin : 0; q0 < length; q0 += kBlock) {
+      const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
+      const int lanes = vectors_of(queries), rows = static_cast<int>(queries);
+      const Rows<const T> q = rows_of<const T>(p.q, p.order, place, head);
+      const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
+      if constexpr (Math::kStep == 1) {
+        const Panel<Fp32> packed = pack_both(p, q, place, queries, q_depth);
+        pack_lanes(Rows<const float>{packed.data, packed.ld}, queries, dim, score_sign(p), qt);
+        pack_depth(dout, queries, dim, g_depth);
+        pack_lanes(Rows<const float>{g_depth, static_cast<ptrdiff_t>(ld)}, queries, dim, 1.f, gt);
+      } else {
+        with_rotated<Math>(p, q, place, queries, own_dq, [&](const auto& q_rows) {
+          pack_lanes(q_rows, queries, dim, score_sign(p), qt);
+          pack_depth(q_rows, queries, dim, q_depth);
+        });
+        pack_lanes(dout, queries, dim, 1.f, gt);
+        pack_depth(dout, queries, dim, g_depth);
+      }
+      for (int i = 0; i < kBlock; ++i) {
+        row_max[i] = i < rows ? p.row_max[head * p.tokens + place + i] : 0.f;
+        inverse_sum[i] = i < rows ? 1.f / p.row_sum[head * p.tokens + place + i] : 0.f;
+        delta[i] = 0.f;
+      }
+      row_dots(rows_of<const T>(p.out, p.order, place, head), dout, queries, dim, delta);
+
+      const Turn turn(item, p, head - kv_head * group, q0, queries);
+      float* dq = item.turns ? turn.dq : own_dq;
+      const int64_t key_end = p.causal ? minimum(q0 + queries - keys_begin, keys) : keys;
+      const bool one_pass = key_end <= kBlock && !p.rotary && !item.turns;
+      const RowSink<true, T> dq_rows{rows_of<T>(g.dq, p.order, place, head), dim, &p.scale, past};
+      for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
+        const int n = static_cast<int>(minimum(kBlock, key_end - k0));
+        gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, st, kBlock, n, lanes, depth,
+                           Start::kZero, nullptr},
+                          ahead);
+        gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kBlock, dpt, kBlock, n, lanes,
+                           depth, Start::kZero, nullptr},
+                          ahead);
+        const int64_t k = keys_begin + k0;
+        if (p.causal && k + n > q0 + 1) mask_causal(st, k, n, q0, lanes);
+        softmax_gradient<Math, kDegree<T>>(gradients, n, lanes, score_scale(p), row_max,
+                                           inverse_sum, delta);
+        // Blocks of keys are first met by the group's first head: at the first block of queries, or
+        // with a causal mask at the diagonal.
+        const bool first = head == kv_head * group && q0 == (p.causal ? k : 0);
+        const Start start = first ? Start::kZero : Start::kAdd;
+        const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;
+        gemm<Math, false>({gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns,
+                           steps, start, nullptr, one_block ? &dv_rows : nullptr},
+                          ahead);
+        gemm<Math, false>({gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns,
+                           steps, start, nullptr, one_block && !p.rotary ? &dk_rows : nullptr},
+                          ahead);
+        if (k0 == 0) turn.wait();
+        gemm<Math, true>(
+            {reinterpret_cast<const Element*>(dpt), kBlock, key_depth + k0 / Math::kStep * ld, ld,
+             dq, ld, rows, columns, steps_of<Math>(n), k == 0 ? Start::kZero : Start::kAdd, nullptr,
+             one_pass ? &dq_rows : nullptr},
+            ahead);
+      }
+      if (!one_pass && turn.last) store_rotated_back(p, dq, place, queries, dq_rows);
+      turn.pass_on();
+    }
+  }
+  if (!one_block || p.rotary) store_rotated_back(p, dk, keys_place, keys, dk_rows);
+  if (!one_block) store_rows<true>(dv, ld, keys, dim, &one, dv_rows.rows, past);
+}
+
+}  // namespace
+}  // namespace VLMK_ISA
+}  // namespace vlmk

@@ -1,0 +1,307 @@
+// Attention, compiled once per instruction set (dispatch.h).
+//
+// Scores are computed transposed, S^T = K Q^T, with up to 64 queries in vector lanes: row maxima
+// and sums are then vertical operations, and a ragged number of keys needs no masks, because keys
+// are loop counts. Up to 64 keys, the softmax is one pass; beyond, it is online over blocks of 64.
+// Every product is gemm() of gemm.h on panels in cache:
+//   forward   S^T = K Q^T   O += P V
+//   backward  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q   dQ += dS K
+// Math = Fp32: storage types are converted while packing, all arithmetic is fp32. Math = Bf16Pairs
+// (AVX-512 BF16 only): products of bf16 summed in fp32; P and dS are rounded to bf16 before their
+// products, as plain torch does.
+//
+// Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2
+// (about 12 operations) per pair: GEMM-bound for every D >= 64, if the rows arrive in time; see
+// Ahead in gemm.h. docs/attention.md has the figures.
+#include <omp.h>
+
+#include <type_traits>
+
+#include "cpu/attention/attention.h"
+#include "cpu/attention/pack.inl"
+#include "cpu/attention/prefetch.inl"
+#include "cpu/attention/rotary.inl"
+#include "cpu/gemm.h"
+#include "cpu/scratch.h"
+
+namespace vlmk {
+namespace VLMK_ISA {
+namespace {
+
+constexpr float kLowest = -3e38f;
+
+// Scores are kept as sign(scale) * q.k, whose order is that of the probabilities; |scale| and the
+// change to base 2 come in one FMA before exp2. So a score has no rounding that plain torch's has
+// not, and -inf * scale is no NaN, scale = 0 included.
+VLMK_INLINE float score_sign(const AttentionParams& p) { return p.scale < 0 ? -1.f : 1.f; }
+VLMK_INLINE float score_scale(const AttentionParams& p) {
+  const float scale = __builtin_fabsf(p.scale) * 1.44269504f;
+  return scale > 1e-30f ? scale : 1e-30f;
+}
+
+// Of exp2's polynomial: a probability of a 16-bit type needs no more than 4.
+template <class T>
+constexpr int kDegree = std::is_same<T, float>::value ? 6 : 4;
+
+// Scores of keys after their query become -inf. s [keys, 64]: key i is at position k0 + i, the
+// query of lane j at q0 + j.
+VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int vectors) {
+  for (int64_t i = 0; i < keys; ++i) {
+    for (int j = 0; j < vectors; ++j) {
+      float* at = s + i * kBlock + j * kWidth;
+      const int first = static_cast<int>(k0 + i - q0) - j * kWidth;
+      if (first > 0) store(at, keep_from(first, load(at), set1(-__builtin_inff())));
+    }
+  }
+}
+
+// One step of the online softmax on the scores s [keys, 64]: s becomes 2^(scale * (s - max)), pairs
+// [keys / 2, 64] where Math wants them; row_max, row_sum and correction [64] (what earlier sums and
+// outputs must be multiplied by) are updated. `first`: there is nothing earlier.
+template <class Math, int kDegree>
+VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bool first,
+                                float* row_max, float* row_sum, float* correction) {
+  const Vec c = set1(scale);
+  for (int j = 0; j < vectors; ++j) {
+    float* column = s + j * kWidth;
+    const Vec old_max = first ? set1(kLowest) : load(row_max + j * kWidth);
+    Vec m0 = old_max, m1 = old_max, m2 = old_max, m3 = old_max;
+    int i = 0;
+    for (; i + 4 <= keys; i += 4) {
+      m0 = max(m0, load(column + i * kBlock));
+      m1 = max(m1, load(column + (i + 1) * kBlock));
+      m2 = max(m2, load(column + (i + 2) * kBlock));
+      m3 = max(m3, load(column + (i + 3) * kBlock));
+    }
+    for (; i < keys; ++i) m0 = max(m0, load(column + i * kBlock));
+    const Vec new_max = max(max(m0, m1), max(m2, m3));
+    // The rounding of this product is the same for all keys and cancels, in the backward too; hence
+    // no FMA in `moved`, which takes sums from the old product to the new.
+    const Vec shift = set1(0.f) - new_max * c;
+
+    Vec sum0 = set1(0.f), sum1 = set1(0.f);
+    for (i = 0; i + 2 <= keys; i += 2) {
+      const Vec e0 = exp2<kDegree>(fma(load(column + i * kBlock), c, shift));
+      const Vec e1 = exp2<kDegree>(fma(load(column + (i + 1) * kBlock), c, shift));
+      sum0 = sum0 + e0;
+      sum1 = sum1 + e1;
+      if constexpr (Math::kStep == 1) {
+        store(column + i * kBlock, e0);
+        store(column + (i + 1) * kBlock, e1);
+      } else {
+        store(column + i / 2 * kBlock, Math::pair(e0, e1));
+      }
+    }
+    if (i < keys) {
+      const Vec e = exp2<kDegree>(fma(load(column + i * kBlock), c, shift));
+      sum0 = sum0 + e;
+      if constexpr (Math::kStep == 1) {
+        store(column + i * kBlock, e);
+      } else {
+        store(column + i / 2 * kBlock, Math::pair(e, set1(0.f)));
+      }
+    }
+    Vec sum = sum0 + sum1;
+    if (!first) {
+      const Vec moved = exp2(old_max * c + shift);
+      store(correction + j * kWidth, moved);
+      sum = fma(load(row_sum + j * kWidth), moved, sum);
+    }
+    store(row_max + j * kWidth, new_max);
+    store(row_sum + j * kWidth, sum);
+  }
+}
+
+int64_t forward_floats(const AttentionParams& p, int64_t max_length) {
+  return 2 * max_length * padded(p.head_dim)           // keys, values
+         + kBlock * (padded(p.head_dim) * 2 + kBlock)  // Q^T, output, S^T
+         + 3 * kBlock;                                 // row_max, row_sum, correction
+}
+
+template <class T, class Math>
+void forward_item(const AttentionParams& p, const AttentionItem& item, bool past, Ahead& ahead,
+                  float* memory) {
+  using Element = typename Math::Element;
+  const int64_t dim = p.head_dim, ld = padded(dim), group = p.heads / p.kv_heads;
+  const int64_t kv_head = item.head / group;
+  const int64_t keys = p.causal ? item.rows_end : item.length;
+  const int depth = steps_of<Math>(dim);
+  auto* key_buffer = reinterpret_cast<Element*>(memory);
+  Element* values = key_buffer + keys * ld;                // [keys / kStep, ld]
+  Element* qt = values + keys * ld;                        // [depth, 64]
+  auto* out = reinterpret_cast<float*>(qt) + ld * kBlock;  // [64, ld]
+  float* s = out + ld * kBlock;                            // [64 keys, 64 queries]
+  float* row_max = s + kBlock * kBlock;                    // [64]
+  float* row_sum = row_max + kBlock;
+  float* correction = row_sum + kBlock;
+
+  Panel<Math> key;
+  with_rotated<Math>(
+      p, rows_of<const T>(p.k, p.order, item.begin, kv_head), item.begin, keys, key_buffer,
+      [&](const auto& rows) { key = pack_rows(Math{}, rows, keys, dim, key_buffer); });
+  const auto pack_values = [&] {
+    pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
+  };
+  // Of a window the queries have been used when the values are wanted: in their place, values are
+  // written to lines that a first-level cache still holds.
+  const bool window = keys <= kBlock && item.length <= kBlock;
+  if (window) {
+    values = qt;
+  } else {
+    pack_values();
+  }
+
+  for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {
+    const int64_t queries = minimum(kBlock, item.rows_end - q0);
+    const int lanes = vectors_of(queries);
+    const int64_t place = item.begin + q0;
+    with_rotated<Math>(
+        p, rows_of<const T>(p.q, p.order, place, item.head), place, queries, out,
+        [&](const auto& rows) { pack_lanes(rows, queries, dim, score_sign(p), qt); });
+    const RowSink<false, T> results{rows_of<T>(p.out, p.order, place, item.head), dim, correction,
+                                    past};
+    const auto invert_sums = [&] {
+      for (int j = 0; j < lanes; ++j) {
+        store(correction + j * kWidth, set1(1.f) / load(row_sum + j * kWidth));
+      }
+    };
+    const int64_t key_end = p.causal ? q0 + queries : keys;
+    const bool one_pass = key_end <= kBlock;
+    for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
+      const int n = static_cast<int>(minimum(kBlock, key_end - k0));
+      const bool first = k0 == 0;
+      gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, s, kBlock, n, lanes, depth,
+                         Start::kZero, nullptr},
+                        ahead);
+      if (p.causal && k0 + n > q0 + 1) mask_causal(s, k0, n, q0, lanes);
+      softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, row_max, row_sum,
+                                     correction);
+      if (window) pack_values();
+      if (one_pass) invert_sums();
+      gemm<Math, true>(
+          {reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld, ld, out, ld,
+           static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
+           first ? Start::kZero : Start::kScale, correction, one_pass ? &results : nullptr},
+          ahead);
+    }
+    const int64_t stats = item.head * p.tokens + place;
+    copy(row_max, queries, p.row_max + stats);
+    copy(row_sum, queries, p.row_sum + stats);
+    if (one_pass) continue;
+    invert_sums();
+    store_rows<false>(out, ld, queries, dim, correction, results.rows, past);
+  }
+}
+
+}  // namespace
+}  // namespace VLMK_ISA
+}  // namespace vlmk
+
+#include "cpu/attention/backward.inl"
+
+namespace vlmk {
+namespace VLMK_ISA {
+namespace {
+
+// Runs run(params, item, past, ahead, memory) over all items on torch's threads. A thread takes
+// work.chunk consecutive items at a time, and already while it works on the chunk before, so that
+// it can have fetch(params, first item, last item, past, ahead) name what to fetch.
+template <class Params>
+using RunItem = void (*)(const Params&, const AttentionItem&, bool, Ahead&, float*);
+template <class Params>
+using FetchItems = void (*)(const Params&, const AttentionItem&, const AttentionItem&, bool,
+                            Ahead&);
+
+template <class Params>
+void run_items(const Params& params, const AttentionWork& work, int64_t floats, bool past,
+               RunItem<Params> run, FetchItems<Params> fetch) {
+  const int64_t chunks = (work.count + work.chunk - 1) / work.chunk;
+  const auto end_of = [&](int64_t chunk) { return minimum((chunk + 1) * work.chunk, work.count); };
+  // Items that take turns must not be held back behind another one of the same thread.
+  const bool look_ahead = work.max_length <= kAheadLength;
+  bool out_of_memory = false;
+  int64_t taken = 0;
+#pragma omp parallel if (chunks > 1)
+  {
+    if (!scratch(static_cast<size_t>(floats))) {
+#pragma omp atomic write
+      out_of_memory = true;
+    }
+#pragma omp barrier  // nobody starts unless all can: others wait for their turns
+    const auto take = [&] {
+      int64_t chunk;
+#pragma omp atomic capture
+      chunk = taken++;
+      return chunk;
+    };
+    Ahead ahead;
+    int64_t next = 0;
+    for (int64_t chunk = out_of_memory ? chunks : take(); chunk < chunks;
+         chunk = look_ahead ? next : take()) {
+      if (look_ahead) next = take();
+      if (look_ahead && next < chunks) {
+        fetch(params, work.items[next * work.chunk], work.items[end_of(next) - 1], past, ahead);
+      }
+      for (int64_t i = chunk * work.chunk; i < end_of(chunk); ++i) {
+        run(params, work.items[i], past, ahead, scratch(static_cast<size_t>(floats)));
+      }
+      ahead.finish();
+    }
+    if (past) fence_streams();
+  }
+  if (out_of_memory) throw_out_of_memory(floats);
+}
+
+}  // namespace
+
+#if defined(__AVX512BF16__)
+
+void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
+  const auto run =
+      work.bf16_dots ? forward_item<BFloat16, Bf16Pairs> : forward_item<BFloat16, Fp32>;
+  run_items(p, work, forward_floats(p, work.max_length), false, run, fetch_forward<BFloat16>);
+}
+
+void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
+  const auto run =
+      work.bf16_dots ? backward_item<BFloat16, Bf16Pairs> : backward_item<BFloat16, Fp32>;
+  run_items(g, work, backward_floats(g.forward, work.max_rows), false, run,
+            fetch_backward<BFloat16>);
+}
+
+#else
+
+void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
+  const int64_t floats = forward_floats(p, work.max_length);
+  const bool past = work.past_caches && whole_lines(p.out, p.head_dim);
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return run_items(p, work, floats, past, forward_item<float, Fp32>, fetch_forward<float>);
+    case DType::kBFloat16:
+      return run_items(p, work, floats, false, forward_item<BFloat16, Fp32>,
+                       fetch_forward<BFloat16>);
+    case DType::kFloat16:
+      return run_items(p, work, floats, false, forward_item<Float16, Fp32>, fetch_forward<Float16>);
+  }
+}
+
+void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
+  const int64_t dim = g.forward.head_dim, floats = backward_floats(g.forward, work.max_rows);
+  const bool past = work.past_caches && whole_lines(g.dq, dim) && whole_lines(g.dk, dim) &&
+                    whole_lines(g.dv, dim);
+  switch (g.forward.dtype) {
+    case DType::kFloat32:
+      return run_items(g, work, floats, past, backward_item<float, Fp32>, fetch_backward<float>);
+    case DType::kBFloat16:
+      return run_items(g, work, floats, false, backward_item<BFloat16, Fp32>,
+                       fetch_backward<BFloat16>);
+    case DType::kFloat16:
+      return run_items(g, work, floats, false, backward_item<Float16, Fp32>,
+                       fetch_backward<Float16>);
+  }
+}
+
+#endif
+
+}  // namespace VLMK_ISA
+}  // namespace vlmk

@@ -1,0 +1,211 @@
+// Splits attention into work items; the arithmetic is in kernel.cpp.
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/attention/attention.h"
+#include "cpu/scratch.h"
+
+namespace vlmk {
+
+namespace {
+
+#if defined(VLMKERNELS_HAVE_AVX512_BF16)
+bool use_avx512_bf16(DType dtype) {
+  return dtype == DType::kBFloat16 && active_isa() == Isa::kAvx512Bf16;
+}
+#endif
+
+// Whether bf16 is multiplied by dot products where there are some. Zen 4 and 5 do twice the work of
+// FMAs by them, Intel's cores a quarter (measured on Sapphire Rapids without AMX): there only when
+// the instruction set was asked for by name.
+bool use_bf16_dots() {
+#if defined(VLMKERNELS_HAVE_AVX512_BF16)
+  static const bool fast = __builtin_cpu_is("amd");
+  return fast || isa_is_forced();
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
+#if defined(VLMKERNELS_HAVE_AVX512_BF16)
+  if (use_avx512_bf16(p.dtype)) return avx512_bf16::attention_forward_items(p, work);
+#endif
+  VLMK_DISPATCH(attention_forward_items, p, work)
+}
+
+void attention_backward_items(const AttentionGradParams& p, const AttentionWork& work) {
+#if defined(VLMKERNELS_HAVE_AVX512_BF16)
+  if (use_avx512_bf16(p.forward.dtype)) return avx512_bf16::attention_backward_items(p, work);
+#endif
+  VLMK_DISPATCH(attention_backward_items, p, work)
+}
+
+namespace {
+
+void check_segments(const AttentionParams& p) {
+  const int32_t* cu = p.cu_seqlens;
+  if (cu[0] != 0) {
+    throw std::invalid_argument("cu_seqlens starts at " + std::to_string(cu[0]) +
+                                "; it must start at 0");
+  }
+  for (int64_t i = 0; i < p.segments; ++i) {
+    if (cu[i + 1] < cu[i]) {
+      throw std::invalid_argument("cu_seqlens falls from " + std::to_string(cu[i]) + " to " +
+                                  std::to_string(cu[i + 1]) + " at element " +
+                                  std::to_string(i + 1) + "; it must not decrease");
+    }
+  }
+  if (cu[p.segments] != p.tokens) {
+    throw std::invalid_argument("cu_seqlens ends at " + std::to_string(cu[p.segments]) +
+                                "; it must end at q's number of tokens, " +
+                                std::to_string(p.tokens));
+  }
+  if (!p.order) return;
+  const auto bounds = std::minmax_element(p.order, p.order + p.tokens);
+  if (p.tokens > 0 && (*bounds.first < 0 || *bounds.second >= p.tokens)) {
+    throw std::invalid_argument("window_order runs from " + std::to_string(*bounds.first) + " to " +
+                                std::to_string(*bounds.second) + "; it must be a permutation of " +
+                                std::to_string(p.tokens) + " patches");
+  }
+}
+
+// Rows of queries (backward: keys) per item. Each item packs the other side of the segment anew, so
+// whole segments unless that leaves threads idle: 4 items a thread even out unequal ones.
+int64_t choose_rows(const AttentionParams& p, int64_t heads, int64_t max_length, int64_t fewest) {
+  constexpr int64_t kBlock = 64;
+  const int64_t wanted = 4 * omp_get_max_threads();
+  int64_t rows = std::max<int64_t>(max_length, 1);
+  while (rows > fewest && p.tokens * heads / rows < wanted) {
+    rows = std::max((rows + 1) / 2, fewest);
+  }
+  return (rows + kBlock - 1) / kBlock * kBlock;
+}
+
+int64_t longest(const AttentionParams& p) {
+  int64_t length = 0;
+  for (int64_t i = 0; i < p.segments; ++i) {
+    length = std::max<int64_t>(length, p.cu_seqlens[i + 1] - p.cu_seqlens[i]);
+  }
+  return length;
+}
+
+// Long segments first: the last items to finish are then short.
+std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, int64_t rows) {
+  std::vector<AttentionItem> items;
+  for (int64_t i = 0; i < p.segments; ++i) {
+    const int64_t begin = p.cu_seqlens[i], length = p.cu_seqlens[i + 1] - begin;
+    for (int64_t head = 0; head < heads; ++head) {
+      for (int64_t q = 0; q < length; q += rows) {
+        items.push_back({begin, length, q, std::min(q + rows, length), head, nullptr});
+      }
+    }
+  }
+  const auto longer = [](const AttentionItem& a, const AttentionItem& b) {
+    return a.length > b.length;
+  };
+  if (!std::is_sorted(items.begin(), items.end(), longer)) {
+    std::stable_sort(items.begin(), items.end(), longer);
+  }
+  return items;
+}
+
+// A thread takes a few heads of a window at a time: rows of 1.3 KB, which the hardware's prefetcher
+// follows, and two such chunks of 64 tokens fit into a 1 MB cache.
+AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
+                        int64_t heads, int64_t rows, int64_t max_length) {
+  // Above that the results go to memory past the caches: by the time that they are read, they would
+  // have left the reader's cache anyway, and a plain store reads the line first (windows: 1.25x).
+  constexpr int64_t kPastCaches = 16 << 20;
+  constexpr int64_t kRun = 1280;
+  const int64_t element = p.dtype == DType::kFloat32 ? 4 : 2;
+  int64_t chunk = 1;
+  if (max_length <= 128) {
+    const int64_t most = std::max<int64_t>(1, kRun / (p.head_dim * element));
+    for (int64_t n = 2; n <= std::min(most, heads); ++n) {
+      if (heads % n == 0) chunk = n;
+    }
+  }
+  const bool past = p.tokens * p.heads * p.head_dim * element >= kPastCaches;
+  return {items.data(),
+          static_cast<int64_t>(items.size()),
+          std::min(rows, max_length),
+          max_length,
+          chunk,
+          past,
+          use_bf16_dots()};
+}
+
+// Memory for the items of one segment and head that follow each other in `items`.
+class Turns {
+ public:
+  Turns(const AttentionParams& p, std::vector<AttentionItem>& items) {
+    const int64_t group = p.heads / p.kv_heads, ld = (p.head_dim + 15) / 16 * 16;
+    int64_t floats = 0, blocks = 0;
+    const auto split = [](const AttentionItem& i) { return i.rows_end - i.rows_begin < i.length; };
+    for (const AttentionItem& item : items) {
+      if (!split(item) || item.rows_begin != 0) continue;
+      turns_.push_back({item.rows_end, nullptr, nullptr});
+      floats += group * item.length * ld;
+      blocks += group * ((item.length + 63) / 64);
+    }
+    if (turns_.empty()) return;
+    dq_.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(floats) * 4)));
+    if (!dq_) throw_out_of_memory(static_cast<size_t>(floats));
+    done_ = std::vector<int32_t>(static_cast<size_t>(blocks));
+    float* dq = dq_.get();
+    int32_t* done = done_.data();
+    AttentionTurns* turns = turns_.data() - 1;
+    for (AttentionItem& item : items) {
+      if (!split(item)) continue;
+      if (item.rows_begin == 0) {
+        ++turns;
+        turns->dq = dq;
+        turns->done = done;
+        dq += group * item.length * ld;
+        done += group * ((item.length + 63) / 64);
+      }
+      item.turns = turns;
+    }
+  }
+
+ private:
+  struct Free {
+    void operator()(float* data) const { std::free(data); }
+  };
+  std::vector<AttentionTurns> turns_;
+  std::unique_ptr<float, Free> dq_;
+  std::vector<int32_t> done_;
+};
+
+}  // namespace
+
+void attention_forward(const AttentionParams& p) {
+  constexpr int64_t kFewest = 256;  // packing keys and values is 1/8 of the work of 64 rows
+  check_segments(p);
+  const int64_t length = longest(p), rows = choose_rows(p, p.heads, length, kFewest);
+  const auto items = make_items(p, p.heads, rows);
+  const AttentionWork work = make_work(p, items, p.heads, rows, length);
+  if (work.count > 0) attention_forward_items(p, work);
+}
+
+void attention_backward(const AttentionGradParams& g) {
+  constexpr int64_t kFewest = 512;  // packing queries and dout is 1/8 of the work of 64 keys
+  const AttentionParams& p = g.forward;
+  check_segments(p);
+  const int64_t length = longest(p), rows = choose_rows(p, p.kv_heads, length, kFewest);
+  auto items = make_items(p, p.kv_heads, rows);
+  const Turns turns(p, items);
+  const AttentionWork work = make_work(p, items, p.kv_heads, rows, length);
+  if (work.count > 0) attention_backward_items(g, work);
+}
+
+}  // namespace vlmk

@@ -1,0 +1,61 @@
+// The rotary embedding (rotate-half), applied as rows are read and, transposed, as gradients leave.
+// Included by kernel.cpp only.
+#pragma once
+#include <type_traits>
+
+#include "cpu/attention/pack.inl"
+
+namespace vlmk {
+namespace VLMK_ISA {
+namespace {
+
+// A row's table: dim / 2 cosines, then as many sines. y1 = x1 c - x2 s, y2 = x2 c + x1 s on the
+// halves of a row; kBack: the transpose, which is the inverse. In fp32, rounded to To once. `to`
+// may be `rows` itself.
+template <bool kBack, class From, class To>
+VLMK_NOINLINE void rotate_rows(const Rows<From>& rows, const Rows<const float>& table, int64_t n,
+                               int64_t dim, const Rows<To>& to) {
+  const int64_t half = dim / 2, whole = half / kWidth * kWidth;
+  const int left = static_cast<int>(half - whole);
+  const Vec flip = set1(kBack ? -1.f : 1.f);
+  for (int64_t i = 0; i < n; ++i) {
+    const float *cosine = table[i], *sine = cosine + half;
+    From* x = rows[i];
+    To* y = to[i];
+    for (int64_t d = 0; d < whole; d += kWidth) {
+      const Vec a = load(x + d), b = load(x + half + d);
+      const Vec c = load(cosine + d), s = load(sine + d) * flip;
+      store(y + d, fma(a, c, set1(0.f) - b * s));
+      store(y + half + d, fma(b, c, a * s));
+    }
+    if (left) {
+      const Vec a = load_n(x + whole, left), b = load_n(x + half + whole, left);
+      const Vec c = load_n(cosine + whole, left), s = load_n(sine + whole, left) * flip;
+      store_n(y + whole, fma(a, c, set1(0.f) - b * s), left);
+      store_n(y + half + whole, fma(b, c, a * s), left);
+    }
+  }
+}
+
+// Rotated rows in scratch: floats, or for products of bf16 rounded as plain torch rounds them.
+template <class Math, class T>
+using Rotated = std::conditional_t<Math::kStep == 1, float, std::remove_const_t<T>>;
+
+VLMK_INLINE Rows<const float> rotary_rows(const AttentionParams& p, int64_t place) {
+  return Rows<const float>{p.rotary, p.head_dim, p.order}.from(place);
+}
+
+// Calls use(rows) with n rows of q or k as the products need them: x, or where there is a rotary
+// table x rotated into buffer, dense. x starts at `place`.
+template <class Math, class T, class Use>
+VLMK_INLINE void with_rotated(const AttentionParams& p, const Rows<const T>& x, int64_t place,
+                              int64_t n, void* buffer, Use use) {
+  if (!p.rotary) return use(x);
+  const Rows<Rotated<Math, T>> to{static_cast<Rotated<Math, T>*>(buffer), padded(p.head_dim)};
+  rotate_rows<false>(x, rotary_rows(p, place), n, p.head_dim, to);
+  use(Rows<const Rotated<Math, T>>{to.data, to.stride});
+}
+
+}  // namespace
+}  // namespace VLMK_ISA
+}  // namespace vlmk

@@ -1,2 +1,0 @@
-#define VLMK_ISA avx2
-#include "cpu/attention_kernel.inl"

@@ -1,2 +1,0 @@
-#define VLMK_ISA avx512_bf16
-#include "cpu/attention_kernel.inl"

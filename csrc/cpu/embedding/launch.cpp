@@ -1,0 +1,71 @@
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/embedding/embedding.h"
+
+namespace vlmk {
+namespace {
+
+[[noreturn]] void out_of_range(const char* name, int64_t position, int64_t value, const char* what,
+                               int64_t rows) {
+  throw std::invalid_argument(std::string(name) + "[" + std::to_string(position) + "] is " +
+                              std::to_string(value) + ", but " + what + " has " +
+                              std::to_string(rows) + " rows; it must be below that");
+}
+
+void check(const EmbeddingParams& p) {
+  for (int64_t i = p.first; i < p.first + p.rows; ++i) {
+    const int64_t index = p.visual_index[i];
+    if (index >= 0) {
+      if (p.visual_rows >= 0 && index >= p.visual_rows)
+        out_of_range("visual_index", i, index, "visual", p.visual_rows);
+    } else if (p.ids != nullptr && !p.partial) {
+      const int64_t id = p.ids[i];
+      if (id < 0)
+        throw std::invalid_argument("input_ids[" + std::to_string(i) + "] is " +
+                                    std::to_string(id) + "; it must not be negative");
+      if (id >= p.vocab_rows) out_of_range("input_ids", i, id, "weight", p.vocab_rows);
+    }
+  }
+}
+
+}  // namespace
+
+void embedding_copy(const EmbeddingParams& p) { VLMK_DISPATCH(embedding_copy, p) }
+void embedding_copy_inverse(const EmbeddingGatherParams& p) {
+  VLMK_DISPATCH(embedding_copy_inverse, p)
+}
+void embedding_reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t runs) {
+  VLMK_DISPATCH(embedding_reduce_runs, p, starts, runs)
+}
+
+void embedding_forward(const EmbeddingParams& p) {
+  check(p);
+  embedding_copy(p);
+}
+
+void embedding_gather(const EmbeddingGatherParams& p) {
+  for (int64_t i = 0; i < p.rows; ++i) {
+    const int32_t index = p.visual_index[p.first + i];
+    if (index < 0) continue;
+    if (index >= p.visual_rows)
+      out_of_range("visual_index", p.first + i, index, "visual", p.visual_rows);
+    if (p.inverse[index] != -1)
+      throw std::invalid_argument(
+          "visual_index names row " + std::to_string(index) + " at positions " +
+          std::to_string(p.first + p.inverse[index]) + " and " + std::to_string(p.first + i) +
+          "; for a gradient each visual row may stand at one position only");
+    p.inverse[index] = static_cast<int32_t>(i);
+  }
+  embedding_copy_inverse(p);
+}
+
+void embedding_reduce(const EmbeddingReduceParams& p) {
+  std::vector<int64_t> starts;
+  for (int64_t j = 0; j < p.count && p.keys[j] < p.vocab_rows; ++j)
+    if (j == 0 || p.keys[j] != p.keys[j - 1]) starts.push_back(j);
+  embedding_reduce_runs(p, starts.data(), static_cast<int64_t>(starts.size()));
+}
+
+}  // namespace vlmk
