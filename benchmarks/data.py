@@ -14,7 +14,7 @@ import torch
 from benchmarks import ceilings, loader
 from benchmarks.harness import Comparison, Context, Row, compare
 from vlmkernels import patchify, resize
-from vlmkernels.patchify import patchify_reference
+from vlmkernels.image.patchify import patchify_reference
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.media.images import ImageSettings, load_image
 from vlmtrain.data.media.images import patchify as patch_rows

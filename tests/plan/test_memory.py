@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity.reference import make_model
 from tests.plan.worker import results
-from vlmkernels.attention import TILED_HEAD_DIMS
+from vlmkernels.attention.select import TILED_HEAD_DIMS
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.layout import make_layout
 from vlmtrain.models.family import parse_spec

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vlmkernels import exchange_rows, row_exchange
-from vlmkernels.routing import RowExchange
+from vlmkernels.embedding.row_exchange import RowExchange
 
 
 class StepRows:

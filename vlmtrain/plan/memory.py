@@ -40,7 +40,7 @@ from vlmtrain.models import linears
 STATE_BYTES = 12  # float32 master weight and two moments
 _ALIGNMENT = 64  # elements at which parameters start in a buffer
 _BUCKET = 128  # elements that a buffer is a multiple of
-#: vlmkernels.attention.TILED_HEAD_DIMS, without its import of torch.
+#: vlmkernels.attention.select.TILED_HEAD_DIMS, without its import of torch.
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
 
 

@@ -14,16 +14,15 @@ raises. Nothing out of range is ever read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import embedding_grad
-from ._native import DTYPES, check_tensor, define, describe, once
-from .routing import shard_rows
+from vlmkernels._native import DTYPES, check_tensor, define, describe, launch, once, pointer
+from vlmkernels.embedding import gradients
+from vlmkernels.embedding.visual_index import shard_rows
 
 #: Where visual_embedding's gradient of the table goes.
 WeightGrad = Literal["dense", "sparse", "main_grad"]
@@ -74,10 +73,6 @@ def scatter_visual_reference(
 # ---- launchers -----------------------------------------------------------------------------------
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors may share memory: where their ranges of addresses do."""
 
@@ -89,98 +84,96 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(one.numel() and other.numel()) and begin < other_end and other_begin < end
 
 
-def _kernels(call: Callable[..., None]) -> dict[str, Callable]:
-    """The ops on one device; `call(native name, tensor, *args)` runs the native function."""
+def _run(
+    input_ids: Tensor | None,
+    base: Tensor,
+    visual: Tensor | None,
+    visual_index: Tensor,
+    out: Tensor,
+    first: int,
+    vocab_start: int = 0,
+    partial: bool = False,
+) -> None:
+    input_ids = None if input_ids is None else input_ids.contiguous()
+    visual = None if visual is None else visual.contiguous()
+    visual_index = visual_index.contiguous()
+    launch(
+        "embedding_forward",
+        base,
+        *(pointer(t) for t in (input_ids, visual_index, base, visual, out)),
+        first,
+        *out.shape,
+        vocab_start,
+        0 if input_ids is None else base.shape[0],
+        -1 if visual is None else visual.shape[0],
+        partial,
+        DTYPES[base.dtype],
+        DTYPES[base.dtype if visual is None else visual.dtype],
+        DTYPES[out.dtype],
+    )
 
-    def run(
-        input_ids: Tensor | None,
-        base: Tensor,
-        visual: Tensor | None,
-        visual_index: Tensor,
-        out: Tensor,
-        vocab_start: int,
-        partial: bool,
-        first: int,
-    ) -> None:
-        input_ids = None if input_ids is None else input_ids.contiguous()
-        visual = None if visual is None else visual.contiguous()
-        visual_index = visual_index.contiguous()
-        call(
-            "embedding_forward",
-            base,
-            *(_pointer(t) for t in (input_ids, visual_index, base, visual, out)),
-            first,
-            *out.shape,
-            vocab_start,
-            0 if input_ids is None else base.shape[0],
-            -1 if visual is None else visual.shape[0],
-            partial,
-            DTYPES[base.dtype],
-            DTYPES[base.dtype if visual is None else visual.dtype],
-            DTYPES[out.dtype],
+
+def _run_embedding(
+    input_ids: Tensor,
+    weight: Tensor,
+    visual: Tensor | None,
+    visual_index: Tensor,
+    vocab_start: int,
+    partial: bool,
+    first: int,
+    rows: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    weight = weight.contiguous()
+    out = weight.new_empty(rows, weight.shape[1], dtype=dtype)
+    _run(input_ids, weight, visual, visual_index, out, first, vocab_start, partial)
+    return out
+
+
+def _run_scatter(
+    embeddings: Tensor, visual: Tensor | None, visual_index: Tensor, first: int
+) -> Tensor:
+    embeddings = embeddings.contiguous()
+    out = torch.empty_like(embeddings)
+    _run(None, embeddings, visual, visual_index, out, first)
+    return out
+
+
+def _run_scatter_in_place(
+    embeddings: Tensor, visual: Tensor, visual_index: Tensor, first: int
+) -> None:
+    if _overlap(embeddings, visual):
+        raise ValueError(
+            "visual lies in the memory of embeddings, which is written; pass visual.clone()"
         )
-
-    def embedding(
-        input_ids: Tensor,
-        weight: Tensor,
-        visual: Tensor | None,
-        visual_index: Tensor,
-        vocab_start: int,
-        partial: bool,
-        first: int,
-        rows: int,
-        padding_idx: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        weight = weight.contiguous()
-        out = weight.new_empty(rows, weight.shape[1], dtype=dtype)
-        run(input_ids, weight, visual, visual_index, out, vocab_start, partial, first)
-        return out
-
-    def scatter(
-        embeddings: Tensor, visual: Tensor | None, visual_index: Tensor, first: int
-    ) -> Tensor:
-        embeddings = embeddings.contiguous()
-        out = torch.empty_like(embeddings)
-        run(None, embeddings, visual, visual_index, out, 0, False, first)
-        return out
-
-    def scatter_(embeddings: Tensor, visual: Tensor, visual_index: Tensor, first: int) -> None:
-        if _overlap(embeddings, visual):
-            raise ValueError(
-                "visual lies in the memory of embeddings, which is written; pass visual.clone()"
-            )
-        run(None, embeddings, visual, visual_index, embeddings, 0, False, first)
-
-    return {"embedding": embedding, "scatter": scatter, "scatter_": scatter_}
+    _run(None, embeddings, visual, visual_index, embeddings, first)
 
 
 # ---- registration --------------------------------------------------------------------------------
-
-_cpu, _cuda = _kernels(embedding_grad.on_cpu), _kernels(embedding_grad.on_cuda)
 
 
 def _embedding_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     input_ids, weight, visual, visual_index, start, _, first, _, padding_idx, _ = inputs
     ctx.save_for_backward(input_ids, visual_index)
     ctx.weight_dtype = weight.dtype
-    ctx.place = start, weight.shape[0], first, padding_idx
+    ctx.geometry = start, weight.shape[0], first, padding_idx
     ctx.visual_rows, ctx.visual_dtype = (
         (0, weight.dtype) if visual is None else (visual.shape[0], visual.dtype)
     )
 
 
 def _dvisual(ctx: Any, grad: Tensor, visual_index: Tensor) -> Tensor:
-    place = ctx.place[2], ctx.visual_rows, ctx.visual_dtype
-    return once(embedding_grad.visual_grad, grad, visual_index, *place)
+    first = ctx.geometry[2]
+    return once(gradients.visual_grad, grad, visual_index, first, ctx.visual_rows, ctx.visual_dtype)
 
 
 def _embedding_backward(ctx: Any, grad: Tensor) -> tuple:
     input_ids, visual_index = ctx.saved_tensors
     dweight = dvisual = None
     if ctx.needs_input_grad[1]:
-        place = *ctx.place, ctx.weight_dtype
-        dweight = once(embedding_grad.weight_grad, grad, input_ids, visual_index, *place)
+        geometry = (*ctx.geometry, ctx.weight_dtype)
+        dweight = once(gradients.weight_grad, grad, input_ids, visual_index, *geometry)
     if ctx.needs_input_grad[2]:
         dvisual = _dvisual(ctx, grad, visual_index)
     return None, dweight, dvisual, None, None, None, None, None, None, None
@@ -190,18 +183,16 @@ _embedding = define(
     "visual_embedding(Tensor input_ids, Tensor weight, Tensor? visual, Tensor visual_index,"
     " SymInt vocab_start, bool partial, SymInt first, SymInt rows, SymInt padding_idx,"
     " ScalarType dtype) -> Tensor",
-    cpu=_cpu["embedding"],
-    cuda=_cuda["embedding"],
+    _run_embedding,
     fake=lambda input_ids, weight, visual, index, start, partial, first, rows, padding_idx, dtype: (
         weight.new_empty(rows, weight.shape[1], dtype=dtype)
     ),
-    backward=_embedding_backward,
-    setup_context=_embedding_setup,
+    autograd=(_embedding_setup, _embedding_backward),
 )
 
 
 class _Embedding(torch.autograd.Function):
-    """The same with another place for dweight, or with a visual index of its own for dvisual."""
+    """The same with dweight put elsewhere, or with another visual index for dvisual."""
 
     @staticmethod
     def forward(
@@ -215,27 +206,22 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
         input_ids, visual_index, all_index = ctx.saved_tensors
-        start, vocab_rows, first, padding_idx = ctx.place
+        start, vocab_rows, first, padding_idx = ctx.geometry
+        arguments = (grad, input_ids, visual_index, *ctx.geometry, ctx.weight_dtype)
         dweight = dvisual = None
         if ctx.needs_input_grad[4]:
             if ctx.main_grad is not None:
-                embedding_grad.weight_grad_into(
+                gradients.weight_grad_into(
                     ctx.main_grad, grad, input_ids, visual_index, start, first, padding_idx
                 )
                 rows = input_ids.new_empty(0)
                 values = grad.new_empty(0, ctx.hidden, dtype=ctx.weight_dtype)
                 dweight = _sparse(rows, values, vocab_rows)
             elif ctx.mode == "sparse":
-                rows, values = once(
-                    embedding_grad.weight_grad_sparse,
-                    *(grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype),
-                )
+                rows, values = once(gradients.weight_grad_sparse, *arguments)
                 dweight = _sparse(rows, values, vocab_rows)
             else:
-                dweight = once(
-                    embedding_grad.weight_grad,
-                    *(grad, input_ids, visual_index, *ctx.place, ctx.weight_dtype),
-                )
+                dweight = once(gradients.weight_grad, *arguments)
         if ctx.needs_input_grad[5]:
             dvisual = _dvisual(ctx, grad, all_index)
         return None, None, None, None, dweight, dvisual, *[None] * 7
@@ -264,27 +250,24 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple:
     if ctx.needs_input_grad[0]:
         dembeddings = _scatter(grad, None, visual_index, ctx.first)  # zeros at visual rows
     if ctx.needs_input_grad[1]:
-        place = ctx.first, ctx.visual_rows, grad.dtype
-        dvisual = once(embedding_grad.visual_grad, grad, visual_index, *place)
+        sizes = ctx.first, ctx.visual_rows, grad.dtype
+        dvisual = once(gradients.visual_grad, grad, visual_index, *sizes)
     return dembeddings, dvisual, None, None
 
 
 _scatter = define(
     "scatter_visual(Tensor embeddings, Tensor? visual, Tensor visual_index, SymInt first)"
     " -> Tensor",
-    cpu=_cpu["scatter"],
-    cuda=_cuda["scatter"],
+    _run_scatter,
     fake=lambda embeddings, visual, visual_index, first: torch.empty_like(
         embeddings, memory_format=torch.contiguous_format
     ),
-    backward=_scatter_backward,
-    setup_context=_scatter_setup,
+    autograd=(_scatter_setup, _scatter_backward),
 )
 _scatter_in_place = define(
     "scatter_visual_(Tensor(a!) embeddings, Tensor visual, Tensor visual_index, SymInt first)"
     " -> ()",
-    cpu=_cpu["scatter_"],
-    cuda=_cuda["scatter_"],
+    _run_scatter_in_place,
     fake=lambda embeddings, visual, visual_index, first: None,
 )
 
@@ -453,8 +436,8 @@ def visual_embedding(
         if vocab_range is None or visual is None:
             raise ValueError("contribute is given; it needs vocab_range and visual too")
         begin, count = shard_rows(contribute, input_ids.shape[0])
-        place = torch.arange(input_ids.shape[0], device=device)
-        others = (visual_index >= 0) & ((place < begin) | (place >= begin + count))
+        position = torch.arange(input_ids.shape[0], device=device)
+        others = (visual_index >= 0) & ((position < begin) | (position >= begin + count))
         # A text id that no rank holds: a row of zeros, and no gradient.
         ids, index = ids.masked_fill(others, -1), index.masked_fill(others, -1)
     inputs = (

@@ -43,5 +43,5 @@ def test_wrong_arguments() -> None:
 def test_ranks(seed: int) -> None:
     """On four ranks and on two pairs of them: embeddings and gradients of rows that lie on other
     ranks are those of rows that don't."""
-    ranks = run_ranks(["tests/kernels/routing_worker.py", str(seed)], 4)
+    ranks = run_ranks(["tests/kernels/row_exchange_worker.py", str(seed)], 4)
     assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._native import _C, DTYPES, check, check_tensor, define
+from vlmkernels._native import DTYPES, check, check_tensor, define, launch
 
+_CPU = torch.device("cpu")
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -72,7 +73,9 @@ def _run(
     frames: Tensor, table: Tensor, out: Tensor, patch: int, temporal: int, merge: int, threads: int
 ) -> None:
     frames = frames.contiguous()
-    _C.patchify(
+    launch(
+        "patchify",
+        frames,
         frames.data_ptr(),
         table.data_ptr(),
         out.data_ptr(),
@@ -88,7 +91,8 @@ def _run(
 _patchify = define(
     "patchify(Tensor frames, Tensor table, Tensor(a!) out, int patch, int temporal, int merge,"
     " int threads) -> ()",
-    cpu=_run,
+    _run,
+    devices=["CPU"],
     fake=lambda frames, table, out, patch, temporal, merge, threads: None,
 )
 
@@ -164,6 +168,3 @@ def patchify(
     table = _table(tuple(mean), tuple(std), rescale_factor, out.dtype)
     _patchify(frames, table, out, patch_size, temporal_patch_size, merge_size, threads)
     return out
-
-
-_CPU = torch.device("cpu")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vlmkernels._native import _C
+from vlmkernels.rotary import frequencies
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,22 @@ class VisionLayout:
     """Built once per forward from grid_thw on the host; `to(device)` moves it without a sync."""
 
     num_patches: int
-    #: int32 [frames + 1]: borders of full attention, one segment per temporal slice
+    #: int32 [frames + 1]: segments of full attention, one per temporal slice
     cu_seqlens: Tensor
-    #: int32 [windows + 1]: borders of window attention, in window order; None without windows
+    #: int32 [windows + 1]: segments of window attention, in window order; None without windows
     cu_window_seqlens: Tensor | None
-    #: int64 [G]: unit of each place in window order, x.view(G, m * m, -1)[window_index]; or None
+    #: int64 [G]: permutation of the units into window order, x.view(G, m * m, -1)[window_index]
     window_index: Tensor | None
     #: int64 [G]: its inverse, which puts merged rows back; None without windows
     reverse_index: Tensor | None
     #: int64 [P, 2]: (row, column) of each patch in its frame, in patch order, not window order
     position_ids: Tensor
     merge_size: int = 2
-    #: longest segments, for kernels that would have to ask the device
+    #: lengths of the longest segments, for kernels that would have to ask the device
     max_seqlen: int = 0
     max_window_seqlen: int = 0
-    #: int32 [P]: patch at each place in window order, window_index spelt out; None without windows
-    #: and where the patches stand in window order (in_window_order)
+    #: int32 [P]: the same permutation of the patches; None without windows and where the patches
+    #: stand in window order already (in_window_order)
     window_order: Tensor | None = None
     #: patches along the longest side: positions are below it
     max_side: int = 0
@@ -94,6 +95,19 @@ class VisionLayout:
             max_side=max_side,
         )
 
+    def segments(self, window: bool) -> tuple[Tensor, Tensor | None, int]:
+        """cu_seqlens, the order that they follow (None: as the patches stand) and the longest
+        segment, of windows or of frames.
+
+        Raises:
+            ValueError: windows of a layout that has none.
+        """
+        if not window:
+            return self.cu_seqlens, None, self.max_seqlen
+        if self.cu_window_seqlens is None:
+            raise ValueError("window is True, but the layout was made without a window_size")
+        return self.cu_window_seqlens, self.window_order, self.max_window_seqlen
+
     def rotary(self, head_dim: int, theta: float = 1e4, *, windowed: bool) -> Tensor:
         """The angles of the 2D rotary embedding.
 
@@ -109,8 +123,8 @@ class VisionLayout:
         Raises:
             ValueError: head_dim is no multiple of 4, or windowed without a window_size.
         """
-        frequencies = _frequencies(head_dim, theta, self.position_ids.device)
-        angles = (self.position_ids[..., None].float() * frequencies).flatten(1)
+        radians = frequencies(head_dim, theta, self.position_ids.device)
+        angles = (self.position_ids[..., None].float() * radians).flatten(1)
         if not windowed:
             return angles
         if self.window_index is None:
@@ -140,7 +154,7 @@ class VisionLayout:
                 return self.rotary_table(head_dim, theta)
         if key not in self._tables:
             positions = torch.arange(self.max_side, device=self.position_ids.device)
-            angles = positions[:, None] * _frequencies(head_dim, theta, positions.device)
+            angles = positions[:, None] * frequencies(head_dim, theta, positions.device)
             both = torch.cat((angles.cos(), angles.sin()))  # [2 max_side, D / 4]
             # Every sine and cosine is computed once per position, then looked up: [P, 4, D / 4].
             rows = torch.cat((self.position_ids, self.position_ids + self.max_side), -1)
@@ -170,18 +184,18 @@ class VisionLayout:
                 f"the layout is on {self.cu_seqlens.device}; pad it before it is moved"
             )
         old, extra = self.num_patches, units * self.merge_size**2
-        border = torch.tensor([old + extra], dtype=torch.int32)
+        end = torch.tensor([old + extra], dtype=torch.int32)
         tail = torch.arange(old, old + extra)
         unit_tail = torch.arange(old, old + extra, self.merge_size**2) // self.merge_size**2
 
-        def append(x: Tensor | None, end: Tensor) -> Tensor | None:
-            return None if x is None else torch.cat([x, end.to(x.dtype)])
+        def append(x: Tensor | None, more: Tensor) -> Tensor | None:
+            return None if x is None else torch.cat([x, more.to(x.dtype)])
 
         return replace(
             self,
             num_patches=old + extra,
-            cu_seqlens=torch.cat([self.cu_seqlens, border]),
-            cu_window_seqlens=append(self.cu_window_seqlens, border),
+            cu_seqlens=torch.cat([self.cu_seqlens, end]),
+            cu_window_seqlens=append(self.cu_window_seqlens, end),
             window_index=append(self.window_index, unit_tail),
             reverse_index=append(self.reverse_index, unit_tail),
             window_order=append(self.window_order, tail),
@@ -232,7 +246,7 @@ def layout_reference(
     corner = torch.stack((row, column), -1)[:, None] * merge_size
     layout = VisionLayout(
         num_patches=total_units * merge_size**2,
-        cu_seqlens=_borders(patches),
+        cu_seqlens=_cumulative(patches),
         cu_window_seqlens=None,
         window_index=None,
         reverse_index=None,
@@ -252,14 +266,14 @@ def layout_reference(
         first_window[frame_of_unit] + row // side * windows_across[frame_of_unit] + column // side
     )
     # Inside a window the units keep their order. Windows are never empty here: transformers'
-    # padding makes empty ones, whose doubled borders have to be dropped.
+    # padding makes empty ones, whose repeated cu_seqlens have to be dropped.
     window_index = window.argsort(stable=True)
     reverse_index = torch.empty_like(window_index)
     reverse_index[window_index] = torch.arange(total_units)
     lengths = window.bincount(minlength=int(windows.sum())) * merge_size**2
     return replace(
         layout,
-        cu_window_seqlens=_borders(lengths),
+        cu_window_seqlens=_cumulative(lengths),
         window_index=window_index,
         reverse_index=reverse_index,
         max_window_seqlen=int(lengths.max()) if len(lengths) else 0,
@@ -267,14 +281,6 @@ def layout_reference(
         .flatten()
         .int(),
     )
-
-
-def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """float32 [head_dim / 4]: radians per patch, the same for rows and columns."""
-    if head_dim <= 0 or head_dim % 4:
-        raise ValueError(f"head_dim is {head_dim}; it must be a positive multiple of 4")
-    exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device)
-    return 1.0 / theta ** (exponent / (head_dim // 2))
 
 
 def _window_side(window_size: int | None, patch_size: int, merge_size: int) -> int:
@@ -316,8 +322,8 @@ def _check_grid(grid_thw: Tensor | Sequence[Sequence[int]], merge_size: int) -> 
     return grid
 
 
-def _borders(lengths: Tensor) -> Tensor:
+def _cumulative(lengths: Tensor) -> Tensor:
     """[n] lengths -> int32 [n + 1] running sums from 0."""
-    borders = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=borders[1:])
-    return borders
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
+    return cu_seqlens

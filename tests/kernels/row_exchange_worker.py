@@ -1,4 +1,4 @@
-"""One rank of tests/kernels/test_routing.py: rows that other ranks own, embedded on this one."""
+"""One rank of test_row_exchange.py: rows that other ranks own, embedded on this one."""
 
 from __future__ import annotations
 

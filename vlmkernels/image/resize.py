@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ._native import _C, check, check_tensor, define
+from vlmkernels._native import check, check_tensor, define, launch
 
 _CPU = torch.device("cpu")
 
@@ -43,12 +43,14 @@ def pillow_major() -> int:
 
 def _run(frames: Tensor, out: Tensor, pillow: int, threads: int) -> None:
     frames = frames.contiguous()
-    _C.resize(frames.data_ptr(), out.data_ptr(), *frames.shape, *out.shape[1:3], pillow, threads)
+    sizes = (*frames.shape, *out.shape[1:3], pillow, threads)
+    launch("resize", frames, frames.data_ptr(), out.data_ptr(), *sizes)
 
 
 _resize = define(
     "resize(Tensor frames, Tensor(a!) out, int pillow, int threads) -> ()",
-    cpu=_run,
+    _run,
+    devices=["CPU"],
     fake=lambda frames, out, pillow, threads: None,
 )
 
