@@ -197,9 +197,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     def share(step: int) -> list[Any]:
         samples = ref.make_stream(case.get("stream", "mixed"), case["seed"], step)
         packs = [ref.pack(p, length) for p in samples][engine.data_rank :: layout.data]
-        if engine.pixel_share is None:
-            return packs if engine.needs_pixels else [ref.without_pixels(p) for p in packs]
-        shares = engine.pixel_share([p.grid_thw.numpy() for p in packs])
+        shares = engine.decodes([p.grid_thw.numpy() for p in packs])
         return [ref.without_pixels(p, kept) for p, kept in zip(packs, shares, strict=True)]
 
     def gradients(packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:

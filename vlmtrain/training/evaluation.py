@@ -19,7 +19,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.collective_errors import across_ranks
 from vlmtrain.data.formats.sources import parse_sources
 from vlmtrain.data.index import SampleIndex, scan_sources
-from vlmtrain.data.loader import PackedLoader
+from vlmtrain.data.loader import LoaderRank, PackedLoader
 from vlmtrain.data.processor import Processor
 
 if TYPE_CHECKING:
@@ -104,19 +104,16 @@ class HeldOut:
             self.index,
             self.processor,
             engine.spec,
+            section,
+            LoaderRank(
+                engine.data_rank,
+                engine.layout.data,
+                engine.decodes,
+                engine.dtype,
+                engine.backend.is_cuda,
+            ),
             pack_length=self.pack_length,
             global_batch=self.global_batch,
-            dp_rank=engine.data_rank,
-            dp_size=engine.layout.data,
-            packing=section.packing,
-            need_pixels=engine.needs_pixels,
-            pixel_share=engine.pixel_share,
-            pixel_dtype=engine.dtype,
-            workers=section.workers or 2,
-            isolate=section.workers > 0,
-            pin_memory=engine.backend.is_cuda,
-            unreadable=section.unreadable,
-            skip_limit=section.skip_limit,
             agree=across_ranks(engine.backend.device) if dist.get_world_size() > 1 else None,
             log=self.log,
             once=True,

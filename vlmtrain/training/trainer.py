@@ -93,7 +93,7 @@ def _train(
     from vlmtrain.data.collective_errors import across_ranks
     from vlmtrain.data.formats.sources import parse_sources
     from vlmtrain.data.index import SampleIndex, scan_sources
-    from vlmtrain.data.loader import PackedLoader
+    from vlmtrain.data.loader import LoaderRank, PackedLoader
     from vlmtrain.data.processor import Processor
     from vlmtrain.plan.detect import find_machine
     from vlmtrain.telemetry import drift
@@ -156,20 +156,11 @@ def _train(
         index,
         processor,
         spec,
+        data,
+        LoaderRank(engine.data_rank, layout.data, engine.decodes, engine.dtype, backend.is_cuda),
         pack_length=train.pack_length,
         global_batch=train.global_batch,
-        dp_rank=engine.data_rank,
-        dp_size=layout.data,
         seed=train.seed,
-        packing=data.packing,
-        need_pixels=engine.needs_pixels,
-        pixel_share=engine.pixel_share,
-        pixel_dtype=dtype,
-        workers=data.workers or 2,
-        isolate=data.workers > 0,
-        pin_memory=backend.is_cuda,
-        unreadable=data.unreadable,
-        skip_limit=data.skip_limit,
         agree=across_ranks("cpu") if dist.get_world_size() > 1 else None,
         log=partial(print, flush=True) if rank == 0 else None,
     )
