@@ -27,6 +27,7 @@ from vlmtrain.core.config import (  # noqa: E402
     FreezeSection,
     LoraSection,
     OptimizerSection,
+    ParallelSection,
     RecomputeSection,
 )
 from vlmtrain.core.layout import make_layout  # noqa: E402
@@ -190,7 +191,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             clip=ref.CLIP,
         ),
         FreezeSection(**case.get("freeze", {})),
-        **case.get("overlap", {}),
+        ParallelSection(**case.get("overlap", {})),
     )
     result: dict[str, Any] = {"layout": layout.describe()}
 

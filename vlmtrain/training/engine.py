@@ -29,6 +29,7 @@ from vlmtrain.core.config import (
     FreezeSection,
     LoraSection,
     OptimizerSection,
+    ParallelSection,
     RecomputeSection,
     offload_fractions,
 )
@@ -123,18 +124,15 @@ class Engine:
         self,
         optimizer: OptimizerSection,
         frozen: FreezeSection | None = None,
-        *,
-        overlap_grad_reduce: bool = False,
-        overlap_param_gather: bool = False,
+        parallel: ParallelSection | None = None,
     ) -> None:
         """Gradient buffers and optimizer. After the weights are loaded: both take copies.
 
         Args:
             optimizer: AdamW's settings.
             frozen: parts that do not learn.
-            overlap_grad_reduce: reduce gradients over data-parallel ranks beside the backward pass.
-            overlap_param_gather: gather updated weights beside the next forward pass; before they
-                are read elsewhere, call `gather_weights`.
+            parallel: what is overlapped with the passes. With `overlap_param_gather` call
+                `gather_weights` before weights are read elsewhere.
 
         Raises:
             UserError: `frozen` leaves nothing to train.
@@ -146,17 +144,18 @@ class Engine:
         else:
             freeze(self.parts, frozen or FreezeSection())
         mark_lowest_trainable(self.stages, self.replica)
-        self.overlap_param_gather = overlap_param_gather
+        parallel = parallel or ParallelSection()
+        self.overlap_param_gather = parallel.overlap_param_gather
         # With one data-parallel rank there is nothing to reduce, but it is how Megatron tells when
         # gradients are final, and offloaded ones can start down.
         offloads = any(offload_fractions(optimizer).values())
-        overlap_chunks = overlap_grad_reduce or (offloads and self.layout.data == 1)
+        overlap_chunks = parallel.overlap_grad_reduce or (offloads and self.layout.data == 1)
         ddp = partial(
             DistributedDataParallelConfig,
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             check_for_nan_in_grad=False,
-            overlap_param_gather=overlap_param_gather,
+            overlap_param_gather=parallel.overlap_param_gather,
             bucket_size=self.bucket_size,
         )
         self.chunks: list[Any] = [
@@ -181,7 +180,7 @@ class Engine:
             groups = replicated_groups()
             self.tower = DistributedDataParallel(
                 self.replica.config,
-                ddp(overlap_grad_reduce=overlap_grad_reduce),
+                ddp(overlap_grad_reduce=parallel.overlap_grad_reduce),
                 self.replica,
                 pg_collection=groups,
             )
