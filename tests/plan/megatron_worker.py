@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.parity.reference import make_model
 from vlmtrain.core import device
 from vlmtrain.core.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
-from vlmtrain.core.layout import make_layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.family import parse_spec
+from vlmtrain.parallel.layout import make_layout
 
 
 def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from vlmtrain.core.config import LoaderSection, ParallelSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import write_text
 from vlmtrain.core.launch import Process, connect
-from vlmtrain.core.layout import Layout, make_layout
+from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.evaluate.tasks import Scored, Task, read_tasks, summary
 from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.training.evaluation import HeldOutScore
 
 SCORES, ANSWERS = "scores.json", "answers.jsonl"

@@ -19,11 +19,12 @@ from vlmtrain.core.collectives import on_every_rank, on_first_rank, shared_error
 from vlmtrain.core.config import TrainConfig, to_dict
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.launch import Process, connect
-from vlmtrain.core.layout import Layout, make_layout
+from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.family import read_spec
 from vlmtrain.models.lora import check_section
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 from vlmtrain.telemetry.metrics import check_wandb
 
