@@ -21,7 +21,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tests.data.helpers import IMAGE_LIMITS, conversation, no_media, open_loader, write_json
 from vlmtrain.core.batch import PackedBatch
-from vlmtrain.core.layout import make_layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex, scan_sources
@@ -29,6 +28,7 @@ from vlmtrain.data.loader import PackedLoader, _FrameCache
 from vlmtrain.data.packing.plan import POLICIES, Policy, plan_epoch
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.common.positions import mrope_positions
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.parallel.step_inputs import StepInputs
 
 PACK = 160

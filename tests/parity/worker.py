@@ -30,9 +30,9 @@ from vlmtrain.core.config import (  # noqa: E402
     ParallelSection,
     RecomputeSection,
 )
-from vlmtrain.core.layout import make_layout  # noqa: E402
 from vlmtrain.cpu import shim  # noqa: E402
 from vlmtrain.models.family import read_spec  # noqa: E402
+from vlmtrain.parallel.layout import make_layout  # noqa: E402
 
 
 def gradient(parameter: torch.Tensor) -> torch.Tensor:

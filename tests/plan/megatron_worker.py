@@ -24,9 +24,9 @@ from vlmtrain.core.config import (
     ParallelSection,
     RecomputeSection,
 )
-from vlmtrain.core.layout import make_layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.family import parse_spec
+from vlmtrain.parallel.layout import make_layout
 
 
 def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from vlmtrain.core.spec import ModelConfigError, ModelSpec
 from vlmtrain.models import qwen2_5_vl, qwen2_vl
 from vlmtrain.models.common.family import Family
+from vlmtrain.models.common.table import Table
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -21,6 +23,11 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(spec: ModelSpec) -> Family:
     return FAMILIES[spec.family]
+
+
+@lru_cache(maxsize=64)
+def table_of(spec: ModelSpec) -> Table:
+    return family_of(spec).table(spec)
 
 
 def parse_spec(config: dict[str, Any]) -> ModelSpec:

@@ -10,6 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vlmtrain.core.spec import ModelConfigError, ModelSpec, VisionSpec
+from vlmtrain.models.common.table import (
+    Norm,
+    Part,
+    Table,
+    merger,
+    patch_embed,
+    text_layer,
+    vision_layer,
+    vocabulary,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,6 +96,23 @@ class Family:
             video_token_id=int(need(config, "video_token_id")),
             vision_start_token_id=int(need(config, "vision_start_token_id")),
             vision_end_token_id=int(config.get("vision_end_token_id", 151653)),
+        )
+
+    #: What Hugging Face calls the linears of the tower's MLP and the merger's norm and linears.
+    vision_mlp: tuple[tuple[str, ...], str]
+    merger_names: tuple[str, str, str] = ("ln_q", "mlp.0", "mlp.2")
+
+    def table(self, spec: ModelSpec) -> Table:
+        """All weights of a model of this family."""
+        norm = Norm("decoder.final_layernorm", {"model.norm": spec.hidden_size})
+        return Table(
+            embedding=vocabulary(spec, "model.embed_tokens", "embedding.word_embeddings"),
+            final_norm=Part("", "language_model.", (norm,)),
+            head=vocabulary(spec, "lm_head", "output_layer"),
+            patch_embed=patch_embed(spec),
+            merger=merger(spec, *self.merger_names),
+            text_layer=text_layer(spec),
+            vision_layer=vision_layer(spec, *self.vision_mlp),
         )
 
     def positions(

@@ -12,6 +12,7 @@ from vlmtrain.models.common.family import Family
 class Qwen2_5VL(Family):
     name = "qwen2_5_vl"
     title = "Qwen2.5-VL"
+    vision_mlp = ("gate_proj", "up_proj"), "down_proj"
 
     def read_vision(self, vision: dict[str, Any], text_hidden: int) -> VisionSpec:
         full = vision.get("fullatt_block_indexes", (7, 15, 23, 31))

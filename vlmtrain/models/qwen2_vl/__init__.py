@@ -11,6 +11,7 @@ from vlmtrain.models.common.family import Family
 class Qwen2VL(Family):
     name = "qwen2_vl"
     title = "Qwen2-VL"
+    vision_mlp = ("fc1",), "fc2"
 
     def read_vision(self, vision: dict[str, Any], text_hidden: int) -> VisionSpec:
         # Here the tower's width is embed_dim, and hidden_size the merger's output.
