@@ -33,7 +33,7 @@ from vlmkernels.optim.host_step import HostStep, Shard
 from vlmkernels.optim.masters import differs
 from vlmkernels.optim.native import GRADIENTS
 from vlmkernels.optim.placement import check_fraction, preference, relocate
-from vlmkernels.optim.state import copy_moments, ensure_moments
+from vlmkernels.optim.state import copy_moments, ensure_moments, step_count
 from vlmkernels.optim.transfer import Transfers, Waitable
 
 from .gradients import EarlyGradients
@@ -200,7 +200,7 @@ class OffloadedOptimizer(DistributedOptimizer):
         shard = None
         if to_host:
             counted = place.group.get("step", 0) if steps is None else steps
-            moved["step"] = torch.tensor(float(counted), dtype=torch.float32)
+            moved["step"] = step_count(counted)
             shard = self._host.make_shard(target, state, self._gradients or target.dtype, old)
             new = shard.master
         else:
@@ -354,7 +354,7 @@ class OffloadedOptimizer(DistributedOptimizer):
             for main in group["params"]:
                 state = self.optimizer.state[main]
                 if main in self._host.shards and self._steps[main] is None:
-                    state["step"] = torch.tensor(float(group.get("step", 0)), dtype=torch.float32)
+                    state["step"] = step_count(group.get("step", 0))
                 elif isinstance(state.get("step"), Tensor):
                     state["step"] = state["step"].clone()
 
