@@ -40,6 +40,7 @@ from .state import (
     fill_groups,
     moment_keys,
     moment_tensors,
+    step_count,
 )
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ class CPUAdam(torch.optim.Optimizer):
         fill_groups(self.param_groups, self.defaults)
         for param, values in self.state.items():
             if "step" in values:  # Megatron loads one tensor for all parameters
-                values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
+                values["step"] = step_count(values["step"])
             check_shapes(values, param)
 
     def grad_norm(self) -> float:
@@ -331,7 +332,7 @@ class CPUAdam(torch.optim.Optimizer):
             )
         ensure_moments(state, self.moments, param, param.device, lambda: self._name(param))
         if not is_step(state.get("step")):
-            state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
+            state["step"] = step_count(state.get("step", 0))
         return _Known(param, state, low, moment_keys(self.moments))
 
     def _name(self, param: Tensor) -> str:

@@ -30,6 +30,7 @@ from .state import (
     fit_moments,
     load_groups,
     state_bytes,
+    step_count,
 )
 from .transfer import Transfers
 
@@ -261,7 +262,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         like = self._masters.copies.get(param, param)
         ensure_moments(state, self.moments, like, like.device, lambda: self._name(param))
         if not is_step(state["step"]):
-            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+            state["step"] = step_count(state["step"])
 
     def _name(self, param: Tensor) -> str:
         return f"parameter {next(i for i, p in enumerate(self._params()) if p is param)}"
@@ -271,7 +272,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         to_host = param in self._offloaded
         device = torch.device("cpu") if to_host else param.device
-        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        state["step"] = step_count()
         fit_moments(state, self.moments, partial(torch.empty, param.shape, device=device))
         self._put_master(param, state, *self._make_master(param, state, to_host, param.detach()))
         self._masters.written([param])
