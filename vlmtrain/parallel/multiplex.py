@@ -65,7 +65,7 @@ class VisionReplica(MegatronModule):
 
     def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
         super().__init__(config=config)
-        self.vision = family_of(spec).tower()(
+        self.vision = family_of(spec).tower(
             config,
             spec.vision,
             spec.vision.depth,
