@@ -68,7 +68,7 @@ class _Position:
 class _Step:
     """One optimizer step as planned."""
 
-    mine: list[np.ndarray]  # this rank's packs
+    packs: list[np.ndarray]  # of this rank
     after: _Position
     metrics: dict[str, float]
 
@@ -230,8 +230,8 @@ class PackedLoader:
                 if error is not None and not isinstance(error, UserError):
                     raise error  # a fault of the program: its traceback must be seen
                 raise shared_error(message)
-        found = {(f.dp_rank, f.microbatch, f.segment): f for one in reports for f in one.failures}
-        failures = [found[place] for place in sorted(found)]
+        unique = {(f.dp_rank, f.microbatch, f.segment): f for one in reports for f in one.failures}
+        failures = [unique[place] for place in sorted(unique)]
         self.skipped += len(failures)
         for failure in failures:
             if self._log is not None:
@@ -267,12 +267,12 @@ class PackedLoader:
             DataError: the data, the seed or the pack length differ, so that the position would
                 mean other samples.
         """
-        mine = self.state_dict()
+        current = self.state_dict()
         for key, meaning in _IDENTITY.items():
-            if state.get(key) != mine[key]:
+            if state.get(key) != current[key]:
                 raise DataError(
                     f"the checkpoint was made with {meaning} ({key} was {state.get(key)} and is "
-                    f"{mine[key]}); restore it, or start a new run from its weights: --model "
+                    f"{current[key]}); restore it, or start a new run from its weights: --model "
                     "CHECKPOINT and another --output"
                 )
         self._position = _Position(int(state["step"]), int(state["epoch"]), int(state["pack"]))
@@ -349,13 +349,13 @@ class PackedLoader:
             "rank_balance": heaviest * self.rank.dp_size / max(sum(costs), 1),
             "microbatch_balance": max(costs) * len(costs) / max(sum(costs), 1),
         }
-        mine = [packs[i] for i in dealt[self.rank.dp_rank]]
-        return _Step(mine, _Position(position.step + 1, epoch, pack), metrics)
+        local = [packs[i] for i in dealt[self.rank.dp_rank]]
+        return _Step(local, _Position(position.step + 1, epoch, pack), metrics)
 
     def _build(self, position: _Position) -> tuple[list[PackedBatch], Report]:
         report = Report()
         batches = []
-        packs = self._take(position).mine
+        packs = self._take(position).packs
         shares: list[tuple[bool, ...] | None] = [None] * len(packs)
         if self.rank.decodes is not None:
             shares = [*self.rank.decodes([self._grids(pack) for pack in packs])]

@@ -144,21 +144,21 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
         answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
         for task in tasks:
             answerer.check(task.sample)
-        mine = track(
+        shown = track(
             tasks[rank::size],
             "questions",
             console=console,
             disable=rank > 0 or not console.is_terminal,
             transient=True,
         )
-        return [Scored(task, answerer.answer(task.sample, sampling).text) for task in mine]
+        return [Scored(task, answerer.answer(task.sample, sampling).text) for task in shown]
 
-    mine = on_every_rank(work)
-    every: list[Any] = [None] * size
-    dist.all_gather_object(every, [one.answer for one in mine])
+    answered = on_every_rank(work)
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, [one.answer for one in answered])
     answers: dict[int, str] = {
         number: answer
-        for r, part in enumerate(every)
+        for r, part in enumerate(parts)
         for number, answer in zip(range(r, len(tasks), size), part, strict=True)
     }
     return [Scored(task, answers[number]) for number, task in enumerate(tasks)]
@@ -172,11 +172,13 @@ def _report(output: Path, results: dict[str, Any], scored: list[Scored]) -> None
     table = Table(title=results["model"], title_justify="left")
     for name in ("what", "measure", "number", "value"):
         table.add_column(name, justify="right" if name in ("number", "value") else "left")
-    held = results.get("heldout")
-    if held is not None:
-        tokens = f"{held['target_tokens']:,} tokens"
-        table.add_row("held-out conversations", "loss", tokens, f"{held['loss']:.4f}")
-        table.add_row("", "perplexity", f"{held['samples']:,} samples", f"{held['perplexity']:.4g}")
+    held_out = results.get("heldout")
+    if held_out is not None:
+        tokens = f"{held_out['target_tokens']:,} tokens"
+        table.add_row("held-out conversations", "loss", tokens, f"{held_out['loss']:.4f}")
+        table.add_row(
+            "", "perplexity", f"{held_out['samples']:,} samples", f"{held_out['perplexity']:.4g}"
+        )
     for row in results.get("tasks", []):
         questions = f"{row['questions']:,} questions"
         table.add_row(row["task"], row["metric"], questions, f"{row['score']:.4f}")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from vlmkernels.integrations.megatron import offload
 from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
 from vlmtrain.checkpoint.hf.save import save_weights
 from vlmtrain.checkpoint.load import load_weights
@@ -101,6 +102,7 @@ class Trainer:
         # One rank reads and judges all input; the others hear its verdict instead of a hang.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
         self.engine = self._build_engine(layout, backend)
+        self.offloaded = config.optimizer.offload_fraction
         self.loader = open_loader(
             index,
             processor,
@@ -258,8 +260,14 @@ class Trainer:
         return total
 
     def _offload(self, step: int) -> None:
+        """Move optimizer state between device and host where the schedule says so. No value
+        changes."""
         fraction = offload_fraction(self.config.optimizer, step)
-        if self.engine.set_offload_fraction(fraction) and dist.get_rank() == 0:
+        if fraction == self.offloaded:
+            return
+        offload(self.engine.optimizer, fraction, early=True)
+        self.offloaded = fraction
+        if dist.get_rank() == 0:
             say(f"step {step + 1}: {fraction:.0%} of the optimizer is offloaded")
 
     def _evaluate(self, step: int) -> dict[str, float]:
