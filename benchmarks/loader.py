@@ -22,9 +22,10 @@ import torch
 from PIL import Image
 
 from benchmarks.harness import Comparison, Context, Row, compare
+from vlmtrain.core.config import LoaderSection
 from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
-from vlmtrain.data.loader import PackedLoader
+from vlmtrain.data.loader import LoaderRank, PackedLoader
 from vlmtrain.data.processor import Processor
 from vlmtrain.demo import photographs, tiny_model
 from vlmtrain.demo.command import training_texts
@@ -85,10 +86,12 @@ def ours(shards: Path, model: Path) -> Callable[[], tuple[int, int]]:
         index,
         processor,
         spec,
+        LoaderSection(workers=0),
+        LoaderRank(),
         pack_length=PACK,
         global_batch=1,
         prefetch=False,
-        workers=1,
+        threads=1,
         cache_bytes=0,
     )
     start = loader.state_dict()

@@ -9,9 +9,8 @@ import pytest
 from vlmtrain.core.config import ParallelSection, TrainConfig
 from vlmtrain.core.layout import LayoutError
 from vlmtrain.core.spec import ModelConfigError
-from vlmtrain.evaluate.config import EvaluateConfig
-from vlmtrain.evaluate.measure import _layout
 from vlmtrain.models.family import parse_spec, read_spec
+from vlmtrain.training.setup import run_layout
 from vlmtrain.training.trainer import check
 
 # hidden, layers, heads, key/value heads, MLP, vocabulary, tied, vision MLP (None: Qwen2-VL)
@@ -147,9 +146,8 @@ def test_an_empty_text_config_is_the_flat_form():
 def test_sizes_below_one_are_refused_before_they_divide(name, size, tmp_path):
     section = ParallelSection(**{name: size})
     spec = parse_spec(config("Qwen2.5-VL-7B"))
-    evaluate = EvaluateConfig(model=tmp_path, data="a", parallel=section)
     with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
-        _layout(evaluate, spec, 1)
+        run_layout(spec, section, 1, pack_length=8192, global_batch=0, option="--global_batch")
     (tmp_path / "config.json").write_text(json.dumps(config("Qwen2.5-VL-7B")))
     with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
         check(TrainConfig(model=tmp_path, data="a", output=tmp_path, parallel=section), 1)

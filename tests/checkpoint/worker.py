@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity import reference as ref  # noqa: E402
 from vlmtrain.core import device, launch  # noqa: E402
-from vlmtrain.core.config import FreezeSection, OptimizerSection  # noqa: E402
+from vlmtrain.core.config import FreezeSection, OptimizerSection, ParallelSection  # noqa: E402
 from vlmtrain.core.errors import UserError  # noqa: E402
 from vlmtrain.core.layout import make_layout  # noqa: E402
 from vlmtrain.models.family import read_spec  # noqa: E402
@@ -55,7 +55,9 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
         clip=ref.CLIP,
         offload_fraction=case.get("offload", 0.0),
     )
-    engine.prepare(section, FreezeSection(**case.get("freeze", {})), **case.get("overlap", {}))
+    engine.prepare(
+        section, FreezeSection(**case.get("freeze", {})), ParallelSection(**case.get("overlap", {}))
+    )
     return engine, length
 
 

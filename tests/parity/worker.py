@@ -27,6 +27,7 @@ from vlmtrain.core.config import (  # noqa: E402
     FreezeSection,
     LoraSection,
     OptimizerSection,
+    ParallelSection,
     RecomputeSection,
 )
 from vlmtrain.core.layout import make_layout  # noqa: E402
@@ -190,16 +191,14 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             clip=ref.CLIP,
         ),
         FreezeSection(**case.get("freeze", {})),
-        **case.get("overlap", {}),
+        ParallelSection(**case.get("overlap", {})),
     )
     result: dict[str, Any] = {"layout": layout.describe()}
 
     def share(step: int) -> list[Any]:
         samples = ref.make_stream(case.get("stream", "mixed"), case["seed"], step)
         packs = [ref.pack(p, length) for p in samples][engine.data_rank :: layout.data]
-        if engine.pixel_share is None:
-            return packs if engine.needs_pixels else [ref.without_pixels(p) for p in packs]
-        shares = engine.pixel_share([p.grid_thw.numpy() for p in packs])
+        shares = engine.decodes([p.grid_thw.numpy() for p in packs])
         return [ref.without_pixels(p, kept) for p, kept in zip(packs, shares, strict=True)]
 
     def gradients(packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:

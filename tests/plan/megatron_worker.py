@@ -17,7 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.parity.reference import make_model
 from vlmtrain.core import device
-from vlmtrain.core.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
+from vlmtrain.core.config import (
+    FreezeSection,
+    LoraSection,
+    OptimizerSection,
+    ParallelSection,
+    RecomputeSection,
+)
 from vlmtrain.core.layout import make_layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.family import parse_spec
@@ -47,7 +53,7 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     engine.bucket_size = case.get("bucket")
     overlap = "bucket" in case
     freeze = FreezeSection(**case.get("freeze", {}))
-    engine.prepare(OptimizerSection(), freeze, overlap_grad_reduce=overlap)
+    engine.prepare(OptimizerSection(), freeze, ParallelSection(overlap_grad_reduce=overlap))
     counts = [sum(p.numel() for p in stage.parameters()) for stage in engine.stages]
     chunks = [*engine.chunks, *([engine.tower] if engine.replica is not None else [])]
     buffers = [b for c in chunks for b in c.buffers]

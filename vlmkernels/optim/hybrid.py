@@ -20,12 +20,13 @@ from vlmkernels._native import describe
 from .device_step import norm, step_on_device
 from .host_step import HostStep, Shard
 from .masters import Masters, is_own_master
-from .native import check_gradient, check_hyperparameters, check_nonfinite
+from .native import check_gradient, check_hyperparameters, check_nonfinite, is_step
 from .placement import Policy, check_fraction, check_policy, preference, relocate
 from .state import (
     ALL_MOMENTS,
     check_moments,
     copy_moments,
+    ensure_moments,
     fit_moments,
     load_groups,
     state_bytes,
@@ -187,6 +188,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def _move(self, param: Tensor, to_host: bool) -> None:
         state = self.state.get(param)
         if state:
+            self._check_unchanged(param, state)
             old = self._host.shards.get(param)
             if old is not None:
                 self._host.forget([old])
@@ -236,12 +238,37 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             state["master"] = master
         self._masters.put(param, master)
 
-    def _prepare(self, param: Tensor) -> dict[str, Any]:
-        """The parameter's state, made from the model's value where there is none yet; moments that
-        are there are kept."""
-        state = self.state[param]
+    def _ready(self, param: Tensor) -> None:
+        """Makes the parameter's state from the model's value where there is none yet.
+
+        Raises:
+            ValueError: parameter, gradient or state are no longer what they were when the state was
+                made: kernels get addresses, and would read and write other memory.
+        """
+        state = self.state.get(param) or {}
         if "step" in state:
-            return state
+            self._check_unchanged(param, state)
+        else:
+            self._prepare(param)
+        assert param.grad is not None
+        check_gradient(param, param.grad)
+
+    def _check_unchanged(self, param: Tensor, state: dict[str, Any]) -> None:
+        changed = self._masters.changed(param, state.get("master"))
+        if changed is not None:
+            raise ValueError(changed.format(self._name(param)))
+        # Of the parameter's strides where it is its own master, which is contiguous.
+        like = self._masters.copies.get(param, param)
+        ensure_moments(state, self.moments, like, like.device, lambda: self._name(param))
+        if not is_step(state["step"]):
+            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+
+    def _name(self, param: Tensor) -> str:
+        return f"parameter {next(i for i, p in enumerate(self._params()) if p is param)}"
+
+    def _prepare(self, param: Tensor) -> dict[str, Any]:
+        """A state from the model's value; moments that are there already are kept."""
+        state = self.state[param]
         to_host = param in self._offloaded
         device = torch.device("cpu") if to_host else param.device
         state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -290,8 +317,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._arrival.setdefault(param)
         if param.grad is None or not self._overlap:
             return
-        _check_gradient(param)
-        self._prepare(param)
+        self._ready(param)
         shard = self._host.shards[param]
         with torch.no_grad():
             if not self._in_backward:
@@ -348,10 +374,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             active = [p for p in group["params"] if p.grad is not None and p not in early]
             for param in active:
-                _check_gradient(param)
-                grads.append(param.grad)
-                self._prepare(param)
+                self._ready(param)
                 self._masters.follow(param)
+                grads.append(param.grad)
             on_device.append((group, [p for p in active if p not in self._offloaded]))
             on_host += [(group, self._host.shards[p]) for p in active if p in self._offloaded]
         for _, shard in on_host:
@@ -447,12 +472,3 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if key not in ("step", "master", *ALL_MOMENTS):
                 state[key] = copy.deepcopy(value)
         self._masters.loaded(param, values.get("master") if "master" in state else None)
-
-
-def _check_gradient(param: Tensor) -> None:
-    grad = param.grad
-    assert grad is not None
-    if param.device.type == "cpu":
-        check_gradient(param, grad)
-    elif grad.layout != torch.strided:
-        raise ValueError(f"a gradient is {describe(grad)}, {grad.layout}; it must be dense")

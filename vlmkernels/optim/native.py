@@ -142,8 +142,13 @@ def check_nonfinite(nonfinite: str) -> None:
 
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:
-    """Raises ValueError unless `grad` can be a gradient of `param`, both in host memory."""
-    if grad.dtype not in GRADIENTS or grad.shape != param.shape or not is_host(grad):
+    """Raises ValueError unless `grad` can be a gradient of `param`."""
+    if (
+        grad.dtype not in GRADIENTS
+        or grad.shape != param.shape
+        or grad.layout != torch.strided
+        or grad.device != param.device
+    ):
         raise ValueError(
             f"a gradient is {describe(grad)}, {grad.layout}; it must be dense float32 or "
             f"bfloat16 {list(param.shape)} on {param.device}"

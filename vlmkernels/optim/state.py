@@ -90,6 +90,46 @@ def is_like(x: Tensor | None, dtype: torch.dtype, stride: tuple[int, ...]) -> bo
     return x is not None and x.dtype == dtype and x.stride() == stride
 
 
+def ensure_moments(
+    state: dict[str, Any],
+    moments: torch.dtype,
+    like: Tensor,
+    device: torch.device,
+    name: Callable[[], str],
+) -> None:
+    """Before a step, of a state that may have been changed by others: moments of this type, with
+    the shape and strides of `like`, on this device; other types and places are converted.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape; `name()` is the parameter's.
+    """
+    keys = CODES if moments == EIGHT_BIT else MOMENTS
+    shape, contiguous = like.shape, like.is_contiguous()  # quicker to ask for than strides
+    fits = True
+    for key in keys:
+        x = state.get(key)
+        fits &= (
+            x is not None
+            and x.dtype is moments
+            and x.shape == shape
+            and (x.is_contiguous() if contiguous else x.stride() == like.stride())
+            and x.device == device
+        )
+    for key in SCALES if moments == EIGHT_BIT else ():
+        x = state.get(key)
+        fits &= (
+            x is not None
+            and x.dtype is torch.float32
+            and x.is_contiguous()
+            and x.numel() == blockwise.num_blocks(like.numel())
+            and x.device == device
+        )
+    if not fits:
+        check_shapes(state, like, "{} of " + name())
+        empty = partial(torch.empty_strided, shape, like.stride(), device=device)
+        fit_moments(state, moments, empty)
+
+
 def copy_moments(
     state: dict[str, Any], moments: torch.dtype, shape: torch.Size, device: torch.device
 ) -> dict[str, Tensor]:
@@ -108,18 +148,23 @@ def state_bytes(state: dict[str, Any]) -> int:
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def check_loaded(state: dict[str, Any], param: Tensor) -> None:
-    """Raises ValueError naming a tensor of a loaded state that can't belong to the parameter."""
+def check_shapes(state: dict[str, Any], param: Tensor, name: str = "the loaded {}") -> None:
+    """Raises ValueError naming a tensor of a state that can't belong to the parameter, or the one
+    that is missing beside others. `name` is filled in with the tensor's key."""
+    for form in (MOMENTS, (*CODES, *SCALES)):
+        missing = [key for key in form if key not in state]
+        if 0 < len(missing) < len(form):
+            raise ValueError(f"{name.format(missing[0])} is missing")
     for key in (*MOMENTS, *CODES, "master"):
         if key in state and state[key].shape != param.shape:
             raise ValueError(
-                f"the loaded {key} is {describe(state[key])} for a parameter of shape "
+                f"{name.format(key)} is {describe(state[key])} for a parameter of shape "
                 f"{list(param.shape)}; they must be equal"
             )
     for key in SCALES:
         if key in state and state[key].numel() != blockwise.num_blocks(param.numel()):
             raise ValueError(
-                f"the loaded {key} is {describe(state[key])} for a parameter of shape "
+                f"{name.format(key)} is {describe(state[key])} for a parameter of shape "
                 f"{list(param.shape)}; it needs {blockwise.num_blocks(param.numel())} elements"
             )
 
@@ -164,7 +209,7 @@ def load_groups(
         for number, param in zip(numbers, params, strict=False)
     }
     for param, values in loaded.items():
-        check_loaded(values, param)
+        check_shapes(values, param)
     state = dict(optimizer.state)
     try:
         hooks._optimizer_load_state_dict_pre_hooks = OrderedDict()

@@ -47,9 +47,9 @@ from vlmtrain.core.files import (
     fsync_tree,
     manifest_of,
     replace_folder,
+    replacing,
     start_folder,
     write_json,
-    writing,
 )
 from vlmtrain.core.layout import Layout, make_layout
 from vlmtrain.core.spec import ModelSpec
@@ -348,16 +348,13 @@ def _folder(source: Path, target: Path, weights: Weights, overwrite: bool) -> It
     if target.resolve() == source.resolve():
         raise CheckpointError(f"--source and --target are the same folder, {source}")
     weights.check()
-    work = writing(target, lambda: start_folder(target))
+    with replacing(target):
+        work = start_folder(target)
     try:
-        try:
+        with replacing(target):
             yield work
             fsync_tree(work)
             replace_folder(work, target)
-        except OSError as error:
-            raise CheckpointError(
-                f"{target} can't be written: {error.strerror or error}; nothing was replaced by it"
-            ) from error
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise

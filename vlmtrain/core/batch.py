@@ -58,6 +58,20 @@ class PackedBatch:
         """Segments, a padded tail included."""
         return len(self.cu_seqlens) - 1
 
+    @property
+    def decoded(self) -> tuple[bool, ...]:
+        """Whether the rows of each medium are in pixel_values, [m]."""
+        if self.has_pixels is not None:
+            return self.has_pixels
+        return (len(self.pixel_values) > 0,) * len(self.grid_thw)
+
+    def media_pixels(self) -> list[Tensor | None]:
+        """The rows of pixel_values of each medium; None: they are not in this batch."""
+        decoded, patches = self.decoded, self.grid_thw.prod(1).tolist()
+        counts = [count for count, here in zip(patches, decoded, strict=True) if here]
+        parts = iter(self.pixel_values.split(counts))
+        return [next(parts) if here else None for here in decoded]
+
     def padded_to(self, length: int) -> PackedBatch:
         """The same pack with a tail of padding up to `length` tokens, one segment of its own.
 

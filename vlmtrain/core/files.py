@@ -7,13 +7,12 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from vlmtrain.core.errors import UserError
 
-T = TypeVar("T")
 # Checksums and copies go in pieces of this size: large enough for full speed, and small enough
 # that another thread never waits long.
 PIECE_BYTES = 1 << 23
@@ -97,18 +96,34 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
-def writing(what: Path, work: Callable[[], T]) -> T:
-    """Run `work`; a disk that is full or fails becomes one sentence that names `what`.
+@contextlib.contextmanager
+def writing(
+    what: Path | str,
+    note: str = "",
+    raises: type[UserError] = UserError,
+    caught: tuple[type[Exception], ...] = (OSError,),
+) -> Iterator[None]:
+    """Inside, a disk that is full or fails becomes one sentence that names `what`.
+
+    Raises:
+        UserError: the operating system refused a write.
+    """
+    try:
+        yield
+    except caught as error:
+        reason = getattr(error, "strerror", None) or error
+        raise raises(f"{what} can't be written: {reason}{note}") from error
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[None]:
+    """As `writing`, of a folder that is written beside `target` and then takes its place.
 
     Raises:
         CheckpointError: the operating system refused a write.
     """
-    try:
-        return work()
-    except OSError as error:
-        raise CheckpointError(
-            f"{what} can't be written: {error.strerror or error}; nothing was replaced by it"
-        ) from error
+    with writing(target, "; nothing was replaced by it", CheckpointError):
+        yield
 
 
 class SummedFile:

@@ -1,7 +1,9 @@
 """One run at a time in an output folder.
 
 Two at once would cut each other's metrics.jsonl and clear away each other's unfinished
-checkpoints. The lock is the operating system's and goes with the process, however it ends.
+checkpoints. The lock is the operating system's and goes with the process, however it ends. Not by
+filelock, which torch brings: it does not tell who holds a lock, its older releases even empty the
+file that says so, and where a file system has no locks a run must go on.
 """
 
 from __future__ import annotations

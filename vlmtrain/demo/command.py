@@ -18,6 +18,7 @@ import tyro
 
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import writing
 from vlmtrain.demo import photographs
 
 if TYPE_CHECKING:
@@ -131,11 +132,8 @@ def _writing(output: Path) -> Iterator[None]:
     """A disk that is full or a folder that can't be written becomes one sentence."""
     from safetensors import SafetensorError
 
-    try:
+    with writing(output, caught=(OSError, SafetensorError)):
         yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{output} can't be written: {reason}") from error
 
 
 def _heading(number: int, text: str) -> None:

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ from vlmtrain.core.collectives import on_every_rank, on_first_rank
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import write_text
 from vlmtrain.core.launch import Process, connect
-from vlmtrain.core.layout import Layout, make_layout
+from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.evaluate.config import EvaluateConfig
 from vlmtrain.evaluate.tasks import Scored, Task, read_tasks, summary
 from vlmtrain.models.family import read_spec
-from vlmtrain.training.evaluation import HeldOutScore
+from vlmtrain.training.evaluation import HeldOut, HeldOutScore
+from vlmtrain.training.setup import run_layout, say, scan
 
 SCORES, ANSWERS = "scores.json", "answers.jsonl"
 
@@ -37,7 +37,14 @@ def run(config: EvaluateConfig, process: Process) -> None:
         UserError: bad input; raised on every rank, marked so that only rank 0 prints it.
     """
     spec = read_spec(described(config.model))
-    layout = _layout(config, spec, process.world_size)
+    layout = run_layout(
+        spec,
+        config.parallel,
+        process.world_size,
+        pack_length=config.pack_length,
+        global_batch=config.global_batch,
+        option="--global_batch",
+    )
     backend = device.setup(process.local_rank)
     connect(process, backend.process_group)
     try:
@@ -64,32 +71,6 @@ def run(config: EvaluateConfig, process: Process) -> None:
         if process.world_size == 1 or sys.exc_info()[0] is None:
             dist.barrier()
             dist.destroy_process_group()
-
-
-def _layout(config: EvaluateConfig, spec: ModelSpec, world_size: int) -> Layout:
-    parallel = config.parallel
-    replicas = max(1, world_size // max(1, parallel.tensor * parallel.pipeline))
-    microbatches = config.global_batch // replicas if config.global_batch else parallel.pipeline
-    layout = make_layout(
-        spec,
-        world_size=world_size,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        sequence=parallel.sequence,
-        vision_layers=parallel.vision_layers,
-        text_layers=parallel.text_layers,
-        multiplexed=parallel.vision == "multiplexed",
-        microbatches=microbatches,
-        pack_length=config.pack_length,
-    )
-    if config.global_batch % layout.data:
-        nearest = config.global_batch - config.global_batch % layout.data + layout.data
-        raise UserError(
-            f"--global_batch {config.global_batch} packs can't be divided over {layout.data} "
-            f"data-parallel ranks; use {nearest}"
-        )
-    return layout
 
 
 def _make_output(output: Path) -> None:
@@ -120,10 +101,8 @@ def _held_out(
     from vlmtrain.checkpoint.weights import check_weights
     from vlmtrain.data.processor import Processor
     from vlmtrain.training.engine import Engine
-    from vlmtrain.training.evaluation import HeldOut, scan
 
     processor = Processor.from_folder(source, spec, template=config.loader.template or None)
-    say = partial(print, flush=True)
 
     def prepare() -> SampleIndex:
         check_weights(source, spec)
@@ -143,7 +122,6 @@ def _held_out(
         config.loader,
         pack_length=config.pack_length,
         global_batch=config.global_batch or layout.data * layout.pipeline,
-        log=say if dist.get_rank() == 0 else None,
     )
     score = held_out.measure(engine)
     parallel_state.destroy_model_parallel()

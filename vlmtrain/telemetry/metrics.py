@@ -6,12 +6,11 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.files import write_text
+from vlmtrain.core.files import write_text, writing
 from vlmtrain.telemetry.ledger import StepResult
 
 
@@ -48,10 +47,10 @@ class Metrics:
                         kept.append(line)
                 except (ValueError, KeyError):
                     break  # the last line of a killed run may be half-written
-        with _writing(self.path):
+        with writing(self.path):
             write_text(self.path, "".join(line + "\n" for line in kept))
             self._file = open(self.path, "a", encoding="utf-8")
-        with _writing(output / "tensorboard"):
+        with writing(output / "tensorboard"):
             self._board = SummaryWriter(str(output / "tensorboard"), purge_step=resumed_step + 1)
         self._facts_path, self.facts = output / "run.json", facts or {}
         self.write_facts()
@@ -69,7 +68,7 @@ class Metrics:
     def write_facts(self, **more: Any) -> None:
         """Write run.json again, with `more` in it."""
         self.facts.update(more)
-        with _writing(self._facts_path):
+        with writing(self._facts_path):
             write_text(self._facts_path, json.dumps(self.facts, indent=1) + "\n")
 
     def step(self, step: int, result: StepResult, lr: float, seconds: float, **more: Any) -> None:
@@ -88,7 +87,7 @@ class Metrics:
             "tokens_per_second": result.tokens / seconds if seconds > 0 else 0.0,
             **more,
         }
-        with _writing(self.path):
+        with writing(self.path):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         scalars = dict(_scalars(row))
@@ -119,14 +118,6 @@ class Metrics:
         self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:  # a full disk, most often
-        raise UserError(f"{path} can't be written: {error.strerror or error}") from error
 
 
 def check_wandb(project: str) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -28,6 +29,7 @@ from vlmtrain.core.config import (
     FreezeSection,
     LoraSection,
     OptimizerSection,
+    ParallelSection,
     RecomputeSection,
     offload_fractions,
 )
@@ -43,6 +45,7 @@ from vlmtrain.parallel.multiplex import Multiplexer, VisionReplica, replicated_g
 from vlmtrain.parallel.overlap import parameters_ready
 from vlmtrain.parallel.p2p_shapes import KnownShapes
 from vlmtrain.parallel.pixel_sharing import SharedPixels
+from vlmtrain.parallel.step_inputs import StepInputs
 from vlmtrain.telemetry.ledger import StepResult, Totals, gather, replica_totals
 from vlmtrain.training.optimizer import build_optimizer, set_learning_rate
 
@@ -101,10 +104,15 @@ class Engine:
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.messages: KnownShapes | None = None
         if layout.pipeline > 1:
-            self.messages = KnownShapes(spec, layout, self.config)
+            self.messages = KnownShapes(layout, self.config)
+        self.vision_rank: int | None = None  # among those that decode; as in StepInputs.owners
         self.pixels: SharedPixels | None = None
-        if layout.tensor > 1 and not layout.multiplexed and self.needs_pixels:
-            self.pixels = SharedPixels(parallel_state.get_tensor_model_parallel_group())
+        if layout.multiplexed:
+            self.vision_rank = dist.get_rank(parallel_state.get_model_parallel_group())
+        elif any(stage.stage == 0 for stage in self.stages):
+            self.vision_rank = parallel_state.get_tensor_model_parallel_rank()
+            if layout.tensor > 1:
+                self.pixels = SharedPixels(parallel_state.get_tensor_model_parallel_group())
         self.data_rank = parallel_state.get_data_parallel_rank()
         # The rank whose counts stand for its data-parallel replica.
         self._reports = (
@@ -116,18 +124,15 @@ class Engine:
         self,
         optimizer: OptimizerSection,
         frozen: FreezeSection | None = None,
-        *,
-        overlap_grad_reduce: bool = False,
-        overlap_param_gather: bool = False,
+        parallel: ParallelSection | None = None,
     ) -> None:
         """Gradient buffers and optimizer. After the weights are loaded: both take copies.
 
         Args:
             optimizer: AdamW's settings.
             frozen: parts that do not learn.
-            overlap_grad_reduce: reduce gradients over data-parallel ranks beside the backward pass.
-            overlap_param_gather: gather updated weights beside the next forward pass; before they
-                are read elsewhere, call `gather_weights`.
+            parallel: what is overlapped with the passes. With `overlap_param_gather` call
+                `gather_weights` before weights are read elsewhere.
 
         Raises:
             UserError: `frozen` leaves nothing to train.
@@ -139,17 +144,18 @@ class Engine:
         else:
             freeze(self.parts, frozen or FreezeSection())
         mark_lowest_trainable(self.stages, self.replica)
-        self.overlap_param_gather = overlap_param_gather
+        parallel = parallel or ParallelSection()
+        self.overlap_param_gather = parallel.overlap_param_gather
         # With one data-parallel rank there is nothing to reduce, but it is how Megatron tells when
         # gradients are final, and offloaded ones can start down.
         offloads = any(offload_fractions(optimizer).values())
-        overlap_chunks = overlap_grad_reduce or (offloads and self.layout.data == 1)
+        overlap_chunks = parallel.overlap_grad_reduce or (offloads and self.layout.data == 1)
         ddp = partial(
             DistributedDataParallelConfig,
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
             check_for_nan_in_grad=False,
-            overlap_param_gather=overlap_param_gather,
+            overlap_param_gather=parallel.overlap_param_gather,
             bucket_size=self.bucket_size,
         )
         self.chunks: list[Any] = [
@@ -174,7 +180,7 @@ class Engine:
             groups = replicated_groups()
             self.tower = DistributedDataParallel(
                 self.replica.config,
-                ddp(overlap_grad_reduce=overlap_grad_reduce),
+                ddp(overlap_grad_reduce=parallel.overlap_grad_reduce),
                 self.replica,
                 pg_collection=groups,
             )
@@ -237,17 +243,9 @@ class Engine:
         first = parallel_state.get_pipeline_model_parallel_rank() == 0
         return self.parts if first else list(self.stages)
 
-    @property
-    def needs_pixels(self) -> bool:
-        """Whether this rank embeds patches."""
-        return self.layout.multiplexed or any(stage.stage == 0 for stage in self.stages)
-
-    @property
-    def pixel_share(self) -> Callable[[Sequence[np.ndarray]], list[tuple[bool, ...]]] | None:
-        """Where this rank decodes some media of a step only: which (see `PackedLoader`)."""
-        if self.multiplexer is not None:
-            return self.multiplexer.share
-        return None if self.pixels is None else self.pixels.share
+    def decodes(self, grids: Sequence[np.ndarray]) -> list[tuple[bool, ...]]:
+        """Which media of a step's packs this rank's loader decodes (see `PackedLoader`)."""
+        return StepInputs(self.spec, self.layout, grids).decoded_by(self.vision_rank)
 
     def step(self, packs: list[PackedBatch], lr: float, waited: float = 0.0) -> StepResult:
         """One optimizer step over this data-parallel rank's packs (the same on its whole model
@@ -289,15 +287,16 @@ class Engine:
             return self._passes(packs, forward_only)
 
     def _passes(self, packs: list[PackedBatch], forward_only: bool) -> list[dict[str, Tensor]]:
+        inputs = StepInputs.of(self.spec, self.layout, packs)
         more: dict[str, Any] = {}
         if self.messages is not None:
-            self.messages.expect(packs)
+            self.messages.expect(inputs)
             more = dict(p2p_communicator=self.messages, pg_collection=self.groups)
         if self.multiplexer is not None:
-            self.multiplexer.expect(packs)
+            self.multiplexer.expect(inputs, packs)
         packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
         if self.pixels is not None:
-            packs = self.pixels.gather(packs)
+            packs = self.pixels.gather(inputs, packs)
         if self.multiplexer is not None:
             packs = self.multiplexer.encode(packs)
         iterators: Any = [iter(packs) for _ in self.chunks]

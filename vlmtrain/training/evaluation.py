@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from vlmtrain.core.config import LoaderSection
-from vlmtrain.core.spec import ModelSpec
-from vlmtrain.data.collective_errors import across_ranks
-from vlmtrain.data.formats.sources import parse_sources
-from vlmtrain.data.index import SampleIndex, scan_sources
-from vlmtrain.data.loader import PackedLoader
+from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.processor import Processor
+from vlmtrain.training.setup import open_loader
 
 if TYPE_CHECKING:
     from vlmtrain.training.engine import Engine
@@ -43,36 +37,11 @@ class HeldOutScore:
         return asdict(self)
 
 
-def scan(
-    data: str,
-    section: LoaderSection,
-    processor: Processor,
-    spec: ModelSpec,
-    pack_length: int,
-    log: Callable[[str], None] | None = None,
-) -> SampleIndex:
-    """Read and check held-out data, in the formats and by the rules of training data.
-
-    Raises:
-        DataError: as `scan_sources`.
-    """
-    sources = parse_sources(data, max_samples=section.max_samples, media_root=section.media_root)
-    return scan_sources(
-        sources,
-        processor,
-        spec,
-        pack_length,
-        verify=section.verify,
-        skip_limit=section.skip_limit if section.unreadable == "skip" else 0,
-        log=log,
-    )
-
-
 class HeldOut:
     """Held-out conversations, measured as often as wanted. Every method is collective.
 
     Args:
-        index: what `scan` has found; the same on every rank.
+        index: of `scan`; the same on every rank.
         section: how the data is read and packed.
         pack_length, global_batch: as in training; the loss does not depend on them.
     """
@@ -85,10 +54,9 @@ class HeldOut:
         *,
         pack_length: int,
         global_batch: int,
-        log: Callable[[str], None] | None = None,
     ) -> None:
         self.index, self.processor, self.section = index, processor, section
-        self.pack_length, self.global_batch, self.log = pack_length, global_batch, log
+        self.pack_length, self.global_batch = pack_length, global_batch
 
     def measure(self, engine: Engine) -> HeldOutScore:
         """One pass over the data.
@@ -97,28 +65,15 @@ class HeldOut:
             DataError: a file has gone or changed since the scan; on all ranks.
         """
         start = time.perf_counter()
-        section = self.section
         total = 0.0
         tokens = targets = images = 0
-        loader = PackedLoader(
+        loader = open_loader(
             self.index,
             self.processor,
-            engine.spec,
+            self.section,
+            engine,
             pack_length=self.pack_length,
             global_batch=self.global_batch,
-            dp_rank=engine.data_rank,
-            dp_size=engine.layout.data,
-            packing=section.packing,
-            need_pixels=engine.needs_pixels,
-            pixel_share=engine.pixel_share,
-            pixel_dtype=engine.dtype,
-            workers=section.workers or 2,
-            isolate=section.workers > 0,
-            pin_memory=engine.backend.is_cuda,
-            unreadable=section.unreadable,
-            skip_limit=section.skip_limit,
-            agree=across_ranks(engine.backend.device) if dist.get_world_size() > 1 else None,
-            log=self.log,
             once=True,
         )
         with loader:

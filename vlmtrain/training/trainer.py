@@ -6,26 +6,37 @@ import math
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
+from vlmtrain.checkpoint.hf.save import save_weights
+from vlmtrain.checkpoint.load import load_weights
+from vlmtrain.checkpoint.training import checkpoint as checkpoints
+from vlmtrain.checkpoint.weights import check_weights
 from vlmtrain.core import device
 from vlmtrain.core.collectives import on_every_rank, on_first_rank, shared_error
 from vlmtrain.core.config import TrainConfig, to_dict
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.launch import Process, connect
-from vlmtrain.core.layout import Layout, make_layout
+from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
 from vlmtrain.models.lora import check_section
 from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
+from vlmtrain.plan.detect import find_machine
 from vlmtrain.telemetry.metrics import check_wandb
+from vlmtrain.training.engine import Engine
+from vlmtrain.training.evaluation import HeldOut
+from vlmtrain.training.optimizer import learning_rate, offload_fraction
+from vlmtrain.training.record import Record, describe
+from vlmtrain.training.setup import open_loader, run_layout, say, scan
 
 
 def run(config: TrainConfig, process: Process) -> None:
@@ -42,7 +53,8 @@ def run(config: TrainConfig, process: Process) -> None:
     connect(process, backend.process_group)
     lock = FolderLock(config.output)
     try:
-        _train(config, spec, layout, backend, lock)
+        trainer = Trainer(config, spec, layout, backend, lock)
+        trainer.finish(trainer.loop())
     finally:
         lock.release()
         # After a failure the other ranks may be anywhere: a barrier would wait for them.
@@ -58,252 +70,214 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
     check_wandb(config.train.wandb)
     if config.lora.rank:
         check_section(config.lora, spec)
-    parallel, train = config.parallel, config.train
-    check_tensor_overlap(parallel, os.environ)
-    replicas = max(1, world_size // max(1, parallel.tensor * parallel.pipeline))
-    layout = make_layout(
+    check_tensor_overlap(config.parallel, os.environ)
+    layout = run_layout(
         spec,
-        world_size=world_size,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        sequence=parallel.sequence,
-        vision_layers=parallel.vision_layers,
-        text_layers=parallel.text_layers,
-        multiplexed=parallel.vision == "multiplexed",
-        microbatches=train.global_batch // replicas,
-        pack_length=train.pack_length,
+        config.parallel,
+        world_size,
+        pack_length=config.train.pack_length,
+        global_batch=config.train.global_batch,
+        option="--train.global_batch",
     )
-    if train.global_batch % layout.data:
-        low = train.global_batch - train.global_batch % layout.data
-        raise UserError(
-            f"--train.global_batch {train.global_batch} packs can't be divided over {layout.data} "
-            f"data-parallel ranks; use {low + layout.data}"
-        )
     return spec, layout
 
 
-def _train(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, backend: device.Backend, lock: FolderLock
-) -> None:
-    from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
-    from vlmtrain.checkpoint.hf.save import save_weights
-    from vlmtrain.checkpoint.load import load_weights
-    from vlmtrain.checkpoint.training import checkpoint as checkpoints
-    from vlmtrain.checkpoint.weights import check_weights
-    from vlmtrain.data.collective_errors import across_ranks
-    from vlmtrain.data.formats.sources import parse_sources
-    from vlmtrain.data.index import SampleIndex, scan_sources
-    from vlmtrain.data.loader import PackedLoader
-    from vlmtrain.data.processor import Processor
-    from vlmtrain.plan.detect import find_machine
-    from vlmtrain.telemetry import drift
-    from vlmtrain.telemetry.ledger import Ledger
-    from vlmtrain.telemetry.metrics import Metrics
-    from vlmtrain.training import evaluation
-    from vlmtrain.training.engine import Engine
-    from vlmtrain.training.optimizer import learning_rate, offload_fraction
+class Trainer:
+    """A run on one rank: built, looped over its steps, finished. Every method is collective."""
 
-    rank = dist.get_rank()
-    train = config.train
-    folder = config.output / "checkpoints"
-    data = config.loader
-    processor = Processor.from_folder(config.model, spec, template=data.template or None)
-    template = processor.template.template if data.template else None  # goes where the model goes
-
-    def prepare() -> tuple[SampleIndex, SampleIndex | None, Path | None]:
-        _check_output(config, lock)
-        resume = checkpoints.find(folder, config.checkpoint.resume)
-        check_weights(config.model, spec)
-        sources = parse_sources(
-            config.data, max_samples=data.max_samples, media_root=data.media_root
-        )
-        index = scan_sources(
-            sources,
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        layout: Layout,
+        backend: device.Backend,
+        lock: FolderLock,
+    ) -> None:
+        self.config, self.spec = config, spec
+        train, template = config.train, config.loader.template or None
+        processor = Processor.from_folder(config.model, spec, template=template)
+        # The user's template goes where the model goes.
+        self.template = processor.template.template if template else None
+        # One rank reads and judges all input; the others hear its verdict instead of a hang.
+        index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
+        self.engine = self._build_engine(layout, backend)
+        self.loader = open_loader(
+            index,
             processor,
-            spec,
-            train.pack_length,
-            verify=data.verify,
-            skip_limit=data.skip_limit if data.unreadable == "skip" else 0,
-            log=partial(print, flush=True),
-        )
-        apart = None
-        if config.evaluate.data:
-            held = config.evaluate.data
-            apart = evaluation.scan(held, data, processor, spec, train.pack_length)
-            print(f"held out: {len(apart):,} samples of {held}", flush=True)
-        return index, apart, resume
-
-    # One rank reads and judges all input; the others hear its verdict instead of a hang.
-    index, apart, resume = on_first_rank(prepare)
-    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-    engine = Engine(
-        spec,
-        layout,
-        backend,
-        dtype=dtype,
-        seed=train.seed,
-        recompute=config.recompute,
-        lora=config.lora,
-    )
-    on_every_rank(lambda: load_weights(engine.parts, spec, config.model))
-    engine.prepare(
-        config.optimizer,
-        config.freeze,
-        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
-        overlap_param_gather=config.parallel.overlap_param_gather,
-    )
-    loader = PackedLoader(
-        index,
-        processor,
-        spec,
-        pack_length=train.pack_length,
-        global_batch=train.global_batch,
-        dp_rank=engine.data_rank,
-        dp_size=layout.data,
-        seed=train.seed,
-        packing=data.packing,
-        need_pixels=engine.needs_pixels,
-        pixel_share=engine.pixel_share,
-        pixel_dtype=dtype,
-        workers=data.workers or 2,
-        isolate=data.workers > 0,
-        pin_memory=backend.is_cuda,
-        unreadable=data.unreadable,
-        skip_limit=data.skip_limit,
-        agree=across_ranks("cpu") if dist.get_world_size() > 1 else None,
-        log=partial(print, flush=True) if rank == 0 else None,
-    )
-    held_out = None
-    if apart is not None:
-        held_out = evaluation.HeldOut(
-            apart,
-            processor,
-            data,
+            config.loader,
+            self.engine,
             pack_length=train.pack_length,
             global_batch=train.global_batch,
-            log=partial(print, flush=True) if rank == 0 else None,
+            seed=train.seed,
         )
-    done = 0
-    if resume is not None:
-        extra = checkpoints.load(resume, engine.parts, engine.optimizer)
-        on_every_rank(lambda: loader.load_state_dict(extra["loader"]))
-        alpha = extra.get("config", {}).get("lora", {}).get("alpha", config.lora.alpha)
-        if config.lora.rank and alpha != config.lora.alpha:
-            raise shared_error(
-                f"{resume} was trained with --lora.alpha {alpha:g}, and alpha / rank is a factor "
-                f"of its weights; it is now {config.lora.alpha:g}: restore it"
+        self.held_out: HeldOut | None = None
+        if held_out is not None:
+            self.held_out = HeldOut(
+                held_out,
+                processor,
+                config.loader,
+                pack_length=train.pack_length,
+                global_batch=train.global_batch,
             )
-        done = extra["step"]
-    total = train.steps or loader.steps_for_epochs(train.epochs)
-    if not total:
-        raise shared_error(
-            f"--train.epochs {train.epochs:g} of this data hold no sample, so there is no step to "
-            "make; raise it, or the weights in --data, or set --train.steps"
-        )
-    gpu, peak = find_machine(backend, dtype)
-    ledger = Ledger(spec, layout, peak, config.freeze, config.lora, config.recompute)
-    metrics = None
-    if rank == 0:
-        config.output.mkdir(parents=True, exist_ok=True)
-        if resume is not None:
-            checkpoints.go_on_from(resume)
-        _describe(config, spec, layout, index, loader, total, done, resume)
-        follow = drift.DriftMonitor(config, spec, layout, gpu, peak, index)
-        metrics = Metrics(
-            config.output,
-            done,
-            total,
-            train.log_every,
-            wandb=train.wandb,
-            facts=follow.facts(),
+        self.first = 0 if resume is None else self._resume(resume)
+        self.total = self._count_steps()
+        machine = find_machine(backend, self.engine.dtype)
+        self.record: Record | None = None
+        if dist.get_rank() == 0:
+            config.output.mkdir(parents=True, exist_ok=True)
+            if resume is not None:
+                checkpoints.go_on_from(resume)
+            describe(config, spec, layout, index, self.loader, self.first, self.total, resume)
+            self.record = Record(config, spec, layout, index, machine, self.first, self.total)
+        self.saver = checkpoints.Saver(
+            config.output / "checkpoints",
+            config.model,
+            keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            template=self.template,
         )
 
-    saver = checkpoints.Saver(
-        folder,
-        config.model,
-        keep=config.checkpoint.keep,
-        keep_every=config.checkpoint.keep_every,
-        template=template,
-    )
+    def loop(self) -> int:
+        """Make steps until the last one, or SIGTERM; returns how many the run has made."""
+        config, engine, reached = self.config, self.engine, self.first
+        with checkpoints.StopRequest() as stop:
+            start = time.perf_counter()
+            for step in range(self.first, self.total):
+                before = time.perf_counter()
+                packs = self.loader.next_step()
+                waited = time.perf_counter() - before
+                lr = learning_rate(config.optimizer, step, self.total)
+                self._offload(step)
+                result = engine.step(packs, lr, waited)
+                reached = step + 1
+                if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+                    raise shared_error(
+                        f"step {reached}: loss is {result.loss}, gradient norm {result.grad_norm}; "
+                        "lower --optimizer.lr, or look at the samples of this step"
+                    )
+                heldout = self._evaluate(reached)
+                saving = time.perf_counter()
+                due = config.checkpoint.every and reached % config.checkpoint.every == 0
+                stopped = self.saver.poll(stop.asked)
+                if due or stopped or reached == self.total:
+                    self._save(reached)
+                # The rest of this round, the record itself, counts as `other` of the next step.
+                end = time.perf_counter()
+                seconds, start = end - start, end
+                if self.record is not None:
+                    self.record.step(
+                        reached,
+                        result,
+                        self.loader,
+                        lr=lr,
+                        seconds=seconds,
+                        waited=waited,
+                        saving=end - saving,
+                        heldout=heldout,
+                    )
+                if stopped:
+                    break
+            self.saver.finish()
+        self.loader.close()
+        return reached
 
-    def save(step: int) -> None:
+    def finish(self, reached: int) -> None:
+        """Write the Hugging Face folder, unless the run has been stopped before its end."""
+        config, engine = self.config, self.engine
+        if reached < self.total:
+            if self.record is not None:
+                self.record.close(finished=False)
+                say(
+                    f"stopped by SIGTERM after step {reached}, checkpoint saved; go on with "
+                    "--checkpoint.resume latest"
+                )
+            return
         engine.gather_weights()
-        extra = {"loader": loader.state_dict(), "config": to_dict(config)}
-        saver.start(step, engine.parts, engine.optimizer, extra)
+        folder = config.output / "hf"
+        with merged(engine.exported):
+            save_weights(engine.exported, self.spec, config.model, folder, self.template)
+        if config.lora.rank:
+            save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
+        if self.record is not None:
+            self.record.close(finished=True)
+            say(f"Hugging Face folder: {folder}")
 
-    reached = done
-    with checkpoints.StopRequest() as stop:
-        start = time.perf_counter()
-        for step in range(done, total):
-            before = time.perf_counter()
-            packs = loader.next_step()
-            waited = time.perf_counter() - before
-            lr = learning_rate(config.optimizer, step, total)
-            fraction = offload_fraction(config.optimizer, step)
-            if engine.set_offload_fraction(fraction) and rank == 0:
-                print(f"step {step + 1}: {fraction:.0%} of the optimizer is offloaded", flush=True)
-            result = engine.step(packs, lr, waited)
-            if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-                raise shared_error(
-                    f"step {step + 1}: loss is {result.loss}, gradient norm {result.grad_norm}; "
-                    "lower --optimizer.lr, or look at the samples of this step"
-                )
-            held: dict[str, float] = {}
-            every = config.evaluate.every or total
-            if held_out is not None and ((step + 1) % every == 0 or step + 1 == total):
-                score = held_out.measure(engine)
-                held = {
-                    "heldout_loss": score.loss,
-                    "heldout_perplexity": score.perplexity,
-                    "heldout_seconds": score.seconds,
-                }
-            saving = time.perf_counter()
-            reached = step + 1
-            due = config.checkpoint.every and reached % config.checkpoint.every == 0
-            stopped = saver.poll(stop.asked)
-            if due or stopped or reached == total:
-                save(reached)
-            # What is left of this round, the record itself, counts as `other` of the next step.
-            end = time.perf_counter()
-            seconds, start = end - start, end
-            if metrics is not None:
-                evaluating = held.get("heldout_seconds", 0.0)
-                row = ledger.row(result, seconds, end - saving, evaluating)
-                metrics.step(
-                    reached,
-                    result,
-                    lr,
-                    seconds,
-                    data_seconds=waited,
-                    epoch=loader.epoch,
-                    **row,
-                    **loader.metrics,
-                    **follow.step(reached, result, seconds, row),
-                    **held,
-                )
-            if stopped:
-                break
-        saver.finish()
-    loader.close()
-    if reached < total:
-        if metrics is not None:
-            metrics.close()
-            print(
-                f"stopped by SIGTERM after step {reached}, checkpoint saved; go on with "
-                "--checkpoint.resume latest",
-                flush=True,
+    # --- parts of building and of a step ------------------------------------------------------
+
+    def _read_input(
+        self, processor: Processor, lock: FolderLock
+    ) -> tuple[SampleIndex, SampleIndex | None, Path | None]:
+        """Samples to train on, held-out samples, and the checkpoint to go on from. On rank 0."""
+        config, spec, length = self.config, self.spec, self.config.train.pack_length
+        _check_output(config, lock)
+        resume = checkpoints.find(config.output / "checkpoints", config.checkpoint.resume)
+        check_weights(config.model, spec)
+        index = scan(config.data, config.loader, processor, spec, length, say)
+        held_out = None
+        if config.evaluate.data:
+            held_out = scan(config.evaluate.data, config.loader, processor, spec, length)
+            say(f"held out: {len(held_out):,} samples of {config.evaluate.data}")
+        return index, held_out, resume
+
+    def _build_engine(self, layout: Layout, backend: device.Backend) -> Engine:
+        config = self.config
+        engine = Engine(
+            self.spec,
+            layout,
+            backend,
+            dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+            seed=config.train.seed,
+            recompute=config.recompute,
+            lora=config.lora,
+        )
+        on_every_rank(lambda: load_weights(engine.parts, self.spec, config.model))
+        engine.prepare(config.optimizer, config.freeze, config.parallel)
+        return engine
+
+    def _resume(self, checkpoint: Path) -> int:
+        """Take up a checkpoint's state; returns the number of its step."""
+        lora = self.config.lora
+        extra = checkpoints.load(checkpoint, self.engine.parts, self.engine.optimizer)
+        on_every_rank(lambda: self.loader.load_state_dict(extra["loader"]))
+        alpha = extra.get("config", {}).get("lora", {}).get("alpha", lora.alpha)
+        if lora.rank and alpha != lora.alpha:
+            raise shared_error(
+                f"{checkpoint} was trained with --lora.alpha {alpha:g}, and alpha / rank is a "
+                f"factor of its weights; it is now {lora.alpha:g}: restore it"
             )
-        return
-    engine.gather_weights()
-    with merged(engine.exported):
-        save_weights(engine.exported, spec, config.model, config.output / "hf", template)
-    if config.lora.rank:
-        save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
-    if metrics is not None:
-        metrics.write_facts(**follow.facts())
-        metrics.close()
-        print(f"Hugging Face folder: {config.output / 'hf'}", flush=True)
+        return extra["step"]
+
+    def _count_steps(self) -> int:
+        train = self.config.train
+        total = train.steps or self.loader.steps_for_epochs(train.epochs)
+        if not total:
+            raise shared_error(
+                f"--train.epochs {train.epochs:g} of this data hold no sample, so there is no step "
+                "to make; raise it, or the weights in --data, or set --train.steps"
+            )
+        return total
+
+    def _offload(self, step: int) -> None:
+        fraction = offload_fraction(self.config.optimizer, step)
+        if self.engine.set_offload_fraction(fraction) and dist.get_rank() == 0:
+            say(f"step {step + 1}: {fraction:.0%} of the optimizer is offloaded")
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The held-out loss where one is due after `step`."""
+        due = step % (self.config.evaluate.every or self.total) == 0 or step == self.total
+        if self.held_out is None or not due:
+            return {}
+        score = self.held_out.measure(self.engine)
+        return {
+            "heldout_loss": score.loss,
+            "heldout_perplexity": score.perplexity,
+            "heldout_seconds": score.seconds,
+        }
+
+    def _save(self, step: int) -> None:
+        self.engine.gather_weights()
+        extra = {"loader": self.loader.state_dict(), "config": to_dict(self.config)}
+        self.saver.start(step, self.engine.parts, self.engine.optimizer, extra)
 
 
 def _check_output(config: TrainConfig, lock: FolderLock) -> None:
@@ -324,30 +298,3 @@ def _check_output(config: TrainConfig, lock: FolderLock) -> None:
             f"--output {output} already holds a run ({used[0]}); continue it with "
             "--checkpoint.resume latest, or name another folder"
         )
-
-
-def _describe(
-    config: TrainConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    index: Any,
-    loader: Any,
-    total: int,
-    done: int,
-    resume: Path | None,
-) -> None:
-    train = config.train
-    print(
-        f"{spec.family}: {spec.num_layers} language layers of width {spec.hidden_size}, "
-        f"{spec.vision.depth} vision layers of width {spec.vision.hidden_size}; {train.precision}\n"
-        f"{dist.get_world_size()} processes: {layout.describe()}\n"
-        f"{len(index):,} samples, {int(index.lengths.sum()):,} tokens "
-        f"({int(index.image_tokens.sum()):,} image, {int(index.target_tokens.sum()):,} target); "
-        f"{train.global_batch} packs of {train.pack_length:,} tokens a step, "
-        f"{train.global_batch // layout.data} per replica; {loader.steps_per_epoch} steps an "
-        f"epoch, {total} in all"
-        + (f"\nresumed from {resume} at step {done}" if resume is not None else ""),
-        flush=True,
-    )
-    if os.environ.get("OMP_NUM_THREADS") is None and dist.get_world_size() > 1:
-        print("OMP_NUM_THREADS is not set: processes may compete for cores", flush=True)

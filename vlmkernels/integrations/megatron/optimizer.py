@@ -28,10 +28,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from vlmkernels.optim.host_step import HostStep
+from vlmkernels._native import describe
+from vlmkernels.optim.host_step import HostStep, Shard
 from vlmkernels.optim.masters import differs
 from vlmkernels.optim.placement import check_fraction, preference, relocate
-from vlmkernels.optim.state import copy_moments
+from vlmkernels.optim.state import copy_moments, ensure_moments
 from vlmkernels.optim.transfer import Transfers, Waitable
 
 from .gradients import EarlyGradients
@@ -301,6 +302,7 @@ class OffloadedOptimizer(DistributedOptimizer):
                 shard = self._host.shards.get(main)
                 if shard is None:
                     continue
+                self._check_shard(main, shard)
                 if not shard.has(self._grads[main]):
                     self._host.begin(shard, self._grads[main])
                 elif main in self._factors:
@@ -310,6 +312,17 @@ class OffloadedOptimizer(DistributedOptimizer):
                     shard.factor = factors[id(factor)]
                 work.append((settings, shard))
         self._host.step(work, float(self._probe.grad))
+
+    @staticmethod
+    def _check_shard(main: Tensor, shard: Shard) -> None:
+        """Raises ValueError for tensors that others have changed: kernels get addresses."""
+
+        def name() -> str:
+            return f"an offloaded shard of {shard.slot.numel()} elements"
+
+        if main.dtype != torch.float32 or main.shape != shard.slot.shape:
+            raise ValueError(f"the master of {name()} is {describe(main)}; its shape must stay")
+        ensure_moments(shard.state, torch.float32, shard.slot, shard.slot.device, name)
 
     # ---- loading ---------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vlmtrain.core.collectives import on_first_rank
 from vlmtrain.core.config import LoraSection
-from vlmtrain.core.files import fsync_tree, replace_folder, start_folder, writing
+from vlmtrain.core.files import fsync_tree, replace_folder, replacing, start_folder
 from vlmtrain.models.lora import adapted_linears
 
 # Module paths of transformers >= 4.52 in memory, which peft matches.
@@ -65,7 +65,7 @@ def save_adapters(parts: list[Any], section: LoraSection, source: Path, target: 
         fsync_tree(work)
         replace_folder(work, target)
 
-    on_first_rank(lambda: writing(target, write))
+    on_first_rank(replacing(target)(write))
 
 
 def _whole(parts: list[Any]) -> Iterator[tuple[str, Tensor]]:

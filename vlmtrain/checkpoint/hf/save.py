@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from vlmtrain.checkpoint.mapping import Row, join, parameter_split_dim, rows, tr
 from vlmtrain.checkpoint.parameters import stage_parameters
 from vlmtrain.checkpoint.tensors import hf_shapes
 from vlmtrain.core.collectives import on_every_rank, on_first_rank
-from vlmtrain.core.files import fsync_tree, replace_folder, start_folder, writing
+from vlmtrain.core.files import fsync_tree, replace_folder, replacing, start_folder
 from vlmtrain.core.spec import ModelSpec
 
 
@@ -44,7 +43,7 @@ def save_weights(
         CheckpointError: the disk is full or fails, on all ranks.
     """
     target = Path(target)
-    work = Path(on_first_rank(lambda: writing(target, lambda: str(start_folder(target)))))
+    work = Path(on_first_rank(replacing(target)(lambda: str(start_folder(target)))))
     try:
         _fill(stages, spec, Path(source), work, target, template)
     except Exception:
@@ -75,7 +74,7 @@ def _fill(
         fsync_tree(work)
         replace_folder(work, target)
 
-    on_first_rank(lambda: writing(target, finish))
+    on_first_rank(replacing(target)(finish))
 
 
 def _write(
@@ -97,16 +96,17 @@ def _write(
         if not writer or failed is not None:
             continue
         try:
-            if not left:
-                if open_file is not None:
-                    writing(target, open_file.close)
-                tensors = plan.pop(0)
-                left = [n for n, _, _ in tensors]
-                path = work / f"part-{stage:05d}-{len(files):05d}.safetensors"
-                open_file = writing(target, partial(SafetensorsWriter, path, tensors))
-                files.append((path.name, {}))
-            assert open_file is not None
-            writing(target, partial(open_file.add, name, tensor))
+            with replacing(target):
+                if not left:
+                    if open_file is not None:
+                        open_file.close()
+                    tensors = plan.pop(0)
+                    left = [n for n, _, _ in tensors]
+                    path = work / f"part-{stage:05d}-{len(files):05d}.safetensors"
+                    open_file = SafetensorsWriter(path, tensors)
+                    files.append((path.name, {}))
+                assert open_file is not None
+                open_file.add(name, tensor)
             left.remove(name)
             files[-1][1][name] = tensor.numel() * tensor.element_size()
         except Exception as error:
@@ -114,7 +114,8 @@ def _write(
     if failed is not None:
         raise failed
     if open_file is not None:
-        writing(target, open_file.close)
+        with replacing(target):
+            open_file.close()
     return files
 
 

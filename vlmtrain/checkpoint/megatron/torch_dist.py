@@ -16,7 +16,6 @@ import json
 import pickle
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,15 +27,9 @@ from torch import Tensor
 
 from vlmtrain.checkpoint.mapping import Box
 from vlmtrain.checkpoint.tensors import as_bytes, read_box
-from vlmtrain.core.files import PIECE_BYTES, CheckpointError, SummedFile
+from vlmtrain.core.files import CheckpointError, SummedFile
 
 COMMON = "common.pt"
-_STORAGES = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-}
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class ChunkFile:
     def add(self, key: str, shape: Sequence[int], offsets: Sequence[int], tensor: Tensor) -> None:
         """Append a CPU tensor as the chunk of `key` (whole shape `shape`) at `offsets`."""
         start = self._file.bytes
-        write_tensor(self._file, tensor)
+        _save(tensor, self._file)
         self.chunks.append(
             Chunk(
                 key,
@@ -87,83 +80,39 @@ class ChunkFile:
 
 
 # --- one archive ---------------------------------------------------------------------------------
-class _StorageMark:
-    """Stands for a tensor's memory in the pickle; the bytes lie beside it."""
+class _Target:
+    """What `torch.save` writes to: a SummedFile whose errors do not have to pass through C++."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.identity = ("storage", _STORAGES[tensor.dtype], "0", "cpu", tensor.numel())
+    def __init__(self, file: SummedFile) -> None:
+        self._file = file
+        self.error: Exception | None = None
 
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except Exception as error:
+                self.error = error
+        return memoryview(data).nbytes
 
-class _TensorMark:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self) -> Any:
-        from collections import OrderedDict
-
-        shape = tuple(self.tensor.shape)
-        strides, step = [], 1
-        for n in reversed(shape):
-            strides.append(step)
-            step *= n
-        mark = _StorageMark(self.tensor)
-        arguments: Any = (mark, 0, shape, tuple(reversed(strides)), False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
+    def flush(self) -> None:
+        return None
 
 
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        return value.identity if isinstance(value, _StorageMark) else None
-
-
-def write_tensor(out: SummedFile, tensor: Tensor) -> None:
-    """Append what `torch.save` would write, without holding Python's lock over large copies.
+def _save(tensor: Tensor, file: SummedFile) -> None:
+    """Append `torch.save` of a tensor: it lets other threads run while it works on the numbers.
 
     Raises:
-        CheckpointError: a type that no weight or optimizer state has.
+        OSError: a write failed.
     """
-    if tensor.dtype not in _STORAGES:
-        raise CheckpointError(f"tensors of type {tensor.dtype} can't be saved")
-    head = io.BytesIO()
-    _Pickler(head, protocol=2).dump(_TensorMark(tensor))
-    entries: list[tuple[str, Any]] = [
-        ("data.pkl", head.getvalue()),  # getbuffer: a crash of CPython 3.12.1, should a write fail
-        ("byteorder", b"little"),
-        ("data/0", as_bytes(tensor.detach().contiguous())),
-        ("version", b"3\n"),
-    ]
-    start = out.bytes
-    directory = []
-    for name, data in entries:
-        path = f"archive/{name}".encode()
-        size = memoryview(data).nbytes
-        crc = 0
-        view = memoryview(data).cast("B") if size else memoryview(b"")
-        for i in range(0, size, PIECE_BYTES):  # zlib lets other threads run
-            crc = zlib.crc32(view[i : i + PIECE_BYTES], crc)
-        offset = out.bytes - start
-        big = struct.pack("<HHQQ", 1, 16, size, size)  # zip64 sizes, always
-        fixed = struct.pack("<HHHHHLLLHH", 45, 0, 0, 0, 33, crc, *[2**32 - 1] * 2, len(path), 20)
-        out.write(b"PK\x03\x04" + fixed + path + big)
-        out.write(view)
-        far = struct.pack("<HHQQQ", 1, 24, size, size, offset)
-        directory.append(
-            b"PK\x01\x02"
-            + struct.pack("<HHHHHHLLL", 45, 45, 0, 0, 0, 33, crc, *[2**32 - 1] * 2)
-            + struct.pack("<HHHHHLL", len(path), len(far), 0, 0, 0, 0, 2**32 - 1)
-            + path
-            + far
-        )
-    where, entire = out.bytes - start, b"".join(directory)
-    out.write(entire)
-    count = len(directory)
-    end = out.bytes - start
-    sizes64 = struct.pack("<QHHLLQQQQ", 44, 45, 45, 0, 0, count, count, len(entire), where)
-    out.write(b"PK\x06\x06" + sizes64)
-    out.write(b"PK\x06\x07" + struct.pack("<LQL", 0, end, 1))
-    out.write(
-        b"PK\x05\x06" + struct.pack("<HHHHLLH", 0, 0, count, count, len(entire), 2**32 - 1, 0)
-    )
+    tensor = tensor.detach().contiguous()
+    if tensor.numel():  # with memory of exactly its size: all of a view's would be written
+        exact = torch.frombuffer(as_bytes(tensor), dtype=tensor.dtype)
+        tensor = exact.view(tensor.shape)
+    target = _Target(file)
+    torch.save(tensor, target)  # type: ignore[arg-type]
+    if target.error is not None:
+        raise target.error
 
 
 class _Window(io.RawIOBase):

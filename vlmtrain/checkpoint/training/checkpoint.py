@@ -46,11 +46,11 @@ from vlmtrain.core.files import (
     fsync_path,
     manifest_of,
     replace_folder,
+    replacing,
     start_folder,
     verify_manifest,
     write_json,
     write_text,
-    writing,
 )
 
 _NAME = re.compile(r"step-(\d{8})$")
@@ -99,7 +99,7 @@ class Saver:
         """
         self.finish()
         target = self.folder / f"step-{step:08d}"
-        work = Path(on_first_rank(lambda: writing(target, lambda: str(start_folder(target)))))
+        work = Path(on_first_rank(replacing(target)(lambda: str(start_folder(target)))))
         common = {
             **extra,
             "step": step,
@@ -146,7 +146,8 @@ class Saver:
             for _, _, message in every:
                 if message is not None:
                     raise CheckpointError(message)
-            writing(writer.target, lambda: self._name(writer, every))
+            with replacing(writer.target):
+                self._name(writer, every)
 
         try:
             on_first_rank(complete)
@@ -205,7 +206,8 @@ class _Writer:
 
     def _run(self) -> None:
         try:
-            writing(self.target, self._write)
+            with replacing(self.target):
+                self._write()
         except CheckpointError as error:
             self._error = str(error)
         except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -293,7 +295,8 @@ def find(folder: Path, resume: str) -> Path | None:
 def go_on_from(path: Path) -> None:
     """From here on `path` is what `latest` means, though its folder may hold later steps."""
     latest = path.parent / "latest"
-    writing(latest, lambda: write_text(latest, path.name + "\n"))
+    with replacing(latest):
+        write_text(latest, path.name + "\n")
 
 
 def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
