@@ -10,11 +10,12 @@ STAMP := $(VENV)/.installed
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 EXTRAS := train,demo,test
 
-.PHONY: help setup test test-runs test-rest test-layouts test-kernels test-flash test-crash test-full test-plan lint format demo
+.PHONY: help setup test test-all test-layouts test-kernels test-flash test-crash test-full test-plan lint format demo
 .PHONY: bench gpu-check clean
 help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
-	@echo "make test       lint, types and all tests"
+	@echo "make test       lint, types and most tests (6 min on 2 cores)"
+	@echo "make test-all   lint, types and all tests"
 	@echo "make test-layouts   every parallel layout against transformers (9 min)"
 	@echo "make test-flash tiled CUDA attention, every instance, interpreted; slow mutants (long)"
 	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
@@ -36,20 +37,16 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
 
-# Two rows side by side, about equally long on 2 cores.
-RUNS := tests/train tests/parity tests/optim
+# Dealt over the cores; tests of one module stay together, they share what is built for them.
+PYTEST := $(RUN) -m pytest -n auto --dist loadscope
 test: lint
-	$(MAKE) -j2 test-runs test-rest
+	$(PYTEST) -m "not slow"
 
-# Whole runs of training, most of two and more processes, parity with transformers, the optimizer.
-test-runs: setup
-	$(RUN) -m pytest $(RUNS) 2>&1 | sed -u 's/^/runs: /'
-
-# Everything else: kernels in both simulators and on the CPU, data, checkpoints, planner.
-test-rest: setup
-	$(RUN) -m pytest tests $(RUNS:%=--ignore=%) 2>&1 | sed -u 's/^/rest: /'
+test-all: lint
+	$(PYTEST)
 
 # The kernels alone: in both simulators, and those of the CPU.
 test-kernels: setup

@@ -14,14 +14,15 @@ import torch
 from benchmarks import ceilings, loader
 from benchmarks.harness import Comparison, Context, Row, compare
 from vlmkernels import patchify, resize
-from vlmkernels.patchify import patchify_reference
-from vlmtrain.data.costs import sample_costs
-from vlmtrain.data.images import ImageSettings, load_image
-from vlmtrain.data.images import patchify as patch_rows
-from vlmtrain.data.images import resize as resize_image
-from vlmtrain.data.packing import POLICIES, Policy, deal, plan_epoch
+from vlmkernels.image.patchify import patchify_reference
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.media.images import ImageSettings, load_image
+from vlmtrain.data.media.images import patchify as patch_rows
+from vlmtrain.data.media.images import resize as resize_image
+from vlmtrain.data.packing.costs import sample_costs
+from vlmtrain.data.packing.plan import POLICIES, Policy, deal, plan_epoch
 from vlmtrain.data.sample import FileRange, Sample
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.models.family import parse_spec
 
 PACK = 8192
 MICROBATCHES = 8
@@ -48,7 +49,7 @@ def seven_billion(family: str) -> ModelSpec:
         "vision_start_token_id": 151652,
         "vision_config": vision,
     }
-    return ModelSpec.from_dict(config)
+    return parse_spec(config)
 
 
 def mix(spec: ModelSpec, samples: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,13 +22,14 @@ import torch
 from PIL import Image
 
 from benchmarks.harness import Comparison, Context, Row, compare
-from vlmtrain.data.cli import build
+from vlmtrain.core.config import LoaderSection
+from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
-from vlmtrain.data.loader import PackedLoader
+from vlmtrain.data.loader import LoaderRank, PackedLoader
 from vlmtrain.data.processor import Processor
 from vlmtrain.demo import photographs, tiny_model
-from vlmtrain.demo.run import training_texts
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.demo.command import training_texts
+from vlmtrain.models.family import read_spec
 
 PACK = 2048  # the largest photograph has 1,280 tokens
 
@@ -41,7 +42,7 @@ def write_data(folder: Path, long_side: int) -> tuple[Path, Path, int]:
         if isinstance(sample.get("image"), str):
             samples.setdefault(sample["image"], sample)
     path.write_text(json.dumps(list(samples.values())), encoding="utf-8")
-    build(path, folder / "shards", workers=1)
+    build_shards(path, folder / "shards", workers=1)
     return path, folder / "shards", len(samples)
 
 
@@ -78,17 +79,19 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def ours(shards: Path, model: Path) -> Callable[[], tuple[int, int]]:
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     processor = Processor.from_folder(model, spec)
     index = scan_sources([shards], processor, spec, PACK)
     loader = PackedLoader(
         index,
         processor,
         spec,
+        LoaderSection(workers=0),
+        LoaderRank(),
         pack_length=PACK,
         global_batch=1,
         prefetch=False,
-        workers=1,
+        threads=1,
         cache_bytes=0,
     )
     start = loader.state_dict()

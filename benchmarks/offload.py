@@ -39,7 +39,7 @@ class Stack(nn.Module):
 
 def ours(model: Stack, data: list[Tensor], fraction: float) -> Callable[[], None]:
     optimizer = HybridDeviceOptimizer(
-        model.parameters(), **SETTINGS, offload_fraction=fraction, max_norm=CLIP
+        model.parameters(), **SETTINGS, offload_fraction=fraction, max_norm=CLIP, overlap=True
     )
 
     def step() -> None:

@@ -28,14 +28,19 @@ from benchmarks.offload import CLIP, SETTINGS, Stack
 from vlmkernels import HybridDeviceOptimizer
 from vlmkernels.optim.transfer import CudaTransfers, Transfers, Waitable
 
-LANES = {"device": "GPU", "down": "gradients down", "host": "Adam on the host", "up": "weights up"}
+LANES = {
+    "device": "GPU",
+    "d2h": "gradients D2H",
+    "host": "Adam on the host",
+    "h2d": "weights H2D",
+}
 COLOURS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",
     "step": "#c6dbef",
-    "down": "#fdae6b",
+    "d2h": "#fdae6b",
     "host": "#74c476",
-    "up": "#9e9ac8",
+    "h2d": "#9e9ac8",
 }
 FRACTIONS = (0.0, 0.5, 1.0)
 
@@ -94,19 +99,19 @@ class TimedCuda(CudaTransfers):
 
     timeline: Timeline
 
-    def download(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Any:
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
-        start = Timeline.event(self._down)
-        ticket = super().download(source, target, after)
-        self.timeline.add("down", "down", start, Timeline.event(self._down))
+    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Any:
+        self._d2h.wait_stream(torch.cuda.current_stream(self.device))
+        start = Timeline.event(self._d2h)
+        ticket = super().d2h(source, target, after)
+        self.timeline.add("d2h", "d2h", start, Timeline.event(self._d2h))
         return ticket
 
-    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Any:
+    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Any:
         if not unread:
-            self._up.wait_stream(torch.cuda.current_stream(self.device))
-        start = Timeline.event(self._up)
-        ticket = super().upload(source, target, unread=True)
-        self.timeline.add("up", "up", start, Timeline.event(self._up))
+            self._h2d.wait_stream(torch.cuda.current_stream(self.device))
+        start = Timeline.event(self._h2d)
+        ticket = super().h2d(source, target, unread=True)
+        self.timeline.add("h2d", "h2d", start, Timeline.event(self._h2d))
         return ticket
 
 
@@ -117,13 +122,13 @@ class Paced:
 
     def __init__(self, speed: float) -> None:
         self.speed = speed
-        self._threads = {way: ThreadPoolExecutor(1, way) for way in ("down", "up")}
+        self._threads = {way: ThreadPoolExecutor(1, way) for way in ("d2h", "h2d")}
 
-    def download(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Any:
-        return self._copy("down", source, target)
+    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Any:
+        return self._copy("d2h", source, target)
 
-    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Any:
-        return self._copy("up", source, target)
+    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Any:
+        return self._copy("h2d", source, target)
 
     def _copy(self, way: str, source: Tensor, target: Tensor) -> Future[None]:
         def work() -> None:
@@ -146,7 +151,7 @@ def trace(
 ) -> list[Span]:
     """One step."""
     timeline = transfers.timeline = Timeline(data[0].is_cuda)
-    engine = optimizer._engine
+    engine = optimizer._host
     plain: Callable[..., None] = type(engine)._step_bucket
 
     def step_bucket(*arguments: Any) -> None:
@@ -180,7 +185,7 @@ def summary(spans: list[Span]) -> dict[str, float]:
     passes = [s for s in spans if s.name in ("forward", "backward")]
     over = max(s.end for s in passes)
     found = {"step": max(s.end for s in spans), "passes": sum(s.end - s.start for s in passes)}
-    for lane in ("down", "host", "up"):
+    for lane in ("d2h", "host", "h2d"):
         work = [s for s in spans if s.lane == lane]
         found[lane] = sum(s.end - s.start for s in work)
         found[f"{lane} during passes"] = sum(max(min(s.end, over) - s.start, 0.0) for s in work)
@@ -267,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"machine": machine, "steps": [], "memory": []}
     for name, settings in (
-        ("clipped", {"max_norm": CLIP}),
+        ("clipped", {"max_norm": CLIP, "overlap": True}),
         ("in backward", {"in_backward": True}),
     ):
         model = make()

@@ -232,17 +232,17 @@ def our_step(folder: Path, size: Size, packs: list[list[Sample]]) -> Callable[[]
     """The engine's step on one process, weights loaded from the same folder."""
     import torch.distributed as dist
 
-    from vlmtrain import device, launch
-    from vlmtrain.checkpoint.hf_import import load_weights
-    from vlmtrain.config import OptimizerSection
-    from vlmtrain.engine import Engine
-    from vlmtrain.models.spec import ModelSpec
+    from vlmtrain.checkpoint.load import load_weights
+    from vlmtrain.core import device, launch
+    from vlmtrain.core.config import OptimizerSection
+    from vlmtrain.models.family import read_spec
     from vlmtrain.parallel.layout import make_layout
+    from vlmtrain.training.engine import Engine
 
     backend = device.setup()
     if not dist.is_initialized():
         launch.connect(launch.Process(0, 1, 0), backend.process_group)
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     layout = make_layout(
         spec, world_size=1, pack_length=size.pack_length, microbatches=len(size.packs)
     )

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmkernels import VisionLayout, varlen_attention, vision_attention
-from vlmkernels.vision_attention import _composed, rotate
+from vlmkernels.attention.api import _composed
+from vlmkernels.rotary import rotate
 
 HEADS, HEAD_DIM, WINDOW, REPEATS = 16, 80, 64, 8
 

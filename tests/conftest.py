@@ -20,7 +20,9 @@ import numpy
 import pytest
 import torch
 
-RUN_SEED = int(os.environ.get("VLMKERNELS_TEST_SEED") or random.SystemRandom().randrange(2**31))
+# In the environment: the workers of pytest-xdist share it.
+os.environ.setdefault("VLMKERNELS_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
+RUN_SEED = int(os.environ["VLMKERNELS_TEST_SEED"])
 
 hypothesis.settings.register_profile(
     "vlmkernels",

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from vlmtrain import cli, config
-from vlmtrain.config import ConfigError, TrainConfig, from_toml
-from vlmtrain.errors import UserError
-from vlmtrain.evaluate.command import EvaluateConfig
+from vlmtrain import cli
+from vlmtrain.core import config, launch
+from vlmtrain.core.config import ConfigError, TrainConfig, from_toml
+from vlmtrain.core.errors import UserError
+from vlmtrain.evaluate.config import EvaluateConfig
 from vlmtrain.generate.command import GenerateConfig
+from vlmtrain.telemetry import command as report_command
 
 OPTIONS = """
 model data output nproc
@@ -104,7 +106,7 @@ def test_a_reader_that_leaves_is_no_fault_of_the_program(capsys, monkeypatch, tm
     def report(_):
         raise BrokenPipeError
 
-    monkeypatch.setattr(cli, "_report", report)
+    monkeypatch.setattr(report_command, "main", report)
     with open(tmp_path / "stdout", "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
         assert cli.main(["report", "x"]) == 1
@@ -113,8 +115,8 @@ def test_a_reader_that_leaves_is_no_fault_of_the_program(capsys, monkeypatch, tm
 
 def test_rank_0_says_first_what_all_ranks_find(capsys, monkeypatch):
     said = []
-    monkeypatch.setattr(cli.time, "sleep", lambda seconds: said.append(capsys.readouterr().err))
-    monkeypatch.setattr(cli, "_leave", lambda code: code)
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: said.append(capsys.readouterr().err))
+    monkeypatch.setattr(launch, "_leave", lambda code: code)
 
     def fails(process):
         raise UserError(f"found by rank {process.rank}")
@@ -124,7 +126,7 @@ def test_rank_0_says_first_what_all_ranks_find(capsys, monkeypatch):
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", "1")
-        assert cli._on_ranks(fails, [], 0) == 1
+        assert launch.run_on_ranks(fails, [], 0) == 1
     assert said == ["vlmtrain: found by rank 0\n"]  # before rank 1 spoke
     assert capsys.readouterr().err == "vlmtrain: found by rank 1\n"
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmtrain.config import ParallelSection
-from vlmtrain.demo import photographs, picture, run, tiny_model
+from vlmtrain.core.config import ParallelSection
+from vlmtrain.core.errors import UserError
+from vlmtrain.demo import command, photographs, picture, tiny_model
 from vlmtrain.demo.ask import MARK, Answer, Model
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 SAMPLES = photographs.read_conversations()
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.write_folder(tmp_path_factory.mktemp("tiny"), run.training_texts())
+    return tiny_model.write_folder(tmp_path_factory.mktemp("tiny"), command.training_texts())
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_too_little_text_for_the_tokenizer() -> None:
 
 
 def test_model_folder_is_what_the_demo_promises(tiny: Path) -> None:
-    spec = ModelSpec.from_folder(tiny)
+    spec = read_spec(tiny)
     assert spec.family == "qwen2_5_vl"
     windowed = set(range(spec.vision.depth)) - set(spec.vision.full_attention_layers)
     assert windowed and spec.vision.full_attention_layers
@@ -143,7 +143,7 @@ def test_model_folder_is_what_the_demo_promises(tiny: Path) -> None:
 
 
 def test_seed_decides_the_weights(tiny: Path, tmp_path: Path) -> None:
-    texts = run.training_texts()
+    texts = command.training_texts()
     weights = [
         (tiny_model.write_folder(tmp_path / name, texts, seed) / "model.safetensors").read_bytes()
         for name, seed in (("again", 0), ("other", 1))
@@ -221,8 +221,8 @@ def test_lines_fit_into_their_room() -> None:
 
 def test_verdict_needs_ninety_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     allowed = len(SAMPLES) // 10
-    assert run._verdict(_answers(allowed), tmp_path, 1.0) == 0
-    assert run._verdict(_answers(allowed + 1), tmp_path, 1.0) == 1
+    assert command._verdict(_answers(allowed), tmp_path, 1.0) == 0
+    assert command._verdict(_answers(allowed + 1), tmp_path, 1.0) == 1
     assert "90% are needed" in capsys.readouterr().err
 
 
@@ -231,31 +231,33 @@ def test_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
     keep.parent.mkdir()
     keep.write_bytes(b"mine")
     with pytest.raises(UserError, match="no demo has left there"):
-        run.run_demo(tmp_path)
+        command.run_demo(tmp_path)
     assert keep.read_bytes() == b"mine"
     with pytest.raises(UserError, match="is a file"):
-        run.run_demo(keep)
+        command.run_demo(keep)
     with pytest.raises(UserError, match="mine.jpg/demo can't be written: Not a directory"):
-        run.run_demo(keep / "demo")
+        command.run_demo(keep / "demo")
 
 
 def test_training_command_is_the_documented_one(tmp_path: Path) -> None:
-    layout = run.layout_options(2, ParallelSection())
-    command = run.train_command(tmp_path / "m", tmp_path / "d", tmp_path / "o", 2, 7, 120, layout)
-    options = dict(zip(command[4::2], command[5::2], strict=True))
-    assert command[1:4] == ["-m", "vlmtrain.cli", "train"]
+    layout = command.layout_options(2, ParallelSection())
+    arguments = command.train_command(
+        tmp_path / "m", tmp_path / "d", tmp_path / "o", 2, 7, 120, layout
+    )
+    options = dict(zip(arguments[4::2], arguments[5::2], strict=True))
+    assert arguments[1:4] == ["-m", "vlmtrain.cli", "train"]
     assert options["--nproc"] == options["--parallel.pipeline"] == "2"
     assert (options["--train.seed"], options["--train.steps"]) == ("7", "120")
 
 
 def test_layout_of_the_demo() -> None:
-    assert run.layout_options(2, ParallelSection()) == ["--parallel.pipeline", "2"]
-    assert run.layout_options(2, ParallelSection(vision="multiplexed")) == [
+    assert command.layout_options(2, ParallelSection()) == ["--parallel.pipeline", "2"]
+    assert command.layout_options(2, ParallelSection(vision="multiplexed")) == [
         *("--parallel.pipeline", "2"),
         *("--parallel.vision", "multiplexed"),
     ]
     given = ParallelSection(tensor=2, sequence=True, text_layers=(1, 3), vision_layers="auto")
-    assert run.layout_options(4, given) == [
+    assert command.layout_options(4, given) == [
         *("--parallel.tensor", "2", "--parallel.sequence"),
         *("--parallel.vision_layers", "auto", "--parallel.text_layers", "1", "3"),
     ]
@@ -265,4 +267,4 @@ def test_failing_training_is_a_sentence() -> None:
     import sys
 
     with pytest.raises(UserError, match="exit status 3"):
-        run._train([sys.executable, "-c", "raise SystemExit(3)"])
+        command._train([sys.executable, "-c", "raise SystemExit(3)"])

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from vlmtrain import cli, launch
-from vlmtrain.demo import photographs, run, tiny_model
+from vlmtrain.core import launch
+from vlmtrain.demo import command, photographs, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "examples" / "launch"
@@ -50,7 +50,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The demo's model folder and its conversations."""
     folder = tmp_path_factory.mktemp("inputs")
     data = photographs.export(folder / "photographs")
-    return tiny_model.write_folder(folder / "model", run.training_texts()), data
+    return tiny_model.write_folder(folder / "model", command.training_texts()), data
 
 
 def _free_port(low: int = 20000, high: int = 40000) -> int:
@@ -109,7 +109,7 @@ def _run(commands: list[tuple[list[str], dict[str, str]]], limit: float = 120) -
 def _check(output: Path, printed: str) -> list[float]:
     """Two steps by two processes were done and their model was written; returns the losses."""
     assert "2 processes" in printed, printed
-    metrics = run.read_metrics(output / "metrics.jsonl")
+    metrics = command.read_metrics(output / "metrics.jsonl")
     assert [entry["step"] for entry in metrics] == [1, 2]
     losses = [entry["loss"] for entry in metrics]
     # Random weights guess uniformly: the first loss is near the logarithm of the vocabulary.
@@ -233,7 +233,7 @@ def test_exit_code_is_that_of_the_cause(
 RANK_OF_A_LAUNCHER = """
 import os, subprocess, sys
 os.environ["VLMTRAIN_LAUNCHER"] = str(os.getpid())
-rank = "from vlmtrain import launch; import time; launch.end_with_launcher(0); " \\
+rank = "from vlmtrain.core import launch; import time; launch.end_with_launcher(0); " \\
     "print('runs', flush=True); time.sleep(300)"
 subprocess.Popen([sys.executable, "-c", rank]).wait()
 """
@@ -263,5 +263,5 @@ def test_every_rank_watches_its_launcher(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert cli._on_ranks(lambda process: watching.append(process.world_size), [], 0) == 0
+    assert launch.run_on_ranks(lambda process: watching.append(process.world_size), [], 0) == 0
     assert watching == [0, 1]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from vlmtrain import cli
-from vlmtrain.errors import UserError
-from vlmtrain.ledger import ROWS
-from vlmtrain.report import charts, page
+from vlmtrain.core.errors import UserError
+from vlmtrain.telemetry import charts, report
+from vlmtrain.telemetry.ledger import ROWS
 
 
 def fake_run(folder: Path, steps: int = 40, plan: bool = True) -> Path:
@@ -139,13 +139,13 @@ def test_the_page_is_whole_and_needs_nothing_else(
 
 
 def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
-    rows, facts = page.read_run(fake_run(tmp_path / "run"))
+    rows, facts = report.read_run(fake_run(tmp_path / "run"))
     assert len(rows) == 40
-    mean = page.mean_waterfall(page.steady(rows))
+    mean = report.mean_waterfall(report.steady(rows))
     assert mean == pytest.approx(
         dict(zip(ROWS, (0.25, 0.025, 0.1, 0.05, 0.01, 0.015, 0.03, 0.0, 0.0, 0.02), strict=True))
     )
-    html = page.render(rows, facts, "run")
+    html = report.render(rows, facts, "run")
     table = re.search(r"<table><tr><td><i.*?</table>", html, re.S)
     assert table is not None
     cells = re.findall(r"</i>([a-z ]+)</td><td>(.*?)</td><td>(.*?)</td>", table.group())
@@ -186,8 +186,8 @@ def test_a_full_disk_leaves_the_page_that_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = fake_run(tmp_path / "run")
-    report = page.write_report(folder)
-    before, files = report.read_text(), sorted(folder.iterdir())
+    page = report.write_report(folder)
+    before, files = page.read_text(), sorted(folder.iterdir())
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -195,8 +195,8 @@ def test_a_full_disk_leaves_the_page_that_was_there(
     monkeypatch.setattr(os, "fsync", full)
     (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() * 2)
     with pytest.raises(UserError, match="report.html can't be written: No space left on device"):
-        page.write_report(folder)
-    assert report.read_text() == before and sorted(folder.iterdir()) == files
+        report.write_report(folder)
+    assert page.read_text() == before and sorted(folder.iterdir()) == files
 
 
 # --- charts -----------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from vlmtrain.config import ParallelSection, TrainConfig
-from vlmtrain.evaluate.command import EvaluateConfig, _layout
-from vlmtrain.models.spec import ModelConfigError, ModelSpec
-from vlmtrain.parallel.layout import LayoutError
-from vlmtrain.train import check
+from vlmtrain.core.config import ParallelSection, TrainConfig
+from vlmtrain.core.layout import LayoutError
+from vlmtrain.core.spec import ModelConfigError
+from vlmtrain.models.family import parse_spec, read_spec
+from vlmtrain.training.setup import run_layout
+from vlmtrain.training.trainer import check
 
 # hidden, layers, heads, key/value heads, MLP, vocabulary, tied, vision MLP (None: Qwen2-VL)
 RELEASED = {
@@ -62,7 +63,7 @@ def config(name: str) -> dict:
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_shapes(name):
     hidden, layers, heads, kv, mlp, vocab, tied, vision_mlp = RELEASED[name]
-    spec = ModelSpec.from_dict(config(name))
+    spec = parse_spec(config(name))
     assert (spec.hidden_size, spec.num_layers, spec.num_heads) == (hidden, layers, heads)
     assert (spec.num_kv_heads, spec.intermediate_size, spec.vocab_size) == (kv, mlp, vocab)
     assert spec.head_dim == 128 and spec.tie_word_embeddings == tied
@@ -93,7 +94,7 @@ def test_nested_form_says_the_same():
         "vision_config": vision,
         "tie_word_embeddings": text.pop("tie_word_embeddings"),
     }
-    assert ModelSpec.from_dict(nested) == ModelSpec.from_dict(flat)
+    assert parse_spec(nested) == parse_spec(flat)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_nested_form_says_the_same():
 def test_refused(change, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config("Qwen2.5-VL-7B"), **change}))
     with pytest.raises(ModelConfigError) as error:
-        ModelSpec.from_folder(tmp_path)
+        read_spec(tmp_path)
     for word in ["config.json", *words]:
         assert word in str(error.value)
 
@@ -129,7 +130,7 @@ def test_refused(change, words, tmp_path):
 def test_what_no_release_writes_is_one_sentence(text, words, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelConfigError) as error:
-        ModelSpec.from_folder(tmp_path)
+        read_spec(tmp_path)
     for word in [str(tmp_path / "config.json"), *words]:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
@@ -137,17 +138,16 @@ def test_what_no_release_writes_is_one_sentence(text, words, tmp_path):
 
 def test_an_empty_text_config_is_the_flat_form():
     flat = config("Qwen2.5-VL-7B")
-    assert ModelSpec.from_dict({**flat, "text_config": None}) == ModelSpec.from_dict(flat)
+    assert parse_spec({**flat, "text_config": None}) == parse_spec(flat)
 
 
 @pytest.mark.parametrize("size", [0, -1])
 @pytest.mark.parametrize("name", ["tensor", "pipeline"])
 def test_sizes_below_one_are_refused_before_they_divide(name, size, tmp_path):
     section = ParallelSection(**{name: size})
-    spec = ModelSpec.from_dict(config("Qwen2.5-VL-7B"))
-    evaluate = EvaluateConfig(model=tmp_path, data="a", parallel=section)
+    spec = parse_spec(config("Qwen2.5-VL-7B"))
     with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
-        _layout(evaluate, spec, 1)
+        run_layout(spec, section, 1, pack_length=8192, global_batch=0, option="--global_batch")
     (tmp_path / "config.json").write_text(json.dumps(config("Qwen2.5-VL-7B")))
     with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
         check(TrainConfig(model=tmp_path, data="a", output=tmp_path, parallel=section), 1)

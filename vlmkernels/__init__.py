@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch as _torch  # noqa: F401  first: the native module then shares torch's OpenMP runtime
 
-from .attention import varlen_attention
-from .embedding import scatter_visual, scatter_visual_, visual_embedding
+from .attention.api import varlen_attention, vision_attention
+from .embedding.lookup import scatter_visual, scatter_visual_, visual_embedding
+from .embedding.row_exchange import exchange_rows, row_exchange
+from .embedding.visual_index import visual_index
+from .image.patchify import patchify
+from .image.resize import resize
+from .layout import VisionLayout
 from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
-from .patchify import patchify
-from .resize import resize
-from .routing import exchange_rows, row_exchange, visual_index
-from .vision_attention import vision_attention
-from .vision_layout import VisionLayout
 
 __all__ = [
     "CPUAdam",

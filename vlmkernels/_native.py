@@ -1,19 +1,21 @@
 """Loading of the native module, registration with torch, and the argument checks all ops share.
 
-The pattern of an op (see attention.py): a plain-torch `*_reference`; a launcher that checks its
-arguments and hands raw pointers to `_C`; `define` with one kernel per device, a fake kernel
-(shapes only, for torch.compile) and an autograd formula; the public function, which is one call.
+The pattern of an op (see image/patchify.py): a plain-torch `*_reference`; a function that checks
+its arguments and hands raw pointers to `launch`; `define` with that function, a fake one (shapes
+only, for torch.compile) and an autograd formula; the public function, which is one call.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch  # first: the native module then shares torch's OpenMP runtime and thread count
+from torch import Tensor
 
 
 def _load() -> ModuleType:
@@ -42,30 +44,53 @@ DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.flo
 
 def define(
     schema: str,
+    run: Callable,
     *,
-    cpu: Callable | None = None,
-    cuda: Callable | None = None,
-    fake: Callable | None = None,
-    backward: Callable | None = None,
-    setup_context: Callable | None = None,
+    fake: Callable,
+    devices: Iterable[str] = ("CPU", "CUDA"),
+    autograd: tuple[Callable, Callable] | None = None,
 ) -> Any:
     """Registers torch.ops.vlmkernels.<name> and returns its overload, ready to be called.
+
+    autograd: setup_context(ctx, inputs, output) and the backward formula, as torch.library's.
 
     About 6 us a call; torch.library.custom_op, which does the same, costs 11.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
-    for key, kernel in (("CPU", cpu), ("CUDA", cuda)):
-        if kernel is not None:
-            LIBRARY.impl(name, kernel, key)
+    for device in devices:
+        LIBRARY.impl(name, run, device)
     qualified = f"vlmkernels::{name}"
-    if fake is not None:
-        torch.library.register_fake(qualified, fake, lib=LIBRARY)
-    if backward is not None:
+    torch.library.register_fake(qualified, fake, lib=LIBRARY)
+    if autograd is not None:
+        setup_context, backward = autograd
         torch.library.register_autograd(
             qualified, backward, setup_context=setup_context, lib=LIBRARY
         )
     return getattr(torch.ops.vlmkernels, name).default
+
+
+def launch(name: str, tensor: Tensor, *args: Any) -> None:
+    """Runs the native function `name`; for a tensor on a GPU `name`_cuda, on its current stream."""
+    if not tensor.is_cuda:
+        getattr(_C, name)(*args)
+        return
+    if not has_cuda_kernels():
+        raise RuntimeError(
+            "vlmkernels was built without CUDA kernels: rebuild it where nvcc is found "
+            "(VLMKERNELS_CUDA=ON says what is missing)"
+        )
+    native, device = getattr(_C, name + "_cuda"), tensor.device
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if device.index == torch.cuda.current_device():
+        native(*args, stream)
+        return
+    with torch.cuda.device(device):
+        native(*args, stream)
+
+
+def pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class _Once(torch.autograd.Function):
@@ -92,8 +117,8 @@ def once(op: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def set_isa(name: str) -> None:
-    """For tests: run "generic", "avx2", "avx512" or "avx512_bf16" kernels from here on, after ""
-    those that the machine is given without being asked."""
+    """For tests: run "generic", "avx2", "avx512" or "avx512_bf16" kernels from here on; "": those
+    chosen for this machine."""
     _C.set_isa(name)
 
 
@@ -102,13 +127,9 @@ def available_isas() -> list[str]:
     return _C.available_isas()
 
 
+@functools.cache
 def has_cuda_kernels() -> bool:
     return _C.build_info()["cuda"] is not None
-
-
-def cuda_stream(tensor: torch.Tensor) -> int:
-    """The raw handle of the current stream of the tensor's device."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream
 
 
 # ---- argument checks: each raises ValueError with one sentence that names the argument, what it
@@ -117,7 +138,7 @@ def cuda_stream(tensor: torch.Tensor) -> int:
 
 def describe(tensor: object) -> str:
     """dtype, shape and device of a tensor, for error texts."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}"
     return f"{str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device}"
 
@@ -132,25 +153,24 @@ def check_tensor(
     name: str,
     tensor: object,
     *,
-    dtypes: Iterable[torch.dtype],
+    dtypes: Collection[torch.dtype],
     shape: str,
     dim: int,
     device: torch.device | None = None,
 ) -> None:
     """`shape` is the documented shape, "[T, H, D]": only its number of dimensions is checked."""
-    allowed = tuple(dtypes)
     if (
-        not isinstance(tensor, torch.Tensor)
-        or tensor.dtype not in allowed
+        not isinstance(tensor, Tensor)
+        or tensor.dtype not in dtypes
         or tensor.dim() != dim
         or (device is not None and tensor.device != device)
     ):
-        kinds = " or ".join(str(d)[6:] for d in allowed)
+        kinds = " or ".join(str(d)[6:] for d in dtypes)
         where = f" on {device}" if device is not None else ""
         raise ValueError(f"{name} is {describe(tensor)}; it must be {kinds} {shape}{where}")
 
 
-def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
+def check_last_contiguous(name: str, tensor: Tensor) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
         raise ValueError(
             f"{name} has strides {tuple(tensor.stride())}; its last dimension must be contiguous: "

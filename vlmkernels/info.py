@@ -11,8 +11,8 @@ import sys
 import torch
 
 import vlmkernels
-from vlmkernels import _native, attention
-from vlmkernels.vision_attention import choose_kernel
+from vlmkernels import _native
+from vlmkernels.attention import select
 
 #: Import name -> distribution and what it would be used for.
 OPTIONAL = {
@@ -54,21 +54,19 @@ def gpu_lines() -> list[str]:
 
 
 def attention_lines() -> list[str]:
-    """What varlen_attention chooses where it is not told, and vision_attention, for the shapes of
-    the vision towers."""
-    lines = [f"on the CPU: {attention.choose_backend('cpu', torch.bfloat16, 80, 4096)}"]
-    for dtype in (torch.bfloat16, torch.float32):
-        most = attention.WINDOW_LENGTHS[80]
-        short, long = (
-            attention.choose_backend("cuda", dtype, 80, longest) for longest in (most, most + 1)
-        )
-        where = short if short == long else f"{short} up to {most} tokens, {long} above"
-        lines.append(f"on CUDA, {str(dtype)[6:]}, head_dim 80: {where}")
-        short, long = (
-            choose_kernel("cuda", dtype, 80, longest, False) for longest in (most, most + 1)
-        )
-        where = short if short == long else f"{short} up to {most} patches, {long} above"
-        lines.append(f"vision_attention on CUDA, {str(dtype)[6:]}, head_dim 80: {where}")
+    """What select chooses on the CPU and on this machine's GPUs; without one, on two kinds."""
+    cpu = select.Machine("cpu")
+    lines = ["on the CPU: " + select.select(cpu, torch.bfloat16, 80, None)]
+    if torch.cuda.is_available():
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        machines = {select.machine_of(device) for device in devices}
+    else:
+        built, flash_attn = _native.has_cuda_kernels(), select.flash_attn() is not None
+        kinds = ((8, 0), (9, 0))
+        machines = {select.Machine("cuda", kind, built, flash_attn) for kind in kinds}
+    for machine in sorted(machines, key=lambda machine: machine.capability):
+        major, minor = machine.capability
+        lines += [f"on CUDA {major}.{minor}: {row}" for row in select.table(machine)]
     return lines
 
 

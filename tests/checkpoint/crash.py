@@ -26,7 +26,7 @@ SEED = int(os.environ.get("VLMKERNELS_TEST_SEED", random.SystemRandom().randrang
 
 
 def slow_writes(seconds: float) -> None:
-    from vlmtrain.checkpoint import files
+    from vlmtrain.core import files
 
     original = files.SummedFile.write
 
@@ -59,19 +59,19 @@ def train(model: Path, folder: Path, log: Path, steps: int, delay: float) -> Non
 
     from tests.checkpoint.worker import build
     from tests.parity import reference as ref
-    from vlmtrain import device, launch
-    from vlmtrain.checkpoint import training
+    from vlmtrain.checkpoint.training import checkpoint
+    from vlmtrain.core import device, launch
 
     torch.set_num_threads(1)
     backend = device.setup(0)
     launch.connect(launch.Process(0, 1, 0), backend.process_group)
     engine, length = build(dict(model=model, layout={}), backend)
-    path = training.find(folder, "latest")
+    path = checkpoint.find(folder, "latest")
     done = 0
     if path is not None:
-        done = training.load(path, engine.parts, engine.optimizer)["step"]
+        done = checkpoint.load(path, engine.parts, engine.optimizer)["step"]
     slow_writes(delay)
-    saver = training.Saver(folder, model, keep=2)
+    saver = checkpoint.Saver(folder, model, keep=2)
     with open(log, "a") as out:
         for step in range(done, steps):
             engine.set_offload_fraction(random.choice((0.0, 0.4, 1.0)))  # changes no number
@@ -96,8 +96,8 @@ def losses(log: Path) -> dict[int, str]:
 
 
 def crash_training(moments: int, model: Path, work: Path) -> None:
-    from vlmtrain.checkpoint.files import verify_manifest
-    from vlmtrain.checkpoint.training import complete
+    from vlmtrain.checkpoint.training.checkpoint import complete
+    from vlmtrain.core.files import verify_manifest
 
     folder, log = work / "checkpoints", work / "log"
     chance = random.Random(SEED)
@@ -128,11 +128,11 @@ def crash_training(moments: int, model: Path, work: Path) -> None:
 
 def crash_conversion(moments: int, model: Path, work: Path) -> None:
     from vlmtrain.checkpoint import convert
-    from vlmtrain.checkpoint.verify import compare
-    from vlmtrain.config import ParallelSection
-    from vlmtrain.models.spec import ModelSpec
+    from vlmtrain.convert.verify import compare
+    from vlmtrain.core.config import ParallelSection
+    from vlmtrain.models.family import read_spec
 
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     layout = convert.layout_for(spec, ParallelSection(tensor=2))
     megatron, back = work / "megatron", work / "back"
 

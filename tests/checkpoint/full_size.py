@@ -23,9 +23,10 @@ import torch
 
 from benchmarks import report
 from benchmarks.harness import commit
-from vlmtrain.checkpoint.hf_files import SHARD_BYTES, SafetensorsWriter, finish_hf_folder
+from vlmtrain.checkpoint.hf.files import SHARD_BYTES, SafetensorsWriter, finish_hf_folder
 from vlmtrain.checkpoint.mapping import rows
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 # family, sizes, tied; from the released config.json files
 SIZES: dict[str, dict[str, Any]] = {
@@ -137,7 +138,7 @@ def make(folder: Path, size: str) -> None:
     """A folder with random bf16 weights of a released size."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config_of(**SIZES[size]), indent=2))
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     table = shapes(spec)
     plan: list[list[str]] = [[]]
     filled = 0

@@ -8,6 +8,8 @@ each must be.
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.checkpoint.worker import build  # noqa: E402
 from tests.parity import reference as ref  # noqa: E402
-from vlmtrain import device, launch  # noqa: E402
+from vlmtrain.core import device, launch  # noqa: E402
 
 
 def outcome(work: Any) -> str:
@@ -46,10 +48,11 @@ def step_tensors(part: Any) -> int:
 
 
 def moments_lost(engine: Any) -> tuple[int, int]:
-    """Parameters whose moments come back wrong, by two ways of gathering, from several buckets."""
+    """Parameters whose moments are saved wrong from several buckets, by Megatron and by us."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from vlmtrain.checkpoint import optimizer_state
+    from vlmtrain.checkpoint.training import optimizer_state
+    from vlmtrain.checkpoint.training.sharding import places
 
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=5000
@@ -58,19 +61,44 @@ def moments_lost(engine: Any) -> tuple[int, int]:
     part = plain_optimizer(engine)
     optimizer_state.create_state(part)
     truth = {}
-    for parameter, _ in optimizer_state._slices(part):
+    for parameter, *_ in optimizer_state._slices(part):
         moment = part._get_main_param_and_optimizer_states(parameter)["exp_avg"]
         moment.normal_()
-        truth[id(parameter)] = moment
+        truth[parameter] = moment
     assert len(part.buffers[0].buckets) > 10 and len(truth) > 50
     (state,) = part.get_parameter_state_dp_zero(use_gloo_comm=False)[0].values()
     theirs = sum(
-        not torch.equal(state["exp_avg"][start:stop], truth[id(p)].view(-1))
+        not torch.equal(state["exp_avg"][start:stop], truth[p].view(-1))
         for p, (start, stop, _) in part.buffers[0].param_index_map.items()
     )
-    found = {id(p): t for p, key, t in optimizer_state._gathered(part) if key == "exp_avg"}
-    ours = sum(not torch.equal(found[n].view(-1), t.view(-1)) for n, t in truth.items())
+    table = places(engine.parts)
+    saved = {(p.key, p.offsets): p.data for p in optimizer_state.pieces(part, table)}
+    ours = sum(
+        not torch.equal(saved[piece.key, piece.offsets], piece.data)
+        for parameter, moment in truth.items()
+        for piece in table[parameter].pieces(moment, prefix="optimizer.state.exp_avg.")
+    )
     return theirs, ours
+
+
+def cut_in_ranges(source: Path, target: Path) -> None:
+    """A checkpoint as three data-parallel ranks write it: each a third of every tensor."""
+    from vlmtrain.checkpoint.megatron.torch_dist import ChunkFile, ChunkReader, write_metadata
+    from vlmtrain.checkpoint.tensors import flat_boxes
+
+    reader, chunks = ChunkReader(source), []
+    target.mkdir()
+    shutil.copyfile(source / "common.pt", target / "common.pt")
+    for rank in range(3):
+        file = ChunkFile(target / f"__{rank}_0.distcp")
+        for key in sorted(reader.keys()):
+            shape = reader.shape(key)
+            size = math.prod(shape)
+            for box in flat_boxes(shape, size * rank // 3, size * (rank + 1) // 3):
+                file.add(key, shape, [first for first, _ in box], reader.read(key, box))
+        file.close()
+        chunks += file.chunks
+    write_metadata(target, chunks)
 
 
 def main() -> None:
@@ -82,8 +110,8 @@ def main() -> None:
     engine, length = build(dict(model=model, layout={}), backend)
     from megatron.core import dist_checkpointing
 
-    from vlmtrain.checkpoint import optimizer_state, training
-    from vlmtrain.checkpoint.torch_dist import ChunkReader
+    from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader
+    from vlmtrain.checkpoint.training import checkpoint, optimizer_state
 
     theirs: dict[str, Any] = {}
     ours: dict[str, Any] = {}
@@ -97,7 +125,7 @@ def main() -> None:
     for seed in range(2):
         engine.step([ref.pack(p, length) for p in ref.make_samples(seed)], ref.LR)
 
-    parameter, _ = next(optimizer_state._slices(part))
+    parameter, *_ = next(optimizer_state._slices(part))
     held = {
         key: value.clone()
         for key, value in part._get_main_param_and_optimizer_states(parameter).items()
@@ -111,11 +139,11 @@ def main() -> None:
     optimizer_state.create_state(plain)
     plain.load_state_dict(plain.state_dict())
     theirs["step tensors after a load"] = step_tensors(plain)
-    saver = training.Saver(folder / "checkpoints", model, keep=1)
+    saver = checkpoint.Saver(folder / "checkpoints", model, keep=1)
     saver.start(2, engine.parts, engine.optimizer, {})
     saver.finish()
     path = folder / "checkpoints" / "step-00000002"
-    training.load(path, engine.parts, engine.optimizer)
+    checkpoint.load(path, engine.parts, engine.optimizer)
     ours["step tensors after a load"] = step_tensors(part)
     ours["parameters"] = len(part.optimizer.state)
     engine.step(packs, ref.LR)
@@ -137,13 +165,17 @@ def main() -> None:
     with torch.no_grad():
         for p in engine.stages[0].parameters():
             p.zero_()
-    loaded = dist_checkpointing.load(dict(sharded), str(folder / "checkpoints" / "step-00000004"))
-    ours["read by megatron-core"] = all(
-        torch.equal(loaded[name], tensor) for name, tensor in want.items()
-    )
-    mine, other = (
-        ChunkReader(f) for f in (folder / "checkpoints" / "step-00000004", folder / "theirs")
-    )
+    whole, cut = folder / "checkpoints" / "step-00000004", folder / "cut"
+    cut_in_ranges(whole, cut)
+    for name, path in (("whole", whole), ("cut", cut)):
+        loaded = dist_checkpointing.load(dict(sharded), str(path))
+        ours[f"read by megatron-core, {name}"] = all(
+            torch.equal(loaded[name], tensor) for name, tensor in want.items()
+        )
+        with torch.no_grad():
+            for p in engine.stages[0].parameters():
+                p.zero_()
+    mine, other = ChunkReader(whole), ChunkReader(folder / "theirs")
     keys = other.keys()
     ours["reads megatron-core's"] = len(keys) > 20 and all(
         torch.equal(
@@ -152,8 +184,8 @@ def main() -> None:
         )
         for key in keys
     )
-    from vlmtrain.checkpoint.hf_import import stage_parameters
     from vlmtrain.checkpoint.mapping import checkpoint_key, parameter_split_dim, split_dim
+    from vlmtrain.checkpoint.parameters import stage_parameters
 
     parameters = stage_parameters(engine.stages[0])
     ours["keys"] = {checkpoint_key(name)[0] for name in parameters} == keys

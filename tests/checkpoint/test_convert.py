@@ -21,15 +21,16 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from tests.parity import reference as ref
 from tests.ranks import ROOT
 from vlmtrain import cli
-from vlmtrain.checkpoint import convert, files
-from vlmtrain.checkpoint.files import CheckpointError
-from vlmtrain.checkpoint.hf_files import HFWeights
+from vlmtrain.checkpoint import convert
+from vlmtrain.checkpoint.hf.files import HFWeights
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
-from vlmtrain.checkpoint.torch_dist import ChunkReader, _Unpickler
-from vlmtrain.checkpoint.verify import compare
+from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader, _Unpickler
 from vlmtrain.checkpoint.weights import check_weights
-from vlmtrain.config import ParallelSection
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.convert.verify import compare
+from vlmtrain.core import files
+from vlmtrain.core.config import ParallelSection
+from vlmtrain.core.files import CheckpointError
+from vlmtrain.models.family import read_spec
 
 SEED = random.SystemRandom().randrange(10**6)
 LAYOUTS = [
@@ -92,7 +93,7 @@ def variant(source: Path, target: Path, dtype: torch.dtype, shards: int, new_nam
 
 
 def layout_of(folder: Path, section: ParallelSection):
-    return convert.layout_for(ModelSpec.from_folder(folder), section)
+    return convert.layout_for(read_spec(folder), section)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
@@ -108,7 +109,7 @@ def test_round_trip_is_bitwise(kind, dtype, shards, new_names, models, tmp_path)
     where = f"{a} {b} (seed {SEED})"
     convert.to_megatron(source, tmp_path / "a", layout_of(source, a))
     convert.to_megatron(tmp_path / "a", tmp_path / "b", layout_of(source, b))
-    check_weights(tmp_path / "b", ModelSpec.from_folder(tmp_path / "b"))
+    check_weights(tmp_path / "b", read_spec(tmp_path / "b"))
     convert.to_hf(tmp_path / "b", tmp_path / "back", shard_bytes=10**6)
     before, after = tensors(source), tensors(tmp_path / "back")
     assert after.keys() == before.keys(), where
@@ -203,7 +204,7 @@ def test_a_cast_that_overflows_is_named(models, tmp_path):
 def test_damage_is_found_before_use(models, tmp_path):
     source = models["untied"]
     convert.to_megatron(source, tmp_path / "a", layout_of(source, LAYOUTS[1]))
-    spec = ModelSpec.from_folder(tmp_path / "a")
+    spec = read_spec(tmp_path / "a")
     file = tmp_path / "a" / "__1_0.distcp"
     whole = file.read_bytes()
     for damaged, word in (
@@ -258,7 +259,7 @@ def test_full_disk_leaves_what_was_there(models, tmp_path, monkeypatch):
             convert.to_hf(target, tmp_path / "hf")
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     assert (target / "manifest.json").read_text() == before
-    check_weights(target, ModelSpec.from_folder(target))
+    check_weights(target, read_spec(target))
 
 
 def test_command_line(models, tmp_path, capsys):
@@ -319,7 +320,7 @@ def test_the_newest_checkpoint_of_a_run_is_taken(models, tmp_path, capsys):
 def big_folder(folder: Path) -> int:
     """A model of about 0.4 GB with one large tensor, written tensor by tensor; its bytes."""
     from tests.checkpoint.full_size import config_of, shapes
-    from vlmtrain.checkpoint.hf_files import SafetensorsWriter
+    from vlmtrain.checkpoint.hf.files import SafetensorsWriter
     from vlmtrain.checkpoint.mapping import rows
 
     config = config_of(
@@ -327,7 +328,7 @@ def big_folder(folder: Path) -> int:
     )
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     table = shapes(spec)
     names = [n for row in rows(spec) for n in row.hf]
     writer = SafetensorsWriter(
@@ -348,12 +349,13 @@ def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
     assert total > 3.5 * largest
     script = (
         "import resource, sys\n"
-        "from vlmtrain.checkpoint import commands, convert\n"
+        "from vlmtrain.checkpoint import convert\n"
+        "from vlmtrain.convert import command\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "import torch, rich, tyro; torch.zeros(1).half()\n"
         "from torch.distributed.checkpoint import filesystem\n"
         "before = peak()\n"
-        "assert commands.convert(sys.argv[1:]) == 0\n"
+        "assert command.convert(sys.argv[1:]) == 0\n"
         "print(peak() - before)\n"
     )
     for arguments in (

@@ -15,16 +15,14 @@ from vlmtrain.checkpoint.mapping import (
     canonical_name,
     checkpoint_key,
     join,
-    padded_vocab_size,
     pieces,
     rows,
     split,
-    split_dim,
     transforms,
 )
-from vlmtrain.checkpoint.weights import hf_shapes
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec, VisionSpec
+from vlmtrain.checkpoint.tensors import hf_shapes
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.spec import ModelSpec, VisionSpec, padded_vocab_size
 from vlmtrain.parallel.layout import make_layout
 
 
@@ -51,6 +49,8 @@ def specs(draw: Any, tensor: int = 1) -> ModelSpec:
             temporal_patch_size=2,
             spatial_merge_size=2,
             hidden_act="silu" if gated else "quick_gelu",
+            gated=gated,
+            normalization="RMSNorm" if gated else "LayerNorm",
             window_size=112 if gated else None,
             full_attention_layers=(),
             tokens_per_second=None,
@@ -145,7 +145,7 @@ def test_split_join_and_slices(data, size):
         if row.transform == "vocab":
             rows_ = padded_vocab_size(spec.vocab_size, size)
             whole = torch.cat([whole, whole.new_zeros(rows_ - spec.vocab_size, whole.shape[1])])
-        dim = split_dim(row.megatron)
+        dim = row.split
         shards = [split(whole, dim, transform.parts, r, size) for r in range(size)]
         assert torch.equal(join(shards, dim, transform.parts), whole), row
         if size > 1:

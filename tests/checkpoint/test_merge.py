@@ -12,13 +12,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.parity import reference as ref
-from vlmtrain.checkpoint import adapters
-from vlmtrain.checkpoint.hf_files import HFWeights
-from vlmtrain.checkpoint.loadable import as_hf, described, needs_merging
+from vlmtrain.checkpoint.hf import adapters
+from vlmtrain.checkpoint.hf.files import HFWeights
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
 from vlmtrain.checkpoint.merge import base_of
-from vlmtrain.config import LoraSection
-from vlmtrain.errors import UserError
+from vlmtrain.checkpoint.model_folder import as_hf, described, needs_merging
+from vlmtrain.core.config import LoraSection
+from vlmtrain.core.errors import UserError
 
 peft = pytest.importorskip("peft", reason="peft, which writes the adapters, is not installed")
 

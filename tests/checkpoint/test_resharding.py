@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from pathlib import Path
@@ -14,10 +15,11 @@ from safetensors.torch import load_file
 from tests.parity import reference as ref
 from tests.ranks import run_ranks
 from vlmtrain.checkpoint.convert import layout_for, to_hf, to_megatron
-from vlmtrain.checkpoint.files import verify_manifest
 from vlmtrain.checkpoint.mapping import canonical_name
-from vlmtrain.config import ParallelSection
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.checkpoint.tensors import flat_boxes
+from vlmtrain.core.config import ParallelSection
+from vlmtrain.core.files import verify_manifest
+from vlmtrain.models.family import read_spec
 
 SEED = random.SystemRandom().randrange(10**6)
 # Each of four ranks' layouts reads what the one before it wrote, and writes it again.
@@ -34,6 +36,7 @@ CHAIN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("pp4 spread vision", dict(pipeline=4, vision_layers=(3, 1, 0, 0), text_layers=(0, 1, 2, 1))),
     ("dp4", {}),
+    ("tp2 sp dp2", dict(tensor=2, sequence=True)),
     ("multiplexed tp2 pp2", dict(tensor=2, pipeline=2, multiplexed=True)),
 ]
 KINDS = ("tied", "untied")
@@ -78,6 +81,8 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
     }
     untied, steps, found = models["untied"], [SEED, SEED + 1], {}
 
+    # Small buckets: slices begin and end in many parameters.
+    buckets = dict(bucket_size=5000, overlap=dict(overlap_grad_reduce=True))
     four: dict[str, dict[str, Any]] = {}
     for kind in KINDS:
         before = None
@@ -85,13 +90,15 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
             path = folder / f"{kind}-chain" / f"step-{number:08d}"
             four[f"{kind} {name}"] = dict(model=models[kind], layout=layout, save=path)
             four[f"{kind} {name}"].update(load=before) if before else None
+            if name == "dp4":
+                four[f"{kind} dp4"].update(buckets)
             before = path
         four[f"{kind} {CHAIN[0][0]}"]["steps"] = steps
         models[f"{kind} chain"] = before
     found.update(zip(four, run(list(four.values()), 4, folder), strict=True))
 
     # Offline: weights for two ranks, and the last checkpoint of a chain written anew.
-    layout = layout_for(ModelSpec.from_folder(untied), ParallelSection(tensor=2))
+    layout = layout_for(read_spec(untied), ParallelSection(tensor=2))
     to_megatron(untied, folder / "megatron", layout)
     to_megatron(models["untied chain"], folder / "offline" / "step-00000009", layout)
     to_hf(models["untied chain"], folder / "exported")
@@ -139,6 +146,35 @@ def test_every_layout_reads_every_other_bitwise(kind, name, results):
     assert "error" not in result, result["error"]
     same(result["state"], first["state"], f"{kind} {name}")
     assert result["step"] == 2 and result["extra"]["note"] == "kept"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_data_parallel_rank_writes_and_reads_its_own_share(kind, results):
+    """A quarter of weights and optimizer state each; nothing is gathered, a rank never makes more
+    than its share, nor more at once than one tensor."""
+    path = results["folders"]["folder"] / f"{kind}-chain" / "step-00000004"
+    sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    assert max(sizes) < 1.1 * min(sizes), sizes
+    result = results[f"{kind} dp4"]
+    largest = max(t.numel() * 4 for t in result["state"].values())
+    random_state = 200_000  # of all ranks, which all gather
+    for size, saving, loading in zip(
+        sizes, result["save bytes"], result["load bytes"], strict=True
+    ):
+        assert saving[0] < size + random_state and loading[0] < size, (size, saving, loading)
+        assert saving[1] <= largest and loading[1] <= largest, (saving, loading, largest)
+
+
+def test_a_range_of_elements_is_a_few_boxes():
+    chance = random.Random(SEED)
+    for _ in range(300):
+        shape = tuple(chance.randint(1, 5) for _ in range(chance.randint(1, 4)))
+        whole = torch.arange(math.prod(shape)).view(shape)
+        start, stop = sorted(chance.randint(0, whole.numel()) for _ in range(2))
+        boxes = flat_boxes(shape, start, stop)
+        flat = [whole[tuple(slice(*bounds) for bounds in box)].reshape(-1) for box in boxes]
+        assert len(boxes) < 2 * len(shape) and all(part.numel() for part in flat)
+        assert torch.equal(torch.cat([torch.tensor([]), *flat]), torch.arange(start, stop)), shape
 
 
 def test_resharded_offline(results):

@@ -12,8 +12,8 @@ import pytest
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401
 from tests.train.test_training import start, wait_for_step
-from vlmtrain.checkpoint.files import SummedFile, checksum, verify_manifest
-from vlmtrain.checkpoint.training import complete, droppable
+from vlmtrain.checkpoint.training.checkpoint import complete, droppable
+from vlmtrain.core.files import SummedFile, checksum, verify_manifest
 
 
 @pytest.mark.parametrize(

@@ -17,22 +17,25 @@ from typing import Any
 warnings.filterwarnings("ignore")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch import is_tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity import reference as ref  # noqa: E402
-from vlmtrain import device, launch  # noqa: E402
-from vlmtrain.config import FreezeSection, OptimizerSection  # noqa: E402
-from vlmtrain.errors import UserError  # noqa: E402
-from vlmtrain.models.spec import ModelSpec  # noqa: E402
+from vlmtrain.core import device, launch  # noqa: E402
+from vlmtrain.core.config import FreezeSection, OptimizerSection, ParallelSection  # noqa: E402
+from vlmtrain.core.errors import UserError  # noqa: E402
+from vlmtrain.models.family import read_spec  # noqa: E402
 from vlmtrain.parallel.layout import make_layout  # noqa: E402
 
 
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     """An engine with weights and optimizer, and the tokens of a pack."""
-    from vlmtrain.checkpoint.hf_import import load_weights
-    from vlmtrain.engine import Engine
+    from vlmtrain.checkpoint.load import load_weights
+    from vlmtrain.training.engine import Engine
 
-    spec = ModelSpec.from_folder(case["model"])
+    spec = read_spec(case["model"])
     packs = ref.make_samples(case.get("seed", 0))
     length = ref.pack_length(packs)
     layout = make_layout(
@@ -52,7 +55,9 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
         clip=ref.CLIP,
         offload_fraction=case.get("offload", 0.0),
     )
-    engine.prepare(section, FreezeSection(**case.get("freeze", {})), **case.get("overlap", {}))
+    engine.prepare(
+        section, FreezeSection(**case.get("freeze", {})), ParallelSection(**case.get("overlap", {}))
+    )
     return engine, length
 
 
@@ -87,7 +92,7 @@ def value_or_nan(table: dict[torch.Tensor, torch.Tensor], parameter: torch.Tenso
 
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
-    from vlmtrain.checkpoint.hf_export import gathered
+    from vlmtrain.checkpoint.hf.save import gathered
 
     named = {f"model {n}": t for n, t in gathered(engine.exported, engine.spec)}
     for key in ("param", "exp_avg", "exp_avg_sq"):
@@ -102,7 +107,7 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
 
 def fill_disk() -> None:
     """From here on every write fails as it does on a full disk."""
-    from vlmtrain.checkpoint import files
+    from vlmtrain.core import files
 
     def write(self: Any, data: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -110,17 +115,45 @@ def fill_disk() -> None:
     files.SummedFile.write = write  # type: ignore[method-assign]
 
 
+class Allocations(TorchDispatchMode):
+    """Bytes of the tensors that are made inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        known = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if is_tensor(t)
+        }
+        for memory in (t.untyped_storage() for t in tree_leaves(out) if is_tensor(t)):
+            if memory.data_ptr() not in known:
+                self.total += memory.nbytes()
+                self.largest = max(self.largest, memory.nbytes())
+        return out
+
+    def on_every_rank(self) -> list[tuple[int, int]]:
+        """(total, largest) of each rank."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (self.total, self.largest))
+        return every
+
+
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from vlmtrain.checkpoint import training
-    from vlmtrain.checkpoint.optimizer_state import steps_taken
+    from vlmtrain.checkpoint.training import checkpoint
+    from vlmtrain.checkpoint.training.optimizer_state import steps_taken
 
     engine, length = build(case, backend)
     result: dict[str, Any] = {}
     try:
         if case.get("load"):
-            result["extra"] = training.load(Path(case["load"]), engine.parts, engine.optimizer)
+            with Allocations() as allocations:
+                path = Path(case["load"])
+                result["extra"] = checkpoint.load(path, engine.parts, engine.optimizer)
+            result["load bytes"] = allocations.on_every_rank()
 
         def share(seed: int) -> list[Any]:
             samples = ref.make_samples(seed)
@@ -130,11 +163,13 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         result["losses"] = [engine.step(share(s), ref.LR).loss for s in seeds]
         if case.get("save"):
             target = Path(case["save"])
-            saver = training.Saver(target.parent, Path(case["model"]), keep=99)
+            saver = checkpoint.Saver(target.parent, Path(case["model"]), keep=99)
             step = int(target.name.split("-")[1])
             if case.get("disk_full") == dist.get_rank():
                 fill_disk()
-            saver.start(step, engine.parts, engine.optimizer, {"note": "kept"})
+            with Allocations() as allocations:
+                saver.start(step, engine.parts, engine.optimizer, {"note": "kept"})
+            result["save bytes"] = allocations.on_every_rank()
             # Training goes on while it is written: the checkpoint must not notice.
             for s in case.get("meanwhile", []):
                 engine.step(share(s), ref.LR)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import save_image, write_model_folder
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.processor import Processor
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def spec(model_folder: Path) -> ModelSpec:
-    return ModelSpec.from_folder(model_folder)
+    return read_spec(model_folder)
 
 
 @pytest.fixture(scope="session")

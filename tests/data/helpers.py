@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,12 @@ import numpy as np
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.config import LoaderSection
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.loader import LoaderRank, PackedLoader
+from vlmtrain.data.processor import Processor
+from vlmtrain.models.family import parse_spec
 
 SPECIAL = [
     "<|endoftext|>",
@@ -70,7 +77,7 @@ def seven_billion(family: str) -> ModelSpec:
         vision |= {"embed_dim": 1280, "hidden_size": 3584}
     else:
         vision |= {"hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420}
-    return ModelSpec.from_dict(
+    return parse_spec(
         {
             "model_type": family,
             "hidden_size": 3584,
@@ -149,3 +156,20 @@ def conversation(*turns: str, **record: Any) -> dict[str, Any]:
 def write_json(path: Path, records: list[Any]) -> Path:
     path.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
     return path
+
+
+def open_loader(
+    index: SampleIndex, processor: Processor, spec: ModelSpec, **options: Any
+) -> PackedLoader:
+    """From flat options: of LoaderSection (threads decode unless told otherwise), of LoaderRank,
+    and the loader's own."""
+    parts: list[Any] = []
+    for cls, values in ((LoaderSection, {"workers": 0}), (LoaderRank, {})):
+        names = [field.name for field in dataclasses.fields(cls)]
+        parts.append(cls(**values | {name: options.pop(name) for name in names if name in options}))
+    return PackedLoader(index, processor, spec, *parts, **options)
+
+
+def no_media(grids: Sequence[np.ndarray]) -> list[tuple[bool, ...]]:
+    """`decodes` of a rank without the vision tower."""
+    return [(False,) * len(grid) for grid in grids]

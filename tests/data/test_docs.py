@@ -11,8 +11,9 @@ from PIL import Image
 
 from tests.data.helpers import conversation, save_image, write_json
 from vlmtrain import cli
-from vlmtrain.data import cli as data
-from vlmtrain.data.sources import parse_sources
+from vlmtrain.data.check import check
+from vlmtrain.data.formats.sources import parse_sources
+from vlmtrain.data.stats import plot_stats, render_stats, stats
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
@@ -54,7 +55,7 @@ def test_the_commands(desk: Path, model_folder: Path, capsys: pytest.CaptureFixt
         ("conversations.json", 2.0, None),
         ("shards", 1.0, 1000),
     ]
-    assert data.check("mix.toml").samples == 6
+    assert check("mix.toml").samples == 6
     for option in re.findall(r"--loader\.\w+", PAGE.read_text()):
         with pytest.raises(SystemExit):
             cli.main(["train", "--help"])
@@ -64,7 +65,7 @@ def test_the_commands(desk: Path, model_folder: Path, capsys: pytest.CaptureFixt
 def test_duplicates_are_warnings(desk: Path) -> None:
     records = [conversation("q", "r", id="a"), conversation("q", "r", id="b")]
     records += [conversation("other", "r", id="a")]
-    report = data.check([write_json(desk / "c.json", records)])
+    report = check([write_json(desk / "c.json", records)])
     assert report.ok and report.warnings == [
         "2 samples have the id 'a'",
         "2 samples are the same but for their id: a, b",
@@ -73,13 +74,13 @@ def test_duplicates_are_warnings(desk: Path) -> None:
 
 
 def test_stats_by_hand(desk: Path, model_folder: Path) -> None:
-    found = data.stats("conversations.json", model_folder, pack_length=512)
+    found = stats("conversations.json", model_folder, pack_length=512)
     # 90x70 -> 84x56 pixels (2.5 units round to 2): 6 tokens; 70x90 -> 56x84: 6.
     assert found.image_tokens.tolist() == [6, 12, 0]
     assert found.packs == 1 and found.spread == 0
     tokens = (found.text_tokens + found.image_tokens).sum()
     assert found.fill == tokens / 512
     assert (found.costs > found.text_tokens).all()
-    assert f"{tokens:,}" in data.render_stats(found)
-    assert data.plot_stats(found, desk / "plot") == desk / "plot.png"
+    assert f"{tokens:,}" in render_stats(found)
+    assert plot_stats(found, desk / "plot") == desk / "plot.png"
     assert (desk / "plot.png").is_file()

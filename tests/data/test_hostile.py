@@ -19,14 +19,15 @@ from PIL import Image
 
 from tests.data.helpers import conversation, save_image, write_json
 from tests.data.test_videos import write_video
-from vlmtrain.data import cli, images
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sharegpt import JsonSource
 from vlmtrain.data.index import scan_sources
+from vlmtrain.data.media import images
+from vlmtrain.data.media.videos import load_frames, probe_media
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import FileRange, Media, Sample
-from vlmtrain.data.sharegpt import JsonSource
-from vlmtrain.data.videos import load_frames, probe_media
-from vlmtrain.models.spec import ModelSpec
 
 SAMPLE = Sample("s7", (), (), "c.json")
 
@@ -145,7 +146,7 @@ def test_hostile_records(tmp_path: Path) -> None:
     }
     path = tmp_path / "c.jsonl"
     path.write_bytes(b"\n".join([good, *bad, good]))
-    report = cli.check([path])
+    report = check([path])
     assert report.samples == len(bad) + 2 and len(report.problems) == len(bad)
     for problem, expected in zip(report.problems, bad.values(), strict=True):
         assert expected in problem

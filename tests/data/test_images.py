@@ -15,12 +15,18 @@ from PIL import Image, ImageOps
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as reference
 
 from tests.data.helpers import IMAGE_LIMITS, save_image
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.images import ImageSettings, load_image, patchify, probe_image, smart_resize
-from vlmtrain.data.images import resize as resize_image
+from vlmtrain.data.media.images import (
+    ImageSettings,
+    load_image,
+    patchify,
+    probe_image,
+    smart_resize,
+)
+from vlmtrain.data.media.images import resize as resize_image
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
-from vlmtrain.models.spec import ModelSpec
 
 SAMPLE = Sample("s7", (), (), "conversations.json")
 SMALL = ImageSettings(**IMAGE_LIMITS)

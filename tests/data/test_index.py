@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.data.helpers import conversation, save_image, write_json
-from vlmtrain.data import cli
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
-from vlmtrain.models.spec import ModelSpec
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_check_collects_every_problem(tmp_path: Path, pictures: Path, model_fold
     ]
     lines = tmp_path / "c.jsonl"
     lines.write_text("\n".join([json.dumps(record) for record in records] + ["{broken"]))
-    report = cli.check([lines, tmp_path / "none.json"])
+    report = check([lines, tmp_path / "none.json"])
     assert not report.ok
     assert (report.samples, report.images, report.videos) == (7, 1, 0)
     starts = ["sample 'gone'", "sample 'marks'", "line 6 is not valid JSON", "no such file"]
@@ -168,12 +168,12 @@ def test_check_collects_every_problem(tmp_path: Path, pictures: Path, model_fold
         "7 samples, 1 image, 0 videos: 4 problems (1 with broken or missing media, 1 whose marks "
         "do not match the media, 2 otherwise wrong)"
     )
-    report = cli.check([lines], model=model_folder, pack_length=256)
+    report = check([lines], model=model_folder, pack_length=256)
     assert [p for p in report.problems if "sample 'long'" in p and "a pack holds 256" in p]
     assert report.tokens > 0
     good = write_json(tmp_path / "good.json", records[:2])
-    assert cli.check([good]).ok
+    assert check([good]).ok
     with pytest.raises(DataError, match="only be checked with a model"):
-        cli.check([good], pack_length=3)
+        check([good], pack_length=3)
     with pytest.raises(DataError, match="pack_length must be at least 1, got 0"):
-        cli.check([good], model=model_folder, pack_length=0)
+        check([good], model=model_folder, pack_length=0)

@@ -8,7 +8,6 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,17 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.data.helpers import IMAGE_LIMITS, conversation, write_json
-from vlmtrain.data.batch import PackedBatch
+from tests.data.helpers import IMAGE_LIMITS, conversation, no_media, open_loader, write_json
+from vlmtrain.core.batch import PackedBatch
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex, scan_sources
-from vlmtrain.data.loader import PackedLoader, PixelShare, _FrameCache
-from vlmtrain.data.packing import POLICIES, Policy, plan_epoch
+from vlmtrain.data.loader import PackedLoader, _FrameCache
+from vlmtrain.data.packing.plan import POLICIES, Policy, plan_epoch
 from vlmtrain.data.processor import Processor
-from vlmtrain.models.positions import mrope_positions
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.multiplex import deal_media
+from vlmtrain.models.common.positions import mrope_positions
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.parallel.step_inputs import StepInputs
 
 PACK = 160
 SAMPLES = 23
@@ -75,9 +75,9 @@ def make(index: SampleIndex, processor: Processor, spec: ModelSpec) -> Any:
             "pack_length": PACK,
             "global_batch": 4,
             "prefetch": False,
-            "workers": 1,
+            "threads": 1,
         }
-        return PackedLoader(index, processor, spec, **{**defaults, **options})
+        return open_loader(index, processor, spec, **{**defaults, **options})
 
     return make_loader
 
@@ -236,7 +236,7 @@ def test_padded_to(make: Any, spec: ModelSpec) -> None:
 
 def test_without_pixels(make: Any) -> None:
     for with_pixels, without in zip(
-        make().next_step(), make(need_pixels=False).next_step(), strict=True
+        make().next_step(), make(decodes=no_media).next_step(), strict=True
     ):
         assert without.pixel_values.shape == (0, 1176)
         for name in ("input_ids", "labels", "position_ids", "visual_index", "grid_thw"):
@@ -248,16 +248,13 @@ def test_ranks_decode_only_the_media_dealt_to_them(make: Any, spec: ModelSpec) -
     ranks, steps = 3, 4
     calls: list[list[Any]] = [[] for _ in range(ranks)]
 
-    def share(rank: int) -> PixelShare:
-        def of(grids: Sequence[np.ndarray]) -> list[tuple[bool, ...]]:
-            owner = iter(deal_media(spec.vision, np.concatenate(grids), ranks))
-            return [tuple(next(owner) == rank for _ in pack) for pack in grids]
+    one = make_layout(spec, world_size=1)
+    layout = dataclasses.replace(one, pipeline=ranks, multiplexed=True)
 
-        return of
+    def decodes(rank: int) -> Any:
+        return lambda grids: StepInputs(spec, layout, grids).decoded_by(rank)
 
-    loaders = [
-        make(pixel_share=share(rank), prefetch=False, cache_bytes=0) for rank in range(ranks)
-    ]
+    loaders = [make(decodes=decodes(rank), cache_bytes=0) for rank in range(ranks)]
     for rank, loader in enumerate(loaders):
         original = loader.processor.frames
 
@@ -343,7 +340,7 @@ def test_exactly_once_per_epoch(
 ) -> None:
     """The global batches are cut from the plans, whoever gets which pack."""
     loaders = [
-        make(dp_rank=r, dp_size=dp_size, need_pixels=False, packing=policy) for r in range(dp_size)
+        make(dp_rank=r, dp_size=dp_size, decodes=no_media, packing=policy) for r in range(dp_size)
     ]
     stream: list[list[str]] = []
     for epoch in range(2):
@@ -357,7 +354,7 @@ def test_exactly_once_per_epoch(
 
 def test_metrics_by_hand(make: Any, index: SampleIndex) -> None:
     """Of the whole global batch, the same on every rank, from the costs of the samples."""
-    loaders = [make(dp_rank=r, dp_size=2, need_pixels=False) for r in range(2)]
+    loaders = [make(dp_rank=r, dp_size=2, decodes=no_media) for r in range(2)]
     cost = dict(zip(index.ids, loaders[0]._costs.tolist(), strict=True))
     length = dict(zip(index.ids, index.lengths.tolist(), strict=True))
     for _ in range(loaders[0].steps_per_epoch):
@@ -380,12 +377,12 @@ def test_metrics_by_hand(make: Any, index: SampleIndex) -> None:
 def test_resume_at_random_points_on_other_dp_sizes(data: st.DataObject, make: Any) -> None:
     """However the run is cut and whatever the dp_size of each part, the stream is the same."""
     seed = data.draw(st.integers(0, 1000), label="seed")
-    expected = run([make(need_pixels=False, seed=seed)], 9)
+    expected = run([make(decodes=no_media, seed=seed)], 9)
     state: dict[str, Any] | None = None
     got: list[list[list[str]]] = []
     while len(got) < 9:
         dp_size = data.draw(st.sampled_from([1, 2, 4]), label="dp_size")
-        options = {"dp_size": dp_size, "need_pixels": False, "seed": seed}
+        options = {"dp_size": dp_size, "decodes": no_media, "seed": seed}
         loaders = [make(dp_rank=r, **options) for r in range(dp_size)]
         if state is not None:
             for loader in loaders:
@@ -400,11 +397,11 @@ def test_resume_at_random_points_on_other_dp_sizes(data: st.DataObject, make: An
 
 
 def test_resume_with_another_global_batch_continues_the_stream(make: Any) -> None:
-    straight = make(need_pixels=False)
+    straight = make(decodes=no_media)
     expected = ids_of([straight.next_step() for _ in range(6)])
-    first = make(need_pixels=False)
+    first = make(decodes=no_media)
     got = ids_of([first.next_step() for _ in range(2)])
-    second = make(need_pixels=False, global_batch=2)
+    second = make(decodes=no_media, global_batch=2)
     second.load_state_dict(first.state_dict())
     got += ids_of([second.next_step() for _ in range(8)])
     for k in range(6):  # inside a step the deal decides the order
@@ -413,7 +410,7 @@ def test_resume_with_another_global_batch_continues_the_stream(make: Any) -> Non
 
 def test_prefetch_and_workers_change_nothing(make: Any) -> None:
     plain = make()
-    with make(prefetch=True, workers=3) as ahead:
+    with make(prefetch=True, threads=3) as ahead:
         for step in range(7):
             saved = ahead.state_dict()
             assert saved["step"] == step  # what was prefetched is not yet handed out
@@ -456,7 +453,7 @@ def test_a_file_that_vanishes_later_is_named_and_the_position_stays(
     index = scan_sources([path], processor, spec, PACK)
     options: dict[str, Any] = {"pack_length": PACK, "global_batch": 1, "cache_bytes": 0}
     for prefetch in (False, True):
-        with PackedLoader(index, processor, spec, prefetch=prefetch, **options) as loader:
+        with open_loader(index, processor, spec, prefetch=prefetch, **options) as loader:
             (tmp_path / "p.jpg").rename(tmp_path / "away.jpg")
             with pytest.raises(DataError, match=r"sample 'g': the file .*p.jpg is missing"):
                 loader.next_step()
@@ -465,14 +462,14 @@ def test_a_file_that_vanishes_later_is_named_and_the_position_stays(
             assert loader.next_step()[0].sample_ids == ["g"]
     (tmp_path / "p.jpg").write_bytes((pictures / "p2.jpg").read_bytes())
     with (
-        PackedLoader(index, processor, spec, **options) as loader,
+        open_loader(index, processor, spec, **options) as loader,
         pytest.raises(DataError, match="sample 'g': p.jpg has another size than when it was scan"),
     ):
         loader.next_step()
 
 
 def test_progress(make: Any, index: SampleIndex) -> None:
-    loader = make(need_pixels=False)
+    loader = make(decodes=no_media)
     plans = [planned(index, loader._costs, e) for e in range(3)]
     assert loader.steps_per_epoch == loader.steps_for_epochs(1) == -(-len(plans[0]) // 4)
     total = sum(len(plan) for plan in plans)

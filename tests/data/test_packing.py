@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.helpers import seven_billion
-from vlmtrain.data import packing
-from vlmtrain.data.costs import sample_costs
-from vlmtrain.data.packing import POLICIES, Policy, deal, epoch_entries, plan_epoch
-from vlmtrain.plan.flops import Work, count
+from vlmtrain.data.packing import plan as packing
+from vlmtrain.data.packing.costs import sample_costs
+from vlmtrain.data.packing.plan import POLICIES, Policy, deal, epoch_entries, plan_epoch
+from vlmtrain.models.flops import Work, count
 from vlmtrain.plan.workload import typical
 
 

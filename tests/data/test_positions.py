@@ -11,8 +11,8 @@ import torch
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-from vlmtrain.models.positions import mrope_positions
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.common.positions import mrope_positions
 
 Grid = tuple[int, int, int]
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.data.helpers import conversation, save_image, write_json
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sharegpt import JsonSource
 from vlmtrain.data.sample import Sample, Turn
-from vlmtrain.data.sharegpt import JsonSource
 
 
 def read(path: Path, **options: Any) -> list[Sample]:

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.data.helpers import conversation, write_json
-from vlmtrain.data import cli
+from tests.data.helpers import conversation, no_media, open_loader, write_json
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.sources import SourceSpec, parse_sources
+from vlmtrain.data.formats.webdataset import ShardSource, build_shards
 from vlmtrain.data.index import scan_sources
-from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.processor import Processor
-from vlmtrain.data.sharegpt import JsonSource
-from vlmtrain.data.sources import SourceSpec, parse_sources
+from vlmtrain.data.stats import stats
 from vlmtrain.data.template import QWEN_TEMPLATE
-from vlmtrain.data.webdataset import ShardSource, build_shards
-from vlmtrain.models.spec import ModelSpec
 
 
 def test_as_typed(tmp_path: Path) -> None:
@@ -79,8 +78,8 @@ def test_weights_and_limits_while_training(
     sources[2] = SourceSpec(sources[2].path, 0.5, 4)
     index = scan_sources(sources, processor, spec, 64)
     assert len(index) == 3 + 2 + 4
-    options: dict[str, Any] = {"pack_length": 64, "global_batch": 1, "need_pixels": False}
-    with PackedLoader(index, processor, spec, **options) as loader:
+    options: dict[str, Any] = {"pack_length": 64, "global_batch": 1, "decodes": no_media}
+    with open_loader(index, processor, spec, **options) as loader:
         seen: Counter[str] = Counter()
         per_epoch = loader.steps_for_epochs(2)
         for _ in range(per_epoch):
@@ -91,7 +90,7 @@ def test_weights_and_limits_while_training(
     assert seen == Counter(expected | {f"c{i}": 1 for i in range(4)})
     other = scan_sources([*sources[:2], SourceSpec(sources[2].path, 1.0, 4)], processor, spec, 64)
     with (
-        PackedLoader(other, processor, spec, **options) as loader,
+        open_loader(other, processor, spec, **options) as loader,
         pytest.raises(DataError, match="other data"),
     ):
         loader.load_state_dict(state)
@@ -103,16 +102,19 @@ def test_epochs_without_a_sample_are_passed_over(
     """Weight 0.25 and two samples: epochs 1, 3, 5, ... have one."""
     path = write_json(tmp_path / "a.json", [conversation("q", "r", id=f"a{i}") for i in range(2)])
     index = scan_sources([SourceSpec(str(path), 0.25)], processor, spec, 64)
-    options: dict[str, Any] = {"pack_length": 64, "global_batch": 1, "need_pixels": False}
-    with PackedLoader(index, processor, spec, **options) as loader:
+    options: dict[str, Any] = {"pack_length": 64, "global_batch": 1, "decodes": no_media}
+    with open_loader(index, processor, spec, **options) as loader:
         assert [loader.steps_for_epochs(epochs) for epochs in (1, 2, 4)] == [0, 1, 2]
         assert loader.epoch == 0
         seen = [loader.next_step()[0].sample_ids for _ in range(4)]
         assert loader.epoch == 8
     assert Counter(id for ids in seen for id in ids) == Counter({"a0": 2, "a1": 2})
     with pytest.raises(DataError, match="leave no sample in the first epoch"):
-        cli.stats(f"{path}:0.25", model_folder, pack_length=64)
-    assert [cli.stats(f"{path}:{w}", model_folder, pack_length=30).packs for w in (1, 3)] == [2, 6]
+        stats(f"{path}:0.25", model_folder, pack_length=64)
+    assert [stats(f"{path}:{w}", model_folder, pack_length=30).packs for w in (1, 3)] == [
+        2,
+        6,
+    ]
 
 
 def test_alpaca_and_llama_factory(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_parquet(tmp_path: Path, pictures: Path, processor: Processor, spec: Mod
         assert index.ids == expected.ids
         for name in ("lengths", "target_tokens", "image_tokens", "grids"):
             assert getattr(index, name).tolist() == getattr(expected, name).tolist(), name
-        with PackedLoader(index, processor, spec, **options) as loader:
+        with open_loader(index, processor, spec, **options) as loader:
             batches = [b for _ in range(loader.steps_per_epoch) for b in loader.next_step()]
         assert sum(len(batch.pixel_values) for batch in batches) == index.grids.prod(1).sum()
     build_shards(path, tmp_path / "shards", samples_per_shard=2)

@@ -13,11 +13,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from tests.data.helpers import IMAGE_LIMITS, write_model_folder
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.processor import MediaLayout, Processor
 from vlmtrain.data.sample import Media, Sample, Turn
 from vlmtrain.data.template import QWEN_TEMPLATE, ChatTemplate
-from vlmtrain.models.spec import ModelSpec
 
 IMAGE = Media("image", "a.jpg", ())
 # Each: turns with «» around what must be learned, as the rendered text has it.

@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.helpers import conversation, write_json
-from vlmtrain.data import decoding
-from vlmtrain.data.batch import PackedBatch
-from vlmtrain.data.decoding import DecoderPool
+from tests.data.helpers import conversation, open_loader, write_json
+from vlmtrain.core.batch import PackedBatch
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex, scan_sources
-from vlmtrain.data.loader import PackedLoader
+from vlmtrain.data.media import decoding
+from vlmtrain.data.media.decoding import DecoderPool
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import FileRange, Media, Sample
-from vlmtrain.models.spec import ModelSpec
 
 PACK = 96
 
@@ -41,14 +40,12 @@ def index(tmp_path: Path, pictures: Path, processor: Processor, spec: ModelSpec)
     return scan_sources([write_json(tmp_path / "c.json", records)], processor, spec, PACK)
 
 
-def loader_of(
-    index: SampleIndex, processor: Processor, spec: ModelSpec, **options: Any
-) -> PackedLoader:
+def loader_of(index: SampleIndex, processor: Processor, spec: ModelSpec, **options: Any) -> Any:
     defaults: dict[str, Any] = {"pack_length": PACK, "global_batch": 1, "cache_bytes": 0}
-    return PackedLoader(index, processor, spec, **{**defaults, **options})
+    return open_loader(index, processor, spec, **{**defaults, **options})
 
 
-def epoch_of(loader: PackedLoader) -> list[PackedBatch]:
+def epoch_of(loader: Any) -> list[PackedBatch]:
     return [batch for _ in range(loader.steps_per_epoch) for batch in loader.next_step()]
 
 
@@ -130,7 +127,7 @@ def test_isolated_decoders_give_the_same_pixels(
 ) -> None:
     with loader_of(index, processor, spec) as plain:
         expected = epoch_of(plain)
-    with loader_of(index, processor, spec, isolate=True, workers=1) as loader:
+    with loader_of(index, processor, spec, workers=1) as loader:
         got = epoch_of(loader)
         assert loader._pool is not None
         decoders = [decoder.process for decoder in loader._pool._started]
@@ -144,7 +141,7 @@ def test_isolated_decoders_give_the_same_pixels(
 
 CRASH = """
 import ctypes, os, signal, time
-from vlmtrain.data import decoding
+from vlmtrain.data.media import decoding
 original = decoding.load_frames
 def load(media, sample, *rest):
     if "segfault" in media.name: os.kill(os.getpid(), signal.SIGSEGV)
@@ -196,10 +193,10 @@ def test_decoders_end_with_their_parent(pictures: Path) -> None:
     """Killed hard, the parent leaves no process behind."""
     script = f"""
 import time
-from vlmtrain.data.decoding import DecoderPool
-from vlmtrain.data.images import ImageSettings
+from vlmtrain.data.media.decoding import DecoderPool
+from vlmtrain.data.media.images import ImageSettings
 from vlmtrain.data.sample import FileRange, Media, Sample
-from vlmtrain.data.videos import VideoSettings
+from vlmtrain.data.media.videos import VideoSettings
 settings = ImageSettings()
 pool = DecoderPool(settings, VideoSettings.default(settings))
 media = Media("image", "a", (FileRange({str(pictures / "p0.jpg")!r}),))
@@ -231,16 +228,16 @@ RANKS = """
 import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
-from vlmtrain.data.agreement import across_ranks
+from tests.data.helpers import no_media, open_loader
+from vlmtrain.data.collective_errors import across_ranks
 from vlmtrain.data.index import scan_sources
-from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.processor import Processor
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core.errors import UserError
+from vlmtrain.models.family import read_spec
 
 rank, folder, model = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-spec = ModelSpec.from_folder(model)
+spec = read_spec(model)
 processor = Processor.from_folder(model, spec)
 index = scan_sources([folder / "c.json"], processor, spec, 96)
 dist.barrier()
@@ -250,8 +247,9 @@ dist.barrier()
 results = {}
 for policy in ("skip", "raise"):
     # One replica of two pipeline stages: only rank 1 decodes.
-    loader = PackedLoader(index, processor, spec, pack_length=96, global_batch=1,
-        need_pixels=rank == 1, unreadable=policy, agree=across_ranks("cpu"), cache_bytes=0)
+    loader = open_loader(index, processor, spec, pack_length=96, global_batch=1,
+        decodes=None if rank == 1 else no_media, unreadable=policy, agree=across_ranks("cpu"),
+        cache_bytes=0)
     result = results[policy] = {"steps": []}
     try:
         for _ in range(loader.steps_per_epoch):

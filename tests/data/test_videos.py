@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from tests.data.helpers import IMAGE_LIMITS, save_image
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.images import ImageSettings
+from vlmtrain.data.media.images import ImageSettings
+from vlmtrain.data.media.videos import VideoSettings, load_video, probe_media
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
-from vlmtrain.data.videos import VideoSettings, load_video, probe_media
-from vlmtrain.models.spec import ModelSpec
 
 SAMPLE = Sample("clip", (), (), "videos.json")
 SETTINGS = VideoSettings(ImageSettings(**IMAGE_LIMITS))

@@ -20,14 +20,13 @@ import webdataset
 from PIL import Image
 
 from tests.data.helpers import conversation, write_json
-from vlmtrain.data import cli
-from vlmtrain.data import webdataset as webdataset_module
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats import webdataset as webdataset_module
+from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.webdataset import ShardSource, ShardSummary, build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
-from vlmtrain.data.sharegpt import JsonSource
-from vlmtrain.data.webdataset import ShardSource, ShardSummary, build_shards
-from vlmtrain.models.spec import ModelSpec
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def test_webdataset_itself_reads_the_shards(source: Path, pictures: Path, tmp_pa
 def test_shards_read_like_the_json(
     source: Path, tmp_path: Path, processor: Processor, spec: ModelSpec
 ) -> None:
-    cli.build(source, tmp_path / "shards", samples_per_shard=2)
+    build_shards(source, tmp_path / "shards", samples_per_shard=2)
     json_source, shards = JsonSource(source), ShardSource(tmp_path / "shards")
     for a, b in zip(json_source.records(), shards.records(), strict=True):
         assert not isinstance(a, DataError)

@@ -15,8 +15,8 @@ from tests.data.helpers import save_image
 from tests.docs.pages import DOCS, PATH, blocks, printed
 from tests.ranks import ROOT
 from tests.test_cli import names
-from vlmtrain.config import TrainConfig
-from vlmtrain.demo import run, tiny_model
+from vlmtrain.core.config import TrainConfig
+from vlmtrain.demo import command, tiny_model
 
 MODEL = "Qwen2.5-VL-3B-Instruct"  # what the pages call the reader's model
 LANGUAGES = {"sh", "text", "python", "json", "toml", ""}
@@ -26,7 +26,7 @@ LANGUAGES = {"sh", "text", "python", "json", "toml", ""}
 def followed(tmp_path_factory) -> list[tuple[str, str, int, int, str]]:
     """Every command of the path: page, command, exit code wanted, exit code, output."""
     desk = tmp_path_factory.mktemp("desk")
-    tiny_model.write_folder(desk / MODEL, run.training_texts())
+    tiny_model.write_folder(desk / MODEL, command.training_texts())
     save_image(desk / "cup.jpg", 90, 70, 1)
     save_image(desk / "cat.jpg", 70, 90, 2)
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -48,11 +48,11 @@ def followed(tmp_path_factory) -> list[tuple[str, str, int, int, str]]:
 def test_commands_end_as_the_page_says(followed, page) -> None:
     mine = [row for row in followed if row[0] == page]
     assert mine
-    for _, command, wanted, code, output in mine:
-        assert code == wanted, f"{command}\n{output}"
+    for _, line, wanted, code, output in mine:
+        assert code == wanted, f"{line}\n{output}"
         if wanted:  # a mistake: one line, no traceback
             assert "vlmtrain: " in output or "problem" in output, output
-        assert "Traceback" not in output, f"{command}\n{output}"
+        assert "Traceback" not in output, f"{line}\n{output}"
 
 
 def test_they_print_what_the_page_shows(followed) -> None:

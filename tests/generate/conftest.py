@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.data.helpers import save_image
-from vlmtrain.demo import run, tiny_model
+from vlmtrain.demo import command, tiny_model
 from vlmtrain.generate.model import Answerer
 
 
@@ -17,7 +17,7 @@ from vlmtrain.generate.model import Answerer
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model with weights so large that what it says depends on what it sees. It never
     says a special token: neither an end, which would come at random, nor a placeholder."""
-    folder = tiny_model.write_folder(tmp_path_factory.mktemp("tiny"), run.training_texts())
+    folder = tiny_model.write_folder(tmp_path_factory.mktemp("tiny"), command.training_texts())
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(torch.initial_seed() % 2**31)
     for tensor in weights.values():

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from vlmtrain.core.errors import UserError
 from vlmtrain.demo.ask import Model as Plain
-from vlmtrain.errors import UserError
 from vlmtrain.generate import model as generate
 from vlmtrain.generate.model import Answerer, Sampling
 from vlmtrain.generate.questions import answered, question, then
-from vlmtrain.models.positions import mrope_positions
+from vlmtrain.models.common.positions import mrope_positions
 
 TOKENS = Sampling(max_new_tokens=12)
 

@@ -11,10 +11,10 @@ import torch
 
 from tests.kernels import test_vision_attention as vision
 from tests.kernels.numeric import assert_accurate, assert_bitwise
-from tests.kernels.test_attention import borders, make, outputs, rounding_noise
-from vlmkernels import _native, attention, varlen_attention, vision_attention
-from vlmkernels.attention import varlen_attention_reference
-from vlmkernels.vision_attention import choose_kernel, vision_attention_reference
+from tests.kernels.test_attention import make, offsets, outputs, rounding_noise
+from vlmkernels import _native, varlen_attention, vision_attention
+from vlmkernels.attention.reference import varlen_attention_reference, vision_attention_reference
+from vlmkernels.attention.select import TILED_HEAD_DIMS, WINDOW_LENGTHS, machine_of, select
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU: torch.cuda.is_available() is False", allow_module_level=True)
@@ -32,17 +32,17 @@ CASES = [
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("dim", attention.TILED_HEAD_DIMS)
+@pytest.mark.parametrize("dim", TILED_HEAD_DIMS)
 @pytest.mark.parametrize(
     ("kernel", "lengths", "heads", "kv_heads"),
     CASES,
     ids=["windows", "128-keys-gqa", "tiled", "tiled-gqa"],
 )
 def test_accuracy(kernel, lengths, heads, kv_heads, dim, dtype, causal):
-    if kernel == "window" and max(lengths) > attention.WINDOW_LENGTHS.get(dim, 0):
+    if kernel == "window" and max(lengths) > WINDOW_LENGTHS.get(dim, 0):
         pytest.skip(f"the window kernel has no head_dim {dim} for {max(lengths)} tokens")
     q, k, v, dout = make(lengths, heads, kv_heads, dim, dtype)
-    cu = borders(lengths)
+    cu = offsets(lengths)
     exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact = outputs(varlen_attention_reference, *exact_inputs, dout.double(), cu, causal=causal)
     gpu = [x.detach().cuda().requires_grad_() for x in (q, k, v)]
@@ -57,14 +57,14 @@ def test_accuracy(kernel, lengths, heads, kv_heads, dim, dtype, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("dim", attention.TILED_HEAD_DIMS)
+@pytest.mark.parametrize("dim", TILED_HEAD_DIMS)
 def test_both_tiled_kernels(dim, dtype, causal):
     """By mma.sync and, on compute capability 9.0, by wgmma: results, and what the backward needs.
     Many tiles a block, inputs that are parts of one tensor, a negative scale, and segments of NaN
     beside others."""
     lengths = [2000, 129, 0, 1, 64, 513, 300, 128, 1000]
     heads, kv_heads, scale = 6, 2, -0.7 / dim**0.5
-    cu = borders(lengths)
+    cu = offsets(lengths)
     q, k, v, dout = (x.detach() for x in make(lengths, heads, kv_heads, dim, dtype))
     kw = {"causal": causal, "scale": scale}
     exact = outputs(
@@ -77,31 +77,28 @@ def test_both_tiled_kernels(dim, dtype, causal):
     leaves = [x.detach().requires_grad_() for x in parts]
     plain = outputs(varlen_attention_reference, *leaves, gradient, cu.cuda(), **kw)
     noise = rounding_noise(q, k, v, dout, cu, scale, causal)
-    arguments = cu.cuda(), max(lengths), causal, scale
-    native = attention._C
-    launchers = (
-        (native.flash_mma_forward_cuda, native.flash_mma_backward_cuda),
-        (native.flash_attention_forward_cuda, native.flash_attention_backward_cuda),
-    )
+    ops, options = torch.ops.vlmkernels, (max(lengths), causal, scale)
+    kernels = ["sm80", "sm90"] if torch.cuda.get_device_capability() == (9, 0) else ["sm80"]
 
-    def run(ways, *inputs):
+    def run(kernel, *inputs):
         *qkv, dout = inputs
-        out, stats = attention.tiled_forward(ways[0], *qkv, *arguments)
-        grads = attention.tiled_backward(ways[1], dout, *qkv, out, stats, *arguments)
+        tensors = (*qkv, cu.cuda())
+        out, stats = ops.varlen_attention(*tensors, *options, kernel)
+        grads = ops.varlen_attention_backward(dout, *tensors, out, stats, *options, kernel)
         return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)), stats
 
-    found = [run(ways, *parts, gradient) for ways in launchers]
-    for ours, stats in found:
+    results = [run(kernel, *parts, gradient) for kernel in kernels]
+    for ours, stats in results:
         for name, expected in exact.items():
             a, b = ours[name].cpu(), plain[name].cpu()
             assert_accurate(name, a, b, expected, noise[name])
-        torch.testing.assert_close(stats, found[0][1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(stats, results[0][1], rtol=1e-4, atol=1e-4)
     broken = fused.clone()
     for i in (1, 6):  # each has whole segments before and behind it
         broken[cu[i] : cu[i + 1]] = float("nan")
     whole = [slice(cu[i], cu[i + 1]) for i in range(len(lengths)) if i not in (1, 6)]
-    for ways, (expected, _) in zip(launchers, found, strict=True):
-        ours, _ = run(ways, *broken.split(sizes, 1))
+    for kernel, (expected, _) in zip(kernels, results, strict=True):
+        ours, _ = run(kernel, *broken.split(sizes, 1))
         for name, rows in itertools.product(expected, whole):
             assert_bitwise(name, ours[name][rows], expected[name][rows])
 
@@ -114,7 +111,7 @@ def test_bitwise_repeatable(kernel, lengths, heads, kv_heads):
     q, k, v, dout = (x.detach().cuda() for x in make(lengths, heads, kv_heads, 80, torch.bfloat16))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     kw = {"max_seqlen": max(lengths), "backend": kernel}
-    cu = borders(lengths).cuda()
+    cu = offsets(lengths).cuda()
     expected = outputs(varlen_attention, *inputs, dout, cu, **kw)
     for _ in range(30):
         again = outputs(varlen_attention, *inputs, dout, cu, **kw)
@@ -126,7 +123,7 @@ def test_bitwise_repeatable(kernel, lengths, heads, kv_heads):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_synchronisation_with_max_seqlen(compiled, kernel):
     q, k, v, _ = (x.detach().cuda() for x in make([64] * 4, 2, 2, 80, torch.bfloat16))
-    cu = borders([64] * 4).cuda()
+    cu = offsets([64] * 4).cuda()
 
     def run():
         return varlen_attention(q, k, v, cu, max_seqlen=64, backend=kernel)
@@ -140,20 +137,20 @@ def test_no_synchronisation_with_max_seqlen(compiled, kernel):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("length", "promise"), [(80, 64), (300, 200)], ids=["window", "tiled"])
-def test_a_too_long_segment_ends_the_kernel(length, promise):
+@pytest.mark.parametrize(("length", "limit"), [(80, 64), (300, 200)], ids=["window", "tiled"])
+def test_a_too_long_segment_ends_the_kernel(length, limit):
     """In a process of its own: the error is sticky."""
-    backend = "window" if promise <= attention.WINDOW_LENGTHS[80] else "tiled"
+    backend = "window" if limit <= WINDOW_LENGTHS[80] else "tiled"
     code = (
         "import torch; from vlmkernels import varlen_attention\n"
         f"q = torch.zeros({length}, 2, 80, dtype=torch.bfloat16, device='cuda')\n"
         f"cu = torch.tensor([0, {length}], dtype=torch.int32, device='cuda')\n"
-        f"varlen_attention(q, q, q, cu, max_seqlen={promise}, backend='{backend}')\n"
+        f"varlen_attention(q, q, q, cu, max_seqlen={limit}, backend='{backend}')\n"
         "torch.cuda.synchronize()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0
-    said = f"segment 0 is tokens 0 to {length} of {length}, and max_seqlen is {promise}"
+    said = f"segment 0 is tokens 0 to {length} of {length}, and max_seqlen is {limit}"
     assert said in done.stdout
 
 
@@ -178,7 +175,7 @@ def check_vision(layout, qkv, dout, order, window):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("dim", list(attention.WINDOW_LENGTHS))
+@pytest.mark.parametrize("dim", list(WINDOW_LENGTHS))
 @pytest.mark.parametrize("order", ["patches", "windows", "megatron"])
 def test_vision_accuracy(order, dim, dtype):
     """Windows of 64, 48, 32 and 24 patches, through the permutation, in window order, and from
@@ -194,11 +191,12 @@ FRAMES = [[1, 42, 48], [2, 14, 18], [1, 10, 14], [1, 2, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("dim", attention.TILED_HEAD_DIMS)
+@pytest.mark.parametrize("dim", TILED_HEAD_DIMS)
 @pytest.mark.parametrize("order", ["patches", "megatron"])
 def test_vision_frames_accuracy(order, dim, dtype):
     layout, qkv, dout = vision.make(FRAMES, 5, dim, dtype)
-    assert choose_kernel("cuda", dtype, dim, 2016, False) == "tiled"
+    kernel = select(machine_of(torch.device("cuda", 0)), dtype, dim, 2016, vision=True)
+    assert kernel in ("sm80", "sm90")
     check_vision(layout, qkv, dout, order, window=False)
 
 

@@ -43,7 +43,7 @@ def test_every_fraction_trains_as_the_cpu_does(fraction: float) -> None:
     optimizers[1].check_masters()
     for p, q in zip(*(o._params() for o in optimizers), strict=True):
         if p.numel() and p.requires_grad:
-            a, b = (o._master(x).cpu() for o, x in zip(optimizers, (p, q), strict=True))
+            a, b = (o._masters.of(x).cpu() for o, x in zip(optimizers, (p, q), strict=True))
             torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
             torch.testing.assert_close(p, q.cpu(), rtol=2**-7, atol=1e-6)
 

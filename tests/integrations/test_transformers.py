@@ -336,7 +336,7 @@ def test_refusals(models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch)
     module = sys.modules[type(plain.model.visual.blocks[0].attn).__module__]
     with monkeypatch.context() as other:
         other.setattr(module, "apply_rotary_pos_emb_vision", lambda q, k, cos, sin: (q, 2 * k))
-        with pytest.raises(ValueError, match="turns queries and keys in another way"):
+        with pytest.raises(ValueError, match="rotates queries and keys in another way"):
             hf.enable(copy.deepcopy(plain))
     with pytest.raises(ValueError, match="model is a Linear; it must be, or contain, one of"):
         hf.enable(nn.Linear(2, 2))

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
 from vlmkernels import _native, varlen_attention
-from vlmkernels.attention import _forward_op, varlen_attention_reference
+from vlmkernels.attention.launch import varlen_op
+from vlmkernels.attention.reference import varlen_attention_reference
 
 ISAS = [*_native.available_isas(), ""]  # "": the machine's, with its kind of bf16 arithmetic
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def borders(lengths: list[int]) -> Tensor:
+def offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
@@ -116,7 +117,7 @@ CASES = [  # lengths, heads, kv_heads, head_dim, causal
 @pytest.mark.parametrize("lengths, heads, kv_heads, dim, causal", CASES)
 def test_accuracy(name, dtype, lengths, heads, kv_heads, dim, causal):
     with isa(name), poisoned():
-        check(*make(lengths, heads, kv_heads, dim, dtype), borders(lengths), causal=causal)
+        check(*make(lengths, heads, kv_heads, dim, dtype), offsets(lengths), causal=causal)
 
 
 @settings(max_examples=40)
@@ -134,14 +135,14 @@ def test_any_shape(name, lengths, kv_heads, group, dim, causal, scale, number):
     torch.manual_seed(number)
     inputs = make(lengths, kv_heads * group, kv_heads, dim)
     with isa(name), poisoned():
-        check(*inputs, borders(lengths), causal=causal, scale=scale)
+        check(*inputs, offsets(lengths), causal=causal, scale=scale)
 
 
 @pytest.mark.parametrize("name", ISAS)
 def test_large_scores_neither_overflow_nor_lose_their_order(name):
     q, k, v, dout = make([150], 2, 2, 64)
     with isa(name):
-        check(q, k, v, dout, borders([150]), scale=30.0)  # scores of some hundreds
+        check(q, k, v, dout, offsets([150]), scale=30.0)  # scores of some hundreds
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -154,8 +155,9 @@ def test_exponential(name, dtype):
     q = torch.ones(10000, 1, 1, dtype=dtype)
     k = torch.stack([torch.zeros_like(t), -t], 1).view(-1, 1, 1).to(dtype)
     with isa(name):
-        _, stats = _forward_op(q, k, torch.ones_like(k), borders([2] * 5000), 2, False, 1.0)
-    highest, sums = stats[:, 0, ::2].double()
+        values, cu = torch.ones_like(k), offsets([2] * 5000)
+        _, softmax_stats = varlen_op(q, k, values, cu, 2, False, 1.0, "cpu")
+    highest, sums = softmax_stats[:, 0, ::2].double()
     exact = 1 + k[1::2, 0, 0].double().exp()
     eps = torch.finfo(torch.float32).eps
     assert not highest.any()
@@ -181,11 +183,11 @@ def test_strided_views_give_the_same_bits(layout):
     copies = [x.requires_grad_() for x in copies]
     strided_dout = torch.randn(3, sum(lengths), 20).transpose(0, 1)
     for dout in (strided_dout, torch.ones(()).expand(209, 3, 20)):
-        strided = outputs(varlen_attention, *views, dout, borders(lengths))
-        packed = outputs(varlen_attention, *copies, dout.contiguous(), borders(lengths))
+        strided = outputs(varlen_attention, *views, dout, offsets(lengths))
+        packed = outputs(varlen_attention, *copies, dout.contiguous(), offsets(lengths))
         for name in packed:
             assert_bitwise(name, strided[name], packed[name])
-    out = varlen_attention(*views, borders(lengths))
+    out = varlen_attention(*views, offsets(lengths))
     (dfused,) = torch.autograd.grad(out, fused, dout, retain_graph=True)
     expected = torch.autograd.grad(views, fused, [strided[n] for n in ("dq", "dk", "dv")])[0]
     assert_bitwise("dfused", dfused, expected)
@@ -199,7 +201,7 @@ def test_bitwise_repeatable_with_any_number_of_threads(dtype, causal):
     expected = None
     for threads in (1, 2, 3, 2, 1):
         torch.set_num_threads(threads)
-        result = outputs(varlen_attention, q, k, v, dout, borders(lengths), causal=causal)
+        result = outputs(varlen_attention, q, k, v, dout, offsets(lengths), causal=causal)
         expected = expected or result
         for name in result:
             assert_bitwise(f"{name} with {threads} threads", result[name], expected[name])
@@ -208,17 +210,17 @@ def test_bitwise_repeatable_with_any_number_of_threads(dtype, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 def test_keys_dealt_out_to_threads_give_the_same_bits(dtype, causal):
-    """With few heads a long segment's keys are several items of the backward, which take turns."""
+    """With few heads a long segment's keys are several items of the backward that add in order."""
     lengths = [1300, 90, 600]
     q, k, v, dout = make(lengths, 8, 4, 16, dtype)
     torch.set_num_threads(1)  # 4 items a thread are enough: whole segments
-    whole = outputs(varlen_attention, q, k, v, dout, borders(lengths), causal=causal)
+    whole = outputs(varlen_attention, q, k, v, dout, offsets(lengths), causal=causal)
     few = [x.detach()[:, :heads].clone() for x, heads in ((q, 2), (k, 1), (v, 1), (dout, 2))]
     inputs = [x.requires_grad_() for x in few[:3]]
     for threads in (1, 2, 4, 4, 4):
         torch.set_num_threads(threads)
         with poisoned():
-            result = outputs(varlen_attention, *inputs, few[3], borders(lengths), causal=causal)
+            result = outputs(varlen_attention, *inputs, few[3], offsets(lengths), causal=causal)
         for name in result:
             heads = result[name].shape[1]
             assert_bitwise(f"{name}, {threads} threads", result[name], whole[name][:, :heads])
@@ -230,11 +232,11 @@ def test_results_past_the_caches_are_the_same(name):
     lengths = [64, 17] * 41  # 3,321 tokens of 5 KB
     q, k, v, dout = make(lengths, 16, 16, 80)
     with isa(name), poisoned():
-        large = outputs(varlen_attention, q, k, v, dout, borders(lengths))
+        large = outputs(varlen_attention, q, k, v, dout, offsets(lengths))
         for begin in (0, 1620):
             rows = slice(begin, begin + 81)
             parts = [x.detach()[rows].requires_grad_() for x in (q, k, v)]
-            small = outputs(varlen_attention, *parts, dout[rows], borders([64, 17]))
+            small = outputs(varlen_attention, *parts, dout[rows], offsets([64, 17]))
             for result in small:
                 assert_bitwise(result, large[result][rows], small[result])
     assert all(x.isfinite().all() for x in large.values())
@@ -243,12 +245,12 @@ def test_results_past_the_caches_are_the_same(name):
 def test_segments_are_islands():
     lengths = [40, 70, 64]
     q, k, v, dout = make(lengths, 2, 2, 48)
-    before = outputs(varlen_attention, q, k, v, dout, borders(lengths))
+    before = outputs(varlen_attention, q, k, v, dout, offsets(lengths))
     poisoned_inputs = [x.detach().clone() for x in (q, k, v)]
     for x in poisoned_inputs:
         x[40:110] = torch.nan
     after = outputs(
-        varlen_attention, *(x.requires_grad_() for x in poisoned_inputs), dout, borders(lengths)
+        varlen_attention, *(x.requires_grad_() for x in poisoned_inputs), dout, offsets(lengths)
     )
     for name in before:
         assert after[name][40:110].isnan().all()
@@ -258,11 +260,11 @@ def test_segments_are_islands():
 
 def test_causal_outputs_ignore_later_tokens():
     q, k, v, _ = make([150], 2, 1, 64)
-    before = varlen_attention(q, k, v, borders([150]), causal=True)
+    before = varlen_attention(q, k, v, offsets([150]), causal=True)
     k2, v2 = k.detach().clone(), v.detach().clone()
     k2[77:] = 1e3
     v2[77:] = -1e3
-    after = varlen_attention(q, k2, v2, borders([150]), causal=True)
+    after = varlen_attention(q, k2, v2, offsets([150]), causal=True)
     assert_bitwise("out", after[:77], before[:77])
     assert (after[77:] != before[77:]).any()
 
@@ -270,16 +272,16 @@ def test_causal_outputs_ignore_later_tokens():
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_no_tokens(lengths):
     q, k, v, dout = make(lengths, 4, 2, 16)
-    result = outputs(varlen_attention, q, k, v, dout, borders(lengths))
+    result = outputs(varlen_attention, q, k, v, dout, offsets(lengths))
     assert [tuple(x.shape) for x in result.values()] == [(0, 4, 16)] * 2 + [(0, 2, 16)] * 2
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_stand_in_on_cuda_means_the_same(causal: bool):
-    """It is device-agnostic torch code, and can be forced."""
+def test_sdpa_means_the_same(causal: bool):
+    """It is device-agnostic torch code, and can be asked for."""
     lengths = [30, 0, 41]
     q, k, v, dout = make(lengths, 4, 2, 16)
-    cu = borders(lengths)
+    cu = offsets(lengths)
     ours = outputs(varlen_attention, q, k, v, dout, cu, causal=causal, scale=0.25, backend="sdpa")
     expected = outputs(varlen_attention_reference, q, k, v, dout, cu, causal=causal, scale=0.25)
     for name in expected:
@@ -326,7 +328,7 @@ def test_bad_arguments_are_named(change, message):
 
 
 @pytest.mark.parametrize("wrong", [[0, 11], [1, 11], [0, 7, 6, 10], [-1, 9]])
-def test_the_stand_in_on_cuda_checks_borders_too(wrong):
+def test_sdpa_checks_cu_seqlens_too(wrong):
     cu = torch.tensor(wrong, dtype=torch.int32)
     with pytest.raises(ValueError, match="cu_seqlens runs from .* q's number of tokens, 10"):
         varlen_attention(**{**GOOD, "cu_seqlens": cu}, backend="sdpa")
@@ -334,14 +336,14 @@ def test_the_stand_in_on_cuda_checks_borders_too(wrong):
 
 def test_opcheck():
     q, k, v, _ = make([5, 0, 9], 4, 2, 24)
-    cu = borders([5, 0, 9])
+    cu = offsets([5, 0, 9])
     torch.library.opcheck(
-        torch.ops.vlmkernels.varlen_attention.default, (q, k, v, cu, 0, True, 0.2)
+        torch.ops.vlmkernels.varlen_attention.default, (q, k, v, cu, 9, True, 0.2, "cpu")
     )
-    out, stats = torch.ops.vlmkernels.varlen_attention(q, k, v, cu, 0, True, 0.2)
-    arguments = [x.detach() for x in (torch.randn_like(out), q, k, v, out, stats)]
+    out, stats = torch.ops.vlmkernels.varlen_attention(q, k, v, cu, None, True, 0.2, "cpu")
+    arguments = [x.detach() for x in (torch.randn_like(out), q, k, v, cu, out, stats)]
     torch.library.opcheck(
-        torch.ops.vlmkernels.varlen_attention_backward.default, (*arguments, cu, 0, True, 0.2)
+        torch.ops.vlmkernels.varlen_attention_backward.default, (*arguments, 9, True, 0.2, "cpu")
     )
 
 
@@ -354,8 +356,8 @@ def test_compiles_into_one_graph(backend):
         return varlen_attention(q * 2, k, v, cu, causal=True) + 1
 
     compiled = torch.compile(function, fullgraph=True, backend=backend)
-    eager = outputs(function, q, k, v, dout, borders(lengths))
-    result = outputs(compiled, q, k, v, dout, borders(lengths))
+    eager = outputs(function, q, k, v, dout, offsets(lengths))
+    result = outputs(compiled, q, k, v, dout, offsets(lengths))
     for name in eager:
         assert_bitwise(name, result[name], eager[name])
     torch._dynamo.reset()

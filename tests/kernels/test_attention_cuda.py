@@ -1,236 +1,314 @@
-"""The Python side of attention on CUDA, as far as a machine without a GPU can run it."""
+"""Which kernel serves a call of attention, and the Python side of those on CUDA, as far as a
+machine without a GPU can run it."""
 
 from __future__ import annotations
 
-import importlib
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from vlmkernels import VisionLayout, _native, attention
+from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
+from vlmkernels.attention import api, launch
+from vlmkernels.attention.select import BACKENDS, Machine, machine_of, select, table
 
-# The package's attribute of this name is the function.
-vision_attention = importlib.import_module("vlmkernels.vision_attention")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+AMPERE, HOPPER = Machine("cuda", (8, 0)), Machine("cuda", (9, 0))
+needs_cuda_kernels = pytest.mark.skipif(
+    not _native.has_cuda_kernels(), reason="built without CUDA kernels"
+)
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would run on host memory")
 
 
-@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
+# ---- select --------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "longest", "expected"),
+    ("dtype", "head_dim", "max_seqlen", "expected"),
     [
-        (torch.bfloat16, 80, 64, "window"),
-        (torch.float16, 128, 64, "window"),
-        (torch.bfloat16, 128, 65, "tiled"),  # the window's backward would not fit an A100
-        (torch.float16, 96, 128, "window"),
-        (torch.bfloat16, 80, 129, "tiled"),
-        (torch.bfloat16, 72, 64, "tiled"),
-        (torch.bfloat16, 88, 64, "sdpa"),
-        (torch.float32, 80, 64, "sdpa"),
+        (BF16, 80, 64, "window"),
+        (FP16, 128, 64, "window"),
+        (BF16, 128, 65, "tiled"),  # the window's backward would not fit an A100
+        (FP16, 96, 128, "window"),
+        (BF16, 80, 129, "tiled"),
+        (BF16, 72, 64, "tiled"),
+        (BF16, 88, 64, "sdpa"),
+        (FP32, 80, 64, "sdpa"),
     ],
 )
-def test_backend_is_chosen_by_shape(dtype, head_dim, longest, expected, monkeypatch):
-    monkeypatch.setattr(attention, "_flash_attn", lambda: None)
-    assert attention.choose_backend("cuda", dtype, head_dim, longest) == expected
-    assert attention.choose_backend("cpu", dtype, head_dim, longest) == "cpu"
-    monkeypatch.setattr(attention, "_flash_attn", lambda: print)
-    installed = "flash-attn" if expected != "window" and dtype != torch.float32 else expected
-    assert attention.choose_backend("cuda", dtype, head_dim, longest) == installed
-    assert attention.choose_backend("cuda", dtype, head_dim, longest, "sdpa") == "sdpa"
-    if expected in ("window", "tiled"):
-        assert attention.choose_backend("cuda", dtype, head_dim, longest, "tiled") == "tiled"
+def test_kernel_is_selected_by_shape(dtype, head_dim, max_seqlen, expected):
+    arguments = (dtype, head_dim, max_seqlen)
+    for gpu in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
+        kernel = expected
+        if expected == "tiled":
+            kernel = "sm90" if gpu == (9, 0) else "sm80"
+            assert select(Machine("cuda", gpu), *arguments, backend="tiled") == kernel
+        assert select(Machine("cuda", gpu), *arguments) == kernel
+        with_package = kernel if kernel == "window" or dtype == FP32 else "flash-attn"
+        assert select(Machine("cuda", gpu, flash_attn=True), *arguments) == with_package
+        assert select(Machine("cuda", gpu), *arguments, backend="sdpa") == "sdpa"
+        if kernel == "sm90":
+            assert select(Machine("cuda", gpu), *arguments, backend="sm80") == "sm80"
+    assert select(Machine("cuda", (7, 5)), *arguments) == "sdpa"
+    assert select(Machine("cuda", (8, 0), cuda_kernels=False), *arguments) == "sdpa"
+    for device in ("cpu", "meta"):
+        assert select(Machine(device), *arguments) == "cpu"
+    assert select(Machine("cpu"), dtype, head_dim, None) == "cpu"
+    assert select(Machine("mps"), *arguments) == "sdpa"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("dtype", "head_dim", "max_seqlen", "permuted", "expected"),
     [
-        (("cpu", torch.bfloat16, 80, 64, "window"), "'window' can't be used: it runs on CUDA"),
-        (("cuda", torch.bfloat16, 80, 64, "cpu"), "'cpu' can't be used: it runs on the CPU"),
-        (("cuda", torch.float32, 80, 64, "flash-attn"), "it takes bfloat16 and float16"),
-        (("cuda", torch.bfloat16, 80, 64, "best"), "backend is 'best'; it must be one of cpu, "),
+        (BF16, 80, 128, True, "window"),
+        (FP16, 80, 129, False, "tiled"),
+        (FP16, 80, 129, True, "composed"),
+        (BF16, 72, 64, False, "tiled"),
+        (BF16, 72, 64, True, "composed"),
+        (BF16, 128, 65, False, "tiled"),
+        (BF16, 88, 64, False, "composed"),
+        (FP32, 80, 64, False, "composed"),
+        (BF16, 80, None, False, "composed"),
     ],
 )
-def test_a_forced_backend_that_cannot_serve_says_why(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attention.choose_backend(*arguments)
+def test_vision_kernel_is_selected_by_shape(dtype, head_dim, max_seqlen, permuted, expected):
+    """Whether flash-attn is installed or not."""
+    arguments: Any = (dtype, head_dim, max_seqlen)
+    options = {"vision": True, "permuted": permuted}
+    for gpu in ((8, 0), (8, 9), (9, 0), (10, 0)):
+        kernel = expected
+        if expected == "tiled":
+            kernel = "sm90" if gpu == (9, 0) else "sm80"
+        for flash_attn in (False, True):
+            machine = Machine("cuda", gpu, flash_attn=flash_attn)
+            assert select(machine, *arguments, **options) == kernel
+    assert select(Machine("cuda", (7, 0)), *arguments, **options) == "composed"
+    assert select(Machine("cpu"), *arguments, **options) == "cpu"
 
 
-@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "head_dim", "longest", "message"),
+    ("stride", "expected"),
+    [(0, "sm80"), (8, "sm90"), ((1 << 39) - 8, "sm90"), (1 << 39, "sm80")],
+)
+@pytest.mark.parametrize("which", range(6))
+def test_sm90_reads_what_a_tensor_map_can_describe(which, stride, expected):
+    """No expanded tensor; strides of less than 2^40 bytes."""
+    strides = [160, 80] * 3
+    strides[which] = stride
+    assert select(HOPPER, BF16, 80, 300, strides=tuple(strides)) == expected
+    assert select(HOPPER, BF16, 80, 300, strides=tuple(strides), vision=True) == expected
+    assert select(HOPPER, BF16, 80, 100, strides=tuple(strides)) == "window"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backend", "message"),
     [
-        ("window", torch.float32, 80, 64, "it takes bfloat16 and float16"),
-        ("window", torch.bfloat16, 72, 64, "head_dim is 72, it has 64, 80, 96, 128"),
+        ((Machine("cpu"), BF16, 80, 64), "window", "'window' can't be used: it runs on CUDA"),
+        ((AMPERE, BF16, 80, 64), "cpu", "'cpu' can't be used: it runs on the CPU"),
+        ((AMPERE, FP32, 80, 64), "flash-attn", "it takes bfloat16 and float16"),
+        ((AMPERE, BF16, 80, 64), "flash-attn", "flash-attn is not installed"),
+        ((AMPERE, BF16, 80, 64), "best", "backend is 'best'; it must be one of cpu, "),
+        ((AMPERE, BF16, 80, 64), "composed", "backend is 'composed'; it must be one of cpu, "),
+        ((AMPERE, FP32, 80, 64), "window", "it takes bfloat16 and float16"),
+        ((AMPERE, BF16, 72, 64), "window", "head_dim is 72, it has 64, 80, 96, 128"),
         (
+            (AMPERE, BF16, 80, 129),
             "window",
-            torch.bfloat16,
-            80,
-            129,
             "the longest segment has 129 tokens, it takes 128 at head_dim 80",
         ),
-        ("tiled", torch.float32, 80, 200, "it takes bfloat16 and float16"),
-        ("tiled", torch.bfloat16, 88, 200, "head_dim is 88, it has 64, 72, 80, 96, 128"),
+        ((AMPERE, FP32, 80, 200), "tiled", "it takes bfloat16 and float16"),
+        ((AMPERE, BF16, 88, 200), "tiled", "head_dim is 88, it has 64, 72, 80, 96, 128"),
+        ((AMPERE, BF16, 80, 200), "sm90", "it needs compute capability 9.0, this is 8.0"),
+        ((Machine("cuda", (7, 5)), BF16, 80, 64), "tiled", "compute capability 8.0, this is 7.5"),
+        ((Machine("cuda", (8, 0), False), BF16, 80, 64), "sm80", "built without CUDA kernels"),
     ],
 )
-def test_a_kernel_that_cannot_serve_says_why(kernel, dtype, head_dim, longest, message):
+def test_a_backend_that_cannot_serve_says_why(arguments, backend, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        attention.choose_backend("cuda", dtype, head_dim, longest, kernel)
+        select(*arguments, backend=backend)
 
 
-@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would run on host memory")
-@pytest.mark.parametrize("longest", [6, 200], ids=["window", "tiled"])
-def test_arguments_reach_the_runtime(longest, monkeypatch):
+def test_table_says_what_is_off():
+    rows = list(table(AMPERE))
+    assert "varlen_attention, bfloat16, head_dim 72: sm80" in rows
+    assert "varlen_attention, float32: sdpa" in rows
+    assert "sm90: off, it needs compute capability 9.0, this is 8.0" in rows
+    assert "vision_attention, bfloat16, head_dim 128: window up to 64, sm90 above" in table(HOPPER)
+    assert all(backend in BACKENDS for backend in ("cpu", "window", "tiled", "flash-attn", "sdpa"))
+
+
+def test_the_machine_of_the_cpu():
+    machine = machine_of(torch.device("cpu"))
+    assert machine is machine_of(torch.device("cpu")) and machine.device == "cpu"
+    assert machine.cuda_kernels == _native.has_cuda_kernels()
+
+
+# ---- launch --------------------------------------------------------------------------------------
+
+
+class Native:
+    """Stands for the native module, without a GPU: records the calls, or makes them with stream 0,
+    where the CUDA runtime refuses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, record: bool) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.record = record
+        monkeypatch.setattr(launch, "launch", self.launch)
+        monkeypatch.setattr(launch, "check_device", lambda kernel, q: None)
+
+    def launch(self, name: str, tensor: torch.Tensor, *args: Any) -> None:
+        self.calls.append((name, args))
+        if not self.record:
+            getattr(_native._C, f"{name}_cuda")(*args, 0)
+
+
+varlen = torch.ops.vlmkernels.varlen_attention
+varlen_backward = torch.ops.vlmkernels.varlen_attention_backward
+vision = torch.ops.vlmkernels.vision_attention
+vision_backward = torch.ops.vlmkernels.vision_attention_backward
+
+
+def _vision(dtype: torch.dtype = BF16, dim: int = 80) -> tuple:
+    layout = VisionLayout.from_grid([[1, 12, 10]], window_size=112)
+    return layout, torch.randn(120, 3, 2, dim).to(dtype)
+
+
+@needs_cuda_kernels
+@needs_no_gpu
+@pytest.mark.parametrize("kernel", ["window", "sm80", "sm90"])
+def test_arguments_reach_the_runtime(kernel, monkeypatch):
     """The binding takes what the launchers pass: without a GPU the runtime is what refuses."""
-    monkeypatch.setattr(attention, "cuda_stream", lambda tensor: 0)
+    native = Native(monkeypatch, record=False)
     q, k, v = (torch.randn(10, 2, 80).bfloat16() for _ in range(3))
     cu = torch.tensor([0, 4, 10], dtype=torch.int32)
+    options = (6, False, 0.1, kernel)
     with pytest.raises(RuntimeError, match="^CUDA: "):
-        attention._forward_cuda(q, k, v, cu, longest, False, 0.1)
+        varlen(q, k, v, cu, *options)
     with pytest.raises(RuntimeError, match="^CUDA: "):
-        attention.tiled_forward(attention._C.flash_mma_forward_cuda, q, k, v, cu, 6, False, 0.1)
-    stats = torch.empty(2, 2, 10)
+        varlen_backward(q, q, k, v, cu, q, torch.empty(2, 2, 10), *options)
+    layout, qkv = _vision()
+    cu, order, longest = layout.segments(kernel == "window")
+    tensors = (qkv, layout.rotary_table(80), cu, order)
     with pytest.raises(RuntimeError, match="^CUDA: "):
-        attention._backward_cuda(q, q, k, v, q, stats, cu, longest, False, 0.1)
-    mma = attention._C.flash_mma_backward_cuda
+        vision(*tensors, longest, 0.1, kernel)
+    out, stats = torch.zeros(120, 2, 80).bfloat16(), torch.empty(2, 2, 120)
     with pytest.raises(RuntimeError, match="^CUDA: "):
-        attention.tiled_backward(mma, q, q, k, v, q, stats, cu, 6, False, 0.1)
+        vision_backward(out, *tensors, out, stats, longest, 0.1, kernel)
+    assert len(native.calls) == 4
+
+
+def test_a_kernel_of_another_device_is_refused():
+    q, cu = torch.randn(10, 2, 80), torch.tensor([0, 10], dtype=torch.int32)
+    for kernel in ("window", "sm80", "sm90", "sdpa"):
+        with pytest.raises(
+            ValueError, match=f"kernel is '{kernel}', which takes no tensors on cpu"
+        ):
+            varlen(q, q, q, cu, 10, False, 0.1, kernel)
 
 
 def test_rows_are_aligned_or_copied(monkeypatch):
-    """The kernel copies 16 bytes at a time."""
-    seen: list[tuple[int, ...]] = []
-
-    class Recorder:
-        def window_attention_forward_cuda(self, dtype, q, k, v, *rest):
-            seen.extend((q, k, v))
-
-    monkeypatch.setattr(attention, "_C", Recorder())
-    monkeypatch.setattr(attention, "cuda_stream", lambda tensor: 0)
+    """Kernels on CUDA copy 16 bytes at a time."""
+    native = Native(monkeypatch, record=True)
     base = torch.randn(10 * 2 * 80 + 1).bfloat16()
     q = base[1:].view(10, 2, 80)  # 2 bytes off
     fused = torch.randn(10, 3, 2, 80).bfloat16()  # aligned, though strided
     cu = torch.tensor([0, 10], dtype=torch.int32)
-    attention._forward_cuda(q, fused[:, 1], fused[:, 2], cu, 10, False, 0.1)
-    (q_address, *q_strides), k_view, v_view = seen
+    varlen(q, fused[:, 1], fused[:, 2], cu, 10, False, 0.1, "window")
+    ((name, (_, (q_address, *q_strides), k_view, v_view, *_)),) = native.calls
+    assert name == "window_attention_forward"
     assert q_address % 16 == 0 and q_address != q.data_ptr() and q_strides == [160, 80]
     assert k_view == (fused[:, 1].data_ptr(), 480, 80) and v_view[0] == fused[:, 2].data_ptr()
 
 
-@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
+@pytest.mark.parametrize(("kernel", "copied"), [("window", False), ("sm80", False), ("sm90", True)])
+def test_an_expanded_dout_is_copied_for_tma(kernel, copied, monkeypatch):
+    native = Native(monkeypatch, record=True)
+    q, cu = torch.randn(10, 2, 80).bfloat16(), torch.tensor([0, 10], dtype=torch.int32)
+    dout = torch.randn(1, 2, 80).bfloat16().expand(10, 2, 80)
+    varlen_backward(dout, q, q, q, cu, q, torch.empty(2, 2, 10), 10, False, 0.1, kernel)
+    assert native.calls[0][1][14][1:] == ((160, 80) if copied else (0, 80))
+    varlen_backward(  # as sum().backward() gives it
+        *(torch.ones((), dtype=BF16).expand(10, 2, 80), q, q, q, cu, q, torch.empty(2, 2, 10)),
+        *(10, False, 0.1, kernel),
+    )
+    assert native.calls[1][1][14][1:] == (160, 80)
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "longest", "backend", "expected"),
+    ("head_dim", "max_seqlen", "machine", "backend", "expected"),
     [
-        (80, 100, None, "window"),
-        (80, 100, "tiled", "flash_attention"),
-        (72, 100, None, "flash_attention"),
-        (80, 300, None, "flash_attention"),
+        (80, 100, AMPERE, None, "window_attention"),
+        (80, 100, AMPERE, "tiled", "flash_mma"),
+        (72, 100, AMPERE, None, "flash_mma"),
+        (80, 300, AMPERE, None, "flash_mma"),
+        (80, 100, HOPPER, None, "window_attention"),
+        (80, 100, HOPPER, "tiled", "flash_attention"),
+        (80, 300, HOPPER, None, "flash_attention"),
+        (80, 300, HOPPER, "sm80", "flash_mma"),
     ],
 )
-def test_the_chosen_kernel_is_called_both_ways(head_dim, longest, backend, expected, monkeypatch):
-    """With the promise about the longest segment, and workspace of the size that it wants."""
-    called: list[tuple[str, tuple]] = []
+def test_the_selected_kernel_runs_both_ways(
+    head_dim, max_seqlen, machine, backend, expected, monkeypatch
+):
+    """With the length that was given, and workspace of the size that the kernel wants."""
+    native = Native(monkeypatch, record=True)
+    monkeypatch.setattr(api, "machine_of", lambda device: machine)
     sizes: list[tuple[int, ...]] = []
-
-    class Recorder:
-        def __getattr__(self, name):
-            return lambda *arguments: called.append((name, arguments))
-
     empty = torch.empty
 
     def recorded(*size, **kw):
         sizes.append(tuple(size[0]) if isinstance(size[0], tuple) else size)
         return empty(*size, **kw)
 
-    monkeypatch.setattr(attention, "_C", Recorder())
-    monkeypatch.setattr(attention, "_flash_attn", lambda: None)
-    monkeypatch.setattr(attention, "cuda_stream", lambda tensor: 77)
-    chosen = attention.choose_backend("cuda", torch.bfloat16, head_dim, longest, backend)
-    q = torch.randn(430, 2, head_dim).bfloat16()
+    q, k, v = (torch.randn(430, 2, head_dim).bfloat16().requires_grad_() for _ in range(3))
     cu = torch.tensor([0, 130, 430], dtype=torch.int32)
-    promise = attention.promised(chosen, longest)
-    assert promise >= longest
     monkeypatch.setattr(torch, "empty", recorded)
-    out, stats = attention._forward_cuda(q, q, q, cu, promise, False, 0.1)
-    attention._backward_cuda(q, q, q, q, out, stats, cu, promise, False, 0.1)
-    for (name, arguments), way in zip(called, ("forward", "backward"), strict=True):
-        assert name.startswith(expected) and name.endswith(f"{way}_cuda")
-        assert promise in arguments[12:] and arguments[-1] == 77
-    lists = [(1, 5, 4), (2, 5, 4)]  # 430 // 128 whole tiles and one more a segment
-    assert [s for s in sizes if len(s) == 3 and s[-1] == 4] == (
-        lists if expected == "flash_attention" else []
-    )
+    out = varlen_attention(q, k, v, cu, max_seqlen=max_seqlen, backend=backend)
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    for (name, arguments), way in zip(native.calls, ("forward", "backward"), strict=True):
+        assert name == f"{expected}_{way}"
+        assert arguments[14 if way == "forward" else 18] == max_seqlen
+    tiles = [(1, 5, 4), (2, 5, 4)]  # 430 // 128 whole tiles and one more a segment
+    wanted = [] if expected == "window_attention" else tiles
+    assert [s for s in sizes if len(s) == 3 and s[-1] == 4] == wanted
+
+
+def test_compiled_calls_select_by_a_length_that_varies(monkeypatch):
+    """In one graph, and not in a new one for each length: the first and one each kernel."""
+    native = Native(monkeypatch, record=True)
+    machine = torch.compiler.assume_constant_result(lambda device: HOPPER)
+    monkeypatch.setattr(api, "machine_of", machine)
+    q, cu = torch.randn(300, 2, 80).bfloat16(), torch.tensor([0, 100, 300], dtype=torch.int32)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def attend(q, cu, longest):
+        return varlen_attention(q * 2, q, q, cu, max_seqlen=longest) + 1
+
+    for length in (100, 90, 80, 200, 210, 220):
+        attend(q, cu, length)
+    kernels = [name.removesuffix("_forward") for name, _ in native.calls]
+    assert kernels == ["window_attention"] * 3 + ["flash_attention"] * 3
+    assert len(graphs) == 3
+    torch._dynamo.reset()
 
 
 # ---- vision_attention ----------------------------------------------------------------------------
 
 
-def _vision(dtype: torch.dtype = torch.bfloat16, dim: int = 80) -> tuple:
-    layout = VisionLayout.from_grid([[1, 12, 10]], window_size=112)
-    return layout, torch.randn(120, 3, 2, dim).to(dtype)
-
-
-@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would run on host memory")
-def test_vision_arguments_reach_the_runtime(monkeypatch):
-    monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 0)
-    layout, qkv = _vision()
-    rest = (layout.rotary_table(80), layout.cu_window_seqlens, layout.window_order, 64, 0.1)
-    with pytest.raises(RuntimeError, match="^CUDA: "):
-        vision_attention._forward_cuda(qkv, *rest)
-    out, stats = torch.zeros(120, 2, 80).bfloat16(), torch.empty(2, 2, 120)
-    with pytest.raises(RuntimeError, match="^CUDA: "):
-        vision_attention._backward_cuda(out, qkv, out, stats, *rest)
-
-
-@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "longest", "permuted", "expected"),
-    [
-        (torch.bfloat16, 80, 128, True, "window"),
-        (torch.float16, 80, 129, False, "tiled"),
-        (torch.float16, 80, 129, True, "composed"),
-        (torch.bfloat16, 72, 64, False, "tiled"),
-        (torch.bfloat16, 72, 64, True, "composed"),
-        (torch.bfloat16, 128, 65, False, "tiled"),
-        (torch.bfloat16, 88, 64, False, "composed"),
-        (torch.float32, 80, 64, False, "composed"),
-        (torch.bfloat16, 80, None, False, "composed"),
-    ],
-)
-def test_vision_kernel_is_chosen_by_shape(
-    dtype, head_dim, longest, permuted, expected, monkeypatch
-):
-    """Whether flash-attn is installed or not."""
-    for flash_attn in (lambda: None, lambda: print):
-        monkeypatch.setattr(attention, "_flash_attn", flash_attn)
-        arguments = (dtype, head_dim, longest, permuted)
-        assert vision_attention.choose_kernel("cuda", *arguments) == expected
-        assert vision_attention.choose_kernel("cpu", *arguments) == "cpu"
-
-
-@pytest.mark.skipif(not _native.has_cuda_kernels(), reason="built without CUDA kernels")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would run on host memory")
-def test_tiled_vision_arguments_reach_the_runtime(monkeypatch):
-    monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 0)
-    monkeypatch.setattr(vision_attention, "_capability", lambda device: (8, 0))
-    layout, qkv = _vision()
-    rest = (layout.rotary_table(80), layout.cu_seqlens, None, 200, 0.1)
-    with pytest.raises(RuntimeError, match="^CUDA: "):
-        vision_attention._forward_cuda(qkv, *rest)
-    out, stats = torch.zeros(120, 2, 80).bfloat16(), torch.empty(2, 2, 120)
-    with pytest.raises(RuntimeError, match="^CUDA: "):
-        vision_attention._backward_cuda(out, qkv, out, stats, *rest)
-
-
-def test_tiled_vision_gets_views_and_workspace(monkeypatch):
-    """qkv as it lies, Megatron's order too; lists of tiles, rows' numbers and turned rows of the
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+@pytest.mark.parametrize("megatron", [False, True])
+def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
+    """qkv as it lies, Megatron's order too; lists of tiles, lse and delta, and rotated rows of the
     sizes that the kernels want. An order is refused."""
-    seen: list[tuple] = []
+    native = Native(monkeypatch, record=True)
     made: dict[int, torch.Tensor] = {}
-
-    class Recorder:
-        def __getattr__(self, name):
-            return lambda *arguments: seen.append((name, *arguments))
 
     def recorded(make):
         def function(*arguments, **kw):
@@ -240,79 +318,131 @@ def test_tiled_vision_gets_views_and_workspace(monkeypatch):
 
         return function
 
-    monkeypatch.setattr(vision_attention, "_C", Recorder())
-    monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 7)
-    layout, qkv = _vision()
+    layout, x = _vision()
+    strides = (480, 240) if megatron else (480, 80)
+    if megatron:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
     table = layout.rotary_table(80)
-    rest = (table, layout.cu_seqlens, None, 200, 0.1)
-    megatron = qkv.transpose(1, 2).contiguous().transpose(1, 2)
-    for x, strides, gpu in ((qkv, (480, 80), (8, 0)), (megatron, (480, 240), (9, 0))):
-        monkeypatch.setattr(vision_attention, "_capability", lambda device, gpu=gpu: gpu)
-        monkeypatch.setattr(torch, "empty", recorded(torch.empty))
-        monkeypatch.setattr(torch, "empty_like", recorded(torch.empty_like))
-        out, stats = vision_attention._forward_cuda(x, *rest)
-        name, _, q, k, v, out_view, *tail = seen[-1]
-        assert name == "flash_vision_forward_cuda"
-        assert q[1:] == k[1:] == v[1:] == strides
-        assert (q[0], k[0], v[0]) == tuple(part.data_ptr() for part in x.unbind(1))
-        assert out_view == (out.data_ptr(), 160, 80) and tail[0] == stats.data_ptr()
-        assert tail[2:7] == [1, 120, 2, 80, 0.1] and tail[7:10] == [0, table.data_ptr(), 200]
-        tiles, turned, queries, stream = tail[10:]
-        assert (made[tiles].dtype, made[tiles].shape) == (torch.int32, (1, 1, 4))
-        assert (made[turned].dtype, made[turned].shape) == (x.dtype, (2, 120, 80)) and stream == 7
-        if gpu == (9, 0):  # q is turned beforehand there
-            assert (made[queries].dtype, made[queries].shape) == (x.dtype, (2, 120, 80))
-            assert queries != turned
-        else:
-            assert queries == 0
-        dqkv = vision_attention._backward_cuda(out, x, out, stats, *rest)
-        assert dqkv.stride() == x.stride() and seen[-1][0] == "flash_vision_backward_cuda"
-        dout, dq, dk, dv, longest, tiles, rows, turned, queries, stream = seen[-1][15:]
-        assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
-        assert dq[1:] == strides and dout[0] == out.data_ptr() and (longest, stream) == (200, 7)
-        assert made[tiles].shape == (2, 1, 4) and made[turned].shape == (2, 120, 80)
-        assert (made[rows].dtype, made[rows].shape) == (torch.float32, (2, 2, 120))
-        assert len({tiles, rows, turned, queries}) == 4
-        assert queries == 0 if gpu != (9, 0) else made[queries].shape == (2, 120, 80)
-        monkeypatch.undo()
-        monkeypatch.setattr(vision_attention, "_C", Recorder())
-        monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 7)
+    tensors, options = (x, table, layout.cu_seqlens, None), (200, 0.1, kernel)
+    monkeypatch.setattr(torch, "empty", recorded(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", recorded(torch.empty_like))
+    out, stats = vision(*tensors, *options)
+    name, (_, q, k, v, out_view, *tail) = native.calls[-1]
+    assert name == "flash_vision_forward"
+    assert q[1:] == k[1:] == v[1:] == strides
+    assert (q[0], k[0], v[0]) == tuple(part.data_ptr() for part in x.unbind(1))
+    assert out_view == (out.data_ptr(), 160, 80) and tail[0] == stats.data_ptr()
+    assert tail[2:7] == [1, 120, 2, 80, 0.1] and tail[7:10] == [0, table.data_ptr(), 200]
+    tiles, rotated, queries = tail[10:]
+    assert (made[tiles].dtype, made[tiles].shape) == (torch.int32, (1, 1, 4))
+    assert (made[rotated].dtype, made[rotated].shape) == (x.dtype, (2, 120, 80))
+    if kernel == "sm90":  # q is rotated beforehand there
+        assert (made[queries].dtype, made[queries].shape) == (x.dtype, (2, 120, 80))
+        assert queries != rotated
+    else:
+        assert queries == 0
+    dqkv = vision_backward(out, *tensors, out, stats, *options)
+    assert dqkv.stride() == x.stride() and native.calls[-1][0] == "flash_vision_backward"
+    dout, dq, dk, dv, length, tiles, lse_delta, rotated, queries = native.calls[-1][1][14:]
+    assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
+    assert dq[1:] == strides and dout[0] == out.data_ptr() and length == 200
+    assert made[tiles].shape == (2, 1, 4) and made[rotated].shape == (2, 120, 80)
+    assert (made[lse_delta].dtype, made[lse_delta].shape) == (torch.float32, (2, 2, 120))
+    assert len({tiles, lse_delta, rotated, queries}) == 4
+    assert made[queries].shape == (2, 120, 80) if kernel == "sm90" else queries == 0
     order = torch.arange(120, dtype=torch.int32)
-    with pytest.raises(ValueError, match="window_order is given and longest is 200; the kernel"):
-        vision_attention._forward_cuda(qkv, table, layout.cu_seqlens, order, 200, 0.1)
+    with pytest.raises(ValueError, match=f"window_order is given; {kernel} takes no order"):
+        vision(x, table, layout.cu_seqlens, order, *options)
 
 
 def test_vision_views_reach_the_kernel(monkeypatch):
     """qkv and its gradient as they lie, Megatron's order too; copied only where rows are off 16
     bytes. The order and the length of the longest window come last."""
-    seen: list[tuple] = []
-
-    class Recorder:
-        def vision_window_forward_cuda(self, *arguments):
-            seen.append(arguments)
-
-        def vision_window_backward_cuda(self, *arguments):
-            seen.append(arguments)
-
-    monkeypatch.setattr(vision_attention, "_C", Recorder())
-    monkeypatch.setattr(vision_attention, "cuda_stream", lambda tensor: 7)
+    native = Native(monkeypatch, record=True)
     layout, qkv = _vision()
     table, order = layout.rotary_table(80), layout.window_order
-    rest = (table, layout.cu_window_seqlens, order, 64, 0.1)
+    tensors, options = (table, layout.cu_window_seqlens, order), (64, 0.1, "window")
     megatron = qkv.transpose(1, 2).contiguous().transpose(1, 2)
     off = torch.randn(qkv.numel() + 1).bfloat16()[1:].view(qkv.shape)
     for x, strides in ((qkv, (480, 80)), (megatron, (480, 240)), (off, (480, 80))):
-        out, stats = vision_attention._forward_cuda(x, *rest)
-        dtype, q, k, v, out_view, *tail = seen[-1]
+        out, stats = vision(x, *tensors, *options)
+        name, (_, q, k, v, out_view, *tail) = native.calls[-1]
+        assert name == "vision_window_forward"
         assert q[1:] == k[1:] == v[1:] == strides and q[0] % 16 == 0
         assert (q[0] == x.data_ptr()) == (x is not off)
         assert (k[0] - q[0], v[0] - k[0]) == (2 * x.stride(1) if x is not off else 320,) * 2
         assert out_view == (out.data_ptr(), 160, 80)
         sizes = [layout.cu_window_seqlens.numel() - 1, 120, 2, 80, 0.1]
         assert tail[0] == stats.data_ptr() and tail[2:7] == sizes
-        assert tail[7:] == [order.data_ptr(), table.data_ptr(), 64, 7]
-        dqkv = vision_attention._backward_cuda(out, x, out, stats, *rest)
+        assert tail[7:] == [order.data_ptr(), table.data_ptr(), 64]
+        dqkv = vision_backward(out, x, *tensors, out, stats, *options)
         assert dqkv.stride() == x.stride()
-        dout, dq, dk, dv, longest, stream = seen[-1][14:]
+        dout, dq, dk, dv, length = native.calls[-1][1][14:]
         assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
-        assert dq[1:] == strides and dout[0] == out.data_ptr() and (longest, stream) == (64, 7)
+        assert dq[1:] == strides and dout[0] == out.data_ptr() and length == 64
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_vision_selects_by_the_layout(window, monkeypatch):
+    """Windows through the order, frames on the kernel of the GPU; composed, the same values."""
+    layout, qkv = _vision()
+    for machine, kernel in ((AMPERE, "flash_vision"), (HOPPER, "flash_vision")):
+        with monkeypatch.context() as patch:
+            native = Native(patch, record=True)
+            patch.setattr(api, "machine_of", lambda device, machine=machine: machine)
+            vision_attention(qkv, replace(layout, max_seqlen=200), window=window)
+            name, arguments = native.calls[0]
+            assert name == ("vision_window" if window else kernel) + "_forward"
+            assert (arguments[-1] == 0) == (machine is AMPERE) or window
+    exact = qkv.float()
+    expected = vision_attention(exact, layout, window=window)
+    asked: list[Any] = []
+
+    def answer(machine, *arguments, **options):
+        asked.append((arguments, options))
+        return "composed" if options.get("vision") else "cpu"
+
+    monkeypatch.setattr(api, "select", answer)
+    ours = vision_attention(exact, layout, window=window)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    length = layout.max_window_seqlen if window else layout.max_seqlen
+    assert asked[0][0] == (FP32, 80, length) and asked[0][1]["permuted"] == window
+
+
+# ---- the device ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_launch_is_on_the_device_and_stream_of_the_tensor(current, monkeypatch):
+    events: list[Any] = []
+
+    class Recorder:
+        def some_kernel_cuda(self, *arguments):
+            events.append(arguments)
+
+    class OnGpu:
+        is_cuda, device = True, torch.device("cuda", 1)
+
+    class Stream:
+        cuda_stream = 77
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            events.append(("enter", self.device.index))
+
+        def __exit__(self, *_):
+            events.append("exit")
+
+    monkeypatch.setattr(_native, "_C", Recorder())
+    monkeypatch.setattr(_native, "has_cuda_kernels", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    _native.launch("some_kernel", OnGpu(), 1, 2)  # type: ignore[arg-type]
+    assert events == ([(1, 2, 77)] if current == 1 else [("enter", 1), (1, 2, 77), "exit"])
+    monkeypatch.setattr(_native, "has_cuda_kernels", lambda: False)
+    with pytest.raises(RuntimeError, match="was built without CUDA kernels: rebuild it where nvcc"):
+        _native.launch("some_kernel", OnGpu(), 1, 2)  # type: ignore[arg-type]

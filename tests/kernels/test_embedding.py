@@ -16,15 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import (
-    _native,
-    embedding,
-    embedding_grad,
-    routing,
-    scatter_visual,
-    visual_embedding,
-    visual_index,
-)
+from vlmkernels import _native, scatter_visual, visual_embedding, visual_index
+from vlmkernels.embedding import gradients as ops_of_gradients
+from vlmkernels.embedding import lookup
+from vlmkernels.embedding.lookup import visual_embedding_reference
+from vlmkernels.embedding.visual_index import visual_index_reference
 
 # AVX-512 BF16 runs the AVX-512 kernels.
 ISAS = [name for name in _native.available_isas() if name != "avx512_bf16"]
@@ -82,7 +78,7 @@ def check_forward(
     with poisoned():
         out = visual_embedding(ids, weight, visual, index, **kw)
     assert_bitwise("visual_embedding", out, today(ids, weight, visual, **kw))
-    reference = embedding.visual_embedding_reference(ids, weight, visual, index, **kw)
+    reference = visual_embedding_reference(ids, weight, visual, index, **kw)
     assert_bitwise("reference", reference, out)
 
 
@@ -95,7 +91,7 @@ def test_visual_index() -> None:
     both = visual_index(ids, [7, 9], counts=[2, 3])
     assert both.tolist() == [-1, 0, 1, -1, 2, 3, 4, -1] and both.dtype == torch.int32
     for tokens in (7, [9], [7, 9], [100]):
-        expected = routing.visual_index_reference(ids, tokens)
+        expected = visual_index_reference(ids, tokens)
         assert visual_index(ids, tokens).tolist() == expected.tolist()
     assert visual_index(ids[:0], 7, counts=0).shape == (0,)
     for counts in (torch.tensor([1, 2]), np.int64(3), np.array([1, 2])):
@@ -148,7 +144,7 @@ def test_all_text_and_all_visual(share: float) -> None:
     check_forward(ids, weight, visual, index, shard=(2, 3))
 
 
-def test_placeholders_at_both_ends_and_borders_of_shards() -> None:
+def test_placeholders_at_both_ends_and_edges_of_shards() -> None:
     ids = torch.tensor([IMAGE, 0, 1, IMAGE, IMAGE, 2, VOCABULARY - 1, IMAGE])
     weight, visual = torch.randn(VOCABULARY, 24), torch.randn(4, 24)
     index = visual_index(ids, IMAGE, counts=4)
@@ -240,7 +236,7 @@ def test_backward(dtype: torch.dtype, kw: Any) -> None:
     weight = weight[start:end]
     rows = 198 // kw.get("shard", (0, 1))[1]
     dout = torch.randn(rows, 70).to(dtype)
-    reference = embedding.visual_embedding_reference
+    reference = visual_embedding_reference
     exact = gradients(reference, ids, weight.double(), visual.double(), index, dout.double(), **kw)
     plain = gradients(reference, ids, weight, visual, index, dout, **kw)
     first = None
@@ -495,27 +491,33 @@ def test_strided_inputs_are_taken_as_they_are() -> None:
     assert_bitwise("strided", got, expected)
 
 
-def test_cuda_functions_take_what_the_launchers_pass() -> None:
+def test_cuda_functions_take_what_the_launchers_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a row there is nothing to launch, so the calls work without a GPU as well."""
     if not _native.has_cuda_kernels():
         pytest.skip("vlmkernels was built without CUDA kernels")
     names = []
 
-    def call(name: str, tensor: Tensor, *args: Any) -> None:
+    def launch(name: str, tensor: Tensor, *args: Any) -> None:
         names.append(name)
         getattr(_native._C, name + "_cuda")(*args, 0)
 
-    ops = embedding._kernels(call)
+    for module in (lookup, ops_of_gradients):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(ops_of_gradients, "CLEARS_ROWS", ())
+    ops = torch.ops.vlmkernels
     ids, weight, visual, index = make(0, 8, torch.bfloat16)
-    ops.update(embedding_grad.kernels(call, clears=False))
     none, kind = weight[:0], torch.float32
-    assert ops["embedding"](ids, weight, visual, index, 0, False, 0, 0, -1, kind).dtype == kind
-    assert ops["scatter"](none, visual, index, 0).shape == (0, 8)
-    assert ops["scatter_"](none, visual, index, 0) is None
-    assert ops["visual_grad"](none, index, 0, 0, kind).shape == (0, 8)
-    assert ops["weight_grad"](none, ids, index, 0, 13, 0, -1, kind).abs().max() == 0
-    assert ops["weight_grad_sparse"](none, ids, index, 0, 13, 0, -1, kind)[1].shape == (0, 8)
-    assert ops["weight_grad_into"](weight.float(), none, ids, index, 0, 0, -1) is None
+    out = ops.visual_embedding(ids, weight, visual, index, 0, False, 0, 0, -1, kind)
+    assert (out.dtype, out.shape) == (kind, (0, 8))
+    assert ops.scatter_visual(none, visual, index, 0).shape == (0, 8)
+    assert ops.scatter_visual_(none, visual, index, 0) is None
+    assert ops.visual_embedding_visual_grad(none, index, 0, 0, kind).shape == (0, 8)
+    arguments = (ids, index, 0, 13, 0, -1, kind)
+    with poisoned():
+        assert ops.visual_embedding_weight_grad(none, *arguments).abs().max() == 0
+    assert ops.visual_embedding_weight_grad_sparse(none, *arguments)[1].shape == (0, 8)
+    into = (weight.float(), none, ids, index, 0, 0, -1)
+    assert ops.visual_embedding_weight_grad_into(*into) is None
     assert names == ["embedding_forward"] * 3 + ["embedding_gather"] + ["embedding_reduce"] * 3
 
 

@@ -21,7 +21,9 @@ from tests.kernels.test_embedding import (
     make,
     today,
 )
-from vlmkernels import embedding, scatter_visual, scatter_visual_, visual_embedding, visual_index
+from vlmkernels import scatter_visual, scatter_visual_, visual_embedding, visual_index
+from vlmkernels.embedding.lookup import visual_embedding_reference
+from vlmkernels.embedding.visual_index import visual_index_reference
 
 SETTINGS = [
     {},
@@ -127,7 +129,7 @@ def test_main_grad(dtype: torch.dtype, kw: Any) -> None:
     rows without a position keep their bits; autograd gets nothing of the table's size."""
     ids, weight, visual, index, dout = case(kw, dtype)
     ids[ids == 5] = 6  # a row of the table that no position names
-    reference = embedding.visual_embedding_reference
+    reference = visual_embedding_reference
 
     def of(kind: torch.dtype) -> tuple[Tensor, ...]:
         return gradients(
@@ -370,19 +372,13 @@ def test_index_of_separate_streams() -> None:
         -1, 3, 0, 4, -1, 1, 2, 5,
     ]  # fmt: skip
     for tokens in ([7], [100, 9], [9, 100, 7]):
-        expected = embedding_reference(ids, tokens)
+        expected = visual_index_reference(ids, tokens, separate=True)
         assert visual_index(ids, tokens, separate=True).tolist() == expected.tolist()
     assert visual_index(ids[:0], [7, 9], [0, 0], separate=True).shape == (0,)
     with pytest.raises(ValueError, match=r"holds 3 placeholders .*\[9\].* 2 visual rows"):
         visual_index(ids, [7, 9], [3, 2], separate=True)
     with pytest.raises(ValueError, match="counts is 6; .* one entry for each of token_ids"):
         visual_index(ids, [7, 9], 6, separate=True)
-
-
-def embedding_reference(ids: Tensor, tokens: list[int]) -> Tensor:
-    from vlmkernels.routing import visual_index_reference
-
-    return visual_index_reference(ids, tokens, separate=True)
 
 
 def test_index_names_the_sample() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.numeric import assert_bitwise
 from vlmkernels import patchify
-from vlmkernels.patchify import patchify_reference
+from vlmkernels.image.patchify import patchify_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.numeric import assert_bitwise
 from vlmkernels import _native, resize
-from vlmkernels.resize import pillow_major, resize_reference
+from vlmkernels.image.resize import pillow_major, resize_reference
 
 ISAS = [name for name in _native.available_isas() if name != "avx512_bf16"]  # the same as avx512
 
@@ -202,7 +202,7 @@ def test_without_torch() -> None:
 import sys
 import numpy as np
 from PIL import Image
-from vlmtrain.data.native import resize
+from vlmtrain.data.media.native import resize
 pixels = np.random.default_rng(3).integers(0, 256, (50, 70, 3), dtype=np.uint8)
 expected = np.asarray(Image.fromarray(pixels).resize((84, 28), Image.Resampling.BICUBIC))
 assert (resize(pixels, 28, 84) == expected).all()

@@ -16,8 +16,9 @@ from torch import Tensor
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
 from tests.kernels.test_attention import rounding_noise
 from vlmkernels import VisionLayout, _native, vision_attention
-from vlmkernels import vision_attention as public
-from vlmkernels.vision_attention import _composed, rotate, vision_attention_reference
+from vlmkernels.attention.api import _composed
+from vlmkernels.attention.reference import vision_attention_reference
+from vlmkernels.rotary import rotate
 
 ISAS = [*_native.available_isas(), ""]  # "": the machine's, with its kind of bf16 arithmetic
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -58,10 +59,8 @@ def noise_of(
     which rotation leaves as they are."""
     q, k, v = qkv.detach().double().unbind(1)
     table = layout.rotary_table(qkv.shape[-1])
-    cu, order = layout.cu_seqlens, torch.arange(layout.num_patches)
-    if window:
-        assert layout.cu_window_seqlens is not None and layout.window_order is not None
-        cu, order = layout.cu_window_seqlens, layout.window_order.long()
+    cu, permutation, _ = layout.segments(window)
+    order = torch.arange(layout.num_patches) if permutation is None else permutation.long()
     rows = (x[order] for x in (rotate(q, table), rotate(k, table), v, dout))
     noise = rounding_noise(*rows, cu, scale, False)
     return {name: torch.empty_like(x).index_copy(0, order, x) for name, x in noise.items()}
@@ -110,13 +109,11 @@ def test_equals_transformers(window):
         exact[:, 0], exact[:, 1], cos.double(), sin.double()
     )
     segment = torch.empty(layout.num_patches, dtype=torch.int64)
-    borders = layout.cu_seqlens
+    cu = layout.segments(window)[0].tolist()
     order = torch.arange(layout.num_patches)
     if window:
-        assert layout.cu_window_seqlens is not None and layout.window_index is not None
-        borders = layout.cu_window_seqlens
         order = order.view(-1, 4)[layout.window_index].flatten()
-    for i, (begin, end) in enumerate(zip(borders.tolist(), borders.tolist()[1:], strict=False)):
+    for i, (begin, end) in enumerate(zip(cu, cu[1:], strict=False)):
         segment[order[begin:end]] = i
     same = segment[:, None] == segment
     scores = torch.einsum("phd,khd->hpk", q, k) * 80**-0.5
@@ -172,11 +169,11 @@ def test_megatrons_projection_is_read_in_place(name, dtype):
     (op,) = (out.grad_fn,)
     view = fused.detach().transpose(1, 2)
     stats = torch.ops.vlmkernels.vision_attention(
-        view, layout.rotary_table(80), layout.cu_seqlens, None, layout.max_seqlen, 0.1
+        view, layout.rotary_table(80), layout.cu_seqlens, None, layout.max_seqlen, 0.1, "cpu"
     )[1]
     dqkv = torch.ops.vlmkernels.vision_attention_backward(
-        *(dout, view, out.detach(), stats),
-        *(layout.rotary_table(80), layout.cu_seqlens, None, layout.max_seqlen, 0.1),
+        *(dout, view, layout.rotary_table(80), layout.cu_seqlens, None, out.detach(), stats),
+        *(layout.max_seqlen, 0.1, "cpu"),
     )
     assert op is not None and dqkv.stride() == view.stride()
 
@@ -214,12 +211,9 @@ def test_bitwise_repeatable_with_any_number_of_threads(window):
 def test_the_composition_for_cuda_means_the_same(window):
     """It is device-agnostic torch code, so that a machine without a GPU can run it."""
     layout, qkv, dout = make(GRID, 2, 80)
-    cu = layout.cu_window_seqlens if window else layout.cu_seqlens
-    order = layout.window_order if window else None
 
     def composed(qkv: Tensor) -> Tensor:
-        assert cu is not None
-        return _composed(qkv, layout.rotary_table(80), cu, order, 64, 80**-0.5)
+        return _composed(qkv, layout.rotary_table(80), *layout.segments(window), 80**-0.5)
 
     ours = outputs(composed, qkv, dout)
     expected = outputs(vision_attention, qkv, dout, layout, window=window)
@@ -322,13 +316,15 @@ def test_bad_arguments_are_named(arguments, changed, message):
 
 def test_opcheck():
     layout, qkv, dout = make([[1, 4, 6]], 2, 24)
-    arguments = (layout.rotary_table(24), layout.cu_window_seqlens, layout.window_order, 64, 0.2)
+    tensors = (layout.rotary_table(24), layout.cu_window_seqlens, layout.window_order)
+    options = (64, 0.2, "cpu")
     for view in (qkv, qkv.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
-        torch.library.opcheck(torch.ops.vlmkernels.vision_attention.default, (view, *arguments))
-        out, stats = torch.ops.vlmkernels.vision_attention(view, *arguments)
+        arguments = (view, *tensors, *options)
+        torch.library.opcheck(torch.ops.vlmkernels.vision_attention.default, arguments)
+        out, stats = torch.ops.vlmkernels.vision_attention(*arguments)
         torch.library.opcheck(
             torch.ops.vlmkernels.vision_attention_backward.default,
-            (dout, view.detach(), out.detach(), stats, *arguments),
+            (dout, view.detach(), *tensors, out.detach(), stats, *options),
         )
 
 
@@ -350,7 +346,7 @@ def test_compiles_into_one_graph(backend):
 
 def test_recomputes_to_the_same_bits():
     layout, qkv, dout = make(GRID, 2, 80)
-    expected = outputs(public, qkv, dout, layout, window=True)
+    expected = outputs(vision_attention, qkv, dout, layout, window=True)
 
     def recomputed(qkv: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmkernels import VisionLayout
-from vlmkernels.vision_layout import layout_reference
+from vlmkernels.layout import layout_reference
 
 grids = st.lists(
     st.tuples(st.integers(1, 3), st.integers(1, 11), st.integers(1, 11)), min_size=0, max_size=4

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.numeric import assert_accurate
-from vlmtrain.models import host_ops
+from vlmtrain.cpu import host_ops
 
 Op = Callable[..., Tensor]
 

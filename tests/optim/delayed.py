@@ -29,16 +29,16 @@ class DelayedTransfers:
     def __init__(self) -> None:
         self.random = random.Random(random.getrandbits(32))
         self.pending: list[Copy] = []
-        self.downloads = self.uploads = self.bytes = 0
+        self.d2h_copies = self.h2d_copies = self.bytes = 0
         self.lock = threading.RLock()
 
-    def download(self, source: Tensor, target: Tensor, after: Any = None) -> Copy:
-        self.downloads += 1
+    def d2h(self, source: Tensor, target: Tensor, after: Any = None) -> Copy:
+        self.d2h_copies += 1
         return self._begin(source, target, after)
 
-    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Copy:
+    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Copy:
         assert source.dtype == target.dtype and source.is_contiguous()
-        self.uploads += 1
+        self.h2d_copies += 1
         return self._begin(source, target)
 
     def wait(self, ticket: Copy) -> None:

@@ -1,4 +1,4 @@
-"""Offloaded DistributedOptimizer on four processes, gradients down during the backward pass; part
+"""Offloaded DistributedOptimizer on four processes, gradients copied during the backward pass; part
 of `make test-layouts`, see test_megatron.py."""
 
 from __future__ import annotations

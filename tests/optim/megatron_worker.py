@@ -1,7 +1,8 @@
 """One rank of an offloaded Megatron run: cases as in tests/checkpoint/worker.py, which does the
 work, and in addition `fractions`, one a step, `delayed`, `gradients` (a type), `loss_scale`, with
-which the second step gets an infinite gradient on the last rank, `early`: gradients must go down
-during the backward pass, `touched`: they are changed after it, `offload`: the fraction from the
+which the second step gets an infinite gradient on the last rank, `early`: gradients must be copied
+during the backward pass, `touched`: they are changed after it ("unseen": without a
+new version, and not sent early, which is the default), `offload`: the fraction from the
 start, and `weights`: a model folder that is loaded once the optimizer has been made."""
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.checkpoint import worker  # noqa: E402
 from tests.optim.delayed import DelayedTransfers  # noqa: E402
-from vlmtrain import device  # noqa: E402
+from vlmtrain.core import device  # noqa: E402
 
 plain_build = worker.build
 
@@ -30,7 +31,8 @@ def check_share(engine: Any, fraction: float) -> None:
     """As much as was asked for is in host memory: the shards are small enough to come near."""
     for part in parts(engine):
         every = [p for group in part.optimizer.param_groups for p in group["params"]]
-        share = sum(p.numel() for p in getattr(part, "_shards", {}))
+        host = getattr(part, "_host", None)  # none while nothing was ever offloaded
+        share = sum(p.numel() for p in host.shards) if host is not None else 0
         total = sum(p.numel() for p in every)
         assert 0.95 * fraction * total <= share <= fraction * total, (share, total, fraction)
 
@@ -58,7 +60,7 @@ def spoil(engine: Any, scale: float) -> None:
 
 
 class Watch:
-    """Of each step: how much of the backward pass was done when the first gradient started down,
+    """Of each step: how much of the backward pass was done when the first gradient's copy began,
     how many had when it was over, and how many started in all."""
 
     def __init__(self, engine: Any, transfers: DelayedTransfers) -> None:
@@ -67,17 +69,17 @@ class Watch:
         for param in self.params:
             param.register_hook(self.backward_reaches)
         self.transfers, self.before = transfers, 0
-        download, finalize = transfers.download, engine.config.finalize_model_grads_func
+        copy, finalize = transfers.d2h, engine.config.finalize_model_grads_func
 
         def watched(*arguments: Any) -> Any:
             self.first = min(self.first, self.hooks / len(self.params))
-            return download(*arguments)
+            return copy(*arguments)
 
         def finalizing(*arguments: Any, **options: Any) -> None:
-            self.in_backward = transfers.downloads - self.before
+            self.in_backward = transfers.d2h_copies - self.before
             finalize(*arguments, **options)
 
-        transfers.download = watched  # type: ignore[method-assign]
+        transfers.d2h = watched  # type: ignore[method-assign]
         engine.config.finalize_model_grads_func = finalizing
 
     def backward_reaches(self, gradient: Any) -> None:
@@ -85,30 +87,30 @@ class Watch:
 
     def start(self) -> None:
         self.hooks, self.first, self.in_backward = 0, 1.0, 0
-        self.before = self.transfers.downloads
+        self.before = self.transfers.d2h_copies
 
     def check(self, engine: Any, late: int, microbatches: int) -> None:
         """Each shard was sent once, all but `late` parameters' during the backward pass."""
-        held = [part._shards for part in parts(engine)]
-        shards = sum(p.numel() > 0 for table in held for p in table)
-        if sum(map(len, held)) < len(self.params):  # some stay on the device
+        tables = [part._host.shards for part in parts(engine)]
+        shards = sum(p.numel() > 0 for table in tables for p in table)
+        if sum(map(len, tables)) < len(self.params):  # some stay on the device
             late = min(late, shards - self.in_backward)
-        assert self.transfers.downloads - self.before == shards
+        assert self.transfers.d2h_copies - self.before == shards
         assert self.in_backward == shards - late, (self.in_backward, shards, late)
         # The last microbatch's pass comes last.
         assert self.first < microbatches - 0.3, (self.first, microbatches)
 
 
-def touch(engine: Any) -> None:
+def touch(engine: Any, unseen: bool) -> None:
     """Twice the gradients of two layers, after Megatron is through with them and before the step:
-    one in a way that says so."""
+    with or without a new version."""
     plain = engine.optimizer.step
 
     def step() -> Any:
         for chunk in engine.chunks:
             for number, param in enumerate(chunk.params_with_grad):
                 if number in (3, 8):
-                    param.main_grad.mul_(2.0)
+                    (param.main_grad.data if unseen else param.main_grad).mul_(2.0)
         return plain()
 
     engine.optimizer.step = step
@@ -116,8 +118,8 @@ def touch(engine: Any) -> None:
 
 def load_other(engine: Any, case: dict[str, Any], options: dict[str, Any]) -> None:
     """Other weights, without optimizer state: noticed until the optimizer takes them."""
-    from vlmkernels.integrations.megatron_optimizer import check_masters, offload
-    from vlmtrain.checkpoint.hf_import import load_weights
+    from vlmkernels.integrations.megatron import check_masters, offload
+    from vlmtrain.checkpoint.load import load_weights
 
     offload(engine.optimizer, case["fractions"][0], **options)
     check_masters(engine.optimizer)
@@ -132,12 +134,14 @@ def load_other(engine: Any, case: dict[str, Any], options: dict[str, Any]) -> No
 
 
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
-    from vlmkernels.integrations.megatron_optimizer import check_masters, offload
+    from vlmkernels.integrations.megatron import check_masters, offload
 
     engine, length = plain_build(case, backend)
     fractions = list(case.get("fractions", []))
     transfers = DelayedTransfers() if case.get("delayed") else None
     options = dict(gradients=case.get("gradients"), bucket_bytes=20_000, transfers=transfers)
+    if case.get("touched") != "unseen":
+        options["early"] = True
     if case.get("load") and fractions:  # the state goes where it will be
         offload(engine.optimizer, fractions[0], **options)
     if case.get("offload"):
@@ -163,7 +167,7 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     watch = Watch(engine, transfers) if transfers is not None and "early" in case else None
     engine.step, engine.steps = step, 0
     if case.get("touched"):
-        touch(engine)
+        touch(engine, case["touched"] == "unseen")
     if case.get("loss_scale"):
         spoil(engine, case["loss_scale"])
     return engine, length

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from tests.kernels.numeric import assert_bitwise
 from tests.optim.delayed import DelayedTransfers
+from tests.ranks import run_ranks
 from vlmkernels import _native
 from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer
-from vlmkernels.optim import moments as held
-from vlmkernels.optim.hybrid import choose
+from vlmkernels.optim.placement import choose
+from vlmkernels.optim.state import moment_keys
 
 FMA = _native._C.isa() != "generic"  # torch's bits need FMA instructions
 
@@ -106,7 +107,7 @@ def train(model: nn.Module, optimizer: Any, data: list[Tensor], first: int = 0) 
 
 
 def hybrid(model: nn.Module, **keywords: Any) -> HybridDeviceOptimizer:
-    keywords = {"lr": 1e-2, "bucket_bytes": 4096, **keywords}
+    keywords = {"lr": 1e-2, "bucket_bytes": 4096, "overlap": True, **keywords}
     return HybridDeviceOptimizer(groups(model), **keywords)
 
 
@@ -127,6 +128,7 @@ def test_bits_of_plain_adamw(fraction: float, delayed: bool):
         offload_fraction=fraction,
         transfers=DelayedTransfers() if delayed else None,
         policy=random.choice(["largest", "last_used"]),
+        overlap=random.choice([True, False]),
     )
     reference = Reference(plain)
     train(model, optimizer, data)
@@ -170,23 +172,23 @@ def test_a_large_tensor_goes_in_pieces(moments: torch.dtype):
             optimizer.step()
         state = optimizer.state[param]
         assert float(state["step"]) == 3
-        results.append([param.detach(), *(state[k] for k in (*held.keys(moments), "master"))])
-        assert transfers.uploads == 3 * {100: 5, 10_000: 5, 1 << 20: 1}[bucket_bytes]
-        assert transfers.bytes == 3 * 4 * 20_001  # 2 bytes down, 2 up
+        results.append([param.detach(), *(state[k] for k in (*moment_keys(moments), "master"))])
+        assert transfers.h2d_copies == 3 * {100: 5, 10_000: 5, 1 << 20: 1}[bucket_bytes]
+        assert transfers.bytes == 3 * 4 * 20_001  # 2 bytes D2H, 2 H2D
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert_bitwise("cut", a, b)
 
 
-def test_gradients_start_down_during_backward():
+def test_gradients_are_copied_during_backward():
     model = Model()
     transfers = DelayedTransfers()
     optimizer = hybrid(model, transfers=transfers)
     model(batches(1)[0], 1).backward()
-    began = transfers.downloads
+    began = transfers.d2h_copies
     assert began == sum(p.grad is not None and p.numel() > 0 for p in optimizer._params())
     optimizer.step()
-    assert transfers.downloads == began
+    assert transfers.d2h_copies == began
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -204,7 +206,7 @@ def test_gradient_accumulation(wrapped: bool):
     model(data[-1], 1).backward()
     optimizer.step()
     params = sum(p.requires_grad and p.numel() > 0 for p in optimizer._params())
-    assert transfers.downloads == params * (1 if wrapped else 3)
+    assert transfers.d2h_copies == params * (1 if wrapped else 3)
     plain = hybrid(other, offload_fraction=0.0)
     for ids in data:
         other(ids, 1).backward()
@@ -237,6 +239,36 @@ def test_gradients_changed_after_backward(change: str):
         m(ids, 0).backward()
         optimizer.step()
     assert_same_model(model, other)
+
+
+@pytest.mark.parametrize("change", ["scaler", "data", "numpy", "transposed"])
+def test_changes_of_gradients_that_autograd_does_not_see(change: str):
+    """GradScaler divides without a new version of the gradient, `.data` and numpy write as well."""
+    results = []
+    for make in (HybridDeviceOptimizer, CPUAdam):
+        param = nn.Parameter(torch.ones(2, 2))
+        optimizer = make([param])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=change == "scaler")
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale((param * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum()).backward()
+            assert param.grad is not None
+            if change == "data":
+                param.grad.data.mul_(3.0)
+            elif change == "numpy":
+                param.grad.numpy()[:] *= 3.0
+            elif change == "transposed":
+                param.grad = param.grad.t()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((param.detach(), optimizer.state[param]["exp_avg"]))
+    for ours, theirs in zip(*results, strict=True):
+        assert_bitwise(change, ours, theirs)
+
+
+def test_gradients_reduced_over_ranks_without_a_new_version():
+    ranks = run_ranks(["tests/optim/distributed_worker.py"], 2)
+    assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
 
 
 def test_clipping():
@@ -278,14 +310,14 @@ def test_gradients_are_let_go(fraction: float):
     optimizer = hybrid(model, offload_fraction=fraction, transfers=DelayedTransfers())
     for stepped in (False, True):
         model(batches(1)[0], 1).backward()
-        held = [weakref.ref(p.grad) for p in optimizer._params() if p.grad is not None]
+        grads = [weakref.ref(p.grad) for p in optimizer._params() if p.grad is not None]
         if stepped:
             optimizer.step()
             model.zero_grad()
         else:
             optimizer.zero_grad()
         gc.collect()
-        assert [x for x in held if x() is not None] == []
+        assert [x for x in grads if x() is not None] == []
 
 
 @pytest.mark.parametrize("policy", ["skip", "propagate"])
@@ -412,8 +444,7 @@ def test_a_failed_move_loses_nothing(monkeypatch: pytest.MonkeyPatch):
     other = copy.deepcopy(model)
     optimizer = hybrid(model, offload_fraction=0.0)
     train(model, optimizer, data[:3])
-    assert optimizer._offload is not None
-    arena = optimizer._offload.pinned
+    arena = optimizer._host.arena
     real, calls = arena.empty, 0
 
     def short(*arguments: Any) -> Tensor:
@@ -553,7 +584,7 @@ def test_groups_may_be_empty():
 
 def test_what_can_not_be_is_said():
     table = nn.Embedding(5, 3, sparse=True)
-    optimizer = HybridDeviceOptimizer(table.parameters())
+    optimizer = HybridDeviceOptimizer(table.parameters(), overlap=True)
     with pytest.raises(ValueError, match="torch.sparse_coo; it must be dense float32"):
         table(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match="make another one .* give it this one's state_dict"):

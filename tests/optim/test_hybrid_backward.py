@@ -69,15 +69,15 @@ def test_buckets_are_stepped_while_the_backward_pass_goes_on():
 
     def hold(gradient: Tensor) -> None:
         end = time.monotonic() + 30
-        while transfers.uploads < 3 and time.monotonic() < end:
+        while transfers.h2d_copies < 3 and time.monotonic() < end:
             time.sleep(0.001)
-        seen.append((transfers.downloads, transfers.uploads))
+        seen.append((transfers.d2h_copies, transfers.h2d_copies))
 
     layers[0].weight.register_hook(hold)
     model(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
     assert seen == [(3, 3)]
     optimizer.step()
-    assert (transfers.downloads, transfers.uploads) == (4, 4)
+    assert (transfers.d2h_copies, transfers.h2d_copies) == (4, 4)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.kernels.numeric import assert_bitwise
 from tests.optim.delayed import DelayedTransfers
 from tests.optim.test_hybrid import Model, Reference, assert_same_model, batches, hybrid, train
 from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise, device_step
-from vlmkernels.optim import moments as held
+from vlmkernels.optim.state import fit_moments, moment_keys
 
 
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
@@ -45,7 +45,7 @@ def test_everything_moves():
         before = {p: dict(s) for p, s in optimizer.state.items()}
         optimizer.set_offload_fraction(fraction)
         for param, state in before.items():
-            for key in held.keys(torch.uint8) if param.numel() else ():
+            for key in moment_keys(torch.uint8) if param.numel() else ():
                 assert_bitwise(key, optimizer.state[param][key], state[key])
                 assert optimizer.state[param][key].data_ptr() != state[key].data_ptr(), key
 
@@ -114,7 +114,7 @@ def test_the_device_s_own_step(moments: torch.dtype):
         masters, states = [x.clone() for x in start], []
         for param in params:
             state: dict[str, Any] = {"step": torch.tensor(0.0)}
-            held.fit(state, moments, partial(torch.empty, param.shape))
+            fit_moments(state, moments, partial(torch.empty, param.shape))
             states.append(state)
         group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
         with torch.no_grad():
@@ -127,7 +127,7 @@ def test_the_device_s_own_step(moments: torch.dtype):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(*(x[2] for x in found), strict=True):
         assert float(ours["step"]) == float(theirs["step"]) == 3
-        for key in held.keys(moments):
+        for key in moment_keys(moments):
             a, b = ours[key], theirs[key]
             if a.dtype == torch.uint8:
                 magnitude = 255 if "sq" in key else 127

@@ -15,8 +15,8 @@ from tests.parity import reference as ref
 from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401  fixtures
 from tests.train.test_faults import environment
-from vlmtrain.config import ConfigError, OptimizerSection, offload_fractions
-from vlmtrain.optimizer import offload_fraction
+from vlmtrain.core.config import ConfigError, OptimizerSection, offload_fractions
+from vlmtrain.training.optimizer import offload_fraction
 
 SEED = random.SystemRandom().randrange(10**6)
 STEPS = [SEED, SEED + 1, SEED + 2]
@@ -85,7 +85,7 @@ def test_bits_of_the_plain_optimizer(tmp_path):
         assert (a - b).norm() <= 0.1 * b.norm() + 1e-12, name
 
 
-def test_gradients_go_down_during_backward(tmp_path):
+def test_gradients_are_copied_during_backward(tmp_path):
     """Where Megatron reduces buckets beside the backward pass, or has nothing to reduce: copies
     begin with the first bucket, but for the gradients that are not final yet, late copies in random
     order read what they should, and bits are the plain optimizer's."""
@@ -106,6 +106,7 @@ def test_gradients_go_down_during_backward(tmp_path):
         "pipeline": dict(layout=PP2, model=tied),
         "sequence": dict(layout=SP2, model=untied),
         "touched": dict(layout=DP2, model=untied, touched=True, freeze=dict(vision=True), **small),
+        "unseen": dict(layout=DP2, model=untied, touched="unseen", **small),
         "weights": dict(layout=DP2, model=untied, dtype=torch.bfloat16, **small),
     }
     late = {
@@ -130,7 +131,7 @@ def test_gradients_go_down_during_backward(tmp_path):
 
 
 def test_what_cannot_be_offloaded_is_named():
-    from vlmkernels.integrations.megatron_optimizer import offload
+    from vlmkernels.integrations.megatron import offload
 
     with pytest.raises(ValueError, match="fraction is 1.5; it must be from 0 to 1"):
         offload(None, 1.5)

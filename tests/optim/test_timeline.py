@@ -28,18 +28,19 @@ def spans(step: dict[str, Any], name: str) -> list[timeline.Span]:
 def test_what_overlaps(found: dict[str, Any]):
     for step in found["steps"]:
         forward, backward = spans(step, "forward"), spans(step, "backward")
-        down, host, up = (spans(step, name) for name in ("down", "host", "up"))
-        assert len(forward) == len(backward) == 2 and len(down) == len(up) == 12
+        d2h, host, h2d = (spans(step, name) for name in ("d2h", "host", "h2d"))
+        assert len(forward) == len(backward) == 2 and len(d2h) == len(h2d) == 12
         # Of the last backward pass only: the first one's gradients are added to.
         last = backward[-1]
-        assert last.start < down[0].start < down[0].end < last.end
-        assert down[0].end <= host[0].start and host[0].start < up[0].start
+        assert last.start < d2h[0].start < d2h[0].end < last.end
+        # A bucket's bar begins when the host begins to wait for its gradients.
+        assert d2h[0].end <= host[0].end and host[0].start < h2d[0].start
         early = sum(span.start < last.end for span in host)
         assert early >= 3 if step["name"] == "in backward" else early == 0
         seconds = step["seconds"]
         # 6 MB each way at 2 GB/s.
-        assert seconds["down"] >= 0.003 and seconds["up"] >= 0.003
-        assert 0 < seconds["down during passes"] <= seconds["down"]
+        assert seconds["d2h"] >= 0.003 and seconds["h2d"] >= 0.003
+        assert 0 < seconds["d2h during passes"] <= seconds["d2h"]
         assert (seconds["host during passes"] > 0) == (early > 0)
 
 

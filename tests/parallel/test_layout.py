@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from vlmtrain.config import ConfigError, ParallelSection, TrainConfig, from_toml
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec, VisionSpec
-from vlmtrain.parallel.layout import LayoutError, make_layout
+from vlmtrain.core.config import ConfigError, ParallelSection, TrainConfig, from_toml
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.layout import LayoutError
+from vlmtrain.core.spec import ModelSpec, VisionSpec
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 
 VISION = VisionSpec(
@@ -25,6 +26,8 @@ VISION = VisionSpec(
     temporal_patch_size=2,
     spatial_merge_size=2,
     hidden_act="silu",
+    gated=True,
+    normalization="RMSNorm",
     window_size=112,
     full_attention_layers=(7, 15, 23, 31),
     tokens_per_second=2.0,

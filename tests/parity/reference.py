@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vlmtrain.data.batch import PackedBatch
+from vlmtrain.core.batch import PackedBatch
 
 IMAGE, VIDEO, START, END, PAD = 5, 6, 7, 8, 0
 VOCAB = 211  # not a multiple of 128: the table is padded in Megatron

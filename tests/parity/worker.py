@@ -22,14 +22,16 @@ import torch.distributed as dist  # noqa: E402
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from tests.parity import reference as ref  # noqa: E402
-from vlmtrain import device, launch  # noqa: E402
-from vlmtrain.config import (  # noqa: E402
+from vlmtrain.core import device, launch  # noqa: E402
+from vlmtrain.core.config import (  # noqa: E402
     FreezeSection,
     LoraSection,
     OptimizerSection,
+    ParallelSection,
     RecomputeSection,
 )
-from vlmtrain.models.spec import ModelSpec  # noqa: E402
+from vlmtrain.cpu import shim  # noqa: E402
+from vlmtrain.models.family import read_spec  # noqa: E402
 from vlmtrain.parallel.layout import make_layout  # noqa: E402
 
 
@@ -52,8 +54,8 @@ def gather_gradients(engine: Any) -> None:
 # Where a number may be asked of a tensor inside a step: of grids, which stay in host memory, and of
 # borders before they leave it.
 # What reads grids and indices of packs in host memory.
-_HOST = ("vision_layout.py", "messages.py:message_shape", "multiplex.py:media_of", "batch.py:to")
-_HOST += ("pixels.py:grid_of", "rows.py:__init__", "routing.py:row_exchange")
+_HOST = ("layout.py", "p2p_shapes.py:message_shape", "multiplex.py:media_of", "batch.py:to")
+_HOST += ("pixel_sharing.py:grid_of", "row_exchange.py:__init__", "row_exchange.py:row_exchange")
 _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 
 
@@ -68,7 +70,7 @@ def host_questions() -> Iterator[set[str]]:
 
         def method(self: torch.Tensor, *arguments: Any, **options: Any) -> Any:
             frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_code.co_filename == device.__file__:
+            while frame.f_back is not None and frame.f_code.co_filename == shim.__file__:
                 frame = frame.f_back  # the shim stands between a caller and torch
             code = frame.f_code
             path = Path(code.co_filename)
@@ -152,12 +154,12 @@ class SharedGroups:
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from vlmtrain.checkpoint.adapters import merged, save_adapters
-    from vlmtrain.checkpoint.hf_export import gathered, save_weights
-    from vlmtrain.checkpoint.hf_import import load_weights
-    from vlmtrain.engine import Engine
+    from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
+    from vlmtrain.checkpoint.hf.save import gathered, save_weights
+    from vlmtrain.checkpoint.load import load_weights
+    from vlmtrain.training.engine import Engine
 
-    spec = ModelSpec.from_folder(case["model"])
+    spec = read_spec(case["model"])
     packs = ref.make_stream(case.get("stream", "mixed"), case["seed"], 0)
     length = ref.pack_length(packs)
     layout = make_layout(
@@ -189,16 +191,14 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             clip=ref.CLIP,
         ),
         FreezeSection(**case.get("freeze", {})),
-        **case.get("overlap", {}),
+        ParallelSection(**case.get("overlap", {})),
     )
     result: dict[str, Any] = {"layout": layout.describe()}
 
     def share(step: int) -> list[Any]:
         samples = ref.make_stream(case.get("stream", "mixed"), case["seed"], step)
         packs = [ref.pack(p, length) for p in samples][engine.data_rank :: layout.data]
-        if engine.pixel_share is None:
-            return packs if engine.needs_pixels else [ref.without_pixels(p) for p in packs]
-        shares = engine.pixel_share([p.grid_thw.numpy() for p in packs])
+        shares = engine.decodes([p.grid_thw.numpy() for p in packs])
         return [ref.without_pixels(p, kept) for p, kept in zip(packs, shares, strict=True)]
 
     def gradients(packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks import run_cli
-from vlmtrain.config import ParallelSection, RecomputeSection, TrainConfig, TrainSection
+from vlmtrain.core.config import ParallelSection, RecomputeSection, TrainConfig, TrainSection
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
-from vlmtrain.demo import photographs, run, tiny_model
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.demo import command, photographs, tiny_model
+from vlmtrain.models.family import read_spec
 from vlmtrain.parallel.layout import make_layout
-from vlmtrain.plan import beside, hardware, workload
+from vlmtrain.plan import hardware, workload
+from vlmtrain.telemetry import drift
 
 STEPS, PACK, BATCH = 14, 512, 8
 BOUND = 0.15
@@ -52,7 +53,7 @@ LAYOUTS: list[tuple[str, dict[str, dict[str, Any]], bool]] = [
 def write_model(folder: Path) -> Path:
     tiny_model.VISION.update(VISION, fullatt_block_indexes=FULL)
     tiny_model.TEXT.update(TEXT, intermediate_size=1536)
-    return tiny_model.write_folder(folder, run.training_texts())
+    return tiny_model.write_folder(folder, command.training_texts())
 
 
 def arguments(options: dict[str, dict[str, Any]]) -> list[str]:
@@ -83,7 +84,7 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model, data = write_model(folder / "model"), photographs.export(folder / "photographs")
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     index = scan_sources([str(data)], Processor.from_folder(model, spec), spec, PACK, verify=False)
     lengths = workload.from_index(index, "photographs")
     gpu: hardware.Gpu | None = None
@@ -113,7 +114,7 @@ def main() -> int:
             text_layers=parallel.text_layers,
             multiplexed=parallel.vision == "multiplexed",
         )
-        planned = beside.own_plan(config, spec, layout, gpu, lengths).step_seconds
+        planned = drift.plan_of_run(config, spec, layout, gpu, lengths).step_seconds
         first = first or (measured, planned)
         ratios = measured / first[0], planned / first[1]
         off = ratios[1] / ratios[0] - 1

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parity.reference import make_model
 from tests.plan.megatron_worker import make_batch
-from vlmtrain import device
-from vlmtrain.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
-from vlmtrain.engine import Engine, _loss
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core import device
+from vlmtrain.core.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
+from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
+from vlmtrain.training.engine import Engine, _loss
 
 
 def pairs_of(cu_seqlens: torch.Tensor, causal: bool) -> int:
@@ -77,7 +77,7 @@ for counted in (
 def measure(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    spec = ModelSpec.from_dict(make_model(case["family"], vision_heads=4).config.to_dict())
+    spec = parse_spec(make_model(case["family"], vision_heads=4).config.to_dict())
     engine = Engine(
         spec,
         make_layout(spec, world_size=1),

@@ -16,9 +16,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.parity.reference import make_model
-from vlmtrain import device
-from vlmtrain.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core import device
+from vlmtrain.core.config import (
+    FreezeSection,
+    LoraSection,
+    OptimizerSection,
+    ParallelSection,
+    RecomputeSection,
+)
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
 
 
@@ -26,14 +33,14 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     """Bytes of parameters, gradients and optimizer state that one rank really allocates."""
     from megatron.core import parallel_state
 
-    from vlmtrain import engine as engine_module
-    from vlmtrain.engine import Engine
-    from vlmtrain.optimizer import distributed_parts
+    from vlmtrain.training import engine as engine_module
+    from vlmtrain.training.engine import Engine
+    from vlmtrain.training.optimizer import distributed_parts
 
     # it asks other ranks where they are, and a fake group does not answer
     engine_module.Multiplexer = lambda *arguments: None  # type: ignore[assignment,misc]
 
-    spec = ModelSpec.from_dict(
+    spec = parse_spec(
         make_model(case["family"], vision_heads=case["heads"], tied=case["tied"]).config.to_dict()
     )
     world, rank = case["world"], case["rank"]
@@ -46,7 +53,7 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     engine.bucket_size = case.get("bucket")
     overlap = "bucket" in case
     freeze = FreezeSection(**case.get("freeze", {}))
-    engine.prepare(OptimizerSection(), freeze, overlap_grad_reduce=overlap)
+    engine.prepare(OptimizerSection(), freeze, ParallelSection(overlap_grad_reduce=overlap))
     counts = [sum(p.numel() for p in stage.parameters()) for stage in engine.stages]
     chunks = [*engine.chunks, *([engine.tower] if engine.replica is not None else [])]
     buffers = [b for c in chunks for b in c.buffers]
@@ -102,7 +109,7 @@ def activations(engine: Any, spec: ModelSpec, wanted: dict[str, Any]) -> dict[st
 
 
 def make_batch(spec: ModelSpec, tokens: int, grids: list[list[int]]) -> Any:
-    from vlmtrain.data.batch import PackedBatch
+    from vlmtrain.core.batch import PackedBatch
 
     visual = sum(t * h * w for t, h, w in grids) // spec.vision.merge_unit
     index = torch.full((tokens,), -1, dtype=torch.int32)

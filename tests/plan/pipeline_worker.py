@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from vlmtrain import device
+from vlmtrain.core import device
 
 SHAPE = (4, 1, 8)
 TRIES = 3  # and one step before, in which ranks find each other

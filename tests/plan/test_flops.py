@@ -10,13 +10,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parity import reference
-from vlmtrain.config import FreezeSection
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.plan import flops
+from vlmtrain.core.config import FreezeSection
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models import flops
+from vlmtrain.models.family import parse_spec, table_of
 
 
 def _spec(model: Any) -> ModelSpec:
-    return ModelSpec.from_dict(model.config.to_dict())
+    return parse_spec(model.config.to_dict())
 
 
 def _sample(rng: random.Random, grids: list[list[int]]) -> torch.Tensor:
@@ -185,7 +186,7 @@ def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     import transformers
 
     config = released_config(name)
-    spec = ModelSpec.from_dict(config)
+    spec = parse_spec(config)
     text = {
         key: value
         for key, value in config.items()
@@ -215,16 +216,16 @@ def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
 
 def test_figures_of_the_cost_model() -> None:
     """Published figures: 233.05M and 877.66M weights a layer, 57.6 GF per token at 7B."""
-    small = ModelSpec.from_dict(released_config("qwen2_vl-7b"))
-    large = ModelSpec.from_dict(released_config("qwen2_vl-72b"))
-    assert round(flops.text_layer_weights(small) / 1e6, 2) == 233.05
-    assert round(flops.text_layer_weights(large) / 1e6, 2) == 877.66
+    small = parse_spec(released_config("qwen2_vl-7b"))
+    large = parse_spec(released_config("qwen2_vl-72b"))
+    assert round(table_of(small).text_layer.weights / 1e6, 2) == 233.05
+    assert round(table_of(large).text_layer.weights / 1e6, 2) == 877.66
     work = flops.Work.of([1478] * 5 + [802], [[1, 62, 62]] * 5, small.vision)
     assert flops.count(small, work).total / work.tokens == pytest.approx(57.6e9, rel=0.05)
 
 
 def test_hardware_flops_add_what_is_recomputed() -> None:
-    spec = ModelSpec.from_dict(released_config("qwen2_5_vl-7b"))
+    spec = parse_spec(released_config("qwen2_5_vl-7b"))
     work = flops.Work.of([900, 1100], [[1, 44, 60]], spec.vision)
     counted = flops.count(spec, work)
     plain = flops.hardware_flops(counted, attention_recompute=False)

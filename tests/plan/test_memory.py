@@ -9,9 +9,9 @@ import pytest
 
 from tests.parity.reference import make_model
 from tests.plan.worker import results
-from vlmkernels.attention import TILED_HEAD_DIMS
-from vlmtrain.config import FreezeSection, LoraSection
-from vlmtrain.models.spec import ModelSpec
+from vlmkernels.attention.select import TILED_HEAD_DIMS
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import memory
 
@@ -87,7 +87,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_states_to_the_byte(number: int, measured: list[dict[str, Any]]) -> None:
     case, real = CASES[number], measured[number]
-    spec = ModelSpec.from_dict(
+    spec = parse_spec(
         make_model(case["family"], vision_heads=4, tied=case["tied"]).config.to_dict()
     )
     layout = make_layout(spec, world_size=case["world"], **case["layout"])
@@ -122,7 +122,7 @@ def test_activations_are_the_tensors_autograd_keeps(
     number: int, measured: list[dict[str, Any]]
 ) -> None:
     case = CASES[number]
-    spec = ModelSpec.from_dict(make_model(case["family"], vision_heads=4).config.to_dict())
+    spec = parse_spec(make_model(case["family"], vision_heads=4).config.to_dict())
     layout = make_layout(spec, world_size=case["world"], **case["layout"])
     model = memory.ActivationModel(
         spec,
@@ -143,7 +143,7 @@ def test_activations_are_the_tensors_autograd_keeps(
 
 
 def test_shards_of_all_ranks_are_the_parameters() -> None:
-    spec = ModelSpec.from_dict(make_model("qwen2_vl", tied=True).config.to_dict())
+    spec = parse_spec(make_model("qwen2_vl", tied=True).config.to_dict())
     layout = make_layout(spec, world_size=14, pipeline=2)
     for stage in range(2):
         sizes = memory.stage_parameters(spec, layout, stage)
@@ -152,7 +152,7 @@ def test_shards_of_all_ranks_are_the_parameters() -> None:
 
 def test_vision_on_cuda_keeps_rotated_copies_only_where_no_kernel_rotates() -> None:
     assert memory.FUSED_HEAD_DIMS == TILED_HEAD_DIMS
-    spec = ModelSpec.from_dict(make_model("qwen2_5_vl").config.to_dict())
+    spec = parse_spec(make_model("qwen2_5_vl").config.to_dict())
 
     def kept(heads: int, element: int) -> float:
         vision = replace(spec.vision, hidden_size=1280, num_heads=heads)

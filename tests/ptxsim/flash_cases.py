@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmkernels.attention import varlen_attention_reference
+from vlmkernels.attention.reference import varlen_attention_reference
 
 from .attention_cases import Case, assert_close, view
 from .device import Device

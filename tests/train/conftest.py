@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from vlmtrain.demo import photographs, run, tiny_model
+from vlmtrain.demo import command, photographs, tiny_model
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    return tiny_model.write_folder(tmp_path_factory.mktemp("model") / "tiny", run.training_texts())
+    return tiny_model.write_folder(
+        tmp_path_factory.mktemp("model") / "tiny", command.training_texts()
+    )
 
 
 @pytest.fixture(scope="session")

@@ -14,17 +14,17 @@ import torch.distributed as dist  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.parity.worker import gather_gradients, gradient  # noqa: E402
-from vlmtrain import device, launch  # noqa: E402
-from vlmtrain.checkpoint.hf_export import gathered  # noqa: E402
-from vlmtrain.checkpoint.hf_import import load_weights  # noqa: E402
-from vlmtrain.config import OptimizerSection  # noqa: E402
+from vlmtrain.checkpoint.hf.save import gathered  # noqa: E402
+from vlmtrain.checkpoint.load import load_weights  # noqa: E402
+from vlmtrain.core import device, launch  # noqa: E402
+from vlmtrain.core.config import LoaderSection, OptimizerSection  # noqa: E402
 from vlmtrain.data.index import scan_sources  # noqa: E402
-from vlmtrain.data.loader import PackedLoader  # noqa: E402
-from vlmtrain.data.packing import Policy  # noqa: E402
+from vlmtrain.data.loader import LoaderRank, PackedLoader  # noqa: E402
+from vlmtrain.data.packing.plan import Policy  # noqa: E402
 from vlmtrain.data.processor import Processor  # noqa: E402
-from vlmtrain.engine import Engine  # noqa: E402
-from vlmtrain.models.spec import ModelSpec  # noqa: E402
+from vlmtrain.models.family import read_spec  # noqa: E402
 from vlmtrain.parallel.layout import make_layout  # noqa: E402
+from vlmtrain.training.engine import Engine  # noqa: E402
 
 
 def main(path: Path) -> None:
@@ -34,21 +34,20 @@ def main(path: Path) -> None:
     backend = device.setup(process.local_rank)
     launch.connect(process, backend.process_group)
     size = dist.get_world_size()
-    spec = ModelSpec.from_folder(case["model"])
+    spec = read_spec(case["model"])
     processor = Processor.from_folder(case["model"], spec)
     index = scan_sources([case["data"]], processor, spec, case["pack_length"])
 
     def loader(policy: Policy, length: int, packs: int) -> PackedLoader:
-        place = {"dp_rank": dist.get_rank(), "dp_size": size}
         return PackedLoader(
             index,
             processor,
             spec,
+            LoaderSection(packing=policy, workers=0),
+            LoaderRank(dist.get_rank(), size),
             pack_length=length,
             global_batch=packs,
-            packing=policy,
             prefetch=False,
-            **place,
         )
 
     # A length with room for two samples a pack, at which every policy's epoch is a whole number of

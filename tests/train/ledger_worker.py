@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from tests.plan.megatron_worker import make_batch
-from vlmtrain import device
-from vlmtrain.config import OptimizerSection
-from vlmtrain.engine import Engine
-from vlmtrain.ledger import Ledger, Peak
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.core import device
+from vlmtrain.core.config import OptimizerSection
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 from vlmtrain.parallel.layout import make_layout
+from vlmtrain.plan.hardware import Peak
+from vlmtrain.telemetry.ledger import Ledger
+from vlmtrain.training.engine import Engine
 
 DELAY = 0.15
 PACKS = 3  # per replica
@@ -84,7 +86,7 @@ def run(case: dict[str, Any], spec: ModelSpec, backend: device.Backend) -> dict[
 def main() -> None:
     backend = device.setup()
     dist.init_process_group("gloo")
-    spec = ModelSpec.from_folder(Path(sys.argv[1]))
+    spec = read_spec(Path(sys.argv[1]))
     results = {name: run(case, spec, backend) for name, case in CASES.items()}
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")

@@ -4,46 +4,60 @@ of the media; what it gathers must be what a loader that decodes all hands out, 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from vlmtrain.data.batch import PackedBatch, empty_pack  # noqa: E402
+from vlmtrain.core.batch import PackedBatch, empty_pack  # noqa: E402
+from vlmtrain.core.config import LoaderSection  # noqa: E402
 from vlmtrain.data.index import scan_sources  # noqa: E402
-from vlmtrain.data.loader import PackedLoader, PixelShare  # noqa: E402
+from vlmtrain.data.loader import LoaderRank, PackedLoader  # noqa: E402
 from vlmtrain.data.processor import Processor  # noqa: E402
-from vlmtrain.models.spec import ModelSpec  # noqa: E402
-from vlmtrain.parallel.pixels import SharedPixels  # noqa: E402
+from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import make_layout  # noqa: E402
+from vlmtrain.parallel.pixel_sharing import SharedPixels  # noqa: E402
+from vlmtrain.parallel.step_inputs import StepInputs  # noqa: E402
 
 
 def main(path: Path) -> None:
     case = torch.load(path)
     dist.init_process_group("gloo")
     shared = SharedPixels(dist.group.WORLD)
-    spec = ModelSpec.from_folder(case["model"])
+    spec = read_spec(case["model"])
+    layout = replace(make_layout(spec, world_size=1), tensor=shared.size)
     processor = Processor.from_folder(case["model"], spec)
     index = scan_sources([case["data"]], processor, spec, 320)
 
-    def loader(dtype: torch.dtype, share: PixelShare | None = None) -> PackedLoader:
+    def loader(dtype: torch.dtype, decodes: Any = None) -> PackedLoader:
         return PackedLoader(
             index,
             processor,
             spec,
+            LoaderSection(workers=0),
+            LoaderRank(decodes=decodes, pixel_dtype=dtype),
             pack_length=320,
             global_batch=3,
             prefetch=False,
-            pixel_dtype=dtype,
-            pixel_share=share,
         )
 
+    def decodes(grids: Sequence[np.ndarray]) -> list[tuple[bool, ...]]:
+        return StepInputs(spec, layout, grids).decoded_by(dist.get_rank())
+
+    def gather(packs: list[PackedBatch]) -> list[PackedBatch]:
+        return shared.gather(StepInputs.of(spec, layout, packs), packs)
+
     for dtype in (torch.float32, torch.bfloat16):
-        part, whole = loader(dtype, shared.share), loader(dtype)
+        part, whole = loader(dtype, decodes), loader(dtype)
         for _ in range(part.steps_per_epoch):
             mine, wanted = part.next_step(), whole.next_step()
-            same(shared.gather(mine), wanted)
-            assert shared.gather(wanted) is wanted
+            same(gather(mine), wanted)
+            assert gather(wanted) is wanted
         decoded = torch.tensor([part.decoded, whole.decoded])
         dist.all_reduce(decoded)
         print(f"decoded {part.decoded} of {whole.decoded}")
@@ -51,7 +65,7 @@ def main(path: Path) -> None:
         assert 0 < part.decoded < whole.decoded
     nothing = empty_pack(64, 0, spec.vision.patch_dim, torch.float32)
     nothing.has_pixels = ()
-    (got,) = shared.gather([nothing])
+    (got,) = gather([nothing])
     assert got.pixel_values.shape == (0, spec.vision.patch_dim) and got.has_pixels is None
     dist.barrier()
     dist.destroy_process_group()

@@ -14,9 +14,9 @@ import pytest
 from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import options
 from vlmtrain import cli
-from vlmtrain.checkpoint import lock
-from vlmtrain.checkpoint.files import CheckpointError
-from vlmtrain.checkpoint.training import complete, find, go_on_from
+from vlmtrain.checkpoint.training.checkpoint import complete, find, go_on_from
+from vlmtrain.core import lock
+from vlmtrain.core.files import CheckpointError
 
 
 @pytest.fixture

@@ -15,16 +15,17 @@ from tests.ranks import free_port, run_ranks
 from tests.train.conftest import losses, options
 from vlmtrain import cli
 from vlmtrain.checkpoint import convert
-from vlmtrain.checkpoint.hf_files import HFWeights
-from vlmtrain.checkpoint.loadable import as_hf
+from vlmtrain.checkpoint.hf.files import HFWeights
 from vlmtrain.checkpoint.mapping import WeightError
-from vlmtrain.config import ParallelSection
-from vlmtrain.data.processor import IGNORE, Processor
-from vlmtrain.data.sharegpt import JsonSource
-from vlmtrain.data.videos import probe_media
+from vlmtrain.checkpoint.model_folder import as_hf
+from vlmtrain.core.batch import IGNORE
+from vlmtrain.core.config import ParallelSection
+from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.media.videos import probe_media
+from vlmtrain.data.processor import Processor
 from vlmtrain.evaluate.tasks import Scored, read_tasks, summary
 from vlmtrain.generate.model import Answerer, Sampling, load_transformers
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 ROOT = Path(__file__).parent
 # Two tensor-parallel ranks; dropout draws random numbers; adapters on the vision tower too, whose
@@ -44,7 +45,7 @@ LAYOUTS = {
 
 def reference(folder: Path, data: Path) -> tuple[float, int]:
     """Loss and target tokens by a plain transformers loop, one sample at a time, in float32."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     processor = Processor.from_folder(folder, spec)
     plain = load_transformers(folder, torch.float32)
     total, count = 0.0, 0
@@ -128,7 +129,7 @@ def two_ranks(model, conversations, questions, tmp_path_factory) -> Path:
     measure = ["evaluate", f"--data={conversations}", "--pack_length=100", "--loader.workers=0"]
     for name, layout in LAYOUTS.items():
         commands.append([*measure, f"--model={model}", f"--output={folder / name}", *layout])
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     split = convert.layout_for(spec, ParallelSection(tensor=2, pipeline=2))
     convert.to_megatron(model, folder / "megatron", split)
     convert.to_hf(folder / "megatron", folder / "back")
@@ -198,7 +199,7 @@ def test_adapters_merge_to_what_training_wrote(two_ranks, model, tmp_path) -> No
         convert.to_megatron(
             run / "checkpoints" / "step-00000003",
             tmp_path / "m",
-            convert.layout_for(ModelSpec.from_folder(model), ParallelSection()),
+            convert.layout_for(read_spec(model), ParallelSection()),
         )
 
 

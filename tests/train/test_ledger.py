@@ -16,14 +16,14 @@ from tests.parity.reference import make_model, save_model
 from tests.plan.megatron_worker import make_batch
 from tests.ranks import run_ranks
 from tests.train.ledger_worker import DELAY, PACKS
-from vlmtrain import ledger
-from vlmtrain.checkpoint import files
-from vlmtrain.config import TrainSection
-from vlmtrain.errors import UserError
-from vlmtrain.ledger import ROWS, Ranks, waterfall
-from vlmtrain.metrics import Metrics, check_wandb
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.plan import flops
+from vlmtrain.core import files
+from vlmtrain.core.config import TrainSection
+from vlmtrain.core.errors import UserError
+from vlmtrain.models import flops
+from vlmtrain.models.family import parse_spec
+from vlmtrain.telemetry import ledger
+from vlmtrain.telemetry.ledger import ROWS, Ranks, waterfall
+from vlmtrain.telemetry.metrics import Metrics, check_wandb
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_waiting_that_shows_up_in_the_optimizer() -> None:
 
 
 def test_totals_are_those_of_the_packs(seed: int) -> None:
-    spec = ModelSpec.from_dict(make_model("qwen2_5_vl").config.to_dict())
+    spec = parse_spec(make_model("qwen2_5_vl").config.to_dict())
     one = make_batch(spec, 60, [[1, 8, 12], [2, 4, 6], [1, 4, 4]])
     # the second medium becomes a video, of 2 frames in 12 tokens after the first's 24
     one.input_ids[24:36] = spec.video_token_id
@@ -166,7 +166,7 @@ def test_totals_are_those_of_the_packs(seed: int) -> None:
 
 def test_padding_and_utilization_of_a_row(measured: dict[str, Any]) -> None:
     """40 tokens of 50 count: the share of FLOPs that padding takes, and MFU below HFU."""
-    spec = ModelSpec.from_dict(make_model("qwen2_5_vl", vision_heads=4).config.to_dict())
+    spec = parse_spec(make_model("qwen2_5_vl", vision_heads=4).config.to_dict())
     useful = flops.count(spec, flops.Work.of([40], [[1, 8, 8]], spec.vision)).total
     padded = flops.count(spec, flops.Work.of([40, 10], [[1, 8, 8]], spec.vision)).total
     for step in measured["quiet replicas"]["rows"]:
@@ -217,7 +217,7 @@ def test_a_full_disk_keeps_the_record(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_times_of_a_clock() -> None:
-    from vlmtrain.timing import Clock
+    from vlmtrain.core.clock import Clock
 
     clock = Clock(cuda=False)
     with clock.span("a"):

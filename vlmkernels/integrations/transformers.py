@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from vlmkernels import scatter_visual, varlen_attention, visual_embedding, visual_index
 from vlmkernels._native import DTYPES
-from vlmkernels.vision_attention import rotate as turned
-from vlmkernels.vision_attention import rotated_attention
+from vlmkernels.attention.api import longest_segment, rotated_attention
+from vlmkernels.rotary import rotate
 
 NAME = "vlmkernels"
 
@@ -163,10 +163,10 @@ def _vision_attention(
     if position_embeddings is None:
         raise ValueError("position_embeddings is None; the vision tower must pass (cos, sin)")
     qkv = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
-    borders = cu_seqlens.to(torch.int32)
-    if borders.is_cuda and max_seqlen is None and not torch.compiler.is_compiling():
-        max_seqlen = _longest(cu_seqlens)
-    out = rotated_attention(qkv, _table(*position_embeddings), borders, longest=max_seqlen)
+    if cu_seqlens.is_cuda and max_seqlen is None and not torch.compiler.is_compiling():
+        max_seqlen = _max_seqlen(cu_seqlens)
+    table = _table(*position_embeddings)
+    out = rotated_attention(qkv, table, cu_seqlens.to(torch.int32), max_seqlen=max_seqlen)
     return self.proj(out.flatten(1))
 
 
@@ -187,23 +187,23 @@ def _check_rotation(attention: nn.Module) -> None:
     Raises:
         ValueError: it is another one.
     """
-    rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb_vision", None)
+    theirs = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb_vision", None)
     x = torch.linspace(-1, 1, 48, device="cpu").view(3, 2, 8)
     angles = torch.linspace(0, 3, 12, device="cpu").view(3, 4)
     cos, sin = (torch.cat((f, f), -1) for f in (angles.cos(), angles.sin()))
-    if rotate is None or not torch.allclose(rotate(x, x, cos, sin)[1], turned(x, _table(cos, sin))):
+    if theirs is None or not torch.allclose(theirs(x, x, cos, sin)[1], rotate(x, _table(cos, sin))):
         raise ValueError(
-            f"the vision tower's {type(attention).__name__} turns queries and keys in another way: "
-            "this version of transformers is not known; use enable(model, vision=False)"
+            f"the vision tower's {type(attention).__name__} rotates queries and keys in another "
+            "way: this version of transformers is not known; use enable(model, vision=False)"
         )
 
 
-def _longest(cu_seqlens: Tensor) -> int:
-    """The longest segment; the device is asked once for all layers that get the same borders."""
-    known = getattr(cu_seqlens, "_vlmkernels_longest", None)
+def _max_seqlen(cu_seqlens: Tensor) -> int:
+    """The longest segment; the device is asked once for all layers that get the same tensor."""
+    known = getattr(cu_seqlens, "_vlmkernels_max_seqlen", None)
     if known is None:
-        known = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
-        cu_seqlens._vlmkernels_longest = known  # type: ignore[attr-defined]
+        known = longest_segment(cu_seqlens)
+        cu_seqlens._vlmkernels_max_seqlen = known  # type: ignore[attr-defined]
     return known
 
 
@@ -311,8 +311,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, S, D], key and value [B, Hkv, K, D] -> [B, S, H, D].
 
-    attention_mask: None: causal; int32 [n + 1], from `_mask`: borders of segments of the flattened
-    batch, causal in each; else transformers' mask, for its sdpa.
+    attention_mask: None: causal; int32 [n + 1], from `_mask`: cu_seqlens of segments of the
+    flattened batch, causal in each; else transformers' mask, for its sdpa.
     """
     batch, _, length, head_dim = query.shape
     segments = attention_mask is not None and attention_mask.dim() == 1
@@ -335,12 +335,13 @@ def _attention(
         )
     if segments:
         assert attention_mask is not None
-        borders, longest = attention_mask, _longest(attention_mask) if query.is_cuda else None
+        cu_seqlens = attention_mask
+        max_seqlen = _max_seqlen(attention_mask) if query.is_cuda else None
     else:
-        borders = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
-        longest = length
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+        max_seqlen = length
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = varlen_attention(q, k, v, borders, max_seqlen=longest, causal=True, scale=scaling)
+    out = varlen_attention(q, k, v, cu_seqlens, max_seqlen=max_seqlen, causal=True, scale=scaling)
     return out.view(batch, length, *out.shape[1:]), None  # unflatten: not on Python 3.10, compiled
 
 
@@ -402,10 +403,10 @@ def _add_padded(start: Tensor, real: Tensor) -> bool:
     return bool((runs <= 1).all())
 
 
-def _block_mask(borders: Tensor, batch: int, length: int) -> Tensor:
+def _block_mask(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
     """bool [B, 1, S, S] of segments: for sdpa, where dropout is asked for."""
-    places = torch.arange(batch * length, device=borders.device)
-    segment = torch.bucketize(places, borders[1:], right=True).view(batch, length)
+    positions = torch.arange(batch * length, device=cu_seqlens.device)
+    segment = torch.bucketize(positions, cu_seqlens[1:], right=True).view(batch, length)
     return (segment[:, :, None] == segment[:, None, :]).tril()[:, None]
 
 

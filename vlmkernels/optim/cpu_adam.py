@@ -13,80 +13,81 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vlmkernels._native import describe
+from vlmkernels._native import DTYPES, describe
 
-from . import blockwise
-from . import moments as held
-from .moments import EIGHT_BIT
 from .native import (
+    GRADIENTS,
     Rows,
     check_gradient,
     check_hyperparameters,
     check_nonfinite,
-    fill_groups,
     is_dense,
     is_host,
     is_step,
     overlap,
     sum_of_squares,
 )
+from .state import (
+    check_moments,
+    check_shapes,
+    ensure_moments,
+    fill_groups,
+    moment_keys,
+    moment_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class _Known:
-    """A parameter whose tensors were checked, and the row that they make."""
+    """A parameter whose tensors were checked, and the row that they make, but for the gradient."""
 
     __slots__ = (
-        *("param", "grad", "keys", "exp_avg", "exp_avg_sq", "scales", "step", "key", "row"),
-        "written",
+        *("contiguous", "memory", "moment_type", "param", "pointers", "row", "shape", "state"),
+        "stride",
     )
 
     def __init__(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        low: Tensor | None,
-        keys: tuple[str, str],
+        self, param: Tensor, state: dict[str, Any], low: Tensor | None, keys: tuple[str, ...]
     ) -> None:
-        self.param = param
-        self.grad = weakref.ref(grad)  # zero_grad is to free its memory
-        self.keys = keys
-        self.exp_avg, self.exp_avg_sq = (state[key] for key in keys)
-        coded = keys is held.CODES
-        self.scales = (state[held.SCALES[0]], state[held.SCALES[1]]) if coded else None
-        self.step = state["step"]
-        self.written = (param,) if low is None else (param, low)
-        self.key, self.row = Rows.make(
-            param, grad, self.exp_avg, self.exp_avg_sq, self.step, low, 0, self.scales
+        self.param, self.shape, self.stride = param, param.shape, param.stride()
+        self.contiguous = param.is_contiguous()  # quicker to ask for than strides
+        self.state = [(key, state[key]) for key in ("step", *keys)]
+        tensors = [param, *(x for _, x in self.state), *([] if low is None else [low])]
+        self.pointers = [(x, x.data_ptr()) for x in tensors]
+        # As long as it is there no other tensor can lie at the same address.
+        self.memory = [x.detach() for x in tensors]
+        exp_avg, exp_avg_sq, scales = moment_tensors(state)
+        (_, self.moment_type), self.row = Rows.make(
+            param, param, exp_avg, exp_avg_sq, state["step"], low, 0, scales
         )
 
-    def holds(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> bool:
+    def ordered(self, x: Tensor) -> bool:
+        """Whether a tensor of this shape has its elements in the parameter's order."""
+        return x.is_contiguous() if self.contiguous else x.stride() == self.stride
+
+    def holds(self, param: Tensor, state: dict[str, Any]) -> bool:
         """Whether these are the same tensors, and lie where they did."""
-        row = self.row
-        return (
-            self.param is param
-            and param.data_ptr() == row[0]
-            and grad.data_ptr() == row[1]
-            and grad is self.grad()
-            and self.exp_avg.data_ptr() == row[2]
-            and self.exp_avg_sq.data_ptr() == row[3]
-            and self.step.data_ptr() == row[5]
-            and self.exp_avg is state.get(self.keys[0])
-            and self.exp_avg_sq is state.get(self.keys[1])
-            and self.step is state.get("step")
-            and (self.scales is None or self.scales[0] is state.get(held.SCALES[0]))
-            and (self.scales is None or self.scales[1] is state.get(held.SCALES[1]))
-        )
+        if (
+            self.param is not param
+            or param.shape != self.shape
+            or not self.ordered(param)
+            or param.dtype is not torch.float32
+        ):
+            return False
+        for key, value in self.state:
+            if state.get(key) is not value:
+                return False
+        for x, pointer in self.pointers:
+            if x.data_ptr() != pointer:
+                return False
+        return True
 
 
 class CPUAdam(torch.optim.Optimizer):
@@ -136,7 +137,7 @@ class CPUAdam(torch.optim.Optimizer):
         nonfinite: Literal["propagate", "skip"] = "propagate",
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
-        held.check_type(moments)
+        check_moments(moments)
         check_nonfinite(nonfinite)
         self.moments = moments
         self.nonfinite = nonfinite
@@ -157,7 +158,7 @@ class CPUAdam(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if param.dtype != torch.float32 or param.device.type != "cpu" or not is_dense(param):
+            if not _is_usable(param):
                 self.param_groups.pop()
                 raise ValueError(
                     f"a parameter is {describe(param)} with strides {tuple(param.stride())}; "
@@ -181,13 +182,7 @@ class CPUAdam(torch.optim.Optimizer):
             self._low.pop(param, None)
             self._known = []
             return
-        if (
-            copy.dtype != torch.bfloat16
-            or copy.shape != param.shape
-            or copy.stride() != param.stride()
-            or not is_host(copy)
-            or overlap(copy, param)
-        ):
+        if not _is_copy(copy, param):
             raise ValueError(
                 f"copy is {describe(copy)} with strides {tuple(copy.stride())}; it must be "
                 f"bfloat16 {list(param.shape)} on cpu with strides {tuple(param.stride())}, in "
@@ -209,13 +204,12 @@ class CPUAdam(torch.optim.Optimizer):
         for param, values in self.state.items():
             if "step" in values:  # Megatron loads one tensor for all parameters
                 values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
-            held.check_loaded(values, param)
+            check_shapes(values, param)
 
     def grad_norm(self) -> float:
         """The L2 norm of all gradients, in one pass; infinite or NaN where a gradient is."""
         grads = [self._gradient(p) for group in self.param_groups for p in group["params"]]
-        held = [g for g in grads if g is not None]
-        dense = [g if is_dense(g) else g.contiguous() for g in held]
+        dense = [g if is_dense(g) else g.contiguous() for g in grads if g is not None]
         return math.sqrt(sum_of_squares(dense))
 
     @torch.no_grad()
@@ -271,10 +265,10 @@ class CPUAdam(torch.optim.Optimizer):
         since those copied to another layout must outlive the native calls, and what a step changes
         of the model into `written`.
 
-        With thousands of small tensors Python takes longer than the arithmetic: what was checked at
-        the last step and is the same objects at the same addresses is not looked at again (a
-        third of the time). `seen` holds the addresses of the steps met so far: a loader may have
-        given one step tensor to several parameters, which would then count every update of each.
+        With thousands of small tensors Python takes longer than the arithmetic: a state that was
+        checked at the last step and is the same tensors at the same addresses is not looked at
+        again. `seen` holds the addresses of the steps met so far: a loader may have given one step
+        tensor to several parameters, which would then count every update of each.
         """
         params, rows, states = self.param_groups[number]["params"], Rows(), self.state
         if len(self._known) <= number or len(self._known[number]) != len(params):
@@ -289,44 +283,75 @@ class CPUAdam(torch.optim.Optimizer):
                 if grad is None:
                     continue
             state, entry = states.get(param), known[i]
-            if entry is None or state is None or not entry.holds(param, grad, state):
-                grad, entry = self._check(param, grad)
-                known[i] = entry
-            if entry.row[5] in seen:
-                self.state[param]["step"] = entry.step.clone()
-                grad, entry = self._check(param, grad)
-                known[i] = entry
-            seen.add(entry.row[5])
+            if entry is None or state is None or not entry.holds(param, state):
+                entry = known[i] = self._check(param)
+            row = entry.row
+            if row[5] in seen:
+                states[param]["step"] = states[param]["step"].clone()
+                entry = known[i] = self._check(param)
+                row = entry.row
+            seen.add(row[5])
+            if (
+                grad.dtype not in GRADIENTS
+                or grad.shape != entry.shape
+                or grad.layout is not torch.strided
+                or not grad.is_cpu
+            ):
+                check_gradient(param, grad)
+            if not entry.ordered(grad):  # the native step walks through memory, not indices
+                grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+            pointer = grad.data_ptr()
+            if pointer == row[0] and row[6]:
+                raise ValueError(
+                    f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs its "
+                    "own"
+                )
             keep.append(grad)
-            written += entry.written
-            rows.append(entry.key, entry.row)
+            written.append(param)
+            if row[4]:
+                written.append(self._low[param])
+            if pointer != row[1]:
+                row = entry.row = (row[0], pointer, *row[2:])
+            rows.append((DTYPES[grad.dtype], entry.moment_type), row)
         return rows
 
-    def _check(self, param: Tensor, grad: Tensor) -> tuple[Tensor, _Known]:
-        """The gradient in the parameter's memory layout, perhaps a copy, and the row."""
-        check_gradient(param, grad)
-        stride = param.stride()
-        if grad.stride() != stride:  # the native step walks through memory, not indices
-            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        elif grad.data_ptr() == param.data_ptr() and grad.numel():
+    def _check(self, param: Tensor) -> _Known:
+        """The row of the parameter and its state, which is made where there is none."""
+        if not _is_usable(param):
             raise ValueError(
-                f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs its own"
+                f"{self._name(param)} is {describe(param)} with strides {_strides(param)} now; it "
+                "must be float32 on cpu, without gaps in memory, as when it came to CPUAdam"
             )
-        state = self.state[param]
-        if not is_step(state.get("step")) or not self._holds_moments(state, stride, param.numel()):
-            if not is_step(state.get("step")):
-                state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
-            held.fit(state, self.moments, partial(torch.empty_like, param))
-        keys = held.CODES if self.moments == EIGHT_BIT else held.KEYS
-        return grad, _Known(param, grad, state, self._low.get(param), keys)
+        state, low = self.state[param], self._low.get(param)
+        if low is not None and not _is_copy(low, param):
+            raise ValueError(
+                f"the low-precision copy of {self._name(param)} is {describe(low)} with strides "
+                f"{_strides(low)} now, for {describe(param)} with strides {_strides(param)}; give "
+                "set_low_precision another"
+            )
+        ensure_moments(state, self.moments, param, param.device, lambda: self._name(param))
+        if not is_step(state.get("step")):
+            state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
+        return _Known(param, state, low, moment_keys(self.moments))
 
-    def _holds_moments(self, state: dict[str, Any], stride: tuple[int, ...], numel: int) -> bool:
-        if self.moments == EIGHT_BIT:
-            for key in held.SCALES:
-                scales = state.get(key)
-                if scales is None or scales.dtype != torch.float32 or not scales.is_contiguous():
-                    return False
-                if scales.numel() != blockwise.num_blocks(numel):
-                    return False
-            return all(held.is_like(state.get(key), EIGHT_BIT, stride) for key in held.CODES)
-        return all(held.is_like(state.get(key), self.moments, stride) for key in held.KEYS)
+    def _name(self, param: Tensor) -> str:
+        params = (p for group in self.param_groups for p in group["params"])
+        return f"parameter {next(i for i, p in enumerate(params) if p is param)}"
+
+
+def _is_usable(param: Tensor) -> bool:
+    return param.dtype == torch.float32 and is_host(param) and is_dense(param)
+
+
+def _is_copy(copy: Tensor, param: Tensor) -> bool:
+    return (
+        copy.dtype == torch.bfloat16
+        and copy.shape == param.shape
+        and copy.stride() == param.stride()
+        and is_host(copy)
+        and not overlap(copy, param)
+    )
+
+
+def _strides(x: Tensor) -> str:
+    return str(tuple(x.stride())) if x.layout == torch.strided else str(x.layout)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import blockwise
-from . import moments as held
 from .native import Rows, sum_of_squares
+from .state import CODES, moment_tensors
 
 # Elements whose gradients are widened to float32 at a time.
 _WIDENED = 64 << 20
@@ -32,7 +32,7 @@ def step_on_device(
         _native(group, params, masters, states, scale)
         return
     # Coding takes several times the memory of the moments themselves.
-    limit = _WIDENED // 8 if held.CODES[0] in states[0] else _WIDENED
+    limit = _WIDENED // 8 if CODES[0] in states[0] else _WIDENED
     for part in _parts(params, limit):
         _fused(group, params[part], masters[part], states[part], scale)
 
@@ -51,7 +51,7 @@ def _native(
         assert param.grad is not None
         grad = param.grad.contiguous()
         keep.append(grad)  # until the native call
-        exp_avg, exp_avg_sq, scales = held.tensors(state)
+        exp_avg, exp_avg_sq, scales = moment_tensors(state)
         rows.add(master, grad, exp_avg, exp_avg_sq, state["step"], low, 0, scales)
     rows.step(group, scale)
     for param, master in zip(params, masters, strict=True):
@@ -114,14 +114,14 @@ def _fused(
 
 def _widened(state: dict[str, Any], n: int) -> Tensor:
     """exp_avg (n is 0) or exp_avg_sq in float32: the state's own memory where it is that."""
-    *moments, scales = held.tensors(state)
+    *moments, scales = moment_tensors(state)
     if scales is None:
         return moments[n].float()
     return blockwise.dequantize(moments[n], scales[n], signed=n == 0)
 
 
 def _narrow(state: dict[str, Any], n: int, moment: Tensor) -> None:
-    *moments, scales = held.tensors(state)
+    *moments, scales = moment_tensors(state)
     if scales is not None:
         codes, scale = blockwise.quantize(moment, signed=n == 0)
         moments[n].copy_(codes)

@@ -7,7 +7,7 @@ import copy
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -17,37 +17,31 @@ from torch import Tensor
 
 from vlmkernels._native import describe
 
-from . import moments as held
-from .arena import PinnedArena
 from .device_step import norm, step_on_device
-from .native import check_gradient, check_hyperparameters, check_nonfinite, fill_groups
-from .offload import Offload, Shard
-from .transfer import Transfers, transfers_for
-
-#: Chooses what goes to the host: of these parameters, in the order given, as many as fit.
-Policy = Literal["largest", "last_used"] | Callable[[Sequence[Tensor]], Iterable[int]]
-
-
-def choose(params: Sequence[Tensor], fraction: float, order: Iterable[int]) -> set[int]:
-    """Numbers of the parameters to offload: taken in `order` as long as they fit in `fraction` of
-    all bytes, so that at most that much is offloaded, and all of it for 1."""
-    budget = round(fraction * sum(p.numel() for p in params))
-    chosen = set()
-    for i in order:
-        if params[i].numel() <= budget:
-            chosen.add(i)
-            budget -= params[i].numel()
-    return chosen
+from .host_step import HostStep, Shard
+from .masters import Masters, is_own_master
+from .native import check_gradient, check_hyperparameters, check_nonfinite, is_step
+from .placement import Policy, check_fraction, check_policy, preference, relocate
+from .state import (
+    ALL_MOMENTS,
+    check_moments,
+    copy_moments,
+    ensure_moments,
+    fit_moments,
+    load_groups,
+    state_bytes,
+)
+from .transfer import Transfers
 
 
 class HybridDeviceOptimizer(torch.optim.Optimizer):
     """AdamW that keeps a share of its state, 12 bytes a bfloat16 parameter, in host memory.
 
-    Everywhere a torch.optim.Optimizer can be used. Gradients of offloaded parameters start down
-    during the backward pass, are stepped by the processor in buckets, and the new values of a
-    bucket go up while the next is stepped; the parameters left on the device are stepped there in
-    the meantime. On a machine without a GPU the same happens with copies in host memory, and any
-    `offload_fraction` gives the same bits.
+    Can be used wherever a torch.optim.Optimizer can. Gradients of offloaded parameters are copied
+    to the host, all at once, and stepped by the processor in buckets as they arrive; a bucket's new
+    values are copied back while the next is stepped. Parameters left on the device are stepped
+    there in the meantime. On a machine without a GPU the same happens with copies in host memory,
+    and any `offload_fraction` gives the same bits.
 
     Each bfloat16 parameter has one float32 master copy; a float32 parameter is its own (offloaded,
     it has a copy in host memory). Masters are taken from the model at the first step, never at
@@ -60,18 +54,23 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         lr, betas, eps, weight_decay, decoupled: as in CPUAdam; every group may have its own.
         offload_fraction: share of the parameters' elements whose state is in host memory.
         policy: which ones. "largest": largest first. "last_used": those used last in the forward
-            pass first, whose gradients come first and have the longest time to come down; the order
-            is observed in the first backward pass, the reverse of registration before. Or a
+            pass first, whose gradients come first and have the longest time for their copies; the
+            order is observed in the first backward pass, the reverse of registration before. Or a
             function from the list of parameters to their numbers in order of preference.
         max_norm: clip gradients to this global L2 norm; None: don't. They are not written.
         nonfinite: "propagate", or "skip" steps in which a gradient is not finite; see CPUAdam.
         moments: torch.float32, torch.bfloat16 or torch.uint8; see CPUAdam.
-        overlap: start gradients down by hooks during backward. With gradient accumulation wrap all
-            backward passes but the last in `accumulating()`, else each sends its gradients.
-        in_backward: step an offloaded parameter as soon as its gradient is down, in a thread of
+        overlap: start the gradients' copies by hooks during backward, not in `step()`. For those
+            who know all that happens to gradients in between: a change that bumps their version
+            is seen, and they are sent again; one that doesn't is not, and the step takes what they
+            were (`.data`, numpy, `torch.amp.GradScaler`, `dist.all_reduce(p.grad)`,
+            DistributedDataParallel's buckets). With gradient accumulation wrap all backward
+            passes but the last in `accumulating()`, else each sends its gradients.
+        in_backward: step an offloaded parameter as soon as its gradient is there, in a thread of
             its own, while the backward pass goes on; `step()` does the rest. Each backward pass
             outside `accumulating()` then belongs to one step, with the learning rate of that
-            moment; gradients can't be changed in between, clipped or skipped.
+            moment; gradients can't be changed in between, clipped or skipped. Implies `overlap`,
+            with what is said there.
         bucket_bytes: of gradients stepped at a time.
         transfers: the copies; None: CUDA streams or plain copies, as the device needs.
 
@@ -83,7 +82,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         ValueError: a setting, parameter, gradient or loaded state that doesn't fit.
     """
 
-    _optimizer_load_state_dict_pre_hooks: OrderedDict[int, Any]
     _optimizer_load_state_dict_post_hooks: OrderedDict[int, Any]
 
     def __init__(
@@ -100,23 +98,22 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         nonfinite: Literal["propagate", "skip"] = "propagate",
         moments: torch.dtype = torch.float32,
-        overlap: bool = True,
+        overlap: bool = False,
         in_backward: bool = False,
         bucket_bytes: int = 32 << 20,
         transfers: Transfers | None = None,
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
-        held.check_type(moments)
+        check_moments(moments)
         check_nonfinite(nonfinite)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it must be above 0, or None")
-        if not callable(policy) and policy not in ("largest", "last_used"):
-            raise ValueError(f"policy is {policy!r}; it must be 'largest', 'last_used' or callable")
-        if in_backward and (max_norm is not None or nonfinite != "propagate" or not overlap):
+        check_policy(policy)
+        if in_backward and (max_norm is not None or nonfinite != "propagate"):
             raise ValueError(
-                f"in_backward is True with max_norm {max_norm}, nonfinite {nonfinite!r} and "
-                f"overlap {overlap}; to step before all gradients are known it needs max_norm "
-                "None, nonfinite 'propagate' and overlap True"
+                f"in_backward is True with max_norm {max_norm} and nonfinite {nonfinite!r}; to "
+                "step before all gradients are known it needs max_norm None and nonfinite "
+                "'propagate'"
             )
         self.max_norm, self.nonfinite, self.moments = max_norm, nonfinite, moments
         self.policy = policy
@@ -124,19 +121,14 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self.last_grad_norm: float | None = None
         #: Steps that changed nothing because a gradient was not finite.
         self.skipped_steps = 0
-        self._fraction = _checked_fraction(offload_fraction)
-        self._overlap, self._in_backward = overlap, in_backward
+        self._fraction = check_fraction("offload_fraction", offload_fraction)
+        self._overlap, self._in_backward = overlap or in_backward, in_backward
         self._group_of: dict[Tensor, int] = {}
-        self._bucket_bytes = bucket_bytes
-        self._transfers = transfers
-        self._offload: Offload | None = None
+        self._host = HostStep(transfers, bucket_bytes)
+        self._masters = Masters(self._host)
         self._offloaded: set[Tensor] = set()
-        self._shards: dict[Tensor, Shard] = {}
-        self._versions: dict[Tensor, int] = {}  # of each parameter, as the last step left it
-        self._arrival: dict[Tensor, None] = {}
+        self._arrival: dict[Tensor, None] = {}  # parameters in the order their gradients came
         self._hooks: dict[Tensor, Any] = {}
-        self._unchecked = False  # loaded masters were not compared with the model yet
-        self._unread: set[Tensor] = set()  # masters a load took from a model that may change yet
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -146,13 +138,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    # ---- parameters and their places -------------------------------------------------------------
+    # ---- placement -------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        every = self._params()  # groups may be empty
+        params = self._params()  # groups may be empty
         for param in self.param_groups[-1]["params"]:
-            device = every[0].device
+            device = params[0].device
             if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
                 self.param_groups.pop()
                 raise ValueError(
@@ -160,11 +152,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 )
         last = len(self.param_groups) - 1
         self._group_of.update(dict.fromkeys(self.param_groups[-1]["params"], last))
-        if self._offload is None and every:
-            device = every[0].device
-            transfers = self._transfers or transfers_for(device)
-            arena = PinnedArena(pin=device.type == "cuda")
-            self._offload = Offload(transfers, arena, self._bucket_bytes)
+        if params:
+            self._host.connect(params[0].device)
         self.set_offload_fraction(self._fraction)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,49 +178,26 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         those already moved have moved, all state is where it was or at its new place, and training
         can go on.
         """
-        fraction = _checked_fraction(fraction)
+        fraction = check_fraction("offload_fraction", fraction)
         self._check_whole("set_offload_fraction")
         params = self._params()
-        if callable(self.policy):
-            order: Iterable[int] = self.policy(params)
-        elif self.policy == "largest":
-            order = sorted(range(len(params)), key=lambda i: -params[i].numel())
-        else:
-            came = {p: i for i, p in enumerate(self._arrival)}
-            order = sorted(range(len(params)), key=lambda i: (came.get(params[i], len(came)), -i))
-        chosen = {params[i] for i in choose(params, fraction, order)}
+        order = preference(params, self.policy, self._arrival)
         self._fraction = fraction
-        for param in params:
-            if (param in chosen) != (param in self._offloaded):
-                self._move(param, to_host=param in chosen)
+        relocate(params, fraction, order, self._offloaded, lambda i, to: self._move(params[i], to))
 
     def _move(self, param: Tensor, to_host: bool) -> None:
         state = self.state.get(param)
-        moved: dict[str, Tensor] = {}
-        shard = None
         if state:
-            if param in self._shards:
-                self._engine.forget([self._shards[param]])
+            self._check_unchanged(param, state)
+            old = self._host.shards.get(param)
+            if old is not None:
+                self._host.forget([old])
             device = torch.device("cpu") if to_host else param.device
-            keys = held.keys(self.moments)
-            moved = {key: state[key].to(device, copy=True) for key in keys}
-            if to_host:
-                shard = self._engine.shard(param, state, param.dtype)
-                shard.master.copy_(self._master(param))
-                if shard.rounds:
-                    moved["master"] = shard.master
-            elif not _is_own_master(param):
-                moved["master"] = self._master(param).to(device, copy=True)
-        # All memory is there: nothing fails from here on.
-        self._place(param, to_host)
-        if state:
-            state.pop("master", None)
-            state.update(moved)
-        if shard is not None:
-            self._shards[param] = shard
-
-    def _place(self, param: Tensor, to_host: bool) -> None:
-        self._shards.pop(param, None)
+            moments = copy_moments(state, self.moments, param.shape, device)
+            master, shard = self._make_master(param, state, to_host, self._masters.of(param))
+            # All memory is there: nothing fails from here on.
+            state.update(moments)
+            self._put_master(param, state, master, shard)
         hook = self._hooks.pop(param, None)
         if hook is not None:
             hook.remove()
@@ -239,86 +205,93 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             self._offloaded.discard(param)
             return
         self._offloaded.add(param)
-        if self._overlap and param.requires_grad and param.is_leaf:
+        wanted = self._overlap or self.policy == "last_used"
+        if wanted and param.requires_grad and param.is_leaf:
             me = weakref.ref(self)
 
             def start(param: Tensor) -> None:
                 optimizer = me()
-                if optimizer is not None and optimizer._overlap:
-                    optimizer._begin(param)
+                if optimizer is not None:
+                    optimizer._accumulated(param)
 
             self._hooks[param] = param.register_post_accumulate_grad_hook(start)
 
-    @property
-    def _engine(self) -> Offload:
-        assert self._offload is not None
-        return self._offload
+    def _make_master(
+        self, param: Tensor, state: dict[str, Any], to_host: bool, value: Tensor
+    ) -> tuple[Tensor | None, Shard | None]:
+        """A master with this value in its own memory, None for the parameter itself."""
+        if to_host:
+            shard = self._host.make_shard(param, state, param.dtype, value)
+            return shard.master, shard
+        if is_own_master(param):
+            return None, None
+        return torch.empty(param.shape, dtype=torch.float32, device=param.device).copy_(value), None
+
+    def _put_master(
+        self, param: Tensor, state: dict[str, Any], master: Tensor | None, shard: Shard | None
+    ) -> None:
+        self._host.drop(param)
+        state.pop("master", None)
+        if shard is not None:
+            self._host.shards[param] = shard
+        if master is not None and (shard is None or shard.rounds):
+            state["master"] = master
+        self._masters.put(param, master)
+
+    def _ready(self, param: Tensor) -> None:
+        """Makes the parameter's state from the model's value where there is none yet.
+
+        Raises:
+            ValueError: parameter, gradient or state are no longer what they were when the state was
+                made: kernels get addresses, and would read and write other memory.
+        """
+        state = self.state.get(param) or {}
+        if "step" in state:
+            self._check_unchanged(param, state)
+        else:
+            self._prepare(param)
+        assert param.grad is not None
+        check_gradient(param, param.grad)
+
+    def _check_unchanged(self, param: Tensor, state: dict[str, Any]) -> None:
+        changed = self._masters.changed(param, state.get("master"))
+        if changed is not None:
+            raise ValueError(changed.format(self._name(param)))
+        # Of the parameter's strides where it is its own master, which is contiguous.
+        like = self._masters.copies.get(param, param)
+        ensure_moments(state, self.moments, like, like.device, lambda: self._name(param))
+        if not is_step(state["step"]):
+            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+
+    def _name(self, param: Tensor) -> str:
+        return f"parameter {next(i for i, p in enumerate(self._params()) if p is param)}"
+
+    def _prepare(self, param: Tensor) -> dict[str, Any]:
+        """A state from the model's value; moments that are there already are kept."""
+        state = self.state[param]
+        to_host = param in self._offloaded
+        device = torch.device("cpu") if to_host else param.device
+        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        fit_moments(state, self.moments, partial(torch.empty, param.shape, device=device))
+        self._put_master(param, state, *self._make_master(param, state, to_host, param.detach()))
+        self._masters.written([param])
+        return state
 
     def memory(self) -> dict[str, int]:
         """Bytes: host_state (moments and masters in host memory), pinned (page-locked, of them in
         use), pinned_peak (most that was reserved), device_state."""
-        found = {"host_state": 0, "device_state": 0}
-        for param, state in self.state.items():
-            place = "host_state" if param in self._offloaded else "device_state"
-            kept = [state[k] for k in (*held.keys(self.moments), "master") if k in state]
-            if param in self._shards and param.dtype == torch.float32:
-                kept.append(self._shards[param].master)
-            found[place] += sum(x.numel() * x.element_size() for x in kept)
-        if self._offload is None:  # no parameter yet
-            return {**found, "pinned": 0, "pinned_peak": 0}
-        pinned = self._engine.pinned
-        return {**found, "pinned": pinned.used_bytes, "pinned_peak": pinned.peak_bytes}
+        device = sum(state_bytes(s) for p, s in self.state.items() if p not in self._offloaded)
+        return {**self._host.memory(), "device_state": device}
 
     # ---- masters ---------------------------------------------------------------------------------
-
-    def _prepare(self, param: Tensor) -> dict[str, Any]:
-        """The parameter's state, made from the model's value where there is none yet; moments that
-        are there are kept."""
-        state = self.state[param]
-        if "step" in state:
-            return state
-        offloaded = param in self._offloaded
-        device = torch.device("cpu") if offloaded else param.device
-        state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        held.fit(state, self.moments, partial(torch.empty, param.shape, device=device))
-        if offloaded:
-            shard = self._shards[param] = self._engine.shard(param, state, param.dtype)
-            if shard.rounds:
-                state["master"] = shard.master
-        elif not _is_own_master(param):
-            state["master"] = param.detach().float().contiguous()
-        self._versions[param] = param._version
-        return state
-
-    def _master(self, param: Tensor) -> Tensor:
-        if param in self._shards:
-            return self._shards[param].master
-        return self.state[param].get("master", param.detach())
 
     def sync_from_model(self, params: Iterable[Tensor] | None = None) -> None:
         """Take the model's values (of all parameters, or these) as the masters: after its weights
         were changed by other means than this optimizer."""
-        for param in self._params() if params is None else list(params):
-            if param in self._shards:
-                self._engine.read_master(self._shards[param])
-            elif "master" in self.state.get(param, {}):
-                self.state[param]["master"].copy_(param.detach())
-            self._versions[param] = param._version
         if params is None:
-            self._unchecked = False
-
-    def _read_unread(self) -> None:
-        if self._unread:
-            self.sync_from_model(self._unread)
-            self._unread = set()
-
-    def _stale(self, param: Tensor) -> bool:
-        """Whether the master, rounded to the parameter's type, is another value than its."""
-        if not self.state.get(param):
-            return False
-        rounded = self._master(param).to(param.dtype)
-        same = param.detach().to(rounded.device) == rounded
-        return not bool((same | (rounded != rounded)).all())
+            self._masters.sync_all(self._params())
+        else:
+            self._masters.sync(params)
 
     def check_masters(self) -> None:
         """Compare every master, rounded, with the model: one copy of the parameters to the host.
@@ -326,70 +299,51 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: they differ; names the parameters.
         """
-        self._read_unread()
-        numbers = [str(i) for i, p in enumerate(self._params()) if self._stale(p)]
-        if numbers:
-            raise RuntimeError(
-                f"{len(numbers)} parameters differ from the optimizer's master copies (numbers "
-                f"{', '.join(numbers[:8])}): load the weights that were saved with this optimizer "
-                "state, or call sync_from_model() to go on from the model's"
-            )
-        self._unchecked = False
+        self._masters.check(self._params())
 
     # ---- the step --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """For backward passes whose gradients will be added to: nothing is sent down yet."""
+        """For backward passes whose gradients will be added to: nothing is copied yet."""
         before, self._overlap = self._overlap, False
         try:
             yield
         finally:
             self._overlap = before
 
-    def _begin(self, param: Tensor) -> None:
-        if param.grad is None:
-            return
-        _check_gradient(param)
-        self._prepare(param)
+    def _accumulated(self, param: Tensor) -> None:
+        """A backward pass has the parameter's gradient."""
         self._arrival.setdefault(param)
-        shard = self._shards[param]
+        if param.grad is None or not self._overlap:
+            return
+        self._ready(param)
+        shard = self._host.shards[param]
         with torch.no_grad():
             if not self._in_backward:
-                self._engine.begin(shard, param.grad)
+                self._host.begin(shard, param.grad)
                 return
-            if shard in self._engine.early:
+            if shard in self._host.early:
                 raise RuntimeError(
                     "a second backward pass adds to a gradient that was stepped in the first: call "
                     "step() after each, or wrap all but the last in accumulating()"
                 )
-            self._check_loaded()
-            self._follow_model(param)
-            self._engine.begin(shard, param.grad)
-            self._engine.step_soon(self.param_groups[self._group_of[param]], shard)
-
-    def _check_loaded(self) -> None:
-        """At the first step after a load."""
-        self._read_unread()
-        if self._unchecked:
-            self.check_masters()
-
-    def _follow_model(self, param: Tensor) -> None:
-        if param._version != self._versions[param] and self._stale(param):
-            self.sync_from_model([param])
+            self._masters.check_after_load(self._params())
+            self._masters.follow(param)
+            self._host.begin(shard, param.grad)
+            self._host.step_soon(self.param_groups[self._group_of[param]], shard)
 
     def _check_whole(self, what: str) -> None:
-        if self._offload is not None and self._engine.early:
+        if self._host.early:
             raise RuntimeError(
                 f"{what} can't come between a backward pass that made part of the step "
                 "(in_backward=True) and step(): call step() first"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; gradients on their way down are dropped."""
+        """As in torch; gradients that were sent to the host are dropped."""
         self._check_whole("zero_grad")
-        if self._shards:
-            self._engine.forget(list(self._shards.values()))
+        self._host.forget(self._host.shards.values())
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -411,46 +365,42 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._offload is None:  # no parameter yet
-            return loss
         early = self._check_early(grad_scale, found_inf)
         if not early:
-            self._check_loaded()
+            self._masters.check_after_load(self._params())
         on_device: list[tuple[dict[str, Any], list[Tensor]]] = []
         on_host: list[tuple[dict[str, Any], Shard]] = []
         grads: list[Tensor] = []
         for group in self.param_groups:
             active = [p for p in group["params"] if p.grad is not None and p not in early]
             for param in active:
-                _check_gradient(param)
+                self._ready(param)
+                self._masters.follow(param)
                 grads.append(param.grad)
-                self._prepare(param)
-                self._follow_model(param)
             on_device.append((group, [p for p in active if p not in self._offloaded]))
-            on_host += [(group, self._shards[p]) for p in active if p in self._offloaded]
+            on_host += [(group, self._host.shards[p]) for p in active if p in self._offloaded]
         for _, shard in on_host:
             grad = shard.target.grad
             assert grad is not None
-            if not shard.holds(grad):
-                self._engine.begin(shard, grad)
+            if not shard.has(grad):
+                self._host.begin(shard, grad)
         scale = self._scale(grads, grad_scale, found_inf)
         if scale is None:
-            self._engine.forget(shard for _, shard in on_host)
+            self._host.forget(shard for _, shard in on_host)
             self.skipped_steps += 1
             return loss
         for group, params in on_device:
-            masters = [self._master(p) for p in params]
+            masters = [self._masters.of(p) for p in params]
             step_on_device(group, params, masters, [self.state[p] for p in params], scale)
-        self._engine.step(on_host, scale)
-        self._engine.finish()
+        self._host.step(on_host, scale)
+        self._host.finish()
         stepped = [p for _, params in on_device for p in params]
-        for param in chain(stepped, (shard.target for _, shard in on_host), early):
-            self._versions[param] = param._version
+        self._masters.written(chain(stepped, (shard.target for _, shard in on_host), early))
         return loss
 
     def _check_early(self, grad_scale: float, found_inf: bool | Tensor | None) -> set[Tensor]:
         """Parameters that the backward pass has given to be stepped."""
-        shards = self._engine.early if self._offload is not None else {}
+        shards = self._host.early
         if self._in_backward and (grad_scale != 1.0 or found_inf is not None):
             raise ValueError(
                 f"grad_scale is {grad_scale} and found_inf {found_inf} in a step that began in the "
@@ -458,7 +408,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             )
         for shard in shards:
             grad = shard.target.grad
-            if grad is None or not shard.holds(grad):
+            if grad is None or not shard.has(grad):
                 raise RuntimeError(
                     f"the gradient of a parameter, {describe(shard.target)}, was changed or "
                     "dropped after it had been stepped in the backward pass; leave gradients as "
@@ -500,72 +450,25 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         step checks that they are the model's.
         """
         self._check_whole("load_state_dict")
-        # The base class would round float32 state to a bfloat16 parameter's type: it gets groups.
-        state_dict = state_dict.copy()
-        pre = self._optimizer_load_state_dict_pre_hooks
-        for pre_hook in pre.values():
-            replaced = pre_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        groups = copy.deepcopy(state_dict["param_groups"])
-        fill_groups(groups, self.defaults)
-        numbers = list(chain.from_iterable(group["params"] for group in groups))
-        loaded = {
-            param: state_dict["state"].get(number)
-            for number, param in zip(numbers, self._params(), strict=False)
-        }
-        for param, values in loaded.items():
-            held.check_loaded(values or {}, param)
-        post = self._optimizer_load_state_dict_post_hooks
-        kept = dict(self.state)
-        try:
-            self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-            self._optimizer_load_state_dict_post_hooks = OrderedDict()
-            super().load_state_dict({"state": {}, "param_groups": groups})
-        finally:
-            self._optimizer_load_state_dict_pre_hooks = pre
-            self._optimizer_load_state_dict_post_hooks = post
-            self.state.update(kept)
+        loaded = load_groups(self, state_dict)
         with torch.no_grad():
             for param, values in loaded.items():
                 self._load_one(param, values)
-        for post_hook in post.values():
-            post_hook(self)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
-    def _load_one(self, param: Tensor, values: dict[str, Any] | None) -> None:
-        if param in self._shards:
-            self._engine.forget([self._shards.pop(param)])
+    def _load_one(self, param: Tensor, values: dict[str, Any]) -> None:
+        self._host.drop(param)
+        self._masters.put(param, None)
         self.state.pop(param, None)
         if not values:
             return
-        for key in held.ALL_KEYS:
+        for key in ALL_MOMENTS:
             if key in values:
                 self.state[param][key] = values[key].detach().clone()
         state = self._prepare(param)
         state["step"].fill_(float(values.get("step", 0)))
         for key, value in values.items():  # of other optimizers or the caller's own
-            if key not in ("step", "master", *held.ALL_KEYS):
+            if key not in ("step", "master", *ALL_MOMENTS):
                 state[key] = copy.deepcopy(value)
-        if "master" in values and "master" in state:
-            self._master(param).copy_(values["master"])
-            self._unchecked = True
-        else:
-            self._unread.add(param)
-
-
-def _is_own_master(param: Tensor) -> bool:
-    return param.dtype == torch.float32 and param.is_contiguous()
-
-
-def _checked_fraction(fraction: float) -> float:
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"offload_fraction is {fraction}; it must be from 0 to 1")
-    return float(fraction)
-
-
-def _check_gradient(param: Tensor) -> None:
-    grad = param.grad
-    assert grad is not None
-    if param.device.type == "cpu":
-        check_gradient(param, grad)
-    elif grad.layout != torch.strided:
-        raise ValueError(f"a gradient is {describe(grad)}, {grad.layout}; it must be dense")
+        self._masters.loaded(param, values.get("master") if "master" in state else None)

@@ -141,22 +141,14 @@ def check_nonfinite(nonfinite: str) -> None:
         raise ValueError(f"nonfinite is {nonfinite!r}; it must be 'propagate' or 'skip'")
 
 
-def fill_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
-    """Gives loaded parameter groups what torch.optim.AdamW's don't have.
-
-    Raises:
-        ValueError: a group asks for a form of Adam that is not offered.
-    """
-    for group in groups:
-        group.setdefault("decoupled_weight_decay", defaults["decoupled_weight_decay"])
-        for flag in ("amsgrad", "maximize"):
-            if group.get(flag):
-                raise ValueError(f"the loaded state has {flag}=True, which is not offered here")
-
-
 def check_gradient(param: Tensor, grad: Tensor) -> None:
-    """Raises ValueError unless `grad` can be a gradient of `param`, both in host memory."""
-    if grad.dtype not in GRADIENTS or grad.shape != param.shape or not is_host(grad):
+    """Raises ValueError unless `grad` can be a gradient of `param`."""
+    if (
+        grad.dtype not in GRADIENTS
+        or grad.shape != param.shape
+        or grad.layout != torch.strided
+        or grad.device != param.device
+    ):
         raise ValueError(
             f"a gradient is {describe(grad)}, {grad.layout}; it must be dense float32 or "
             f"bfloat16 {list(param.shape)} on {param.device}"

@@ -25,16 +25,16 @@ class Waitable(Protocol):
 
 class Transfers(Protocol):
     """Asynchronous copies. Between the call and `wait`, neither the source may be written by the
-    host nor the target be read or written by it; on the device's side, `download` comes after all
-    work asked for before, and only work asked for after `device_wait` sees an upload's result."""
+    host nor the target be read or written by it; on the device's side, `d2h` comes after all
+    work asked for before, and only work asked for after `device_wait` sees an H2D copy's result."""
 
-    def download(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
+    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
         """Begin target (host) <- source (device), converted on the device where types differ. The
         source is the device's to keep until the copy is done. `after` writes it: then the copy
         comes after that, and the host doesn't wait for either."""
         ...
 
-    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
+    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
         """Begin target (device) <- source (host), of one type: after all work asked for before,
         unless that doesn't read the target (`unread`)."""
         ...
@@ -52,13 +52,13 @@ class HostTransfers:
     """The device is the host: a copy is done when the call returns, or, where it comes after other
     work, when it is waited for."""
 
-    def download(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
+    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
         if after is not None:
             return _Later(source, target, after)
         target.copy_(source)
         return None
 
-    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
+    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
         target.copy_(source)
         return None
 
@@ -87,29 +87,29 @@ class _Later:
 
 
 class CudaTransfers:
-    """One stream down and one up beside the computing one: PCIe carries both ways at once."""
+    """One stream for each way beside the computing one: PCIe carries both at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._down = torch.cuda.Stream(device)
-        self._up = torch.cuda.Stream(device)
+        self._d2h = torch.cuda.Stream(device)
+        self._h2d = torch.cuda.Stream(device)
 
-    def download(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._down):
+    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
+        self._d2h.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._d2h):
             if after is not None:
                 after.wait()
-            source.record_stream(self._down)  # zero_grad may free it while it is being read
+            source.record_stream(self._d2h)  # zero_grad may free it while it is being read
             target.copy_(source.to(target.dtype), non_blocking=True)
-            return self._down.record_event()
+            return self._d2h.record_event()
 
-    def upload(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
+    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
         # The device may still be reading the old value: in the norm, in the other parameters' step.
         if not unread:
-            self._up.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._up):
+            self._h2d.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._h2d):
             target.copy_(source, non_blocking=True)
-            return self._up.record_event()
+            return self._h2d.record_event()
 
     def wait(self, ticket: Ticket) -> None:
         ticket.synchronize()

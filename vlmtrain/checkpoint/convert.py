@@ -21,45 +21,39 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vlmtrain.checkpoint.files import (
-    MANIFEST,
-    CheckpointError,
-    fsync_tree,
-    manifest_of,
-    replace_folder,
-    start_folder,
-    write_json,
-    writing,
-)
-from vlmtrain.checkpoint.hf_files import (
+from vlmtrain.checkpoint.hf.files import (
     SHARD_BYTES,
     SafetensorsWriter,
     carry_files,
     finish_hf_folder,
 )
+from vlmtrain.checkpoint.hf.source import HFSource
 from vlmtrain.checkpoint.mapping import (
     Row,
     checkpoint_key,
     pieces,
     rows,
-    split_dim,
     transforms,
 )
-from vlmtrain.checkpoint.torch_dist import (
-    COMMON,
-    ChunkFile,
-    write_common,
-    write_metadata,
+from vlmtrain.checkpoint.megatron.source import STATE_PREFIXES, MegatronSource
+from vlmtrain.checkpoint.megatron.torch_dist import COMMON, ChunkFile, write_common, write_metadata
+from vlmtrain.checkpoint.merge import from_checkpoint
+from vlmtrain.checkpoint.tensors import check_finite
+from vlmtrain.checkpoint.weights import Source, open_weights
+from vlmtrain.core.files import (
+    MANIFEST,
+    CheckpointError,
+    fsync_tree,
+    manifest_of,
+    replace_folder,
+    replacing,
+    start_folder,
+    write_json,
 )
-from vlmtrain.checkpoint.weights import (
-    HFSource,
-    MegatronSource,
-    Source,
-    check_finite,
-    open_weights,
-)
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import Layout, make_layout
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import make_layout
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -117,7 +111,7 @@ def to_megatron(
         WeightError: the source's tensors are not what its config asks for.
         CheckpointError: the target exists or can't be written.
     """
-    spec = ModelSpec.from_folder(source)
+    spec = read_spec(source)
     weights = open_weights(source, spec)
     with _folder(source, target, weights, overwrite) as work:
         return _to_megatron(weights, work, target, layout, dtype, progress)
@@ -204,7 +198,7 @@ def _split(row: Row, layout: Layout) -> int | None:
     """A multiplexed vision tower is not split: every rank holds it whole."""
     if layout.tensor == 1 or (layout.multiplexed and row.megatron.startswith("vision.")):
         return None
-    return split_dim(row.megatron)
+    return row.split
 
 
 def _holds(row: Row, layout: Layout, rank: int) -> bool:
@@ -215,12 +209,7 @@ def _holds(row: Row, layout: Layout, rank: int) -> bool:
 def _prefixes(source: Source, row: Row) -> list[str]:
     if isinstance(source, HFSource):
         return [""]
-    return ["", *(p for p in _states() if source.state(p, row))]
-
-
-def _states() -> tuple[str, ...]:
-    # The same as optimizer_state.PREFIXES, which imports Megatron: seconds, and memory.
-    return tuple(f"optimizer.state.{name}." for name in ("param", "exp_avg", "exp_avg_sq"))
+    return ["", *(p for p in STATE_PREFIXES if source.state(p, row))]
 
 
 def _job_bytes(source: Source, row: Row, prefix: str, dtype: torch.dtype | None) -> int:
@@ -265,10 +254,8 @@ def to_hf(
     Raises:
         As `to_megatron`.
     """
-    weights: Weights = open_weights(source, ModelSpec.from_folder(source))
+    weights: Weights = open_weights(source, read_spec(source))
     if isinstance(weights, MegatronSource) and weights.has_adapters:
-        from vlmtrain.checkpoint.merge import from_checkpoint
-
         weights = from_checkpoint(weights)
     return write_hf(
         weights,
@@ -361,16 +348,13 @@ def _folder(source: Path, target: Path, weights: Weights, overwrite: bool) -> It
     if target.resolve() == source.resolve():
         raise CheckpointError(f"--source and --target are the same folder, {source}")
     weights.check()
-    work = writing(target, lambda: start_folder(target))
+    with replacing(target):
+        work = start_folder(target)
     try:
-        try:
+        with replacing(target):
             yield work
             fsync_tree(work)
             replace_folder(work, target)
-        except OSError as error:
-            raise CheckpointError(
-                f"{target} can't be written: {error.strerror or error}; nothing was replaced by it"
-            ) from error
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise

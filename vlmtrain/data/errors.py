@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from vlmtrain.errors import UserError
+from vlmtrain.core.errors import UserError
 
 #: unreadable: a media file is missing, broken or refused; marks: text and media do not match;
 #: too_long: more tokens than a pack holds; format: anything else that is wrong with a record.

@@ -19,14 +19,14 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sharegpt import JsonSource, Record
+from vlmtrain.data.formats.sources import SourceSpec, parse_sources
+from vlmtrain.data.formats.webdataset import ShardSource
+from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Measure, MediaLayout, Processor
 from vlmtrain.data.sample import MediaInfo, Sample
-from vlmtrain.data.sharegpt import JsonSource, Record
-from vlmtrain.data.sources import SourceSpec, parse_sources
-from vlmtrain.data.videos import probe_media
-from vlmtrain.data.webdataset import ShardSource
-from vlmtrain.models.spec import ModelSpec
 
 _KINDS = ("image", "video")
 
@@ -50,7 +50,7 @@ def open_source(path: str | Path, media_root: str | Path | None = None) -> Sourc
     if Path(path).is_dir():
         return ShardSource(path)
     if Path(path).suffix.lower() == ".parquet":
-        from vlmtrain.data.parquet import ParquetSource
+        from vlmtrain.data.formats.parquet import ParquetSource
 
         return ParquetSource(path, media_root)
     return JsonSource(path, media_root)

@@ -13,22 +13,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from vlmtrain.data.agreement import Agree, Failure, Report
-from vlmtrain.data.batch import PackedBatch, collate, empty_pack
-from vlmtrain.data.costs import COST_VERSION, sample_costs
-from vlmtrain.data.decoding import DecoderPool
+from vlmtrain.core.batch import IGNORE, EncodedSample, PackedBatch, collate, empty_pack
+from vlmtrain.core.collectives import shared_error
+from vlmtrain.core.config import LoaderSection
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.collective_errors import Agree, Failure, Report
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex
-from vlmtrain.data.packing import PLAN_VERSION, Plan, Policy, deal, epoch_entries, plan_epoch
-from vlmtrain.data.processor import IGNORE, EncodedSample, Processor
+from vlmtrain.data.media.decoding import DecoderPool
+from vlmtrain.data.packing.costs import COST_VERSION, sample_costs
+from vlmtrain.data.packing.plan import PLAN_VERSION, Plan, deal, epoch_entries, plan_epoch
+from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import Media, Sample
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec
 
 # What must be unchanged for a saved position to mean the same samples.
 _IDENTITY = {
@@ -38,8 +40,19 @@ _IDENTITY = {
     "packing": "another way of packing",
     "index_hash": "other data or other image settings",
 }
-PixelShare = Callable[[Sequence[np.ndarray]], list[tuple[bool, ...]]]
 _COST_UNIT = 16  # costs are whole numbers of 1/16 token, so that every machine plans the same
+
+
+@dataclass(frozen=True)
+class LoaderRank:
+    """What one rank wants of the loader."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    # Given the grids of each of a step's packs, int64 [m, 3]: which media to decode. None: all.
+    decodes: Callable[[Sequence[np.ndarray]], list[tuple[bool, ...]]] | None = None
+    pixel_dtype: torch.dtype = torch.float32  # or bfloat16, where the model casts to it anyway
+    pin_memory: bool = False  # page-locked tensors, for copies to a GPU
 
 
 @dataclass(frozen=True)
@@ -67,28 +80,19 @@ class PackedLoader:
         index: `scan_sources`' result; the same on every rank.
         processor: the model's tokenizer and image settings.
         spec: the model's shape; its sizes are the prices of the cost model.
+        section: how samples are packed, decoded, and what one means that can't be read any more:
+            with "skip" it stays in its pack but counts for nothing.
+        rank: of the data-parallel ranks this one, and what it decodes.
         pack_length: tokens of every batch.
         global_batch: packs in an optimizer step, over all ranks.
-        dp_rank, dp_size: this rank's place among the data-parallel ranks.
         seed: of the shuffle.
-        packing: see `plan_epoch`.
-        need_pixels: False on ranks without the vision tower: nothing is decoded.
-        pixel_share: given the grids of each of a step's packs, int64 [m, 3], which media this rank
-            decodes; default: all.
-        pixel_dtype: float32, or bfloat16 where the model casts to it anyway.
-        prefetch: build the next step's batches in the background.
-        workers: threads that decode images.
-        isolate: decode in processes of their own, one for each of `workers`, so that a crash of a
-            decoder is an unreadable sample.
-        pin_memory: hand out page-locked tensors, for copies to a GPU.
-        cache_bytes: bound of the memory that keeps decoded, resized images (uint8).
-        unreadable: what a sample means that can't be read any more: "raise", or "skip": it
-            stays in its pack but counts for nothing.
-        skip_limit: samples that may be skipped in a run; one more is an error.
-        agree: how the ranks hear of each other's failures; see `agreement.across_ranks`.
-        log: called with a line for each sample skipped.
         once: hand out one epoch, each sample once (weights do not count); the last step is filled
             with empty packs. For evaluation.
+        prefetch: build the next step's batches in the background.
+        threads: that decode, where `section.workers` is 0.
+        cache_bytes: bound of the memory that keeps decoded, resized images (uint8).
+        agree: how the ranks hear of each other's failures; see `collective_errors.across_ranks`.
+        log: called with a line for each sample skipped.
 
     Raises:
         DataError: global_batch is no multiple of dp_size, or a sample is longer than a pack.
@@ -99,27 +103,20 @@ class PackedLoader:
         index: SampleIndex,
         processor: Processor,
         spec: ModelSpec,
+        section: LoaderSection,
+        rank: LoaderRank,
         *,
         pack_length: int,
         global_batch: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
         seed: int = 0,
-        packing: Policy = "balanced",
-        need_pixels: bool = True,
-        pixel_share: PixelShare | None = None,
-        pixel_dtype: torch.dtype = torch.float32,
+        once: bool = False,
         prefetch: bool = True,
-        workers: int = 2,
-        isolate: bool = False,
-        pin_memory: bool = False,
+        threads: int = 2,
         cache_bytes: int = 512 << 20,
-        unreadable: Literal["raise", "skip"] = "raise",
-        skip_limit: int = 100,
         agree: Agree | None = None,
         log: Callable[[str], None] | None = None,
-        once: bool = False,
     ) -> None:
+        dp_rank, dp_size = rank.dp_rank, rank.dp_size
         if not 0 <= dp_rank < dp_size:
             raise ValueError(
                 f"dp_rank is {dp_rank}; it must be from 0 to dp_size - 1 = {dp_size - 1}"
@@ -129,18 +126,15 @@ class PackedLoader:
                 f"global_batch is {global_batch}; it must be a multiple of the {dp_size} "
                 f"data-parallel ranks, for example {max(-(-global_batch // dp_size), 1) * dp_size}"
             )
-        longest = int(index.lengths.argmax())
-        if index.lengths[longest] > pack_length:
+        number = int(index.lengths.argmax())
+        if index.lengths[number] > pack_length:
             raise DataError(
-                f"sample {index.ids[longest]!r} has {index.lengths[longest]} tokens and a pack "
+                f"sample {index.ids[number]!r} has {index.lengths[number]} tokens and a pack "
                 f"holds {pack_length}; raise --train.pack_length"
             )
         self.index, self.processor, self.spec = index, processor, spec
-        self.pack_length, self.global_batch, self.seed = pack_length, global_batch, seed
-        self.dp_rank, self.dp_size, self.need_pixels = dp_rank, dp_size, need_pixels
-        self.packing, self.pixel_dtype, self.pin_memory = packing, pixel_dtype, pin_memory
-        self.unreadable, self.skip_limit = unreadable, skip_limit
-        self.pixel_share = pixel_share
+        self.section, self.rank, self.seed = section, rank, seed
+        self.pack_length, self.global_batch = pack_length, global_batch
         self.decoded = 0  # images and videos whose pixels this rank has handed out
         self.skipped = 0  # samples skipped since the start of the run, on all ranks
         self.metrics: dict[str, float] = {}
@@ -151,9 +145,11 @@ class PackedLoader:
         self._plans: OrderedDict[int, Plan] = OrderedDict()
         self._plan_lock = threading.Lock()
         self._frames = _FrameCache(cache_bytes)
+        # Processes of their own: a crash of a decoder is an unreadable sample.
+        isolate = section.workers > 0
         self._pool = DecoderPool(processor.images, processor.videos) if isolate else None
-        self._decoders = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="decode")
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
+        self._decoders = ThreadPoolExecutor(section.workers or threads, thread_name_prefix="decode")
+        self._prefetch = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._pending: tuple[_Position, Future[tuple[list[PackedBatch], Report]]] | None = None
 
     @property
@@ -208,15 +204,13 @@ class PackedLoader:
         failures = self._agreed(report, error)
         step = self._take(start)
         self._position = step.after
-        if self._ahead is not None:
-            self._pending = (step.after, self._ahead.submit(self._build, step.after))
+        if self._prefetch is not None:
+            self._pending = (step.after, self._prefetch.submit(self._build, step.after))
         for failure in failures:
-            if failure.dp_rank == self.dp_rank:
+            if failure.dp_rank == self.rank.dp_rank:
                 place = failure.microbatch
                 batches[place] = batches[place].without(failure.segment)
-        for batch in batches:
-            here = batch.has_pixels or (self.need_pixels,) * len(batch.grid_thw)
-            self.decoded += sum(here)
+        self.decoded += sum(sum(batch.decoded) for batch in batches)
         self.metrics = {**step.metrics, "skipped": float(self.skipped)}
         return batches
 
@@ -235,25 +229,21 @@ class PackedLoader:
             if message is not None:
                 if error is not None and not isinstance(error, UserError):
                     raise error  # a fault of the program: its traceback must be seen
-                raise self._everywhere(message)
+                raise shared_error(message)
         found = {(f.dp_rank, f.microbatch, f.segment): f for one in reports for f in one.failures}
         failures = [found[place] for place in sorted(found)]
         self.skipped += len(failures)
         for failure in failures:
             if self._log is not None:
                 self._log(f"skipped: {failure.message}")
-        if self.skipped > self.skip_limit:
+        if self.skipped > self.section.skip_limit:
             message = (
-                f"{self.skipped} samples could not be read, more than the {self.skip_limit} that "
-                f"--loader.skip_limit allows; the last: {failures[-1].message}"
+                f"{self.skipped} samples could not be read, more than the "
+                f"{self.section.skip_limit} that --loader.skip_limit allows; the last: "
+                f"{failures[-1].message}"
             )
-            raise DataError(message) if self._agree is None else self._everywhere(message)
+            raise DataError(message) if self._agree is None else shared_error(message)
         return failures
-
-    def _everywhere(self, message: str) -> UserError:
-        from vlmtrain.parallel.together import shared_error
-
-        return shared_error(message)
 
     def state_dict(self) -> dict[str, int | str]:
         """The position after the last step handed out; the same on every rank, plain values."""
@@ -292,7 +282,7 @@ class PackedLoader:
     def close(self) -> None:
         """Stop the background threads."""
         self._pending = None
-        for pool in (self._ahead, self._decoders):
+        for pool in (self._prefetch, self._decoders):
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
         if self._pool is not None:
@@ -307,7 +297,8 @@ class PackedLoader:
     @property
     def _packing_identity(self) -> str:
         """What decides which samples share a pack: the policy, and where it uses them the costs."""
-        return f"{self.packing}/{COST_VERSION}" if self.packing == "balanced" else self.packing
+        packing = self.section.packing
+        return f"{packing}/{COST_VERSION}" if packing == "balanced" else packing
 
     def _plan(self, epoch: int) -> Plan:
         with self._plan_lock:
@@ -321,7 +312,7 @@ class PackedLoader:
                     epoch,
                     index.content_hash,
                     costs=self._costs,
-                    policy=self.packing,
+                    policy=self.section.packing,
                     entries=epoch_entries(
                         index.source, weights, self.seed, epoch, index.content_hash
                     ),
@@ -351,14 +342,14 @@ class PackedLoader:
             pack += 1
             if pack == len(plan):
                 epoch, pack = epoch + 1, 0
-        dealt = deal(np.array(costs), self.dp_size, self.packing)
+        dealt = deal(np.array(costs), self.rank.dp_size, self.section.packing)
         heaviest = max(sum(costs[i] for i in share) for share in dealt)
         metrics = {
             "fill": tokens / (self.global_batch * self.pack_length),
-            "rank_balance": heaviest * self.dp_size / max(sum(costs), 1),
+            "rank_balance": heaviest * self.rank.dp_size / max(sum(costs), 1),
             "microbatch_balance": max(costs) * len(costs) / max(sum(costs), 1),
         }
-        mine = [packs[i] for i in dealt[self.dp_rank]]
+        mine = [packs[i] for i in dealt[self.rank.dp_rank]]
         return _Step(mine, _Position(position.step + 1, epoch, pack), metrics)
 
     def _build(self, position: _Position) -> tuple[list[PackedBatch], Report]:
@@ -366,13 +357,15 @@ class PackedLoader:
         batches = []
         packs = self._take(position).mine
         shares: list[tuple[bool, ...] | None] = [None] * len(packs)
-        if self.pixel_share is not None and self.need_pixels:
-            shares = [*self.pixel_share([self._grids(pack) for pack in packs])]
+        if self.rank.decodes is not None:
+            shares = [*self.rank.decodes([self._grids(pack) for pack in packs])]
         for number, (pack, share) in enumerate(zip(packs, shares, strict=True)):
             batch, bad = self._batch(pack.tolist(), share)
-            batches.append(batch.pin_memory() if self.pin_memory else batch)
+            batches.append(batch.pin_memory() if self.rank.pin_memory else batch)
             report.failures += [
-                Failure(self.dp_rank, number, segment, self.index.ids[pack[segment]], str(error))
+                Failure(
+                    self.rank.dp_rank, number, segment, self.index.ids[pack[segment]], str(error)
+                )
                 for segment, error in sorted(bad.items())
             ]
         return batches, report
@@ -388,11 +381,11 @@ class PackedLoader:
         """The pack with this rank's share of pixels, and the segments that could not be read."""
         if not pack:
             pad, width = self.processor.pad_token_id, self.spec.vision.patch_dim
-            return empty_pack(self.pack_length, pad, width, self.pixel_dtype), {}
+            return empty_pack(self.pack_length, pad, width, self.rank.pixel_dtype), {}
         bad: dict[int, DataError] = {}
 
         def note(segment: int, error: DataError) -> None:
-            if self.unreadable == "raise":
+            if self.section.unreadable == "raise":
                 raise error
             bad.setdefault(segment, error)
 
@@ -414,33 +407,32 @@ class PackedLoader:
         grids = torch.tensor(
             [layout.grid for group in layouts for layout in group], dtype=torch.int64
         ).reshape(-1, 3)
-        wanted = share if share is not None else (self.need_pixels,) * len(grids)
+        wanted = share if share is not None else (True,) * len(grids)
         counts = grids.prod(1).tolist()
         rows = sum(count for count, here in zip(counts, wanted, strict=True) if here)
-        pixels = torch.empty(rows, self.spec.vision.patch_dim, dtype=self.pixel_dtype)
-        if self.need_pixels:
-            jobs, start = [], 0
-            for (segment, item, sample_), count, here in zip(media, counts, wanted, strict=True):
-                if not here:
-                    continue
-                part = pixels[start : start + count]
-                start += count
-                if item is None or sample_ is None:
+        pixels = torch.empty(rows, self.spec.vision.patch_dim, dtype=self.rank.pixel_dtype)
+        jobs, start = [], 0
+        for (segment, item, sample_), count, here in zip(media, counts, wanted, strict=True):
+            if not here:
+                continue
+            part = pixels[start : start + count]
+            start += count
+            if item is None or sample_ is None:
+                part.zero_()
+            else:
+                job = self._decoders.submit(self._pixels, item, sample_, part)
+                jobs.append((segment, part, job))
+        try:
+            for segment, part, job in jobs:
+                try:
+                    job.result()
+                except DataError as error:
+                    note(segment, error)
                     part.zero_()
-                else:
-                    job = self._decoders.submit(self._pixels, item, sample_, part)
-                    jobs.append((segment, part, job))
-            try:
-                for segment, part, job in jobs:
-                    try:
-                        job.result()
-                    except DataError as error:
-                        note(segment, error)
-                        part.zero_()
-            except BaseException:  # the others write into `pixels`: not after it is gone
-                for _, _, job in jobs:
-                    job.cancel()
-                raise
+        except BaseException:  # the others write into `pixels`: not after it is gone
+            for _, _, job in jobs:
+                job.cancel()
+            raise
         pad = self.processor.pad_token_id
         batch = collate(encoded, grids, pixels, self.pack_length, pad)
         return replace(batch, has_pixels=share), bad

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlmtrain.data.images import ImageSettings, patchify, read_config
+from vlmtrain.core.batch import IGNORE, EncodedSample
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.media.images import ImageSettings, patchify, read_config
+from vlmtrain.data.media.videos import VideoSettings, load_frames
 from vlmtrain.data.sample import Media, MediaInfo, MediaKind, Sample
 from vlmtrain.data.template import ChatTemplate
-from vlmtrain.data.videos import VideoSettings, load_frames
-from vlmtrain.models.positions import mrope_positions
-from vlmtrain.models.spec import ModelSpec
-
-IGNORE = -100  # the label of a token without loss
+from vlmtrain.models.family import family_of
 
 
 @dataclass(frozen=True)
@@ -43,21 +42,6 @@ class Measure:
     image_tokens: int  # tokens of images and videos
 
 
-@dataclass(frozen=True)
-class EncodedSample:
-    """One sample as tensors, without pixels."""
-
-    id: str
-    input_ids: Tensor  # int64 [S]
-    labels: Tensor  # int64 [S]: shifted by one, -100 where there is no loss
-    position_ids: Tensor  # int64 [3, S]
-    visual_mask: Tensor  # bool [S]: placeholders
-
-    @property
-    def target_tokens(self) -> int:
-        return int((self.labels != IGNORE).sum())
-
-
 class Processor:
     """Everything a model folder says about turning samples into tensors.
 
@@ -76,10 +60,11 @@ class Processor:
         videos: VideoSettings | None = None,
     ) -> None:
         self.template, self.spec = template, spec
+        media = family_of(spec).media
         self.images = images or ImageSettings.from_config(
-            {}, spec.vision, ImageSettings(), "defaults"
+            {}, spec.vision, ImageSettings.of(media), "defaults"
         )
-        self.videos = videos or VideoSettings.default(self.images)
+        self.videos = videos or VideoSettings.default(self.images, media.video_pixels)
         self._fingerprint: str | None = None
 
     @classmethod
@@ -98,7 +83,7 @@ class Processor:
 
         Args:
             folder: the model folder.
-            spec: `ModelSpec.from_folder(folder)`.
+            spec: `read_spec(folder)`.
             fps: frames a second taken from videos; default: the folder's, else 2.
             num_frames: frames taken from every video, instead of fps.
             min_pixels, max_pixels: bounds of an image's area, instead of the folder's.
@@ -108,11 +93,15 @@ class Processor:
             DataError: no tokenizer, or settings that contradict config.json.
         """
         config, where = read_config(folder, "image_processor", "preprocessor_config.json")
-        given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        config = {**config, **{key: value for key, value in given.items() if value is not None}}
-        images = ImageSettings.from_config(config, spec.vision, ImageSettings(), where)
+        pixel_limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        config = {
+            **config,
+            **{key: value for key, value in pixel_limits.items() if value is not None},
+        }
+        media = family_of(spec).media
+        images = ImageSettings.from_config(config, spec.vision, ImageSettings.of(media), where)
         videos = VideoSettings.from_folder(
-            folder, images, spec.vision, fps=fps, num_frames=num_frames
+            folder, images, spec.vision, media.video_pixels, fps=fps, num_frames=num_frames
         )
         return cls(ChatTemplate.from_folder(folder, spec, template), spec, images, videos)
 
@@ -191,7 +180,7 @@ class Processor:
         labels = np.full(len(ids), IGNORE, dtype=np.int64)
         labels[:-1] = np.where(learned[1:], ids[1:], IGNORE)
         input_ids = torch.from_numpy(ids)
-        positions = mrope_positions(
+        positions = family_of(self.spec).positions(
             input_ids,
             [layout.grid for layout in layouts],
             [media.kind for media in sample.media],

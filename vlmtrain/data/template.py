@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, MediaKind, Sample
-from vlmtrain.models.spec import ModelSpec
 
 # Used where a folder has no template: ChatML with vision marks, the released models' layout.
 QWEN_TEMPLATE = (
@@ -65,8 +65,12 @@ class ChatTemplate:
         self, tokenizer: Any, spec: ModelSpec, template: str | None = None, where: str = "tokenizer"
     ) -> None:
         self.tokenizer = tokenizer
-        own = tokenizer.chat_template
-        self.template: str = template or (own if isinstance(own, str) else None) or QWEN_TEMPLATE
+        model_template = tokenizer.chat_template
+        self.template: str = (
+            template
+            or (model_template if isinstance(model_template, str) else None)
+            or QWEN_TEMPLATE
+        )
         self.pad_ids: dict[MediaKind, int] = {
             "image": spec.image_token_id,
             "video": spec.video_token_id,
@@ -79,11 +83,11 @@ class ChatTemplate:
         }
         vocabulary = tokenizer.get_vocab()
         for token, token_id in expected.items():
-            found = vocabulary.get(token)
-            if found != token_id:
+            vocabulary_id = vocabulary.get(token)
+            if vocabulary_id != token_id:
                 raise DataError(
-                    f"{where}: the tokenizer gives {token} the id {found} but config.json says "
-                    f"{token_id}; use the tokenizer that belongs to the model"
+                    f"{where}: the tokenizer gives {token} the id {vocabulary_id} but config.json "
+                    f"says {token_id}; use the tokenizer that belongs to the model"
                 )
         largest = max(vocabulary.values())
         if largest >= spec.vocab_size:
@@ -234,7 +238,7 @@ class ChatTemplate:
         # The text is cut before the header of every answer and after the answer. Tokenizers split
         # at added tokens in any case, so where the pieces begin with one, their ids are those of
         # the whole text.
-        whole = True
+        encode_at_once = True
         cursor = 0
         for begin, end in spans:
             header_at = max(
@@ -248,14 +252,14 @@ class ChatTemplate:
             )
             ids += before + piece
             learned += [False] * (len(before) + border) + [True] * (len(piece) - border)
-            whole &= cursor == 0 or text.startswith(self._special, cursor)
+            encode_at_once &= cursor == 0 or text.startswith(self._special, cursor)
             cursor = end
         if cursor < len(text):
             rest = self._encode(text[cursor:])
             ids += rest
             learned += [False] * len(rest)
-            whole &= cursor == 0 or text.startswith(self._special, cursor)
-        if not whole and ids != self._encode(text):
+            encode_at_once &= cursor == 0 or text.startswith(self._special, cursor)
+        if not encode_at_once and ids != self._encode(text):
             raise sample.fail(
                 "the chat template puts no special token between turns, so an answer's tokens "
                 "cannot be told from the next turn's; use a template that does"

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from vlmtrain.demo.run import run_demo
+from vlmtrain.demo.command import run_demo
 
 __all__ = ["run_demo"]

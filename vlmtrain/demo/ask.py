@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vlmtrain.demo.photographs import image_names
+from vlmtrain.demo.photographs import MARK, image_names
 from vlmtrain.generate.model import load_transformers
-
-MARK = "<image>"
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import Any
 
 from PIL import Image
 
-from vlmtrain.errors import UserError
+from vlmtrain.core.errors import UserError
 
+MARK = "<image>"  # in a text of the conversations: a photograph stands here
 CONVERSATIONS = Path(__file__).with_name("conversations.json")
 
 # 140 px is 5 visual tokens of 28 px: 15 to 25 tokens a photograph, and more than one attention

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from vlmtrain.errors import UserError
+import tyro
+
+from vlmtrain.core.errors import UserError
 
 CHAT = "Ask; /image FILE and /video FILE add a medium to the next question; Ctrl-D ends."
 
@@ -66,6 +69,14 @@ class GenerateConfig:
             raise UserError("--output goes with --input; a single answer is printed")
 
 
+def main(arguments: list[str]) -> int:
+    config = tyro.cli(
+        GenerateConfig, prog="vlmtrain generate", args=arguments, use_underscores=True
+    )
+    warnings.filterwarnings("ignore")
+    return run(config)
+
+
 def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
     """Answer; text goes to stdout as it is made. `typed`: where a chat reads from (stdin).
 
@@ -98,7 +109,7 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
 @contextmanager
 def _answerer(config: GenerateConfig) -> Iterator[tuple[Any, Any]]:
     """The model, and how it is to choose its words."""
-    from vlmtrain.checkpoint.loadable import as_hf
+    from vlmtrain.checkpoint.model_folder import as_hf
     from vlmtrain.generate.model import Answerer, Sampling
 
     sampling = Sampling(

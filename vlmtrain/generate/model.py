@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vlmtrain.core.errors import UserError
+from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import MediaLayout, Processor
 from vlmtrain.data.sample import Sample
-from vlmtrain.data.videos import probe_media
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec
+from vlmtrain.models.family import read_spec
 
 Stream = Callable[[str], None]  # called with each piece of text as it is decided
 _CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ class Answerer:
         kernels: bool = True,
     ) -> None:
         self.folder = folder
-        self.spec = ModelSpec.from_folder(folder)
+        self.spec = read_spec(folder)
         self.processor = Processor.from_folder(folder, self.spec)
         self.tokenizer: Any = self.processor.template.tokenizer
         cuda = torch.cuda.is_available()
@@ -214,8 +214,8 @@ class Answerer:
 
     def _ends(self) -> list[int]:
         """Ids that end an answer: the folder's generation config's, and the template's own."""
-        given = self.model.generation_config.eos_token_id
-        ends = set(given if isinstance(given, list) else [] if given is None else [given])
+        eos = self.model.generation_config.eos_token_id
+        ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
         end = self.tokenizer.get_vocab().get("<|im_end|>", self.tokenizer.eos_token_id)
         return sorted(ends | ({end} if end is not None else set()))
 
@@ -232,13 +232,13 @@ def _streamer(tokenizer: Any, stream: Stream) -> Any:
     class Streamer(TextStreamer):
         def __init__(self) -> None:
             super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.held = ""
+            self.pending = ""
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             # A newline is held back: at the very end it belongs to the template.
-            text = self.held + text
-            self.held = "\n" if text.endswith("\n") and not stream_end else ""
-            text = _without_newline(text) if stream_end or self.held else text
+            text = self.pending + text
+            self.pending = "\n" if text.endswith("\n") and not stream_end else ""
+            text = _without_newline(text) if stream_end or self.pending else text
             if text:
                 stream(text)
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sharegpt import listed_media, parse_record
+from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample, Turn
-from vlmtrain.data.sharegpt import listed_media, parse_record
-from vlmtrain.data.videos import probe_media
 
 _MEDIA = ("image", "images", "video", "videos")
 
@@ -85,11 +85,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(
             f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8"
         ) from None
-    found = False
+    any_line = False
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        found = True
+        any_line = True
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -99,7 +99,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 f"{path}: line {number} is a {type(value).__name__}; each line must be an object"
             )
         yield number, value
-    if not found:
+    if not any_line:
         raise DataError(f"{path}: the file is empty; it must hold at least one line")
 
 

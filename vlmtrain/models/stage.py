@@ -22,15 +22,14 @@ from torch import Tensor
 
 from vlmkernels import scatter_visual, visual_embedding
 from vlmkernels.integrations.megatron import RotaryPackedSeqParams
-from vlmtrain.checkpoint.mapping import padded_vocab_size
-from vlmtrain.data.batch import PackedBatch
-from vlmtrain.models.language import LanguageModel
-from vlmtrain.models.layers import adapt_mlps, ask_for_gradient, block_submodules, touch
-from vlmtrain.models.positions import mrope_cos_sin
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.models.vision import VisionInputs, VisionTower
-from vlmtrain.parallel.layout import Layout
-from vlmtrain.parallel.multiplex import EncodedPack
+from vlmtrain.core.batch import EncodedPack, PackedBatch
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec, padded_vocab_size
+from vlmtrain.models.common.language import LanguageModel
+from vlmtrain.models.common.layers import adapt_mlps, ask_for_gradient, block_submodules, touch
+from vlmtrain.models.common.positions import mrope_cos_sin
+from vlmtrain.models.common.vision import VisionInputs, VisionTower
+from vlmtrain.models.family import family_of
 
 
 class QwenVLStage(LanguageModule):
@@ -59,7 +58,7 @@ class QwenVLStage(LanguageModule):
 
         self.vision: VisionTower | None = None
         if stage <= layout.merger_stage and not layout.multiplexed:
-            self.vision = VisionTower(
+            self.vision = family_of(spec).tower()(
                 vision,
                 spec.vision,
                 layout.vision_layers[stage],

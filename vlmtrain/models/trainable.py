@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.nn import Module
 
-from vlmtrain.config import FreezeSection
+from vlmtrain.core.collectives import shared_error
+from vlmtrain.core.config import FreezeSection
 from vlmtrain.models.stage import QwenVLStage
-from vlmtrain.parallel.together import shared_error
 
 
 def freeze(stages: Iterable[Module], section: FreezeSection) -> None:

@@ -1,81 +1,14 @@
-"""Which rank holds what: tensor, pipeline and virtual-pipeline sizes and the layers per stage.
-
-A stage is one (pipeline rank, virtual chunk) pair; stages are numbered in the order that a
-microbatch visits them: `stage = chunk * pipeline + pipeline_rank`. Everything is checked here,
-before any process group exists.
-"""
+"""A layout is checked and filled in here, before any process group exists."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from vlmtrain.errors import UserError
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.plan.split import contiguous
-
-
-class LayoutError(UserError):
-    """A parallel layout that can't run; the message names the numbers and a valid choice."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A checked parallel layout. Build it with `make_layout`."""
-
-    tensor: int
-    pipeline: int
-    virtual_pipeline: int
-    sequence: bool
-    data: int
-    vision_layers: tuple[int, ...]  # per stage
-    text_layers: tuple[int, ...]  # per stage
-    embedding_stage: int
-    multiplexed: bool = False  # every rank holds the vision tower; vision_layers are all 0
-
-    @property
-    def stages(self) -> int:
-        return self.pipeline * self.virtual_pipeline
-
-    @property
-    def merger_stage(self) -> int:
-        """The stage that feeds the language model: the last one with vision layers and the
-        merger, or stage 0 where vision is multiplexed."""
-        if self.multiplexed:
-            return 0
-        return max(i for i, n in enumerate(self.vision_layers) if n)
-
-    def stage(self, pipeline_rank: int, chunk: int | None) -> int:
-        return (chunk or 0) * self.pipeline + pipeline_rank
-
-    def megatron_text_layout(self) -> list[list[str]] | None:
-        """megatron-core's `pipeline_model_parallel_layout` of the language model."""
-        if self.stages == 1:
-            return None
-        rows = [["decoder"] * n for n in self.text_layers]
-        rows[self.embedding_stage].insert(0, "embedding")
-        rows[-1].append("loss")
-        return rows
-
-    def megatron_vision_layout(self) -> list[list[str]] | None:
-        """The same for the vision tower; only the counts of its layers matter there."""
-        if self.stages == 1:
-            return None
-        rows = [["decoder"] * n for n in self.vision_layers]
-        rows[0].insert(0, "embedding")
-        rows[-1].append("loss")
-        return rows
-
-    def describe(self) -> str:
-        return (
-            f"tensor {self.tensor}{' + sequence' if self.sequence else ''}, pipeline "
-            f"{self.pipeline}"
-            + (f" x {self.virtual_pipeline} virtual" if self.virtual_pipeline > 1 else "")
-            + f", data {self.data}; vision "
-            + ("multiplexed" if self.multiplexed else f"layers {list(self.vision_layers)}")
-            + f", text layers {list(self.text_layers)}"
-        )
+from vlmtrain.core.layout import Layout, LayoutError
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.stage_split import contiguous
+from vlmtrain.models.family import table_of
 
 
 def make_layout(
@@ -302,12 +235,8 @@ def _prices(spec: ModelSpec) -> tuple[float, float, float]:
     In matmul weights a token passes: a vision layer counts 4 patches per image token and 70% image
     tokens, a typical pack; the head counts as hidden x vocabulary.
     """
-    v, h = spec.vision, spec.hidden_size
-    gates = 3 if spec.family == "qwen2_5_vl" else 2
-    vision = 4 * 0.7 * (4 * v.hidden_size**2 + gates * v.hidden_size * v.intermediate_size)
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    text = 2 * h * q + 2 * h * kv + 3 * h * spec.intermediate_size
-    return vision, text, h * spec.vocab_size
+    table = table_of(spec)
+    return 4 * 0.7 * table.vision_layer.weights, table.text_layer.weights, table.head.weights
 
 
 def _balanced_text_layers(spec: ModelSpec, vision: Sequence[int], stages: int) -> tuple[int, ...]:

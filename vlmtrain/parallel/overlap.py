@@ -20,8 +20,8 @@ from collections.abc import MutableMapping
 from megatron.core.distributed import DistributedDataParallel
 from torch.nn import Module
 
-from vlmtrain.config import ParallelSection
-from vlmtrain.errors import UserError
+from vlmtrain.core.config import ParallelSection
+from vlmtrain.core.errors import UserError
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 

@@ -15,10 +15,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from vlmtrain.config import FreezeSection, LoraSection
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import Layout
-from vlmtrain.plan import adapters, driver, flops, memory, schedule
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec, padded_vocab_size
+from vlmtrain.models import flops
+from vlmtrain.models.family import table_of
+from vlmtrain.models.lora_costs import adapted, adapter_parameters
+from vlmtrain.plan import memory, schedule
 from vlmtrain.plan.hardware import Gpu
 from vlmtrain.plan.workload import Packs
 
@@ -45,16 +48,6 @@ class Option:
     @property
     def recomputes(self) -> bool:
         return self.recompute_vision != "none" or self.recompute_text != "none"
-
-    @property
-    def waits_for(self) -> list[str]:
-        """What of it the driver can't do yet; empty: `vlmtrain train` runs it."""
-        used = {
-            "multiplexed vision": self.multiplexed,
-            "recomputation": self.recomputes,
-            "optimizer offload": self.offload > 0,
-        }
-        return [name for name, on in used.items() if on and not driver.accepts(name)]
 
 
 class CostModel:
@@ -126,7 +119,7 @@ class CostModel:
         text = block(flops.text_layer_price(spec), "language", language)
         adapt(text, TOKENS, language)
         exchange(text, TOKENS, spec.hidden_size, per_layer)
-        padded = memory.padded_vocab(spec, tensor)
+        padded = padded_vocab_size(spec.vocab_size, tensor)
         head = block(flops.head_price(spec, padded), "head", language)
         exchange(head, TOKENS, spec.hidden_size, (1, 2))
         merger = block(flops.merger_price(spec), "merger", tower)
@@ -174,10 +167,9 @@ class CostModel:
 
     def _adapter_products(self, *, vision: bool) -> int:
         """Multiply-accumulates per row of a layer's adapters, forward."""
-        linears = adapters.layer_linears(self.spec, vision=vision)
         rank, total = self.lora.rank, 0
-        for linear in linears:
-            rows = adapters.adapted(linear, self.lora, vision=vision)
+        for linear in table_of(self.spec).layer(vision).linears:
+            rows = adapted(linear, self.lora, vision=vision)
             total += rank * (linear.inputs * len(rows) + sum(rows))
         return total
 
@@ -316,19 +308,18 @@ class CostModel:
             def unit(count: int, trained: bool, own: int = 0) -> tuple[int, int]:
                 return count + own, count * trained + own
 
-            text = sum(memory.text_layer_parameters(spec, tensor))
-            vision = sum(memory.vision_layer_parameters(spec, tensor))
-            table = memory.padded_vocab(spec, tensor) // tensor * spec.hidden_size
-            text_own = sum(memory.text_layer_adapters(spec, tensor, lora))
-            vision_own = sum(memory.vision_layer_adapters(spec, tensor, lora))
+            table = table_of(spec)
+            rows = padded_vocab_size(spec.vocab_size, tensor) // tensor * spec.hidden_size
+            text, vision = (
+                sum(adapter_parameters(spec, lora, tensor, vision=vision))
+                for vision in (False, True)
+            )
             self._sizes[tensor] = {
-                "patch_embed": unit(
-                    spec.vision.patch_dim * spec.vision.hidden_size, learning.vision
-                ),
-                "vision": unit(vision, learning.vision, vision_own),
-                "merger": unit(sum(memory.merger_parameters(spec, tensor)), learning.merger),
-                "text": unit(text, learning.language, text_own),
-                "table": unit(table, learning.language),
+                "patch_embed": unit(table.patch_embed.parameters, learning.vision),
+                "vision": unit(sum(table.vision_layer.sizes(tensor)), learning.vision, vision),
+                "merger": unit(sum(table.merger.sizes(tensor)), learning.merger),
+                "text": unit(sum(table.text_layer.sizes(tensor)), learning.language, text),
+                "table": unit(rows, learning.language),
                 "norm": unit(spec.hidden_size, learning.language),
             }
         return self._sizes[tensor]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmtrain.errors import UserError
+from vlmtrain.core.errors import UserError
 
 
 class PlanError(UserError):
@@ -170,3 +170,11 @@ def calibrated(gpu: Gpu, predicted_seconds: float, measured_seconds: float) -> G
         vision=min(1.0, old.vision * factor),
     )
     return dataclasses.replace(gpu, efficiency=new, measured=True)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What utilization is measured against."""
+
+    flops: float | None  # FLOP/s of one process; None: not known
+    source: str  # for people

@@ -237,15 +237,15 @@ def _rank_label(layout: Any, rank: int, multiplexed: bool) -> str:
     """What a rank holds: vision (v) and text (t) layers of its chunks."""
     vision = [] if multiplexed else layout.vision_layers[rank :: layout.pipeline]
     text = layout.text_layers[rank :: layout.pipeline]
-    held = []
+    parts = []
     if sum(vision):
-        held.append(f"{sum(vision)} vision")
-    if sum(text) or not held:
-        held.append(f"{sum(text)} text")
+        parts.append(f"{sum(vision)} vision")
+    if sum(text) or not parts:
+        parts.append(f"{sum(text)} text")
     if multiplexed:
-        held.insert(0, f"1/{layout.pipeline * layout.tensor} of vision")
+        parts.insert(0, f"1/{layout.pipeline * layout.tensor} of vision")
     name = f"rank {rank}" if layout.pipeline <= 16 else str(rank)
-    return f"{name}:  {' + '.join(held)}"
+    return f"{name}:  {' + '.join(parts)}"
 
 
 def _draw_memory(axes: Any, plan: Plan, chosen: Prediction) -> None:
@@ -294,15 +294,15 @@ def _draw_memory(axes: Any, plan: Plan, chosen: Prediction) -> None:
 def waterfall(chosen: Prediction) -> dict[str, float]:
     """Seconds of a step by cause, summing to the step: work of a mean rank, waiting, ..."""
     data, optimizer = chosen.data_parallel_seconds, chosen.optimizer_seconds
-    rest = chosen.step_seconds - data - optimizer
-    pipeline = rest / (1 + chosen.data_imbalance)
+    pipeline_seconds = chosen.step_seconds - data - optimizer
+    pipeline = pipeline_seconds / (1 + chosen.data_imbalance)
     tensor = chosen.communication * chosen.step_seconds - data
     waiting = pipeline * chosen.bubble
     return {
         "compute": pipeline - waiting - tensor,
         "tensor-parallel communication": tensor,
         "pipeline bubble": waiting,
-        "slowest replica": rest - pipeline,
+        "slowest replica": pipeline_seconds - pipeline,
         "gradients and parameters": data,
         "optimizer": optimizer,
     }

@@ -10,10 +10,13 @@ from statistics import NormalDist
 
 import numpy as np
 
-from vlmtrain.config import FreezeSection, LoraSection
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.parallel.layout import LayoutError, make_layout
-from vlmtrain.plan import driver, flops, schedule, split
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.layout import LayoutError
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.stage_split import contiguous
+from vlmtrain.models import flops
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.plan import schedule, split
 from vlmtrain.plan.costs import (
     COMM_B,
     COMM_F,
@@ -35,7 +38,7 @@ _KINDS = (
 )
 _MOST_STAGES = 128
 _DEALT_BY_COST = 0.006  # what dealing packs by cost leaves of the replicas' imbalance
-_FINALISTS = 16  # of what runs today, and as many of everything
+_FINALISTS = 16
 _EVENTS = 1500  # pieces of work per simulation while splits are improved
 _BUDGET = 60_000  # pieces of work simulated in improving one finalist
 
@@ -81,11 +84,6 @@ class Plan:
     def best(self) -> Prediction:
         return self.ranked[0]
 
-    @property
-    def runnable(self) -> Prediction | None:
-        """The best of those that the driver can run today."""
-        return next((p for p in self.ranked if not p.option.waits_for), None)
-
 
 def default_global_batch(gpus: int) -> int:
     """Packs per step where none is given: 2 per GPU, but from 64 to 4,096 as far as that goes
@@ -119,30 +117,26 @@ def search(
         raise PlanError(f"--global_batch is {global_batch}; it must be at least 1")
     batch = global_batch or default_global_batch(gpus)
     model = CostModel(spec, gpu, packs, freeze, lora)
-    considered, found = 0, []
+    considered, fitting = 0, []
     tight: tuple[float, Option] | None = None
     for option in _options(model, gpus, batch):
         considered += 1
         fitted, peak = _fit(model, option)
-        if fitted is None or fitted.waits_for:
-            # rather less balanced work than what the driver can't do yet
-            relieved = None if option.waits_for else _relieve(model, option)
-            if relieved is not None:
-                found.append((_quick(model, relieved), relieved))
         if fitted is None:
+            relieved = _relieve(model, option)
+            if relieved is not None:
+                fitting.append((_quick(model, relieved), relieved))
             if tight is None or peak < tight[0]:
                 tight = (peak, option)
             continue
-        found.append((_quick(model, fitted), fitted))
+        fitting.append((_quick(model, fitted), fitted))
     if not considered:
         raise PlanError(_no_layout(spec, gpu, gpus, batch))
-    if not found:
+    if not fitting:
         assert tight is not None
         raise PlanError(_too_small(model, gpus, batch, tight))
-    found.sort(key=lambda pair: pair[0])
-    runnable = [pair for pair in found if not pair[1].waits_for]
-    finalists = _diverse(found, _FINALISTS) + _diverse(runnable, _FINALISTS)
-    unique = list(dict.fromkeys(option for _, option in finalists))
+    fitting.sort(key=lambda pair: pair[0])
+    unique = list(dict.fromkeys(option for _, option in _diverse(fitting, _FINALISTS)))
     ranked = []
     for option in unique:
         both = {option, _refine(model, option)}  # the split is refined on mean packs only
@@ -156,7 +150,7 @@ def search(
         packs,
         tuple(ranked),
         considered,
-        len(found),
+        len(fitting),
         model.freeze,
         model.lora,
     )
@@ -189,11 +183,11 @@ def _options(model: CostModel, gpus: int, batch: int) -> Iterator[Option]:
     spec = model.spec
     splits: dict[tuple[int, int, bool, str, str], split.Split | None] = {}
     for tensor in _tensor_sizes(spec, model.gpu, gpus):
-        rest = gpus // tensor
-        for pipeline in range(1, min(rest, spec.num_layers, _MOST_STAGES) + 1):
-            if rest % pipeline or batch % (rest // pipeline):
+        ranks = gpus // tensor
+        for pipeline in range(1, min(ranks, spec.num_layers, _MOST_STAGES) + 1):
+            if ranks % pipeline or batch % (ranks // pipeline):
                 continue
-            microbatches = batch // (rest // pipeline)
+            microbatches = batch // (ranks // pipeline)
             for virtual in range(1, min(8, spec.num_layers // pipeline) + 1):
                 if virtual > 1 and (pipeline == 1 or microbatches % pipeline):
                     continue
@@ -244,8 +238,8 @@ def _split(
         vision = np.diff(tower).tolist()
         vision[0] += total(units["patch_embed"])
         vision[-1] += total(units["merger"])
-    found = split.contiguous(vision, text, model.spec.num_layers, total(units["head"]), stages)
-    return ((), found[1]) if found is not None and multiplexed else found
+    layers = contiguous(vision, text, model.spec.num_layers, total(units["head"]), stages)
+    return ((), layers[1]) if layers is not None and multiplexed else layers
 
 
 def _fit(model: CostModel, option: Option) -> tuple[Option | None, float]:
@@ -289,11 +283,11 @@ def _relieve(model: CostModel, option: Option) -> Option | None:
     return None
 
 
-def _diverse(found: list[tuple[float, Option]], count: int) -> list[tuple[float, Option]]:
+def _diverse(candidates: list[tuple[float, Option]], count: int) -> list[tuple[float, Option]]:
     """The first ones, at most 3 of each (tensor, pipeline, kind of vision)."""
     seen: dict[tuple[int, int, bool], int] = {}
     result = []
-    for pair in found:
+    for pair in candidates:
         option = pair[1]
         key = (option.layout.tensor, option.layout.pipeline, option.multiplexed)
         seen[key] = seen.get(key, 0) + 1
@@ -469,7 +463,7 @@ def _slowest_replica(model: CostModel, option: Option, costs: np.ndarray) -> flo
     busiest = loads[int(loads.mean(1).argmax())]
     spread = float(busiest.std() / busiest.mean()) / math.sqrt(option.microbatches)
     random = spread * expected_largest(replicas)
-    return min(random, _DEALT_BY_COST) if driver.deals_by_cost() else random
+    return min(random, _DEALT_BY_COST)
 
 
 def expected_largest(count: int) -> float:

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from vlmtrain.models.spec import ModelSpec
-from vlmtrain.plan.flops import Work
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.flops import Work
 from vlmtrain.plan.hardware import PlanError
 
 IMAGE_SHARE = 0.70  # assumed where a histogram has lengths only
@@ -76,13 +76,13 @@ def make_packs(lengths: Lengths, spec: ModelSpec, pack_length: int) -> Packs:
     Raises:
         PlanError: a sample is longer than a pack.
     """
-    from vlmtrain.data.packing import plan_epoch
+    from vlmtrain.data.packing.plan import plan_epoch
 
-    longest = max(lengths.tokens)
-    if longest > pack_length:
+    max_tokens = max(lengths.tokens)
+    if max_tokens > pack_length:
         raise PlanError(
-            f"{lengths.origin} has a sample of {longest} tokens and a pack holds {pack_length}; "
-            f"raise --pack_length to {longest} or more"
+            f"{lengths.origin} has a sample of {max_tokens} tokens and a pack holds {pack_length}; "
+            f"raise --pack_length to {max_tokens} or more"
         )
     chosen = range(len(lengths))
     if len(lengths) > _SAMPLES:
@@ -138,15 +138,15 @@ def typical(spec: ModelSpec, pack_length: int = 8192) -> Lengths:
     tokens, grids = [], []
     for _ in range(6000):
         kind = rng.choices(kinds, [k[0] for k in kinds])[0]
-        _, images, median, spread, most, text = kind
-        count = rng.randint(*images)
-        found = [image(median, spread, most) for _ in range(count)]
-        visual = sum(t * h * w for t, h, w in found) // spec.vision.merge_unit
+        _, number, median, spread, most, text = kind
+        count = rng.randint(*number)
+        images = [image(median, spread, most) for _ in range(count)]
+        visual = sum(t * h * w for t, h, w in images) // spec.vision.merge_unit
         words = int(min(2000, text * math.exp(0.8 * rng.gauss(0, 1)))) + 12
         if visual + words > min(pack_length, 8000):
             continue
         tokens.append(visual + words)
-        grids.append(found)
+        grids.append(images)
     if not any(grids):
         raise PlanError(
             f"--pack_length {pack_length} is too short for a typical mix of images and text; pass "
@@ -182,9 +182,11 @@ def read_histogram(path: Path, spec: ModelSpec) -> Lengths:
     tokens: list[int] = []
     grids: list[list[Grid]] = []
     for number, entry in enumerate(value):
-        length, found = _entry(entry, share, f"--length_histogram {path}: entry {number}", spec)
+        length, sample_grids = _entry(
+            entry, share, f"--length_histogram {path}: entry {number}", spec
+        )
         tokens.append(length)
-        grids.append(found)
+        grids.append(sample_grids)
     return Lengths(tokens, grids, f"{path} ({len(tokens):,} samples)")
 
 
@@ -222,7 +224,7 @@ def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, 
         if not _is_int(visual) or not 0 <= visual <= entry["tokens"]:
             raise PlanError(f"{where}: image_tokens must be from 0 to tokens; it is {visual!r}")
         return entry["tokens"], _grids_of(visual, merge)
-    found: list[Grid] = []
+    checked: list[Grid] = []
     for grid in grids if isinstance(grids, list) else [grids]:
         ok = isinstance(grid, list) and len(grid) == 3 and all(_is_int(x) and x > 0 for x in grid)
         if not ok or grid[1] % merge or grid[2] % merge:
@@ -230,13 +232,13 @@ def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, 
                 f"{where}: a grid is [frames, rows, columns] of patches, rows and columns multiples"
                 f" of {merge}; it is {_show(grid)}"
             )
-        found.append((grid[0], grid[1], grid[2]))
-    visual = sum(t * h * w for t, h, w in found) // merge**2
+        checked.append((grid[0], grid[1], grid[2]))
+    visual = sum(t * h * w for t, h, w in checked) // merge**2
     if visual > entry["tokens"]:
         raise PlanError(
             f"{where}: its grids are {visual} tokens, more than its tokens, {entry['tokens']}"
         )
-    return entry["tokens"], found
+    return entry["tokens"], checked
 
 
 def _grids_of(visual: int, merge: int) -> list[Grid]:

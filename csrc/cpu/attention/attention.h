@@ -49,7 +49,7 @@ void attention_backward_items(const AttentionGradParams&, const AttentionWork&);
 }  // namespace avx512_bf16
 
 // Throws std::runtime_error when memory is short. Arguments are the launcher's to check
-// (vlmkernels/attention.py), but for cu_seqlens: std::invalid_argument unless 0 <= ... <= T,
+// (vlmkernels/attention/launch.py), but for cu_seqlens: std::invalid_argument unless 0 <= ... <= T,
 // starting at 0, never falling, ending at T.
 void attention_forward(const AttentionParams& p);
 void attention_backward(const AttentionGradParams& p);

@@ -1,4 +1,4 @@
-// Where the patches of a packed batch of images lie (vlmkernels/vision_layout.py).
+// Where the patches of a packed batch of images lie (vlmkernels/layout.py).
 #pragma once
 #include <cstdint>
 

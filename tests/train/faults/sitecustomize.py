@@ -7,9 +7,9 @@ import sys
 
 
 def _plant(fault: str) -> None:
-    from vlmtrain import engine
     from vlmtrain.data import loader
     from vlmtrain.models import stage
+    from vlmtrain.training import engine
 
     steps = 0
     original = engine.Engine.step
@@ -23,9 +23,9 @@ def _plant(fault: str) -> None:
 
     engine.Engine.step = step
     if fault == "moving":
-        from vlmkernels.integrations import megatron_optimizer
+        from vlmkernels.integrations.megatron import OffloadedOptimizer
 
-        move, moves = megatron_optimizer.OffloadedOptimizer._move, 0
+        move, moves = OffloadedOptimizer._move, 0
 
         def dying(self, place, to_host):
             nonlocal moves
@@ -34,7 +34,7 @@ def _plant(fault: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return move(self, place, to_host)
 
-        megatron_optimizer.OffloadedOptimizer._move = dying
+        OffloadedOptimizer._move = dying
     if fault == "forward":
         forward = stage.QwenVLStage.forward
 

@@ -1,0 +1,177 @@
+"""Tensors that were changed behind an optimizer's back: a step follows them or refuses in a
+sentence that names the parameter, and never touches memory that isn't theirs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.kernels.numeric import assert_bitwise
+from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "cpu": CPUAdam,
+    "hybrid": HybridDeviceOptimizer,
+    "hybrid on the device": lambda p, **k: HybridDeviceOptimizer(p, offload_fraction=0.0, **k),
+}
+
+
+@pytest.fixture(params=list(OPTIMIZERS))
+def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    return OPTIMIZERS[request.param]
+
+
+def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.randn(8, 6).to(dtype)) for _ in range(3)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params
+
+
+def data_of(base: Tensor) -> Callable[[Tensor], None]:
+    def change(param: Tensor) -> None:
+        param.data = base
+
+    return change
+
+
+# Of another type, shape or order of elements; in memory of their own or in the same.
+CHANGES: dict[str, Callable[[Tensor], None]] = {
+    "type": lambda p: data_of(p.detach().to(torch.float16))(p),
+    "gaps": lambda p: data_of(torch.randn(8, 60)[:, :6])(p),
+    "gaps in the same memory": lambda p: data_of(torch.as_strided(p.detach(), (2, 6), (12, 1)))(p),
+    "smaller": lambda p: data_of(torch.randn(2, 6))(p),
+    "shape in the same memory": lambda p: data_of(p.detach().view(6, 8))(p),
+    "larger": lambda p: data_of(torch.randn(80, 60))(p),
+}
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_changed_parameter_is_named(
+    make: Callable[..., Any], change: str, moments: torch.dtype
+) -> None:
+    params = weights()
+    optimizer = make(params, moments=moments)
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    CHANGES[change](params[1])
+    # As zero_grad and another backward pass leave it.
+    params[1].grad = None
+    params[1].grad = torch.zeros_like(params[1])
+    with pytest.raises(ValueError, match="parameter 1 "):
+        optimizer.step()
+    for number in (0, 2):
+        assert_bitwise("others", params[number].detach(), before[number])
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
+def test_moments_of_another_shape_are_named(
+    make: Callable[..., Any], moments: torch.dtype, key: str
+) -> None:
+    key += "_codes" if moments == torch.uint8 else ""
+    for replace in (True, False):
+        params = weights()
+        optimizer = make(params, moments=moments)
+        optimizer.step()
+        state = optimizer.state[params[2]]
+        small = torch.zeros(3, dtype=state[key].dtype)
+        if replace:
+            state[key] = small
+        else:
+            state[key].data = small
+        with pytest.raises(ValueError, match=re.escape(f"{key} of parameter 2 is ")):
+            optimizer.step()
+        del state[key]
+        with pytest.raises(ValueError, match=re.escape(f"{key} of parameter 2 is missing")):
+            optimizer.step()
+
+
+def test_scales_of_another_size_are_named(make: Callable[..., Any]) -> None:
+    params = weights()
+    optimizer = make(params, moments=torch.uint8)
+    optimizer.step()
+    optimizer.state[params[0]]["exp_avg_scales"].data = torch.zeros(0)
+    with pytest.raises(ValueError, match="exp_avg_scales of parameter 0 is float32"):
+        optimizer.step()
+
+
+def test_a_master_of_another_shape_is_named() -> None:
+    for fraction in (0.0, 1.0):
+        params = weights(torch.bfloat16)
+        optimizer = HybridDeviceOptimizer(params, offload_fraction=fraction)
+        optimizer.step()
+        optimizer.state[params[1]]["master"].data = torch.zeros(3)
+        with pytest.raises(ValueError, match="master of parameter 1 is float32"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
+def test_tensors_that_moved_in_memory_are_followed(
+    make: Callable[..., Any], moments: torch.dtype
+) -> None:
+    """share_memory_, and clones where the originals are freed and overwritten."""
+    found = []
+    for moving in (False, True):
+        torch.manual_seed(3)
+        params = weights()
+        optimizer = make(params, moments=moments)
+        for _ in range(3):
+            optimizer.step()
+            if not moving:
+                continue
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.share_memory_()
+            for param in params:
+                old, param.data = param.data, param.data.clone()
+                old.fill_(float("nan"))
+                assert param.grad is not None
+                old, param.grad.data = param.grad.data, param.grad.data.clone()
+                old.fill_(float("nan"))
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.data = value.data.clone()
+        found.append([p.detach() for p in params])
+    for plain, moved in zip(*found, strict=True):
+        assert_bitwise("moved", moved, plain)
+
+
+def test_the_low_precision_copy_is_followed() -> None:
+    master = nn.Parameter(torch.randn(64))
+    optimizer = CPUAdam([master])
+    low = torch.empty(64, dtype=torch.bfloat16)
+    optimizer.set_low_precision(master, low)
+    for _ in range(2):
+        master.grad = torch.randn(64)
+        optimizer.step()
+        assert_bitwise("copy", low, master.detach().bfloat16())
+        old, low.data = low.data, low.data.clone()
+        old.zero_()
+        optimizer.step()
+        assert_bitwise("copy", low, master.detach().bfloat16())
+        assert not old.any()
+        low.share_memory_()
+    for bad in (torch.empty(8, dtype=torch.bfloat16), torch.empty(64)):
+        low.data = bad
+        with pytest.raises(ValueError, match="low-precision copy of parameter 0 is "):
+            optimizer.step()
+
+
+def test_a_model_whose_memory_was_replaced_counts() -> None:
+    """A new storage of the same form is another value of the model, as a write in place is."""
+    for fraction in (0.0, 1.0):
+        params = weights(torch.bfloat16)
+        optimizer = HybridDeviceOptimizer(params, offload_fraction=fraction, lr=0.0)
+        optimizer.step()
+        new = torch.randn(8, 6).bfloat16()
+        params[0].data = new.clone()
+        optimizer.step()
+        assert_bitwise("model", params[0].detach(), new)
+        optimizer.check_masters()

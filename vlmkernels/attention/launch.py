@@ -1,0 +1,348 @@
+"""The two torch ops of attention: checks, workspace, the native call of one kernel, gradients.
+
+T = tokens (of vision_attention patches), H = heads, Hkv = key/value heads, D = head_dim, n =
+segments. Both ops hand the same arguments to the same kernels; vision_attention's take q, k and v
+from one projection, a rotary table and an order, and write one gradient of the projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmkernels._native import (
+    DTYPES,
+    check_last_contiguous,
+    check_tensor,
+    define,
+    describe,
+    launch,
+    once,
+    pointer,
+)
+from vlmkernels.attention.select import MAX_HEAD_DIM
+
+#: Rows of a tile of sm80 and sm90.
+TILE_ROWS = 128
+
+#: Native functions of a kernel: varlen_attention's forward and backward, vision_attention's.
+NATIVE = {
+    kernel: tuple(f"{op}_{way}" for op in ops for way in ("forward", "backward"))
+    for kernel, ops in {
+        "cpu": ("attention", "vision_attention"),
+        "window": ("window_attention", "vision_window"),
+        "sm80": ("flash_mma", "flash_vision"),
+        "sm90": ("flash_attention", "flash_vision"),
+    }.items()
+}
+
+# ---- argument checks -----------------------------------------------------------------------------
+
+
+def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
+    check_tensor("q", q, dtypes=DTYPES, shape="[T, H, D]", dim=3)
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x, dtypes=(q.dtype,), shape="[T, Hkv, D]", dim=3, device=q.device)
+    tokens, heads, head_dim = q.shape
+    if k.shape != v.shape or k.shape[0] != tokens or k.shape[2] != head_dim:
+        raise ValueError(
+            f"k is {list(k.shape)} and v is {list(v.shape)}; both must be "
+            f"[T, Hkv, D] with q's T = {tokens} and D = {head_dim}"
+        )
+    if not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"q's head_dim is {head_dim}; it must be 1 to {MAX_HEAD_DIM}")
+    if heads == 0 or k.shape[1] == 0 or heads % k.shape[1]:
+        raise ValueError(
+            f"q has {heads} heads and k has {k.shape[1]}; q's must be a positive multiple of k's"
+        )
+    check_tensor(
+        "cu_seqlens", cu_seqlens, dtypes=(torch.int32,), shape="[n + 1]", dim=1, device=q.device
+    )
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError("cu_seqlens is empty; it must hold n + 1 offsets, [0] for no segment")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_last_contiguous(name, x)
+
+
+def check_vision(qkv: Tensor, table: Tensor, cu_seqlens: Tensor, order: Tensor | None) -> None:
+    check_tensor("qkv", qkv, dtypes=DTYPES, shape="[P, 3, H, D]", dim=4)
+    patches, three, heads, head_dim = qkv.shape
+    if three != 3 or heads == 0:
+        raise ValueError(
+            f"qkv is {list(qkv.shape)}; it must be [P, 3, H, D] with at least one head"
+        )
+    if head_dim % 4 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"qkv's head_dim is {head_dim}; it must be a multiple of 4 up to {MAX_HEAD_DIM}"
+        )
+    check_last_contiguous("qkv", qkv)
+    for name, x, dtype, shape in (
+        ("the layout's rotary table", table, torch.float32, [patches, head_dim]),
+        ("the layout's cu_seqlens", cu_seqlens, torch.int32, None),
+        ("the layout's window_order", order, torch.int32, [patches]),
+    ):
+        if x is None:
+            continue
+        if x.dtype != dtype or x.device != qkv.device or (shape and list(x.shape) != shape):
+            raise ValueError(
+                f"{name} is {describe(x)}; qkv {list(qkv.shape)} on {qkv.device} needs "
+                f"{str(dtype)[6:]} {shape or '[n + 1]'} there"
+            )
+
+
+def check_device(kernel: str, q: Tensor) -> None:
+    if kernel not in NATIVE or q.is_cuda == (kernel == "cpu"):
+        raise ValueError(f"kernel is {kernel!r}, which takes no tensors on {q.device}")
+
+
+# ---- launch --------------------------------------------------------------------------------------
+
+
+def heads_view(x: Tensor) -> tuple[int, int, int]:
+    """vlmk::HeadsView: address, strides of tokens and heads in elements."""
+    token_stride, head_stride, _ = x.stride()
+    return x.data_ptr(), token_stride, head_stride
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, copied where a row of its last dimension, 16 bits wide or more, starts off a multiple of
+    16 bytes: kernels on CUDA load as many at a time."""
+    *outer, last = x.stride()
+    if x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in outer) and last == 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _upstream(dout: Tensor, like: Tensor, shape: str, kernel: str) -> Tensor:
+    """dout as the kernel can read it."""
+    check_tensor("dout", dout, dtypes=(like.dtype,), shape=shape, dim=3, device=like.device)
+    # sum().backward() expands a scalar; TMA reads no expanded tensor at all.
+    if dout.stride(-1) != 1 or (kernel == "sm90" and 0 in dout.stride()):
+        dout = dout.contiguous()
+    return dout if kernel == "cpu" else aligned(dout)
+
+
+def _workspace(
+    kernel: str, q: Tensor, segments: int, rotary: bool, backward: bool
+) -> list[Tensor | None]:
+    """Of the kernels for long segments (csrc/params.h): int32 [1 or 2, T / 128 + n, 4], the tiles
+    of queries and in the backward of keys; there float32 [2, H, T], lse and delta of each row; for
+    vision_attention [H, T, D], k rotated (then q), and in sm90 another, q rotated."""
+    if kernel not in ("sm80", "sm90"):
+        return []
+    tokens, heads, head_dim = q.shape
+    tiles = (1 + backward, tokens // TILE_ROWS + max(segments, 0), 4)
+    workspace: list[Tensor | None] = [torch.empty(tiles, dtype=torch.int32, device=q.device)]
+    if backward:
+        workspace.append(torch.empty((2, heads, tokens), dtype=torch.float32, device=q.device))
+    if rotary:
+        rotated = torch.empty((heads, tokens, head_dim), dtype=q.dtype, device=q.device)
+        workspace += [rotated, torch.empty_like(rotated) if kernel == "sm90" else None]
+    return workspace
+
+
+def _run(
+    kernel: str,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens: Tensor,
+    max_seqlen: int | None,
+    causal: bool,
+    scale: float,
+    out: Tensor,
+    softmax_stats: Tensor,
+    gradients: tuple[Tensor, ...] = (),
+    rotary: tuple[Tensor, Tensor | None] | None = None,
+) -> None:
+    """Calls the kernel's forward, or with `gradients` = (dout, dq, dk, dv) its backward; `rotary`
+    = (table, order) for vision_attention."""
+    q, k, _ = qkv
+    check_device(kernel, q)
+    tokens, heads, head_dim = q.shape
+    cu_seqlens, segments = cu_seqlens.contiguous(), cu_seqlens.shape[0] - 1
+    if rotary is None:
+        sizes: tuple[Any, ...] = (segments, tokens, heads, k.shape[1], head_dim, scale, causal)
+    else:
+        table, order = rotary
+        if order is not None and kernel in ("sm80", "sm90"):
+            raise ValueError(f"window_order is given; {kernel} takes no order")
+        table, order = table.contiguous(), None if order is None else order.contiguous()
+        sizes = (segments, tokens, heads, head_dim, scale, pointer(order), table.data_ptr())
+    # Held by this name until the kernel is launched.
+    workspace = _workspace(kernel, q, segments, rotary is not None, bool(gradients))
+    launch(
+        NATIVE[kernel][2 * (rotary is not None) + bool(gradients)],
+        q,
+        DTYPES[q.dtype],
+        *map(heads_view, (*qkv, out)),
+        softmax_stats.data_ptr(),
+        cu_seqlens.data_ptr(),
+        *sizes,
+        *map(heads_view, gradients),
+        *(() if kernel == "cpu" else (max_seqlen, *map(pointer, workspace))),
+    )
+
+
+# ---- varlen_attention ----------------------------------------------------------------------------
+
+
+def _varlen_outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    # softmax_stats: the maximum and the sum of each softmax row (csrc/params.h)
+    stats = torch.empty(2, heads, tokens, dtype=torch.float32, device=q.device)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), stats
+
+
+def _varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None,
+    causal: bool,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    check_varlen(q, k, v, cu_seqlens)
+    out, stats = _varlen_outputs(q)
+    if kernel != "cpu":
+        q, k, v = aligned(q), aligned(k), aligned(v)
+    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, causal, scale, out, stats)
+    return out, stats
+
+
+def _varlen_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    dense = torch.contiguous_format
+    return tuple(torch.empty_like(x, memory_format=dense) for x in (q, k, v))
+
+
+def _varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    softmax_stats: Tensor,
+    max_seqlen: int | None,
+    causal: bool,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, ...]:
+    check_varlen(q, k, v, cu_seqlens)
+    dout = _upstream(dout, q, "[T, H, D]", kernel)
+    grads = _varlen_gradients(dout, q, k, v)
+    if kernel != "cpu":
+        q, k, v = aligned(q), aligned(k), aligned(v)
+    stats = softmax_stats
+    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, causal, scale, out, stats, (dout, *grads))
+    return grads
+
+
+# ---- vision_attention ----------------------------------------------------------------------------
+
+
+def _vision_outputs(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    patches, _, heads, head_dim = qkv.shape
+    # softmax_stats as above, in the order of the segments
+    stats = torch.empty(2, heads, patches, dtype=torch.float32, device=qkv.device)
+    return qkv.new_empty(patches, heads, head_dim), stats
+
+
+def _vision_forward(
+    qkv: Tensor,
+    table: Tensor,
+    cu_seqlens: Tensor,
+    order: Tensor | None,
+    max_seqlen: int | None,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    check_vision(qkv, table, cu_seqlens, order)
+    out, stats = _vision_outputs(qkv)
+    if kernel != "cpu":
+        qkv, table = aligned(qkv), aligned(table)
+    q, k, v = qkv.unbind(1)
+    rotary = (table, order)
+    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, False, scale, out, stats, rotary=rotary)
+    return out, stats
+
+
+def _vision_gradient(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(qkv)  # in qkv's own order of dimensions, so that no copy follows
+
+
+def _vision_backward(
+    dout: Tensor,
+    qkv: Tensor,
+    table: Tensor,
+    cu_seqlens: Tensor,
+    order: Tensor | None,
+    out: Tensor,
+    softmax_stats: Tensor,
+    max_seqlen: int | None,
+    scale: float,
+    kernel: str,
+) -> Tensor:
+    check_vision(qkv, table, cu_seqlens, order)
+    dout = _upstream(dout, qkv, "[P, H, D]", kernel)
+    dqkv = _vision_gradient(dout, qkv)
+    if kernel != "cpu":
+        qkv, table = aligned(qkv), aligned(table)
+    q, k, v = qkv.unbind(1)
+    rotary, grads = (table, order), (dout, *dqkv.unbind(1))
+    stats = softmax_stats
+    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, False, scale, out, stats, grads, rotary)
+    return dqkv
+
+
+# ---- registration --------------------------------------------------------------------------------
+
+
+def _autograd(backward_op: Callable[..., Any]) -> tuple[Callable, Callable]:
+    """Of both ops: four tensors and options go in, out and softmax_stats come out; their backward
+    gets dout, the four tensors, both results and the options."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.options = inputs[4:]
+        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.mark_non_differentiable(output[1])
+
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grads = once(backward_op, dout, *ctx.saved_tensors, *ctx.options)
+        grads = (grads,) if isinstance(grads, Tensor) else grads
+        return (*grads, *[None] * (4 - len(grads) + len(ctx.options)))
+
+    return setup_context, backward
+
+
+_varlen_backward_op = define(
+    "varlen_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
+    "Tensor out, Tensor softmax_stats, SymInt? max_seqlen, bool causal, float scale, str kernel) "
+    "-> (Tensor, Tensor, Tensor)",
+    _varlen_backward,
+    fake=_varlen_gradients,
+)
+varlen_op = define(
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? max_seqlen, "
+    "bool causal, float scale, str kernel) -> (Tensor, Tensor)",
+    _varlen_forward,
+    fake=_varlen_outputs,
+    autograd=_autograd(_varlen_backward_op),
+)
+_vision_backward_op = define(
+    "vision_attention_backward(Tensor dout, Tensor qkv, Tensor table, Tensor cu_seqlens, "
+    "Tensor? order, Tensor out, Tensor softmax_stats, SymInt? max_seqlen, float scale, "
+    "str kernel) -> Tensor",
+    _vision_backward,
+    fake=_vision_gradient,
+)
+vision_op = define(
+    "vision_attention(Tensor qkv, Tensor table, Tensor cu_seqlens, Tensor? order, "
+    "SymInt? max_seqlen, float scale, str kernel) -> (Tensor, Tensor)",
+    _vision_forward,
+    fake=_vision_outputs,
+    autograd=_autograd(_vision_backward_op),
+)

@@ -1,0 +1,181 @@
+"""The ops for gradients of visual_embedding and scatter_visual: rows gathered, rows summed by id.
+
+R = rows of the shard, V = rows of the table held here, n = visual rows, h = hidden size, m =
+positions whose id is one of the table's, u = different ids among them.
+
+dvisual: each visual row stands at one position at most, so it is a gather, without atomics.
+dweight: the positions are sorted by id, stably, and each id's rows are added one after another in
+float32, so it has one value whatever the number of threads or the instruction set. Where it goes:
+
+    dense       [V, h], rows without a position are zeros         V h + m h elements of traffic
+    sparse      torch.sparse_coo_tensor of u rows                 2 m h at most
+    into        added to a float32 [V, h] that exists already     m h, and 8 bytes by u h
+    (frozen)    nothing is done
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vlmkernels._native import DTYPES, define, launch
+
+#: Devices whose reduction writes the rows without a position as well.
+CLEARS_ROWS = ("cpu",)
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+
+def _visual_grad(
+    grad: Tensor, visual_index: Tensor, first: int, visual_rows: int, dtype: torch.dtype
+) -> Tensor:
+    grad, visual_index = grad.contiguous(), visual_index.contiguous()
+    inverse = visual_index.new_full((visual_rows,), -1)
+    out = grad.new_empty(visual_rows, grad.shape[1], dtype=dtype)
+    launch(
+        "embedding_gather",
+        grad,
+        *(t.data_ptr() for t in (visual_index, grad, inverse, out)),
+        first,
+        *grad.shape,
+        visual_rows,
+        DTYPES[grad.dtype],
+        DTYPES[dtype],
+    )
+    return out
+
+
+def _sorted(
+    grad: Tensor,
+    input_ids: Tensor,
+    visual_index: Tensor,
+    vocab_start: int,
+    vocab_rows: int,
+    first: int,
+    padding_idx: int,
+) -> tuple[Tensor, Tensor]:
+    """The rows of the table in ascending order [R], V where there is none; their positions."""
+    shard = slice(first, first + grad.shape[0])
+    ids = input_ids[shard]
+    row = ids - vocab_start
+    other = (visual_index[shard] >= 0) | (row < 0) | (row >= vocab_rows)
+    if padding_idx >= 0:
+        other |= ids == padding_idx
+    # Stable, so that the rows of one id are added in the order of their positions.
+    return row.masked_fill(other, vocab_rows).sort(stable=True)
+
+
+def _reduce(keys: Tensor, order: Tensor, grad: Tensor, out: Tensor, accumulate: bool) -> None:
+    launch(
+        "embedding_reduce",
+        grad,
+        *(t.data_ptr() for t in (keys, order, grad, out)),
+        keys.shape[0],
+        grad.shape[1],
+        out.shape[0],
+        DTYPES[grad.dtype],
+        DTYPES[out.dtype],
+        accumulate,
+    )
+
+
+def _weight_grad(
+    grad: Tensor,
+    input_ids: Tensor,
+    visual_index: Tensor,
+    vocab_start: int,
+    vocab_rows: int,
+    first: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    grad = grad.contiguous()
+    sizes = (vocab_start, vocab_rows, first, padding_idx)
+    keys, order = _sorted(grad, input_ids, visual_index, *sizes)
+    new = torch.empty if grad.device.type in CLEARS_ROWS else torch.zeros
+    out = new(vocab_rows, grad.shape[1], dtype=dtype, device=grad.device)
+    _reduce(keys, order, grad, out, False)
+    return out
+
+
+def _weight_grad_sparse(
+    grad: Tensor,
+    input_ids: Tensor,
+    visual_index: Tensor,
+    vocab_start: int,
+    vocab_rows: int,
+    first: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    grad = grad.contiguous()
+    sizes = (vocab_start, vocab_rows, first, padding_idx)
+    keys, order = _sorted(grad, input_ids, visual_index, *sizes)
+    rows, number = torch.unique_consecutive(keys[keys < vocab_rows], return_inverse=True)
+    values = grad.new_zeros(len(rows), grad.shape[1], dtype=dtype)
+    _reduce(number, order, grad, values, False)
+    return rows, values
+
+
+def _weight_grad_into(
+    main_grad: Tensor,
+    grad: Tensor,
+    input_ids: Tensor,
+    visual_index: Tensor,
+    vocab_start: int,
+    first: int,
+    padding_idx: int,
+) -> None:
+    grad = grad.contiguous()
+    sizes = (vocab_start, main_grad.shape[0], first, padding_idx)
+    keys, order = _sorted(grad, input_ids, visual_index, *sizes)
+    _reduce(keys, order, grad, main_grad, True)
+
+
+# ---- registration --------------------------------------------------------------------------------
+
+
+def _sparse_fake(
+    grad: Tensor,
+    input_ids: Tensor,
+    visual_index: Tensor,
+    vocab_start: int,
+    vocab_rows: int,
+    first: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    rows = torch.library.get_ctx().new_dynamic_size()
+    return input_ids.new_empty(rows), grad.new_empty(rows, grad.shape[1], dtype=dtype)
+
+
+visual_grad = define(
+    "visual_embedding_visual_grad(Tensor grad, Tensor visual_index, SymInt first,"
+    " SymInt visual_rows, ScalarType dtype) -> Tensor",
+    _visual_grad,
+    fake=lambda grad, visual_index, first, visual_rows, dtype: grad.new_empty(
+        visual_rows, grad.shape[1], dtype=dtype
+    ),
+)
+weight_grad = define(
+    "visual_embedding_weight_grad(Tensor grad, Tensor input_ids, Tensor visual_index,"
+    " SymInt vocab_start, SymInt vocab_rows, SymInt first, SymInt padding_idx, ScalarType dtype)"
+    " -> Tensor",
+    _weight_grad,
+    fake=lambda grad, input_ids, index, vocab_start, vocab_rows, first, padding_idx, dtype: (
+        grad.new_empty(vocab_rows, grad.shape[1], dtype=dtype)
+    ),
+)
+weight_grad_sparse = define(
+    "visual_embedding_weight_grad_sparse(Tensor grad, Tensor input_ids, Tensor visual_index,"
+    " SymInt vocab_start, SymInt vocab_rows, SymInt first, SymInt padding_idx, ScalarType dtype)"
+    " -> (Tensor, Tensor)",
+    _weight_grad_sparse,
+    fake=_sparse_fake,
+)
+weight_grad_into = define(
+    "visual_embedding_weight_grad_into(Tensor(a!) main_grad, Tensor grad, Tensor input_ids,"
+    " Tensor visual_index, SymInt vocab_start, SymInt first, SymInt padding_idx) -> ()",
+    _weight_grad_into,
+    fake=lambda main_grad, grad, input_ids, index, vocab_start, first, padding_idx: None,
+)

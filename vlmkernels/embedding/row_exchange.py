@@ -1,0 +1,147 @@
+"""Which visual rows must go from the ranks that have computed them to the ranks that embed them.
+
+S = positions of the pack, n = visual rows, h = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from vlmkernels._native import check_tensor
+from vlmkernels.embedding.visual_index import shard_rows
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """What one rank sends and receives so that it can embed its part of a sequence."""
+
+    #: for each rank, int64: which of this rank's rows go to it, in the order they are needed
+    send: list[Tensor]
+    #: for each rank, how many rows come from it; they are laid end to end in this order
+    receive: list[int]
+    #: int32 [S]: which of the rows received stands at each position, -1 for text and for positions
+    #: that this rank does not embed: the visual_index of `visual_embedding` with `shard`
+    visual_index: Tensor
+
+
+def row_exchange(
+    visual_index: Tensor,
+    owner: Tensor,
+    shards: Sequence[tuple[int, int] | None],
+    rank: int,
+) -> RowExchange:
+    """Which visual rows go from where to where: every rank computes it for itself, and all agree.
+
+    A row travels once for each rank that embeds its position, and to nobody else: with sequence
+    parallelism, to one. Nothing is sorted afterwards: the index follows the order of arrival.
+
+    Args:
+        visual_index: int32 [S], from `visual_index`, of the whole sequence.
+        owner: int [n], the rank that has computed each visual row; a rank holds its rows in
+            ascending order.
+        shards: [ranks], the part of the sequence that each rank embeds: (i, k) for part i of k
+            equal ones, (0, 1) for all of it, None for nothing. TP with sequence parallelism:
+            [(0, tp), (1, tp), ..]; a tower on other ranks than the embedding: [None, .., (0, 1)].
+        rank: the rank that asks.
+
+    Raises:
+        ValueError: an argument of another kind; a row, an owner or the rank out of range.
+    """
+    check_tensor("visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1)
+    check_tensor("owner", owner, dtypes=[torch.int32, torch.int64], shape="[n]", dim=1)
+    index, owner, ranks = visual_index.cpu().long(), owner.cpu().long(), len(shards)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank}; shards has {ranks} entries, so it must be below that")
+    if len(owner) and not 0 <= int(owner.min()) <= int(owner.max()) < ranks:
+        wrong = int(((owner < 0) | (owner >= ranks)).nonzero()[0])
+        raise ValueError(
+            f"owner[{wrong}] is {int(owner[wrong])}; shards has {ranks} entries, so it must be 0 "
+            f"to {ranks - 1}"
+        )
+    if len(index) and int(index.max()) >= len(owner):
+        position = int(index.argmax())
+        raise ValueError(
+            f"visual_index[{position}] is {int(index[position])}, but owner has {len(owner)} rows"
+        )
+    local = torch.empty_like(owner)  # number of each row among its owner's
+    for member in range(ranks):
+        mine = owner == member
+        local[mine] = torch.arange(int(mine.sum()))
+    send, receive = [], [0] * ranks
+    arrivals = torch.full_like(index, -1)
+    for member, shard in enumerate(shards):
+        first, count = (0, 0) if shard is None else shard_rows(shard, len(index))
+        here = index[first : first + count]
+        positions = (here >= 0).nonzero()[:, 0]
+        wanted = here[positions]
+        source = owner[wanted]
+        send.append(local[wanted[source == rank]])
+        if member == rank:
+            receive = source.bincount(minlength=ranks).tolist()
+            arrival = torch.empty_like(wanted)
+            arrival[source.argsort(stable=True)] = torch.arange(len(wanted))
+            arrivals[first + positions] = arrival
+    return RowExchange(send, receive, arrivals.to(visual_index.device, torch.int32))
+
+
+def exchange_rows(
+    rows: Tensor, exchange: RowExchange, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Send and receive what `exchange` says.
+
+    Args:
+        rows: [n of this rank, h], the rows that it owns, in ascending order.
+        exchange: from `row_exchange`, of this rank in `group`.
+        group: the default group if None. Every rank of it must call this.
+
+    Returns:
+        [rows received, h]. Its gradients go back to the owners, where those of a row that several
+        ranks have taken are added in the order of the ranks.
+    """
+    return _Exchange.apply(rows, exchange, group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, exchange: RowExchange, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.exchange, ctx.group, ctx.shape = exchange, group, rows.shape
+        send = [numbers.to(rows.device) for numbers in exchange.send]
+        return torch.cat(_swap([rows[numbers] for numbers in send], exchange.receive, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        exchange = ctx.exchange
+        parts = list(grad.contiguous().split(exchange.receive))
+        back = _swap(parts, [len(numbers) for numbers in exchange.send], ctx.group)
+        out = grad.new_zeros(ctx.shape)
+        for numbers, part in zip(exchange.send, back, strict=True):
+            # One rank's rows are different ones, so there is no order inside to depend on.
+            out.index_add_(0, numbers.to(grad.device), part)
+        return out, None, None
+
+
+def _swap(parts: list[Tensor], counts: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Give parts[r] to rank r and take counts[r] rows from it."""
+    rank = dist.get_rank(group)
+    received = [parts[rank].new_empty(count, parts[rank].shape[1]) for count in counts]
+    received[rank] = parts[rank]
+    operations = []
+    for other in range(len(parts)):
+        peer = other if group is None else dist.get_global_rank(group, other)
+        if other != rank and len(parts[other]):
+            operations.append(dist.P2POp(dist.isend, parts[other].contiguous(), peer, group))
+        if other != rank and counts[other]:
+            operations.append(dist.P2POp(dist.irecv, received[other], peer, group))
+    for request in dist.batch_isend_irecv(operations) if operations else []:
+        request.wait()
+    return received

@@ -1,0 +1,107 @@
+"""Bicubic resize of RGB bytes, bit for bit what Pillow's `Image.resize` gives.
+
+T = frames, H, W = pixels.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from vlmkernels._native import check, check_tensor, define, launch
+
+_CPU = torch.device("cpu")
+
+
+# ---- reference: the documented meaning -----------------------------------------------------------
+
+
+def resize_reference(frames: Tensor, height: int, width: int) -> Tensor:
+    """`resize` by Pillow itself."""
+    import numpy as np
+    from PIL import Image
+
+    resized = [
+        Image.fromarray(frame[..., :3].numpy()).resize((width, height), Image.Resampling.BICUBIC)
+        for frame in frames
+    ]
+    return torch.from_numpy(np.stack([np.asarray(image) for image in resized]))
+
+
+# ---- launcher and registration -------------------------------------------------------------------
+
+
+@functools.lru_cache
+def pillow_major() -> int:
+    """The installed Pillow's major version, whose order of passes is followed."""
+    import PIL
+
+    return int(PIL.__version__.split(".")[0])
+
+
+def _run(frames: Tensor, out: Tensor, pillow: int, threads: int) -> None:
+    frames = frames.contiguous()
+    sizes = (*frames.shape, *out.shape[1:3], pillow, threads)
+    launch("resize", frames, frames.data_ptr(), out.data_ptr(), *sizes)
+
+
+_resize = define(
+    "resize(Tensor frames, Tensor(a!) out, int pillow, int threads) -> ()",
+    _run,
+    devices=["CPU"],
+    fake=lambda frames, out, pillow, threads: None,
+)
+
+
+# ---- public function -----------------------------------------------------------------------------
+
+
+def resize(
+    frames: Tensor,
+    height: int,
+    width: int,
+    *,
+    pillow: int | None = None,
+    out: Tensor | None = None,
+    threads: int = 1,
+) -> Tensor:
+    """Resize an image (T = 1) or a video's frames, on the CPU.
+
+    Args:
+        frames: uint8 [T, H, W, 3], or [T, H, W, 4], whose fourth byte is not looked at.
+        height, width: of the result.
+        pillow: the major version of Pillow to agree with; default: the installed one. Version 13
+            changed the order of the passes, and with it the last bit, for some sizes.
+        out: uint8 [T, height, width, 3] contiguous, to write into.
+        threads: of this call; several threads may call at once, the GIL is released. In a process
+            that was forked (a DataLoader's worker) 1, as for every OpenMP code of libgomp's.
+
+    Returns:
+        uint8 [T, height, width, 3].
+
+    Raises:
+        ValueError: a wrong argument, named.
+    """
+    check_tensor("frames", frames, dtypes=[torch.uint8], shape="[T, H, W, 3]", dim=4, device=_CPU)
+    check(
+        min(frames.shape) >= 1 and frames.shape[3] in (3, 4),
+        f"frames has shape {list(frames.shape)}; it must be [T, H, W, 3] or [T, H, W, 4], none of "
+        "them 0",
+    )
+    for name, size in (("height", height), ("width", width), ("threads", threads)):
+        check(size >= 1, f"{name} is {size}; it must be at least 1")
+    for name, size in (("frames", max(frames.shape[1:3])), ("the result", max(height, width))):
+        check(size < 2**24, f"a side of {name} has {size} pixels; at most {2**24 - 1} are taken")
+    shape = (len(frames), height, width, 3)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.uint8)
+    check_tensor("out", out, dtypes=[torch.uint8], shape="[T, H, W, 3]", dim=4, device=_CPU)
+    if out.shape != shape or not out.is_contiguous():
+        raise ValueError(
+            f"out has shape {list(out.shape)} and strides {tuple(out.stride())}; it must be "
+            f"{list(shape)} and contiguous"
+        )
+    _resize(frames, out, pillow_major() if pillow is None else pillow, threads)
+    return out

@@ -1,0 +1,165 @@
+"""megatron-core: the packed attention as a layer's `core_attention`.
+
+Usage, in a layer spec of your own:
+
+    spec.submodules.self_attention.submodules.core_attention = VarlenCoreAttention
+
+The attention reads segments from `packed_seq_params.cu_seqlens_q`; with
+`RotaryPackedSeqParams` it also rotates queries and keys, by angles that are computed once per
+forward (Megatron's own rotary code takes their cosine and sine in every layer).
+
+A vision tower of Qwen2-VL or Qwen2.5-VL also replaces the module itself and passes
+`VisionPackedSeqParams`, of which every layer takes the windows that the config does not list in
+`full_attention_layers`:
+
+    spec.submodules.self_attention.module = VisionSelfAttention
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from vlmkernels import VisionLayout, varlen_attention, vision_attention
+from vlmkernels.rotary import apply_rotary
+
+
+@dataclass
+class RotaryPackedSeqParams(PackedSeqParams):
+    """PackedSeqParams with the cosine and sine of every token's angles, [T, head_dim / 2] each.
+
+    Leave the layers' own `rotary_pos_emb` None with it.
+    """
+
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+
+
+@dataclass
+class VisionPackedSeqParams(PackedSeqParams):
+    """PackedSeqParams of a vision tower: segments, windows and angles are the layout's."""
+
+    layout: VisionLayout | None = None
+
+
+class VarlenCoreAttention(MegatronModule):
+    """Attention over packed segments, for megatron-core's local layer spec.
+
+    Takes query [T, 1, H, D] and key, value [T, 1, Hkv, D] (or without the 1, `thd`), returns
+    [T, 1, H * D] (or [T, H, D]). Causal where the layer's mask type is causal.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
+            raise ValueError(
+                f"attn_mask_type is {attn_mask_type}; VarlenCoreAttention takes causal or no_mask"
+            )
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ValueError(f"attention_dropout is {dropout}; VarlenCoreAttention needs 0")
+        if getattr(config, "context_parallel_size", 1) != 1:
+            raise ValueError("context parallelism is not supported by VarlenCoreAttention, use 1")
+        self.causal = attn_mask_type == AttnMaskType.causal
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        if packed_seq_params is None:
+            raise ValueError("VarlenCoreAttention needs packed_seq_params with cu_seqlens_q")
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError(
+                "attention_mask and attention_bias must be None: segment borders come from "
+                "packed_seq_params"
+            )
+        batched = query.dim() == 4
+        if batched:
+            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        cos = getattr(packed_seq_params, "rotary_cos", None)
+        if cos is not None:
+            sin = packed_seq_params.rotary_sin  # type: ignore[attr-defined]
+            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        out = varlen_attention(
+            query,
+            key,
+            value,
+            packed_seq_params.cu_seqlens_q,
+            max_seqlen=packed_seq_params.max_seqlen_q,
+            causal=self.causal,
+            scale=self.scale,
+        )
+        return out.reshape(out.shape[0], 1, -1) if batched else out
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        return {}  # no parameters
+
+
+class VisionSelfAttention(SelfAttention):
+    """megatron-core's SelfAttention with vision_attention between its two projections.
+
+    The fused projection's rows [P, H, 3, D] are read as they are: no split into q, k and v, no
+    rotated copy, and the gradient comes back in one tensor of the same order.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.num_query_groups != config.num_attention_heads:
+            raise ValueError(
+                f"num_query_groups is {config.num_query_groups}; VisionSelfAttention needs "
+                f"num_attention_heads, {config.num_attention_heads}"
+            )
+        if config.qk_layernorm:
+            raise ValueError("qk_layernorm is True; VisionSelfAttention normalizes no queries")
+        # Absent on Qwen2-VL's config; layer numbers are global and start at 1.
+        full = getattr(config, "full_attention_layers", None)
+        self.windowed = full is not None and self.layer_number - 1 not in full
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [P, 1, width], or [P / tp, 1, width] with sequence parallelism."""
+        others["attention_mask"] = attention_mask
+        refused = [name for name, value in others.items() if value is not None]
+        if refused:
+            raise ValueError(
+                f"VisionSelfAttention takes no {', '.join(refused)}: segments and angles come from "
+                "VisionPackedSeqParams.layout"
+            )
+        layout = getattr(packed_seq_params, "layout", None)
+        if layout is None:
+            raise ValueError("VisionSelfAttention needs packed_seq_params with a layout")
+        qkv, _ = self.linear_qkv(hidden_states)  # [P, 1, H * 3 * D]
+        qkv = qkv.view(qkv.shape[0], -1, 3, self.hidden_size_per_attention_head).transpose(1, 2)
+        out = vision_attention(qkv, layout, window=self.windowed, scale=self.core_attention.scale)
+        return self.linear_proj(out.flatten(1).unsqueeze(1))

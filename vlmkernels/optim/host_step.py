@@ -1,0 +1,295 @@
+"""Adam in host memory for tensors that live on a device: gradients D2H, new values H2D.
+
+Where the bytes go, for a bfloat16 tensor of n elements: 2n D2H over PCIe, n times the 28 bytes of
+the CPU's step through host memory, 2n H2D. Page-locked memory is 2n: one slot, in which the
+gradient arrives and which the same pass of the step overwrites with the new value for the device.
+
+With clipping, all gradients are in host memory before the first step is made, since the factor is
+known only when the last gradient is: so their slots can't be a small ring, and nothing ever has to
+be rolled back. The alternative, to step into shadow copies and commit when the norm is known, takes
+12n more host memory and as much more traffic on what limits the step, the host's memory bandwidth;
+see docs/optimizer.md. Where nothing needs the whole gradient, `step_soon` steps a bucket as soon as
+it has arrived, in a thread of its own, while the backward pass goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arena import PinnedArena
+from .blockwise import BLOCK
+from .native import Rows
+from .state import moment_tensors, state_bytes
+from .transfer import Ticket, Transfers, Waitable, transfers_for
+
+
+@dataclass(eq=False)
+class Shard:
+    """A tensor of the model whose optimizer state is in host memory.
+
+    `state` holds step and moments (state.py) and belongs to the optimizer, which may replace what
+    is in it; `master` is the one float32 copy. Host tensors are contiguous in the target's shape.
+    """
+
+    target: Tensor  # on the device, what the model reads: float32 or bfloat16
+    master: Tensor  # host, float32
+    state: dict[str, Any]
+    slot: Tensor  # page-locked, the type in which gradients arrive
+    value: Tensor  # page-locked, the target's type: slot or master where that fits
+    grad: Tensor | None = None  # on the device: whose copy `slot` is or will be
+    version: int = 0  # of `grad`, when its copy began
+    factor: float = 1.0  # by which the gradient was multiplied in place since, see Rows.step
+    d2h: Ticket = None
+    h2d: list[Ticket] = field(default_factory=list)
+
+    def has(self, grad: Tensor) -> bool:
+        """Whether the slot gets this gradient as it is now, as far as its version tells."""
+        same = self.grad is grad or (
+            self.grad is not None
+            and self.grad.data_ptr() == grad.data_ptr()
+            and self.grad.dtype == grad.dtype
+            and self.grad.shape == grad.shape
+            and self.grad.stride() == grad.stride()
+        )
+        return same and self.version == grad._version
+
+    @property
+    def rounds(self) -> bool:
+        return self.value is not self.master
+
+
+_Piece = tuple[dict[str, Any], Shard, int, int]  # parameter group, shard, elements [first, last)
+
+
+class HostStep:
+    """Steps shards; one for a device.
+
+    Args:
+        transfers: the copies; None: as the device needs.
+        bucket_bytes: of gradients stepped at a time, before their new values go to the device:
+            small enough that little is left to copy after the last, large enough to be worth the
+            calls.
+    """
+
+    def __init__(self, transfers: Transfers | None, bucket_bytes: int) -> None:
+        self._transfers, self._bucket_bytes = transfers, bucket_bytes
+        self._arena: PinnedArena | None = None
+        #: By the caller's key: the parameter, or a master.
+        self.shards: dict[Tensor, Shard] = {}
+        self._begun: dict[Shard, None] = {}  # in the order in which gradients came
+        #: Given to `step_soon` and not to `finish` yet.
+        self.early: dict[Shard, None] = {}
+        self._bucket: list[tuple[dict[str, Any], Shard]] = []  # of them, not with the thread yet
+        self._running: list[Future[None]] = []
+        self._thread: ThreadPoolExecutor | None = None
+
+    def connect(self, device: torch.device) -> None:
+        """Before the first shard: targets will be on this device.
+
+        Raises:
+            ValueError: offloading doesn't know it.
+        """
+        if self._transfers is None:
+            self._transfers = transfers_for(device)
+        if self._arena is None:
+            self._arena = PinnedArena(pin=device.type == "cuda")
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self._transfers is not None
+        return self._transfers
+
+    @property
+    def arena(self) -> PinnedArena:
+        """Memory that the device copies to and from."""
+        assert self._arena is not None
+        return self._arena
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: host_state (moments and masters), pinned (page-locked, in use), pinned_peak (most
+        that was reserved)."""
+        found = 0
+        for shard in self.shards.values():
+            found += state_bytes(shard.state)
+            found += 0 if "master" in shard.state else 4 * shard.master.numel()
+        if self._arena is None:  # no parameter yet
+            return {"host_state": 0, "pinned": 0, "pinned_peak": 0}
+        pinned = {"pinned": self._arena.used_bytes, "pinned_peak": self._arena.peak_bytes}
+        return {"host_state": found, **pinned}
+
+    def make_shard(
+        self,
+        target: Tensor,
+        state: dict[str, Any],
+        grad_type: torch.dtype,
+        master: Tensor | None = None,
+    ) -> Shard:
+        """A shard, not in `shards` yet, with a copy of this master or, to full precision what the
+        model has, of the target. Gradients are copied as `grad_type`."""
+        shape = target.shape
+        if target.dtype == torch.float32:
+            copy = value = self.arena.empty(shape, torch.float32)
+        else:
+            copy = torch.empty(shape, dtype=torch.float32)
+        slot = self.arena.empty(shape, grad_type)
+        if target.dtype != torch.float32:
+            same = grad_type == target.dtype
+            value = slot if same else self.arena.empty(shape, target.dtype)
+        with torch.no_grad():
+            copy.copy_(target if master is None else master)
+        return Shard(target, copy, state, slot, value)
+
+    def begin(self, shard: Shard, grad: Tensor, after: Waitable | None = None) -> None:
+        """Start this gradient's copy D2H; a later call replaces an earlier one's gradient. `after`
+        is what writes the gradient, if that was only started."""
+        self._settle(shard)
+        shard.grad, shard.version, shard.factor = grad, grad._version, 1.0
+        self._begun.pop(shard, None)
+        self._begun[shard] = None
+        if grad.numel():
+            shard.d2h = self.transfers.d2h(grad.detach(), shard.slot, after)
+
+    def before_change(self) -> None:
+        """The device is about to change gradients in place: it waits until those that were begun
+        have been copied."""
+        for shard in self.shards.values():
+            if shard.d2h is not None:
+                self.transfers.device_wait(shard.d2h)
+
+    def settle(self, key: Tensor | None = None) -> None:
+        """Return when no copy of this shard, or of any, is under way: the slot may be written, the
+        master read or moved."""
+        for shard in self.shards.values() if key is None else [self.shards.get(key)]:
+            if shard is not None:
+                self._settle(shard)
+
+    def _settle(self, shard: Shard) -> None:
+        if shard.d2h is not None:
+            self.transfers.wait(shard.d2h)
+        for ticket in shard.h2d:
+            self.transfers.wait(ticket)
+        shard.d2h, shard.h2d = None, []
+
+    def forget(self, shards: Iterable[Shard]) -> None:
+        """Drop gradients that were begun and won't be stepped."""
+        for shard in shards:
+            self._settle(shard)
+            shard.grad = None
+            self._begun.pop(shard, None)
+
+    def drop(self, key: Tensor) -> None:
+        """The state of this shard, if there is one, is no longer in host memory."""
+        shard = self.shards.pop(key, None)
+        if shard is not None:
+            self.forget([shard])
+
+    @torch.no_grad()
+    def step(self, work: list[tuple[dict[str, Any], Shard]], grad_scale: float = 1.0) -> None:
+        """One Adam step for each (parameter group, shard), whose gradients were begun.
+
+        The device is told to wait for the new values with its next work. Returns when all steps
+        are made; the last new values may still be on their way H2D.
+        """
+        order = {shard: i for i, shard in enumerate(self._begun)}
+        work = sorted(work, key=lambda item: order[item[1]])
+        self._step_buckets(work, grad_scale)
+        self._stepped(shard for _, shard in work)
+
+    def step_soon(self, group: dict[str, Any], shard: Shard) -> None:
+        """One Adam step for a shard whose gradient was begun and is final, as soon as it arrives.
+
+        The device's work up to now must be the last that reads the target's old value. `finish`
+        must be called before anything else is done with the shard.
+        """
+        self.early[shard] = None
+        self._bucket.append((group, shard))
+        filled = sum(s.slot.numel() * s.slot.element_size() for _, s in self._bucket)
+        if filled >= self._bucket_bytes:
+            self._start_bucket()
+
+    def _start_bucket(self) -> None:
+        if self._thread is None:
+            # A new thread's number of threads is the system's choice, not the program's.
+            self._thread = ThreadPoolExecutor(
+                1, "optimizer", torch.set_num_threads, (torch.get_num_threads(),)
+            )
+        work, self._bucket = self._bucket, []
+        self._running.append(self._thread.submit(self._step_buckets, work, 1.0, True))
+
+    def finish(self) -> list[Shard]:
+        """Return when all steps of `step_soon` are made: those shards. Else as `step`."""
+        if self._bucket:
+            self._start_bucket()
+        running, self._running = self._running, []
+        for future in running:
+            future.result()
+        shards, self.early = list(self.early), {}
+        with torch.no_grad():
+            self._stepped(shards)
+        return shards
+
+    @torch.no_grad()
+    def _step_buckets(
+        self, work: list[tuple[dict[str, Any], Shard]], grad_scale: float, unread: bool = False
+    ) -> None:
+        bucket: list[_Piece] = []
+        filled = 0
+        for group, shard in work:
+            for first, last in self._cuts(shard):
+                bucket.append((group, shard, first, last))
+                filled += (last - first) * shard.slot.element_size()
+                if filled >= self._bucket_bytes:
+                    self._step_bucket(bucket, grad_scale, unread)
+                    bucket, filled = [], 0
+        self._step_bucket(bucket, grad_scale, unread)
+
+    def _stepped(self, shards: Iterable[Shard]) -> None:
+        for shard in shards:
+            shard.state["step"] += 1
+            shard.grad = None
+            del self._begun[shard]
+            for ticket in shard.h2d:
+                self.transfers.device_wait(ticket)
+
+    def _cuts(self, shard: Shard) -> list[tuple[int, int]]:
+        """Ranges of at most a bucket, so that a large tensor's first part is copied while the next
+        is stepped; at multiples of 4,096 elements, which no vector, random number or block crosses.
+        """
+        numel = shard.master.numel()
+        length = max(self._bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
+        if not shard.target.is_contiguous():
+            length = max(numel, 1)
+        return [(first, min(first + length, numel)) for first in range(0, numel, length)]
+
+    def _step_bucket(self, bucket: list[_Piece], grad_scale: float, unread: bool) -> None:
+        by_group: dict[tuple[int, float], tuple[dict[str, Any], float, Rows]] = {}
+        steps = []  # each piece counts on a copy: the native call counts up what it is given
+        for group, shard, first, last in bucket:
+            if shard.d2h is not None:
+                self.transfers.wait(shard.d2h)
+                shard.d2h = None
+            key = id(group), shard.factor
+            *_, rows = by_group.setdefault(key, (group, shard.factor, Rows()))
+            state = shard.state
+            steps.append(state["step"].clone())
+            *moments, scales = moment_tensors(state)
+            master, grad, exp_avg, exp_avg_sq = (
+                x.view(-1)[first:last] for x in (shard.master, shard.slot, *moments)
+            )
+            if scales is not None:  # pieces begin with a block
+                scales = scales[0][first // BLOCK :], scales[1][first // BLOCK :]
+            low = shard.value.view(-1)[first:last] if shard.rounds else None
+            rows.add(master, grad, exp_avg, exp_avg_sq, steps[-1], low, first, scales)
+        for group, factor, rows in by_group.values():
+            rows.step(group, grad_scale, factor)
+        for _, shard, first, last in bucket:
+            source, target = shard.value, shard.target.detach()
+            if target.is_contiguous():
+                source, target = source.view(-1)[first:last], target.view(-1)[first:last]
+            shard.h2d.append(self.transfers.h2d(source, target, unread))

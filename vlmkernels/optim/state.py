@@ -1,0 +1,222 @@
+"""Adam's state of one parameter: its forms, their conversion, and what is loaded.
+
+`step` is a float32 0-dim tensor in host memory. The two moments are held by element, as exp_avg and
+exp_avg_sq, or as 8-bit codes (blockwise.py), as exp_avg_codes, exp_avg_scales and the same of
+exp_avg_sq. `master` is the float32 copy of a parameter of another type (masters.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmkernels._native import describe
+
+from . import blockwise
+
+EIGHT_BIT = torch.uint8
+MOMENT_TYPES = (torch.float32, torch.bfloat16, EIGHT_BIT)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CODES = ("exp_avg_codes", "exp_avg_sq_codes")
+SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
+ALL_MOMENTS = (*MOMENTS, *CODES, *SCALES)
+
+
+def check_moments(moments: torch.dtype) -> None:
+    """Raises ValueError for a type that moments can't have."""
+    if moments not in MOMENT_TYPES:
+        raise ValueError(
+            f"moments is {moments}; it must be torch.float32, torch.bfloat16 or torch.uint8"
+        )
+
+
+def moment_keys(moments: torch.dtype) -> tuple[str, ...]:
+    """Of the tensors that hold moments of this type."""
+    return (*CODES, *SCALES) if moments == EIGHT_BIT else MOMENTS
+
+
+def moment_tensors(state: dict[str, Any]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """exp_avg, exp_avg_sq and the codes' scales, as Rows.make takes them."""
+    if CODES[0] in state:
+        return state[CODES[0]], state[CODES[1]], (state[SCALES[0]], state[SCALES[1]])
+    return state[MOMENTS[0]], state[MOMENTS[1]], None
+
+
+def fit_moments(state: dict[str, Any], moments: torch.dtype, empty: Callable[..., Tensor]) -> None:
+    """Gives a state moments of this type: those it has in any form, else zeros. What fits already
+    is kept as it is.
+
+    Args:
+        state: of one parameter; changed.
+        moments: one of MOMENT_TYPES.
+        empty: `empty(dtype=...)` returns a tensor as the moments are to be: shape, strides, device.
+    """
+    for key, codes_key, scales_key in zip(MOMENTS, CODES, SCALES, strict=True):
+        signed = key == "exp_avg"
+        moment = state.pop(key, None)
+        if codes_key in state:
+            # torch makes floats of what it loads, which hold every code.
+            codes, scales = state.pop(codes_key), state.pop(scales_key).to(torch.float32)
+            if moments == EIGHT_BIT:
+                target = empty(dtype=EIGHT_BIT)
+                if codes.stride() == target.stride():  # blocks are in memory order
+                    fits = codes.dtype == EIGHT_BIT and codes.device == target.device
+                    state[codes_key] = codes if fits else target.copy_(codes)
+                    state[scales_key] = scales.to(target.device).contiguous()
+                    continue
+            moment = blockwise.dequantize(codes, scales, signed=signed)
+        if moments == EIGHT_BIT:
+            dense = empty(dtype=torch.float32)
+            dense = dense.zero_() if moment is None else dense.copy_(moment)
+            state[codes_key], state[scales_key] = blockwise.quantize(dense, signed=signed)
+            continue
+        target = empty(dtype=moments)
+        if moment is None:
+            state[key] = target.zero_()
+        elif is_like(moment, moments, target.stride()) and moment.device == target.device:
+            state[key] = moment
+        else:
+            state[key] = target.copy_(moment)
+
+
+def is_like(x: Tensor | None, dtype: torch.dtype, stride: tuple[int, ...]) -> bool:
+    return x is not None and x.dtype == dtype and x.stride() == stride
+
+
+def ensure_moments(
+    state: dict[str, Any],
+    moments: torch.dtype,
+    like: Tensor,
+    device: torch.device,
+    name: Callable[[], str],
+) -> None:
+    """Before a step, of a state that may have been changed by others: moments of this type, with
+    the shape and strides of `like`, on this device; other types and places are converted.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape; `name()` is the parameter's.
+    """
+    keys = CODES if moments == EIGHT_BIT else MOMENTS
+    shape, contiguous = like.shape, like.is_contiguous()  # quicker to ask for than strides
+    fits = True
+    for key in keys:
+        x = state.get(key)
+        fits &= (
+            x is not None
+            and x.dtype is moments
+            and x.shape == shape
+            and (x.is_contiguous() if contiguous else x.stride() == like.stride())
+            and x.device == device
+        )
+    for key in SCALES if moments == EIGHT_BIT else ():
+        x = state.get(key)
+        fits &= (
+            x is not None
+            and x.dtype is torch.float32
+            and x.is_contiguous()
+            and x.numel() == blockwise.num_blocks(like.numel())
+            and x.device == device
+        )
+    if not fits:
+        check_shapes(state, like, "{} of " + name())
+        empty = partial(torch.empty_strided, shape, like.stride(), device=device)
+        fit_moments(state, moments, empty)
+
+
+def copy_moments(
+    state: dict[str, Any], moments: torch.dtype, shape: torch.Size, device: torch.device
+) -> dict[str, Tensor]:
+    """The moments of this type in new memory on a device; zeros where there are none."""
+    found = {key: state[key].to(device, copy=True) for key in ALL_MOMENTS if key in state}
+    fit_moments(found, moments, partial(torch.empty, shape, device=device))
+    return found
+
+
+def state_bytes(state: dict[str, Any]) -> int:
+    """Of moments and master."""
+    tensors = [state[key] for key in (*ALL_MOMENTS, "master") if key in state]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def check_shapes(state: dict[str, Any], param: Tensor, name: str = "the loaded {}") -> None:
+    """Raises ValueError naming a tensor of a state that can't belong to the parameter, or the one
+    that is missing beside others. `name` is filled in with the tensor's key."""
+    for form in (MOMENTS, (*CODES, *SCALES)):
+        missing = [key for key in form if key not in state]
+        if 0 < len(missing) < len(form):
+            raise ValueError(f"{name.format(missing[0])} is missing")
+    for key in (*MOMENTS, *CODES, "master"):
+        if key in state and state[key].shape != param.shape:
+            raise ValueError(
+                f"{name.format(key)} is {describe(state[key])} for a parameter of shape "
+                f"{list(param.shape)}; they must be equal"
+            )
+    for key in SCALES:
+        if key in state and state[key].numel() != blockwise.num_blocks(param.numel()):
+            raise ValueError(
+                f"{name.format(key)} is {describe(state[key])} for a parameter of shape "
+                f"{list(param.shape)}; it needs {blockwise.num_blocks(param.numel())} elements"
+            )
+
+
+def fill_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Gives loaded parameter groups what torch.optim.AdamW's don't have.
+
+    Raises:
+        ValueError: a group asks for a form of Adam that is not offered.
+    """
+    for group in groups:
+        group.setdefault("decoupled_weight_decay", defaults["decoupled_weight_decay"])
+        for flag in ("amsgrad", "maximize"):
+            if group.get(flag):
+                raise ValueError(f"the loaded state has {flag}=True, which is not offered here")
+
+
+def load_groups(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[Tensor, dict[str, Any]]:
+    """load_state_dict but for the tensors: hooks before it run, groups are loaded, and the loaded
+    state of each parameter is returned, checked, empty where there is none. The caller takes it and
+    runs the hooks that come after.
+
+    torch's own would round float32 state to a bfloat16 parameter's type.
+    """
+    hooks: Any = optimizer
+    state_dict = state_dict.copy()
+    pre, post = (
+        hooks._optimizer_load_state_dict_pre_hooks,
+        hooks._optimizer_load_state_dict_post_hooks,
+    )
+    for hook in pre.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    groups = copy.deepcopy(state_dict["param_groups"])
+    fill_groups(groups, optimizer.defaults)
+    numbers = chain.from_iterable(group["params"] for group in groups)
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    loaded = {
+        param: state_dict["state"].get(number) or {}
+        for number, param in zip(numbers, params, strict=False)
+    }
+    for param, values in loaded.items():
+        check_shapes(values, param)
+    state = dict(optimizer.state)
+    try:
+        hooks._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        hooks._optimizer_load_state_dict_post_hooks = OrderedDict()
+        torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
+    finally:
+        hooks._optimizer_load_state_dict_pre_hooks = pre
+        hooks._optimizer_load_state_dict_post_hooks = post
+        optimizer.state.update(state)
+    return loaded

@@ -1,0 +1,74 @@
+"""Any folder that holds a model, as a Hugging Face folder that transformers loads."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vlmtrain.checkpoint.convert import to_hf, write_hf
+from vlmtrain.checkpoint.megatron.source import MegatronSource
+from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
+from vlmtrain.checkpoint.merge import base_of, from_peft, is_adapter
+from vlmtrain.core.files import CheckpointError
+from vlmtrain.models.family import read_spec
+
+
+def newest(folder: Path) -> Path:
+    """`folder`, or of OUTPUT/checkpoints the newest checkpoint in it."""
+    latest = folder / "latest"
+    if latest.is_file():
+        return folder / latest.read_text(encoding="utf-8").strip()
+    return folder
+
+
+def described(model: Path) -> Path:
+    """The folder whose config.json describes a model: of an adapter its base model's.
+
+    Raises:
+        WeightError: as `base_of`.
+    """
+    model = newest(model)
+    return newest(base_of(model)) if is_adapter(model) else model
+
+
+def needs_merging(model: Path) -> bool:
+    """Whether a model is weights with LoRA adapters apart: a peft folder, or a checkpoint."""
+    model = newest(model)
+    if is_checkpoint(model):
+        return MegatronSource(model, read_spec(model)).has_adapters
+    return is_adapter(model)
+
+
+@contextmanager
+def as_hf(model: Path, work: Path | None = None) -> Iterator[Path]:
+    """`model` as a Hugging Face folder, for as long as the context lasts.
+
+    Args:
+        model: a Hugging Face folder (yielded as it is), a Megatron or training checkpoint (LoRA
+            adapters in it are merged), OUTPUT/checkpoints (the newest one), or a LoRA adapter
+            (merged into the base model that it names).
+        work: folder for the converted weights, which go away afterwards; default: the system's
+            temporary folder (TMPDIR). They take as much room as the model.
+
+    Raises:
+        UserError: the folder holds no model, or what it holds does not fit together.
+    """
+    model = newest(Path(model))
+    if not is_adapter(model) and not is_checkpoint(model):
+        yield model
+        return
+    folder = Path(tempfile.mkdtemp(prefix="vlmtrain-weights-", dir=work))
+    try:
+        if is_checkpoint(model):
+            to_hf(model, folder / "hf")
+        else:
+            base = newest(base_of(model))
+            if is_adapter(base):
+                raise CheckpointError(f"{model}: its base model {base} is an adapter itself")
+            write_hf(from_peft(model, base), folder / "hf")
+        yield folder / "hf"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

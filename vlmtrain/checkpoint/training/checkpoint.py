@@ -1,0 +1,423 @@
+"""Resumable training checkpoints: model, optimizer, random state, loader position.
+
+OUTPUT/checkpoints/step-00000100/   a Megatron checkpoint (torch_dist.py) + config and tokenizer
+                                    files + manifest.json with sizes and checksums
+OUTPUT/checkpoints/latest           the name of the newest complete one
+
+A save copies the state to host memory (training waits for that only), then a thread of each rank
+writes its file while training goes on. At the first step after the last rank is done, rank 0
+writes the metadata, syncs, gives the folder its name and moves `latest`. A process killed, or a
+disk full, at any moment leaves the previous checkpoint whole.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from vlmtrain.checkpoint.hf.files import carry_files
+from vlmtrain.checkpoint.megatron.source import STATE_PREFIXES
+from vlmtrain.checkpoint.megatron.torch_dist import (
+    Chunk,
+    ChunkFile,
+    ChunkReader,
+    read_common,
+    write_common,
+    write_metadata,
+)
+from vlmtrain.checkpoint.training import optimizer_state
+from vlmtrain.checkpoint.training.sharding import Piece, places
+from vlmtrain.core.collectives import on_first_rank, shared_error
+from vlmtrain.core.files import (
+    MANIFEST,
+    CheckpointError,
+    fsync_path,
+    manifest_of,
+    replace_folder,
+    replacing,
+    start_folder,
+    verify_manifest,
+    write_json,
+    write_text,
+)
+
+_NAME = re.compile(r"step-(\d{8})$")
+_LEFTOVER = re.compile(r"step-\d{8}\.(incomplete|dropped)$")
+
+
+class Saver:
+    """Writes checkpoints under one folder, one at a time. Every method is collective.
+
+    Args:
+        folder: OUTPUT/checkpoints.
+        source: model folder whose config and tokenizer files go into each checkpoint.
+        keep: newest checkpoints to keep.
+        keep_every: steps whose multiples are kept for good; 0: none.
+        template: chat template that goes with them instead of the source's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        source: Path,
+        *,
+        keep: int,
+        keep_every: int = 0,
+        template: str | None = None,
+    ) -> None:
+        self.folder, self.source, self.template = folder, source, template
+        self.keep, self.keep_every = keep, keep_every
+        self._writer: _Writer | None = None
+        if dist.get_rank() == 0 and folder.is_dir():
+            for path in folder.iterdir():  # of a run that was killed
+                if _LEFTOVER.match(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def start(
+        self,
+        step: int,
+        parts: list[Any],
+        optimizer: MegatronOptimizer,
+        extra: dict[str, Any],
+    ) -> None:
+        """Copy the state to host memory and begin to write it as checkpoint `step`.
+
+        Raises:
+            CheckpointError: the previous save failed, or this one can't begin; on all ranks.
+        """
+        self.finish()
+        target = self.folder / f"step-{step:08d}"
+        work = Path(on_first_rank(replacing(target)(lambda: str(start_folder(target)))))
+        common = {
+            **extra,
+            "step": step,
+            "optimizer_steps": optimizer_state.steps_taken(optimizer),
+            "random": _gather_random_state(),
+        }
+        dtype = parts[0].config.params_dtype
+        self._writer = _Writer(work, target, _staged(parts, optimizer), common, dtype)
+
+    def poll(self, stop: bool = False) -> bool:
+        """Complete a checkpoint that all ranks have written; whether any rank says `stop`.
+
+        One small all-reduce in host memory: call it once a step.
+
+        Raises:
+            CheckpointError: a rank could not write, e.g. the disk is full; on all ranks.
+        """
+        busy = self._writer is not None and self._writer.busy()
+        flags = torch.tensor([stop, busy], dtype=torch.int32)
+        dist.all_reduce(flags)
+        if self._writer is not None and not flags[1]:
+            self._complete()
+        return bool(flags[0])
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            CheckpointError: as `poll`.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+            self._complete()
+
+    def _complete(self) -> None:
+        writer, self._writer = self._writer, None
+        assert writer is not None
+        first = dist.get_rank() == 0
+        every: list[Any] | None = [None] * dist.get_world_size() if first else None
+        dist.gather_object(writer.result(), every, dst=0)
+
+        def complete() -> None:
+            assert every is not None
+            for _, _, message in every:
+                if message is not None:
+                    raise CheckpointError(message)
+            with replacing(writer.target):
+                self._name(writer, every)
+
+        try:
+            on_first_rank(complete)
+        except Exception:
+            if first:
+                shutil.rmtree(writer.work, ignore_errors=True)
+            raise
+
+    def _name(self, writer: _Writer, every: list[Any]) -> None:
+        """Rank 0, last: what makes a folder of files a checkpoint."""
+        work, target = writer.work, writer.target
+        known = {name: entry for _, files, _ in every for name, entry in files.items()}
+        write_metadata(work, [chunk for chunks, _, _ in every for chunk in chunks])
+        write_common(work, writer.common)
+        carry_files(self.source, work, writer.dtype, self.template)
+        write_json(work / MANIFEST, manifest_of(work, known))
+        for path in work.iterdir():
+            if path.name not in known:
+                fsync_path(path)
+        fsync_path(work)
+        replace_folder(work, target)
+        write_text(self.folder / "latest", target.name + "\n")
+        # Those of later steps were left by a run that went on from before them: not its to judge.
+        steps = [step for step in complete(self.folder) if step <= writer.common["step"]]
+        for step in droppable(steps, self.keep, self.keep_every):
+            # Not under its name: half a folder must not look whole.
+            dropped = self.folder / f"step-{step:08d}.dropped"
+            (self.folder / f"step-{step:08d}").rename(dropped)
+            shutil.rmtree(dropped, ignore_errors=True)
+
+
+def droppable(steps: list[int], keep: int, keep_every: int) -> list[int]:
+    """Which of the complete checkpoints `steps` (ascending) may go."""
+    return [s for s in steps[:-keep] if not keep_every or s % keep_every]
+
+
+class _Writer:
+    """One rank's share of one save, written by a thread."""
+
+    def __init__(
+        self,
+        work: Path,
+        target: Path,
+        pieces: list[Piece],
+        common: dict[str, Any],
+        dtype: torch.dtype,
+    ) -> None:
+        self.work, self.target, self.common, self.dtype = work, target, common, dtype
+        self._pieces = pieces
+        self._chunks: list[Chunk] = []
+        self._files: dict[str, dict[str, int]] = {}
+        self._error: str | None = None
+        self._path = work / f"__{dist.get_rank()}_0.distcp"
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with replacing(self.target):
+                self._write()
+        except CheckpointError as error:
+            self._error = str(error)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self._error = f"{self.target} can't be written: {error!r}"
+        self._pieces = []
+
+    def _write(self) -> None:
+        if not self._pieces:
+            return
+        file = ChunkFile(self._path)
+        try:
+            while self._pieces:
+                piece = self._pieces.pop(0)  # memory is free again as it is written
+                file.add(piece.key, piece.shape, piece.offsets, piece.data)
+        except BaseException:
+            file.abandon()
+            raise
+        self._files[self._path.name] = file.close()
+        self._chunks = file.chunks
+
+    def busy(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def result(self) -> tuple[list[Chunk], dict[str, dict[str, int]], str | None]:
+        return self._chunks, self._files, self._error
+
+
+def _staged(parts: list[Any], optimizer: MegatronOptimizer) -> list[Piece]:
+    """What this rank writes, in host memory that training does not touch."""
+    table = places(parts)
+    shared = optimizer_state.parameters(optimizer)
+    staged = list(optimizer_state.pieces(optimizer, table))
+    for tensor, place in table.items():
+        if place.is_first and tensor not in shared:  # frozen: the first data-parallel rank's
+            staged += place.pieces(tensor.detach().to("cpu", copy=True).view(-1))
+    return staged
+
+
+def complete(folder: Path) -> list[int]:
+    """Steps of the checkpoints that have their final name, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(m[1]) for p in folder.iterdir() if (m := _NAME.match(p.name)))
+
+
+def find(folder: Path, resume: str) -> Path | None:
+    """The checkpoint that `--checkpoint.resume` asks for, verified; None for a fresh start.
+
+    `latest` is the one that was completed, or gone on from, last, whatever others have higher
+    numbers. Without any checkpoint it is a fresh start, so that a job script can always pass it.
+
+    Raises:
+        CheckpointError: no such step, or a file is missing, cut short or changed.
+    """
+    if resume == "none":
+        return None
+    steps = complete(folder)
+    if resume == "latest":
+        if not steps:
+            return None
+        path = folder / f"step-{steps[-1]:08d}"
+        pointer = folder / "latest"
+        named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+        if _NAME.fullmatch(named) and (folder / named).is_dir():
+            path = folder / named
+    else:
+        path = folder / f"step-{int(resume):08d}"
+        if not path.is_dir():
+            have = f"there are steps {steps}" if steps else "there is none"
+            raise CheckpointError(f"{path} does not exist; {have}")
+    step = int(path.name[-8:])
+    others = [s for s in steps if s < step] or [s for s in steps if s > step]
+    verify_manifest(
+        path,
+        f"; resume from another with --checkpoint.resume {others[-1]}"
+        if others
+        else "; there is no other checkpoint to resume from",
+    )
+    return path
+
+
+def go_on_from(path: Path) -> None:
+    """From here on `path` is what `latest` means, though its folder may hold later steps."""
+    latest = path.parent / "latest"
+    with replacing(latest):
+        write_text(latest, path.name + "\n")
+
+
+def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """Restore model and optimizer in place; returns what `Saver.start` got as `extra`.
+
+    Collective. Any layout reads what any other wrote; a part that was frozen when the checkpoint
+    was written has no optimizer state and must stay frozen.
+
+    Raises:
+        CheckpointError: the checkpoint does not hold what this run needs, or holds weights that it
+            has no place for; the same on all ranks.
+    """
+    message = None
+    saved: set[str] = set()
+    taken: set[str] = set()
+    try:
+        reader = ChunkReader(path)
+        common = read_common(path)
+        if "optimizer_steps" not in common:
+            raise CheckpointError(
+                f"{path} holds weights only; start a new run from it with --model {path}"
+            )
+        table = places(parts)
+        saved = reader.keys()
+        taken = {key for place in table.values() for key in place.keys()}
+        fill = partial(_fill, reader)
+        for tensor, place in table.items():
+            for piece in place.pieces(tensor.detach().view(-1)):
+                fill(piece)
+        optimizer_state.load(optimizer, table, fill, common.pop("optimizer_steps"))
+    except CheckpointError as error:
+        message = str(error)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (message, taken))
+    for text, _ in every:
+        if text is not None:
+            raise shared_error(text)
+    left = saved.difference(*(keys for _, keys in every))
+    left = {key for key in left if not key.startswith("optimizer.")}
+    if left:
+        raise shared_error(
+            f"{path} holds {min(left)}, for which this run has no place; resume with the --model "
+            "and the --lora options it was trained with"
+        )
+    optimizer_state.finish_load(optimizer)
+    _set_random_state(common.pop("random"))
+    return common
+
+
+def _fill(reader: ChunkReader, piece: Piece) -> None:
+    """Read a box of the checkpoint into its memory."""
+    key = piece.key
+    if key not in reader.keys():
+        if key.startswith(STATE_PREFIXES):
+            name = key.split(".", 3)[3]
+            raise CheckpointError(
+                f"{reader.folder} holds no optimizer state of {name}, which was frozen when it was "
+                "written; freeze the same parts to go on, or start a new run from its weights "
+                f"with --model {reader.folder}"
+            )
+        raise CheckpointError(
+            f"{reader.folder} does not hold the parameter {key}; resume with the --model and the "
+            "--lora options it was trained with"
+        )
+    out, stored = piece.data, reader.shape(key)
+    box = [(o, o + n) for o, n in zip(piece.offsets, out.shape, strict=True)]
+    if stored != piece.shape:
+        if not piece.padded or stored[1:] != piece.shape[1:]:
+            raise CheckpointError(
+                f"{reader.folder}: {key} is {list(stored)}, this model needs {list(piece.shape)}; "
+                "resume with the --model and the --lora options it was trained with"
+            )
+        # A table of words padded for another tensor-parallel size: the padding is zeros.
+        out.zero_()
+        (first, stop) = box[0]
+        box[0] = (min(first, stored[0]), min(stop, stored[0]))
+        out = out[: box[0][1] - box[0][0]]
+    reader.read(key, tuple(box), into=out)
+
+
+def _gather_random_state() -> list[dict[str, Any]]:
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    mine = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "python": random.getstate(),
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        mine["cuda"] = torch.cuda.get_rng_state()
+    every: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def _set_random_state(every: list[dict[str, Any]]) -> None:
+    if len(every) != dist.get_world_size():
+        return  # another layout: the seeds of this start stay; only LoRA's dropout draws from them
+    mine = every[dist.get_rank()]
+    torch.set_rng_state(mine["torch"])
+    kind, keys, *rest = mine["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    random.setstate(mine["python"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(mine["megatron"])
+    if "cuda" in mine and torch.cuda.is_available():
+        torch.cuda.set_rng_state(mine["cuda"])
+
+
+class StopRequest:
+    """SIGTERM, as clusters send before they take a machine away, noted instead of obeyed."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> StopRequest:
+        self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, *_: object) -> None:
+        self.asked = True

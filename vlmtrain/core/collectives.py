@@ -1,0 +1,128 @@
+"""Errors that one rank meets and all ranks must end by, said once.
+
+Two collectives around work that reads input: what fails on one rank is raised on every rank,
+marked so that only rank 0 prints it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from vlmtrain.core.errors import UserError
+
+T = TypeVar("T")
+
+_SILENCE = 600.0  # seconds without a sign of life from rank 0
+_BEAT = 5.0  # seconds between its signs of life
+_turns = itertools.count()  # the same on every rank: the calls are collective
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0; every rank returns its (picklable) value or raises its UserError.
+
+    The work may take hours (a scan of much data): the others wait outside of any collective, so
+    that the process group's timeout does not run, for as long as rank 0 shows signs of life.
+    """
+    box: list[Any] = [None, None]
+    failed: Exception | None = None
+    turn = f"vlmtrain/on_first_rank/{next(_turns)}"
+    if dist.get_rank() == 0:
+        with _alive(turn):
+            try:
+                box[0] = work()
+            except UserError as error:
+                box[1] = str(error)
+            except Exception as error:  # the others must hear of it too, then it goes its way
+                box[1], failed = "rank 0 failed while reading the input", error
+    else:
+        _wait(turn)
+    dist.broadcast_object_list(box, src=0)
+    if failed is not None:
+        raise failed
+    if box[1] is not None:
+        raise shared_error(box[1])
+    return box[0]
+
+
+@contextmanager
+def _alive(turn: str) -> Iterator[None]:
+    """Signs of life in the process group's store, and at the end that `turn` is over."""
+    if dist.get_world_size() == 1:
+        yield
+        return
+    store = _store()
+    over = threading.Event()
+
+    def beat() -> None:
+        for count in itertools.count():
+            store.set(f"{turn}/beat", str(count))
+            if over.wait(_BEAT):
+                return
+
+    thread = threading.Thread(target=beat, name="alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    store.set(turn, "over")
+
+
+def _wait(turn: str) -> None:
+    """Until `turn` is over on rank 0.
+
+    Raises:
+        UserError: rank 0 gives no sign of life; a killed one is noticed by the launcher before.
+    """
+    store, pause = _store(), 0.001
+    heard, last = time.monotonic(), b""
+    while not store.check([turn]):
+        if store.check([f"{turn}/beat"]):
+            beat = store.get(f"{turn}/beat")
+            if beat != last:
+                heard, last = time.monotonic(), beat
+        if time.monotonic() - heard > _SILENCE:
+            raise UserError(
+                f"rank 0 has given no sign of life for {_SILENCE:g} s while the others waited for "
+                "its work; see what it printed, and whether its machine or file system hangs"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def on_every_rank(work: Callable[[], T]) -> T:
+    """Run `work` on all ranks; a UserError on any is raised on all, the lowest rank's first.
+
+    `work` must not wait for other ranks after the point where it can fail.
+    """
+    value: Any = None
+    mine: str | None = None
+    try:
+        value = work()
+    except UserError as error:
+        mine = str(error)
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, mine)
+    for message in errors:
+        if message is not None:
+            raise shared_error(message)
+    return value
+
+
+def shared_error(message: str) -> UserError:
+    """An error that every rank raises at the same point: rank 0 prints it."""
+    error = UserError(message)
+    error.print_here = dist.get_rank() == 0
+    return error

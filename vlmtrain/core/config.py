@@ -1,0 +1,376 @@
+"""The configuration of a run: typed sections, read from TOML and from the command line.
+
+The dataclasses are the whole truth: the command line is made from them, and a recipe (a TOML
+file or a function that returns a `TrainConfig`) fills the same fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from vlmtrain.core.errors import UserError
+
+
+class ConfigError(UserError):
+    """A setting that can't be used; the message names it, its value and what is valid."""
+
+
+@dataclass
+class TrainSection:
+    """How long and on what."""
+
+    steps: int = 0
+    """Optimizer steps; 0: as many as `epochs` take."""
+    epochs: float = 1.0
+    """Passes over the data, where `steps` is 0."""
+    pack_length: int = 8192
+    """Tokens per pack (one pack is one microbatch)."""
+    global_batch: int = 8
+    """Packs per optimizer step, over all data-parallel ranks."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Type of parameters and activations; optimizer state is float32 in both."""
+    seed: int = 0
+    """Seed of the data order and of freshly initialised values."""
+    log_every: int = 1
+    """Steps between two progress lines; metrics.jsonl has every step."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well; empty: none."""
+
+
+@dataclass
+class OptimizerSection:
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the cosine."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; vectors (biases, norms) are not decayed."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    offload_fraction: float = 0.0
+    """Share of the optimizer state kept in host memory."""
+    offload_schedule: tuple[str, ...] = ()
+    """STEP:FRACTION ...: other shares from those steps on, while training goes on."""
+
+
+@dataclass
+class ParallelSection:
+    """How the model is spread over processes."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    sequence: bool = False
+    """Sequence parallelism inside the tensor-parallel group."""
+    vision_layers: tuple[int, ...] | Literal["auto"] = ()
+    """Vision layers per stage, e.g. 32 0 0 0; auto: balanced by FLOPs; empty: all on the first."""
+    text_layers: tuple[int, ...] | Literal["auto"] = ()
+    """Language layers per stage, e.g. 1 10 10 7; auto or empty: balanced by FLOPs."""
+    vision: Literal["pipelined", "multiplexed"] = "pipelined"
+    """Where images are encoded: on the first stages, or on every rank."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from them while the next forward pass goes on."""
+    tensor_overlap: bool = False
+    """Exchange gradients of activations over tensor-parallel ranks beside the weights' products."""
+
+
+@dataclass
+class FreezeSection:
+    """Parts of the model that keep their weights."""
+
+    vision: bool = False
+    merger: bool = False
+    language: bool = False
+
+
+@dataclass
+class LoraSection:
+    """Low-rank adapters."""
+
+    rank: int = 0
+    """0: train the weights themselves."""
+    alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Linears that get adapters, by their Hugging Face names; also qkv, proj, fc1, fc2 (vision)."""
+    vision: bool = False
+    """Adapters on the vision tower's linears as well."""
+
+
+@dataclass
+class RecomputeSection:
+    """Activations that are computed again in the backward pass instead of kept."""
+
+    vision: Literal["none", "selective", "full"] = "none"
+    """selective: the MLPs, where most of a layer's activations are; full: whole layers."""
+    language: Literal["none", "selective", "full"] = "none"
+
+
+@dataclass
+class CheckpointSection:
+    """Resumable checkpoints in OUTPUT/checkpoints."""
+
+    every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 2
+    """Newest checkpoints to keep."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    resume: str = "none"
+    """latest, a step number, or none."""
+
+
+@dataclass
+class EvaluateSection:
+    """Loss on held-out conversations while training goes on; it changes nothing in training."""
+
+    every: int = 0
+    """Steps between two evaluations; 0: only at the end."""
+    data: str = ""
+    """Held-out conversations, as --data; empty: no evaluation."""
+
+
+@dataclass
+class LoaderSection:
+    """How `--data` is read, packed and dealt out."""
+
+    packing: Literal["balanced", "best_fit", "bucket", "in_order", "none"] = "balanced"
+    """balanced: full packs of even cost, dealt to the ranks by cost; the others for comparison."""
+    unreadable: Literal["raise", "skip"] = "raise"
+    """What a bad sample means: the end, or a line in the log and one sample less."""
+    skip_limit: int = 100
+    """With `skip`: bad samples allowed at the start, and again during the run."""
+    workers: int = 2
+    """Decoder processes of each rank that needs pixels; 0: threads of the rank itself."""
+    verify: bool = True
+    """Decode all media of files that are not shards once at the start, to find broken ones."""
+    max_samples: int = 0
+    """Of each source only the first so many; 0: all."""
+    media_root: str = ""
+    """Folder that relative media paths start from; default: the data file's own."""
+    template: str = ""
+    """File with a Jinja chat template, instead of the model's own."""
+
+
+@dataclass
+class TrainConfig:
+    """Everything `vlmtrain train` needs."""
+
+    model: Path
+    """Hugging Face folder: config.json, *.safetensors, tokenizer."""
+    data: str
+    """Files (.json, .jsonl, .parquet) or shard folders, comma-separated; path:2 counts twice; or a
+    .toml list."""
+    output: Path
+    """Folder for metrics.jsonl, checkpoints/ and hf/."""
+    nproc: int = 0
+    """Processes to start on this machine; 0: join the launcher's (torchrun, Slurm, MPI)."""
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    freeze: FreezeSection = field(default_factory=FreezeSection)
+    lora: LoraSection = field(default_factory=LoraSection)
+    recompute: RecomputeSection = field(default_factory=RecomputeSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    loader: LoaderSection = field(default_factory=LoaderSection)
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first setting that can't be used."""
+        for name, smallest in (
+            ("train.steps", 0),
+            ("train.epochs", 0),
+            ("train.pack_length", 1),
+            ("train.global_batch", 1),
+            ("train.log_every", 1),
+            ("train.seed", 0),
+            ("optimizer.lr", 0),
+            ("optimizer.min_lr", 0),
+            ("optimizer.warmup_steps", 0),
+            ("optimizer.weight_decay", 0),
+            ("optimizer.beta1", 0),
+            ("optimizer.beta2", 0),
+            ("optimizer.eps", 0),
+            ("optimizer.clip", 0),
+            ("optimizer.offload_fraction", 0),
+            ("lora.rank", 0),
+            ("checkpoint.every", 0),
+            ("checkpoint.keep", 1),
+            ("checkpoint.keep_every", 0),
+            ("evaluate.every", 0),
+            ("loader.skip_limit", 0),
+            ("loader.workers", 0),
+            ("loader.max_samples", 0),
+            ("nproc", 0),
+        ):
+            value = self._get(name)
+            if not smallest <= value < math.inf:
+                finite = " and finite" if value == math.inf else ""
+                raise ConfigError(f"--{name} is {value}; it must be at least {smallest}{finite}")
+        for name, end in (("optimizer.beta1", 1), ("optimizer.beta2", 1), ("train.seed", 1 << 32)):
+            if not self._get(name) < end:
+                raise ConfigError(f"--{name} is {self._get(name)}; it must be below {end}")
+        if self.optimizer.offload_fraction > 1:
+            raise ConfigError(
+                f"--optimizer.offload_fraction is {self.optimizer.offload_fraction}; it must be at "
+                "most 1"
+            )
+        offload_fractions(self.optimizer)
+        if self.optimizer.min_lr > self.optimizer.lr:
+            raise ConfigError(
+                f"--optimizer.min_lr {self.optimizer.min_lr} is above --optimizer.lr "
+                f"{self.optimizer.lr}"
+            )
+        if self.parallel.overlap_param_gather and not self.parallel.overlap_grad_reduce:
+            raise ConfigError(
+                "--parallel.overlap_param_gather needs --parallel.overlap_grad_reduce; turn both on"
+            )
+        if self.evaluate.every and not self.evaluate.data:
+            raise ConfigError(
+                f"--evaluate.every {self.evaluate.every} needs --evaluate.data, the held-out "
+                "conversations"
+            )
+        resume = self.checkpoint.resume
+        if resume not in ("latest", "none") and not resume.isdigit():
+            raise ConfigError(
+                f"--checkpoint.resume is {resume!r}; use latest, none or a step number"
+            )
+
+    def _get(self, dotted: str) -> Any:
+        value: Any = self
+        for part in dotted.split("."):
+            value = getattr(value, part)
+        return value
+
+
+def offload_fractions(section: OptimizerSection) -> dict[int, float]:
+    """Shares of the optimizer state in host memory by the step (from 1) from which they count.
+
+    Raises:
+        ConfigError: an entry of the schedule that can't be used.
+    """
+    found = {1: section.offload_fraction}
+    for entry in section.offload_schedule:
+        step, _, fraction = entry.partition(":")
+        try:
+            first, share = int(step), float(fraction)
+        except ValueError:
+            first, share = 0, 0.0
+        if first < 1 or not 0 <= share <= 1 or (first != 1 and first <= max(found)):
+            raise ConfigError(
+                f"--optimizer.offload_schedule has {entry!r}; an entry is STEP:FRACTION, a step "
+                "from 1 that is above the entry's before and a share from 0 to 1, as in 100:0.5"
+            )
+        found[first] = share
+    return found
+
+
+def from_toml(path: Path, base: TrainConfig) -> TrainConfig:
+    """`base` with the settings of a TOML recipe laid over it.
+
+    Raises:
+        ConfigError: unreadable file, unknown key (with the valid ones), or a value of the
+            wrong type; the message names the file and the key.
+    """
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[no-redef]
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
+    return _overlay(base, table, f"{path}: ")
+
+
+def _overlay(section: Any, table: dict[str, Any], where: str) -> Any:
+    kinds = get_type_hints(type(section))
+    changes: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in kinds:
+            raise ConfigError(f"{where}unknown key {key!r}; valid keys are {', '.join(kinds)}")
+        current = getattr(section, key)
+        if dataclasses.is_dataclass(current):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}{key} must be a table, it is {value!r}")
+            changes[key] = _overlay(current, value, f"{where}{key}.")
+        else:
+            changes[key] = _convert(kinds[key], value, f"{where}{key}")
+    return dataclasses.replace(section, **changes)
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    """A TOML value as a field's type has it; nothing that the command line would refuse passes."""
+    either = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    for one in either:
+        if get_origin(one) is Literal and isinstance(value, str) and value in get_args(one):
+            return value
+        if get_origin(one) is tuple and isinstance(value, list):
+            if where.endswith(_PER_STAGE) and any(isinstance(row, list) for row in value):
+                value = list(_in_stage_order(value, where))
+            entry = get_args(one)[0]
+            return tuple(_convert(entry, item, f"{where}[{i}]") for i, item in enumerate(value))
+        if one is Path and isinstance(value, str):
+            return Path(value)
+        if one is float and type(value) is int:
+            return float(value)
+        if type(value) is one:
+            return value
+    raise ConfigError(f"{where} must be {' or '.join(map(_called, either))}, it is {value!r}")
+
+
+def _called(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return f"of type {getattr(get_origin(kind) or kind, '__name__', kind)}"
+
+
+_PER_STAGE = ("parallel.vision_layers", "parallel.text_layers")
+
+
+def _in_stage_order(rows: list[Any], where: str) -> tuple[int, ...]:
+    """Layers per pipeline rank and virtual chunk, [rank][chunk], in the order of the stages."""
+    if len({len(row) if isinstance(row, list) else -1 for row in rows}) != 1:
+        raise ConfigError(
+            f"{where} must be one flat list, or for each pipeline rank a list with a number for "
+            f"each of its virtual chunks; it is {rows!r}"
+        )
+    return tuple(row[chunk] for chunk in range(len(rows[0])) for row in rows)
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Plain values, for run records."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        if isinstance(value, (tuple, list)):
+            return [plain(v) for v in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return plain(dataclasses.asdict(config))

@@ -1,0 +1,46 @@
+"""Where a run computes: CUDA with NCCL, or CPU with gloo. The one place where the two differ.
+
+Without CUDA `setup` installs `vlmtrain.cpu.shim`; where CUDA is present nothing is patched.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from vlmtrain.cpu import shim
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The device of this process and the torch.distributed backend that joins the processes."""
+
+    device: torch.device
+    process_group: str
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_bytes(self) -> int:
+        """Peak device memory on CUDA; peak resident set of this process on CPU."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def setup(local_rank: int = 0) -> Backend:
+    """Choose the backend of this process; install the CPU shim where there is no CUDA."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return Backend(torch.device("cuda", torch.cuda.current_device()), "cpu:gloo,cuda:nccl")
+    shim.install()
+    return Backend(torch.device("cpu"), "gloo")

@@ -1,0 +1,81 @@
+"""What a Hugging Face config.json says about a model, frozen and typed (`models/family.py` reads).
+
+Sizes are read, never looked up in a table of model names, so every released size (and any
+size in between) is accepted as long as its architecture is one of the known families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vlmtrain.core.errors import UserError
+
+
+class ModelConfigError(UserError):
+    """A config.json that does not describe a model this project can train."""
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """Shape of the vision tower (ViT + merger)."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    hidden_act: str  # as transformers calls it
+    gated: bool  # whether the MLP is (SwiGLU)
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    window_size: int | None  # pixels; None: every layer attends to the whole image
+    full_attention_layers: tuple[int, ...]  # layers without windows; empty when window_size is None
+    tokens_per_second: float | None  # M-RoPE time steps per second of video; None: slices
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def merge_unit(self) -> int:
+        """Patches that become one language token (4)."""
+        return self.spatial_merge_size**2
+
+    @property
+    def patch_dim(self) -> int:
+        """Length of one patch row: channels x temporal patch x patch x patch (1176)."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of the whole model: vision tower, language model, token ids."""
+
+    family: str  # model_type in config.json, a key of models.family.FAMILIES
+    vision: VisionSpec
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding table in Megatron: a multiple of 128 x tensor-parallel size."""
+    unit = 128 * tensor
+    return -(-vocab_size // unit) * unit

@@ -1,0 +1,124 @@
+"""What is wrong with conversations and their media: every problem, not the first alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sharegpt import Record
+from vlmtrain.data.formats.sources import parse_sources
+from vlmtrain.data.index import scan
+from vlmtrain.data.processor import Processor
+from vlmtrain.models.family import read_spec
+
+_KINDS = {
+    "unreadable": "with broken or missing media",
+    "marks": "whose marks do not match the media",
+    "too_long": "too long",
+    "format": "otherwise wrong",
+}
+_NAMED = 5  # ids given of each set of duplicates
+
+
+@dataclass
+class CheckReport:
+    """What `check` found."""
+
+    samples: int = 0  # good and bad
+    images: int = 0  # of good samples
+    videos: int = 0
+    tokens: int = 0  # of good samples; 0 without a model
+    problems: list[str] = field(default_factory=list)  # one sentence each, in file order
+    kinds: Counter[str] = field(default_factory=Counter)  # of the problems
+    warnings: list[str] = field(default_factory=list)  # duplicates: allowed, seldom meant
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def render(self) -> str:
+        """The report as text: one line a problem, then the counts."""
+        parts = [
+            _counted(self.samples, "sample"),
+            _counted(self.images, "image"),
+            _counted(self.videos, "video"),
+        ]
+        if self.tokens:
+            parts.append(_counted(self.tokens, "token"))
+        kinds = [f"{self.kinds[kind]} {text}" for kind, text in _KINDS.items() if self.kinds[kind]]
+        total = _counted(len(self.problems), "problem") + (
+            f" ({', '.join(kinds)})" if kinds else ""
+        )
+        lines = [*self.problems, *(f"warning: {warning}" for warning in self.warnings)]
+        return "\n".join([*lines, f"{', '.join(parts)}: {total}"])
+
+
+def check(
+    sources: str | Sequence[str | Path],
+    *,
+    model: str | Path | None = None,
+    pack_length: int | None = None,
+    media_root: str | Path | None = None,
+) -> CheckReport:
+    """Read all the data and collect every problem instead of stopping at the first.
+
+    Args:
+        sources: what `parse_sources` takes.
+        model: a Hugging Face folder; with it, texts are tokenized and lengths checked.
+        pack_length: with a model: the longest sample allowed.
+        media_root: folder that relative media paths start from.
+
+    Raises:
+        DataError: the model folder cannot be used, or pack_length comes without a model.
+    """
+    if pack_length is not None and model is None:
+        raise DataError("pack_length can only be checked with a model, whose tokenizer counts")
+    if pack_length is not None and pack_length < 1:
+        raise DataError(f"pack_length must be at least 1, got {pack_length}")
+    processor = None
+    if model is not None:
+        processor = Processor.from_folder(model, read_spec(model))
+    report = CheckReport()
+    ids: dict[str, list[str]] = {}
+    contents: dict[bytes, list[str]] = {}
+    for outcome in scan(parse_sources(sources, media_root=media_root), processor, pack_length):
+        report.samples += 1
+        if isinstance(outcome, DataError):
+            report.problems.append(str(outcome))
+            report.kinds[outcome.kind] += 1
+            continue
+        measure = outcome.measure
+        report.tokens += measure.length
+        report.images += measure.kinds.count("image")
+        report.videos += measure.kinds.count("video")
+        ids.setdefault(measure.id, []).append(str(outcome.record.number))
+        contents.setdefault(_content(outcome.record), []).append(measure.id)
+    for name, records in ids.items():
+        if len(records) > 1:
+            report.warnings.append(f"{len(records)} samples have the id {name!r}")
+    for same in contents.values():
+        if len(same) > 1:
+            named = ", ".join(same[:_NAMED]) + (", ..." if len(same) > _NAMED else "")
+            report.warnings.append(f"{len(same)} samples are the same but for their id: {named}")
+    return report
+
+
+def _content(record: Record) -> bytes:
+    """A hash of a record without its id; a shard's line tells where, not what: it is its own."""
+    try:
+        value = json.loads(record.data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        return hashlib.sha256(record.data).digest()
+    value = {key: item for key, item in value.items() if key != "id"}
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

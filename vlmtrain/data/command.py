@@ -1,0 +1,120 @@
+"""`vlmtrain data build`, `check` and `stats`: options, progress, results.
+
+Each imports what it needs when it runs: torch and transformers are not for --help.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import tyro
+
+
+def main(arguments: list[str]) -> int:
+    return tyro.extras.subcommand_cli_from_dict(
+        {"build": build_command, "check": check_command, "stats": stats_command},
+        prog="vlmtrain data",
+        args=arguments,
+        use_underscores=True,
+    )
+
+
+def build_command(
+    source: Path,
+    target: Path,
+    model: Path | None = None,
+    media_root: Path | None = None,
+    samples_per_shard: int = 1000,
+    workers: int = 4,
+    verify: bool = True,
+    overwrite: bool = False,
+) -> int:
+    """Write conversations and their media as WebDataset shards, which Megatron-Energon reads
+    too. Run again after an error, it goes on where it stopped.
+
+    Args:
+        source: conversation file (.json, .jsonl or .parquet).
+        target: folder to write.
+        model: Hugging Face folder; with it training starts without tokenizing everything first.
+        media_root: folder that relative media paths start from; default: the source's own.
+        samples_per_shard: samples in a shard, at most.
+        workers: shards written at once.
+        verify: decode every image and video once, to find broken ones now.
+        overwrite: replace the folder if it holds a finished build.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from vlmtrain.data.formats.webdataset import build_shards
+    from vlmtrain.data.processor import Processor
+    from vlmtrain.models.family import read_spec
+
+    processor = None
+    if model is not None:
+        processor = Processor.from_folder(model, read_spec(model))
+    console = Console(file=sys.stderr)
+    with Progress(console=console, transient=not console.is_terminal) as bar:
+        task = bar.add_task("samples", total=None)
+        summary = build_shards(
+            source,
+            target,
+            samples_per_shard=samples_per_shard,
+            verify=verify,
+            media_root=media_root,
+            overwrite=overwrite,
+            processor=processor,
+            workers=workers,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    print(
+        f"{summary.samples} samples, {summary.images} images, {summary.videos} videos in "
+        f"{summary.shards} shards ({summary.bytes / 1e6:.1f} MB): {target}"
+    )
+    return 0
+
+
+def check_command(
+    source: str,
+    model: Path | None = None,
+    pack_length: int | None = None,
+    media_root: Path | None = None,
+) -> int:
+    """Report every broken sample; duplicates are warnings.
+
+    Args:
+        source: files or shard folders, comma-separated, or a .toml list.
+        model: Hugging Face folder; with it lengths are checked too.
+        pack_length: tokens per pack.
+        media_root: folder that relative media paths start from; default: each file's own.
+    """
+    from vlmtrain.data.check import check
+
+    report = check(source, model=model, pack_length=pack_length, media_root=media_root)
+    print(report.render())
+    return 0 if report.ok else 1
+
+
+def stats_command(
+    source: str,
+    model: Path,
+    target: Path | None = None,
+    pack_length: int = 8192,
+    media_root: Path | None = None,
+) -> int:
+    """Print, and plot, how text, images and costs are distributed.
+
+    Args:
+        source: files or shard folders, comma-separated, or a .toml list.
+        model: Hugging Face folder.
+        target: image file for the plot, e.g. stats.png.
+        pack_length: tokens per pack.
+        media_root: folder that relative media paths start from; default: each file's own.
+    """
+    from vlmtrain.data.stats import plot_stats, render_stats, stats
+
+    figures = stats(source, model, pack_length=pack_length, media_root=media_root)
+    print(render_stats(figures))
+    if target is not None:
+        print(f"plot: {plot_stats(figures, target)}")
+    return 0

@@ -1,0 +1,119 @@
+"""Which data to train on: `--data` as typed, or a TOML file that lists the sources."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vlmtrain.data.errors import DataError
+
+_WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d*)?|\.\d+)")
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One file or folder of samples."""
+
+    path: str
+    weight: float = 1.0  # how often an epoch sees each of its samples; 0.25: a quarter of them
+    max_samples: int | None = None  # only the first so many
+    media_root: str | None = None  # where relative media paths start; default: the file's folder
+
+
+def parse_sources(
+    text: str | Path | Sequence[str | Path | SourceSpec],
+    *,
+    max_samples: int | None = None,
+    media_root: str | Path | None = None,
+) -> list[SourceSpec]:
+    """Read `a.json,b.jsonl:0.5,shards,mix.toml`, or the same as a list.
+
+    A number after the last colon is the source's weight, unless a file of that whole name exists.
+    A .toml file holds tables `[[source]]` with `path`, and if wanted `weight`, `max_samples`,
+    `media_root`; its paths start from its own folder.
+
+    Args:
+        max_samples, media_root: for the sources that do not set their own.
+
+    Raises:
+        DataError: nothing given, a weight that is not above 0, or an unreadable list.
+    """
+    items: Sequence[str | Path | SourceSpec]
+    items = text.split(",") if isinstance(text, str) else [text] if isinstance(text, Path) else text
+    sources: list[SourceSpec] = []
+    for item in items:
+        if isinstance(item, SourceSpec):
+            sources.append(item)
+            continue
+        name = str(item).strip()
+        weight = 1.0
+        match = _WEIGHTED.fullmatch(name)
+        if match and not Path(name).exists():
+            name, weight = match["path"], float(match["weight"])
+        if not name:
+            continue
+        if name.endswith(".toml"):
+            listed = _read_list(Path(name))
+            sources += [replace(source, weight=source.weight * weight) for source in listed]
+        else:
+            sources.append(SourceSpec(name, weight))
+    if not sources:
+        raise DataError(
+            "no data given; --data takes .json, .jsonl or .parquet files, folders of shards, or a "
+            ".toml list of these"
+        )
+    for source in sources:
+        if not 0 < source.weight < math.inf:
+            raise DataError(f"{source.path}: its weight is {source.weight}; it must be above 0")
+    root = None if media_root in (None, "") else str(media_root)
+    return [
+        replace(
+            source,
+            max_samples=source.max_samples or max_samples or None,
+            media_root=source.media_root or root,
+        )
+        for source in sources
+    ]
+
+
+def _read_list(path: Path) -> list[SourceSpec]:
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[no-redef]
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not valid TOML: {error}") from None
+    entries = table.get("source")
+    if not isinstance(entries, list) or not entries or set(table) != {"source"}:
+        raise DataError(f"{path}: it must hold [[source]] tables and nothing else")
+    return [_entry(entry, path, number) for number, entry in enumerate(entries)]
+
+
+def _entry(entry: Any, path: Path, number: int) -> SourceSpec:
+    kinds = {"path": (str,), "weight": (int, float), "max_samples": (int,), "media_root": (str,)}
+    where = f"{path}: source {number}"
+    if not isinstance(entry, dict) or "path" not in entry:
+        raise DataError(f"{where} has no path")
+    for key, value in entry.items():
+        if key not in kinds:
+            raise DataError(f"{where} has the unknown key {key!r}; known are {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]) or isinstance(value, bool):
+            wanted = kinds[key][-1].__name__
+            raise DataError(f"{where}: {key} is {value!r}; it must be of type {wanted}")
+    if entry.get("max_samples", 1) < 1:
+        raise DataError(f"{where}: max_samples is {entry['max_samples']}; it must be at least 1")
+    root = entry.get("media_root")
+    return SourceSpec(
+        str(path.parent / entry["path"]),
+        float(entry.get("weight", 1.0)),
+        entry.get("max_samples"),
+        None if root is None else str(path.parent / root),
+    )

@@ -1,0 +1,554 @@
+"""WebDataset shards: written once from a conversation file, read by byte offset.
+
+A folder holds `shard-000000.tar`, `shard-000001.tar`, ... and `index.jsonl`. In a shard each
+sample is `<key>.json` followed by its media, `<key>.0.jpg`, `<key>.1.png`, ..., the original
+bytes of the files. `index.jsonl` is written last: a folder without it is an unfinished build. Its
+first line describes the folder, each further line one sample: where its members lie in the tar,
+sizes and frame counts of its media, and, where the build knew the model, its tokens and grids, so
+that reading needs neither unpacking nor probing nor tokenizing. `*.tar.idx` and `.nv-meta` are
+what Megatron-Energon needs to read the same shards (energon.py).
+
+The shards are cut first, from the sizes of the files, and then written side by side. Each leaves
+a `.part` file when it is done; a build that is run again keeps the shards whose part says that
+they were made of the same bytes.
+
+Nothing is ever unpacked to disk and no member name is ever used as a path: only byte ranges of
+the shards that stand beside the index are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import sqlite3
+import tarfile
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.energon import META_FOLDER, write_energon
+from vlmtrain.data.formats.sharegpt import JsonSource, Record
+from vlmtrain.data.media.videos import probe_media
+from vlmtrain.data.processor import Measure, MediaLayout, Processor
+from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample, Turn
+
+INDEX_NAME = "index.jsonl"
+FORMAT = "vlmtrain-shards"
+VERSION = 2
+_OWN_FILES = re.compile(r"(shard-\d{6}\.(tar|tar\.idx|part)|index\.jsonl)(\.tmp)?|\.nv-meta")
+_SHARD = re.compile(r"shard-\d{6}\.tar")
+_HEADER = 512  # bytes of a member's header in a USTAR archive
+
+
+@dataclass(frozen=True)
+class ShardSummary:
+    """What `build_shards` wrote."""
+
+    samples: int
+    images: int
+    videos: int
+    shards: int
+    bytes: int
+
+
+def build_shards(
+    source: str | Path,
+    target: str | Path,
+    *,
+    samples_per_shard: int = 1000,
+    shard_bytes: int = 1 << 30,
+    verify: bool = True,
+    media_root: str | Path | None = None,
+    overwrite: bool = False,
+    processor: Processor | None = None,
+    workers: int = 4,
+    progress: Callable[[int, int], None] | None = None,
+) -> ShardSummary:
+    """Write a conversation file and its media as WebDataset shards.
+
+    Args:
+        source: a .json, .jsonl or .parquet conversation file.
+        target: the folder to write; created if missing. An unfinished build is continued.
+        samples_per_shard: samples in a shard, at most.
+        shard_bytes: a shard is closed once it holds this many bytes of records and media.
+        verify: decode every image and video once, so that a broken one is found now.
+        media_root: folder that relative media paths start from; default: the source's folder.
+        overwrite: replace a finished build.
+        processor: of the model to train; with it the index holds each sample's tokens and grids,
+            and training with the same settings starts without a scan.
+        workers: threads; each writes one shard.
+        progress: called with the number of samples written so far, and of all.
+
+    Raises:
+        DataError: bad source or sample, or a target that holds something else or can't be written.
+            Shards that were finished until then stay for the next run.
+    """
+    if samples_per_shard < 1 or shard_bytes < 1 or workers < 1:
+        raise DataError(
+            f"samples_per_shard ({samples_per_shard}), shard_bytes ({shard_bytes}) and workers "
+            f"({workers}) must be at least 1"
+        )
+    reader = _reader(source, media_root)
+    settings = f"{VERSION} {verify} {processor.fingerprint() if processor else None}"
+    shards = _cut(reader, samples_per_shard, shard_bytes, settings)  # refuses before it writes
+    folder = Path(target)
+    created = _prepare(folder, overwrite, len(shards))
+    counted, total, lock = 0, sum(len(shard.records) for shard in shards), threading.Lock()
+    # Shards from this number on are given up; those before it go on, so that with any number of
+    # workers the first error in file order is the one reported, and the shards before it stay.
+    limit = len(shards)
+
+    def count(samples: int) -> None:
+        nonlocal counted
+        with lock:
+            counted += samples
+            if progress is not None:
+                progress(counted, total)
+
+    def give_up(number: int) -> None:
+        nonlocal limit
+        with lock:
+            limit = min(limit, number)
+
+    def work(shard: _Shard) -> dict[str, Any]:
+        done = shard.finished(folder)
+        if done is not None:
+            count(len(shard.records))
+            return done
+
+        def given_up() -> bool:
+            return shard.number >= limit
+
+        try:
+            return _write_shard(shard, folder, reader, processor, verify, count, given_up)
+        except BaseException:
+            give_up(shard.number)
+            raise
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = [pool.submit(work, shard) for shard in shards]
+            try:
+                errors = [error for job in jobs if (error := job.exception()) is not None]
+            except BaseException:  # ctrl-C: let the shards at work stop early
+                give_up(0)
+                raise
+            if errors:
+                raise errors[0]  # the first in file order: nothing before it was given up
+            parts = [job.result() for job in jobs]
+        return _finish(folder, parts, processor)
+    except BaseException as error:
+        for path in folder.glob("*.tmp"):
+            path.unlink()
+        if created and not any(folder.iterdir()):
+            folder.rmdir()
+        if isinstance(error, (OSError, sqlite3.Error)):  # a full disk, most often
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(
+                f"--target {folder} cannot be written: {reason}; run it again to go on from the "
+                "shards that are finished"
+            ) from error
+        raise
+
+
+class ShardSource:
+    """A folder written by `build_shards`; same interface as `JsonSource`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = str(folder)
+        self.path = str(Path(folder) / INDEX_NAME)
+        self._shards: list[tuple[str, int]] | None = None
+        self._processor: str | None = None
+
+    def records(self) -> Iterator[Record]:
+        """Every sample's index line, in order.
+
+        Raises:
+            DataError: unfinished or foreign folder, or a shard that is missing or cut short.
+        """
+        shards = self._header()
+        for path, size in shards:
+            actual = os.path.getsize(path) if os.path.isfile(path) else None
+            if actual != size:
+                state = "is missing" if actual is None else f"has {actual} bytes"
+                raise DataError(
+                    f"{path} {state} where {self.path} says {size} bytes; build the shards again"
+                )
+        with open(self.path, "rb") as file:
+            offset = len(file.readline())
+            for number, line in enumerate(file):
+                yield Record(number, offset, line)
+                offset += len(line)
+
+    def read(self, number: int, offset: int, size: int) -> Record:
+        """One index line again. Raises OSError."""
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            return Record(number, offset, file.read(size))
+
+    def measured(self, record: Record, fingerprint: str) -> Measure | None:
+        """What the build wrote about a sample, if its processor was the one asked about."""
+        shards = self._header()
+        if self._processor != fingerprint:
+            return None
+        try:
+            line = json.loads(record.data)
+            for media in line["media"]:
+                for part in (line["json"], *media["parts"]):
+                    _range(*shards[int(line["shard"])], part)
+            known = line["measure"]
+            return Measure(
+                str(line["id"]),
+                tuple(media["kind"] for media in line["media"]),
+                tuple(MediaInfo(**media["info"]) for media in line["media"]),
+                tuple(MediaLayout((t, h, w), seconds) for t, h, w, seconds in known["layouts"]),
+                int(known["length"]),
+                int(known["target_tokens"]),
+                int(known["image_tokens"]),
+            )
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise self._damaged(record, error) from None
+
+    def parse(self, record: Record) -> Sample:
+        """The sample of an index line; reads its JSON member from the shard.
+
+        Raises:
+            DataError: the line or the shard is damaged.
+        """
+        shards = self._header()
+        try:
+            line = json.loads(record.data)
+            path, size = shards[int(line["shard"])]
+            where = _range(path, size, line["json"])
+            data = where.read()
+            if zlib.crc32(data) != line["crc"]:
+                raise ValueError("the sample's bytes are not those that were written")
+            content = json.loads(data)
+            turns = tuple(Turn(turn["role"], turn["content"]) for turn in content["messages"])
+            media = tuple(
+                Media(
+                    entry["kind"],
+                    f"{Path(path).name}:{entry['name']}",
+                    tuple(_range(path, size, part) for part in entry["parts"]),
+                    entry["frame_list"],
+                    entry["fps"],
+                    MediaInfo(**entry["info"]),
+                )
+                for entry in line["media"]
+            )
+            return Sample(str(content["id"]), turns, media, self.folder)
+        except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
+            raise self._damaged(record, error) from None
+
+    def _damaged(self, record: Record, error: Exception) -> DataError:
+        return DataError(
+            f"{self.path}: entry {record.number} is damaged ({error}); build the shards again"
+        )
+
+    def _header(self) -> list[tuple[str, int]]:
+        """(path, bytes) of every shard."""
+        if self._shards is not None:
+            return self._shards
+        if not os.path.isfile(self.path):
+            raise DataError(
+                f"{self.folder} has no {INDEX_NAME}: it is no folder of shards, or its build was "
+                "interrupted; run 'vlmtrain data build' (again)"
+            )
+        try:
+            with open(self.path, "rb") as file:
+                header = json.loads(file.readline())
+            if header["format"] != FORMAT or header["version"] not in (1, VERSION):
+                raise ValueError(f"format {header['format']} version {header['version']}")
+            names = [(str(shard["name"]), int(shard["bytes"])) for shard in header["shards"]]
+            for name, _ in names:
+                if not _SHARD.fullmatch(name):
+                    raise ValueError(f"shard name {name!r}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{self.path} is no index of shards that this version reads ({error}); build the "
+                "shards again"
+            ) from None
+        self._shards = [(str(Path(self.folder) / name), size) for name, size in names]
+        self._processor = header.get("processor")
+        return self._shards
+
+
+class _GivenUp(Exception):
+    """An earlier shard failed, so this one is not wanted any more."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What will stand in one shard."""
+
+    number: int
+    first: int  # samples in the shards before
+    records: list[tuple[int, int, int]]  # number, offset, size in the source
+    digest: str  # of the records' bytes, the sizes of their media, and the settings
+
+    @property
+    def name(self) -> str:
+        return f"shard-{self.number:06d}.tar"
+
+    def finished(self, folder: Path) -> dict[str, Any] | None:
+        """The part of an earlier run, if it holds just this and its shard is whole."""
+        try:
+            part = json.loads((folder / self.name).with_suffix(".part").read_bytes())
+            complete = (folder / self.name).stat().st_size == part["bytes"]
+            return part if complete and part["digest"] == self.digest else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _reader(source: str | Path, media_root: str | Path | None) -> Any:
+    if "," in str(source) and not Path(source).exists():
+        raise DataError(f"{source}: no such file; --source takes one file, each its own --target")
+    if Path(source).is_dir():
+        raise DataError(f"{source} is a folder; --source takes a .json, .jsonl or .parquet file")
+    if Path(source).suffix.lower() == ".parquet":
+        from vlmtrain.data.formats.parquet import ParquetSource
+
+        return ParquetSource(source, media_root)
+    return JsonSource(source, media_root)
+
+
+def _cut(reader: Any, samples: int, size: int, settings: str) -> list[_Shard]:
+    """Divide the records among shards. Raises DataError for a bad record or a missing file."""
+    shards: list[_Shard] = []
+    records: list[tuple[int, int, int]] = []
+    digest, filled, first = hashlib.sha256(settings.encode()), 0, 0
+
+    def close() -> None:
+        nonlocal records, digest, filled, first
+        shards.append(_Shard(len(shards), first, records, digest.hexdigest()))
+        first += len(records)
+        records, digest, filled = [], hashlib.sha256(settings.encode()), 0
+
+    for record in reader.records():
+        if isinstance(record, DataError):
+            raise record
+        sample = reader.parse(record)
+        records.append((record.number, record.offset, len(record.data)))
+        digest.update(hashlib.sha256(record.data).digest())
+        filled += len(record.data)
+        for media in sample.media:
+            for part in media.parts:
+                try:
+                    bytes_ = len(part.data) if part.data is not None else os.path.getsize(part.path)
+                except OSError:
+                    raise sample.fail(
+                        f"the file {part.path} is missing; put it there or correct the path in "
+                        "the sample",
+                        "unreadable",
+                    ) from None
+                digest.update(f"{bytes_} ".encode())
+                filled += bytes_
+        if len(records) >= samples or filled >= size:
+            close()
+    if records:
+        close()
+    return shards
+
+
+def _write_shard(
+    shard: _Shard,
+    folder: Path,
+    reader: Any,
+    processor: Processor | None,
+    verify: bool,
+    count: Callable[[int], None],
+    given_up: Callable[[], bool],
+) -> dict[str, Any]:
+    """Write one shard, its energon index and, last, its part; returns the part."""
+    lines: list[dict[str, Any]] = []
+    path = folder / f"{shard.name}.tmp"
+    if given_up():
+        raise _GivenUp
+    with path.open("wb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for place, position in enumerate(shard.records):
+                if given_up():
+                    raise _GivenUp
+                sample = reader.parse(_again(reader, position))
+                infos = [probe_media(media, sample, verify) for media in sample.media]
+                key = f"{shard.first + place:09d}"
+                line = _write_sample(tar, file, key, sample, infos)
+                if processor is not None:
+                    line["measure"] = _measured(processor.measure(sample, infos))
+                lines.append({**line, "shard": shard.number})
+                count(1)
+            end = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path, folder / shard.name)
+    part = {
+        "digest": shard.digest,
+        "name": shard.name,
+        "bytes": (folder / shard.name).stat().st_size,
+        "end": end,
+        "lines": lines,
+    }
+    _write(folder / f"shard-{shard.number:06d}.part", json.dumps(part).encode())
+    return part
+
+
+def _again(reader: Any, position: tuple[int, int, int]) -> Record:
+    try:
+        return reader.read(*position)
+    except OSError as error:
+        raise DataError(f"{reader.path}: cannot be read: {error.strerror or error}") from None
+
+
+def _write_sample(
+    tar: tarfile.TarFile, file: BinaryIO, key: str, sample: Sample, infos: list[MediaInfo]
+) -> dict[str, Any]:
+    """Add a sample's members; returns its index line."""
+    entries: list[dict[str, Any]] = []
+    members: list[tuple[str, FileRange]] = []
+    for position, (media, info) in enumerate(zip(sample.media, infos, strict=True)):
+        names = [
+            f"{key}.{position}{f'.{i:05d}' if media.frame_list else ''}{_suffix(part.path)}"
+            for i, part in enumerate(media.parts)
+        ]
+        members += zip(names, media.parts, strict=True)
+        entries.append(
+            {
+                "kind": media.kind,
+                "name": Path(media.name).name,
+                "parts": names,
+                "frame_list": media.frame_list,
+                "fps": media.fps,
+                "info": asdict(info),
+            }
+        )
+    content = {
+        "id": sample.id,
+        "messages": [{"role": turn.role, "content": turn.text} for turn in sample.turns],
+        "media": [
+            {name: entry[name] for name in ("kind", "parts", "frame_list", "fps")}
+            for entry in entries
+        ],
+    }
+    data = json.dumps(content, ensure_ascii=False).encode()
+    ranges = {f"{key}.json": _member(tar, file, f"{key}.json", data)}
+    for name, part in members:
+        try:
+            ranges[name] = _member(tar, file, name, part.read())
+        except (OSError, ValueError) as error:  # ValueError: above 8 GB, too much for USTAR
+            raise sample.fail(f"{part.path} cannot be read or stored: {error}") from None
+    return {
+        "id": sample.id,
+        "key": key,
+        "json": ranges[f"{key}.json"],
+        "crc": zlib.crc32(data),
+        "media": [
+            {**entry, "names": entry["parts"], "parts": [ranges[name] for name in entry["parts"]]}
+            for entry in entries
+        ],
+    }
+
+
+def _member(tar: tarfile.TarFile, file: BinaryIO, name: str, data: bytes) -> list[int]:
+    """Add a file; returns where its bytes lie: offset, size."""
+    offset = file.tell() + _HEADER
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    member.mode = 0o644
+    tar.addfile(member, io.BytesIO(data))
+    return [offset, len(data)]
+
+
+def _measured(measure: Measure) -> dict[str, Any]:
+    return {
+        "length": measure.length,
+        "target_tokens": measure.target_tokens,
+        "image_tokens": measure.image_tokens,
+        "layouts": [[*layout.grid, layout.seconds] for layout in measure.layouts],
+    }
+
+
+def _finish(folder: Path, parts: list[dict[str, Any]], processor: Processor | None) -> ShardSummary:
+    """Write energon's files and then the index, which makes the build valid."""
+    write_energon(folder, parts)
+    lines = [line for part in parts for line in part["lines"]]
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "samples": len(lines),
+        "shards": [{"name": part["name"], "bytes": part["bytes"]} for part in parts],
+        "processor": processor.fingerprint() if processor else None,
+    }
+    data = [json.dumps(item, ensure_ascii=False).encode() + b"\n" for item in [header, *lines]]
+    _write(folder / INDEX_NAME, b"".join(data))
+    for part in parts:
+        (folder / part["name"]).with_suffix(".part").unlink()
+    kinds = [media["kind"] for line in lines for media in line["media"]]
+    return ShardSummary(
+        len(lines),
+        kinds.count("image"),
+        kinds.count("video"),
+        len(parts),
+        sum(part["bytes"] for part in parts),
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Appears whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
+    """Make the target ready for this many shards. Returns whether it was created here."""
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file; --target must be a folder")
+    created = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be created: {error.strerror}") from None
+    foreign = [path.name for path in folder.iterdir() if not _OWN_FILES.fullmatch(path.name)]
+    if foreign:
+        raise DataError(f"{folder} holds other files ({foreign[0]}, ...); name an empty folder")
+    finished = (folder / INDEX_NAME).exists()
+    if finished and not overwrite:
+        raise DataError(f"{folder} holds a finished build; name another folder or overwrite it")
+    # The index goes first: from here on the folder counts as unfinished. Shards that an unfinished
+    # build left with their part may be used again; the rest goes, and so do those beyond the last.
+    wanted = {f"shard-{number:06d}" for number in range(shards)}
+    try:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name != INDEX_NAME):
+            name = path.name.split(".")[0]
+            kept = path.suffix in (".part", ".tar") and (folder / f"{name}.part").exists()
+            if path.name == META_FOLDER:
+                shutil.rmtree(path)
+            elif finished or name not in wanted or not kept:
+                path.unlink()
+    except OSError as error:
+        raise DataError(f"--target {folder} cannot be cleared: {error}") from None
+    return created
+
+
+def _suffix(path: str) -> str:
+    suffix = Path(path).suffix.lower()
+    return suffix if re.fullmatch(r"\.[a-z0-9]{1,8}", suffix) else ".bin"
+
+
+def _range(path: str, size: int, part: Any) -> FileRange:
+    offset, length = int(part[0]), int(part[1])
+    if offset < 0 or length < 0 or offset + length > size:
+        raise ValueError(f"bytes {offset} to {offset + length} lie outside the shard")
+    return FileRange(path, offset, length)

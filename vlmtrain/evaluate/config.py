@@ -1,0 +1,56 @@
+"""The options of `vlmtrain evaluate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vlmtrain.core.config import LoaderSection, ParallelSection
+from vlmtrain.core.errors import UserError
+
+
+@dataclass
+class EvaluateConfig:
+    """Measure a model: --data gives loss and perplexity, --tasks scores; both may be given."""
+
+    model: Path
+    """Hugging Face folder, training checkpoint (also OUTPUT/checkpoints: the newest), or LoRA
+    adapter folder."""
+    tasks: Path | None = None
+    """JSONL file of questions with right answers (docs/evaluation.md)."""
+    data: str = ""
+    """Held-out conversations, in all forms that training takes."""
+    output: Path = Path("evaluate_out")
+    """Folder for scores.json and answers.jsonl; those of an earlier run are replaced."""
+    nproc: int = 0
+    """Processes to start on this machine; 0: join the launcher's (torchrun, Slurm, MPI)."""
+    pack_length: int = 8192
+    """Tokens per pack; with --data."""
+    global_batch: int = 0
+    """Packs computed together; with --data. 0: as few as the layout needs."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """auto: bf16 on a GPU, fp32 on the CPU."""
+    max_new_tokens: int = 512
+    """Longest answer; with --tasks."""
+    kernels: bool = True
+    """With --tasks: attend with vlmkernels; --no_kernels: with transformers' own code."""
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    loader: LoaderSection = field(default_factory=LoaderSection)
+
+    def validate(self) -> None:
+        """Raise UserError for options that can't be used."""
+        if self.tasks is None and not self.data:
+            raise UserError("nothing to measure; pass --data, --tasks or both")
+        for name, smallest in (
+            ("nproc", 0),
+            ("pack_length", 1),
+            ("global_batch", 0),
+            ("max_new_tokens", 1),
+        ):
+            if getattr(self, name) < smallest:
+                raise UserError(
+                    f"--{name} is {getattr(self, name)}; it must be at least {smallest}"
+                )
+        if self.output.exists() and not self.output.is_dir():
+            raise UserError(f"--output {self.output} is a file; name a folder")

@@ -1,0 +1,191 @@
+"""Held-out loss on any layout, and answers to questions, scored."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vlmtrain.checkpoint.model_folder import as_hf, described, needs_merging, newest
+from vlmtrain.core import device
+from vlmtrain.core.collectives import on_every_rank, on_first_rank
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import write_text
+from vlmtrain.core.launch import Process, connect
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.index import SampleIndex
+from vlmtrain.evaluate.config import EvaluateConfig
+from vlmtrain.evaluate.tasks import Scored, Task, read_tasks, summary
+from vlmtrain.models.family import read_spec
+from vlmtrain.training.evaluation import HeldOut, HeldOutScore
+from vlmtrain.training.setup import run_layout, say, scan
+
+SCORES, ANSWERS = "scores.json", "answers.jsonl"
+
+
+def run(config: EvaluateConfig, process: Process) -> None:
+    """Measure as one of `process.world_size` processes; rank 0 prints and writes the results.
+
+    Raises:
+        UserError: bad input; raised on every rank, marked so that only rank 0 prints it.
+    """
+    spec = read_spec(described(config.model))
+    layout = run_layout(
+        spec,
+        config.parallel,
+        process.world_size,
+        pack_length=config.pack_length,
+        global_batch=config.global_batch,
+        option="--global_batch",
+    )
+    backend = device.setup(process.local_rank)
+    connect(process, backend.process_group)
+    try:
+        on_first_rank(lambda: _make_output(config.output))
+        results: dict[str, Any] = {"model": str(config.model)}
+        scored: list[Scored] = []
+        with ExitStack() as stack:
+            model = newest(config.model)
+            # transformers loads Hugging Face folders; Megatron both kinds, without adapters.
+            readable = model
+            if config.tasks is not None or needs_merging(model):
+                readable = stack.enter_context(_converted(config))
+            if config.data:
+                source = readable if needs_merging(model) else model
+                score = _held_out(config, spec, layout, backend, source)
+                results["heldout"] = score.to_dict()
+            if config.tasks is not None:
+                scored = _ask(config, config.tasks, readable)
+                results["tasks"] = summary(scored)
+        if dist.get_rank() == 0:
+            _report(config.output, results, scored)
+    finally:
+        # After a failure the other ranks may be anywhere: a barrier would wait for them.
+        if process.world_size == 1 or sys.exc_info()[0] is None:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def _make_output(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name in (SCORES, ANSWERS):
+            (output / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
+
+
+@contextmanager
+def _converted(config: EvaluateConfig) -> Iterator[Path]:
+    """The model as a Hugging Face folder, converted by rank 0 where it is none: into the output
+    folder, which all ranks see."""
+    with ExitStack() as stack:
+        folder = on_first_rank(lambda: str(stack.enter_context(as_hf(config.model, config.output))))
+        yield Path(folder)
+        dist.barrier()  # nobody reads any more
+
+
+def _held_out(
+    config: EvaluateConfig, spec: ModelSpec, layout: Layout, backend: device.Backend, source: Path
+) -> HeldOutScore:
+    from megatron.core import parallel_state
+
+    from vlmtrain.checkpoint.load import load_weights
+    from vlmtrain.checkpoint.weights import check_weights
+    from vlmtrain.data.processor import Processor
+    from vlmtrain.training.engine import Engine
+
+    processor = Processor.from_folder(source, spec, template=config.loader.template or None)
+
+    def prepare() -> SampleIndex:
+        check_weights(source, spec)
+        return scan(config.data, config.loader, processor, spec, config.pack_length, say)
+
+    index = on_first_rank(prepare)
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if backend.is_cuda else "fp32"
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    engine = Engine(spec, layout, backend, dtype=dtype)
+    on_every_rank(lambda: load_weights(engine.parts, spec, source))
+    engine.prepare_evaluation()
+    held_out = HeldOut(
+        index,
+        processor,
+        config.loader,
+        pack_length=config.pack_length,
+        global_batch=config.global_batch or layout.data * layout.pipeline,
+    )
+    score = held_out.measure(engine)
+    parallel_state.destroy_model_parallel()
+    return score
+
+
+def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
+    """Every task's answer, in file order; the questions are dealt to the ranks in turn."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from vlmtrain.generate.model import Answerer, Sampling
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tasks: list[Task] = on_first_rank(lambda: read_tasks(path))
+    sampling = Sampling(max_new_tokens=config.max_new_tokens)
+    console = Console(stderr=True)
+
+    def work() -> list[Scored]:
+        answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
+        for task in tasks:
+            answerer.check(task.sample)
+        mine = track(
+            tasks[rank::size],
+            "questions",
+            console=console,
+            disable=rank > 0 or not console.is_terminal,
+            transient=True,
+        )
+        return [Scored(task, answerer.answer(task.sample, sampling).text) for task in mine]
+
+    mine = on_every_rank(work)
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, [one.answer for one in mine])
+    answers: dict[int, str] = {
+        number: answer
+        for r, part in enumerate(every)
+        for number, answer in zip(range(r, len(tasks), size), part, strict=True)
+    }
+    return [Scored(task, answers[number]) for number, task in enumerate(tasks)]
+
+
+def _report(output: Path, results: dict[str, Any], scored: list[Scored]) -> None:
+    """The table on the terminal, scores.json, and answers.jsonl where questions were asked."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=results["model"], title_justify="left")
+    for name in ("what", "measure", "number", "value"):
+        table.add_column(name, justify="right" if name in ("number", "value") else "left")
+    held = results.get("heldout")
+    if held is not None:
+        tokens = f"{held['target_tokens']:,} tokens"
+        table.add_row("held-out conversations", "loss", tokens, f"{held['loss']:.4f}")
+        table.add_row("", "perplexity", f"{held['samples']:,} samples", f"{held['perplexity']:.4g}")
+    for row in results.get("tasks", []):
+        questions = f"{row['questions']:,} questions"
+        table.add_row(row["task"], row["metric"], questions, f"{row['score']:.4f}")
+    Console().print(table)
+    try:
+        if scored:
+            lines = (json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in scored)
+            write_text(output / ANSWERS, "".join(lines))
+        write_text(output / SCORES, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
+    print(f"{output / SCORES}")

@@ -1,0 +1,117 @@
+"""megatron-core TransformerConfigs of the language model and of the vision tower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.cpu import weight_gradients
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x), the activation of CLIP and of Qwen2-VL's vision tower."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}  # by VisionSpec.hidden_act
+
+
+def language_config(
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
+    """The language model: RMSNorm, SwiGLU, grouped queries, bias on q, k, v only, M-RoPE."""
+    config = TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        pipeline_model_parallel_layout=layout.megatron_text_layout(),
+        **_common(layout, dtype, recompute),
+    )
+    config.recompute_mlp = recompute == "selective"  # read by layers.TowerMLP
+    return config
+
+
+def vision_config(
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
+    """The vision tower: biases everywhere, norm and activation as the spec says."""
+    if layout.multiplexed:  # the whole tower on every rank
+        layout = replace(
+            layout, tensor=1, pipeline=1, virtual_pipeline=1, sequence=False, vision_layers=(1,)
+        )
+    vision = spec.vision
+    config = TransformerConfig(
+        num_layers=vision.depth,
+        hidden_size=vision.hidden_size,
+        num_attention_heads=vision.num_heads,
+        kv_channels=vision.head_dim,
+        ffn_hidden_size=vision.intermediate_size,
+        normalization=vision.normalization,
+        layernorm_epsilon=1e-6,
+        gated_linear_unit=vision.gated,
+        activation_func=ACTIVATIONS[vision.hidden_act],
+        add_bias_linear=True,
+        pipeline_model_parallel_layout=layout.megatron_vision_layout(),
+        **_common(layout, dtype, recompute),
+    )
+    config.recompute_mlp = recompute == "selective"
+    # Read by VisionSelfAttention: every other layer attends within windows.
+    config.full_attention_layers = (
+        frozenset(vision.full_attention_layers) if vision.window_size is not None else None
+    )
+    return config
+
+
+def _common(layout: Layout, dtype: torch.dtype, recompute: str) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    weight_gradients.enable()
+    common: dict[str, Any] = dict(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        sequence_parallel=layout.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not cuda,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        variable_seq_lengths=True,  # parallel/p2p_shapes.py knows them
+        batch_p2p_sync=False,  # for an old torch; it stops the whole device after each message
+        moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense or not
+        calculate_per_token_loss=True,
+        # The fusions are torch.compile'd: worth it on a GPU, 20 s of start-up on a CPU.
+        bias_dropout_fusion=cuda,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=True,  # by torch's own products: weight_gradients.py
+        # On gloo a pipeline output would be freed before its send has completed.
+        deallocate_pipeline_outputs=cuda,
+    )
+    if layout.virtual_pipeline > 1:
+        # Without overlap megatron-core 0.16.1 crosses messages between virtual stages.
+        common.update(
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+            overlap_p2p_comm=True,
+            batch_p2p_comm=False,
+            deallocate_pipeline_outputs=False,
+        )
+    if recompute == "full":
+        common.update(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    return common

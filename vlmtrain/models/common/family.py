@@ -1,0 +1,201 @@
+"""What a model family is: the base class of the objects that `models/family.py` lists.
+
+Importable without torch: the planner and `--help` read configurations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from vlmtrain.core.spec import ModelConfigError, ModelSpec, VisionSpec
+from vlmtrain.models.common.table import (
+    Norm,
+    Part,
+    Table,
+    merger,
+    patch_embed,
+    text_layer,
+    vision_layer,
+    vocabulary,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vlmtrain.models.common.vision import VisionTower
+
+
+@dataclass(frozen=True)
+class MediaDefaults:
+    """How pixels become patches where the model folder's processor files do not say it."""
+
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    image_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)  # least and most of an image
+    video_pixels: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)  # of a frame
+
+
+class Family:
+    """One family of models. The methods here are those of Qwen2-VL's relatives; a family in its
+    own folder overrides what differs."""
+
+    name: str  # model_type in config.json
+    title: str  # for people
+    media = MediaDefaults()
+
+    def read_vision(self, vision: dict[str, Any], text_hidden: int) -> VisionSpec:
+        """The tower of a parsed `vision_config`; the language model is `text_hidden` wide."""
+        raise NotImplementedError
+
+    def read(self, config: dict[str, Any]) -> ModelSpec:
+        """Read a parsed config.json, nested (`text_config`, transformers >= 4.52) or flat.
+
+        Raises:
+            ModelConfigError: a value is missing or describes what is not supported.
+        """
+        text = {**config, **(config.get("text_config") or {})}
+        hidden = int(need(text, "hidden_size"))
+        heads = int(need(text, "num_attention_heads"))
+        if hidden % heads:
+            raise ModelConfigError(
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+            )
+        head_dim = int(text.get("head_dim") or hidden // heads)
+        rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+        section = tuple(int(x) for x in need(rope, "mrope_section", "rope_scaling."))
+        if len(section) != 3 or 2 * sum(section) != head_dim:
+            raise ModelConfigError(
+                f"mrope_section {list(section)} must be three numbers that sum to half of "
+                f"head_dim {head_dim}"
+            )
+        if text.get("use_sliding_window"):
+            raise ModelConfigError(
+                "use_sliding_window is true; sliding-window language attention is not supported, "
+                "set it to false"
+            )
+        return ModelSpec(
+            family=self.name,
+            vision=self.read_vision(need(config, "vision_config"), hidden),
+            vocab_size=int(need(text, "vocab_size")),
+            hidden_size=hidden,
+            intermediate_size=int(need(text, "intermediate_size")),
+            num_layers=int(need(text, "num_hidden_layers")),
+            num_heads=heads,
+            num_kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=head_dim,
+            norm_eps=float(text.get("rms_norm_eps", 1e-5)),
+            rope_theta=float(rope.get("rope_theta") or text.get("rope_theta") or 1e6),
+            mrope_section=section,
+            max_position_embeddings=int(text.get("max_position_embeddings", 32768)),
+            tie_word_embeddings=bool(
+                config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+            ),
+            image_token_id=int(need(config, "image_token_id")),
+            video_token_id=int(need(config, "video_token_id")),
+            vision_start_token_id=int(need(config, "vision_start_token_id")),
+            vision_end_token_id=int(config.get("vision_end_token_id", 151653)),
+        )
+
+    #: What Hugging Face calls the linears of the tower's MLP and the merger's norm and linears.
+    vision_mlp: tuple[tuple[str, ...], str]
+    merger_names: tuple[str, str, str] = ("ln_q", "mlp.0", "mlp.2")
+
+    def table(self, spec: ModelSpec) -> Table:
+        """All weights of a model of this family."""
+        norm = Norm("decoder.final_layernorm", {"model.norm": spec.hidden_size})
+        return Table(
+            embedding=vocabulary(spec, "model.embed_tokens", "embedding.word_embeddings"),
+            final_norm=Part("", "language_model.", (norm,)),
+            head=vocabulary(spec, "lm_head", "output_layer"),
+            patch_embed=patch_embed(spec),
+            merger=merger(spec, *self.merger_names),
+            text_layer=text_layer(spec),
+            vision_layer=vision_layer(spec, *self.vision_mlp),
+        )
+
+    def positions(
+        self,
+        input_ids: Tensor,
+        grids: Sequence[tuple[int, int, int]],
+        kinds: Sequence[Literal["image", "video"]],
+        spec: ModelSpec,
+        seconds_per_grid: Sequence[float] | None = None,
+    ) -> Tensor:
+        """As `common.positions.mrope_positions`."""
+        from vlmtrain.models.common.positions import mrope_positions  # torch
+
+        return mrope_positions(input_ids, grids, kinds, spec, seconds_per_grid)
+
+    def tower(self) -> type[VisionTower]:
+        """The class of the vision tower."""
+        from vlmtrain.models.common.vision import VisionTower  # megatron-core
+
+        return VisionTower
+
+    def vision_spec(
+        self,
+        vision: dict[str, Any],
+        text_hidden: int,
+        *,
+        hidden_size: int,
+        out_hidden_size: int,
+        hidden_act: str,
+        normalization: Literal["LayerNorm", "RMSNorm"],
+        **differences: Any,
+    ) -> VisionSpec:
+        """A checked VisionSpec: what every family's `vision_config` says alike, and the rest.
+
+        `hidden_act` is the only activation that the family's tower has.
+        """
+        heads = int(vision.get("num_heads", 16))
+        if hidden_size % heads:
+            raise ModelConfigError(
+                f"vision_config: width {hidden_size} is not a multiple of num_heads {heads}"
+            )
+        if (hidden_size // heads) % 4:
+            raise ModelConfigError(
+                f"vision_config: head_dim {hidden_size // heads} is not a multiple of 4, which "
+                "the 2D rotary embedding needs"
+            )
+        if out_hidden_size != text_hidden:
+            raise ModelConfigError(
+                f"vision_config: the merger's output width {out_hidden_size} differs from the "
+                f"language model's hidden_size {text_hidden}"
+            )
+        act = vision.get("hidden_act", hidden_act)
+        if act != hidden_act:
+            raise ModelConfigError(
+                f"vision_config: hidden_act {act!r} is not supported for {self.name}"
+            )
+        return VisionSpec(
+            depth=int(vision.get("depth", 32)),
+            hidden_size=hidden_size,
+            num_heads=heads,
+            out_hidden_size=out_hidden_size,
+            in_channels=int(vision.get("in_channels", vision.get("in_chans", 3))),
+            patch_size=_square(vision.get("patch_size", 14), "patch_size"),
+            temporal_patch_size=_square(
+                vision.get("temporal_patch_size", 2), "temporal_patch_size"
+            ),
+            spatial_merge_size=int(vision.get("spatial_merge_size", 2)),
+            hidden_act=hidden_act,
+            normalization=normalization,
+            **differences,
+        )
+
+
+def need(source: dict[str, Any], key: str, where: str = "") -> Any:
+    """`source[key]`. Raises ModelConfigError where it is missing or null."""
+    if source.get(key) is None:
+        raise ModelConfigError(f"{where}{key} is missing")
+    return source[key]
+
+
+def _square(value: Any, name: str) -> int:
+    """Accept 14 and [14, 14]; refuse anything else."""
+    values = set(value) if isinstance(value, (list, tuple)) else {value}
+    if len(values) != 1:
+        raise ModelConfigError(f"vision_config: {name} {value} is not supported, one number only")
+    return int(values.pop())

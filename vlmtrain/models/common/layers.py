@@ -1,0 +1,119 @@
+"""Transformer layers of both towers: megatron-core's local spec with our norm and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from vlmkernels.integrations.megatron import VarlenCoreAttention
+from vlmtrain.cpu import host_ops
+from vlmtrain.models.common.configs import quick_gelu
+
+
+class Norm:
+    """RMSNorm or LayerNorm by `config.normalization`, usable under sequence parallelism.
+
+    Megatron's own wrapper refuses sequence parallelism; what that needs is only the mark by
+    which the gradients of the replicated weights are summed over the tensor-parallel group.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> torch.nn.Module:
+        kind = host_ops.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=init_device(config))
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def init_device(config: TransformerConfig) -> torch.device | None:
+    """Where new parameters are made: host memory, or the current device."""
+    return None if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def touch(module: torch.nn.Module) -> None:
+    """Run a module's forward pre-hooks where its weight is used, or skipped, without a call of it.
+
+    With `overlap_param_gather` Megatron waits there until the weight has arrived.
+    """
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+
+
+# Activation and whether it is gated -> the same in fewer passes over memory.
+_CPU_FORMS = {(F.silu, True): host_ops.swiglu, (quick_gelu, False): host_ops.quick_gelu}
+
+
+class TowerMLP(MLP):
+    """megatron-core's MLP, on the CPU with fewer passes over its widest tensors, and where the
+    config's `recompute_mlp` asks for it keeping its input only: most of a layer's activations are
+    made here.
+
+    megatron-core's own `recompute_modules=["mlp"]` returns the bias through the checkpoint, which
+    makes a parameter its own ancestor and recurses without end where there is a bias.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        def product(x: Tensor) -> Tensor:
+            config = self.config
+            activation = _CPU_FORMS.get((config.activation_func, config.gated_linear_unit))
+            if activation is None or config.bias_activation_fusion or x.device.type != "cpu":
+                return MLP.forward(self, x, *args, **kwargs)[0]
+            return self.linear_fc2(activation(*self.linear_fc1(x)))[0]
+
+        fc2 = self.linear_fc2
+        bias = fc2.bias if fc2.skip_bias_add else None
+        if getattr(self.config, "recompute_mlp", False):
+            return tensor_parallel.checkpoint(product, False, hidden_states), bias
+        return product(hidden_states), bias
+
+
+def adapt_mlps(block: TransformerBlock) -> None:
+    """Make the MLPs of a built block TowerMLPs.
+
+    Their class is changed afterwards: a spec with another class than MLP would not get the
+    tensor-parallel group from its layer.
+    """
+    for layer in block.layers:
+        layer.mlp.__class__ = TowerMLP
+
+
+def ask_for_gradient(block: TransformerBlock, x: Tensor) -> Tensor:
+    """The input of a block that recomputes, so that what learns in it gets its gradients.
+
+    A recomputed layer passes gradients on only if its input asks for one, which the input of
+    adapters above frozen layers does not.
+    """
+    recomputes = block.config.recompute_granularity or getattr(block.config, "recompute_mlp", False)
+    if not recomputes or x.requires_grad or not torch.is_grad_enabled():
+        return x
+    if not any(p.requires_grad for p in block.parameters()):
+        return x
+    return x.detach().requires_grad_()
+
+
+def block_submodules(
+    config: TransformerConfig, mask: AttnMaskType, num_layers: int
+) -> TransformerBlockSubmodules:
+    """The submodules of a TransformerBlock of `num_layers` layers with packed attention."""
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    spec.submodules.input_layernorm = Norm
+    spec.submodules.pre_mlp_layernorm = Norm
+    spec.submodules.self_attention.submodules.core_attention = VarlenCoreAttention
+    spec.submodules.self_attn_bda = host_ops.bias_dropout_add
+    spec.submodules.mlp_bda = host_ops.bias_dropout_add
+    spec.submodules.self_attention.params = {"attn_mask_type": mask}
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)

@@ -1,0 +1,257 @@
+"""The vision tower (ViT + merger) in megatron-core, or the slice of it that a stage holds.
+
+P = patches (rows of pixels), G = P / 4 merged groups, D = tower width, h = language width.
+Reference: transformers' Qwen2VisionTransformerPretrainedModel and
+Qwen2_5_VisionTransformerPretrainedModel.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from vlmkernels import VisionLayout
+from vlmkernels.integrations.megatron import VisionPackedSeqParams, VisionSelfAttention
+from vlmtrain.core.spec import VisionSpec
+from vlmtrain.models.common.layers import (
+    Norm,
+    adapt_mlps,
+    ask_for_gradient,
+    block_submodules,
+    init_device,
+    touch,
+)
+
+
+def padded_groups(groups: int, shards: int) -> int:
+    """Groups of four patches that the tower's slices hand on: at least one for each of `shards`,
+    and as many for each."""
+    return max(groups + -groups % shards, shards)
+
+
+class _Skipped(torch.autograd.Function):
+    """`output` in place of what would have been computed from x; x's gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output: Tensor, on_backward: Callable[[], None] | None) -> Any:
+        ctx.shape, ctx.on_backward = x.shape, on_backward
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        if ctx.on_backward is not None:
+            ctx.on_backward()
+        return grad.new_zeros(ctx.shape), None, None
+
+
+@dataclass
+class VisionInputs:
+    """What every slice of the tower needs to know about a microbatch's images and videos.
+
+    Rows stand in window order in the whole tower, from the pixels to the merger. Letting each layer
+    read through the permutation (vision_attention can) would save one copy of the pixels, 2 x 1176
+    elements a patch, 0.2% of what the 32 layers move; but where the kernel does not, on CUDA, it
+    would cost 4 copies of 1280 elements in each of 28 layers.
+    """
+
+    window_index: Tensor | None  # int64 [G]: group at each place in window order
+    reverse_index: Tensor | None  # int64 [G]: place of each group in window order
+    packed: VisionPackedSeqParams  # the layout of the tower's row order
+    num_patches: int  # P with padding
+    padded_patches: int
+    empty: bool  # no image and no video: the tower does not run
+
+    @classmethod
+    def from_grid(
+        cls, grid_thw: Tensor, spec: VisionSpec, *, shards: int, device: torch.device
+    ) -> VisionInputs:
+        """Build them from grid_thw int64 [media, 3] (t, h, w in patches).
+
+        Zero patches are appended, as a segment of their own, until there is at least one group
+        of four and, with `shards` > 1 (sequence parallelism), until the groups can be dealt out
+        evenly. Their rows are never read; without images they are only what travels from one
+        slice of the tower to the next.
+        """
+        layout = VisionLayout.from_grid(
+            grid_thw,
+            patch_size=spec.patch_size,
+            merge_size=spec.spatial_merge_size,
+            window_size=spec.window_size,
+        )
+        groups = layout.num_patches // spec.merge_unit
+        extra = padded_groups(groups, shards) - groups
+        layout = layout.padded(extra).to(device)
+        ordered = layout.in_window_order()
+        return cls(
+            window_index=layout.window_index,
+            reverse_index=layout.reverse_index,
+            packed=VisionPackedSeqParams(
+                qkv_format="sbhd",
+                cu_seqlens_q=ordered.cu_seqlens,
+                cu_seqlens_kv=ordered.cu_seqlens,
+                layout=ordered,
+            ),
+            num_patches=layout.num_patches,
+            padded_patches=extra * spec.merge_unit,
+            empty=groups == 0,
+        )
+
+    def visual_index(self, index: Tensor) -> Tensor:
+        """Point `index` (int32 [S], rows in media order) at the merger's row order.
+
+        The merger keeps window order; following the permutation in the index that the
+        embedding reads anyway costs nothing, putting its rows back would cost a copy.
+        """
+        if self.reverse_index is None:
+            return index
+        moved = self.reverse_index[index.clamp_min(0).long()].to(torch.int32)
+        return torch.where(index >= 0, moved, index)
+
+
+class VisionTower(MegatronModule):
+    """The slice of the vision tower on one stage; the last slice ends with the merger."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: VisionSpec,
+        num_layers: int,
+        *,
+        first: bool,
+        last: bool,
+        vp_stage: int | None,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.spec, self.first, self.last = spec, first, last
+        self.on_skipped_backward: Callable[[], None] | None = None
+        width = spec.hidden_size
+        if first:
+            self.patch_embed = torch.nn.Linear(
+                spec.patch_dim,
+                width,
+                bias=False,
+                dtype=config.params_dtype,
+                device=init_device(config),
+            )
+            # Each rank embeds its own rows only: the weight's gradient is a partial sum.
+            self.patch_embed.weight.sequence_parallel = config.sequence_parallel  # type: ignore
+        submodules = block_submodules(config, AttnMaskType.no_mask, num_layers)
+        for layer in submodules.layer_specs or ():
+            layer.submodules.self_attention.module = VisionSelfAttention
+        self.blocks = TransformerBlock(
+            config,
+            submodules,
+            post_layer_norm=False,
+            pre_process=first,
+            post_process=False,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        adapt_mlps(self.blocks)
+        if last:
+            merger = copy.copy(config)
+            merger.sequence_parallel = False
+            merged = spec.merge_unit * width
+            self.merger_norm = Norm(merger, width, eps=1e-6)
+            self.merger_fc1 = ColumnParallelLinear(
+                merged,
+                merged,
+                config=merger,
+                init_method=merger.init_method,
+                bias=True,
+                gather_output=False,
+                tp_group=groups.tp,
+            )
+            self.merger_fc2 = RowParallelLinear(
+                merged,
+                spec.out_hidden_size,
+                config=merger,
+                init_method=merger.output_layer_init_method,
+                bias=True,
+                input_is_parallel=True,
+                skip_bias_add=False,
+                tp_group=groups.tp,
+            )
+
+    def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+        """x: pixel rows [patches, patch_dim] on the first slice, else hidden [P or P/tp, 1, D].
+
+        Returns hidden states [P or P/tp, 1, D], or on the last slice rows [G, h] in the order
+        that `VisionInputs.visual_index` follows. Without images these are zeros that nobody reads,
+        and neither pass computes anything.
+        """
+        if inputs.empty:
+            return self._skip(x, inputs)
+        if self.first:
+            x = ask_for_gradient(self.blocks, self._embed_patches(x, inputs))
+        else:
+            self.blocks.set_input_tensor(ask_for_gradient(self.blocks, x))
+        x = self.blocks(
+            hidden_states=x,
+            attention_mask=None,
+            packed_seq_params=inputs.packed,
+        )
+        return self._merge(x) if self.last else x
+
+    def _skip(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+        """Zeros of the output's shape. In the graph where anything learns: the stage before waits
+        for a gradient, and reductions that run beside the backward pass (DDP's overlap) must hear
+        that these parameters are done too."""
+        for module in self.modules():
+            touch(module)
+        spec, config = self.spec, self.config
+        world = 1
+        if config.sequence_parallel:
+            world = parallel_state.get_tensor_model_parallel_world_size()
+        shape: tuple[int, ...] = (inputs.num_patches // world, 1, spec.hidden_size)
+        if self.last:
+            shape = (inputs.num_patches // spec.merge_unit, spec.out_hidden_size)
+        zeros = torch.zeros(shape, dtype=config.params_dtype, device=x.device)
+        learns = any(parameter.requires_grad for parameter in self.parameters())
+        if self.first:
+            x = zeros.new_empty(0, requires_grad=learns)
+        return _Skipped.apply(x, zeros, self.on_skipped_backward if learns else None)
+
+    def _embed_patches(self, pixels: Tensor, inputs: VisionInputs) -> Tensor:
+        unit, dim = self.spec.merge_unit, self.spec.patch_dim
+        pixels = pixels.to(self.config.params_dtype)
+        if inputs.padded_patches:
+            pixels = F.pad(pixels, (0, 0, 0, inputs.padded_patches))
+        if inputs.window_index is not None:
+            pixels = pixels.view(-1, unit * dim)[inputs.window_index].view(-1, dim)
+        if self.config.sequence_parallel:
+            world = parallel_state.get_tensor_model_parallel_world_size()
+            pixels = pixels.chunk(world, 0)[parallel_state.get_tensor_model_parallel_rank()]
+        return self.patch_embed(pixels).unsqueeze(1)
+
+    def _merge(self, x: Tensor) -> Tensor:
+        if self.config.sequence_parallel:
+            # Every rank merges all rows, so the gradient that comes back is whole already.
+            x = tensor_parallel.gather_from_sequence_parallel_region(
+                x, tensor_parallel_output_grad=False
+            )
+        x = self.merger_norm(x).reshape(-1, 1, self.spec.merge_unit * self.spec.hidden_size)
+        x = self.merger_fc2(F.gelu(self.merger_fc1(x)[0]))[0]
+        return x.squeeze(1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -1,0 +1,118 @@
+"""What one step asks of the ranks of a model replica, worked out from its packs alone.
+
+All ranks of a replica (tensor x pipeline) have the same packs, and know their lengths and the grids
+of their media on the host. So every rank works out the same answers, asks no other and waits for no
+device: which rank decodes and encodes an image, and how large each message between stages is.
+The loader, the exchange of pixels or of rows and the pipeline all read them here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vlmtrain.core.batch import PackedBatch
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec, VisionSpec
+from vlmtrain.models.common.vision import padded_groups
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The lengths and media of a step's packs, and what follows from them."""
+
+    spec: ModelSpec
+    layout: Layout
+    grids: Sequence[np.ndarray]  # of each pack int64 [m, 3]: t, h, w of its media, in patches
+    lengths: Sequence[int] = ()  # of each pack, in tokens; `message` reads them
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layout: Layout, packs: Sequence[PackedBatch]) -> StepInputs:
+        return cls(spec, layout, [p.grid_thw.numpy() for p in packs], [p.length for p in packs])
+
+    @cached_property
+    def patches(self) -> list[list[int]]:
+        """Of each pack's media."""
+        return [grid.prod(1).tolist() for grid in self.grids]
+
+    @cached_property
+    def owners(self) -> list[list[int]]:
+        """For each pack, which rank decodes each of its media.
+
+        A rank of the tensor-parallel group, on the first pipeline stage; with multiplexed vision a
+        rank of the model-parallel group, which encodes the medium too.
+        """
+        layout = self.layout
+        if layout.multiplexed:
+            ranks = layout.tensor * layout.pipeline
+            costs = [
+                vision_cost(self.spec.vision, *grid) for g in self.grids for grid in g.tolist()
+            ]
+        else:
+            ranks = layout.tensor
+            costs = [float(count) for patches in self.patches for count in patches]
+        owner = iter(deal(costs, ranks))
+        return [[next(owner) for _ in grid] for grid in self.grids]
+
+    def decoded_by(self, rank: int | None) -> list[tuple[bool, ...]]:
+        """For each pack, which of its media a rank (as in `owners`; None: no rank) decodes."""
+        return [tuple(owner == rank for owner in owners) for owners in self.owners]
+
+    def row_owners(self) -> list[Tensor]:
+        """For each pack, which rank decodes each of its visual rows, int64 [n]."""
+        unit = self.spec.vision.merge_unit
+        return [
+            torch.tensor(owners, dtype=torch.int64).repeat_interleave(torch.tensor(counts) // unit)
+            if counts
+            else torch.empty(0, dtype=torch.int64)
+            for owners, counts in zip(self.owners, self.patches, strict=True)
+        ]
+
+    def message(self, stage: int, pack: int) -> Shape:
+        """Shape of what `stage` sends to the next one, and gets a gradient of, for a pack."""
+        layout, spec = self.layout, self.spec
+        shards = layout.tensor if layout.sequence else 1
+        tokens, width = self.lengths[pack] // shards, spec.hidden_size
+        if layout.multiplexed or stage >= layout.merger_stage:
+            return tokens, 1, width
+        unit = spec.vision.merge_unit
+        patches = padded_groups(sum(self.patches[pack]) // unit, shards) * unit // shards
+        if stage < layout.embedding_stage:
+            return patches, 1, spec.vision.hidden_size
+        return 1, 1, patches * spec.vision.hidden_size + tokens * width
+
+
+def vision_cost(spec: VisionSpec, t: int, h: int, w: int) -> float:
+    """Forward multiply-accumulates of one image or video, up to a common factor."""
+    patches, width = t * h * w, spec.hidden_size
+    gates = 3 if spec.window_size is not None else 2
+    linear = spec.depth * (4 * width**2 + gates * width * spec.intermediate_size)
+    if spec.window_size is None:
+        attention = spec.depth * 2 * width * h * w
+    else:
+        window = (spec.window_size // spec.patch_size) ** 2
+        full = len(spec.full_attention_layers)
+        attention = 2 * width * (full * h * w + (spec.depth - full) * min(window, h * w))
+    return patches * (linear + attention)
+
+
+def deal(costs: Sequence[float], ranks: int) -> list[int]:
+    """Owner of each item: longest processing time first, ties by order. Deterministic.
+
+    The slowest rank is at most 4/3 of the best possible (Graham 1969).
+    """
+    heap = [(0.0, rank) for rank in range(ranks)]
+    owner = [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(heap)
+        owner[item] = rank
+        heapq.heappush(heap, (load + costs[item], rank))
+    return owner

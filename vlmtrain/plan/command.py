@@ -1,0 +1,277 @@
+"""`vlmtrain plan`: ranks the layouts of a model on some GPUs and writes the best one's recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.files import write_text
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.toml import toml_tables
+from vlmtrain.models import flops
+from vlmtrain.models.family import family_of, read_spec
+from vlmtrain.models.lora_costs import check_targets
+from vlmtrain.plan import picture, workload
+from vlmtrain.plan.costs import CostModel
+from vlmtrain.plan.hardware import PlanError, find_gpu
+from vlmtrain.plan.search import Plan, Prediction, search
+
+NOTHING_FROZEN, NO_ADAPTERS = FreezeSection(), LoraSection()
+
+
+def main(arguments: list[str]) -> int:
+    return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
+
+
+def plan(
+    model: Path,
+    gpus: int,
+    gpu: str,
+    data: str | None = None,
+    length_histogram: Path | None = None,
+    output: Path = Path("plan_out"),
+    pack_length: int = 8192,
+    global_batch: int | None = None,
+    freeze: FreezeSection = NOTHING_FROZEN,
+    lora: LoraSection = NO_ADAPTERS,
+) -> int:
+    """Find the fastest layout that fits, before any machine is rented.
+
+    Args:
+        model: Hugging Face folder; config.json is enough.
+        gpus: how many GPUs.
+        gpu: a100-80, h100, h200, b200, or a TOML file that describes another kind.
+        data: conversation files or shard folders, comma-separated: their lengths are used.
+        length_histogram: JSON file of lengths instead; without both, a typical mix.
+        output: folder to write plan.toml, plan.json, plan.png and trace.json to.
+        pack_length: tokens per pack.
+        global_batch: packs per optimizer step; default: 2 per GPU, from 64 to 4,096.
+        freeze: parts of the model that keep their weights.
+        lora: low-rank adapters; everything else is frozen then.
+
+    Raises:
+        UserError: impossible sizes, unreadable files, an unknown GPU, or a model that doesn't fit.
+    """
+    if gpus < 1:
+        raise PlanError(f"--gpus is {gpus}; it must be at least 1")
+    if pack_length < 1:
+        raise PlanError(f"--pack_length is {pack_length}; it must be at least 1")
+    if data and length_histogram:
+        raise PlanError("--data and --length_histogram both give lengths; pass one of them")
+    kind = find_gpu(gpu)
+    spec = read_spec(model)
+    if freeze.vision and freeze.merger and freeze.language and not lora.rank:
+        raise PlanError(
+            "every part is frozen, there is nothing to train; drop one of --freeze.vision, "
+            "--freeze.merger, --freeze.language"
+        )
+    if lora.rank < 0:
+        raise PlanError(f"--lora.rank is {lora.rank}; it must be at least 0")
+    if lora.rank:
+        check_targets(lora, spec)
+    if data:
+        lengths = workload.from_data(data, model, spec, pack_length)
+    elif length_histogram is not None:
+        lengths = workload.read_histogram(length_histogram, spec)
+    else:
+        lengths = workload.typical(spec, pack_length)
+    packs = workload.make_packs(lengths, spec, pack_length)
+    found = search(spec, kind, gpus, packs, global_batch, freeze=freeze, lora=lora)
+    title = model_title(spec)
+    print(render(found, title))
+    for path in write(found, output, model, data, title):
+        print(path)
+    return 0
+
+
+def model_title(spec: ModelSpec) -> str:
+    """Family and number of parameters."""
+    family = family_of(spec).title
+    billions = sum(flops.parameter_counts(spec).values()) / 1e9
+    return f"{family} ({billions:.1f}B)" if billions >= 0.1 else family
+
+
+def best_five(found: Plan) -> list[Prediction]:
+    """The first five that differ in more than details."""
+    seen, result = set(), []
+    for prediction in found.ranked:
+        option = prediction.option
+        layout = option.layout
+        key = (layout.tensor, layout.pipeline, option.multiplexed)
+        if key not in seen:
+            seen.add(key)
+            result.append(prediction)
+    return result[:5]
+
+
+def compact(layers: tuple[int, ...]) -> str:
+    """[3, 3, 3, 1] as 3x3 1."""
+    runs: list[list[int]] = []
+    for n in layers:
+        if runs and runs[-1][0] == n:
+            runs[-1][1] += 1
+        else:
+            runs.append([n, 1])
+    return " ".join(str(n) if count == 1 else f"{n}x{count}" for n, count in runs)
+
+
+def render(found: Plan, title: str) -> str:
+    """The answer for people."""
+    packs, gpu = found.packs, found.gpu
+    lines = [
+        f"{title} on {found.gpus:,} x {gpu.name}: {found.considered:,} layouts considered, "
+        f"{found.fitting:,} fit",
+        f"data: {packs.origin}; packs of {packs.pack_length:,} tokens, {packs.fill:.1%} full, "
+        f"{packs.image_share:.0%} image tokens; {found.global_batch:,} packs a step",
+        "efficiency of matrix work: language "
+        f"{gpu.efficiency.language:.0%}, vision {gpu.efficiency.vision:.0%} of peak "
+        f"({'measured' if gpu.measured else 'assumed; feed measured ones back in a GPU file'})",
+        "",
+        "    step s   tok/s/GPU   MFU    ±   bubble  imbalance  comm.   GB/GPU     layout",
+    ]
+    for number, p in enumerate(best_five(found), 1):
+        low, high = (f(r.total for r in p.memory) / 1e9 for f in (min, max))
+        imbalance = (1 + p.stage_imbalance) * (1 + p.data_imbalance) - 1
+        mark = "*" if p is found.best else " "
+        lines.append(
+            f"{number}{mark} {p.step_seconds:8.2f}  {p.tokens_per_second_per_gpu:9,.0f}  "
+            f"{p.mfu:6.1%} {p.uncertainty:4.0%}  {p.bubble:6.1%}    {imbalance:6.1%}  "
+            f"{p.communication:6.1%}  {low:4.0f}-{high:<4.0f}  {picture.describe(p.option)}"
+        )
+        layout = p.option.layout
+        vision = "on every rank" if p.option.multiplexed else compact(layout.vision_layers)
+        lines.append(f"     vision layers {vision}; text layers {compact(layout.text_layers)}")
+        lines.append(f"     GB per pipeline rank: {_memory(p)}")
+    lines += ["", "* is the fastest: it is what plan.toml says."]
+    return "\n".join(lines)
+
+
+def _memory(p: Prediction) -> str:
+    totals = [rank.total / 1e9 for rank in p.memory]
+    if len(totals) <= 16:
+        return " ".join(f"{t:.0f}" for t in totals)
+    return f"{totals[0]:.0f} (first) ... {totals[-1]:.0f} (last), most {max(totals):.0f}"
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def write(found: Plan, output: Path, model: Path, data: str | None, title: str) -> list[Path]:
+    """Write the recipe of the best layout, the figures, the picture and the trace.
+
+    Returns:
+        The files written.
+
+    Raises:
+        PlanError: the folder can't be written.
+    """
+    costs = CostModel(found.spec, found.gpu, found.packs, found.freeze, found.lora)
+    written = []
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        path = output / "plan.toml"
+        write_text(path, to_toml(found, found.best, model, data, title))
+        written.append(path)
+        path = output / "plan.json"
+        write_text(path, json.dumps(to_json(found), indent=1) + "\n")
+        written.append(path)
+        written.append(picture.draw(output / "plan.png", found, found.best, costs, title))
+        written.append(picture.write_trace(output / "trace.json", found.best, costs))
+    except OSError as error:
+        raise PlanError(f"--output {output} can't be written: {error.strerror}") from error
+    return written
+
+
+def to_toml(found: Plan, p: Prediction, model: Path, data: str | None, title: str) -> str:
+    """The recipe that `vlmtrain train --config` reads."""
+    nodes = -(-found.gpus // found.gpu.gpus_per_node)
+    per_node = min(found.gpus, found.gpu.gpus_per_node)
+    start = (
+        f"vlmtrain train --config plan.toml --nproc {found.gpus}"
+        if nodes == 1
+        else f"torchrun --nnodes {nodes} --nproc-per-node {per_node} ... -m vlmtrain.cli train "
+        "--config plan.toml"
+    )
+    lines = [
+        f"# {title} on {found.gpus} x {found.gpu.name}, by vlmtrain plan.",
+        f"# Expected: step {p.step_seconds:.2f} s (within {p.uncertainty:.0%}), "
+        f"{p.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, causal MFU {p.mfu:.1%}, "
+        f"up to {p.peak_bytes / 1e9:.0f} GB per GPU.",
+        f"# Start: {start}" + ("" if data else " --data FILE") + " --output FOLDER",
+        # As it is written: of JSON's escapes TOML lacks those of two halves.
+        f"model = {json.dumps(str(model), ensure_ascii=False)}",
+    ]
+    if data:
+        lines.append(f"data = {json.dumps(data, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n" + toml_tables(recipe(found, p))
+
+
+def recipe(found: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
+    """The sections of the recipe; recomputation and offload only where they are used."""
+    option, layout = p.option, p.option.layout
+    parallel: dict[str, Any] = {
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "virtual_pipeline": layout.virtual_pipeline,
+        "sequence": layout.sequence,
+        "vision": "multiplexed" if option.multiplexed else "pipelined",
+        "text_layers": layout.text_layers,
+    }
+    if not option.multiplexed:
+        parallel["vision_layers"] = layout.vision_layers
+    tables: dict[str, dict[str, Any]] = {
+        "train": {
+            "pack_length": found.packs.pack_length,
+            "global_batch": found.global_batch,
+            "precision": "bf16",
+        },
+        "parallel": parallel,
+    }
+    if option.recomputes:
+        tables["recompute"] = {
+            "vision": option.recompute_vision,
+            "language": option.recompute_text,
+        }
+    frozen = {name: True for name, still in dataclasses.asdict(found.freeze).items() if still}
+    if frozen and not found.lora.rank:
+        tables["freeze"] = frozen
+    if found.lora.rank:
+        tables["lora"] = dataclasses.asdict(found.lora)
+    if option.offload:
+        tables["optimizer"] = {"offload_fraction": option.offload}
+    return tables
+
+
+def to_json(found: Plan) -> dict[str, Any]:
+    """Figures for programs; a run compares itself with them."""
+
+    def row(p: Prediction) -> dict[str, Any]:
+        option = dataclasses.asdict(p.option)
+        figures = {
+            f.name: getattr(p, f.name)
+            for f in dataclasses.fields(p)
+            if f.name not in ("option", "memory")
+        }
+        memory = [{**dataclasses.asdict(rank), "total": rank.total} for rank in p.memory]
+        return {
+            **figures,
+            **option,
+            "memory_bytes": memory,
+            "waterfall_seconds": picture.waterfall(p),
+        }
+
+    return {
+        "gpu": dataclasses.asdict(found.gpu),
+        "gpus": found.gpus,
+        "global_batch": found.global_batch,
+        "pack_length": found.packs.pack_length,
+        "data": found.packs.origin,
+        "fill": found.packs.fill,
+        "image_share": found.packs.image_share,
+        "best": [row(p) for p in best_five(found)],
+    }

@@ -1,1 +1,0 @@
-"""After a run: one self-contained HTML file about it."""

@@ -1,0 +1,111 @@
+"""What rank 0 prints and writes of a run: its facts at the start, then a row for each step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from vlmtrain.core.config import TrainConfig
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.loader import PackedLoader
+from vlmtrain.plan.hardware import Gpu, Peak
+from vlmtrain.telemetry.drift import DriftMonitor
+from vlmtrain.telemetry.ledger import Ledger, StepResult
+from vlmtrain.telemetry.metrics import Metrics
+
+
+class Record:
+    """Metrics of a run, with its ledger and its comparison with the plan. On rank 0 only.
+
+    Args:
+        machine: `find_machine`'s answer.
+        first: steps done before this start of the run.
+        total: steps of the whole run.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        layout: Layout,
+        index: SampleIndex,
+        machine: tuple[Gpu | None, Peak],
+        first: int,
+        total: int,
+    ) -> None:
+        gpu, peak = machine
+        self._ledger = Ledger(spec, layout, peak, config.freeze, config.lora, config.recompute)
+        self._follow = DriftMonitor(config, spec, layout, gpu, peak, index)
+        self._metrics = Metrics(
+            config.output,
+            first,
+            total,
+            config.train.log_every,
+            wandb=config.train.wandb,
+            facts=self._follow.facts(),
+        )
+
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        loader: PackedLoader,
+        *,
+        lr: float,
+        seconds: float,
+        waited: float,
+        saving: float,
+        heldout: dict[str, float],
+    ) -> None:
+        """The row of a step that took `seconds`, of which it waited for data, saved, evaluated."""
+        row = self._ledger.row(result, seconds, saving, heldout.get("heldout_seconds", 0.0))
+        self._metrics.step(
+            step,
+            result,
+            lr,
+            seconds,
+            data_seconds=waited,
+            epoch=loader.epoch,
+            **row,
+            **loader.metrics,
+            **self._follow.step(step, result, seconds, row),
+            **heldout,
+        )
+
+    def close(self, *, finished: bool) -> None:
+        if finished:
+            self._metrics.write_facts(**self._follow.facts())
+        self._metrics.close()
+
+
+def describe(
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    index: Any,
+    loader: Any,
+    first: int,
+    total: int,
+    resume: Path | None,
+) -> None:
+    """Print what is trained, on what, for how long."""
+    train = config.train
+    print(
+        f"{spec.family}: {spec.num_layers} language layers of width {spec.hidden_size}, "
+        f"{spec.vision.depth} vision layers of width {spec.vision.hidden_size}; {train.precision}\n"
+        f"{dist.get_world_size()} processes: {layout.describe()}\n"
+        f"{len(index):,} samples, {int(index.lengths.sum()):,} tokens "
+        f"({int(index.image_tokens.sum()):,} image, {int(index.target_tokens.sum()):,} target); "
+        f"{train.global_batch} packs of {train.pack_length:,} tokens a step, "
+        f"{train.global_batch // layout.data} per replica; {loader.steps_per_epoch} steps an "
+        f"epoch, {total} in all"
+        + (f"\nresumed from {resume} at step {first}" if resume is not None else ""),
+        flush=True,
+    )
+    if os.environ.get("OMP_NUM_THREADS") is None and dist.get_world_size() > 1:
+        print("OMP_NUM_THREADS is not set: processes may compete for cores", flush=True)

@@ -1,0 +1,121 @@
+"""What training and held-out evaluation make alike from their sections: layout, samples, loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from vlmtrain.core.config import LoaderSection, ParallelSection
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.collective_errors import across_ranks
+from vlmtrain.data.formats.sources import parse_sources
+from vlmtrain.data.index import SampleIndex, scan_sources
+from vlmtrain.data.loader import LoaderRank, PackedLoader
+from vlmtrain.data.processor import Processor
+from vlmtrain.parallel.layout import make_layout
+
+if TYPE_CHECKING:
+    from vlmtrain.training.engine import Engine
+
+say = partial(print, flush=True)
+
+
+def run_layout(
+    spec: ModelSpec,
+    parallel: ParallelSection,
+    world_size: int,
+    *,
+    pack_length: int,
+    global_batch: int,
+    option: str,
+) -> Layout:
+    """The layout of a run with `global_batch` packs a step; 0: as few as the layout needs.
+
+    Raises:
+        UserError: the layout can't run, or the packs can't be divided over its data-parallel ranks;
+            `option` is then what gave their number.
+    """
+    replicas = max(1, world_size // max(1, parallel.tensor * parallel.pipeline))
+    layout = make_layout(
+        spec,
+        world_size=world_size,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        sequence=parallel.sequence,
+        vision_layers=parallel.vision_layers,
+        text_layers=parallel.text_layers,
+        multiplexed=parallel.vision == "multiplexed",
+        microbatches=global_batch // replicas if global_batch else parallel.pipeline,
+        pack_length=pack_length,
+    )
+    if global_batch % layout.data:
+        nearest = global_batch - global_batch % layout.data + layout.data
+        raise UserError(
+            f"{option} {global_batch} packs can't be divided over {layout.data} data-parallel "
+            f"ranks; use {nearest}"
+        )
+    return layout
+
+
+def scan(
+    data: str,
+    section: LoaderSection,
+    processor: Processor,
+    spec: ModelSpec,
+    pack_length: int,
+    log: Callable[[str], None] | None = None,
+) -> SampleIndex:
+    """Read and check data.
+
+    Raises:
+        DataError: as `scan_sources`.
+    """
+    sources = parse_sources(data, max_samples=section.max_samples, media_root=section.media_root)
+    return scan_sources(
+        sources,
+        processor,
+        spec,
+        pack_length,
+        verify=section.verify,
+        skip_limit=section.skip_limit if section.unreadable == "skip" else 0,
+        log=log,
+    )
+
+
+def open_loader(
+    index: SampleIndex,
+    processor: Processor,
+    section: LoaderSection,
+    engine: Engine,
+    *,
+    pack_length: int,
+    global_batch: int,
+    seed: int = 0,
+    once: bool = False,
+) -> PackedLoader:
+    """This rank's loader of what its engine computes; the arguments are those of PackedLoader."""
+    return PackedLoader(
+        index,
+        processor,
+        engine.spec,
+        section,
+        LoaderRank(
+            engine.data_rank,
+            engine.layout.data,
+            engine.decodes,
+            engine.dtype,
+            engine.backend.is_cuda,
+        ),
+        pack_length=pack_length,
+        global_batch=global_batch,
+        seed=seed,
+        once=once,
+        agree=across_ranks("cpu") if dist.get_world_size() > 1 else None,
+        log=say if dist.get_rank() == 0 else None,
+    )

@@ -1,0 +1,300 @@
+"""`vlmtrain train`: from a Hugging Face folder and conversations to a Hugging Face folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
+from vlmtrain.checkpoint.hf.save import save_weights
+from vlmtrain.checkpoint.load import load_weights
+from vlmtrain.checkpoint.training import checkpoint as checkpoints
+from vlmtrain.checkpoint.weights import check_weights
+from vlmtrain.core import device
+from vlmtrain.core.collectives import on_every_rank, on_first_rank, shared_error
+from vlmtrain.core.config import TrainConfig, to_dict
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.launch import Process, connect
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.lock import FolderLock
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.processor import Processor
+from vlmtrain.models.family import read_spec
+from vlmtrain.models.lora import check_section
+from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
+from vlmtrain.plan.detect import find_machine
+from vlmtrain.telemetry.metrics import check_wandb
+from vlmtrain.training.engine import Engine
+from vlmtrain.training.evaluation import HeldOut
+from vlmtrain.training.optimizer import learning_rate, offload_fraction
+from vlmtrain.training.record import Record, describe
+from vlmtrain.training.setup import open_loader, run_layout, say, scan
+
+
+def run(config: TrainConfig, process: Process) -> None:
+    """Train as `config` says, as one of `process.world_size` processes.
+
+    Raises:
+        UserError: bad input; raised on every rank, marked so that only rank 0 prints it.
+    """
+    spec, layout = check(config, process.world_size)
+    prepare_tensor_overlap(config.parallel, os.environ)
+    backend = device.setup(process.local_rank)
+    if backend.is_cuda:
+        torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
+    connect(process, backend.process_group)
+    lock = FolderLock(config.output)
+    try:
+        trainer = Trainer(config, spec, layout, backend, lock)
+        trainer.finish(trainer.loop())
+    finally:
+        lock.release()
+        # After a failure the other ranks may be anywhere: a barrier would wait for them.
+        if process.world_size == 1 or sys.exc_info()[0] is None:
+            dist.barrier()
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
+    """Everything that can be refused before a process group exists."""
+    spec = read_spec(config.model)
+    check_wandb(config.train.wandb)
+    if config.lora.rank:
+        check_section(config.lora, spec)
+    check_tensor_overlap(config.parallel, os.environ)
+    layout = run_layout(
+        spec,
+        config.parallel,
+        world_size,
+        pack_length=config.train.pack_length,
+        global_batch=config.train.global_batch,
+        option="--train.global_batch",
+    )
+    return spec, layout
+
+
+class Trainer:
+    """A run on one rank: built, looped over its steps, finished. Every method is collective."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        layout: Layout,
+        backend: device.Backend,
+        lock: FolderLock,
+    ) -> None:
+        self.config, self.spec = config, spec
+        train, template = config.train, config.loader.template or None
+        processor = Processor.from_folder(config.model, spec, template=template)
+        # The user's template goes where the model goes.
+        self.template = processor.template.template if template else None
+        # One rank reads and judges all input; the others hear its verdict instead of a hang.
+        index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
+        self.engine = self._build_engine(layout, backend)
+        self.loader = open_loader(
+            index,
+            processor,
+            config.loader,
+            self.engine,
+            pack_length=train.pack_length,
+            global_batch=train.global_batch,
+            seed=train.seed,
+        )
+        self.held_out: HeldOut | None = None
+        if held_out is not None:
+            self.held_out = HeldOut(
+                held_out,
+                processor,
+                config.loader,
+                pack_length=train.pack_length,
+                global_batch=train.global_batch,
+            )
+        self.first = 0 if resume is None else self._resume(resume)
+        self.total = self._count_steps()
+        machine = find_machine(backend, self.engine.dtype)
+        self.record: Record | None = None
+        if dist.get_rank() == 0:
+            config.output.mkdir(parents=True, exist_ok=True)
+            if resume is not None:
+                checkpoints.go_on_from(resume)
+            describe(config, spec, layout, index, self.loader, self.first, self.total, resume)
+            self.record = Record(config, spec, layout, index, machine, self.first, self.total)
+        self.saver = checkpoints.Saver(
+            config.output / "checkpoints",
+            config.model,
+            keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            template=self.template,
+        )
+
+    def loop(self) -> int:
+        """Make steps until the last one, or SIGTERM; returns how many the run has made."""
+        config, engine, reached = self.config, self.engine, self.first
+        with checkpoints.StopRequest() as stop:
+            start = time.perf_counter()
+            for step in range(self.first, self.total):
+                before = time.perf_counter()
+                packs = self.loader.next_step()
+                waited = time.perf_counter() - before
+                lr = learning_rate(config.optimizer, step, self.total)
+                self._offload(step)
+                result = engine.step(packs, lr, waited)
+                reached = step + 1
+                if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+                    raise shared_error(
+                        f"step {reached}: loss is {result.loss}, gradient norm {result.grad_norm}; "
+                        "lower --optimizer.lr, or look at the samples of this step"
+                    )
+                heldout = self._evaluate(reached)
+                saving = time.perf_counter()
+                due = config.checkpoint.every and reached % config.checkpoint.every == 0
+                stopped = self.saver.poll(stop.asked)
+                if due or stopped or reached == self.total:
+                    self._save(reached)
+                # The rest of this round, the record itself, counts as `other` of the next step.
+                end = time.perf_counter()
+                seconds, start = end - start, end
+                if self.record is not None:
+                    self.record.step(
+                        reached,
+                        result,
+                        self.loader,
+                        lr=lr,
+                        seconds=seconds,
+                        waited=waited,
+                        saving=end - saving,
+                        heldout=heldout,
+                    )
+                if stopped:
+                    break
+            self.saver.finish()
+        self.loader.close()
+        return reached
+
+    def finish(self, reached: int) -> None:
+        """Write the Hugging Face folder, unless the run has been stopped before its end."""
+        config, engine = self.config, self.engine
+        if reached < self.total:
+            if self.record is not None:
+                self.record.close(finished=False)
+                say(
+                    f"stopped by SIGTERM after step {reached}, checkpoint saved; go on with "
+                    "--checkpoint.resume latest"
+                )
+            return
+        engine.gather_weights()
+        folder = config.output / "hf"
+        with merged(engine.exported):
+            save_weights(engine.exported, self.spec, config.model, folder, self.template)
+        if config.lora.rank:
+            save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
+        if self.record is not None:
+            self.record.close(finished=True)
+            say(f"Hugging Face folder: {folder}")
+
+    # --- parts of building and of a step ------------------------------------------------------
+
+    def _read_input(
+        self, processor: Processor, lock: FolderLock
+    ) -> tuple[SampleIndex, SampleIndex | None, Path | None]:
+        """Samples to train on, held-out samples, and the checkpoint to go on from. On rank 0."""
+        config, spec, length = self.config, self.spec, self.config.train.pack_length
+        _check_output(config, lock)
+        resume = checkpoints.find(config.output / "checkpoints", config.checkpoint.resume)
+        check_weights(config.model, spec)
+        index = scan(config.data, config.loader, processor, spec, length, say)
+        held_out = None
+        if config.evaluate.data:
+            held_out = scan(config.evaluate.data, config.loader, processor, spec, length)
+            say(f"held out: {len(held_out):,} samples of {config.evaluate.data}")
+        return index, held_out, resume
+
+    def _build_engine(self, layout: Layout, backend: device.Backend) -> Engine:
+        config = self.config
+        engine = Engine(
+            self.spec,
+            layout,
+            backend,
+            dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+            seed=config.train.seed,
+            recompute=config.recompute,
+            lora=config.lora,
+        )
+        on_every_rank(lambda: load_weights(engine.parts, self.spec, config.model))
+        engine.prepare(config.optimizer, config.freeze, config.parallel)
+        return engine
+
+    def _resume(self, checkpoint: Path) -> int:
+        """Take up a checkpoint's state; returns the number of its step."""
+        lora = self.config.lora
+        extra = checkpoints.load(checkpoint, self.engine.parts, self.engine.optimizer)
+        on_every_rank(lambda: self.loader.load_state_dict(extra["loader"]))
+        alpha = extra.get("config", {}).get("lora", {}).get("alpha", lora.alpha)
+        if lora.rank and alpha != lora.alpha:
+            raise shared_error(
+                f"{checkpoint} was trained with --lora.alpha {alpha:g}, and alpha / rank is a "
+                f"factor of its weights; it is now {lora.alpha:g}: restore it"
+            )
+        return extra["step"]
+
+    def _count_steps(self) -> int:
+        train = self.config.train
+        total = train.steps or self.loader.steps_for_epochs(train.epochs)
+        if not total:
+            raise shared_error(
+                f"--train.epochs {train.epochs:g} of this data hold no sample, so there is no step "
+                "to make; raise it, or the weights in --data, or set --train.steps"
+            )
+        return total
+
+    def _offload(self, step: int) -> None:
+        fraction = offload_fraction(self.config.optimizer, step)
+        if self.engine.set_offload_fraction(fraction) and dist.get_rank() == 0:
+            say(f"step {step + 1}: {fraction:.0%} of the optimizer is offloaded")
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The held-out loss where one is due after `step`."""
+        due = step % (self.config.evaluate.every or self.total) == 0 or step == self.total
+        if self.held_out is None or not due:
+            return {}
+        score = self.held_out.measure(self.engine)
+        return {
+            "heldout_loss": score.loss,
+            "heldout_perplexity": score.perplexity,
+            "heldout_seconds": score.seconds,
+        }
+
+    def _save(self, step: int) -> None:
+        self.engine.gather_weights()
+        extra = {"loader": self.loader.state_dict(), "config": to_dict(self.config)}
+        self.saver.start(step, self.engine.parts, self.engine.optimizer, extra)
+
+
+def _check_output(config: TrainConfig, lock: FolderLock) -> None:
+    output = config.output
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file; name a folder")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
+    lock.acquire()
+    used = [n for n in ("metrics.jsonl", "checkpoints", "hf") if (output / n).exists()]
+    if used and config.checkpoint.resume == "none":
+        raise UserError(
+            f"--output {output} already holds a run ({used[0]}); continue it with "
+            "--checkpoint.resume latest, or name another folder"
+        )
