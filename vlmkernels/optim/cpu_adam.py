@@ -26,6 +26,7 @@ from .native import (
     Rows,
     check_gradient,
     check_hyperparameters,
+    check_memory,
     check_nonfinite,
     is_dense,
     is_host,
@@ -158,11 +159,19 @@ class CPUAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @staticmethod
+    def _check_group(group: dict[str, Any]) -> None:
+        for param in group["params"]:
+            check_memory("a parameter", param)
             if not _is_usable(param):
-                self.param_groups.pop()
                 raise ValueError(
-                    f"a parameter is {describe(param)} with strides {tuple(param.stride())}; "
+                    f"a parameter is {describe(param)} with strides {_strides(param)}; "
                     "CPUAdam needs float32 on cpu, without gaps in memory"
                 )
 
@@ -302,6 +311,8 @@ class CPUAdam(torch.optim.Optimizer):
             if not entry.ordered(grad):  # the native step walks through memory, not indices
                 grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
             pointer = grad.data_ptr()
+            if not pointer and row[6]:
+                check_gradient(param, grad)
             if pointer == row[0] and row[6]:
                 raise ValueError(
                     f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs its "
