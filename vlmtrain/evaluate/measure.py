@@ -24,7 +24,7 @@ from vlmtrain.data.index import SampleIndex
 from vlmtrain.evaluate.config import EvaluateConfig
 from vlmtrain.evaluate.tasks import Scored, Task, read_tasks, summary
 from vlmtrain.models.family import read_spec
-from vlmtrain.training.evaluation import HeldOut, HeldOutScore
+from vlmtrain.training.evaluation import HeldOutScore, measure
 from vlmtrain.training.setup import run_layout, say, scan
 
 SCORES, ANSWERS = "scores.json", "answers.jsonl"
@@ -116,14 +116,14 @@ def _held_out(
     engine = Engine(spec, layout, backend, dtype=dtype)
     on_every_rank(lambda: load_weights(engine.parts, spec, source))
     engine.prepare_evaluation()
-    held_out = HeldOut(
+    score = measure(
+        engine,
         index,
         processor,
         config.loader,
         pack_length=config.pack_length,
         global_batch=config.global_batch or layout.data * layout.pipeline,
     )
-    score = held_out.measure(engine)
     parallel_state.destroy_model_parallel()
     return score
 

@@ -6,6 +6,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,9 +36,9 @@ from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overl
 from vlmtrain.plan.detect import find_machine
 from vlmtrain.telemetry.metrics import check_wandb
 from vlmtrain.training.engine import Engine
-from vlmtrain.training.evaluation import HeldOut
+from vlmtrain.training.evaluation import HeldOutScore, measure
 from vlmtrain.training.optimizer import learning_rate, offload_fraction
-from vlmtrain.training.record import Record, describe
+from vlmtrain.training.record import Record
 from vlmtrain.training.setup import open_loader, run_layout, say, scan
 
 
@@ -112,9 +114,11 @@ class Trainer:
             global_batch=train.global_batch,
             seed=train.seed,
         )
-        self.held_out: HeldOut | None = None
+        self.measure: Callable[[], HeldOutScore] | None = None
         if held_out is not None:
-            self.held_out = HeldOut(
+            self.measure = partial(
+                measure,
+                self.engine,
                 held_out,
                 processor,
                 config.loader,
@@ -129,8 +133,9 @@ class Trainer:
             config.output.mkdir(parents=True, exist_ok=True)
             if resume is not None:
                 checkpoints.go_on_from(resume)
-            describe(config, spec, layout, index, self.loader, self.first, self.total, resume)
-            self.record = Record(config, spec, layout, index, machine, self.first, self.total)
+            self.record = Record(
+                config, self.engine, self.loader, machine, self.first, self.total, resume
+            )
         self.saver = checkpoints.Saver(
             config.output / "checkpoints",
             config.model,
@@ -167,16 +172,7 @@ class Trainer:
                 end = time.perf_counter()
                 seconds, start = end - start, end
                 if self.record is not None:
-                    self.record.step(
-                        reached,
-                        result,
-                        self.loader,
-                        lr=lr,
-                        seconds=seconds,
-                        waited=waited,
-                        saving=end - saving,
-                        heldout=heldout,
-                    )
+                    self.record.step(reached, result, lr, seconds, waited, end - saving, heldout)
                 if stopped:
                     break
             self.saver.finish()
@@ -273,9 +269,9 @@ class Trainer:
     def _evaluate(self, step: int) -> dict[str, float]:
         """The held-out loss where one is due after `step`."""
         due = step % (self.config.evaluate.every or self.total) == 0 or step == self.total
-        if self.held_out is None or not due:
+        if self.measure is None or not due:
             return {}
-        score = self.held_out.measure(self.engine)
+        score = self.measure()
         return {
             "heldout_loss": score.loss,
             "heldout_perplexity": score.perplexity,
