@@ -93,6 +93,25 @@ def test_moments_of_another_shape_are_named(
             optimizer.step()
 
 
+def test_moments_of_another_order_in_the_same_memory() -> None:
+    for transposed in (False, True):
+        found = []
+        for change in (False, True):
+            torch.manual_seed(5)
+            param = nn.Parameter(torch.randn(6, 6).t() if transposed else torch.randn(6, 6))
+            optimizer = CPUAdam([param])
+            param.grad = torch.randn(6, 6)
+            optimizer.step()
+            if change:  # the same numbers, but not where they were
+                moment = optimizer.state[param]["exp_avg"]
+                values = moment.clone()
+                moment.data = moment.data.t()
+                moment.copy_(values)
+            optimizer.step()
+            found.append(param.detach())
+        assert_bitwise("weights", found[1], found[0])
+
+
 def test_scales_of_another_size_are_named(make: Callable[..., Any]) -> None:
     params = weights()
     optimizer = make(params, moments=torch.uint8)

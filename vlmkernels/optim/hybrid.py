@@ -21,6 +21,7 @@ from .device_step import norm, step_on_device
 from .host_step import HostStep, Shard
 from .masters import Masters, is_own_master
 from .native import (
+    check_flags,
     check_gradient,
     check_hyperparameters,
     check_memory,
@@ -136,6 +137,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._offloaded: set[Tensor] = set()
         self._arrival: dict[Tensor, None] = {}  # parameters in the order their gradients came
         self._hooks: dict[Tensor, Any] = {}
+        weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
+        self._early_settings: dict[int, dict[str, Any]] = {}  # by group, of early steps
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -163,6 +166,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _check_group(group: dict[str, Any], params: list[Tensor]) -> None:
+        check_flags(group)
         for param in group["params"]:
             check_memory("a parameter", param)
             device = params[0].device
@@ -346,7 +350,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             self._masters.check_after_load(self._params())
             self._masters.follow(param)
             self._host.begin(shard, param.grad)
-            self._host.step_soon(self.param_groups[self._group_of[param]], shard)
+            number = self._group_of[param]
+            self._early_settings[number] = _settings(self.param_groups[number])
+            self._host.step_soon(self.param_groups[number], shard)
 
     def _check_whole(self, what: str) -> None:
         if self._host.early:
@@ -387,6 +393,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         on_host: list[tuple[dict[str, Any], Shard]] = []
         grads: list[Tensor] = []
         for group in self.param_groups:
+            check_flags(group)
             active = [p for p in group["params"] if p.grad is not None and p not in early]
             for param in active:
                 self._ready(param)
@@ -421,6 +428,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 f"grad_scale is {grad_scale} and found_inf {found_inf} in a step that began in the "
                 "backward pass (in_backward=True); they must be 1.0 and None"
             )
+        for number, before in self._early_settings.items():
+            for key, now in _settings(self.param_groups[number]).items():
+                if now != before[key]:
+                    raise RuntimeError(
+                        f"{key} was {before[key]} in the backward pass that made part of the step "
+                        f"(in_backward=True), and is {now} at the step; set it before the backward "
+                        "pass"
+                    )
+        self._early_settings = {}
         for shard in shards:
             grad = shard.target.grad
             if grad is None or not shard.has(grad):
@@ -487,3 +503,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if key not in ("step", "master", *ALL_MOMENTS):
                 state[key] = copy.deepcopy(value)
         self._masters.loaded(param, values.get("master") if "master" in state else None)
+
+
+def _remove_hooks(hooks: dict[Tensor, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a step takes from a parameter group, by value."""
+    numbers = {key: float(group[key]) for key in ("lr", "eps", "weight_decay")}
+    betas = tuple(float(beta) for beta in group["betas"])
+    return {**numbers, "betas": betas, "decoupled_weight_decay": group["decoupled_weight_decay"]}
