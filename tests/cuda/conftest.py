@@ -19,7 +19,7 @@ from tools.cudasim.ptx.toolchain import (
 
 from .instances import INSTANCES, SOURCES, edits
 from .interpreted import Interpreted, of_build
-from .test_fibers_mutants import MUTANTS
+from .mutants import ON_FIBERS
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
         pytest.skip("CUDA kernels were not emulated: no g++ (CXX names another)")
     folder = tmp_path_factory.mktemp("fibers")
     sources = [CSRC / "cuda" / name for name in SOURCES]
-    return build(folder / "build", sources, "checked", edits(INSTANCES, MUTANTS))
+    return build(folder / "build", sources, "checked", edits(INSTANCES, ON_FIBERS))
 
 
 @pytest.fixture(scope="session")

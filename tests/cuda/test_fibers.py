@@ -1,4 +1,7 @@
-"""The CUDA kernels, compiled by a host compiler, against numpy and float64."""
+"""The CUDA kernels on fibers against numpy and float64, and every mutant that shows there.
+
+All mutants are planted in one build, each behind a switch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from .cases import tiled
 from .cases.embedding import Pack, check_forward, check_gather, check_reduce
 from .cases.vision import VisionCase, check_tiled, check_vision
 from .cases.window import Case, check_window
-from .emulated import kernels_of
+from .checks import CASES
+from .emulated import Emulated, kernels_of
+from .mutants import ON_FIBERS, Mutant
 
 
 def test_window_attention_128_keys(library: Library, rng: np.random.Generator) -> None:
@@ -102,3 +107,40 @@ def test_traps(library: Library, rng: np.random.Generator) -> None:
     vision.order[7] = 13
     with pytest.raises(SimError, match=r"window_order\[7\] is 13, but there are 13 rows"):
         check_vision(kernels_of(library, rng, "window-vision"), vision)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [(f, c) for f, cases in CASES.items() for c in cases if (f, c) != ("sm80-vision", "dim 72")],
+)
+def test_case(family: str, case: str, library: Library, rng: np.random.Generator) -> None:
+    """Without a mutant it passes."""
+    CASES[family][case](kernels_of(library, rng, family), rng)
+
+
+def planted(mutant: Mutant, library: Library, rng: np.random.Generator) -> Emulated:
+    return kernels_of(library, rng, mutant.family, 1 + ON_FIBERS.index(mutant))
+
+
+@pytest.mark.parametrize("mutant", ON_FIBERS, ids=str)
+def test_mutant_is_noticed(mutant: Mutant, library: Library, rng: np.random.Generator) -> None:
+    """Under one of 10 schedules: a wait that is missing shows where what it waits for is late."""
+    kernels = planted(mutant, library, rng)
+    with pytest.raises((SimError, AssertionError)) as noticed:
+        for _ in range(10):
+            CASES[mutant.family][mutant.case](kernels, rng)
+    print(noticed.value)
+
+
+def test_a_mutant_shows_where_its_kernels_run(library: Library, rng: np.random.Generator) -> None:
+    """One in the kernels for compute capability 9.0 shows there, and nowhere else."""
+    for family, name, of in (("sm90-forward", "half the depth", "out"),
+                             ("sm90-backward", "delta left out of dk", "dk")):  # fmt: skip
+        mutant = next(m for m in ON_FIBERS if (m.family, m.name) == (family, name))
+        check = CASES[family]["one"]
+        for gpu in (80, 89, 100):
+            kernels = planted(mutant, library, rng)
+            kernels.capability = gpu
+            check(kernels, rng)
+        with pytest.raises((SimError, AssertionError), match=f"{of}: error"):
+            check(planted(mutant, library, rng), rng)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import choice, embedding, sm80, sm90_backward, sm90_forward, window
 from .mutant import Mutant
 
-__all__ = ["CATALOGUE", "Mutant", "canary_cases"]
+__all__ = ["CATALOGUE", "ON_FIBERS", "Mutant", "canary_cases"]
 
 CATALOGUE: list[Mutant] = [
     *window.MUTANTS,
@@ -15,6 +15,8 @@ CATALOGUE: list[Mutant] = [
     *choice.MUTANTS,
     *embedding.MUTANTS,
 ]
+#: In the order of their numbers in a build, from 1 on.
+ON_FIBERS = [m for m in CATALOGUE if m.engine == "fibers"]
 
 
 def canary_cases(family: str) -> set[str]:
