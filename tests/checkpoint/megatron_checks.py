@@ -184,13 +184,14 @@ def main() -> None:
         )
         for key in keys
     )
-    from vlmtrain.checkpoint.mapping import checkpoint_key, parameter_split_dim, split_dim
+    from vlmtrain.checkpoint.mapping import checkpoint_key, parameter_split_dim, rows
     from vlmtrain.checkpoint.parameters import stage_parameters
 
     parameters = stage_parameters(engine.stages[0])
     ours["keys"] = {checkpoint_key(name)[0] for name in parameters} == keys
+    table = {row.megatron: row.split for row in rows(engine.spec)}
     ours["split dimensions"] = [
-        name for name, p in parameters.items() if parameter_split_dim(p) != split_dim(name)
+        name for name, p in parameters.items() if parameter_split_dim(p) != table[name]
     ]
     theirs["moments lost"], ours["moments lost"] = moments_lost(engine)
     print(json.dumps({"theirs": theirs, "ours": ours}))
