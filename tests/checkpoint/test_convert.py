@@ -355,7 +355,7 @@ def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
         "import torch, rich, tyro; torch.zeros(1).half()\n"
         "from torch.distributed.checkpoint import filesystem\n"
         "before = peak()\n"
-        "assert command.convert(sys.argv[1:]) == 0\n"
+        "assert command.main(sys.argv[1:]) == 0\n"
         "print(peak() - before)\n"
     )
     for arguments in (

@@ -18,7 +18,7 @@ from tests.checkpoint.worker import build, whole_state  # noqa: E402
 from tests.parity import reference as ref  # noqa: E402
 from vlmkernels.integrations.megatron import offload  # noqa: E402
 from vlmkernels.optim.native import adam_reference  # noqa: E402
-from vlmtrain import device, launch  # noqa: E402
+from vlmtrain.core import device, launch  # noqa: E402
 
 
 class ByGroup(torch.optim.Optimizer):

@@ -52,10 +52,9 @@ def gather_gradients(engine: Any) -> None:
 
 
 # Where a number may be asked of a tensor inside a step: of grids, which stay in host memory, and of
-# borders before they leave it.
-# What reads grids and indices of packs in host memory.
-_HOST = ("layout.py", "p2p_shapes.py:message_shape", "multiplex.py:media_of", "batch.py:to")
-_HOST += ("pixel_sharing.py:grid_of", "row_exchange.py:__init__", "row_exchange.py:row_exchange")
+# offsets before they leave it.
+_HOST = ("layout.py", "step_inputs.py", "batch.py:to")
+_HOST += ("row_exchange.py:__init__", "row_exchange.py:row_exchange")
 _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 
 

@@ -7,7 +7,7 @@ import sys
 
 
 def _plant(fault: str) -> None:
-    from vlmtrain.data import loader
+    from vlmtrain.data import builder
     from vlmtrain.models import stage
     from vlmtrain.training import engine
 
@@ -45,14 +45,14 @@ def _plant(fault: str) -> None:
 
         stage.QwenVLStage.forward = raising
     if fault == "sample":
-        pixels = loader.PackedLoader._pixels
+        pixels = builder.PackBuilder._pixels
 
         def unreadable(self, media, sample, out):
-            if self.step >= 2:
+            if steps >= 1:  # the loader is ahead
                 raise sample.fail(f"{media.name} went bad while training", "unreadable")
             return pixels(self, media, sample, out)
 
-        loader.PackedLoader._pixels = unreadable
+        builder.PackBuilder._pixels = unreadable
 
 
 if os.environ.get("FAULT") and os.environ.get("RANK") == os.environ["FAULT_RANK"]:
