@@ -53,7 +53,7 @@ def gather_gradients(engine: Any) -> None:
 
 # Where a number may be asked of a tensor inside a step: of grids, which stay in host memory, and of
 # offsets before they leave it.
-_HOST = ("layout.py", "step_inputs.py", "batch.py:to")
+_HOST = ("layout.py", "step_inputs.py", "batch.py:media_pixels", "batch.py:to")
 _HOST += ("row_exchange.py:__init__", "row_exchange.py:row_exchange")
 _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 

@@ -7,7 +7,7 @@ import sys
 
 
 def _plant(fault: str) -> None:
-    from vlmtrain.data import builder
+    from vlmtrain.data import builder, loader
     from vlmtrain.models import stage
     from vlmtrain.training import engine
 
@@ -45,13 +45,20 @@ def _plant(fault: str) -> None:
 
         stage.QwenVLStage.forward = raising
     if fault == "sample":
-        pixels = builder.PackBuilder._pixels
+        build, pixels = loader.PackedLoader._build, builder.PackBuilder._pixels
+        bad = False
+
+        def third(self, position):
+            nonlocal bad
+            bad = position.step >= 2
+            return build(self, position)
 
         def unreadable(self, media, sample, out):
-            if steps >= 1:  # the loader is ahead
+            if bad:
                 raise sample.fail(f"{media.name} went bad while training", "unreadable")
             return pixels(self, media, sample, out)
 
+        loader.PackedLoader._build = third
         builder.PackBuilder._pixels = unreadable
 
 
