@@ -135,6 +135,7 @@ def test_torchrun_one_node(expected: list[float]) -> None:
     assert len(expected) == 2
 
 
+@pytest.mark.slow
 def test_torchrun_multi_node(
     inputs: tuple[Path, Path], tmp_path: Path, expected: list[float]
 ) -> None:
@@ -150,6 +151,7 @@ def test_torchrun_multi_node(
     assert _check(tmp_path / "out", "".join(printed)) == expected
 
 
+@pytest.mark.slow
 def test_slurm(inputs: tuple[Path, Path], tmp_path: Path, expected: list[float]) -> None:
     """The real batch script; only srun is ours, and sbatch's variables."""
     srun = tmp_path / "bin" / "srun"

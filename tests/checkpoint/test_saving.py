@@ -39,6 +39,7 @@ def test_a_files_checksum_is_made_while_it_is_written(tmp_path):
     assert entry["crc32"] == checksum(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_a_new_run_goes_on(model, conversations, tmp_path):  # noqa: F811
     """Through our own launcher: exit code 0, a whole checkpoint of the last step, which two
     data-parallel ranks wrote and two stages go on from. (That a resumed run has the numbers of one

@@ -44,6 +44,7 @@ def followed(tmp_path_factory) -> list[tuple[str, str, int, int, str]]:
     return [tuple(row) for row in json.loads((desk / "results.json").read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PATH)
 def test_commands_end_as_the_page_says(followed, page) -> None:
     mine = [row for row in followed if row[0] == page]
@@ -55,6 +56,7 @@ def test_commands_end_as_the_page_says(followed, page) -> None:
         assert "Traceback" not in output, f"{line}\n{output}"
 
 
+@pytest.mark.slow
 def test_they_print_what_the_page_shows(followed) -> None:
     outputs = {(page, command): output for page, command, _, _, output in followed}
     shown = 0

@@ -85,6 +85,7 @@ def test_bits_of_the_plain_optimizer(tmp_path):
         assert (a - b).norm() <= 0.1 * b.norm() + 1e-12, name
 
 
+@pytest.mark.slow
 def test_gradients_are_copied_during_backward(tmp_path):
     """Where Megatron reduces buckets beside the backward pass, or has nothing to reduce: copies
     begin with the first bucket, but for the gradients that are not final yet, late copies in random
@@ -148,6 +149,7 @@ def test_what_cannot_be_offloaded_is_named():
         offload(adam, 0.5)
 
 
+@pytest.mark.slow
 def test_vlmtrain_trains_the_same_with_and_without(model, conversations, tmp_path):  # noqa: F811
     """Offloaded from the start, less from the third step on; killed while state moves then, and
     resumed from the checkpoint before: the losses of a run without any of that."""

@@ -61,7 +61,7 @@ def references(tmp_path_factory):
     return table
 
 
-@pytest.mark.parametrize("size", sorted(LAYOUTS))
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_frozen_parts(size, references, tmp_path):
     chosen = [
         (tied, i, dict(layout))

@@ -39,7 +39,7 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("size", sorted(CUT))
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layouts(size, references, tmp_path):
     table = layouts(size)
     cases = [Case(*case, table[case[-1]][0], dict(table[case[-1]][1])) for case in CUT[size]]

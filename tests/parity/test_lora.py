@@ -93,6 +93,7 @@ def test_same_as_peft(size, tmp_path):
         assert relative(ours, untouched) > 1e-4, f"the adapters do nothing; {where}"
 
 
+@pytest.mark.slow
 def test_dropout(tmp_path):
     """It changes the training; factors that several ranks hold stay equal; a tower that encodes
     twice drops the same values twice."""

@@ -100,7 +100,15 @@ class TestOneProcess:
             assert difference.norm() <= 0.1 * moved, f"{name}, seed {SEED}"
 
 
-@pytest.mark.parametrize("layout", [{}, dict(pipeline=2), dict(tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param(dict(pipeline=2), marks=pytest.mark.slow),
+        dict(tensor=2),
+    ],
+    ids=str,
+)
 def test_hf_to_megatron_to_hf_is_bitwise(layout, tmp_path):
     """Every tensor, both families, tied and untied; and transformers misses none."""
     from safetensors.torch import load_file

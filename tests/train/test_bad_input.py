@@ -246,6 +246,7 @@ def test_a_second_start_in_the_same_folder(capsys, monkeypatch, model, conversat
         assert "none.json" in refused(capsys, unreadable, output)
 
 
+@pytest.mark.slow
 def test_checkpoint_cut_short(model, conversations, tmp_path):
     output = tmp_path / "run"
     arguments = options(model, conversations, output, "--train.steps=2", "--checkpoint.every=1")

@@ -148,6 +148,7 @@ def two_ranks(model, conversations, questions, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_unwatched(two_ranks) -> None:
     plain, watched = two_ranks / "plain", two_ranks / "watched"
     rows = [json.loads(line) for line in (watched / "metrics.jsonl").read_text().splitlines()]
@@ -163,6 +164,7 @@ def test_training_goes_on_as_if_unwatched(two_ranks) -> None:
     assert b"heldout/loss" in board
 
 
+@pytest.mark.slow
 def test_held_out_loss_is_that_of_transformers(two_ranks, model, conversations) -> None:
     """During training (merged adapters at the end) and on its own, on every layout."""
     loss, targets = reference(model, conversations)
@@ -178,6 +180,7 @@ def test_held_out_loss_is_that_of_transformers(two_ranks, model, conversations) 
     assert abs(trained - loss) > 1e-3
 
 
+@pytest.mark.slow
 def test_adapters_merge_to_what_training_wrote(two_ranks, model, tmp_path) -> None:
     """A LoRA checkpoint and an adapter folder become OUTPUT/hf, and nothing is left behind."""
     run = two_ranks / "watched"
@@ -203,6 +206,7 @@ def test_adapters_merge_to_what_training_wrote(two_ranks, model, tmp_path) -> No
         )
 
 
+@pytest.mark.slow
 def test_scores_survive_conversion(two_ranks, model, questions) -> None:
     """Hugging Face folder -> Megatron checkpoint -> Hugging Face folder: the same scores, bit for
     bit, and answers that do not depend on how many processes share the questions."""

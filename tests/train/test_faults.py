@@ -65,13 +65,14 @@ def fail_without_a_launcher(fault, layout, faulty, model, conversations, output)
     check(ranks, fault, faulty, output, time.time())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "layout", "faulty"), FEW)
 def test_without_a_launcher(fault, layout, faulty, model, conversations, tmp_path):
     """Nobody ends the other ranks for them. `matrix.py` has the other layouts."""
     fail_without_a_launcher(fault, layout, faulty, model, conversations, tmp_path / "run")
 
 
-@pytest.mark.parametrize("fault", ["forward", "killed"])
+@pytest.mark.parametrize("fault", [pytest.param("forward", marks=pytest.mark.slow), "killed"])
 def test_with_our_launcher(fault, model, conversations, tmp_path):
     output = tmp_path / "run"
     more = ["--train.steps=60", "--nproc=2", "--loader.workers=0", *LAYOUTS["multiplexed"]]

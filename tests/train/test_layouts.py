@@ -35,6 +35,7 @@ def resume_lora(layout, model, conversations, folder):
         assert (resumed / file.relative_to(straight)).read_bytes() == file.read_bytes(), file
 
 
+@pytest.mark.slow
 def test_resumed_lora_is_bitwise(model, conversations, tmp_path, capsys):
     """Adapters, their optimizer state and the state of dropout's random streams come back: of the
     process's own, for inputs that both ranks hold, and of Megatron's, for those that are split.
@@ -51,6 +52,7 @@ def test_resumed_lora_is_bitwise(model, conversations, tmp_path, capsys):
     assert (output / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_vision_lora_goes_on_at_another_tensor_size(model, conversations, tmp_path):
     """B of the vision tower's qkv is split by heads, three ways inside each: one rank must read
     what two have written."""
@@ -69,6 +71,7 @@ def test_vision_lora_goes_on_at_another_tensor_size(model, conversations, tmp_pa
     assert losses(straight)[0] != pytest.approx(losses(straight)[-1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_multiplexed_vision_trains_as_pipelined(model, conversations, tmp_path):
     """From files on disk: each rank decodes the images dealt to it, the losses are the same. The
     pipeline splits both towers by itself."""

@@ -56,6 +56,7 @@ PLACED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,row,seconds", PLACED)
 def test_delays_are_found_where_they_were_put(
     name: str, row: str, seconds: float, measured: dict[str, Any]

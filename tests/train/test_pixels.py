@@ -8,7 +8,7 @@ import torch
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_medium_is_decoded_once(ranks, model, conversations, tmp_path):
     case = tmp_path / "case.pt"
     torch.save({"model": str(model), "data": str(conversations)}, case)

@@ -142,6 +142,7 @@ def test_kill_and_resume_is_bitwise(straight, model, conversations, tmp_path):
             assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.slow
 def test_resume_on_another_layout(straight, model, conversations, tmp_path):
     """Checkpoints of a pipeline that Ctrl-C has ended go on as two data-parallel replicas."""
     output = tmp_path / "run"
@@ -161,7 +162,7 @@ def test_resume_on_another_layout(straight, model, conversations, tmp_path):
     assert losses(output) == pytest.approx(losses(straight), rel=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_nothing_moves_at_learning_rate_zero(precision, model, conversations, tmp_path):
     from tests.ranks import run_cli
 
@@ -203,6 +204,7 @@ def test_nothing_moves_at_learning_rate_zero(precision, model, conversations, tm
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
 
 
+@pytest.mark.slow
 def test_a_recipe_and_overrides(model, conversations, tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(

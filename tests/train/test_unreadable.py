@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import run_cli
 from tests.train.conftest import options
 from vlmtrain.data.template import QWEN_TEMPLATE
@@ -16,6 +18,7 @@ def rows(output: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_skipped_counted_and_limited(model, conversations, tmp_path):
     """Two data-parallel ranks. Two steps leave the sample out (twice where they reach the second
     epoch) and end well, the template beside the weights; the run that goes on meets it again, one
