@@ -23,7 +23,8 @@ MUTANTS = [
     M("range end off by one", "embed-source-if-row", "row > static_cast<uint64_t>(p.vocab_rows)",
       case="forward, shards and vocabulary range"),
     M("row 0 taken for none", "embed-grad-row",
-      "row <= 0 ? nullptr : static_cast<const char*>(p.grad) + row * grad_bytes", case="gather"),
+      "row <= 0 ? nullptr : static_cast<const char*>(p.grad) + row * grad_bytes",
+      case="gather, converted"),
     M("high half lost", "embed-load-bits",
       "{static_cast<uint16_t>(w.x), static_cast<uint16_t>(w.x), static_cast<uint16_t>(w.y), "
       "static_cast<uint16_t>(w.y >> 16)}", case="forward, converted"),

@@ -42,11 +42,11 @@ MUTANTS = [
       "load_tile<kDim>(arena.values(value.stage), v, arena.values_full(value.stage), kv_head, "
       "begin + block * S::kKeys);", case="ragged"),
     M("cleaner's phase of queries", "sm90-fwd-cleaner-wait-queries-full",
-      "ptx::barrier_wait(arena.queries_full(), parity ^ 1);", case="groups of heads"),
+      "ptx::barrier_wait(arena.queries_full(), parity ^ 1);", case="negative"),
     M("cleaner of queries does not wait", "sm90-fwd-cleaner-wait-queries-full", case="negative"),
     M("no sign", "sm90-fwd-cleaner-if-scale", "false", case="negative"),
     M("no fence after the sign", "sm90-fwd-cleaner-fence-sign", case="negative"),
-    M("lanes still change the sign", "sm90-fwd-cleaner-syncwarp-sign", case="groups of heads"),
+    M("lanes still change the sign", "sm90-fwd-cleaner-syncwarp-sign", case="negative"),
     M("cleaner does not wait", "sm90-fwd-cleaner-wait-values-full", case="neighbours"),
     M("values past the segment stay", "sm90-fwd-cleaner-if-blocks", "false", case="neighbours"),
     M("one row too few is cleaned", "sm90-fwd-cleaner-from",
