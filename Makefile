@@ -17,7 +17,7 @@ help:
 	@echo "make test       lint, types and most tests (6 min on 2 cores)"
 	@echo "make test-all   lint, types and all tests"
 	@echo "make test-layouts   every parallel layout against transformers (9 min)"
-	@echo "make test-flash tiled CUDA attention, every instance and planted bug, interpreted (long)"
+	@echo "make test-flash tiled CUDA attention, every instance, interpreted; slow mutants (long)"
 	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
 	@echo "make test-plan  runs of several layouts beside what the planner says of them (8 min)"
 	@echo "make bench      speed beside the peers, into benchmarks/"
@@ -50,16 +50,16 @@ test-all: lint
 
 # The kernels alone: in both simulators, and those of the CPU.
 test-kernels: setup
-	$(RUN) -m pytest tests/ptxsim tests/emulation tests/kernels
+	$(RUN) -m pytest tests/cuda tests/ptxsim tests/emulation tests/kernels
 
 # Every layout against transformers, 240 cases, failing ranks, resumed LoRA (9 min on 2 cores).
 test-layouts: setup
 	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py tests/optim/matrix.py -rP
 
-# Every instance of tiled attention on both architectures, and every planted bug, in the PTX
-# interpreter.
+# Every instance of tiled attention on both architectures in the PTX interpreter, and the mutants that
+# only it shows and make test leaves out.
 test-flash: setup
-	$(RUN) -m pytest tests/ptxsim/flash_matrix.py tests/ptxsim/flash_hopper_matrix.py -rP
+	$(RUN) -m pytest tests/ptxsim/flash_matrix.py tests/ptxsim/flash_hopper_matrix.py tests/ptxsim/mutant_matrix.py -rP
 
 format: setup
 	$(RUN) -m ruff check --fix -q .

@@ -51,9 +51,10 @@ __global__ void __launch_bounds__(kSumThreads) row_sums(const FlashAttentionGrad
     }
   }
   sum += ptx::exchange(sum, 1);
-  sum += ptx::exchange(sum, 2);
+  sum += ptx::exchange(sum, 2);  // mutant: sm80-preprocess-sum
   if (lane == 0 && inside) {
     const int64_t at = head * p.tokens + token;
+    // mutant: sm80-preprocess-log-sum
     params.rows[at] = p.row_max[at] * exponent_of(p.scale) + ptx::log2_approx(p.row_sum[at]);
     params.rows[p.heads * p.tokens + at] = sum;
   }
@@ -93,7 +94,7 @@ __device__ __forceinline__ void copy_queries(uint32_t to, const FlashAttentionGr
   if (which < 2) {
     const float* from = params.rows + (which * p.heads + head) * p.tokens + token;
     ptx::copy_word_async(to + 2 * S::kQueryBytes + threadIdx.x * 4, from + (row < left ? row : 0),
-                         row < left);
+                         row < left);  // mutant: sm80-copy-queries-numbers
   }
   ptx::commit_copies();
 }
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
   const float exponent = exponent_of(p.scale);
   copy_tile<kDim, kTileRows, S::kThreads>(keys, rows_of(p.k, tile.begin + tile.first, kv_head),
                                           p.k.token_stride, tile.length - tile.first);
-  if constexpr (Rows::kVision) ptx::commit_copies();
+  if constexpr (Rows::kVision) ptx::commit_copies();  // mutant: sm80-dkdv-commit
   copy_tile<kDim, kTileRows, S::kThreads>(values, rows_of(p.v, tile.begin + tile.first, kv_head),
                                           p.v.token_stride, tile.length - tile.first);
   const int first_query = p.causal ? tile.first : 0;  // of those that see a key
@@ -128,39 +129,44 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
   if constexpr (Rows::kVision) {
     RowTurns<kDim, S::kBlocks * 16> turns(lane);
     turns.load(p.rotary, tile.begin + first, tile.length - first);
-    ptx::wait_copies<1>();
-    __syncthreads();  // the keys are here, to be turned
-    turns.template apply<Math, false>(my_keys);
+    ptx::wait_copies<1>();  // mutant: sm80-dkdv-wait-rotate
+    // mutant: sm80-dkdv-sync-rotate
+    __syncthreads();                             // the keys are here, to be turned
+    turns.template apply<Math, false>(my_keys);  // mutant: sm80-dkdv-rotate
   }
 
   float dk[S::kBlocks][kDim / 8][4] = {}, dv[S::kBlocks][kDim / 8][4] = {};
   const int steps = (tile.length - first_query + S::kQueries - 1) / S::kQueries;
   int query = first_query, head = 0;  // of the group
 #pragma unroll 1
-  for (int i = 0; i < steps * group; ++i) {
-    ptx::wait_copies<0>();
+  for (int i = 0; i < steps * group; ++i) {  // mutant: sm80-dkdv-loop
+    ptx::wait_copies<0>();                   // mutant: sm80-dkdv-wait
+    // mutant: sm80-dkdv-sync
     __syncthreads();  // these queries are here, and nobody reads the ones before any more
     const int now_query = query;
     const uint32_t now = stages + i % 2 * S::kStageBytes;
     query += S::kQueries;
     if (query >= tile.length) {
-      query = first_query;
+      query = first_query;  // mutant: sm80-dkdv-query
       ++head;
     }
     if (head < group) {
       copy_queries<kDim>(stages + (i + 1) % 2 * S::kStageBytes, params, tile,
-                         kv_head * group + head, query);
+                         kv_head * group + head, query);  // mutant: sm80-dkdv-copy-queries
     }
+    // mutant: sm80-dkdv-negate
     if (i == 0 && p.scale < 0.f) negate_rows<kDim, S::kBlocks * 16>(my_keys);
 
 #pragma unroll 1
     for (int c = 0; c < S::kQueries; c += S::kChunk) {
+      // mutant: sm80-dkdv-causal-skip
       if (p.causal && now_query + c + S::kChunk <= first) continue;  // earlier than all its keys
-      const uint32_t queries = now + c * kPitch<kDim>, douts = queries + S::kQueryBytes;
+      const uint32_t queries = /* mutant: sm80-dkdv-queries */ now + c * kPitch<kDim>,
+                     douts = queries + S::kQueryBytes;
       float s[S::kBlocks][S::kChunk / 8][4] = {}, ds[S::kBlocks][S::kChunk / 8][4] = {};
       add_row_products<Math, kDim>(s, my_keys, queries);
       add_row_products<Math, kDim>(ds, my_values, douts);
-      if (p.causal && now_query + c < first + S::kBlocks * 16) {
+      if (p.causal && now_query + c < first + S::kBlocks * 16) {  // mutant: sm80-dkdv-causal-if
 #pragma unroll
         for (int m = 0; m < S::kBlocks; ++m) {
 #pragma unroll
@@ -169,7 +175,7 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
             for (int e = 0; e < 4; ++e) {
               const int key = first + m * 16 + e / 2 * 8 + lane / 4;
               const int column = now_query + c + n * 8 + lane % 4 * 2 + e % 2;
-              if (key > column) s[m][n][e] = -INFINITY;
+              if (key > column) s[m][n][e] = -INFINITY;  // mutant: sm80-dkdv-causal-mask
             }
           }
         }
@@ -185,8 +191,9 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
         for (int m = 0; m < S::kBlocks; ++m) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float offset = e % 2 ? log_sum.y : log_sum.x;
+            const float offset = e % 2 ? log_sum.y : log_sum.x;  // mutant: sm80-dkdv-offset
             s[m][n][e] = ptx::exp2_approx(fmaf(s[m][n][e], exponent, -offset));
+            // mutant: sm80-dkdv-ds
             ds[m][n][e] = s[m][n][e] * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
           }
         }
@@ -205,12 +212,13 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
   float factor[S::kBlocks][2], one[S::kBlocks][2];
 #pragma unroll
   for (int m = 0; m < S::kBlocks; ++m) {
-    factor[m][0] = factor[m][1] = p.scale;
+    factor[m][0] = factor[m][1] = p.scale;  // mutant: sm80-dkdv-factor
     one[m][0] = one[m][1] = 1.f;
   }
   const int64_t token = tile.begin + first;
   const HeadsView &to_dk = params.backward.dk, &to_dv = params.backward.dv;
   if constexpr (Rows::kVision) {
+    // mutant: sm80-dkdv-store-rotated
     store_rows_back<Math, kDim>(dk, factor, my_keys, tile.length - first, p.rotary, token,
                                 rows_of(to_dk, token, kv_head), to_dk.token_stride);
   } else {
@@ -246,6 +254,7 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
   const unsigned head = blockIdx.x % heads;
   const Tile tile = tile_at(params.tiles, blockIdx.x / heads);
   if (tile.length == 0) return;
+  // mutant: sm80-dq-kv-head
   const unsigned kv_head = head / (heads / static_cast<unsigned>(p.kv_heads));
 
   const uint32_t queries = ptx::shared_address(shared), douts = queries + S::kQueryBytes;
@@ -271,8 +280,9 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
     RowTurns<kDim, S::kBlocks * 16> turns(lane);
     turns.load(p.rotary, tile.begin + first, tile.length - first);
     ptx::wait_copies<1>();
-    __syncthreads();  // the queries are here, to be turned
-    turns.template apply<Math, false>(my_queries);
+    // mutant: sm80-dq-sync-rotate
+    __syncthreads();                                // the queries are here, to be turned
+    turns.template apply<Math, false>(my_queries);  // mutant: sm80-dq-rotate
   }
 
   float log_sum[S::kBlocks][2], delta[S::kBlocks][2];
@@ -292,6 +302,7 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
 #pragma unroll 1
   for (int key = 0, stage = 0; key < end; key += S::kKeys, stage ^= 1) {
     ptx::wait_copies<0>();
+    // mutant: sm80-dq-sync
     __syncthreads();  // this block of keys is here, and nobody reads the one before any more
     const int next = key + S::kKeys;
     if (next < end) {
@@ -302,17 +313,19 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
                                              p.v.token_stride, tile.length - next);
       ptx::commit_copies();
     }
+    // mutant: sm80-dq-negate
     if (key == 0 && p.scale < 0.f) negate_rows<kDim, S::kBlocks * 16>(my_queries);
 
 #pragma unroll 1
     for (int c = 0; c < S::kKeys; c += S::kChunk) {
       if (p.causal && key + c >= first + S::kBlocks * 16) break;  // later than all of its queries
+      // mutant: sm80-dq-now
       const uint32_t now = stages + stage * 2 * S::kKeyBytes + c * kPitch<kDim>;
       float s[S::kBlocks][S::kChunk / 8][4] = {}, ds[S::kBlocks][S::kChunk / 8][4] = {};
       add_row_products<Math, kDim>(s, my_queries, now);
       add_row_products<Math, kDim>(ds, my_douts, now + S::kKeyBytes);
       const int after = key + c + S::kChunk;
-      if (after > tile.length || (p.causal && after > first + 1)) {
+      if (after > tile.length || (p.causal && after > first + 1)) {  // mutant: sm80-dq-mask
         mask_keys(s, key + c, first, p.causal, tile.length);
       }
 #pragma unroll
@@ -323,7 +336,7 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
           for (int e = 0; e < 4; ++e) {
             const float probability =
                 ptx::exp2_approx(fmaf(s[m][n][e], exponent, -log_sum[m][e / 2]));
-            ds[m][n][e] = probability * (ds[m][n][e] - delta[m][e / 2]);
+            ds[m][n][e] = probability * (ds[m][n][e] - delta[m][e / 2]);  // mutant: sm80-dq-ds
           }
         }
       }
@@ -341,6 +354,7 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
   for (int m = 0; m < S::kBlocks; ++m) factor[m][0] = factor[m][1] = p.scale;
   if constexpr (Rows::kVision) {
     const int64_t token = tile.begin + first;
+    // mutant: sm80-dq-store-rotated
     store_rows_back<Math, kDim>(sum, factor, my_queries, tile.length - first, p.rotary, token,
                                 rows_of(dq, token, head), dq.token_stride);
   } else {

@@ -11,10 +11,11 @@ namespace {
 // multiples of 16, less than 2^40. A dimension of one element has any stride.
 bool describes(const HeadsView& x, int64_t tokens, int64_t heads) {
   const auto fits = [](int64_t size, int64_t stride) {
+    // mutant: choice-fits
     return size == 1 || (stride > 0 && stride % 8 == 0 && stride < int64_t{1} << 39);
   };
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && fits(tokens, x.token_stride) &&
-         fits(heads, x.head_stride);
+         fits(heads, x.head_stride);  // mutant: choice-address
 }
 
 // Compute capability of the current device: 90 is 9.0.
@@ -31,20 +32,22 @@ cudaError_t find_capability(int* capability) {
 
 // TMA brings rows as they are: what the kernels of 9.0 read is turned beforehand.
 int turn_both(const AttentionParams& p, void* queries, void* keys, void* stream) {
+  // mutant: choice-rotate-queries
   if (const int error = flash_vision_turn_cuda(p, p.q, queries, stream)) return error;
-  return flash_vision_turn_cuda(p, p.k, keys, stream);
+  return flash_vision_turn_cuda(p, p.k, keys, stream);  // mutant: choice-rotate-keys
 }
 
 }  // namespace
 
 bool hopper_takes(const AttentionParams& p, int capability) {
+  // mutant: choice-takes
   return capability == 90 && describes(p.q, p.tokens, p.heads) &&
          describes(p.k, p.tokens, p.kv_heads) && describes(p.v, p.tokens, p.kv_heads);
 }
 
 bool hopper_takes_gradients(const AttentionGradParams& p, int capability) {
   return hopper_takes(p.forward, capability) &&
-         describes(p.dout, p.forward.tokens, p.forward.heads);
+         describes(p.dout, p.forward.tokens, p.forward.heads);  // mutant: choice-takes-gradients
 }
 
 int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream) {
@@ -66,8 +69,9 @@ int flash_vision_forward_cuda(const FlashVisionParams& p, void* stream) {
   if (const cudaError_t error = find_capability(&capability)) return error;
   const AttentionParams& f = p.flash.forward;
   FlashAttentionParams turned = p.flash;
-  turned.forward.q = turned_rows(f, p.turned_queries);
-  turned.forward.k = turned_rows(f, p.turned);
+  turned.forward.q = turned_rows(f, p.turned_queries);  // mutant: choice-forward-q
+  turned.forward.k = turned_rows(f, p.turned);          // mutant: choice-forward-k
+  // mutant: choice-forward-takes
   if (p.turned_queries == nullptr || !hopper_takes(turned.forward, capability)) {
     return flash_vision_mma_forward_cuda(p, stream);
   }
@@ -80,8 +84,9 @@ int flash_vision_backward_cuda(const FlashVisionGradParams& p, void* stream) {
   if (const cudaError_t error = find_capability(&capability)) return error;
   const AttentionParams& f = p.flash.backward.forward;
   FlashAttentionGradParams turned = p.flash;
-  turned.backward.forward.q = turned_rows(f, p.turned_queries);
-  turned.backward.forward.k = turned_rows(f, p.turned);
+  turned.backward.forward.q = turned_rows(f, p.turned_queries);  // mutant: choice-backward-q
+  turned.backward.forward.k = turned_rows(f, p.turned);          // mutant: choice-backward-k
+  // mutant: choice-backward-takes
   if (p.turned_queries == nullptr || !hopper_takes_gradients(turned.backward, capability)) {
     return flash_vision_mma_backward_cuda(p, stream);
   }

@@ -78,12 +78,12 @@ struct Arena {
     ptx::barrier_init(queries_empty(), kWarps + 1);
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(keys_full(i), 1);
-      ptx::barrier_init(keys_empty(i), kWarps);
+      ptx::barrier_init(keys_empty(i), kWarps);  // mutant: sm90-fwd-init-keys-empty
       ptx::barrier_init(values_full(i), 1);
       ptx::barrier_init(values_clean(i), 1);
-      ptx::barrier_init(values_empty(i), kWarps + 1);
+      ptx::barrier_init(values_empty(i), kWarps + 1);  // mutant: sm90-fwd-init-values-empty
     }
-    ptx::fence_barrier_init();
+    ptx::fence_barrier_init();  // mutant: sm90-fwd-init-fence
   }
 };
 
@@ -99,9 +99,10 @@ __device__ __forceinline__ Work work_at(const FlashAttentionParams& params, unsi
   const AttentionParams& p = params.forward;
   const Item item = item_at(params.tiles, p, p.heads, round);
   const Tile& tile = item.tile;
+  // mutant: sm90-fwd-work-at-end
   const int end = p.causal ? min(tile.length, tile.first + kTileRows) : tile.length;
   const int blocks = (end + S::kKeys - 1) / S::kKeys;
-  return {tile, item.head, blocks, blocks * S::kKeys > tile.length};
+  return {tile, item.head, blocks, blocks * S::kKeys > tile.length};  // mutant: sm90-fwd-work-at
 }
 
 // ---- the producer's warpgroup
@@ -110,7 +111,7 @@ template <int kDim>
 __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, uint32_t full,
                                           int head, int token) {
   using S = HopperShape<kDim>;
-  ptx::barrier_arrive_expect(full, S::kTileBytes);
+  ptx::barrier_arrive_expect(full, S::kTileBytes);  // mutant: sm90-fwd-load-tile-expect-full
   load_boxes<kDim, kTileRows>(to, map, full, head, token);
 }
 
@@ -127,24 +128,28 @@ __device__ __forceinline__ void produce(const FlashAttentionParams& params, cons
   for (unsigned round = 0;; ++round) {
     const Work work = work_at<kDim>(params, round);
     if (work.blocks == 0) return;
-    const int begin = work.tile.begin, kv_head = work.head / group;
+    const int begin = work.tile.begin,
+              kv_head = /* mutant: sm90-fwd-producer-begin */ work.head / group;
 #pragma unroll 1
     for (int block = 0; block <= work.blocks; ++block) {
       if (block < work.blocks) {
+        // mutant: sm90-fwd-producer-wait-keys-empty
         ptx::barrier_wait(arena.keys_empty(key.stage), key.parity ^ 1);
         load_tile<kDim>(arena.keys(key.stage), k, arena.keys_full(key.stage), kv_head,
-                        begin + block * S::kKeys);
+                        begin + block * S::kKeys);  // mutant: sm90-fwd-producer-keys
         key.advance();
       }
       if (block == 0) {
+        // mutant: sm90-fwd-producer-wait-queries-empty
         ptx::barrier_wait(arena.queries_empty(), parity ^ 1);
         load_tile<kDim>(arena.queries(), q, arena.queries_full(), work.head,
-                        begin + work.tile.first);
+                        begin + work.tile.first);  // mutant: sm90-fwd-producer-queries
         parity ^= 1;
       } else {
+        // mutant: sm90-fwd-producer-wait-values-empty
         ptx::barrier_wait(arena.values_empty(value.stage), value.parity ^ 1);
         load_tile<kDim>(arena.values(value.stage), v, arena.values_full(value.stage), kv_head,
-                        begin + (block - 1) * S::kKeys);
+                        begin + (block - 1) * S::kKeys);  // mutant: sm90-fwd-producer-values
         value.advance();
       }
     }
@@ -164,8 +169,8 @@ __device__ __forceinline__ void clean(const FlashAttentionParams& params,
   for (unsigned round = 0;; ++round) {
     const Work work = work_at<kDim>(params, round);
     if (work.blocks == 0) return;
-    ptx::barrier_wait(arena.queries_full(), parity);
-    if (params.forward.scale < 0.f) {
+    ptx::barrier_wait(arena.queries_full(), parity);  // mutant: sm90-fwd-cleaner-wait-queries-full
+    if (params.forward.scale < 0.f) {                 // mutant: sm90-fwd-cleaner-if-scale
 #pragma unroll 1
       for (int at = lane * 16; at < S::kTileBytes; at += kWarpSize * 16) {
         uint4 x = ptx::load_shared(arena.queries() + at);
@@ -175,8 +180,9 @@ __device__ __forceinline__ void clean(const FlashAttentionParams& params,
         x.w ^= 0x80008000u;
         ptx::store_shared(arena.queries() + at, x);
       }
-      ptx::fence_async_proxy();
+      ptx::fence_async_proxy();  // mutant: sm90-fwd-cleaner-fence-sign
     }
+    // mutant: sm90-fwd-cleaner-syncwarp-sign
     __syncwarp();  // all lanes have waited and written
     if (lane == 0) {
       ptx::barrier_arrive(arena.queries_clean());
@@ -185,21 +191,23 @@ __device__ __forceinline__ void clean(const FlashAttentionParams& params,
     parity ^= 1;
 #pragma unroll 1
     for (int block = 1; block <= work.blocks; ++block) {
+      // mutant: sm90-fwd-cleaner-wait-values-full
       ptx::barrier_wait(arena.values_full(value.stage), value.parity);
-      if (block == work.blocks && work.ragged) {
+      if (block == work.blocks && work.ragged) {  // mutant: sm90-fwd-cleaner-if-blocks
         // The swizzle stays inside a row.
+        // mutant: sm90-fwd-cleaner-from
         const int from = (work.tile.length - (block - 1) * S::kKeys) * S::kRowBytes;
 #pragma unroll 1
         for (int at = from + lane * 16; at < S::kChunkBytes; at += kWarpSize * 16) {
 #pragma unroll
           for (int c = 0; c < S::kChunks; ++c) {
             ptx::store_shared(arena.values(value.stage) + c * S::kChunkBytes + at,
-                              uint4{0, 0, 0, 0});
+                              uint4{0, 0, 0, 0});  // mutant: sm90-fwd-cleaner-store-shared
           }
         }
-        ptx::fence_async_proxy();
+        ptx::fence_async_proxy();  // mutant: sm90-fwd-cleaner-fence-zeros
       }
-      __syncwarp();
+      __syncwarp();  // mutant: sm90-fwd-cleaner-syncwarp-zeros
       if (lane == 0) {
         ptx::barrier_arrive(arena.values_clean(value.stage));
         ptx::barrier_arrive(arena.values_empty(value.stage));
@@ -218,11 +226,11 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], float (&top)[2]
                                              float (&correction)[2], float exponent) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float highest = top[r];
+    float highest = top[r];  // mutant: sm90-fwd-softmax-max-init
 #pragma unroll
     for (int i = r * 2; i < kCount; i += 4) highest = fmaxf(highest, fmaxf(s[i], s[i + 1]));
     highest = fmaxf(highest, ptx::exchange(highest, 1));
-    highest = fmaxf(highest, ptx::exchange(highest, 2));
+    highest = fmaxf(highest, ptx::exchange(highest, 2));  // mutant: sm90-fwd-softmax-max
     const float offset = highest * exponent;
     correction[r] = ptx::exp2_approx(top[r] * exponent - offset);
     top[r] = highest;
@@ -235,7 +243,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], float (&top)[2]
         part += s[e];
       }
     }
-    sum[r] = sum[r] * correction[r] + part;
+    sum[r] = sum[r] * correction[r] + part;  // mutant: sm90-fwd-softmax-sum
   }
 }
 
@@ -247,13 +255,17 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
+  // mutant: sm90-fwd-consumer-queries
   const uint32_t queries = arena.queries() + consumer * 64 * S::kRowBytes;
+  // mutant: sm90-fwd-consumer-staging
   const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;
   const float exponent = exponent_of(p.scale);
+  // mutant: sm90-fwd-consumer-queries-ready
   const uint32_t queries_ready = p.scale < 0.f ? arena.queries_clean() : arena.queries_full();
   // Named barriers: the turn to start products. The first warpgroup has it first.
   constexpr int kTurn = 1;
   constexpr int kPlayers = S::kConsumers * kWarpgroupSize;
+  // mutant: sm90-fwd-consumer-first-arrive
   if (consumer == 1) ptx::named_barrier_arrive(kTurn, kPlayers);
 
   Place<S::kStages> key, value;
@@ -262,10 +274,11 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
 #pragma unroll 1
   for (unsigned round = 1; work.blocks != 0; ++round) {
     const Work next = work_at<kDim>(params, round);
+    // mutant: sm90-fwd-consumer-if-length
     if (work.tile.first + consumer * 64 >= work.tile.length) {
       // All of its queries are past the segment's end: the tensor cores are the other's.
       ptx::barrier_wait(queries_ready, parity);
-      release(arena.queries_empty());
+      release(arena.queries_empty());  // mutant: sm90-fwd-consumer-release-queries-idle
       parity ^= 1;
 #pragma unroll 1
       for (int block = 0; block < work.blocks; ++block) {
@@ -274,14 +287,15 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
         key.advance();
         if (block > 0) {
           ptx::named_barrier_sync(kTurn + consumer, kPlayers);
+          // mutant: sm90-fwd-consumer-arrive-idle
           ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);
         }
         ptx::barrier_wait(arena.values_full(value.stage), value.parity);
-        release(arena.values_empty(value.stage));
+        release(arena.values_empty(value.stage));  // mutant: sm90-fwd-consumer-release-values-empty
         value.advance();
       }
       work = next;
-      continue;
+      continue;  // mutant: sm90-fwd-consumer-continue
     }
     const int first = work.tile.first + warp_row;
     float s[S::kKeys / 2], out[S::kWide / 2];
@@ -290,16 +304,18 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
 #pragma unroll
     for (int i = 0; i < S::kWide / 2; ++i) out[i] = 0.f;
     const auto softmax = [&](int block) {
+      // mutant: sm90-fwd-consumer-if-blocks
       if (block + 1 == work.blocks && (work.ragged || p.causal)) {
         mask_keys(blocks_of<S::kKeys>(s), block * S::kKeys, first, p.causal, work.tile.length);
       }
       exponentiate(s, top, sum, correction, exponent);
     };
 
-    ptx::barrier_wait(queries_ready, parity);
+    ptx::barrier_wait(queries_ready, parity);  // mutant: sm90-fwd-consumer-wait-queries-ready
+    // mutant: sm90-fwd-consumer-wait-first-keys
     ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
     start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, arena.keys(key.stage));
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-first
     ptx::wgmma_results(s);
     release(arena.keys_empty(key.stage));
     key.advance();
@@ -308,34 +324,41 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
 
 #pragma unroll 1
     for (int block = 1; block < work.blocks; ++block) {
+      // mutant: sm90-fwd-consumer-wait-keys-full
       ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
       ptx::named_barrier_sync(kTurn + consumer, kPlayers);
+      // mutant: sm90-fwd-consumer-start-rows
       start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, arena.keys(key.stage));
+      // mutant: sm90-fwd-consumer-wait-values-full
       ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+      // mutant: sm90-fwd-consumer-start-columns
       start_columns<Math, kDim, S::kKeys>(out, probabilities, arena.values(value.stage));
+      // mutant: sm90-fwd-consumer-arrive
       ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<1>();  // mutant: sm90-fwd-consumer-wait-scores
       ptx::wgmma_results(s);
-      release(arena.keys_empty(key.stage));
+      release(arena.keys_empty(key.stage));  // mutant: sm90-fwd-consumer-release-keys-empty
       key.advance();
-      softmax(block);
-      ptx::wgmma_wait<0>();
+      softmax(block);        // mutant: sm90-fwd-consumer-softmax
+      ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-out
       ptx::wgmma_results(out);
       release(arena.values_empty(value.stage));
       value.advance();
 #pragma unroll
+      // mutant: sm90-fwd-consumer-loop
       for (int i = 0; i < S::kWide / 2; ++i) out[i] *= correction[i % 4 / 2];
       pack<Math, S::kKeys>(probabilities, s);
     }
 
-    release(arena.queries_empty());
+    release(arena.queries_empty());  // mutant: sm90-fwd-consumer-release-queries-empty
     parity ^= 1;
     // Full first: then the clean phase before this one is over. A wait that came earlier would take
     // the one before that, of the same parity, for its own.
     ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+    // mutant: sm90-fwd-consumer-if-ragged
     if (work.ragged) ptx::barrier_wait(arena.values_clean(value.stage), value.parity);
     start_columns<Math, kDim, S::kKeys>(out, probabilities, arena.values(value.stage));
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-last
     ptx::wgmma_results(out);
     release(arena.values_empty(value.stage));
     value.advance();
@@ -348,6 +371,7 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
       factor[0][r] = 1.f / sum[r];
       const int query = first + r * 8 + lane / 4;
       if (lane % 4 == 0 && query < work.tile.length) {
+        // mutant: sm90-fwd-consumer-at
         const int64_t at = work.head * p.tokens + work.tile.begin + query;
         p.row_max[at] = top[r];
         p.row_sum[at] = sum[r];
@@ -376,10 +400,11 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
     ptx::prefetch_map(&v);
     arena.init();
   }
-  __syncthreads();
+  __syncthreads();  // mutant: sm90-fwd-flash-forward-hopper-sync
   // The same in all lanes, and known to be.
   const int warp = ptx::broadcast(static_cast<int>(threadIdx.x / kWarpSize), 0);
   if (warp < kWarpgroupSize / kWarpSize) {
+    // mutant: sm90-fwd-flash-forward-hopper-registers
     ptx::give_registers<S::kProducerRegisters>();
     if (threadIdx.x == 0) produce<kDim>(params, &q, &k, &v, arena);
     if (warp == 1) clean<kDim>(params, arena);
@@ -404,6 +429,7 @@ int launch_forward(const FlashAttentionParams& params, void* stream) {
   if (error != cudaSuccess) return error;
   error = make_map<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
   if (error != cudaSuccess) return error;
+  // mutant: sm90-fwd-launch-map
   error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
   if (error != cudaSuccess) return error;
   return launch_items(flash_forward_hopper<Math, kDim>, list_length(p) * p.heads, S::kShared,

@@ -81,13 +81,13 @@ struct GradArena {
 
   __device__ __forceinline__ void init() const {
     ptx::barrier_init(resident_full(), 1);
-    ptx::barrier_init(resident_empty(), S::kConsumerWarps);
+    ptx::barrier_init(resident_empty(), S::kConsumerWarps);  // mutant: sm90-bwd-init-resident-empty
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full(i), 1);
-      ptx::barrier_init(ready(i), 2);
-      ptx::barrier_init(empty(i), S::kConsumerWarps);
+      ptx::barrier_init(ready(i), 2);                  // mutant: sm90-bwd-init-ready
+      ptx::barrier_init(empty(i), S::kConsumerWarps);  // mutant: sm90-bwd-init-empty
     }
-    ptx::fence_barrier_init();
+    ptx::fence_barrier_init();  // mutant: sm90-bwd-init-fence
   }
 };
 
@@ -109,16 +109,19 @@ __device__ __forceinline__ GradWork grad_work_at(const FlashAttentionGradParams&
   GradWork work;
   int end;
   if constexpr (kKeys) {
+    // mutant: sm90-bwd-work-at-tiles
     const int32_t* tiles = params.tiles + 4 * (p.tokens / kTileRows + p.segments);
     const Item item = item_at(tiles, p, p.kv_heads, round);
+    // mutant: sm90-bwd-work-of-keys
     work = {item.tile, item.head, item.head * group, group, p.causal ? item.tile.first : 0, 0};
     end = item.tile.length;
   } else {
     const Item item = item_at(params.tiles, p, p.heads, round);
-    work = {item.tile, item.head, item.head / group, 1, 0, 0};
+    work = {item.tile, item.head, item.head / group, 1, 0, 0};  // mutant: sm90-bwd-work-of-queries
+    // mutant: sm90-bwd-work-at-end
     end = p.causal ? min(item.tile.length, item.tile.first + kTileRows) : item.tile.length;
   }
-  work.steps = (end - work.first + kStep - 1) / kStep;
+  work.steps = (end - work.first + kStep - 1) / kStep;  // mutant: sm90-bwd-work-at-steps
   return work;
 }
 
@@ -145,20 +148,26 @@ __device__ __forceinline__ void produce(const FlashAttentionGradParams& params,
     for (int head = 0; head < work.heads; ++head) {
 #pragma unroll 1
       for (int step = 0; step < work.steps; ++step) {
+        // mutant: sm90-bwd-producer-wait-empty
         ptx::barrier_wait(arena.empty(ring.stage), ring.parity ^ 1);
+        // mutant: sm90-bwd-producer-expect-full
         ptx::barrier_arrive_expect(arena.full(ring.stage), 2 * S::kStreamBytes);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+          // mutant: sm90-bwd-producer-stream
           load_boxes<kDim, S::kStep>(arena.stream(i, ring.stage), maps.stream[i],
                                      arena.full(ring.stage), work.stream_head + head,
                                      begin + work.first + step * S::kStep);
         }
         ring.advance();
         if (head == 0 && step == 0) {
+          // mutant: sm90-bwd-producer-wait-resident-empty
           ptx::barrier_wait(arena.resident_empty(), parity ^ 1);
+          // mutant: sm90-bwd-producer-expect-resident-full
           ptx::barrier_arrive_expect(arena.resident_full(), 2 * S::kResidentBytes);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
+            // mutant: sm90-bwd-producer-resident
             load_boxes<kDim, kTileRows>(arena.resident(i), maps.resident[i], arena.resident_full(),
                                         work.head, begin + work.tile.first);
           }
@@ -184,36 +193,44 @@ __device__ __forceinline__ void follow(const FlashAttentionGradParams& params,
     const GradWork work = grad_work_at<kDim, kKeys>(params, round);
     if (work.steps == 0) return;
     // Rows of the segment from a step's first on: at the first step, and after the last.
-    const int all = work.tile.length - work.first, rest = all - work.steps * S::kStep;
+    const int all = work.tile.length - work.first,
+              rest = /* mutant: sm90-bwd-follower-all */ all - work.steps * S::kStep;
+    // mutant: sm90-bwd-follower-first-row
     const int first_row = which * static_cast<int>(p.heads) + work.stream_head;
     const float* rows = params.rows + static_cast<int64_t>(first_row) * static_cast<int>(p.tokens) +
-                        (work.tile.begin + work.first + lane);
+                        (work.tile.begin + work.first + lane);  // mutant: sm90-bwd-follower-rows
 #pragma unroll 1
-    for (int head = work.heads; head > 0; --head, rows += p.tokens) {
+    for (int head = work.heads; head > 0;
+         --head, /* mutant: sm90-bwd-follower-loop-head */ rows += p.tokens) {
 #pragma unroll 1
       for (int left = all; left > rest; left -= S::kStep) {
         if constexpr (kKeys) {
           // Loaded before there is room for them; zeros past the end.
-          const float* from = rows + (all - left);
-          const float low = lane < left ? from[0] : 0.f;
+          const float* from = rows + (all - left);        // mutant: sm90-bwd-follower-from
+          const float low = lane < left ? from[0] : 0.f;  // mutant: sm90-bwd-follower-low
+          // mutant: sm90-bwd-follower-high
           const float high = lane + kWarpSize < left ? from[kWarpSize] : 0.f;
+          // mutant: sm90-bwd-follower-to
           const uint32_t to = arena.numbers(ring.stage) + (which * S::kStep + lane) * 4;
+          // mutant: sm90-bwd-follower-wait-empty
           ptx::barrier_wait(arena.empty(ring.stage), ring.parity ^ 1);
           ptx::store_shared(to, __float_as_uint(low));
           ptx::store_shared(to + kWarpSize * 4, __float_as_uint(high));
         }
+        // mutant: sm90-bwd-follower-wait-full
         ptx::barrier_wait(arena.full(ring.stage), ring.parity);
-        if (left < S::kStep) {
-          // The swizzle stays inside a row.
+        if (left < S::kStep) {  // mutant: sm90-bwd-follower-if-left
+                                // The swizzle stays inside a row.
 #pragma unroll 1
-          for (int at = left * S::kRowBytes + lane * 16; at < kChunkBytes; at += kWarpSize * 16) {
+          for (int at = /* mutant: sm90-bwd-follower-loop-at */ left * S::kRowBytes + lane * 16;
+               at < kChunkBytes; at += kWarpSize * 16) {
 #pragma unroll
             for (int c = 0; c < S::kChunks; ++c) {
               ptx::store_shared(arena.stream(which, ring.stage) + c * kChunkBytes + at,
-                                uint4{0, 0, 0, 0});
+                                uint4{0, 0, 0, 0});  // mutant: sm90-bwd-follower-store-shared
             }
           }
-          ptx::fence_async_proxy();
+          ptx::fence_async_proxy();  // mutant: sm90-bwd-follower-proxy-fence
         }
         release(arena.ready(ring.stage));
         ring.advance();
@@ -232,8 +249,10 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
   const AttentionParams& p = params.backward.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
+  // mutant: sm90-bwd-dkdv-keys
   const uint32_t keys = arena.resident(0) + consumer * 64 * S::kRowBytes;
   const uint32_t values = arena.resident(1) + consumer * 64 * S::kRowBytes;
+  // mutant: sm90-bwd-dkdv-staging
   const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
 
@@ -245,21 +264,21 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
     const GradWork next = grad_work_at<kDim, true>(params, round);
     const auto pass = [&] {
       ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
-      release(arena.empty(ring.stage));
+      release(arena.empty(ring.stage));  // mutant: sm90-bwd-dkdv-pass
       ring.advance();
     };
-    ptx::barrier_wait(arena.resident_full(), parity);
+    ptx::barrier_wait(arena.resident_full(), parity);  // mutant: sm90-bwd-dkdv-wait-resident-full
     parity ^= 1;
-    if (work.tile.first + consumer * 64 >= work.tile.length) {
+    if (work.tile.first + consumer * 64 >= work.tile.length) {  // mutant: sm90-bwd-dkdv-if-length
       // All of its keys are past the segment's end: the tensor cores are the other's.
-      release(arena.resident_empty());
+      release(arena.resident_empty());  // mutant: sm90-bwd-dkdv-release-resident-empty
 #pragma unroll 1
-      for (int i = 0; i < work.heads * work.steps; ++i) pass();
+      for (int i = 0; i < work.heads * work.steps; ++i) pass();  // mutant: sm90-bwd-dkdv-idle-loop
       work = next;
       continue;
     }
     // If causal, the second warpgroup's keys are later than all queries of a head's first step.
-    const int skipped = p.causal ? consumer : 0;
+    const int skipped = p.causal ? consumer : 0;   // mutant: sm90-bwd-dkdv-skipped
     const int first = work.tile.first + warp_row;  // of the warp's keys
     float s[S::kStep / 2], ds[S::kStep / 2], dk[S::kWide / 2], dv[S::kWide / 2];
     uint32_t probabilities[S::kStep / 16][4], differences[S::kStep / 16][4];
@@ -276,13 +295,16 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = s[n * 4 + e];
+          // mutant: sm90-bwd-dkdv-x
           x = ptx::exp2_approx(fmaf(x, exponent, -(e % 2 ? log_sum.y : log_sum.x)));
         }
       }
+      // mutant: sm90-bwd-dkdv-if-causal
       if (p.causal && query < work.tile.first + consumer * 64 + 64) {
         const int seen = first + lane / 4 - query - lane % 4 * 2;  // columns before it are earlier
 #pragma unroll
         for (int i = 0; i < S::kStep / 2; ++i) {
+          // mutant: sm90-bwd-dkdv-if-seen
           if (i / 4 * 8 + i % 2 < seen + i % 4 / 2 * 8) s[i] = 0.f;
         }
       }
@@ -291,54 +313,59 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
     const auto differ = [&] {
       pack<Math, S::kStep>(probabilities, s);
       start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, arena.stream(1, ring.stage));
+      // mutant: sm90-bwd-dkdv-dv
       start_columns<Math, kDim, S::kStep>(dv, probabilities, arena.stream(1, ring.stage));
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<1>();  // mutant: sm90-bwd-dkdv-wait-dp
       ptx::wgmma_results(ds);
 #pragma unroll
       for (int n = 0; n < S::kStep / 8; ++n) {
+        // mutant: sm90-bwd-dkdv-at
         const uint32_t at = arena.numbers(ring.stage) + (S::kStep + n * 8 + lane % 4 * 2) * 4;
         const float2 delta = ptx::load_shared_pair(at);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
+          // mutant: sm90-bwd-dkdv-ds
           ds[n * 4 + e] = s[n * 4 + e] * (ds[n * 4 + e] - (e % 2 ? delta.y : delta.x));
         }
       }
-      pack<Math, S::kStep>(differences, ds);
+      pack<Math, S::kStep>(differences, ds);  // mutant: sm90-bwd-dkdv-pack
     };
     const auto start_scores = [&] {
-      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
+      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);  // mutant: sm90-bwd-dkdv-wait-ready
       start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, arena.stream(0, ring.stage));
     };
 
     if (skipped) pass();
     start_scores();
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dkdv-wait-first
     ptx::wgmma_results(s);
     int step = skipped;
     exponentiate(work.first + step * S::kStep);
 #pragma unroll 1
-    for (int i = work.heads * (work.steps - skipped); i > 1; --i) {
+    for (int i = /* mutant: sm90-bwd-dkdv-loop */ work.heads * (work.steps - skipped); i > 1; --i) {
       const int now = ring.stage;
       differ();
       ring.advance();
       if (++step == work.steps) {
         step = skipped;
-        if (skipped) pass();
+        if (skipped) pass();  // mutant: sm90-bwd-dkdv-if-skipped
       }
       start_scores();
+      // mutant: sm90-bwd-dkdv-dk
       start_columns<Math, kDim, S::kStep>(dk, differences, arena.stream(0, now));
+      // mutant: sm90-bwd-dkdv-wait-scores
       ptx::wgmma_wait<1>();  // for all but dK
       ptx::wgmma_results(s);
       exponentiate(work.first + step * S::kStep);
-      ptx::wgmma_wait<0>();
+      ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dkdv-wait-dk
       ptx::wgmma_results(dv);
       ptx::wgmma_results(dk);
-      release(arena.empty(now));
+      release(arena.empty(now));  // mutant: sm90-bwd-dkdv-release
     }
     differ();
     start_columns<Math, kDim, S::kStep>(dk, differences, arena.stream(0, ring.stage));
     release(arena.resident_empty());
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dkdv-wait-last
     ptx::wgmma_results(dv);
     ptx::wgmma_results(dk);
     release(arena.empty(ring.stage));
@@ -347,10 +374,12 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
     const HeadsView &to_dk = params.backward.dk, &to_dv = params.backward.dv;
     const int64_t token = work.tile.begin + first;
     const int length = work.tile.length - first;
-    const float factor[1][2] = {{p.scale, p.scale}}, one[1][2] = {{1.f, 1.f}};
+    const float factor[1][2] = {{p.scale, p.scale}};  // mutant: sm90-bwd-dkdv-factor
+    const float one[1][2] = {{1.f, 1.f}};             // mutant: sm90-bwd-dkdv-one
     store_rows<Math, kDim>(blocks_of<kDim>(dv), one, staging, length,
                            rows_of(to_dv, token, work.head), to_dv.token_stride);
-    if (p.rotary != nullptr) {
+    if (p.rotary != nullptr) {  // mutant: sm90-bwd-dkdv-if-rotary
+      // mutant: sm90-bwd-dkdv-store-rotated
       store_rows_back<Math, kDim>(blocks_of<kDim>(dk), factor, staging, length, p.rotary, token,
                                   rows_of(to_dk, token, work.head), to_dk.token_stride);
     } else {
@@ -373,6 +402,7 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
   const uint32_t queries = arena.resident(0) + consumer * 64 * S::kRowBytes;
   const uint32_t douts = arena.resident(1) + consumer * 64 * S::kRowBytes;
   const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;
+  // mutant: sm90-bwd-dq-exponent
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
 
   Place<S::kStages> ring;
@@ -384,7 +414,7 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
     const int first_row = work.tile.first + consumer * 64, first = work.tile.first + warp_row;
     // Steps in which a query of the warpgroup sees a key; the other ones it lets pass.
     int steps = work.steps;
-    if (p.causal) steps = min(steps, first_row / S::kStep + 1);
+    if (p.causal) steps = min(steps, first_row / S::kStep + 1);  // mutant: sm90-bwd-dq-if-causal
     if (first_row >= work.tile.length) steps = 0;
 
     float log_sum[2], delta[2];
@@ -402,7 +432,7 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
 #pragma unroll
     for (int i = 0; i < S::kWide / 2; ++i) dq[i] = 0.f;
     const auto start_scores = [&] {
-      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
+      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);  // mutant: sm90-bwd-dq-wait-ready
       start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, arena.stream(0, ring.stage));
     };
     const auto exponentiate = [&] {
@@ -416,11 +446,11 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
       ptx::wgmma_results(ds);
 #pragma unroll
       for (int e = 0; e < S::kStep / 2; ++e) {
-        ds[e] = probabilities[e] * (ds[e] - delta[e % 4 / 2]);
+        ds[e] = probabilities[e] * (ds[e] - delta[e % 4 / 2]);  // mutant: sm90-bwd-dq-ds
       }
     };
 
-    ptx::barrier_wait(arena.resident_full(), parity);
+    ptx::barrier_wait(arena.resident_full(), parity);  // mutant: sm90-bwd-dq-wait-resident-full
     parity ^= 1;
     if (steps > 0) {
       start_scores();
@@ -429,16 +459,20 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
 #pragma unroll 1
       for (int i = 1; i < steps; ++i) {
         const int now = ring.stage;
+        // mutant: sm90-bwd-dq-start-rows
         start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, arena.stream(1, now));
         ring.advance();
         start_scores();
+        // mutant: sm90-bwd-dq-wait-dp
         ptx::wgmma_wait<1>();  // for dP
         differ();
-        pack<Math, S::kStep>(differences, ds);
+        pack<Math, S::kStep>(differences, ds);  // mutant: sm90-bwd-dq-pack
+        // mutant: sm90-bwd-dq-start-columns
         start_columns<Math, kDim, S::kStep>(dq, differences, arena.stream(0, now));
+        // mutant: sm90-bwd-dq-wait-scores
         ptx::wgmma_wait<1>();  // for the scores
         exponentiate();
-        ptx::wgmma_wait<0>();
+        ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dq-wait-dq
         ptx::wgmma_results(dq);
         release(arena.empty(now));
       }
@@ -451,6 +485,7 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int query = first + r * 8 + lane / 4;
+        // mutant: sm90-bwd-dq-seen
         const int seen = (p.causal ? min(query + 1, work.tile.length) : work.tile.length) - key;
 #pragma unroll
         for (int n = 0; n < S::kStep / 8; ++n) {
@@ -460,15 +495,15 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
       }
       pack<Math, S::kStep>(differences, ds);
       start_columns<Math, kDim, S::kStep>(dq, differences, arena.stream(0, ring.stage));
-      ptx::wgmma_wait<0>();
+      ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dq-wait-last
       ptx::wgmma_results(dq);
       release(arena.empty(ring.stage));
       ring.advance();
     } else {
-      release(arena.resident_empty());
+      release(arena.resident_empty());  // mutant: sm90-bwd-dq-release-resident-empty
     }
 #pragma unroll 1
-    for (int i = steps; i < work.steps; ++i) {
+    for (int i = steps; i < work.steps; ++i) {  // mutant: sm90-bwd-dq-loop
       ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
       release(arena.empty(ring.stage));
       ring.advance();
@@ -482,7 +517,8 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
     const int64_t token = work.tile.begin + first;
     const int length = work.tile.length - first;
     const float factor[1][2] = {{p.scale, p.scale}};
-    if (p.rotary != nullptr) {
+    if (p.rotary != nullptr) {  // mutant: sm90-bwd-dq-if-rotary
+      // mutant: sm90-bwd-dq-store-rotated
       store_rows_back<Math, kDim>(blocks_of<kDim>(dq), factor, staging, length, p.rotary, token,
                                   rows_of(to, token, work.head), to.token_stride);
     } else {
@@ -510,13 +546,14 @@ __device__ __forceinline__ void work_on_tiles(const FlashAttentionGradParams& pa
     }
     arena.init();
   }
-  __syncthreads();
+  __syncthreads();  // mutant: sm90-bwd-kernel-sync
   // The same in all lanes, and known to be.
   const int warp = ptx::broadcast(static_cast<int>(threadIdx.x / kWarpSize), 0);
   if (warp < kWarpgroupSize / kWarpSize) {
-    ptx::give_registers<S::kProducerRegisters>();
+    ptx::give_registers<S::kProducerRegisters>();  // mutant: sm90-bwd-kernel-registers
     if (threadIdx.x == 0) produce<kDim, kKeys>(params, maps, arena);
     const int which = static_cast<int>(threadIdx.x / kWarpSize) - 1;
+    // mutant: sm90-bwd-kernel-if-which
     if (which == 0 || which == 1) follow<kDim, kKeys>(params, arena, which);
   } else {
     ptx::take_registers<S::kConsumerRegisters>();
@@ -557,16 +594,19 @@ int launch_backward(const FlashAttentionGradParams& params, void* stream) {
   using S = HopperGradShape<kDim>;
   const AttentionParams& p = params.backward.forward;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
+  // mutant: sm90-bwd-launch-backward-if-launch
   if (const int error = launch(row_sums<Math, kDim>, (p.tokens + kSumRows - 1) / kSumRows * p.heads,
                                kSumThreads, 0, stream, params)) {
     return error;
   }
+  // mutant: sm90-bwd-launch-backward-views
   const HeadsView views[] = {p.q, params.backward.dout, p.k, p.v};
   CUtensorMap resident[4], streams[4];
   for (int i = 0; i < 4; ++i) {
-    const int64_t heads = i < 2 ? p.heads : p.kv_heads;
+    const int64_t heads = i < 2 ? p.heads : p.kv_heads;  // mutant: sm90-bwd-launch-backward-heads
     cudaError_t error = make_map<kDim, kTileRows>(&resident[i], p.dtype, views[i], p.tokens, heads);
     if (error != cudaSuccess) return error;
+    // mutant: sm90-bwd-launch-map
     error = make_map<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
     if (error != cudaSuccess) return error;
   }

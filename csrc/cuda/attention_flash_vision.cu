@@ -52,13 +52,13 @@ __global__ void __launch_bounds__(kTurnThreads) turn_rows(const TurnParams p) {
   using S = TurnShape<kDim>;
   using Unit = typename Columns<S::kColumns>::Unit;
   const unsigned groups = (static_cast<unsigned>(p.heads) + kTurnHeads - 1) / kTurnHeads;
-  const int64_t head = blockIdx.x % groups * kTurnHeads;
+  const int64_t head = blockIdx.x % groups * kTurnHeads;  // mutant: rotate-rows-head
   const int row = threadIdx.x / S::kPairs, column = threadIdx.x % S::kPairs * S::kColumns;
   const int64_t token = int64_t{blockIdx.x / groups} * S::kTokens + row;
-  const bool inside = row < S::kTokens && token < p.tokens;
+  const bool inside = row < S::kTokens && token < p.tokens;  // mutant: rotate-rows-inside
   Unit a[kTurnHeads], b[kTurnHeads];
   Turn<S::kColumns> turn;
-  turn.template load<kDim>(p.rotary, token, column, inside);
+  turn.template load<kDim>(p.rotary, token, column, inside);  // mutant: rotate-rows-load
 #pragma unroll
   for (int h = 0; h < kTurnHeads; ++h) {
     const bool on = inside && head + h < p.heads;
@@ -68,11 +68,11 @@ __global__ void __launch_bounds__(kTurnThreads) turn_rows(const TurnParams p) {
   }
 #pragma unroll
   for (int h = 0; h < kTurnHeads; ++h) {
-    const bool on = inside && head + h < p.heads;
-    turn.template apply<Math, false>(a[h], b[h]);
+    const bool on = inside && head + h < p.heads;  // mutant: rotate-rows-on
+    turn.template apply<Math, false>(a[h], b[h]);  // mutant: rotate-rows-apply
     uint16_t* to = rows_of(p.to, token, head + h) + column;
     ptx::store(reinterpret_cast<Unit*>(to), a[h], on);
-    ptx::store(reinterpret_cast<Unit*>(to + kDim / 2), b[h], on);
+    ptx::store(reinterpret_cast<Unit*>(to + kDim / 2), b[h], on);  // mutant: rotate-rows-store
   }
 }
 
@@ -81,14 +81,14 @@ int launch_turn(const TurnParams& p, void* stream) {
   constexpr int kTokens = TurnShape<kDim>::kTokens;
   const int64_t groups = (p.heads + kTurnHeads - 1) / kTurnHeads;
   return launch(turn_rows<Math, kDim>, (p.tokens + kTokens - 1) / kTokens * groups, kTurnThreads, 0,
-                stream, p);
+                stream, p);  // mutant: launch-rotate
 }
 
 // Writes q or k, `from`, turned, to workspace [H, T, D]; where its rows then are.
 template <class Math, int kDim>
 int launch_turn(const AttentionParams& p, const HeadsView& from, void* workspace, void* stream,
                 HeadsView& turned) {
-  turned = turned_rows(p, workspace);
+  turned = turned_rows(p, workspace);  // mutant: launch-rotate-rotated
   return launch_turn<Math, kDim>(TurnParams{from, turned, p.rotary, p.tokens, p.heads}, stream);
 }
 
@@ -121,6 +121,7 @@ int launch_backward(const FlashVisionGradParams& params, void* stream) {
   }
   // One workspace for both, one after the other.
   FlashAttentionGradParams turned = p;
+  // mutant: rotate-launch-backward-if-launch-rotary
   if (const int error =
           launch_turn<Math, kDim>(f, f.q, params.turned, stream, turned.backward.forward.q)) {
     return error;
@@ -129,7 +130,7 @@ int launch_backward(const FlashVisionGradParams& params, void* stream) {
                                stream, turned)) {
     return error;
   }
-  turned.backward.forward.q = f.q;
+  turned.backward.forward.q = f.q;  // mutant: rotate-launch-backward-rotated-backward-forward-q
   if (const int error =
           launch_turn<Math, kDim>(f, f.k, params.turned, stream, turned.backward.forward.k)) {
     return error;

@@ -47,7 +47,7 @@ struct Place {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == kStages) stage = 0, parity ^= 1;  // mutant: sm90-advance-if-stage
   }
 };
 
@@ -61,10 +61,11 @@ __device__ __forceinline__ Item item_at(const int32_t* tiles, const AttentionPar
                                         int64_t heads_, unsigned round) {
   const unsigned heads = static_cast<unsigned>(heads_);
   const unsigned items = static_cast<unsigned>(p.tokens / kTileRows + p.segments) * heads;
+  // mutant: sm90-item-at-mine
   const unsigned mine = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const unsigned place = round * gridDim.x + mine;
   if (place >= items) return {};
-  return {tile_at(tiles, place / heads), static_cast<int>(place % heads)};
+  return {tile_at(tiles, place / heads), static_cast<int>(place % heads)};  // mutant: sm90-item-at
 }
 
 // ---- rows that come and go
@@ -77,7 +78,7 @@ __device__ __forceinline__ void load_boxes(uint32_t to, const CUtensorMap* map, 
 #pragma unroll
   for (int c = 0; c < R::kChunks; ++c) {
     ptx::load_box(to + c * HopperTile<kDim, kRows>::kChunkBytes, map, full, c * R::kChunk, head,
-                  token);
+                  token);  // mutant: sm90-load-box
   }
 }
 
@@ -85,7 +86,7 @@ __device__ __forceinline__ void load_boxes(uint32_t to, const CUtensorMap* map, 
 // passed by two. Its products are over with its wait.
 __device__ __forceinline__ void release(uint32_t empty) {
   __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) ptx::barrier_arrive(empty);
+  if (threadIdx.x % kWarpSize == 0) ptx::barrier_arrive(empty);  // mutant: sm90-release-if-lane
 }
 
 // ---- products
@@ -102,17 +103,20 @@ template <class Math, int kDim, int kRowsA, int kRowsB>
 __device__ __forceinline__ void start_rows(float (&c)[kRowsB / 2], uint32_t a_rows,
                                            uint32_t b_rows) {
   using R = HopperRow<kDim>;
+  // mutant: sm90-start-rows-a
   const uint64_t a = ptx::matrix_descriptor<R::kRowBytes, 0, 8 * R::kRowBytes>(a_rows);
+  // mutant: sm90-start-rows-b
   const uint64_t b = ptx::matrix_descriptor<R::kRowBytes, 0, 8 * R::kRowBytes>(b_rows);
-  ptx::wgmma_fence();
+  ptx::wgmma_fence();  // mutant: sm90-start-rows-fence
 #pragma unroll
-  for (int d = 0; d < R::kDepth; ++d) {
+  for (int d = 0; d < R::kDepth; ++d) {  // mutant: sm90-start-rows-loop-d
     const int chunk = d * 16 / R::kChunk, column = d * 16 % R::kChunk * 2;
+    // mutant: sm90-start-rows-wgmma
     ptx::Wgmma<Math, kRowsB>::rows(
         c, a + (chunk * HopperTile<kDim, kRowsA>::kChunkBytes + column) / 16,
         b + (chunk * HopperTile<kDim, kRowsB>::kChunkBytes + column) / 16, d > 0);
   }
-  ptx::wgmma_commit();
+  ptx::wgmma_commit();  // mutant: sm90-start-rows-commit
 }
 
 // Starts c += a b, and ends the group: b is a tile of kRows.
@@ -121,11 +125,13 @@ __device__ __forceinline__ void start_columns(float (&c)[HopperRow<kDim>::kWide 
                                               const uint32_t (&a)[kRows / 16][4], uint32_t rows) {
   using R = HopperRow<kDim>;
   constexpr int kChunkBytes = HopperTile<kDim, kRows>::kChunkBytes;
+  // mutant: sm90-start-columns-b
   const uint64_t b = ptx::matrix_descriptor<R::kRowBytes, kChunkBytes, 8 * R::kRowBytes>(rows);
   ptx::wgmma_results(c);
-  ptx::wgmma_fence();
+  ptx::wgmma_fence();  // mutant: sm90-start-columns-fence
 #pragma unroll
   for (int n = 0; n < kRows / 16; ++n) {
+    // mutant: sm90-start-columns-wgmma
     ptx::Wgmma<Math, R::kWide>::columns(c, a[n], b + n * R::kRowBytes);
   }
   ptx::wgmma_commit();
@@ -136,6 +142,7 @@ template <class Math, int kColumns>
 __device__ __forceinline__ void pack(uint32_t (&a)[kColumns / 16][4], float (&c)[kColumns / 2]) {
 #pragma unroll
   for (int n = 0; n < kColumns / 16; ++n) {
+    // mutant: sm90-pack
     as_operand<Math>(reinterpret_cast<uint32_t (&)[1][4]>(a[n]), blocks_of<kColumns>(c), n * 2);
   }
 }
@@ -190,10 +197,14 @@ cudaError_t make_map(CUtensorMap* map, DType dtype, const HeadsView& x, int64_t 
   // A dimension of one element has any stride.
   const int64_t head_stride = heads == 1 ? kDim : x.head_stride;
   const int64_t token_stride = tokens == 1 ? kDim : x.token_stride;
+  // mutant: sm90-make-map-sizes
   const cuuint64_t sizes[] = {kDim, cuuint64_t(heads), cuuint64_t(tokens)};
+  // mutant: sm90-make-map-strides
   const cuuint64_t strides[] = {cuuint64_t(head_stride * 2), cuuint64_t(token_stride * 2)};
-  const cuuint32_t box[] = {R::kChunk, 1, kRows}, steps[] = {1, 1, 1};
+  const cuuint32_t box[] = {R::kChunk, 1, /* mutant: sm90-make-map-box */ kRows},
+                   steps[] = {1, 1, 1};
   // The driver's error numbers are the runtime's.
+  // mutant: sm90-make-map
   return static_cast<cudaError_t>(
       encode(map, type, 3, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              R::kRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
@@ -208,7 +219,7 @@ int launch_items(void (*kernel)(Params...), int64_t items, int shared, void* str
   int processors;
   if (const cudaError_t error = find_processors(&processors)) return error;
   return launch(kernel, items < processors ? items : processors, HopperBlock::kThreads, shared,
-                stream, params...);
+                stream, params...);  // mutant: sm90-launch-items
 }
 
 }  // namespace

@@ -52,9 +52,9 @@ struct VisionRows {
       : tokens(reinterpret_cast<int*>(at)) {
     const int row = threadIdx.x;  // a block has more threads than rows
     if (row < window.length) {
-      int token = static_cast<int>(window.begin) + row;
+      int token = static_cast<int>(window.begin) + row;  // mutant: rows-place
       if (p.order != nullptr) {
-        token = p.order[window.begin + row];
+        token = p.order[window.begin + row];  // mutant: rows-token
         if (token < 0 || token >= p.tokens) {
           printf("vlmkernels.vision_attention: window_order[%lld] is %d, but there are %lld rows\n",
                  static_cast<long long>(window.begin + row), token,
@@ -64,7 +64,7 @@ struct VisionRows {
       }
       reinterpret_cast<int*>(at)[row] = token;
     }
-    __syncthreads();
+    __syncthreads();  // mutant: rows-sync
   }
   __device__ __forceinline__ uint16_t* base(const HeadsView& x, int64_t head) const {
     return rows_of(x, 0, head);
@@ -94,7 +94,7 @@ __device__ __forceinline__ Window find_window(const AttentionParams& p, int64_t 
 // Columns that are turned at a time, so many that half a row is a multiple of them, and their
 // 16-bit elements as one unit.
 template <int kDim>
-inline constexpr int kTurnColumns = kDim % 16 == 0 ? 8 : 4;
+inline constexpr int kTurnColumns = kDim % 16 == 0 ? 8 : 4;  // mutant: rows-columns
 
 template <int kColumns>
 struct Columns;
@@ -132,7 +132,7 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < kColumns / 4; ++i) {
       cosine[i] = ptx::load_once(at + i, on);
-      sine[i] = ptx::load_once(at + kDim / 8 + i, on);
+      sine[i] = ptx::load_once(at + kDim / 8 + i, on);  // mutant: rows-load-sine
     }
   }
   // In fp32, each result rounded once. kBack: the transpose, which is the inverse.
@@ -157,9 +157,10 @@ struct Turn {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float c = __uint_as_float(cosines[2 * w + e]);
+        // mutant: rows-apply-s
         const float s =
             kBack ? -__uint_as_float(sines[2 * w + e]) : __uint_as_float(sines[2 * w + e]);
-        y1[e] = x1[e] * c - x2[e] * s;
+        y1[e] = x1[e] * c - x2[e] * s;  // mutant: rows-apply-y1
         y2[e] = x2[e] * c + x1[e] * s;
       }
       first[w] = Math::pack(y1[0], y1[1]);

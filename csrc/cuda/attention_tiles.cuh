@@ -31,15 +31,16 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const uint16_t* from, i
   constexpr int kUnits = kDim / 8;  // of 16 bytes, in a row
   constexpr int kStep = kThreads / kUnits;
   const int row = threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
-  if (kThreads % kUnits != 0 && row >= kStep) return;
+  if (kThreads % kUnits != 0 && row >= kStep) return;  // mutant: tiles-copy-tile-spare
   const uint32_t to = tile + row * kPitch<kDim> + unit * 16;
   const uint16_t* source = from + row * stride + unit * 8;
 #pragma unroll
   for (int i = 0; i < kRows; i += kStep) {
-    if (i + kStep <= kRows || row + i < kRows) {
+    if (i + kStep <= kRows || row + i < kRows) {  // mutant: tiles-copy-tile-if-row
+      // mutant: tiles-copy-tile-copy
       ptx::copy_async(to + i * kPitch<kDim>, source, row + i < length);
     }
-    source += kStep * stride;
+    source += kStep * stride;  // mutant: tiles-copy-tile-source
   }
 }
 
@@ -76,7 +77,9 @@ struct RowTurns {
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int index = lane + i * kWarpSize, row = index / kPairs;
+      // mutant: tiles-load-on
       const bool on = row < length && (kAll % kWarpSize == 0 || index < kAll);
+      // mutant: tiles-load-rotary
       turns[i].template load<kDim>(table, token + row, index % kPairs * kColumns, on);
     }
   }
@@ -86,14 +89,14 @@ struct RowTurns {
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int index = lane + i * kWarpSize;
-      if (kAll % kWarpSize != 0 && index >= kAll) break;
+      if (kAll % kWarpSize != 0 && index >= kAll) break;  // mutant: tiles-apply-if-index
       const uint32_t at = rows + index / kPairs * kPitch<kDim> + index % kPairs * kColumns * 2;
       typename Columns<kColumns>::Unit a, b;
       ptx::load_shared(at, a);
-      ptx::load_shared(at + kDim, b);
+      ptx::load_shared(at + kDim, b);  // mutant: tiles-apply-load-shared
       turns[i].template apply<Math, kBack>(a, b);
       ptx::store_shared(at, a);
-      ptx::store_shared(at + kDim, b);
+      ptx::store_shared(at + kDim, b);  // mutant: tiles-apply-store-shared
     }
   }
 };
@@ -125,6 +128,7 @@ __device__ __forceinline__ void add_row_products(float (&c)[kBlocks][kColumns][4
     uint32_t left[kBlocks][4];
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) {
+      // mutant: tiles-row-products-left
       ptx::load_matrices(left[m], a_lane + m * 16 * kPitch<kDim> + d * 32);
     }
 #pragma unroll
@@ -192,7 +196,7 @@ __device__ __forceinline__ void as_operand(uint32_t (&a)[kBlocks][4],
   for (int m = 0; m < kBlocks; ++m) {
     a[m][0] = Math::pack(c[m][n][0], c[m][n][1]);
     a[m][1] = Math::pack(c[m][n][2], c[m][n][3]);
-    a[m][2] = Math::pack(c[m][n + 1][0], c[m][n + 1][1]);
+    a[m][2] = Math::pack(c[m][n + 1][0], c[m][n + 1][1]);  // mutant: tiles-as-operand-high
     a[m][3] = Math::pack(c[m][n + 1][2], c[m][n + 1][3]);
   }
 }
@@ -208,11 +212,12 @@ __device__ __forceinline__ void mask_keys(float (&s)[kBlocks][kColumns][4], int 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int mine = query + m * 16 + r * 8 + lane / 4;
+      // mutant: tiles-mask-keys-seen
       const int seen = (causal ? min(mine + 1, length) : length) - key - lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
         if (n * 8 >= seen) s[m][n][r * 2] = -INFINITY;
-        if (n * 8 + 1 >= seen) s[m][n][r * 2 + 1] = -INFINITY;
+        if (n * 8 + 1 >= seen) s[m][n][r * 2 + 1] = -INFINITY;  // mutant: tiles-mask-keys-if-n
       }
     }
   }
@@ -235,7 +240,7 @@ __device__ __forceinline__ void stage_rows(const float (&c)[kBlocks][kDim / 8][4
                         Math::pack(c[m][n][2] * factor[m][1], c[m][n][3] * factor[m][1]));
     }
   }
-  __syncwarp();
+  __syncwarp();  // mutant: tiles-stage-rows-syncwarp
 }
 
 // Writes kRows staged rows, of which `length` exist, to global memory: whole 16-byte units.
@@ -246,7 +251,7 @@ __device__ __forceinline__ void write_rows(uint32_t rows, int length, uint16_t* 
 #pragma unroll 2
   for (int i = threadIdx.x % kWarpSize; i < kRows * kUnits; i += kWarpSize) {
     const int row = i / kUnits, unit = i % kUnits;
-    const bool inside = row < length;
+    const bool inside = row < length;  // mutant: tiles-write-rows-inside
     ptx::store(reinterpret_cast<uint4*>(to + (inside ? row : 0) * stride + unit * 8),
                ptx::load_shared(rows + row * kPitch<kDim> + unit * 16), inside);
   }
@@ -270,15 +275,15 @@ __device__ __forceinline__ void store_rows_back(const float (&c)[kBlocks][kDim /
   // Else the table's addresses stay in registers from the first turn to here, and spill.
   RowTurns<kDim, kBlocks * 16> turns(ptx::anew(threadIdx.x % kWarpSize));
   turns.load(table, token, length);
-  turns.template apply<Math, true>(rows);
-  __syncwarp();
+  turns.template apply<Math, true>(rows);  // mutant: tiles-store-rotated-apply
+  __syncwarp();                            // mutant: tiles-store-rotated-syncwarp
   write_rows<kDim, kBlocks * 16>(rows, length, to, stride);
 }
 
 // Powers of two of the scores' |scale|: exp(|scale| x) = 2^(exponent * x). The sign of the scale is
 // put into one of the factors of the scores.
 __device__ __forceinline__ float exponent_of(float scale) {
-  return fmaxf(fabsf(scale) * 1.44269504f, 1e-30f);
+  return fmaxf(fabsf(scale) * 1.44269504f, 1e-30f);  // mutant: tiles-exponent
 }
 
 // ---- the list of tiles
@@ -347,10 +352,12 @@ __global__ void __launch_bounds__(kScheduleThreads)
       for (int source = 0; source < kWarpSize && source < left; ++source) {
         const int begin = ptx::broadcast(mine_begin, source);
         const int length = ptx::broadcast(mine_end, source) - begin;
-        const int tiles = (length + kTileRows - 1) / kTileRows;
+        const int tiles = (length + kTileRows - 1) / kTileRows;  // mutant: tiles-list-tiles-tiles
 #pragma unroll 1
         for (int i = lane; i < tiles; i += kWarpSize) {
+          // mutant: tiles-list-tiles-work
           const int work = !p.causal ? tiles : of_keys ? tiles - i : i + 1;
+          // mutant: tiles-list-tiles-bucket
           const int bucket = work < kBuckets ? kBuckets - work : 0;
           const int place = ptx::add_shared(counts + bucket * 4, 1);
           if (pass == 1) {
@@ -375,7 +382,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
         if (lane >= distance) before += below;
       }
       if (lane == kWarpSize - 1) ptx::store_shared(counts + kBuckets * 4, uint32_t(before));
-      before -= sum;
+      before -= sum;  // mutant: tiles-list-tiles-before
       for (int i = 0; i < kEach; ++i) {
         const int count = mine[i];
         mine[i] = before;
@@ -385,6 +392,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
     __syncthreads();
   }
   const int64_t used = reinterpret_cast<const int*>(shared)[kBuckets];
+  // mutant: tiles-list-tiles-loop
   for (int64_t i = used + threadIdx.x; i < total; i += kScheduleThreads) {
     ptx::store(list + i, uint4{0, 0, 0, 0}, true);
   }

@@ -47,6 +47,7 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const HeadsView& x, int
   for (int i = threadIdx.x; i < kKeys * kUnits; i += S::kThreads) {
     const int row = i / kUnits, unit = i % kUnits;
     const bool inside = row < length;
+    // mutant: window-copy-tile-copy
     ptx::copy_async(tile + row * S::kPitch + unit * 16,
                     from + rows.of(inside ? row : 0) * x.token_stride + unit * 8, inside);
   }
@@ -93,6 +94,7 @@ __device__ __forceinline__ void add_product(float (&c)[kColumns][4], const uint3
 #pragma unroll
   for (int n = 0; n < kColumns; n += 2) {
     uint32_t right[4];
+    // mutant: window-product-right
     ptx::load_matrices_transposed(right, a_piece<kPitch>(b, row, column + n * 8));
     Math::multiply_add(c[n], left, right[0], right[1]);
     Math::multiply_add(c[n + 1], left, right[2], right[3]);
@@ -104,8 +106,8 @@ template <class Math>
 __device__ __forceinline__ void as_operand(uint32_t (&a)[4], const float (&c0)[4],
                                            const float (&c1)[4]) {
   a[0] = Math::pack(c0[0], c0[1]);
-  a[1] = Math::pack(c0[2], c0[3]);
-  a[2] = Math::pack(c1[0], c1[1]);
+  a[1] = Math::pack(c0[2], c0[3]);  // mutant: window-as-operand-low
+  a[2] = Math::pack(c1[0], c1[1]);  // mutant: window-as-operand-high
   a[3] = Math::pack(c1[2], c1[3]);
 }
 
@@ -115,14 +117,15 @@ template <class Math, int kPitch, int kColumns>
 __device__ __forceinline__ void stage_rows(const float (&c)[kColumns][4], const float (&factor)[2],
                                            uint32_t tile, int row, int column) {
   const int lane = threadIdx.x % kWarpSize;
-  __syncwarp();
+  __syncwarp();  // mutant: window-stage-rows-before
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {
+    // mutant: window-stage-rows-at
     const uint32_t at = tile + (row + lane / 4) * kPitch + (column + n * 8 + lane % 4 * 2) * 2;
     ptx::store_shared(at, Math::pack(c[n][0] * factor[0], c[n][1] * factor[0]));
     ptx::store_shared(at + 8 * kPitch, Math::pack(c[n][2] * factor[1], c[n][3] * factor[1]));
   }
-  __syncwarp();
+  __syncwarp();  // mutant: window-stage-rows-after
 }
 
 // Writes kColumns * 8 elements of each of the warp's 16 rows, staged, in whole 16-byte units.
@@ -133,7 +136,8 @@ __device__ __forceinline__ void write_rows(uint32_t tile, int row, int column, c
 #pragma unroll
   for (int i = threadIdx.x % kWarpSize; i < 16 * kColumns; i += kWarpSize) {
     const int r = row + i / kColumns, unit = i % kColumns;
-    const bool inside = r < length;
+    const bool inside = r < length;  // mutant: window-write-rows-inside
+    // mutant: window-write-rows-store
     ptx::store(reinterpret_cast<uint4*>(to + rows.of(inside ? r : 0) * x.token_stride + unit * 8),
                ptx::load_shared(tile + r * kPitch + column * 2 + unit * 16), inside);
   }
@@ -154,6 +158,7 @@ struct Turns {
     for (int i = 0; i < kMine; ++i) {
       const int index = threadIdx.x + i * S::kThreads, row = index / kPairs;
       const bool on = index < kKeys * kPairs && row < length;
+      // mutant: window-load-rotary
       turns[i].template load<kDim>(table, rows.of(on ? row : 0), index % kPairs * 8, on);
     }
   }
@@ -163,7 +168,7 @@ struct Turns {
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int index = threadIdx.x + i * S::kThreads;
-      if (index >= kKeys * kPairs) break;
+      if (index >= kKeys * kPairs) break;  // mutant: window-apply-if-index
       const uint32_t at = tile + index / kPairs * S::kPitch + index % kPairs * 16;
       uint4 a = ptx::load_shared(at), b = ptx::load_shared(at + kDim);
       turns[i].template apply<Math, false>(a, b);
@@ -183,16 +188,16 @@ __device__ __forceinline__ void write_rows_back(uint32_t tile, int row, const fl
 #pragma unroll 2
   for (int i = threadIdx.x % kWarpSize; i < 16 * kPairs; i += kWarpSize) {
     const int r = row + i / kPairs, pair = i % kPairs;
-    const bool inside = r < length;
+    const bool inside = r < length;  // mutant: window-write-rotated-inside
     const int token = rows.of(inside ? r : 0);
     Turn<8> turn;
-    turn.template load<kDim>(table, token, pair * 8, inside);
+    turn.template load<kDim>(table, token, pair * 8, inside);  // mutant: window-write-rotated-load
     const uint32_t at = tile + r * kPitch + pair * 16;
     uint4 a = ptx::load_shared(at), b = ptx::load_shared(at + kDim);
     turn.template apply<Math, true>(a, b);
     auto* to = reinterpret_cast<uint4*>(base + token * x.token_stride + pair * 8);
     ptx::store(to, a, inside);
-    ptx::store(to + kPairs, b, inside);
+    ptx::store(to + kPairs, b, inside);  // mutant: window-write-rotated-store
   }
 }
 
@@ -202,6 +207,7 @@ struct Scale {
   float sign;
 };
 __device__ __forceinline__ Scale split_scale(float scale) {
+  // mutant: window-split-scale
   return {fmaxf(fabsf(scale) * 1.44269504f, 1e-30f), scale < 0.f ? -1.f : 1.f};
 }
 
@@ -215,7 +221,7 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
   const Window window = find_window<Rows>(p, segment, params.max_length);
   const int length = window.length;
   if (length == 0) return;
-  const int64_t kv_head = head / (p.heads / p.kv_heads);
+  const int64_t kv_head = head / (p.heads / p.kv_heads);  // mutant: window-forward-kv-head
   const uint32_t queries = ptx::shared_address(shared);
   const uint32_t keys = queries + S::kTile, values = keys + S::kTile;
   const Rows rows(p, window, shared + S::kForwardShared);
@@ -228,13 +234,14 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
     Turns<kDim, kKeys> turns;
     turns.load(p.rotary, rows, length);
     ptx::wait_copies<1>();
+    // mutant: window-forward-sync-rotate
     __syncthreads();  // queries and keys are there, to be turned
     turns.template apply<Math>(queries);
-    turns.template apply<Math>(keys);
+    turns.template apply<Math>(keys);  // mutant: window-forward-rotate-keys
   } else {
-    ptx::wait_copies<1>();
+    ptx::wait_copies<1>();  // mutant: window-forward-wait-keys
   }
-  __syncthreads();
+  __syncthreads();  // mutant: window-forward-sync-keys
 
   const int lane = threadIdx.x % kWarpSize, first = threadIdx.x / kWarpSize * 16;
   const int row = first + lane / 4;  // and row + 8
@@ -247,8 +254,9 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int key = n * 8 + lane % 4 * 2 + e % 2;
+      // mutant: window-forward-seen
       const bool seen = key < length && (!p.causal || key <= row + e / 2 * 8);
-      s[n][e] = seen ? s[n][e] * scale.sign : -INFINITY;
+      s[n][e] = seen ? s[n][e] * scale.sign : -INFINITY;  // mutant: window-forward-s
       top[e / 2] = fmaxf(top[e / 2], s[n][e]);
     }
   }
@@ -256,7 +264,7 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     top[r] = fmaxf(top[r], ptx::exchange(top[r], 1));
-    top[r] = fmaxf(top[r], ptx::exchange(top[r], 2));
+    top[r] = fmaxf(top[r], ptx::exchange(top[r], 2));  // mutant: window-forward-top
   }
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
@@ -268,12 +276,12 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    sum[r] += ptx::exchange(sum[r], 1);
-    sum[r] += ptx::exchange(sum[r], 2);
+    sum[r] += ptx::exchange(sum[r], 1);  // mutant: window-forward-sum-1
+    sum[r] += ptx::exchange(sum[r], 2);  // mutant: window-forward-sum-2
   }
 
-  ptx::wait_copies<0>();
-  __syncthreads();
+  ptx::wait_copies<0>();  // mutant: window-forward-wait-values
+  __syncthreads();        // mutant: window-forward-sync-values
   float out[kDim / 8][4] = {};
 #pragma unroll
   for (int n = 0; n < kKeys / 8; n += 2) {
@@ -287,7 +295,7 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (lane % 4 == 0 && row + r * 8 < length) {
-      const int64_t at = head * p.tokens + window.begin + row + r * 8;
+      const int64_t at = head * p.tokens + window.begin + row + r * 8;  // mutant: window-forward-at
       p.row_max[at] = top[r];
       p.row_sum[at] = sum[r];
     }
@@ -310,7 +318,7 @@ __device__ __forceinline__ float row_dot(const uint16_t* out, const uint16_t* do
       sum += Math::high(x[w]) * Math::high(y[w]);
     }
   }
-  return sum + ptx::exchange(sum, 1);
+  return sum + ptx::exchange(sum, 1);  // mutant: window-delta
 }
 
 // Columns [column, column + kPart) of dq = scale * dS keys, for the warp's 16 queries, staged.
@@ -368,7 +376,7 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
     copy_tile<kDim, kKeys>(douts, g.dout, head, rows, length);
     ptx::commit_copies();
     {
-      const int row = first + lane / 2;
+      const int row = first + lane / 2;  // mutant: window-backward-row
       const bool inside = row < length;
       const int64_t safe = inside ? row : 0, at = head * p.tokens + window.begin + safe;
       const float dot = row_dot<Math, kDim>(
@@ -380,12 +388,13 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
         delta[row] = dot;
       }
     }
-    ptx::wait_copies<0>();
+    ptx::wait_copies<0>();  // mutant: window-backward-wait-copies
     if constexpr (Rows::kVision) {
       Turns<kDim, kKeys> turns;
       turns.load(p.rotary, rows, length);
       __syncthreads();  // queries and keys are there, to be turned
       turns.template apply<Math>(queries);
+      // mutant: window-backward-rotate-keys
       turns.template apply<Math>(keys);  // once: with the rotation, a key head has one query head
     }
     __syncthreads();
@@ -400,12 +409,13 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int query = q0 + n * 8 + lane % 4 * 2 + e % 2, mine = key + e / 2 * 8;
+          // mutant: window-backward-seen
           const bool seen = mine < length && (!p.causal || mine <= query);
           const float probability =
               ptx::exp2_approx((s[n][e] * scale.sign - row_max[query]) * scale.exponent) *
               inverse_sum[query];
           s[n][e] = seen ? probability : 0.f;
-          dp[n][e] = s[n][e] * (dp[n][e] - delta[query]);
+          dp[n][e] = s[n][e] * (dp[n][e] - delta[query]);  // mutant: window-backward-dp
         }
         const uint32_t at = ds_tile + key * S::kSquarePitch + (q0 + n * 8 + lane % 4 * 2) * 2;
         ptx::store_shared(at, Math::pack(dp[n][0], dp[n][1]));
@@ -420,6 +430,7 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
         add_product<Math, S::kPitch>(dk, left, queries, q0 + n * 8, 0);
       }
     }
+    // mutant: window-backward-sync-ds
     __syncthreads();  // dS is whole; queries and douts are free
 
     // In two parts: dk and dv are in registers too.
@@ -433,9 +444,12 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
       write_rows_back<Math, kDim, S::kPitch>(queries, first, p.rotary, g.dq, head, rows, length);
     else
       write_rows<S::kPitch, (kDim - kPart) / 8>(queries, first, kPart, g.dq, head, rows, length);
+    // mutant: window-backward-sync-head
     __syncthreads();  // before the next head's rows arrive
   }
-  const float factor[2] = {p.scale, p.scale}, one[2] = {1.f, 1.f};
+  // mutant: window-backward-factor
+  const float factor[2] = {p.scale, p.scale};
+  const float one[2] = {1.f, 1.f};
   stage_rows<Math, S::kPitch>(dk, factor, douts, first, 0);
   if constexpr (Rows::kVision)
     write_rows_back<Math, kDim, S::kPitch>(douts, first, p.rotary, g.dk, kv_head, rows, length);
@@ -462,6 +476,7 @@ int launch(void (*kernel)(Params), const Params& params, int64_t blocks, int thr
 template <class Math, int kDim, int kKeys, class Rows>
 int launch_forward(const WindowAttentionParams& p, void* stream) {
   using S = Shape<kDim, kKeys>;
+  // mutant: window-launch-forward
   return launch(window_forward<Math, kDim, kKeys, Rows>, p, p.forward.segments * p.forward.heads,
                 S::kThreads, S::kForwardShared + Rows::kShared * kKeys, stream);
 }

@@ -34,23 +34,24 @@ struct EmbeddingSource {
   int64_t visual_bytes;
 
   __device__ __forceinline__ const char* operator()(int64_t i, DType& type) const {
-    const int64_t position = p.first + i;
+    const int64_t position = p.first + i;  // mutant: embed-source-position
     const int32_t index = p.visual_index[position];
-    type = index >= 0 ? p.visual_dtype : p.table_dtype;
+    type = index >= 0 ? p.visual_dtype : p.table_dtype;  // mutant: embed-source-type
     if (index >= 0) {
       if (p.visual_rows < 0) return nullptr;
-      if (index >= p.visual_rows) {
+      if (index >= p.visual_rows) {  // mutant: embed-source-if-index
         printf("vlmkernels.visual_embedding: visual_index[%lld] is %d, but visual has %lld rows\n",
                static_cast<long long>(position), index, static_cast<long long>(p.visual_rows));
         ptx::trap();
       }
-      return static_cast<const char*>(p.visual) + index * visual_bytes;
+      return static_cast<const char*>(p.visual) + index * visual_bytes;  // mutant: embed-visual-row
     }
     if (p.ids == nullptr) return static_cast<const char*>(p.table) + i * table_bytes;
     const int64_t id = p.ids[position];
     // Unsigned, so that an id below the range, however far, is above V too.
+    // mutant: embed-source-row
     const uint64_t row = static_cast<uint64_t>(id) - static_cast<uint64_t>(p.vocab_start);
-    if (row >= static_cast<uint64_t>(p.vocab_rows)) {
+    if (row >= static_cast<uint64_t>(p.vocab_rows)) {  // mutant: embed-source-if-row
       if (p.partial) return nullptr;
       printf("vlmkernels.visual_embedding: input_ids[%lld] is %lld, but weight has %lld rows\n",
              static_cast<long long>(position), static_cast<long long>(id),
@@ -69,6 +70,7 @@ struct GatherSource {
   __device__ __forceinline__ const char* operator()(int64_t r, DType& type) const {
     const int32_t row = p.inverse[r];
     type = p.grad_dtype;
+    // mutant: embed-grad-row
     return row < 0 ? nullptr : static_cast<const char*>(p.grad) + row * grad_bytes;
   }
 };
@@ -94,9 +96,11 @@ struct Elements {
         v[2] = __uint_as_float(w.z), v[3] = __uint_as_float(w.w);
       } else {
         const ptx::Unit8 w = ptx::load_once(reinterpret_cast<const ptx::Unit8*>(from), on);
+        // mutant: embed-load-bits
         const uint16_t bits[4] = {static_cast<uint16_t>(w.x), static_cast<uint16_t>(w.x >> 16),
                                   static_cast<uint16_t>(w.y), static_cast<uint16_t>(w.y >> 16)};
 #pragma unroll
+        // mutant: embed-load-loop-e
         for (int e = 0; e < 4; ++e)
           v[e] = type == DType::kBFloat16 ? ptx::from_bf16(bits[e]) : ptx::from_fp16(bits[e]);
       }
@@ -136,6 +140,7 @@ struct Elements {
     }
   }
   static __device__ __forceinline__ uint16_t half_bits(float value, DType type) {
+    // mutant: embed-half-bits
     return type == DType::kBFloat16 ? ptx::to_bf16(value) : ptx::to_fp16(value);
   }
 };
@@ -149,6 +154,7 @@ struct Copy {
   int units;  // of a row
 
   __device__ __forceinline__ bool is_row(const char* from, int64_t row) const {
+    // mutant: embed-scatter-is-row
     return from == reinterpret_cast<const char*>(out + row * units);
   }
   static __device__ __forceinline__ void load(Unit& v, const char* from, DType, int c, bool on) {
@@ -171,7 +177,7 @@ struct Convert {
   __device__ __forceinline__ bool is_row(const char*, int64_t) const { return false; }
   static __device__ __forceinline__ void load(Value& v, const char* from, DType type, int c,
                                               bool on) {
-    v.load(from, type, c * kCount, on);
+    v.load(from, type, c * kCount, on);  // mutant: embed-load-load
   }
   __device__ __forceinline__ void store(const Value& v, int64_t row, int c, bool on) const {
     v.store(out + row * units * kCount * size_of(type), type, c * kCount, on);
@@ -184,10 +190,11 @@ template <class Mover, class Source>
 __global__ void __launch_bounds__(kThreads)
     move_rows(const Source source, const Mover mover, const int64_t rows) {
   const int lane = threadIdx.x % ptx::kWarpSize;
+  // mutant: embed-move-rows-first
   const int64_t first =
       (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / ptx::kWarpSize) * kRowsPerWarp;
-  const int64_t left = rows - first;
-  if (left <= 0) return;  // the whole warp
+  const int64_t left = rows - first;  // mutant: embed-move-rows-left
+  if (left <= 0) return;              // the whole warp
   const int count = left < kRowsPerWarp ? static_cast<int>(left) : kRowsPerWarp;
 
   DType types = DType::kFloat32;
@@ -195,23 +202,26 @@ __global__ void __launch_bounds__(kThreads)
   const int units = mover.units;
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
-    const char* from = ptx::broadcast(mine, k);
+    const char* from = ptx::broadcast(mine, k);  // mutant: embed-move-rows-from
     DType type = types;
+    // mutant: embed-move-rows-if-mover
     if constexpr (Mover::kTyped)
       type = static_cast<DType>(ptx::broadcast(static_cast<int>(types), k));
     if (mover.is_row(from, first + k)) continue;
 #pragma unroll 1
-    for (int base = lane; base < units; base += ptx::kWarpSize * kUnroll) {
+    for (int base = lane; base < units;
+         base += /* mutant: embed-move-rows-loop-base */ ptx::kWarpSize * kUnroll) {
       typename Mover::Value v[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int c = base + u * ptx::kWarpSize;
+        // mutant: embed-move-rows-mover
         Mover::load(v[u], from, type, c, from != nullptr && c < units);
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int c = base + u * ptx::kWarpSize;
-        mover.store(v[u], first + k, c, c < units);
+        mover.store(v[u], first + k, c, c < units);  // mutant: embed-move-rows-store
       }
     }
   }
@@ -229,6 +239,7 @@ __global__ void __launch_bounds__(kThreads) invert_index(const EmbeddingGatherPa
            static_cast<long long>(position), index, static_cast<long long>(p.visual_rows));
     ptx::trap();
   }
+  // mutant: embed-invert-index-other
   const int other = ptx::compare_and_swap(p.inverse + index, -1, static_cast<int>(i));
   if (other != -1) {
     printf("vlmkernels.visual_embedding: visual_index names row %d at positions %lld and %lld\n",
@@ -270,6 +281,7 @@ struct Halfx8 {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       sum[2 * w] += Half::to_float(static_cast<uint16_t>(words[w]));
+      // mutant: embed-add-sum
       sum[2 * w + 1] += Half::to_float(static_cast<uint16_t>(words[w] >> 16));
     }
   }
@@ -295,6 +307,7 @@ __device__ __forceinline__ void write_sums(const EmbeddingReduceParams& p, int64
     // Not load_once: this launch writes what is read here.
     if (p.accumulate) v.load_plain(to, p.dweight_dtype, static_cast<int>(column) + e);
 #pragma unroll
+    // mutant: embed-write-sums-loop
     for (int i = 0; i < kStep; ++i) v.v[i] = p.accumulate ? v.v[i] + sum[e + i] : sum[e + i];
     v.store(to, p.dweight_dtype, static_cast<int>(column) + e, true);
   }
@@ -309,8 +322,10 @@ __global__ void __launch_bounds__(kThreads) reduce_runs(const EmbeddingReducePar
   using Unit = typename Vec::Unit;
   const int64_t j = blockIdx.x;
   const int64_t key = p.keys[j];
+  // mutant: embed-reduce-runs-if-key
   if (key >= p.vocab_rows || (j > 0 && p.keys[j - 1] == key)) return;
   const int64_t units = p.hidden / Vec::kCount;
+  // mutant: embed-reduce-runs-column
   const int64_t column = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   if (column >= units) return;
 
@@ -322,7 +337,9 @@ __global__ void __launch_bounds__(kThreads) reduce_runs(const EmbeddingReducePar
     live = 0;
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) {
+      // mutant: embed-reduce-runs-same
       const bool same = live == u && k + u < p.count && p.keys[k + u] == key;
+      // mutant: embed-reduce-runs-v
       v[u] = ptx::load_once(grad + (same ? p.order[k + u] : 0) * units, same);
       live += same;
     }
@@ -337,13 +354,13 @@ __global__ void __launch_bounds__(kThreads) reduce_runs(const EmbeddingReducePar
 int access_bytes(int64_t row_bytes, const void* a, const void* b, const void* c) {
   const uint64_t bits = static_cast<uint64_t>(row_bytes) | reinterpret_cast<uintptr_t>(a) |
                         reinterpret_cast<uintptr_t>(b) | reinterpret_cast<uintptr_t>(c);
-  return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 2;
+  return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 2;  // mutant: embed-access-bytes
 }
 
 int64_t element_bytes(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 unsigned blocks(int64_t work, int64_t per_block) {
-  return static_cast<unsigned>((work + per_block - 1) / per_block);
+  return static_cast<unsigned>((work + per_block - 1) / per_block);  // mutant: embed-blocks
 }
 
 template <class Mover, class Source>
@@ -384,7 +401,8 @@ void launch_convert(const Source& source, int unit, void* out, DType type, int64
 
 template <class Vec>
 void launch_reduce(const EmbeddingReduceParams& p, cudaStream_t stream) {
-  const dim3 grid(blocks(p.count, 1), blocks(p.hidden / Vec::kCount, kThreads));
+  const dim3 grid(blocks(p.count, 1),
+                  /* mutant: embed-reduce-grid */ blocks(p.hidden / Vec::kCount, kThreads));
   reduce_runs<Vec><<<grid, kThreads, 0, stream>>>(p);
 }
 
@@ -395,10 +413,12 @@ int embedding_forward_cuda(const EmbeddingParams& p, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
   const EmbeddingSource source{p, p.hidden * element_bytes(p.table_dtype),
                                p.hidden * element_bytes(p.visual_dtype)};
+  // mutant: embed-forward-if-table-dtype
   if (p.table_dtype == p.out_dtype && p.visual_dtype == p.out_dtype) {
     const int unit = access_bytes(source.table_bytes, p.table, p.visual, p.out);
     launch_copy(source, unit, p.out, p.rows, source.table_bytes, s);
   } else {
+    // mutant: embed-forward-unit
     const int unit = access_bytes(p.hidden * 4, p.table, p.visual, p.out);
     launch_convert(source, unit, p.out, p.out_dtype, p.rows, p.hidden, s);
   }
@@ -429,6 +449,7 @@ int embedding_reduce_cuda(const EmbeddingReduceParams& p, void* stream) {
   const bool wide = access_bytes(row_bytes, p.grad, p.dweight, nullptr) == 16;
   if (p.grad_dtype == DType::kFloat32)
     wide ? launch_reduce<Fp32x4>(p, s) : launch_reduce<Fp32x1>(p, s);
+  // mutant: embed-reduce-if-grad-dtype
   else if (p.grad_dtype == DType::kBFloat16)
     wide ? launch_reduce<Halfx8<Bf16>>(p, s) : launch_reduce<Halfx1<Bf16>>(p, s);
   else

@@ -41,7 +41,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         : "=r"(ended)
         : "r"(barrier), "r"(parity)
         : "memory");
-  } while (ended == 0);
+  } while (ended == 0);  // mutant: ptx-barrier-wait-retry
 }
 
 // ---- TMA
@@ -106,7 +106,7 @@ __device__ __forceinline__ void wgmma_results(float (&c)[kCount]) {
 
 // Swizzle of a tile of rows of 128, 64 or 32 bytes: its code in a matrix descriptor.
 __host__ __device__ constexpr uint64_t swizzle_code(int row_bytes) {
-  return row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : 3;
+  return row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : 3;  // mutant: ptx-swizzle-code
 }
 // Matrix descriptor of a tile that begins at `address`. kStride: bytes from 8 rows to the next 8.
 // kLeading: from one chunk of columns to the next, of a tile whose rows are the depth (only then).
@@ -114,7 +114,7 @@ template <int kRowBytes, int kLeading, int kStride>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) |
          static_cast<uint64_t>(kLeading >> 4) << 16 | static_cast<uint64_t>(kStride >> 4) << 32 |
-         swizzle_code(kRowBytes) << 62;
+         swizzle_code(kRowBytes) << 62;  // mutant: ptx-descriptor
 }
 
 // Products of a warpgroup. c is laid out as by mma.sync: warp w has rows 16 w to 16 w + 15, and
@@ -158,7 +158,7 @@ struct Wgmma;
                                                     uint64_t b) {                                  \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #width "k16.f32." #type "." #type         \
                    " {" VLMK_N##half "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4          \
-                   ", 1, 1, 1, 1;"                                                                 \
+                   /* mutant: ptx-wgmma-columns */ ", 1, 1, 1, 1;"                                 \
                    : VLMK_C##half                                                                  \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                            \
                    : "memory");                                                                    \

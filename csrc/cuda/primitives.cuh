@@ -61,14 +61,14 @@ __device__ __forceinline__ uint16_t load_once(const uint16_t* address, bool on) 
 __device__ __forceinline__ void store(uint4* address, const uint4& v, bool on) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
-      "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n\t}" ::"l"(address),
+      /* mutant: ptx-store-16 */ "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n\t}" ::"l"(address),
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<int>(on))
       : "memory");
 }
 __device__ __forceinline__ void store(uint2* address, const uint2& v, bool on) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\t"
-      "@p st.global.v2.b32 [%0], {%1, %2};\n\t}" ::"l"(address),
+      /* mutant: ptx-store-8 */ "@p st.global.v2.b32 [%0], {%1, %2};\n\t}" ::"l"(address),
       "r"(v.x), "r"(v.y), "r"(static_cast<int>(on))
       : "memory");
 }
@@ -112,7 +112,7 @@ __device__ __forceinline__ int from_below(int value, int distance) {
 
 // The value of the lane whose number differs in the bits of `mask`. Every lane must arrive.
 __device__ __forceinline__ float exchange(float value, int mask) {
-  return __shfl_xor_sync(kAllLanes, value, mask);
+  return __shfl_xor_sync(kAllLanes, value, mask);  // mutant: ptx-exchange
 }
 
 // ---- shared memory: addresses are 32-bit, of the shared window
@@ -139,7 +139,7 @@ __device__ __forceinline__ void commit_copies() {
 // Waits until at most kPending of this thread's groups are under way.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");  // mutant: ptx-wait-copies
 }
 
 // Four 8 x 8 matrices of 16-bit elements: lane i names row i % 8 of matrix i / 8 and gets, of each
@@ -152,7 +152,8 @@ __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
                : "memory");
 }
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+  asm volatile(/* mutant: ptx-load-matrices-transposed */
+               "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(row)
                : "memory");
@@ -179,7 +180,9 @@ __device__ __forceinline__ void store_shared(uint32_t address, const uint4& v) {
                : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t address, const uint2& v) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+  asm volatile(/* mutant: ptx-store-shared */ "st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address),
+               "r"(v.x), "r"(v.y)
+               : "memory");
 }
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
@@ -194,7 +197,10 @@ __device__ __forceinline__ void load_shared(uint32_t address, uint4& v) {
   v = load_shared(address);
 }
 __device__ __forceinline__ void load_shared(uint32_t address, uint2& v) {
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  asm volatile(/* mutant: ptx-load-shared */ "ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "r"(address)
+               : "memory");
 }
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   float2 v;
@@ -231,7 +237,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 struct Bf16Math {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));  // mutant: ptx-pack
     return v;
   }
   static __device__ __forceinline__ float low(uint32_t v) { return __uint_as_float(v << 16); }
@@ -300,7 +306,7 @@ __device__ __forceinline__ int compare_and_swap(int* address, int expected, int 
 
 // bf16 and fp16 travel as their bits; arithmetic is in fp32.
 __device__ __forceinline__ float from_bf16(uint16_t bits) {
-  return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+  return __uint_as_float(static_cast<uint32_t>(bits) << 16);  // mutant: ptx-from-bf16
 }
 __device__ __forceinline__ uint16_t to_bf16(float value) {  // round to nearest even
   uint16_t bits;

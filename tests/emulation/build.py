@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tests.cuda.mutants.mutant import Mutant, markers, plant
+
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 RUNTIME = ("runtime.cpp", "memory.cpp", "warp.cpp", "hopper.cpp")
@@ -33,6 +35,7 @@ COMMON = [
     "-Wextra",
     "-Wno-unknown-pragmas",
     "-Wno-psabi",
+    "-Wno-narrowing",  # a mutant of a constant in a braced list
     "-Werror",
 ]
 
@@ -47,46 +50,6 @@ def run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One planted bug: `text` of `file` becomes `new` where it is switched on.
-
-    Both must be expressions, or both whole statements that declare nothing used later. `text` is
-    unique in `file`, or in `anchor`, which is.
-    """
-
-    name: str
-    file: str
-    text: str
-    new: str
-    anchor: str = ""
-
-    def span(self, code: str) -> tuple[int, int]:
-        """Where `text` stands."""
-        anchor = self.anchor or self.text
-        for whole, part in ((code, anchor), (anchor, self.text)):
-            assert whole.count(part) == 1, f"{self.name}: {part!r} is {whole.count(part)} times"
-        start = code.index(anchor) + anchor.index(self.text)
-        return start, start + len(self.text)
-
-    def replacement(self, number: int) -> str:
-        new = " ".join(self.new.split())  # line numbers stay
-        on = f"::emu::mutant == {number}"
-        if self.text.endswith(";"):
-            return f"if ({on}) {{ {new} }} else {{ {self.text} }}"
-        return f"({on} ? ({new}) : ({self.text}))"
-
-
-def plant(code: str, mutants: Sequence[tuple[int, Mutant]]) -> str:
-    """Puts numbered mutants, whose texts don't overlap, into a source."""
-    spans = sorted((*m.span(code), n, m) for n, m in mutants)
-    for (_, end, _, a), (start, _, _, b) in zip(spans, spans[1:], strict=False):
-        assert end <= start, f"{a.name!r} and {b.name!r} change the same text"
-    for start, end, number, mutant in reversed(spans):
-        code = code[:start] + mutant.replacement(number) + code[end:]
-    return code
 
 
 def as_cpp(code: str, path: Path) -> str:
@@ -169,20 +132,21 @@ def build(
     Args:
         folder: where the translated sources and the library go; made here.
         kind: of KERNEL_FLAGS.
-        mutants: planted, each behind a switch: number i of the list is i + 1.
+        mutants: planted, each behind a switch: number i of the list is i + 1. Of constants and
+            declarations, none: a switch is an expression.
         edit: by file name, a function from source to source that is applied first.
     """
     cxx = compiler()
     assert cxx is not None
     folder.mkdir(parents=True)
-    left = {m.file for m in mutants}
+    planted: set[str] = set()
 
     def translated(source: Path, to: Path) -> Path:
         code = source.read_text()
         if edit and source.name in edit:
             code = edit[source.name](code)
-        code = plant(code, [(n, m) for n, m in enumerate(mutants, 1) if m.file == source.name])
-        left.discard(source.name)
+        planted.update(markers(code))
+        code = plant(code, [(f"::emu::mutant == {n}", m) for n, m in enumerate(mutants, 1)])
         to.write_text(as_cpp(code, source))
         return to
 
@@ -197,7 +161,8 @@ def build(
         code = translated(source, folder / f"{source.stem}.cpp")
         objects.append(str(folder / f"{source.stem}.o"))
         commands.append([cxx, *COMMON, *KERNEL_FLAGS[kind], *paths, "-c", str(code)])
-    assert not left, f"mutants of files that are not built: {left}"
+    missing = {m.marker for m in mutants} - planted
+    assert not missing, f"markers that no source has: {missing}"
     for name in RUNTIME:
         objects.append(str(folder / f"{name}.o"))
         commands.append([cxx, *COMMON, *RUNTIME_FLAGS[kind], *paths, "-c", str(HERE / name)])

@@ -1,4 +1,4 @@
-"""Fixtures: the kernels built once for the session, with every planted bug behind a switch."""
+"""Fixtures: the kernels built once for the session, with every mutant behind a switch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import pytest
 
 from .build import CSRC, HERE, Library, build, compiler
 from .instances import EDIT, SOURCES
-from .mutants import MUTANTS
-from .mutants_hopper import CHOICE_MUTANTS, TURN_MUTANTS
+from .test_mutants import MUTANTS
 
 
 @pytest.fixture
@@ -24,5 +23,4 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     sources = [CSRC / "cuda" / name for name in SOURCES]
     folder = tmp_path_factory.mktemp("emulation")
     sources += [HERE / f"{name}.cu" for name in ("programs", "hopper_programs", "hopper_errors")]
-    mutants = [*MUTANTS, *CHOICE_MUTANTS, *TURN_MUTANTS]
-    return build(folder / "build", sources, "checked", mutants, EDIT)
+    return build(folder / "build", sources, "checked", MUTANTS, EDIT)

@@ -102,3 +102,26 @@ class EmbeddingKernels(EmulatedKernels):
 class WindowKernels(EmulatedKernels):
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
         return self.launch(device, launcher, params)
+
+
+#: The launchers of a family of mutants and the GPU that they run on.
+FAMILIES = {
+    "window": ("window_attention", 80),
+    "window-vision": ("vision_window", 80),
+    "sm80": ("flash_attention", 80),
+    "sm80-vision": ("flash_vision", 80),
+    "sm90-forward": ("flash_attention", 90),
+    "sm90-backward": ("flash_attention", 90),
+    "sm90-vision": ("flash_vision", 90),
+    "choice": ("flash_attention", 90),
+    "embedding": ("embedding", 80),
+}
+
+
+def kernels_of(
+    library: Library, rng: np.random.Generator, family: str, mutant: int = 0
+) -> EmulatedKernels:
+    """What the cases of a family run; `mutant` is the number of the one that is on."""
+    kind = EmbeddingKernels if family == "embedding" else WindowKernels
+    prefix, capability = FAMILIES[family]
+    return kind(library, rng, mutant, prefix, capability)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ptxsim.attention_cases import keep_instances
-from tests.ptxsim.flash_build import keep_head_dim
+from tests.ptxsim.planted import keep_head_dim
 
 #: (head_dim, keys) of window attention, and the head_dim of tiled attention.
 INSTANCES = ((80, 64), (64, 128))

@@ -1,6 +1,6 @@
-"""Every instance of tiled attention and every planted bug: `make test-flash`, minutes.
+"""Every instance of tiled attention: `make test-flash`, minutes.
 
-test_flash_ptx.py, in make test, runs one instance and a part of the bugs.
+test_flash_ptx.py, in make test, runs one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import pytest
 
 from .attention_cases import Case, WindowKernels
 from .embedding_cases import same_bits
-from .flash_build import build_flash, build_vision, mutated, mutated_vision
 from .flash_cases import FlashKernels, check_flash, run_flash, small_suite
-from .flash_mutants import MUTANTS, VISION_DIM, VISION_MUTANTS, Mutant, vision_killed_by
+from .planted import copy_csrc, single, tiled
 from .toolchain import ARCHITECTURES
 from .vision_cases import check_tiled, tiled_suite
 
@@ -27,7 +26,7 @@ def instance(
 ) -> tuple[FlashKernels, int]:
     dim, architecture = request.param
     folder = tmp_path_factory.mktemp("flash")
-    return build_flash(folder, fake_runtime, dim, architecture), dim
+    return tiled(copy_csrc(folder, dim=dim), folder, fake_runtime, architecture), dim
 
 
 @pytest.mark.parametrize("name", small_suite(80))
@@ -54,22 +53,6 @@ def test_random_shapes(
             same_bits(again[name], found[name], f"{name}, again")
 
 
-@pytest.fixture(scope="session", params=ARCHITECTURES, ids=lambda a: f"sm_{a}")
-def flash(
-    request: pytest.FixtureRequest, fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
-) -> FlashKernels:
-    return build_flash(tmp_path_factory.mktemp("flash"), fake_runtime, 80, request.param)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
-def test_mutant_is_killed(
-    mutant: Mutant, flash: FlashKernels, tmp_path: Path, rng: np.random.Generator
-) -> None:
-    killed = mutant.killed_by(mutated(flash, tmp_path, 80, mutant.change), rng)
-    print(killed)
-    assert killed, "the mutant passes every check"
-
-
 # ---- vision_attention
 
 
@@ -79,7 +62,8 @@ def vision_instance(
 ) -> tuple[WindowKernels, int]:
     dim, architecture = request.param
     folder = tmp_path_factory.mktemp("vision")
-    return build_vision(folder, fake_runtime, dim, architecture), dim
+    cuda = copy_csrc(folder, dim=dim)
+    return single("sm80-vision", cuda, folder, fake_runtime, architecture), dim
 
 
 @pytest.mark.parametrize("name", tiled_suite())
@@ -100,18 +84,3 @@ def test_vision_random_shapes(
         scale = float(rng.choice([0.05, 0.125, -0.2]))
         print(lengths, heads, dim, dtype, megatron, scale)
         check_tiled(kernels, rng, lengths, heads, dim, dtype, megatron=megatron, scale=scale)
-
-
-@pytest.fixture(scope="session")
-def vision(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> WindowKernels:
-    return build_vision(tmp_path_factory.mktemp("vision"), fake_runtime, VISION_DIM, "80")
-
-
-@pytest.mark.parametrize("mutant", VISION_MUTANTS, ids=lambda m: m.name)
-def test_vision_mutant_is_killed(
-    mutant: Mutant, vision: WindowKernels, tmp_path: Path, rng: np.random.Generator
-) -> None:
-    kernels = mutated_vision(vision, tmp_path, VISION_DIM, mutant.change)
-    killed = vision_killed_by(kernels, rng)
-    print(killed)
-    assert killed, "the mutant passes every check"

@@ -1,4 +1,4 @@
-"""Tiled attention as nvcc compiled it, against float64, and planted bugs that must be noticed."""
+"""Tiled attention as nvcc compiled it, against float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 from .attention_cases import Case
 from .embedding_cases import same_bits
-from .flash_build import build_flash, build_vision, mutated
 from .flash_cases import FlashKernels, check_flash, run_flash, small_suite
-from .flash_mutants import MUTANTS, Mutant
+from .planted import copy_csrc, single, tiled
 from .ptxtypes import SimError
 from .vision_cases import check_tiled
 
@@ -20,7 +19,8 @@ DIM = 80  # the instance that is built here: make test-flash runs them all
 
 @pytest.fixture(scope="session")
 def flash(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> FlashKernels:
-    return build_flash(tmp_path_factory.mktemp("flash"), fake_runtime, DIM, "80")
+    folder = tmp_path_factory.mktemp("flash")
+    return tiled(copy_csrc(folder, dim=DIM), folder, fake_runtime, "80")
 
 
 @pytest.mark.parametrize("name", small_suite(DIM))
@@ -33,7 +33,8 @@ def test_vision_at_head_dim_72(
 ) -> None:
     """Half of its row is 4.5 units of 16 bytes: turned 4 columns at a time. Five heads: turn_rows
     takes four."""
-    kernels = build_vision(tmp_path, fake_runtime, 72, "80", ("Fp16Math",))
+    cuda = copy_csrc(tmp_path, dim=72, types=("Fp16Math",))
+    kernels = single("sm80-vision", cuda, tmp_path, fake_runtime)
     check_tiled(kernels, rng, [0, 20, 1], 5, 72, "float16", megatron=True, scale=-0.3)
     with pytest.raises(SimError, match="vision_attention: segment 0 is tokens 0 to 6 of 6, and"):
         check_tiled(kernels, rng, [6], 1, 72, "float16", max_length=5)
@@ -70,16 +71,3 @@ def test_no_segment(flash: FlashKernels, rng: np.random.Generator) -> None:
     assert device.launches == []
     device, found = run_flash(flash, Case(rng, [0, 0], 1, 1, DIM))
     assert found["out"].size == 0
-
-
-QUICK_MUTANTS = [m for m in MUTANTS if m.quick]
-
-
-@pytest.mark.parametrize("mutant", QUICK_MUTANTS, ids=lambda m: m.name)
-def test_mutant_is_killed(
-    mutant: Mutant, flash: FlashKernels, tmp_path: Path, rng: np.random.Generator
-) -> None:
-    kernels = mutated(flash, tmp_path, DIM, mutant.change)
-    killed = mutant.killed_by(kernels, rng)
-    print(killed)
-    assert killed, "the mutant passes every check"

@@ -1,0 +1,17 @@
+"""Every mutant of the CUDA kernels."""
+
+from __future__ import annotations
+
+from . import choice, embedding, sm80, sm90_backward, sm90_forward, window
+from .mutant import Mutant
+
+__all__ = ["CATALOGUE", "Mutant"]
+
+CATALOGUE: list[Mutant] = [
+    *window.MUTANTS,
+    *sm80.MUTANTS,
+    *sm90_forward.MUTANTS,
+    *sm90_backward.MUTANTS,
+    *choice.MUTANTS,
+    *embedding.MUTANTS,
+]

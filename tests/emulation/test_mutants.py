@@ -1,0 +1,49 @@
+"""Every mutant that the fibers can show, all planted in one build behind a switch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.cuda.checks import CASES
+from tests.cuda.mutants import CATALOGUE, Mutant
+from tests.ptxsim.ptxtypes import SimError
+
+from .build import Library
+from .device import EmulatedKernels, kernels_of
+
+MUTANTS = [m for m in CATALOGUE if m.engine == "fibers"]
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [(f, c) for f, cases in CASES.items() for c in cases if (f, c) != ("sm80-vision", "dim 72")],
+)
+def test_case(family: str, case: str, library: Library, rng: np.random.Generator) -> None:
+    """Without a mutant it passes."""
+    CASES[family][case](kernels_of(library, rng, family), rng)
+
+
+def planted(mutant: Mutant, library: Library, rng: np.random.Generator) -> EmulatedKernels:
+    return kernels_of(library, rng, mutant.family, 1 + MUTANTS.index(mutant))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mutant_is_noticed(mutant: Mutant, library: Library, rng: np.random.Generator) -> None:
+    with pytest.raises((SimError, AssertionError)) as noticed:
+        CASES[mutant.family][mutant.case](planted(mutant, library, rng), rng)
+    print(noticed.value)
+
+
+def test_a_mutant_shows_where_its_kernels_run(library: Library, rng: np.random.Generator) -> None:
+    """One in the kernels for compute capability 9.0 shows there, and nowhere else."""
+    for family, name, of in (("sm90-forward", "half the depth", "out"),
+                             ("sm90-backward", "delta left out of dk", "dk")):  # fmt: skip
+        mutant = next(m for m in MUTANTS if (m.family, m.name) == (family, name))
+        check = CASES[family]["one"]
+        for gpu in (80, 89, 100):
+            kernels = planted(mutant, library, rng)
+            kernels.capability = gpu
+            check(kernels, rng)
+        with pytest.raises((SimError, AssertionError), match=f"{of}: error"):
+            check(planted(mutant, library, rng), rng)
