@@ -30,10 +30,10 @@ def main(schedules: int) -> None:
         embedding = EmbeddingKernels(library, rng, 0, "embedding")
         window = WindowKernels(library, rng, 0, "window_attention")
         vision = WindowKernels(library, rng, 0, "vision_window")
-        tiled = WindowKernels(library, rng, 0, "flash_attention")
-        hopper = WindowKernels(library, rng, 0, "flash_attention", capability=90)
-        tiled_vision = WindowKernels(library, rng, 0, "flash_vision")
-        hopper_vision = WindowKernels(library, rng, 0, "flash_vision", capability=90)
+        tiled = WindowKernels(library, rng, 0, "flash_mma")
+        hopper = WindowKernels(library, rng, 0, "flash_hopper", capability=90)
+        tiled_vision = WindowKernels(library, rng, 0, "flash_vision_mma")
+        hopper_vision = WindowKernels(library, rng, 0, "flash_vision_hopper", capability=90)
         for schedule in range(schedules):
             for check in embedding_cases.small_suite().values():
                 check(embedding, rng)

@@ -27,14 +27,14 @@ def main() -> None:
     vision = WindowKernels(library, rng, 0, "vision_window")
     for check in vision_cases.small_suite().values():
         check(vision, rng)
-    tiled = WindowKernels(library, rng, 0, "flash_attention")
+    tiled = WindowKernels(library, rng, 0, "flash_mma")
     for check in flash_cases.small_suite().values():
         check(tiled, rng)
-    hopper = WindowKernels(library, rng, 0, "flash_attention", capability=90)
+    hopper = WindowKernels(library, rng, 0, "flash_hopper", capability=90)
     for check in flash_cases.hopper_suite().values():
         check(hopper, rng)
     flash_cases.hopper_grad_suite()["causal, negative scale, groups"](hopper, rng)
-    tiled_vision = WindowKernels(library, rng, 0, "flash_vision")
+    tiled_vision = WindowKernels(library, rng, 0, "flash_vision_mma")
     for check in vision_cases.tiled_suite().values():
         check(tiled_vision, rng)
     for check in embedding_cases.small_suite().values():

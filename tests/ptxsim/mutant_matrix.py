@@ -21,7 +21,7 @@ REST = [
     for m in CATALOGUE
     if m not in QUICK
     and (m.engine == "ptx" or ALL and m.engine == "fibers")
-    and m.family not in ("choice", "sm90-vision")
+    and m.family != "sm90-vision"
 ]
 
 
