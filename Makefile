@@ -38,7 +38,7 @@ lint: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
-	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
+	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tools/*.c' 'tools/*.cpp' 'tools/*.h' 'tools/*.cu' 'tools/*.cuh')
 
 # Dealt over the cores; tests of one module stay together, they share what is built for them.
 PYTEST := $(RUN) -m pytest -n auto --dist loadscope
@@ -50,7 +50,7 @@ test-all: lint
 
 # The kernels alone: in both simulators, and those of the CPU.
 test-kernels: setup
-	$(RUN) -m pytest tests/cuda tests/ptxsim tests/emulation tests/kernels
+	$(RUN) -m pytest tools tests/cuda tests/kernels
 
 # Every layout against transformers, 240 cases, failing ranks, resumed LoRA (9 min on 2 cores).
 test-layouts: setup
@@ -59,12 +59,12 @@ test-layouts: setup
 # Every instance of tiled attention on both architectures in the PTX interpreter, and the mutants that
 # only it shows and make test leaves out.
 test-flash: setup
-	$(RUN) -m pytest tests/ptxsim/flash_matrix.py tests/ptxsim/flash_hopper_matrix.py tests/ptxsim/mutant_matrix.py -rP
+	$(RUN) -m pytest $(addprefix tests/cuda/ptx_,$(addsuffix _matrix.py,sm80 sm90 mutant)) -rP
 
 format: setup
 	$(RUN) -m ruff check --fix -q .
 	$(RUN) -m ruff format -q .
-	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
+	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tools/*.c' 'tools/*.cpp' 'tools/*.h' 'tools/*.cu' 'tools/*.cuh')
 
 # 50 kills at random moments of saves and conversions (10 min).
 test-crash: setup

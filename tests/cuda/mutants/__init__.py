@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import embedding, sm80, sm90_backward, sm90_forward, sm90_vision, window
 from .mutant import Mutant
 
-__all__ = ["CATALOGUE", "Mutant"]
+__all__ = ["CATALOGUE", "Mutant", "canary_cases"]
 
 CATALOGUE: list[Mutant] = [
     *window.MUTANTS,
@@ -15,3 +15,8 @@ CATALOGUE: list[Mutant] = [
     *sm90_vision.MUTANTS,
     *embedding.MUTANTS,
 ]
+
+
+def canary_cases(family: str) -> set[str]:
+    """Those that the interpreter must also pass without a mutant."""
+    return {m.case for m in CATALOGUE if m.canary and m.family == family}
