@@ -235,8 +235,8 @@ def our_step(folder: Path, size: Size, packs: list[list[Sample]]) -> Callable[[]
     from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.core import device, launch
     from vlmtrain.core.config import OptimizerSection
-    from vlmtrain.core.layout import make_layout
     from vlmtrain.models.family import read_spec
+    from vlmtrain.parallel.layout import make_layout
     from vlmtrain.training.engine import Engine
 
     backend = device.setup()

@@ -52,7 +52,7 @@ struct Bf16Pairs {
 // few line fills in flight, which its own loads need too; in runs of lines of several heads,
 // because the hardware's prefetcher follows those, but not rows a token apart. Listed beforehand,
 // so that a step has no branch: one that ends a run every 20 steps is predicted wrongly.
-struct Ahead {
+struct Prefetcher {
   static constexpr int kMaxRuns = 9 * 128;  // tensors times rows
   struct Run {
     const char* line;  // the first
@@ -104,8 +104,8 @@ constexpr int tile_rows(int vectors) {
 
 // Takes finished pieces of C instead of C: rows [row, row + rows) and vectors from `column` on, as
 // tile [rows, vectors * kWidth]. So results go where they belong while they are in L1.
-struct Sink {
-  void (*put)(const Sink& self, const float* tile, int row, int rows, int column, int vectors);
+struct Epilogue {
+  void (*put)(const Epilogue& self, const float* tile, int row, int rows, int column, int vectors);
 };
 
 // A's element (row i, step k): a[i * lda + k], or a[k * lda + i] if kByColumns.
@@ -121,16 +121,16 @@ struct GemmArgs {
   int vectors;  // of columns
   int depth;    // elements, kStep of the depth each
   Start start;
-  const float* row_scale;      // [rows], for Start::kScale
-  const Sink* sink = nullptr;  // with Start::kZero only: C is not written then
+  const float* row_scale;              // [rows], for Start::kScale
+  const Epilogue* epilogue = nullptr;  // with Start::kZero only: C is not written then
 };
 
 template <class Math, bool kByColumns, int kRows, int kVectors>
-VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Ahead& ahead) {
+VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher& prefetcher) {
   Vec acc[kRows][kVectors];
   alignas(64) float piece[kRows * kVectors * kWidth];
-  float* c = g.sink ? piece : g.c + row * g.ldc + column;
-  const ptrdiff_t ldc = g.sink ? kVectors * kWidth : g.ldc;
+  float* c = g.epilogue ? piece : g.c + row * g.ldc + column;
+  const ptrdiff_t ldc = g.epilogue ? kVectors * kWidth : g.ldc;
   if (g.start == Start::kZero) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
@@ -163,9 +163,9 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Ahead& ahe
     b += ldb;
   };
   int k = 0;
-  if (ahead.busy()) {
+  if (prefetcher.busy()) {
     for (; k + 2 <= depth; k += 2) {
-      ahead.step();
+      prefetcher.step();
       step();
       step();
     }
@@ -181,46 +181,46 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Ahead& ahe
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) store(c + i * ldc + j * kWidth, acc[i][j]);
   }
-  if (g.sink) g.sink->put(*g.sink, piece, row, kRows, column, kVectors);
+  if (g.epilogue) g.epilogue->put(*g.epilogue, piece, row, kRows, column, kVectors);
 }
 
 template <class Math, bool kByColumns, int kVectors>
-VLMK_INLINE void column_group(const GemmArgs<Math>& g, int column, Ahead& ahead) {
+VLMK_INLINE void column_group(const GemmArgs<Math>& g, int column, Prefetcher& prefetcher) {
   constexpr int kRows = tile_rows(kVectors);
   int row = 0;
   for (; row + kRows <= g.rows; row += kRows) {
-    tile<Math, kByColumns, kRows, kVectors>(g, row, column, ahead);
+    tile<Math, kByColumns, kRows, kVectors>(g, row, column, prefetcher);
   }
   if (kRows > 6 && row + 6 <= g.rows) {
-    tile<Math, kByColumns, 6, kVectors>(g, row, column, ahead);
+    tile<Math, kByColumns, 6, kVectors>(g, row, column, prefetcher);
     row += 6;
   }
   if (row + 4 <= g.rows) {
-    tile<Math, kByColumns, 4, kVectors>(g, row, column, ahead);
+    tile<Math, kByColumns, 4, kVectors>(g, row, column, prefetcher);
     row += 4;
   }
   if (row + 2 <= g.rows) {
-    tile<Math, kByColumns, 2, kVectors>(g, row, column, ahead);
+    tile<Math, kByColumns, 2, kVectors>(g, row, column, prefetcher);
     row += 2;
   }
-  if (row < g.rows) tile<Math, kByColumns, 1, kVectors>(g, row, column, ahead);
+  if (row < g.rows) tile<Math, kByColumns, 1, kVectors>(g, row, column, prefetcher);
 }
 
 // Every element of C is one sum over the depth in order, whatever the tiling: results don't depend
 // on how rows and columns are split.
 template <class Math, bool kByColumns>
-VLMK_NOINLINE void gemm(const GemmArgs<Math>& g, Ahead& ahead) {
+VLMK_NOINLINE void gemm(const GemmArgs<Math>& g, Prefetcher& prefetcher) {
   int done = 0;
   for (int groups = (g.vectors + kMaxTileVectors - 1) / kMaxTileVectors; groups > 0; --groups) {
     const int left = g.vectors - done;
     const int vectors = (left + groups - 1) / groups;  // even groups: 5 = 3 + 2, not 4 + 1
     const int column = done * kWidth;
     if constexpr (kMaxTileVectors == 4) {
-      if (vectors == 4) column_group<Math, kByColumns, 4>(g, column, ahead);
-      if (vectors == 3) column_group<Math, kByColumns, 3>(g, column, ahead);
+      if (vectors == 4) column_group<Math, kByColumns, 4>(g, column, prefetcher);
+      if (vectors == 3) column_group<Math, kByColumns, 3>(g, column, prefetcher);
     }
-    if (vectors == 2) column_group<Math, kByColumns, 2>(g, column, ahead);
-    if (vectors == 1) column_group<Math, kByColumns, 1>(g, column, ahead);
+    if (vectors == 2) column_group<Math, kByColumns, 2>(g, column, prefetcher);
+    if (vectors == 1) column_group<Math, kByColumns, 1>(g, column, prefetcher);
     done += vectors;
   }
 }

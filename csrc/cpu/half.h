@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "params.h"
+
 namespace vlmk {
 
 struct BFloat16 {
@@ -12,6 +14,16 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+
+static inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+// Calls use(T{}) with T as the type that `type` names.
+template <class Use>
+static inline void with_type(DType type, const Use& use) {
+  if (type == DType::kFloat32) return use(float{});
+  if (type == DType::kBFloat16) return use(BFloat16{});
+  use(Float16{});
+}
 
 static inline uint32_t float_bits(float x) {
   uint32_t u;

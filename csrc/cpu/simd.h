@@ -2,10 +2,11 @@
 //
 // Everything stands in namespace VLMK_ISA with internal linkage, see dispatch.h. + - * / work on
 // Vec directly (GCC and Clang vector types), the rest is here:
-//   kWidth, set1, load, store, load_n, store_n, stream, fma, max, sqrt, exp2, reduce_add,
-//   keep_from, transpose
+//   kWidth, set1, load, store, load_n, store_n, fma, max, sqrt, exp2, reduce_add, keep_from,
+//   transpose; non-temporal stores: stream, fence_streams, kStreams
 // load/store take float, BFloat16, Float16; the _n ones touch only the first n elements, the other
-// lanes being zero.
+// lanes being zero. VecInt and VecUint are as many 32-bit integers; VLMK_HAS_BYTES: what AVX2 and
+// AVX-512 do with bytes, in lanes of 16.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -26,11 +27,12 @@ namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
-#if defined(__AVX512F__)  // ----------------------------------------------------------------
-                          // AVX-512
+#if defined(__AVX512F__)  // ---- AVX-512
 
 constexpr int kWidth = 16;
 using Vec = __m512;
+typedef int32_t VecInt __attribute__((vector_size(64)));
+typedef uint32_t VecUint __attribute__((vector_size(64)));
 
 VLMK_INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 
@@ -77,10 +79,13 @@ template <class Half>
 VLMK_INLINE void store_n(Half* p, Vec x, int n) {
   _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(x, Half{}));
 }
-// A store that does not read the line first; p is 64-byte aligned. fence_streams() orders it before
-// what other threads read.
-#define VLMK_HAS_STREAM 1
+// Non-temporal stores, which do not read the line first; p is aligned to the bytes stored.
+// fence_streams() orders them before what other threads read.
+constexpr bool kStreams = true;
 VLMK_INLINE void stream(float* p, Vec x) { _mm512_stream_ps(p, x); }
+VLMK_INLINE void stream(BFloat16* p, Vec x) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x, BFloat16{}));
+}
 VLMK_INLINE void fence_streams() { _mm_sfence(); }
 VLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 VLMK_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
@@ -131,11 +136,50 @@ VLMK_INLINE void transpose(Vec (&row)[kWidth]) {
   }
 }
 
-#elif defined( \
-    __AVX2__)  // ------------------------------------------------------------ AVX2 and FMA
+// Bytes and 16-bit numbers, in lanes of 16 bytes.
+#define VLMK_HAS_BYTES
+constexpr int kLanes = 4;
+VLMK_INLINE __m512i bits(VecInt x) { return reinterpret_cast<__m512i>(x); }
+VLMK_INLINE VecInt ints(__m512i x) { return reinterpret_cast<VecInt>(x); }
+VLMK_INLINE VecInt load(const uint8_t* p) { return ints(_mm512_loadu_si512(p)); }
+VLMK_INLINE void store(uint8_t* p, VecInt x) { _mm512_storeu_si512(p, bits(x)); }
+VLMK_INLINE VecInt set_lanes(__m128i x) { return ints(_mm512_broadcast_i32x4(x)); }
+VLMK_INLINE VecInt shuffle(VecInt x, VecInt by) {
+  return ints(_mm512_shuffle_epi8(bits(x), bits(by)));
+}
+VLMK_INLINE VecInt madd(VecInt x, VecInt y) { return ints(_mm512_madd_epi16(bits(x), bits(y))); }
+VLMK_INLINE VecInt low_bytes(VecInt x, VecInt y) {
+  return ints(_mm512_unpacklo_epi8(bits(x), bits(y)));
+}
+VLMK_INLINE VecInt high_bytes(VecInt x, VecInt y) {
+  return ints(_mm512_unpackhi_epi8(bits(x), bits(y)));
+}
+VLMK_INLINE VecInt pack(VecInt x, VecInt y) { return ints(_mm512_packs_epi32(bits(x), bits(y))); }
+VLMK_INLINE VecInt pack_bytes(VecInt x, VecInt y) {
+  return ints(_mm512_packus_epi16(bits(x), bits(y)));
+}
+VLMK_INLINE VecInt load_lanes(const uint8_t* const* rows, int64_t at) {
+  const auto one = [&](int lane) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[lane] + at));
+  };
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(one(0)), one(1), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(one(2)), one(3), 1);
+  return ints(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
+VLMK_INLINE void store_lanes(uint8_t* const* rows, int64_t at, VecInt x) {
+  const auto to = [&](int lane) { return reinterpret_cast<__m128i*>(rows[lane] + at); };
+  _mm_storeu_si128(to(0), _mm512_castsi512_si128(bits(x)));
+  _mm_storeu_si128(to(1), _mm512_extracti32x4_epi32(bits(x), 1));
+  _mm_storeu_si128(to(2), _mm512_extracti32x4_epi32(bits(x), 2));
+  _mm_storeu_si128(to(3), _mm512_extracti32x4_epi32(bits(x), 3));
+}
+
+#elif defined(__AVX2__)  // ---- AVX2 and FMA
 
 constexpr int kWidth = 8;
 using Vec = __m256;  // functions are explained above, under AVX-512
+typedef int32_t VecInt __attribute__((vector_size(32)));
+typedef uint32_t VecUint __attribute__((vector_size(32)));
 
 VLMK_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
 VLMK_INLINE Vec load(const float* p) { return _mm256_loadu_ps(p); }
@@ -147,20 +191,33 @@ VLMK_INLINE Vec load(const BFloat16* p) {
 VLMK_INLINE Vec load(const Float16* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-VLMK_INLINE void store(BFloat16* p, Vec x) {
+// The upper halves of 32-bit numbers.
+VLMK_INLINE __m128i upper_halves(__m256i u) {
+  const __m256i high = _mm256_srli_epi32(u, 16);
+  const __m256i packed = _mm256_packus_epi32(high, high);
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+VLMK_INLINE __m128i narrow(Vec x, BFloat16) {
   const __m256i u = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
   const __m256i r = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
   const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(r, quiet, nan), 16);
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  return upper_halves(_mm256_blendv_epi8(r, quiet, nan));
 }
-VLMK_INLINE void store(Float16* p, Vec x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                   _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+VLMK_INLINE __m128i narrow(Vec x, Float16) {
+  return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+template <class Half>
+VLMK_INLINE void store(Half* p, Vec x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x, Half{}));
+}
+constexpr bool kStreams = true;
+VLMK_INLINE void stream(float* p, Vec x) { _mm256_stream_ps(p, x); }
+VLMK_INLINE void stream(BFloat16* p, Vec x) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(x, BFloat16{}));
+}
+VLMK_INLINE void fence_streams() { _mm_sfence(); }
 VLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 VLMK_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 VLMK_INLINE Vec sqrt(Vec x) { return _mm256_sqrt_ps(x); }
@@ -204,12 +261,48 @@ VLMK_INLINE void transpose(Vec (&r)[kWidth]) {
   for (int i = 0; i < 8; ++i) r[i] = t[i];
 }
 
-#else  // ----------------------------------------------------------- GCC vectors: SSE2, NEON,
-       // others
+#define VLMK_HAS_BYTES
+constexpr int kLanes = 2;
+VLMK_INLINE __m256i bits(VecInt x) { return reinterpret_cast<__m256i>(x); }
+VLMK_INLINE VecInt ints(__m256i x) { return reinterpret_cast<VecInt>(x); }
+VLMK_INLINE VecInt load(const uint8_t* p) {
+  return ints(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+VLMK_INLINE void store(uint8_t* p, VecInt x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits(x));
+}
+VLMK_INLINE VecInt set_lanes(__m128i x) { return ints(_mm256_broadcastsi128_si256(x)); }
+VLMK_INLINE VecInt shuffle(VecInt x, VecInt by) {
+  return ints(_mm256_shuffle_epi8(bits(x), bits(by)));
+}
+VLMK_INLINE VecInt madd(VecInt x, VecInt y) { return ints(_mm256_madd_epi16(bits(x), bits(y))); }
+VLMK_INLINE VecInt low_bytes(VecInt x, VecInt y) {
+  return ints(_mm256_unpacklo_epi8(bits(x), bits(y)));
+}
+VLMK_INLINE VecInt high_bytes(VecInt x, VecInt y) {
+  return ints(_mm256_unpackhi_epi8(bits(x), bits(y)));
+}
+VLMK_INLINE VecInt pack(VecInt x, VecInt y) { return ints(_mm256_packs_epi32(bits(x), bits(y))); }
+VLMK_INLINE VecInt pack_bytes(VecInt x, VecInt y) {
+  return ints(_mm256_packus_epi16(bits(x), bits(y)));
+}
+VLMK_INLINE VecInt load_lanes(const uint8_t* const* rows, int64_t at) {
+  const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[0] + at));
+  const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[1] + at));
+  return ints(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
+}
+VLMK_INLINE void store_lanes(uint8_t* const* rows, int64_t at, VecInt x) {
+  const auto to = [&](int lane) { return reinterpret_cast<__m128i*>(rows[lane] + at); };
+  _mm_storeu_si128(to(0), _mm256_castsi256_si128(bits(x)));
+  _mm_storeu_si128(to(1), _mm256_extracti128_si256(bits(x), 1));
+}
+
+#else  // ---- GCC vectors: SSE2, NEON, others
 
 constexpr int kWidth = 4;
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t VecInt __attribute__((vector_size(16)));
+typedef uint32_t VecUint __attribute__((vector_size(16)));
 
 VLMK_INLINE Vec set1(float x) { return Vec{x, x, x, x}; }
 template <class T>
@@ -226,6 +319,24 @@ VLMK_INLINE Vec load(const float* p) {
   return x;
 }
 VLMK_INLINE void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
+typedef uint16_t Halves __attribute__((vector_size(8)));
+VLMK_INLINE Vec load(const BFloat16* p) {
+  Halves bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return reinterpret_cast<Vec>(__builtin_convertvector(bits, VecUint) << 16);
+}
+VLMK_INLINE void store(BFloat16* p, Vec x) {
+  const VecUint u = reinterpret_cast<VecUint>(x);
+  const VecUint bits = x == x ? u + 0x7fff + (u >> 16 & 1) : u | 0x400000;
+  const Halves high = __builtin_convertvector(bits >> 16, Halves);
+  std::memcpy(p, &high, sizeof high);
+}
+constexpr bool kStreams = false;
+template <class T>
+VLMK_INLINE void stream(T* p, Vec x) {
+  store(p, x);
+}
+VLMK_INLINE void fence_streams() {}
 VLMK_INLINE Vec select(VecInt mask, Vec a, Vec b) {
   return reinterpret_cast<Vec>((mask & reinterpret_cast<VecInt>(a)) |
                                (~mask & reinterpret_cast<VecInt>(b)));
@@ -257,13 +368,7 @@ VLMK_INLINE void transpose(Vec (&r)[kWidth]) {
   for (int i = 0; i < kWidth; ++i) r[i] = Vec{t[0][i], t[1][i], t[2][i], t[3][i]};
 }
 
-#endif  // -----------------------------------------------------------------------------------
-        // common
-
-#if !defined(VLMK_HAS_STREAM)
-VLMK_INLINE void stream(float* p, Vec x) { store(p, x); }
-VLMK_INLINE void fence_streams() {}
-#endif
+#endif  // ---- common
 
 #if !defined(__AVX512F__)
 template <class T>

@@ -18,13 +18,12 @@ from vlmtrain.checkpoint.mapping import (
     pieces,
     rows,
     split,
-    split_dim,
     transforms,
 )
 from vlmtrain.checkpoint.tensors import hf_shapes
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.layout import make_layout
 from vlmtrain.core.spec import ModelSpec, VisionSpec, padded_vocab_size
+from vlmtrain.parallel.layout import make_layout
 
 
 @st.composite
@@ -146,7 +145,7 @@ def test_split_join_and_slices(data, size):
         if row.transform == "vocab":
             rows_ = padded_vocab_size(spec.vocab_size, size)
             whole = torch.cat([whole, whole.new_zeros(rows_ - spec.vocab_size, whole.shape[1])])
-        dim = split_dim(row.megatron)
+        dim = row.split
         shards = [split(whole, dim, transform.parts, r, size) for r in range(size)]
         assert torch.equal(join(shards, dim, transform.parts), whole), row
         if size > 1:

@@ -26,8 +26,8 @@ from tests.parity import reference as ref  # noqa: E402
 from vlmtrain.core import device, launch  # noqa: E402
 from vlmtrain.core.config import FreezeSection, OptimizerSection, ParallelSection  # noqa: E402
 from vlmtrain.core.errors import UserError  # noqa: E402
-from vlmtrain.core.layout import make_layout  # noqa: E402
 from vlmtrain.models.family import read_spec  # noqa: E402
+from vlmtrain.parallel.layout import make_layout  # noqa: E402
 
 
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:

@@ -175,3 +175,27 @@ def test_a_model_whose_memory_was_replaced_counts() -> None:
         optimizer.step()
         assert_bitwise("model", params[0].detach(), new)
         optimizer.check_masters()
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_default_device_is_not_where_host_memory_is(
+    make: Callable[..., Any], moments: torch.dtype
+) -> None:
+    """Counters, page-locked slabs and tables of codes say where they are."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(4)
+        params = weights()
+        with torch.device(device):
+            optimizer = make(params, moments=moments)
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            if isinstance(optimizer, HybridDeviceOptimizer):
+                optimizer.set_offload_fraction(0.5)
+                optimizer.step()
+        found.append([p.detach() for p in params])
+    for plain, other in zip(*found, strict=True):
+        assert_bitwise("weights", other, plain)

@@ -12,8 +12,9 @@ import pytest
 
 from tests.parallel.test_layout import SPEC_7B
 from tests.parity.matrix import PIPELINED, layouts
-from vlmtrain.core.layout import Layout, LayoutError, make_layout
+from vlmtrain.core.layout import Layout, LayoutError
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.parallel.layout import make_layout
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parallelism.md"
 KINDS = ("tower on stage 0", "tower spread", "multiplexed")

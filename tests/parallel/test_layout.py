@@ -10,8 +10,9 @@ import pytest
 
 from vlmtrain.core.config import ConfigError, ParallelSection, TrainConfig, from_toml
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.layout import LayoutError, make_layout
+from vlmtrain.core.layout import LayoutError
 from vlmtrain.core.spec import ModelSpec, VisionSpec
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 
 VISION = VisionSpec(

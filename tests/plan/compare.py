@@ -17,11 +17,11 @@ from typing import Any
 
 from tests.ranks import run_cli
 from vlmtrain.core.config import ParallelSection, RecomputeSection, TrainConfig, TrainSection
-from vlmtrain.core.layout import make_layout
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 from vlmtrain.demo import command, photographs, tiny_model
 from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import hardware, workload
 from vlmtrain.telemetry import drift
 

@@ -17,8 +17,8 @@ from tests.parity.reference import make_model
 from tests.plan.megatron_worker import make_batch
 from vlmtrain.core import device
 from vlmtrain.core.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
-from vlmtrain.core.layout import make_layout
 from vlmtrain.models.family import parse_spec
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.training.engine import Engine, _loss
 
 

@@ -17,8 +17,8 @@ from tests.plan.test_flops import released_config
 from vlmtrain.core import config as configuration
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.layout import make_layout
 from vlmtrain.models.family import parse_spec, read_spec
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import hardware, schedule, workload
 from vlmtrain.plan.command import compact, plan
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests.plan.test_flops import released_config
 from vlmtrain.core.config import TrainConfig, TrainSection
-from vlmtrain.core.layout import make_layout
 from vlmtrain.models.family import parse_spec
 from vlmtrain.models.flops import Work
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import hardware
 from vlmtrain.plan.hardware import Peak
 from vlmtrain.telemetry import drift

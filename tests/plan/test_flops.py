@@ -13,7 +13,7 @@ from tests.parity import reference
 from vlmtrain.core.config import FreezeSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models import flops
-from vlmtrain.models.family import parse_spec
+from vlmtrain.models.family import parse_spec, table_of
 
 
 def _spec(model: Any) -> ModelSpec:
@@ -218,8 +218,8 @@ def test_figures_of_the_cost_model() -> None:
     """Published figures: 233.05M and 877.66M weights a layer, 57.6 GF per token at 7B."""
     small = parse_spec(released_config("qwen2_vl-7b"))
     large = parse_spec(released_config("qwen2_vl-72b"))
-    assert round(flops.text_layer_weights(small) / 1e6, 2) == 233.05
-    assert round(flops.text_layer_weights(large) / 1e6, 2) == 877.66
+    assert round(table_of(small).text_layer.weights / 1e6, 2) == 233.05
+    assert round(table_of(large).text_layer.weights / 1e6, 2) == 877.66
     work = flops.Work.of([1478] * 5 + [802], [[1, 62, 62]] * 5, small.vision)
     assert flops.count(small, work).total / work.tokens == pytest.approx(57.6e9, rel=0.05)
 

@@ -11,10 +11,10 @@ import pytest
 from tests.parity.reference import make_model
 from tests.plan.worker import results
 from vlmtrain.core.config import FreezeSection, LoraSection, RecomputeSection
-from vlmtrain.core.layout import make_layout
-from vlmtrain.models import flops, linears
+from vlmtrain.core.spec import padded_vocab_size
+from vlmtrain.models import flops
 from vlmtrain.models.family import parse_spec
-from vlmtrain.plan import memory
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan.hardware import Peak
 from vlmtrain.telemetry.ledger import Ledger
 
@@ -50,7 +50,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_hardware_flops_to_the_last_multiply(number: int, measured: list[dict[str, Any]]) -> None:
     case, real = CASES[number], measured[number]
     spec = parse_spec(make_model(case["family"], vision_heads=4).config.to_dict())
-    spec = dataclasses.replace(spec, vocab_size=memory.padded_vocab(spec, 1))
+    spec = dataclasses.replace(spec, vocab_size=padded_vocab_size(spec.vocab_size, 1))
     lora = LoraSection(**case.get("lora", {}))
     work = flops.Work.of([TOKENS], GRIDS, spec.vision)
     ledger = Ledger(
@@ -63,17 +63,3 @@ def test_hardware_flops_to_the_last_multiply(number: int, measured: list[dict[st
     )
     assert ledger.executed(work) == real["flops"]
     assert real["grads"] == real["learning"], "a parameter that learns got no gradient"
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_linears_are_those_of_the_adapters(family: str) -> None:
-    from vlmtrain.models.lora import fused_linears
-
-    spec = parse_spec(make_model(family, vision_heads=4).config.to_dict())
-    for vision in (False, True):
-        real = fused_linears(spec, vision)
-        ours = linears.layer_linears(spec, vision=vision)
-        assert [name.split(".")[-1] for name in real] == [linear.name for linear in ours]
-        for fused, linear in zip(real.values(), ours, strict=True):
-            modules = tuple(name.split(".")[-1] for name in fused.modules)
-            assert (modules, fused.rows) == (tuple(linear.modules), tuple(linear.modules.values()))

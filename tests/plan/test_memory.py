@@ -11,8 +11,8 @@ from tests.parity.reference import make_model
 from tests.plan.worker import results
 from vlmkernels.attention.select import TILED_HEAD_DIMS
 from vlmtrain.core.config import FreezeSection, LoraSection
-from vlmtrain.core.layout import make_layout
 from vlmtrain.models.family import parse_spec
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import memory
 
 GRIDS = [[1, 32, 32], [2, 10, 14]]

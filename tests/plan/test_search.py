@@ -14,11 +14,11 @@ import pytest
 from tests.plan import test_schedule
 from tests.plan.test_flops import released_config
 from vlmtrain.core.config import FreezeSection, LoraSection
-from vlmtrain.core.layout import make_layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import contiguous
 from vlmtrain.models import flops
-from vlmtrain.models.family import parse_spec
+from vlmtrain.models.family import parse_spec, table_of
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import costs, hardware, memory, picture, schedule, search, split, workload
 
 
@@ -238,7 +238,7 @@ def test_recompute_adds_one_forward_pass(seven: ModelSpec, packs: workload.Packs
     # an MLP is 3hf of a layer's weights
     share = units["text_mlp"][costs.COMPUTE_F, 0] / units["text"][costs.COMPUTE_F, 0]
     mlp = 3 * seven.hidden_size * seven.intermediate_size
-    assert share == pytest.approx(mlp / flops.text_layer_weights(seven))
+    assert share == pytest.approx(mlp / table_of(seven).text_layer.weights)
 
 
 def test_thousands_of_gpus_in_seconds() -> None:

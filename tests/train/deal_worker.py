@@ -18,12 +18,12 @@ from vlmtrain.checkpoint.hf.save import gathered  # noqa: E402
 from vlmtrain.checkpoint.load import load_weights  # noqa: E402
 from vlmtrain.core import device, launch  # noqa: E402
 from vlmtrain.core.config import LoaderSection, OptimizerSection  # noqa: E402
-from vlmtrain.core.layout import make_layout  # noqa: E402
 from vlmtrain.data.index import scan_sources  # noqa: E402
 from vlmtrain.data.loader import LoaderRank, PackedLoader  # noqa: E402
 from vlmtrain.data.packing.plan import Policy  # noqa: E402
 from vlmtrain.data.processor import Processor  # noqa: E402
 from vlmtrain.models.family import read_spec  # noqa: E402
+from vlmtrain.parallel.layout import make_layout  # noqa: E402
 from vlmtrain.training.engine import Engine  # noqa: E402
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tests.plan.megatron_worker import make_batch
 from vlmtrain.core import device
 from vlmtrain.core.config import OptimizerSection
-from vlmtrain.core.layout import make_layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan.hardware import Peak
 from vlmtrain.telemetry.ledger import Ledger
 from vlmtrain.training.engine import Engine

@@ -16,11 +16,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from vlmtrain.core.batch import PackedBatch, empty_pack  # noqa: E402
 from vlmtrain.core.config import LoaderSection  # noqa: E402
-from vlmtrain.core.layout import make_layout  # noqa: E402
 from vlmtrain.data.index import scan_sources  # noqa: E402
 from vlmtrain.data.loader import LoaderRank, PackedLoader  # noqa: E402
 from vlmtrain.data.processor import Processor  # noqa: E402
 from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import make_layout  # noqa: E402
 from vlmtrain.parallel.pixel_sharing import SharedPixels  # noqa: E402
 from vlmtrain.parallel.step_inputs import StepInputs  # noqa: E402
 

@@ -26,6 +26,7 @@ from .native import (
     Rows,
     check_gradient,
     check_hyperparameters,
+    check_memory,
     check_nonfinite,
     is_dense,
     is_host,
@@ -40,6 +41,7 @@ from .state import (
     fill_groups,
     moment_keys,
     moment_tensors,
+    step_count,
 )
 
 logger = logging.getLogger(__name__)
@@ -157,11 +159,19 @@ class CPUAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @staticmethod
+    def _check_group(group: dict[str, Any]) -> None:
+        for param in group["params"]:
+            check_memory("a parameter", param)
             if not _is_usable(param):
-                self.param_groups.pop()
                 raise ValueError(
-                    f"a parameter is {describe(param)} with strides {tuple(param.stride())}; "
+                    f"a parameter is {describe(param)} with strides {_strides(param)}; "
                     "CPUAdam needs float32 on cpu, without gaps in memory"
                 )
 
@@ -203,7 +213,7 @@ class CPUAdam(torch.optim.Optimizer):
         fill_groups(self.param_groups, self.defaults)
         for param, values in self.state.items():
             if "step" in values:  # Megatron loads one tensor for all parameters
-                values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
+                values["step"] = step_count(values["step"])
             check_shapes(values, param)
 
     def grad_norm(self) -> float:
@@ -301,6 +311,8 @@ class CPUAdam(torch.optim.Optimizer):
             if not entry.ordered(grad):  # the native step walks through memory, not indices
                 grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
             pointer = grad.data_ptr()
+            if not pointer and row[6]:
+                check_gradient(param, grad)
             if pointer == row[0] and row[6]:
                 raise ValueError(
                     f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs its "
@@ -331,7 +343,7 @@ class CPUAdam(torch.optim.Optimizer):
             )
         ensure_moments(state, self.moments, param, param.device, lambda: self._name(param))
         if not is_step(state.get("step")):
-            state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
+            state["step"] = step_count(state.get("step", 0))
         return _Known(param, state, low, moment_keys(self.moments))
 
     def _name(self, param: Tensor) -> str:

@@ -20,7 +20,13 @@ from vlmkernels._native import describe
 from .device_step import norm, step_on_device
 from .host_step import HostStep, Shard
 from .masters import Masters, is_own_master
-from .native import check_gradient, check_hyperparameters, check_nonfinite, is_step
+from .native import (
+    check_gradient,
+    check_hyperparameters,
+    check_memory,
+    check_nonfinite,
+    is_step,
+)
 from .placement import Policy, check_fraction, check_policy, preference, relocate
 from .state import (
     ALL_MOMENTS,
@@ -30,6 +36,7 @@ from .state import (
     fit_moments,
     load_groups,
     state_bytes,
+    step_count,
 )
 from .transfer import Transfers
 
@@ -143,18 +150,26 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         params = self._params()  # groups may be empty
-        for param in self.param_groups[-1]["params"]:
-            device = params[0].device
-            if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"a parameter is {describe(param)}; it must be float32 or bfloat16 on {device}"
-                )
+        try:
+            self._check_group(self.param_groups[-1], params)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         last = len(self.param_groups) - 1
         self._group_of.update(dict.fromkeys(self.param_groups[-1]["params"], last))
         if params:
             self._host.connect(params[0].device)
         self.set_offload_fraction(self._fraction)
+
+    @staticmethod
+    def _check_group(group: dict[str, Any], params: list[Tensor]) -> None:
+        for param in group["params"]:
+            check_memory("a parameter", param)
+            device = params[0].device
+            if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
+                raise ValueError(
+                    f"a parameter is {describe(param)}; it must be float32 or bfloat16 on {device}"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """torch pickles groups and state only: not what is on its way between the memories."""
@@ -261,7 +276,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         like = self._masters.copies.get(param, param)
         ensure_moments(state, self.moments, like, like.device, lambda: self._name(param))
         if not is_step(state["step"]):
-            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+            state["step"] = step_count(state["step"])
 
     def _name(self, param: Tensor) -> str:
         return f"parameter {next(i for i, p in enumerate(self._params()) if p is param)}"
@@ -271,7 +286,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         to_host = param in self._offloaded
         device = torch.device("cpu") if to_host else param.device
-        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        state["step"] = step_count()
         fit_moments(state, self.moments, partial(torch.empty, param.shape, device=device))
         self._put_master(param, state, *self._make_master(param, state, to_host, param.detach()))
         self._masters.written([param])

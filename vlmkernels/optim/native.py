@@ -143,6 +143,7 @@ def check_nonfinite(nonfinite: str) -> None:
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:
     """Raises ValueError unless `grad` can be a gradient of `param`."""
+    check_memory("a gradient", grad)
     if (
         grad.dtype not in GRADIENTS
         or grad.shape != param.shape
@@ -152,6 +153,16 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
         raise ValueError(
             f"a gradient is {describe(grad)}, {grad.layout}; it must be dense float32 or "
             f"bfloat16 {list(param.shape)} on {param.device}"
+        )
+
+
+def check_memory(name: str, x: Tensor) -> None:
+    """Raises ValueError for a tensor that is made of others, such as FSDP2's DTensor: it has no
+    memory whose address a kernel could be given."""
+    if hasattr(type(x), "__tensor_flatten__"):
+        raise ValueError(
+            f"{name} is a {type(x).__name__}, which has no memory of its own; pass plain tensors, "
+            "such as parameters that share the memory of its to_local()"
         )
 
 

@@ -29,6 +29,11 @@ SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 ALL_MOMENTS = (*MOMENTS, *CODES, *SCALES)
 
 
+def step_count(steps: float = 0.0) -> Tensor:
+    """A count of steps, in host memory whatever torch's default device is."""
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+
+
 def check_moments(moments: torch.dtype) -> None:
     """Raises ValueError for a type that moments can't have."""
     if moments not in MOMENT_TYPES:

@@ -33,7 +33,6 @@ from vlmtrain.checkpoint.mapping import (
     checkpoint_key,
     pieces,
     rows,
-    split_dim,
     transforms,
 )
 from vlmtrain.checkpoint.megatron.source import STATE_PREFIXES, MegatronSource
@@ -51,9 +50,10 @@ from vlmtrain.core.files import (
     start_folder,
     write_json,
 )
-from vlmtrain.core.layout import Layout, make_layout
+from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import make_layout
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -198,7 +198,7 @@ def _split(row: Row, layout: Layout) -> int | None:
     """A multiplexed vision tower is not split: every rank holds it whole."""
     if layout.tensor == 1 or (layout.multiplexed and row.megatron.startswith("vision.")):
         return None
-    return split_dim(row.megatron)
+    return row.split
 
 
 def _holds(row: Row, layout: Layout, rank: int) -> bool:

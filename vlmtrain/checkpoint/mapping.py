@@ -1,9 +1,9 @@
-"""The one table that maps Hugging Face tensors to Megatron tensors, and what to do on the way.
+"""Which Hugging Face tensors make which Megatron tensor, and what to do on the way.
 
 A row names the Hugging Face tensors (one or several), the Megatron tensor they make, and a
-transform. `{i}` is the global layer number. The table knows nothing of tensor or pipeline
-parallelism: a whole Megatron tensor is cut for one rank by `split`, and `pieces` says which slices
-of the Hugging Face tensors make one rank's piece without the rest.
+transform; all derive from the family's table (`models/common/table.py`). A whole Megatron tensor
+is cut for one rank by `split`, and `pieces` says which slices of the Hugging Face tensors make one
+rank's piece without the rest.
 
 Hugging Face names are those written to disk by every transformers release (`visual.*`,
 `model.*`); names of transformers >= 4.52 in memory (`model.visual.*`,
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.common.table import Part
+from vlmtrain.models.family import table_of
 
 
 class WeightError(UserError):
@@ -29,105 +31,37 @@ class WeightError(UserError):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table, with `{i}` filled in by `rows`."""
+    """Some Hugging Face tensors and the Megatron tensor that they make."""
 
     hf: tuple[str, ...]
     megatron: str
     transform: str
-
-
-# --- the table ---------------------------------------------------------------------------------
-_T, _V = "model.layers.{i}.", "visual.blocks.{i}."
-_MT, _MV = "language_model.decoder.layers.{i}.", "vision.blocks.layers.{i}."
-
-_TEXT = [
-    Row(("model.embed_tokens.weight",), "language_model.embedding.word_embeddings.weight", "vocab"),
-    Row(("model.norm.weight",), "language_model.decoder.final_layernorm.weight", "same"),
-]
-_TEXT_HEAD = [Row(("lm_head.weight",), "language_model.output_layer.weight", "vocab")]
-_TEXT_LAYER = [
-    Row((_T + "input_layernorm.weight",), _MT + "input_layernorm.weight", "same"),
-    *(
-        Row(
-            tuple(f"{_T}self_attn.{x}_proj.{kind}" for x in "qkv"),
-            f"{_MT}self_attention.linear_qkv.{kind}",
-            "text_qkv",
-        )
-        for kind in ("weight", "bias")
-    ),
-    Row((_T + "self_attn.o_proj.weight",), _MT + "self_attention.linear_proj.weight", "same"),
-    Row((_T + "post_attention_layernorm.weight",), _MT + "pre_mlp_layernorm.weight", "same"),
-    Row(
-        (_T + "mlp.gate_proj.weight", _T + "mlp.up_proj.weight"),
-        _MT + "mlp.linear_fc1.weight",
-        "gate_up",
-    ),
-    Row((_T + "mlp.down_proj.weight",), _MT + "mlp.linear_fc2.weight", "same"),
-]
-_VISION = [Row(("visual.patch_embed.proj.weight",), "vision.patch_embed.weight", "patch_embed")] + [
-    Row((f"visual.merger.{hf}.{kind}",), f"vision.{megatron}.{kind}", "same")
-    for hf, megatron in (("mlp.0", "merger_fc1"), ("mlp.2", "merger_fc2"))
-    for kind in ("weight", "bias")
-]
-_VISION_LAYER = [
-    *(
-        Row((f"{_V}attn.qkv.{kind}",), f"{_MV}self_attention.linear_qkv.{kind}", "vision_qkv")
-        for kind in ("weight", "bias")
-    ),
-    *(
-        Row((f"{_V}attn.proj.{kind}",), f"{_MV}self_attention.linear_proj.{kind}", "same")
-        for kind in ("weight", "bias")
-    ),
-]
-_VISION_MLP_GATED = [
-    *(
-        Row(
-            (f"{_V}mlp.gate_proj.{kind}", f"{_V}mlp.up_proj.{kind}"),
-            f"{_MV}mlp.linear_fc1.{kind}",
-            "gate_up",
-        )
-        for kind in ("weight", "bias")
-    ),
-    *(
-        Row((f"{_V}mlp.down_proj.{kind}",), f"{_MV}mlp.linear_fc2.{kind}", "same")
-        for kind in ("weight", "bias")
-    ),
-]
-_VISION_MLP_PLAIN = [
-    Row((f"{_V}mlp.{fc}.{kind}",), f"{_MV}mlp.linear_{fc}.{kind}", "same")
-    for fc in ("fc1", "fc2")
-    for kind in ("weight", "bias")
-]
-
-
-def _vision_norms(kinds: Sequence[str]) -> tuple[list[Row], list[Row]]:
-    layer = [
-        Row((f"{_V}{hf}.{kind}",), f"{_MV}{megatron}.{kind}", "same")
-        for hf, megatron in (("norm1", "input_layernorm"), ("norm2", "pre_mlp_layernorm"))
-        for kind in kinds
-    ]
-    merger = [Row((f"visual.merger.ln_q.{k}",), f"vision.merger_norm.{k}", "same") for k in kinds]
-    return layer, merger
+    split: int | None  # the dimension that tensor-parallel ranks divide; None: all hold it
 
 
 def rows(spec: ModelSpec) -> Iterator[Row]:
     """Every row of a model, layer numbers filled in."""
-    gated = spec.vision.gated
-    layer_norms, merger_norm = _vision_norms(("weight",) if gated else ("weight", "bias"))
-    yield from _TEXT
-    if not spec.tie_word_embeddings:
-        yield from _TEXT_HEAD
-    yield from _VISION
-    yield from merger_norm
-    vision_layer = _VISION_LAYER + layer_norms + (_VISION_MLP_GATED if gated else _VISION_MLP_PLAIN)
-    for table, layers in ((_TEXT_LAYER, spec.num_layers), (vision_layer, spec.vision.depth)):
-        for i in range(layers):
+    for part, layers in table_of(spec).parts(spec):
+        table = list(_part_rows(part))
+        for i in range(layers or 1):
             for row in table:
                 yield Row(
                     tuple(name.replace("{i}", str(i)) for name in row.hf),
                     row.megatron.replace("{i}", str(i)),
                     row.transform,
+                    row.split,
                 )
+
+
+def _part_rows(part: Part) -> Iterator[Row]:
+    for item in part.items:
+        for kind in ("weight", "bias") if item.bias else ("weight",):
+            yield Row(
+                tuple(f"{part.hf}{module}.{kind}" for module in item.modules),
+                f"{part.megatron}{item.name}.{kind}",
+                item.transform,
+                None if item.split == 1 and kind == "bias" else item.split,
+            )
 
 
 # --- transforms ----------------------------------------------------------------------------------
@@ -194,25 +128,8 @@ def transforms(spec: ModelSpec) -> dict[str, Transform]:
 
 
 # --- splitting -----------------------------------------------------------------------------------
-_SPLIT_ROWS = re.compile(
-    r".*\.(linear_qkv|linear_fc1|merger_fc1)\.(weight|bias)$|.*\.(word_embeddings|output_layer)\..*"
-)
-_SPLIT_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2|merger_fc2)\.weight$")
-
-
-def split_dim(megatron: str) -> int | None:
-    """The dimension along which tensor-parallel ranks share a Megatron tensor; None: all hold it.
-
-    For tools that build no model. A parameter in a model says it itself (`split`, `join`), and a
-    test holds the two together.
-    """
-    if _SPLIT_ROWS.match(megatron):
-        return 0
-    return 1 if _SPLIT_COLUMNS.match(megatron) else None
-
-
 def parameter_split_dim(parameter: Tensor) -> int | None:
-    """The same, as a model's parameter says it."""
+    """As `Row.split`, as a model's parameter says it; a test holds the two together."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     return parameter.partition_dim  # type: ignore[attr-defined]

@@ -22,7 +22,8 @@ from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import read_common
 from vlmtrain.checkpoint.weights import Source, open_weights
 from vlmtrain.core.config import LoraSection
-from vlmtrain.models.family import read_spec
+from vlmtrain.models.common.table import Linear
+from vlmtrain.models.family import read_spec, table_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 # What peft can do beside W + scale B A, and the value that means it does not.
@@ -172,15 +173,13 @@ def from_checkpoint(source: MegatronSource) -> MergedSource:
     Raises:
         WeightError: the checkpoint does not say how they were trained.
     """
-    # Imports Megatron: seconds, and memory that conversion without adapters does not need.
-    from vlmtrain.models.lora import Fused, fused_linears
 
     folder, reader, spec = source.folder, source.reader, source.spec
     config = read_common(folder).get("config", {})
     if not config.get("lora", {}).get("rank"):
         raise WeightError(f"{folder} holds LoRA adapters but not their rank and alpha")
     lora = LoraSection(**config["lora"])
-    table: dict[str, tuple[str, int, Fused]] = {}  # HF name -> key, layer
+    table: dict[str, tuple[str, int, Linear]] = {}  # HF name -> key, layer
     for row in rows(spec):
         key, layer = checkpoint_key(row.megatron)
         key = key.removesuffix(".weight") + ".adapters."
@@ -188,23 +187,22 @@ def from_checkpoint(source: MegatronSource) -> MergedSource:
             continue
         vision = row.megatron.startswith("vision.")
         path = row.megatron.split(".layers.")[1].split(".", 1)[1].removesuffix(".weight")
-        fused = fused_linears(spec, vision)[path]
-        chosen = [m for m in fused.modules if m.rsplit(".", 1)[-1] in lora.targets]
-        for number, module in enumerate(chosen):
+        linear = next(x for x in table_of(spec).layer(vision).linears if x.name == path)
+        for number, module in enumerate(linear.adapted(lora.targets)):
             name = next(n for n in row.hf if n.endswith(f".{module}.weight"))
-            table[name] = (f"{key}{number}.", layer, fused)
+            table[name] = (f"{key}{number}.", layer, linear)
 
     def adapters(name: str) -> tuple[Tensor, Tensor] | None:
         if name not in table:
             return None
-        key, layer, fused = table[name]
+        key, layer, linear = table[name]
 
         def read(letter: str) -> Tensor:
             shape = reader.shape(key + letter)
             box = ((layer, layer + 1), *((0, n) for n in shape[1:]))
             return reader.read(key + letter, box)[0]
 
-        return read("a"), fused.hf_rows(read("b"))
+        return read("a"), linear.hf_rows(read("b"))
 
     source.merging = True
     return MergedSource(source, adapters, lora.alpha / lora.rank)

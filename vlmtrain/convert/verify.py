@@ -211,7 +211,7 @@ def _our_logits(folder: Path, spec: ModelSpec, inputs: dict[str, Tensor]) -> Ten
     from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.core import device, launch
     from vlmtrain.core.batch import PackedBatch
-    from vlmtrain.core.layout import make_layout
+    from vlmtrain.parallel.layout import make_layout
     from vlmtrain.training.engine import Engine
 
     ids = inputs["input_ids"]

@@ -1,14 +1,21 @@
-"""The families of models that can be trained: one folder each, and one line here."""
+"""The families of models that can be trained: one folder each, and one line here.
+
+A family (`common/family.py`) reads its config.json, lists its weights, and says what else differs:
+the class of its tower, M-RoPE positions, how pixels become patches. What has no family's name in
+it works from the ModelSpec and the table of weights that it makes.
+"""
 
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from vlmtrain.core.spec import ModelConfigError, ModelSpec
 from vlmtrain.models import qwen2_5_vl, qwen2_vl
 from vlmtrain.models.common.family import Family
+from vlmtrain.models.common.table import Table
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -21,6 +28,11 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(spec: ModelSpec) -> Family:
     return FAMILIES[spec.family]
+
+
+@lru_cache(maxsize=64)
+def table_of(spec: ModelSpec) -> Table:
+    return family_of(spec).table(spec)
 
 
 def parse_spec(config: dict[str, Any]) -> ModelSpec:

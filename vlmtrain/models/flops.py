@@ -26,7 +26,8 @@ from typing import Any
 
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.spec import ModelSpec, VisionSpec
-from vlmtrain.models import linears
+from vlmtrain.models import lora_costs
+from vlmtrain.models.family import table_of
 
 PARTS = ("patch_embed", "vision", "merger", "language", "head")
 
@@ -122,23 +123,9 @@ class Price:
         return self.weights + self.attention
 
 
-def text_layer_weights(spec: ModelSpec) -> int:
-    """Matrix weights of one language layer: 2hq + 2h kv + 3hf (233.05M at 7B, 877.66M at 72B)."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    h = spec.hidden_size
-    return 2 * h * q + 2 * h * kv + 3 * h * spec.intermediate_size
-
-
-def vision_layer_weights(spec: ModelSpec) -> int:
-    """Matrix weights of one vision layer: 4D^2 + 2Df, or 3Df where the MLP is gated."""
-    vision = spec.vision
-    products = 3 if spec.vision.gated else 2
-    return 4 * vision.hidden_size**2 + products * vision.hidden_size * vision.intermediate_size
-
-
 def text_layer_price(spec: ModelSpec) -> Price:
     return Price(
-        Work(tokens=2 * text_layer_weights(spec)),
+        Work(tokens=2 * table_of(spec).text_layer.weights),
         Work(causal_pairs=4 * spec.num_heads * spec.head_dim),
     )
 
@@ -149,21 +136,19 @@ def vision_layer_price(spec: ModelSpec, layer: int) -> Price:
     pair = 4 * vision.hidden_size
     windowed = vision.window_size is not None and layer not in vision.full_attention_layers
     return Price(
-        Work(patches=2 * vision_layer_weights(spec)),
+        Work(patches=2 * table_of(spec).vision_layer.weights),
         Work(window_pairs=pair) if windowed else Work(frame_pairs=pair),
     )
 
 
 def patch_embed_price(spec: ModelSpec) -> Price:
-    return Price(Work(patches=2 * spec.vision.patch_dim * spec.vision.hidden_size))
+    return Price(Work(patches=2 * table_of(spec).patch_embed.weights))
 
 
 def merger_price(spec: ModelSpec) -> Price:
-    """Per patch; exact because patches come in groups of `merge_unit`."""
-    vision = spec.vision
-    merged = vision.merge_unit * vision.hidden_size
-    # merged is a multiple of merge_unit, so the division leaves nothing over
-    return Price(Work(patches=2 * vision.hidden_size * (merged + vision.out_hidden_size)))
+    """Per patch; exact because patches come in groups of `merge_unit`, of which the merger's
+    widths are multiples."""
+    return Price(Work(patches=2 * table_of(spec).merger.weights // spec.vision.merge_unit))
 
 
 def head_price(spec: ModelSpec, vocab_size: int | None = None) -> Price:
@@ -232,8 +217,7 @@ class FlopCount:
 
 def mlp_price(spec: ModelSpec, *, vision: bool) -> Work:
     """Forward price of the MLP of one layer of a tower."""
-    _, _, fc1, fc2 = linears.layer_linears(spec, vision=vision)
-    flops = 2 * (fc1.weights + fc2.weights)
+    flops = 2 * table_of(spec).layer(vision).mlp_weights
     return Work(patches=flops) if vision else Work(tokens=flops)
 
 
@@ -277,10 +261,10 @@ def _count_adapted(
         pairs = [vision_layer_price(spec, i) if vision else text_layer_price(spec)
                  for i in range(number)]  # fmt: skip
         forward = backward = mlp = attention = attention_back = 0
-        learn = linears.adapters_learn(spec, lora, vision=vision)
+        learn = bool(lora_costs.adapter_parameters(spec, lora, 1, vision))
         below = below or (learn and name in recomputed)
         for price in pairs:
-            one = linears.layer_products(spec, lora, vision=vision, below=below)
+            one = lora_costs.layer_products(spec, lora, vision=vision, below=below)
             seen = price.attention @ work
             forward += 2 * one.forward * rows + seen
             backward += 2 * one.backward * rows
@@ -347,19 +331,12 @@ def utilization(flops: float, seconds: float, gpus: int, peak_flops: float) -> f
 
 def parameter_counts(spec: ModelSpec) -> dict[str, int]:
     """Parameters by part, as Hugging Face stores them (the embedding under "embedding")."""
-    vision, h = spec.vision, spec.hidden_size
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    wide, f = vision.hidden_size, vision.intermediate_size
-    merged = vision.merge_unit * wide
-    gated = spec.vision.gated
-    norm = wide if gated else 2 * wide  # RMSNorm, or LayerNorm with a bias
-    mlp_biases = (2 * f if gated else f) + wide
-    layer = vision_layer_weights(spec) + 4 * wide + mlp_biases + 2 * norm
+    table = table_of(spec)
     return {
-        "patch_embed": vision.patch_dim * wide,
-        "vision": vision.depth * layer,
-        "merger": norm + merged * merged + merged + merged * h + h,
-        "embedding": spec.vocab_size * h,
-        "language": spec.num_layers * (text_layer_weights(spec) + q + 2 * kv + 2 * h) + h,
-        "head": 0 if spec.tie_word_embeddings else spec.vocab_size * h,
+        "patch_embed": table.patch_embed.parameters,
+        "vision": spec.vision.depth * table.vision_layer.parameters,
+        "merger": table.merger.parameters,
+        "embedding": table.embedding.parameters,
+        "language": spec.num_layers * table.text_layer.parameters + table.final_norm.parameters,
+        "head": 0 if spec.tie_word_embeddings else table.head.parameters,
     }

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,62 +29,8 @@ from vlmtrain.core.config import LoraSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.common.layers import touch
-
-LANGUAGE_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class Fused:
-    """How a Megatron linear is made of Hugging Face modules.
-
-    modules: their names below the layer, in Megatron's order.
-    rows: output rows of each.
-    groups: where Megatron orders rows by head groups, their number, else 0.
-    inner: blocks of the one module's rows that Megatron has within each head group (3 for the
-        vision tower's qkv: [3, heads, head_dim] there, [heads, 3, head_dim] here).
-    """
-
-    modules: tuple[str, ...]
-    rows: tuple[int, ...]
-    groups: int = 0
-    inner: int = 1
-
-    def hf_rows(self, b: Tensor) -> Tensor:
-        """A whole B as the Hugging Face module has its rows: adapters keep Megatron's order, in
-        which a tensor-parallel rank's rows are contiguous whatever the size of its group."""
-        if self.inner == 1:
-            return b
-        return b.unflatten(0, (self.groups, self.inner, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def fused_linears(spec: ModelSpec, vision: bool) -> dict[str, Fused]:
-    """Megatron linear (below a layer) -> what it is made of."""
-    if vision:
-        v = spec.vision
-        width, mid = v.hidden_size, v.intermediate_size
-        table = {
-            "self_attention.linear_qkv": Fused(("attn.qkv",), (3 * width,), v.num_heads, inner=3),
-            "self_attention.linear_proj": Fused(("attn.proj",), (width,)),
-        }
-        if spec.vision.gated:
-            table["mlp.linear_fc1"] = Fused(("mlp.gate_proj", "mlp.up_proj"), (mid, mid))
-            table["mlp.linear_fc2"] = Fused(("mlp.down_proj",), (width,))
-        else:
-            table["mlp.linear_fc1"] = Fused(("mlp.fc1",), (mid,))
-            table["mlp.linear_fc2"] = Fused(("mlp.fc2",), (width,))
-        return table
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    mid = spec.intermediate_size
-    return {
-        "self_attention.linear_qkv": Fused(
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            (q, kv, kv),
-            spec.num_kv_heads,
-        ),
-        "self_attention.linear_proj": Fused(("self_attn.o_proj",), (spec.hidden_size,)),
-        "mlp.linear_fc1": Fused(("mlp.gate_proj", "mlp.up_proj"), (mid, mid)),
-        "mlp.linear_fc2": Fused(("mlp.down_proj",), (spec.hidden_size,)),
-    }
+from vlmtrain.models.common.table import Linear
+from vlmtrain.models.family import table_of
 
 
 class Adapter(nn.Module):
@@ -171,17 +116,17 @@ class _Lora:
 
     def _assemble(self, outputs: dict[str, Tensor]) -> Tensor:
         """Outputs [.., rows] of the adapted modules in the order of Megatron's fused rows."""
-        fused: Fused = self.lora_fused  # type: ignore[attr-defined]
+        fused: Linear = self.lora_fused  # type: ignore[attr-defined]
         some = next(iter(outputs.values()))
         parts = [
             outputs[module]
             if module in outputs
             else some.new_zeros(*some.shape[:-1], rows // self._parts())
-            for module, rows in zip(fused.modules, fused.rows, strict=True)
+            for module, rows in fused.modules.items()
         ]
         if not fused.groups:
             return torch.cat(parts, -1)
-        if fused.inner > 1:  # one module, whose B has Megatron's order: see Fused.hf_rows
+        if fused.inner > 1:  # one module, whose B has Megatron's order: see Linear.hf_rows
             return parts[0]
         groups = fused.groups // self._parts()
         return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], -1).flatten(-2)
@@ -261,25 +206,25 @@ def add_adapters(
     layers: Any, spec: ModelSpec, section: LoraSection, *, vision: bool, seed: int
 ) -> None:
     """Put adapters on the target modules of a tower's layers and freeze everything else in them."""
-    prefix = "visual.blocks" if vision else "model.layers"
+    table = table_of(spec).layer(vision)
     for layer in layers:
-        for path, fused in fused_linears(spec, vision).items():
-            chosen = [m for m in fused.modules if m.rsplit(".", 1)[-1] in section.targets]
+        prefix = table.hf.replace("{i}", str(layer.layer_number - 1))
+        for fused in table.linears:
+            chosen = fused.adapted(section.targets)
             if not chosen:
                 continue
-            linear = layer.get_submodule(path)
+            linear = layer.get_submodule(fused.name)
             column = isinstance(linear, ColumnParallelLinear)
             group = linear.tp_group
             size, rank = group.size(), group.rank()
             inputs = linear.weight.shape[1] * (1 if column else size)
-            index = layer.layer_number - 1
             linear.adapters = nn.ModuleList()
-            for module in chosen:
+            for module, rows in chosen.items():
                 adapter = Adapter(
-                    f"{prefix}.{index}.{module}",
+                    prefix + module,
                     section.rank,
                     inputs,
-                    fused.rows[fused.modules.index(module)],
+                    rows,
                     column=column,
                     sequence=linear.sequence_parallel,
                     tp_rank=rank,
@@ -310,16 +255,10 @@ def check_section(section: LoraSection, spec: ModelSpec) -> None:
             f"--lora.alpha {section.alpha}, --lora.dropout {section.dropout}: alpha must be above "
             "0 and finite, dropout in [0, 1)"
         )
-    towers = (False, True) if section.vision else (False,)
-    known = {
-        m.rsplit(".", 1)[-1]
-        for vision in towers
-        for fused in fused_linears(spec, vision).values()
-        for m in fused.modules
-    }
+    known = table_of(spec).targets(section.vision)
     unknown = [t for t in section.targets if t not in known]
     if unknown or not section.targets:
         raise UserError(
             f"--lora.targets {' '.join(section.targets) or '(none)'}: this model's linears are "
-            f"called {', '.join(sorted(known))}"
+            f"called {', '.join(known)}"
         )

@@ -15,7 +15,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.toml import toml_tables
 from vlmtrain.models import flops
 from vlmtrain.models.family import family_of, read_spec
-from vlmtrain.models.linears import check_targets
+from vlmtrain.models.lora_costs import check_targets
 from vlmtrain.plan import picture, workload
 from vlmtrain.plan.costs import CostModel
 from vlmtrain.plan.hardware import PlanError, find_gpu

@@ -17,8 +17,10 @@ import numpy as np
 
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.layout import Layout
-from vlmtrain.core.spec import ModelSpec
-from vlmtrain.models import flops, linears
+from vlmtrain.core.spec import ModelSpec, padded_vocab_size
+from vlmtrain.models import flops
+from vlmtrain.models.family import table_of
+from vlmtrain.models.lora_costs import adapter_parameters
 from vlmtrain.plan import memory, schedule
 from vlmtrain.plan.hardware import Gpu
 from vlmtrain.plan.workload import Packs
@@ -117,7 +119,7 @@ class CostModel:
         text = block(flops.text_layer_price(spec), "language", language)
         adapt(text, TOKENS, language)
         exchange(text, TOKENS, spec.hidden_size, per_layer)
-        padded = memory.padded_vocab(spec, tensor)
+        padded = padded_vocab_size(spec.vocab_size, tensor)
         head = block(flops.head_price(spec, padded), "head", language)
         exchange(head, TOKENS, spec.hidden_size, (1, 2))
         merger = block(flops.merger_price(spec), "merger", tower)
@@ -164,12 +166,8 @@ class CostModel:
         }
 
     def _adapter_products(self, *, vision: bool) -> int:
-        """Multiply-accumulates per row of a layer's adapters, forward."""
-        rank, total = self.lora.rank, 0
-        for linear in linears.layer_linears(self.spec, vision=vision):
-            rows = linears.adapted(linear, self.lora, vision=vision)
-            total += rank * (linear.inputs * len(rows) + sum(rows))
-        return total
+        """Multiply-accumulates per row of a layer's adapters, forward: one a parameter."""
+        return sum(adapter_parameters(self.spec, self.lora, 1, vision))
 
     def adapter_flops(self, work: np.ndarray) -> float:
         """Of all adapters, forward and backward, for (mean) work [5]."""
@@ -306,19 +304,17 @@ class CostModel:
             def unit(count: int, trained: bool, own: int = 0) -> tuple[int, int]:
                 return count + own, count * trained + own
 
-            text = sum(memory.text_layer_parameters(spec, tensor))
-            vision = sum(memory.vision_layer_parameters(spec, tensor))
-            table = memory.padded_vocab(spec, tensor) // tensor * spec.hidden_size
-            text_own = sum(memory.text_layer_adapters(spec, tensor, lora))
-            vision_own = sum(memory.vision_layer_adapters(spec, tensor, lora))
+            table = table_of(spec)
+            rows = padded_vocab_size(spec.vocab_size, tensor) // tensor * spec.hidden_size
+            text, vision = (
+                sum(adapter_parameters(spec, lora, tensor, vision)) for vision in (False, True)
+            )
             self._sizes[tensor] = {
-                "patch_embed": unit(
-                    spec.vision.patch_dim * spec.vision.hidden_size, learning.vision
-                ),
-                "vision": unit(vision, learning.vision, vision_own),
-                "merger": unit(sum(memory.merger_parameters(spec, tensor)), learning.merger),
-                "text": unit(text, learning.language, text_own),
-                "table": unit(table, learning.language),
+                "patch_embed": unit(table.patch_embed.parameters, learning.vision),
+                "vision": unit(sum(table.vision_layer.sizes(tensor)), learning.vision, vision),
+                "merger": unit(sum(table.merger.sizes(tensor)), learning.merger),
+                "text": unit(sum(table.text_layer.sizes(tensor)), learning.language, text),
+                "table": unit(rows, learning.language),
                 "norm": unit(spec.hidden_size, learning.language),
             }
         return self._sizes[tensor]

@@ -34,64 +34,15 @@ import numpy as np
 
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.layout import Layout
-from vlmtrain.core.spec import ModelSpec
-from vlmtrain.models import linears
+from vlmtrain.core.spec import ModelSpec, padded_vocab_size
+from vlmtrain.models.family import table_of
+from vlmtrain.models.lora_costs import adapted, adapter_parameters
 
 STATE_BYTES = 12  # float32 master weight and two moments
 _ALIGNMENT = 64  # elements at which parameters start in a buffer
 _BUCKET = 128  # elements that a buffer is a multiple of
 #: vlmkernels.attention.select.TILED_HEAD_DIMS, without its import of torch.
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
-
-
-def padded_vocab(spec: ModelSpec, tensor: int) -> int:
-    """Rows of the embedding table: a multiple of 128 x tensor-parallel size."""
-    return -(-spec.vocab_size // (128 * tensor)) * 128 * tensor
-
-
-# --- parameters -------------------------------------------------------------------------------
-
-
-def vision_layer_parameters(spec: ModelSpec, tensor: int) -> list[int]:
-    """Sizes on one rank, in megatron-core's order of registration."""
-    vision, t = spec.vision, tensor
-    wide, f = vision.hidden_size, vision.intermediate_size
-    gated = spec.vision.gated
-    norm = [wide] if gated else [wide, wide]
-    fc1 = (2 if gated else 1) * f // t
-    attention = [wide * wide // t, wide, 3 * wide // t * wide, 3 * wide // t]
-    return [*norm, *attention, *norm, fc1 * wide, fc1, wide * (f // t), wide]
-
-
-def text_layer_parameters(spec: ModelSpec, tensor: int) -> list[int]:
-    """Sizes on one rank, in megatron-core's order of registration."""
-    h, t = spec.hidden_size, tensor
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv, f = (q + 2 * kv) // t, spec.intermediate_size // t
-    return [h, h * q // t, qkv * h, qkv, h, 2 * f * h, h * f]
-
-
-def merger_parameters(spec: ModelSpec, tensor: int) -> list[int]:
-    vision = spec.vision
-    merged = vision.merge_unit * vision.hidden_size
-    norm = [vision.hidden_size] * (1 if spec.vision.gated else 2)
-    part = merged // tensor
-    return [*norm, part * merged, part, spec.hidden_size * part, spec.hidden_size]
-
-
-def text_layer_adapters(spec: ModelSpec, tensor: int, lora: LoraSection) -> list[int]:
-    """Sizes of a language layer's adapters on one rank, in order of registration."""
-    return _in_order(linears.adapter_parameters(spec, lora, tensor, vision=False))
-
-
-def vision_layer_adapters(spec: ModelSpec, tensor: int, lora: LoraSection) -> list[int]:
-    """Sizes of a vision layer's adapters on one rank, in order of registration."""
-    return _in_order(linears.adapter_parameters(spec, lora, tensor, vision=True))
-
-
-def _in_order(sizes: dict[str, list[int]]) -> list[int]:
-    order = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2")
-    return [size for name in order for size in sizes[name]]
 
 
 @dataclass(frozen=True)
@@ -165,7 +116,7 @@ def stage_parameters(
     freeze, lora = freeze or FreezeSection(), lora or LoraSection()
     if lora.rank:
         freeze = FreezeSection(vision=True, merger=True, language=True)
-    table = padded_vocab(spec, t) // t * spec.hidden_size
+    table, rows = table_of(spec), padded_vocab_size(spec.vocab_size, t) // t * spec.hidden_size
     last, first = stage == layout.stages - 1, stage == layout.embedding_stage
     sizes: list[int] = []
     shared: list[int] = []
@@ -183,21 +134,21 @@ def stage_parameters(
 
     if not layout.multiplexed:
         if stage == 0:
-            add([spec.vision.patch_dim * spec.vision.hidden_size], freeze.vision)
+            add(table.patch_embed.sizes(t), freeze.vision)
         for _ in range(layout.vision_layers[stage]):
-            add(vision_layer_parameters(spec, t), freeze.vision)
-            add(vision_layer_adapters(spec, t, lora), False)
+            add(table.vision_layer.sizes(t), freeze.vision)
+            add(adapter_parameters(spec, lora, t, True), False)
         if stage == merger:
-            add(merger_parameters(spec, t), freeze.merger)
+            add(table.merger.sizes(t), freeze.merger)
     if first:
-        add([table], freeze.language, tied and not last and layout.pipeline > 1)
+        add([rows], freeze.language, tied and not last and layout.pipeline > 1)
     for _ in range(layout.text_layers[stage]):
-        add(text_layer_parameters(spec, t), freeze.language)
-        add(text_layer_adapters(spec, t, lora), False)
+        add(table.text_layer.sizes(t), freeze.language)
+        add(adapter_parameters(spec, lora, t, False), False)
     if last:
-        add([spec.hidden_size], freeze.language)
+        add(table.final_norm.sizes(), freeze.language)
         if not (tied and first):
-            add([table], freeze.language, tied)
+            add([rows], freeze.language, tied)
     return StageParameters(tuple(sizes), tuple(shared), frozen)
 
 
@@ -208,21 +159,14 @@ def tower_parameters(
     freeze, lora = freeze or FreezeSection(), lora or LoraSection()
     if lora.rank:
         freeze = FreezeSection(vision=True, merger=True, language=True)
-    sizes: list[int] = []
-    layer = vision_layer_parameters(spec, 1)
-    own = vision_layer_adapters(spec, 1, lora)
-    embed = spec.vision.patch_dim * spec.vision.hidden_size
-    frozen = 0
-    if freeze.vision:
-        frozen += embed + spec.vision.depth * sum(layer)
-        sizes += own * spec.vision.depth
-    else:
-        sizes += [embed, *layer * spec.vision.depth]
-    if freeze.merger:
-        frozen += sum(merger_parameters(spec, 1))
-    else:
-        sizes += merger_parameters(spec, 1)
-    return StageParameters(tuple(sizes), (), frozen)
+    table, depth = table_of(spec), spec.vision.depth
+    parts = [
+        (table.patch_embed.sizes() + table.vision_layer.sizes() * depth, freeze.vision),
+        (adapter_parameters(spec, lora, 1, True) * depth, False),
+        (table.merger.sizes(), freeze.merger),
+    ]
+    learning = tuple(size for sizes, frozen in parts if not frozen for size in sizes)
+    return StageParameters(learning, (), sum(sum(sizes) for sizes, frozen in parts if frozen))
 
 
 @dataclass(frozen=True)
@@ -319,8 +263,8 @@ class Learning:
 
         def ranks(vision: bool) -> tuple[int, ...]:
             return tuple(
-                lora.rank * len(linears.adapted(one, lora, vision=vision))
-                for one in linears.layer_linears(spec, vision=vision)
+                lora.rank * len(adapted(linear, lora, vision=vision))
+                for linear in table_of(spec).layer(vision).linears
             )
 
         return cls(False, False, False, ranks(True), ranks(False))
@@ -371,18 +315,16 @@ class ActivationModel:
         `below`: whether the layer's input needs a gradient.
         """
         spec, e, t = self.spec, self.element, self.tensor
+        layer = table_of(spec).layer(vision)
+        qkv, proj, fc1, fc2 = layer.linears
+        h, q, f = qkv.inputs, proj.inputs, fc2.inputs
         if vision:
-            size = spec.vision
-            h, q, kv, f = size.hidden_size, size.hidden_size, size.hidden_size, 0
-            heads, head_dim, f = size.num_heads, size.head_dim, size.intermediate_size
-            gated = spec.vision.gated
+            heads, head_dim = spec.vision.num_heads, spec.vision.head_dim
             trained, ranks = self.learning.vision, self.learning.vision_adapters
         else:
-            h, f, gated = spec.hidden_size, spec.intermediate_size, True
-            q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
             heads, head_dim = spec.num_heads, spec.head_dim
             trained, ranks = self.learning.language, self.learning.text_adapters
-        norm = self._norm(h, self.shards, layer_norm=vision and not gated, trained=trained)
+        norm = self._norm(h, self.shards, layer_norm=layer.norm_bias, trained=trained)
         learns = [trained or rank > 0 for rank in ranks]
         read = e * h / self.shards  # the output of a norm, kept by the linear after it
         kept = norm if below else 0.0
@@ -391,7 +333,8 @@ class ActivationModel:
         if needs:
             # Where vision_attention is one kernel it keeps the fused projection and its output.
             fused = vision and (not self.cuda or (e == 2 and head_dim in FUSED_HEAD_DIMS))
-            inputs = 4 * q if fused else 3 * (q + kv)
+            rotated = 0 if fused else (q + qkv.outputs) // 2  # queries and keys
+            inputs = rotated + qkv.outputs + q
             angles = 0 if e == 4 or vision else 2 * e * head_dim
             kept += e * inputs / t + 8 * heads / t + angles
         elif learns[1]:
@@ -403,8 +346,8 @@ class ActivationModel:
             return kept + (read if needs or learns[2] or learns[3] else 0.0)
         kept += read if learns[2] else 0.0
         needs = needs or learns[2]
-        activation = (2 if gated else 1) * (2 if self.cuda else 1)
-        kept += activation * e * f / t if needs else 0.0
+        activation = fc1.outputs * (2 if self.cuda else 1)  # both halves of a gated one
+        kept += e * activation / t if needs else 0.0
         kept += e * f / t if learns[3] else 0.0
         return kept + e * (ranks[2] + ranks[3])
 
@@ -434,11 +377,11 @@ class ActivationModel:
 
     def merger(self) -> Kept:
         """Runs on all rows on every rank: its norm is not sharded."""
-        wide, gated = self.spec.vision.hidden_size, self.spec.vision.gated
+        wide, layer_norm = self.spec.vision.hidden_size, table_of(self.spec).merger.norm_bias
         trained, e = self.learning.merger, self.element
-        norm = self._norm(wide, 1, layer_norm=not gated, trained=trained)
+        norm = self._norm(wide, 1, layer_norm=layer_norm, trained=trained)
         kept = norm if self.learning.tower or trained else 0.0
-        if not self.learning.tower and trained and gated and not self.cuda and e == 2:
+        if not self.learning.tower and trained and not layer_norm and not self.cuda and e == 2:
             kept = 4.0 * wide  # for its weight alone
         kept += e * wide / self.tensor if self.learning.tower or trained else 0.0  # GELU's input
         if trained:
@@ -451,7 +394,7 @@ class ActivationModel:
         width = self.spec.hidden_size
         norm = self._norm(width, self.shards, layer_norm=False, trained=trained)
         norm += self.element * width / self.shards if trained else 0.0
-        columns = padded_vocab(self.spec, self.tensor) / self.tensor
+        columns = padded_vocab_size(self.spec.vocab_size, self.tensor) / self.tensor
         return Kept(per_token=norm + 4 * columns + 9)
 
     def embedding(self) -> Kept:
@@ -466,7 +409,7 @@ class ActivationModel:
 
     def head_transient(self) -> Kept:
         """Logits in the run's precision beside their float32 copy, or their gradient."""
-        columns = padded_vocab(self.spec, self.tensor) / self.tensor
+        columns = padded_vocab_size(self.spec.vocab_size, self.tensor) / self.tensor
         return Kept(per_token=self.element * columns)
 
     def layer_transient(self, *, vision: bool) -> Kept:

@@ -11,10 +11,11 @@ from statistics import NormalDist
 import numpy as np
 
 from vlmtrain.core.config import FreezeSection, LoraSection
-from vlmtrain.core.layout import LayoutError, make_layout
+from vlmtrain.core.layout import LayoutError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import contiguous
 from vlmtrain.models import flops
+from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import schedule, split
 from vlmtrain.plan.costs import (
     COMM_B,

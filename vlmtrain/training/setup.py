@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from vlmtrain.core.config import LoaderSection, ParallelSection
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.layout import Layout, make_layout
+from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.collective_errors import across_ranks
 from vlmtrain.data.formats.sources import parse_sources
 from vlmtrain.data.index import SampleIndex, scan_sources
 from vlmtrain.data.loader import LoaderRank, PackedLoader
 from vlmtrain.data.processor import Processor
+from vlmtrain.parallel.layout import make_layout
 
 if TYPE_CHECKING:
     from vlmtrain.training.engine import Engine

@@ -13,7 +13,7 @@ struct AdamChunk {
   const AdamTensor* tensor;
   int64_t begin;
   int64_t end;
-  bool stream;  // write the low-precision copy past the caches
+  bool stream;  // write the low-precision copy by non-temporal stores
 };
 
 VLMK_DECLARE(adam_chunk, const AdamParams&, const AdamChunk&);

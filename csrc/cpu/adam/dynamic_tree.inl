@@ -21,23 +21,21 @@ constexpr int64_t kMomentBlock = 256;  // elements that share a scale
 namespace VLMK_ISA {
 namespace {
 
-typedef int32_t Ints __attribute__((vector_size(sizeof(float) * kWidth)));
-
-VLMK_INLINE Ints load_codes(const uint8_t* p) {
+VLMK_INLINE VecInt load_codes(const uint8_t* p) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<Ints>(
+  return reinterpret_cast<VecInt>(
       _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #elif defined(__AVX2__)
-  return reinterpret_cast<Ints>(
+  return reinterpret_cast<VecInt>(
       _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 #else
-  Ints x;
+  VecInt x;
   for (int i = 0; i < kWidth; ++i) x[i] = p[i];
   return x;
 #endif
 }
 
-VLMK_INLINE void store_codes(uint8_t* p, Ints x) {
+VLMK_INLINE void store_codes(uint8_t* p, VecInt x) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(x)));
@@ -47,7 +45,7 @@ VLMK_INLINE void store_codes(uint8_t* p, Ints x) {
 }
 
 // table[code], 256 floats.
-VLMK_INLINE Vec look_up(const float* table, Ints code) {
+VLMK_INLINE Vec look_up(const float* table, VecInt code) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   return _mm256_i32gather_ps(table, reinterpret_cast<__m256i>(code), 4);
 #else
@@ -90,7 +88,7 @@ struct Decades {
 #if defined(__AVX512F__)
 // What a magnitude's code stands for: the table's value to a rounding, without 16 loads.
 template <int kBits>
-VLMK_INLINE Vec decode(const Decades<kBits>& d, Ints code) {
+VLMK_INLINE Vec decode(const Decades<kBits>& d, VecInt code) {
   const __m512 c = _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(code));
   const __m512i i = _mm512_srli_epi32(_mm512_castps_si512(c), 23);
   Vec x = c * _mm512_permutexvar_ps(i, _mm512_load_ps(d.step)) +
@@ -98,25 +96,25 @@ VLMK_INLINE Vec decode(const Decades<kBits>& d, Ints code) {
   x = code == (1 << kBits) - 1 ? set1(1.f) : x;
   return code == 0 ? set1(0.f) : x;
 }
-VLMK_INLINE Vec decode_signed(const Decades<7>& d, const float*, Ints code) {
+VLMK_INLINE Vec decode_signed(const Decades<7>& d, const float*, VecInt code) {
   const Vec x = decode<7>(d, code & 0x7f);
-  return reinterpret_cast<Vec>(reinterpret_cast<Ints>(x) | (code & 0x80) << 24);
+  return reinterpret_cast<Vec>(reinterpret_cast<VecInt>(x) | (code & 0x80) << 24);
 }
-VLMK_INLINE Vec decode_unsigned(const Decades<8>& d, const float*, Ints code) {
+VLMK_INLINE Vec decode_unsigned(const Decades<8>& d, const float*, VecInt code) {
   return decode<8>(d, code);
 }
 #else
-VLMK_INLINE Vec decode_signed(const Decades<7>&, const float* table, Ints code) {
+VLMK_INLINE Vec decode_signed(const Decades<7>&, const float* table, VecInt code) {
   return look_up(table, code);
 }
-VLMK_INLINE Vec decode_unsigned(const Decades<8>&, const float* table, Ints code) {
+VLMK_INLINE Vec decode_unsigned(const Decades<8>&, const float* table, VecInt code) {
   return look_up(table, code);
 }
 #endif
 
 // Codes without the sign bit of magnitudes y in [0, 1].
 template <int kBits>
-VLMK_INLINE Ints encode(const Decades<kBits>& d, Vec y) {
+VLMK_INLINE VecInt encode(const Decades<kBits>& d, Vec y) {
 #if defined(__AVX512F__)
   __m512i e =
       _mm512_sub_epi32(_mm512_srli_epi32(_mm512_castps_si512(y), 23), _mm512_set1_epi32(96));
@@ -132,7 +130,7 @@ VLMK_INLINE Ints encode(const Decades<kBits>& d, Vec y) {
 #else
   Vec slope = set1(d.slope[0]), power = set1(1.f);
   for (int i = 1; i < kBits; ++i) {
-    const Ints reached = y >= set1(d.edge[i]);
+    const VecInt reached = y >= set1(d.edge[i]);
     slope = reached ? set1(d.slope[i]) : slope;
     power = reached ? set1(static_cast<float>(1 << i)) : power;
   }
@@ -141,19 +139,19 @@ VLMK_INLINE Ints encode(const Decades<kBits>& d, Vec y) {
   const Vec last = power - set1(0.5f);
   j = j > set1(0.f) ? j : set1(0.f);
   j = j < last ? j : last;
-  return __builtin_convertvector(power + j, Ints);
+  return __builtin_convertvector(power + j, VecInt);
 }
 
 // exp_avg: below the lowest decade it is 0.
-VLMK_INLINE Ints encode_signed(const Decades<7>& d, Vec x, Vec inverse) {
-  const Ints sign = reinterpret_cast<Ints>(x) >> 24 & 0x80;
-  const Vec y = reinterpret_cast<Vec>(reinterpret_cast<Ints>(x) & 0x7fffffff) * inverse;
-  return (y >= set1(d.edge[0]) ? encode<7>(d, y) : Ints{}) | sign;
+VLMK_INLINE VecInt encode_signed(const Decades<7>& d, Vec x, Vec inverse) {
+  const VecInt sign = reinterpret_cast<VecInt>(x) >> 24 & 0x80;
+  const Vec y = reinterpret_cast<Vec>(reinterpret_cast<VecInt>(x) & 0x7fffffff) * inverse;
+  return (y >= set1(d.edge[0]) ? encode<7>(d, y) : VecInt{}) | sign;
 }
 
 // exp_avg_sq: what is not zero stays so, lest a small divisor vanish and a step explode.
-VLMK_INLINE Ints encode_unsigned(const Decades<8>& d, Vec x, Vec inverse) {
-  return x > set1(0.f) ? encode<8>(d, x * inverse) : Ints{};
+VLMK_INLINE VecInt encode_unsigned(const Decades<8>& d, Vec x, Vec inverse) {
+  return x > set1(0.f) ? encode<8>(d, x * inverse) : VecInt{};
 }
 
 }  // namespace

@@ -20,8 +20,6 @@ namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
-typedef uint32_t Bits __attribute__((vector_size(sizeof(float) * kWidth)));
-
 // torch's constants: computed in double, rounded once.
 struct Constants {
   float decay;       // 1 - lr * weight_decay, AdamW
@@ -80,9 +78,9 @@ VLMK_INLINE Word mix(Word x) {
 
 // 32 random bits for each element from `first` on: the same whatever thread or vector it is in. One
 // round of `mix` on a Weyl sequence that starts elsewhere at each step.
-VLMK_INLINE Bits random_bits(uint32_t key, int64_t first) {
+VLMK_INLINE VecUint random_bits(uint32_t key, int64_t first) {
   constexpr uint32_t kWeyl = 0x9e3779b1U;
-  Bits x;
+  VecUint x;
   for (int lane = 0; lane < kWidth; ++lane) x[lane] = static_cast<uint32_t>(lane) * kWeyl;
   x += static_cast<uint32_t>(first) * kWeyl + key;
   x ^= x >> 16;
@@ -93,19 +91,17 @@ VLMK_INLINE Bits random_bits(uint32_t key, int64_t first) {
 // The bf16 neighbour above in magnitude with the probability of how near it is, else the one below.
 // Rounded to nearest, exp_avg_sq could not follow falling gradients: with beta2 = 0.999 a step
 // changes it by a tenth of a percent, and bf16 values lie 0.4 to 0.8% apart.
-VLMK_INLINE Bits round_randomly(Vec x, Bits random) {
-  const Bits u = reinterpret_cast<Bits>(x);
+VLMK_INLINE VecUint round_randomly(Vec x, VecUint random) {
+  const VecUint u = reinterpret_cast<VecUint>(x);
   return x != x ? u : u + random;  // bf16 is the upper half
 }
 
-VLMK_INLINE void store_upper(BFloat16* p, Bits u) {
+VLMK_INLINE void store_upper(BFloat16* p, VecUint u) {
 #if defined(__AVX512F__)
   const __m512i upper = _mm512_srli_epi32(reinterpret_cast<__m512i>(u), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(upper));
 #elif defined(__AVX2__)
-  const __m256i upper = reinterpret_cast<__m256i>(u >> 16);
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), upper_halves(reinterpret_cast<__m256i>(u)));
 #else
   for (int i = 0; i < kWidth; ++i) p[i].bits = static_cast<uint16_t>(u[i] >> 16);
 #endif
@@ -117,29 +113,9 @@ VLMK_INLINE void store_moments(float* exp_avg, float* exp_avg_sq, Vec m, Vec v, 
 }
 VLMK_INLINE void store_moments(BFloat16* exp_avg, BFloat16* exp_avg_sq, Vec m, Vec v, uint32_t key,
                                int64_t first) {
-  const Bits random = random_bits(key, first);
+  const VecUint random = random_bits(key, first);
   store_upper(exp_avg, round_randomly(m, random & 0xffffU));
   store_upper(exp_avg_sq, round_randomly(v, random >> 16));
-}
-
-// Past the caches; p is a multiple of kWidth elements from a 64-byte boundary.
-VLMK_INLINE void stream(BFloat16* p, Vec x) {
-#if defined(__AVX512F__)
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x, BFloat16{}));
-#elif defined(__AVX2__)
-  alignas(16) BFloat16 packed[kWidth];
-  store(packed, x);
-  _mm_stream_si128(reinterpret_cast<__m128i*>(p),
-                   _mm_load_si128(reinterpret_cast<const __m128i*>(packed)));
-#else
-  store(p, x);
-#endif
-}
-
-VLMK_INLINE void finish_streams() {
-#if defined(__AVX2__)
-  _mm_sfence();
-#endif
 }
 
 enum class Low { kNone, kStored, kStreamed };
@@ -188,7 +164,7 @@ void run(const Constants& c, const Lerp& lerp, const AdamChunk& chunk) {
     if (kLow != Low::kNone) store_n(low + i, p, lanes);
     i += lanes;
   }
-  if (kLow == Low::kStreamed) finish_streams();
+  if (kLow == Low::kStreamed) fence_streams();
 }
 
 template <class Grad, class Moment>

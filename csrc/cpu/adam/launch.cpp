@@ -47,7 +47,7 @@ void sum_of_squares_chunk(const AdamGradient& g, int64_t begin, int64_t end, dou
   VLMK_DISPATCH(sum_of_squares_chunk, g, begin, end, sum)
 }
 
-// Each thread takes one equal share of all elements, across tensor borders, cut at cache lines: no
+// Each thread takes one equal share of all elements, across tensors, cut at cache lines: no
 // line is written by two threads, small tensors cost no region of their own, and a thread's memory
 // streams stay long.
 void adam_step(const AdamParams& p) {

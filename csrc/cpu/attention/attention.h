@@ -11,31 +11,31 @@ namespace vlmk {
 
 // dq of a segment and key/value head whose keys are dealt out to several items: they add to it one
 // after the other, block by block of queries, so that every sum has the order that one item gives.
-struct AttentionTurns {
+struct SharedDq {
   int64_t rows;   // keys of an item, a multiple of 64; the last one may have fewer
   float* dq;      // [heads / kv_heads, length, padded head_dim]
   int32_t* done;  // [heads / kv_heads, blocks of 64 queries]: items that have added, atomic
 };
 
 // Forward: query rows [rows_begin, rows_end) of a segment, one head. Backward: keys
-// [rows_begin, rows_end) of a segment, one key/value head with all its query heads. But for their
-// turns, items are independent: results don't depend on which thread runs which.
+// [rows_begin, rows_end) of a segment, one key/value head with all its query heads. But for a
+// shared dq, items are independent: results don't depend on which thread runs which.
 struct AttentionItem {
   int64_t begin;       // first token of the segment
   int64_t length;      // tokens in the segment, > 0
   int64_t rows_begin;  // multiples of 64, but for the end of the segment
   int64_t rows_end;
   int64_t head;
-  const AttentionTurns* turns = nullptr;  // backward, if there are other items with other keys
+  const SharedDq* shared_dq = nullptr;  // backward, if there are other items with other keys
 };
 
 struct AttentionWork {
   const AttentionItem* items;
   int64_t count;
   int64_t max_rows;    // of an item
-  int64_t max_length;  // of a segment
+  int64_t max_seqlen;  // of a segment
   int64_t chunk;       // consecutive items that one thread takes, >= 1
-  bool past_caches;    // the results are too large to be found in a cache by whoever reads them
+  bool non_temporal;   // the results are too large to be found in a cache by whoever reads them
   bool bf16_dots;      // multiply bf16 by dot products, where the instruction set has them
 };
 

@@ -96,13 +96,13 @@ VLMK_INLINE Panel<Fp32> pack_both(const AttentionParams& p, const Rows<const T>&
 // A gradient of rotated rows src [n, padded(dim)], from `place` on, to where it belongs.
 template <class T>
 void store_rotated_back(const AttentionParams& p, float* src, int64_t place, int64_t n,
-                        const RowSink<true, T>& to) {
+                        const RowEpilogue<true, T>& to) {
   const auto ld = static_cast<ptrdiff_t>(padded(p.head_dim));
   if (p.rotary) {
     const Rows<float> rows{src, ld};
     rotate_rows<true>(rows, rotary_rows(p, place), n, p.head_dim, rows);
   }
-  store_rows<true>(src, ld, n, p.head_dim, to.scale, to.rows, to.past);
+  store_rows<true>(src, ld, n, p.head_dim, to.scale, to.rows, to.non_temporal);
 }
 
 int64_t backward_floats(const AttentionParams& p, int64_t max_rows) {
@@ -111,38 +111,38 @@ int64_t backward_floats(const AttentionParams& p, int64_t max_rows) {
          + kBlock * (5 * ld + 3 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, pairs, 3 rows
 }
 
-// An item's turn to add its keys' share to dq of one block of queries, where several items do.
-struct Turn {
+// Orders the items that add their keys' shares to dq of one block of queries, where several do.
+struct DqSemaphore {
   int32_t* done = nullptr;  // null: nobody else adds
   int32_t before = 0;       // items that add first
   bool last = true;
   float* dq = nullptr;  // [queries, padded(dim)]
 
-  Turn(const AttentionItem& item, const AttentionParams& p, int64_t head, int64_t q0,
-       int64_t queries) {
-    if (!item.turns) return;
-    const AttentionTurns& t = *item.turns;
+  DqSemaphore(const AttentionItem& item, const AttentionParams& p, int64_t head, int64_t q0,
+              int64_t queries) {
+    if (!item.shared_dq) return;
+    const SharedDq& shared = *item.shared_dq;
     const int64_t blocks = (item.length + kBlock - 1) / kBlock;
     const int64_t end = p.causal ? q0 + queries : item.length;  // of the keys that take part
-    done = t.done + head * blocks + q0 / kBlock;
-    before = static_cast<int32_t>(item.rows_begin / t.rows);
-    last = before == (end - 1) / t.rows;
-    dq = t.dq + (head * item.length + q0) * padded(p.head_dim);
+    done = shared.done + head * blocks + q0 / kBlock;
+    before = static_cast<int32_t>(item.rows_begin / shared.rows);
+    last = before == (end - 1) / shared.rows;
+    dq = shared.dq + (head * item.length + q0) * padded(p.head_dim);
   }
-  // Those before have been taken by a thread that waits for earlier ones only: it ends.
+  // Ends: those before have been taken by a thread that waits for earlier ones only.
   void wait() const {
     for (int i = 0; done && __atomic_load_n(done, __ATOMIC_ACQUIRE) != before; ++i) {
       if (i > 4096) sched_yield();
     }
   }
-  void pass_on() const {
+  void release() const {
     if (done) __atomic_store_n(done, before + 1, __ATOMIC_RELEASE);
   }
 };
 
 template <class T, class Math>
-void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool past, Ahead& ahead,
-                   float* memory) {
+void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool non_temporal,
+                   Prefetcher& prefetcher, float* memory) {
   using Element = typename Math::Element;
   const AttentionParams& p = g.forward;
   const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;
@@ -159,8 +159,8 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
   Element* gt = qt + ld * kBlock;
   Element* q_depth = gt + ld * kBlock;  // [64 / kStep, ld]
   Element* g_depth = q_depth + ld * kBlock;
-  float* own_dq = reinterpret_cast<float*>(g_depth) + ld * kBlock;  // [64, ld]
-  float* st = own_dq + ld * kBlock;                                 // [64 keys, 64 queries]
+  float* local_dq = reinterpret_cast<float*>(g_depth) + ld * kBlock;  // [64, ld]
+  float* st = local_dq + ld * kBlock;                                 // [64 keys, 64 queries]
   float* dpt = st + kBlock * kBlock;
   Gradients<Math> gradients{st, dpt, nullptr, nullptr, kBlock};
   if constexpr (Math::kStep == 1) {
@@ -190,9 +190,10 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
   // Sums that are complete after one product leave from there.
   const bool one_block = length <= kBlock && group == 1;
   const float one = 1.f;
-  const RowSink<true, T> dk_rows{rows_of<T>(g.dk, p.order, keys_place, kv_head), dim, &p.scale,
-                                 past};
-  const RowSink<true, T> dv_rows{rows_of<T>(g.dv, p.order, keys_place, kv_head), dim, &one, past};
+  const RowEpilogue<true, T> dk_rows{rows_of<T>(g.dk, p.order, keys_place, kv_head), dim, &p.scale,
+                                     non_temporal};
+  const RowEpilogue<true, T> dv_rows{rows_of<T>(g.dv, p.order, keys_place, kv_head), dim, &one,
+                                     non_temporal};
 
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int64_t q0 = p.causal ? keys_begin : 0; q0 < length; q0 += kBlock) {
@@ -206,7 +207,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
         pack_depth(dout, queries, dim, g_depth);
         pack_lanes(Rows<const float>{g_depth, static_cast<ptrdiff_t>(ld)}, queries, dim, 1.f, gt);
       } else {
-        with_rotated<Math>(p, q, place, queries, own_dq, [&](const auto& q_rows) {
+        with_rotated<Math>(p, q, place, queries, local_dq, [&](const auto& q_rows) {
           pack_lanes(q_rows, queries, dim, score_sign(p), qt);
           pack_depth(q_rows, queries, dim, q_depth);
         });
@@ -220,19 +221,20 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
       }
       row_dots(rows_of<const T>(p.out, p.order, place, head), dout, queries, dim, delta);
 
-      const Turn turn(item, p, head - kv_head * group, q0, queries);
-      float* dq = item.turns ? turn.dq : own_dq;
+      const DqSemaphore semaphore(item, p, head - kv_head * group, q0, queries);
+      float* dq = item.shared_dq ? semaphore.dq : local_dq;
       const int64_t key_end = p.causal ? minimum(q0 + queries - keys_begin, keys) : keys;
-      const bool one_pass = key_end <= kBlock && !p.rotary && !item.turns;
-      const RowSink<true, T> dq_rows{rows_of<T>(g.dq, p.order, place, head), dim, &p.scale, past};
+      const bool one_pass = key_end <= kBlock && !p.rotary && !item.shared_dq;
+      const RowEpilogue<true, T> dq_rows{rows_of<T>(g.dq, p.order, place, head), dim, &p.scale,
+                                         non_temporal};
       for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
         const int n = static_cast<int>(minimum(kBlock, key_end - k0));
         gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, st, kBlock, n, lanes, depth,
                            Start::kZero, nullptr},
-                          ahead);
+                          prefetcher);
         gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kBlock, dpt, kBlock, n, lanes,
                            depth, Start::kZero, nullptr},
-                          ahead);
+                          prefetcher);
         const int64_t k = keys_begin + k0;
         if (p.causal && k + n > q0 + 1) mask_causal(st, k, n, q0, lanes);
         softmax_gradient<Math, kDegree<T>>(gradients, n, lanes, score_scale(p), row_max,
@@ -244,23 +246,23 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
         const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;
         gemm<Math, false>({gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns,
                            steps, start, nullptr, one_block ? &dv_rows : nullptr},
-                          ahead);
+                          prefetcher);
         gemm<Math, false>({gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns,
                            steps, start, nullptr, one_block && !p.rotary ? &dk_rows : nullptr},
-                          ahead);
-        if (k0 == 0) turn.wait();
+                          prefetcher);
+        if (k0 == 0) semaphore.wait();
         gemm<Math, true>(
             {reinterpret_cast<const Element*>(dpt), kBlock, key_depth + k0 / Math::kStep * ld, ld,
              dq, ld, rows, columns, steps_of<Math>(n), k == 0 ? Start::kZero : Start::kAdd, nullptr,
              one_pass ? &dq_rows : nullptr},
-            ahead);
+            prefetcher);
       }
-      if (!one_pass && turn.last) store_rotated_back(p, dq, place, queries, dq_rows);
-      turn.pass_on();
+      if (!one_pass && semaphore.last) store_rotated_back(p, dq, place, queries, dq_rows);
+      semaphore.release();
     }
   }
   if (!one_block || p.rotary) store_rotated_back(p, dk, keys_place, keys, dk_rows);
-  if (!one_block) store_rows<true>(dv, ld, keys, dim, &one, dv_rows.rows, past);
+  if (!one_block) store_rows<true>(dv, ld, keys, dim, &one, dv_rows.rows, non_temporal);
 }
 
 }  // namespace

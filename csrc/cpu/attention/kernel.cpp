@@ -12,7 +12,7 @@
 //
 // Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2
 // (about 12 operations) per pair: GEMM-bound for every D >= 64, if the rows arrive in time; see
-// Ahead in gemm.h. docs/attention.md has the figures.
+// Prefetcher in gemm.h. docs/attention.md has the figures.
 #include <omp.h>
 
 #include <type_traits>
@@ -112,15 +112,15 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
   }
 }
 
-int64_t forward_floats(const AttentionParams& p, int64_t max_length) {
-  return 2 * max_length * padded(p.head_dim)           // keys, values
+int64_t forward_floats(const AttentionParams& p, int64_t max_seqlen) {
+  return 2 * max_seqlen * padded(p.head_dim)           // keys, values
          + kBlock * (padded(p.head_dim) * 2 + kBlock)  // Q^T, output, S^T
          + 3 * kBlock;                                 // row_max, row_sum, correction
 }
 
 template <class T, class Math>
-void forward_item(const AttentionParams& p, const AttentionItem& item, bool past, Ahead& ahead,
-                  float* memory) {
+void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_temporal,
+                  Prefetcher& prefetcher, float* memory) {
   using Element = typename Math::Element;
   const int64_t dim = p.head_dim, ld = padded(dim), group = p.heads / p.kv_heads;
   const int64_t kv_head = item.head / group;
@@ -158,8 +158,8 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
     with_rotated<Math>(
         p, rows_of<const T>(p.q, p.order, place, item.head), place, queries, out,
         [&](const auto& rows) { pack_lanes(rows, queries, dim, score_sign(p), qt); });
-    const RowSink<false, T> results{rows_of<T>(p.out, p.order, place, item.head), dim, correction,
-                                    past};
+    const RowEpilogue<false, T> results{rows_of<T>(p.out, p.order, place, item.head), dim,
+                                        correction, non_temporal};
     const auto invert_sums = [&] {
       for (int j = 0; j < lanes; ++j) {
         store(correction + j * kWidth, set1(1.f) / load(row_sum + j * kWidth));
@@ -172,7 +172,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
       const bool first = k0 == 0;
       gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, s, kBlock, n, lanes, depth,
                          Start::kZero, nullptr},
-                        ahead);
+                        prefetcher);
       if (p.causal && k0 + n > q0 + 1) mask_causal(s, k0, n, q0, lanes);
       softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, row_max, row_sum,
                                      correction);
@@ -182,14 +182,14 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool past
           {reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld, ld, out, ld,
            static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
            first ? Start::kZero : Start::kScale, correction, one_pass ? &results : nullptr},
-          ahead);
+          prefetcher);
     }
-    const int64_t stats = item.head * p.tokens + place;
-    copy(row_max, queries, p.row_max + stats);
-    copy(row_sum, queries, p.row_sum + stats);
+    const int64_t first_row = item.head * p.tokens + place;
+    copy(row_max, queries, p.row_max + first_row);
+    copy(row_sum, queries, p.row_sum + first_row);
     if (one_pass) continue;
     invert_sums();
-    store_rows<false>(out, ld, queries, dim, correction, results.rows, past);
+    store_rows<false>(out, ld, queries, dim, correction, results.rows, non_temporal);
   }
 }
 
@@ -203,22 +203,23 @@ namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
-// Runs run(params, item, past, ahead, memory) over all items on torch's threads. A thread takes
-// work.chunk consecutive items at a time, and already while it works on the chunk before, so that
-// it can have fetch(params, first item, last item, past, ahead) name what to fetch.
+// Runs run(params, item, non_temporal, prefetcher, memory) over all items on torch's threads. A
+// thread takes work.chunk consecutive items at a time, and already while it works on the chunk
+// before, so that it can have prefetch(params, first item, last item, non_temporal, prefetcher)
+// name what to fetch.
 template <class Params>
-using RunItem = void (*)(const Params&, const AttentionItem&, bool, Ahead&, float*);
+using RunItem = void (*)(const Params&, const AttentionItem&, bool, Prefetcher&, float*);
 template <class Params>
-using FetchItems = void (*)(const Params&, const AttentionItem&, const AttentionItem&, bool,
-                            Ahead&);
+using PrefetchItems = void (*)(const Params&, const AttentionItem&, const AttentionItem&, bool,
+                               Prefetcher&);
 
 template <class Params>
-void run_items(const Params& params, const AttentionWork& work, int64_t floats, bool past,
-               RunItem<Params> run, FetchItems<Params> fetch) {
+void run_items(const Params& params, const AttentionWork& work, int64_t floats, bool non_temporal,
+               RunItem<Params> run, PrefetchItems<Params> prefetch) {
   const int64_t chunks = (work.count + work.chunk - 1) / work.chunk;
   const auto end_of = [&](int64_t chunk) { return minimum((chunk + 1) * work.chunk, work.count); };
-  // Items that take turns must not be held back behind another one of the same thread.
-  const bool look_ahead = work.max_length <= kAheadLength;
+  // Items that share a dq must not wait behind another one of the same thread.
+  const bool prefetches = work.max_seqlen <= kPrefetchLength;
   bool out_of_memory = false;
   int64_t taken = 0;
 #pragma omp parallel if (chunks > 1)
@@ -227,27 +228,28 @@ void run_items(const Params& params, const AttentionWork& work, int64_t floats, 
 #pragma omp atomic write
       out_of_memory = true;
     }
-#pragma omp barrier  // nobody starts unless all can: others wait for their turns
+#pragma omp barrier  // nobody starts unless all can: others wait for their shares of dq
     const auto take = [&] {
       int64_t chunk;
 #pragma omp atomic capture
       chunk = taken++;
       return chunk;
     };
-    Ahead ahead;
+    Prefetcher prefetcher;
     int64_t next = 0;
     for (int64_t chunk = out_of_memory ? chunks : take(); chunk < chunks;
-         chunk = look_ahead ? next : take()) {
-      if (look_ahead) next = take();
-      if (look_ahead && next < chunks) {
-        fetch(params, work.items[next * work.chunk], work.items[end_of(next) - 1], past, ahead);
+         chunk = prefetches ? next : take()) {
+      if (prefetches) next = take();
+      if (prefetches && next < chunks) {
+        prefetch(params, work.items[next * work.chunk], work.items[end_of(next) - 1], non_temporal,
+                 prefetcher);
       }
       for (int64_t i = chunk * work.chunk; i < end_of(chunk); ++i) {
-        run(params, work.items[i], past, ahead, scratch(static_cast<size_t>(floats)));
+        run(params, work.items[i], non_temporal, prefetcher, scratch(static_cast<size_t>(floats)));
       }
-      ahead.finish();
+      prefetcher.finish();
     }
-    if (past) fence_streams();
+    if (non_temporal) fence_streams();
   }
   if (out_of_memory) throw_out_of_memory(floats);
 }
@@ -259,45 +261,48 @@ void run_items(const Params& params, const AttentionWork& work, int64_t floats, 
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
   const auto run =
       work.bf16_dots ? forward_item<BFloat16, Bf16Pairs> : forward_item<BFloat16, Fp32>;
-  run_items(p, work, forward_floats(p, work.max_length), false, run, fetch_forward<BFloat16>);
+  run_items(p, work, forward_floats(p, work.max_seqlen), false, run, prefetch_forward<BFloat16>);
 }
 
 void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
   const auto run =
       work.bf16_dots ? backward_item<BFloat16, Bf16Pairs> : backward_item<BFloat16, Fp32>;
   run_items(g, work, backward_floats(g.forward, work.max_rows), false, run,
-            fetch_backward<BFloat16>);
+            prefetch_backward<BFloat16>);
 }
 
 #else
 
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
-  const int64_t floats = forward_floats(p, work.max_length);
-  const bool past = work.past_caches && whole_lines(p.out, p.head_dim);
+  const int64_t floats = forward_floats(p, work.max_seqlen);
+  const bool non_temporal = work.non_temporal && whole_lines(p.out, p.head_dim);
   switch (p.dtype) {
     case DType::kFloat32:
-      return run_items(p, work, floats, past, forward_item<float, Fp32>, fetch_forward<float>);
+      return run_items(p, work, floats, non_temporal, forward_item<float, Fp32>,
+                       prefetch_forward<float>);
     case DType::kBFloat16:
       return run_items(p, work, floats, false, forward_item<BFloat16, Fp32>,
-                       fetch_forward<BFloat16>);
+                       prefetch_forward<BFloat16>);
     case DType::kFloat16:
-      return run_items(p, work, floats, false, forward_item<Float16, Fp32>, fetch_forward<Float16>);
+      return run_items(p, work, floats, false, forward_item<Float16, Fp32>,
+                       prefetch_forward<Float16>);
   }
 }
 
 void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
   const int64_t dim = g.forward.head_dim, floats = backward_floats(g.forward, work.max_rows);
-  const bool past = work.past_caches && whole_lines(g.dq, dim) && whole_lines(g.dk, dim) &&
-                    whole_lines(g.dv, dim);
+  const bool non_temporal = work.non_temporal && whole_lines(g.dq, dim) && whole_lines(g.dk, dim) &&
+                            whole_lines(g.dv, dim);
   switch (g.forward.dtype) {
     case DType::kFloat32:
-      return run_items(g, work, floats, past, backward_item<float, Fp32>, fetch_backward<float>);
+      return run_items(g, work, floats, non_temporal, backward_item<float, Fp32>,
+                       prefetch_backward<float>);
     case DType::kBFloat16:
       return run_items(g, work, floats, false, backward_item<BFloat16, Fp32>,
-                       fetch_backward<BFloat16>);
+                       prefetch_backward<BFloat16>);
     case DType::kFloat16:
       return run_items(g, work, floats, false, backward_item<Float16, Fp32>,
-                       fetch_backward<Float16>);
+                       prefetch_backward<Float16>);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/attention/attention.h"
+#include "cpu/half.h"
 #include "cpu/scratch.h"
 
 namespace vlmk {
@@ -80,22 +81,22 @@ void check_segments(const AttentionParams& p) {
 
 // Rows of queries (backward: keys) per item. Each item packs the other side of the segment anew, so
 // whole segments unless that leaves threads idle: 4 items a thread even out unequal ones.
-int64_t choose_rows(const AttentionParams& p, int64_t heads, int64_t max_length, int64_t fewest) {
+int64_t choose_rows(const AttentionParams& p, int64_t heads, int64_t max_seqlen, int64_t fewest) {
   constexpr int64_t kBlock = 64;
   const int64_t wanted = 4 * omp_get_max_threads();
-  int64_t rows = std::max<int64_t>(max_length, 1);
+  int64_t rows = std::max<int64_t>(max_seqlen, 1);
   while (rows > fewest && p.tokens * heads / rows < wanted) {
     rows = std::max((rows + 1) / 2, fewest);
   }
   return (rows + kBlock - 1) / kBlock * kBlock;
 }
 
-int64_t longest(const AttentionParams& p) {
-  int64_t length = 0;
+int64_t max_seqlen_of(const AttentionParams& p) {
+  int64_t max_seqlen = 0;
   for (int64_t i = 0; i < p.segments; ++i) {
-    length = std::max<int64_t>(length, p.cu_seqlens[i + 1] - p.cu_seqlens[i]);
+    max_seqlen = std::max<int64_t>(max_seqlen, p.cu_seqlens[i + 1] - p.cu_seqlens[i]);
   }
-  return length;
+  return max_seqlen;
 }
 
 // Long segments first: the last items to finish are then short.
@@ -121,59 +122,60 @@ std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, i
 // A thread takes a few heads of a window at a time: rows of 1.3 KB, which the hardware's prefetcher
 // follows, and two such chunks of 64 tokens fit into a 1 MB cache.
 AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
-                        int64_t heads, int64_t rows, int64_t max_length) {
-  // Above that the results go to memory past the caches: by the time that they are read, they would
-  // have left the reader's cache anyway, and a plain store reads the line first (windows: 1.25x).
-  constexpr int64_t kPastCaches = 16 << 20;
+                        int64_t heads, int64_t rows, int64_t max_seqlen) {
+  // Above that the results go to memory by non-temporal stores: by the time that they are read,
+  // they would have left the reader's cache anyway, and a plain store reads the line first
+  // (windows: 1.25x).
+  constexpr int64_t kNonTemporalBytes = 16 << 20;
   constexpr int64_t kRun = 1280;
-  const int64_t element = p.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t element = size_of(p.dtype);
   int64_t chunk = 1;
-  if (max_length <= 128) {
+  if (max_seqlen <= 128) {
     const int64_t most = std::max<int64_t>(1, kRun / (p.head_dim * element));
     for (int64_t n = 2; n <= std::min(most, heads); ++n) {
       if (heads % n == 0) chunk = n;
     }
   }
-  const bool past = p.tokens * p.heads * p.head_dim * element >= kPastCaches;
+  const bool non_temporal = p.tokens * p.heads * p.head_dim * element >= kNonTemporalBytes;
   return {items.data(),
           static_cast<int64_t>(items.size()),
-          std::min(rows, max_length),
-          max_length,
+          std::min(rows, max_seqlen),
+          max_seqlen,
           chunk,
-          past,
+          non_temporal,
           use_bf16_dots()};
 }
 
-// Memory for the items of one segment and head that follow each other in `items`.
-class Turns {
+// The dq of each segment and head whose items, which follow each other in `items`, share it.
+class SharedDqs {
  public:
-  Turns(const AttentionParams& p, std::vector<AttentionItem>& items) {
+  SharedDqs(const AttentionParams& p, std::vector<AttentionItem>& items) {
     const int64_t group = p.heads / p.kv_heads, ld = (p.head_dim + 15) / 16 * 16;
     int64_t floats = 0, blocks = 0;
     const auto split = [](const AttentionItem& i) { return i.rows_end - i.rows_begin < i.length; };
     for (const AttentionItem& item : items) {
       if (!split(item) || item.rows_begin != 0) continue;
-      turns_.push_back({item.rows_end, nullptr, nullptr});
+      sums_.push_back({item.rows_end, nullptr, nullptr});
       floats += group * item.length * ld;
       blocks += group * ((item.length + 63) / 64);
     }
-    if (turns_.empty()) return;
+    if (sums_.empty()) return;
     dq_.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(floats) * 4)));
     if (!dq_) throw_out_of_memory(static_cast<size_t>(floats));
     done_ = std::vector<int32_t>(static_cast<size_t>(blocks));
     float* dq = dq_.get();
     int32_t* done = done_.data();
-    AttentionTurns* turns = turns_.data() - 1;
+    SharedDq* sums = sums_.data() - 1;
     for (AttentionItem& item : items) {
       if (!split(item)) continue;
       if (item.rows_begin == 0) {
-        ++turns;
-        turns->dq = dq;
-        turns->done = done;
+        ++sums;
+        sums->dq = dq;
+        sums->done = done;
         dq += group * item.length * ld;
         done += group * ((item.length + 63) / 64);
       }
-      item.turns = turns;
+      item.shared_dq = sums;
     }
   }
 
@@ -181,7 +183,7 @@ class Turns {
   struct Free {
     void operator()(float* data) const { std::free(data); }
   };
-  std::vector<AttentionTurns> turns_;
+  std::vector<SharedDq> sums_;
   std::unique_ptr<float, Free> dq_;
   std::vector<int32_t> done_;
 };
@@ -191,7 +193,7 @@ class Turns {
 void attention_forward(const AttentionParams& p) {
   constexpr int64_t kFewest = 256;  // packing keys and values is 1/8 of the work of 64 rows
   check_segments(p);
-  const int64_t length = longest(p), rows = choose_rows(p, p.heads, length, kFewest);
+  const int64_t length = max_seqlen_of(p), rows = choose_rows(p, p.heads, length, kFewest);
   const auto items = make_items(p, p.heads, rows);
   const AttentionWork work = make_work(p, items, p.heads, rows, length);
   if (work.count > 0) attention_forward_items(p, work);
@@ -201,9 +203,9 @@ void attention_backward(const AttentionGradParams& g) {
   constexpr int64_t kFewest = 512;  // packing queries and dout is 1/8 of the work of 64 keys
   const AttentionParams& p = g.forward;
   check_segments(p);
-  const int64_t length = longest(p), rows = choose_rows(p, p.kv_heads, length, kFewest);
+  const int64_t length = max_seqlen_of(p), rows = choose_rows(p, p.kv_heads, length, kFewest);
   auto items = make_items(p, p.kv_heads, rows);
-  const Turns turns(p, items);
+  const SharedDqs shared(p, items);
   const AttentionWork work = make_work(p, items, p.kv_heads, rows, length);
   if (work.count > 0) attention_backward_items(g, work);
 }

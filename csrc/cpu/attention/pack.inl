@@ -180,14 +180,14 @@ VLMK_INLINE void copy(const float* src, int64_t n, float* dst) {
   for (int64_t i = 0; i < n; ++i) dst[i] = src[i];
 }
 
-// src [n, padded(dim)], row i times scale[i] (or scale[0] if kOneScale) -> rows [n, dim]. `past`:
-// by stores that leave the cache alone; rows are whole lines then.
+// src [n, padded(dim)], row i times scale[i] (or scale[0] if kOneScale) -> rows [n, dim].
+// `non_temporal`: rows are whole lines then.
 template <bool kOneScale, class T>
 VLMK_NOINLINE void store_rows(const float* src, int64_t ld, int64_t n, int64_t dim,
-                              const float* scale, const Rows<T>& rows, bool past) {
+                              const float* scale, const Rows<T>& rows, bool non_temporal) {
   const int64_t whole = dim / kWidth * kWidth;
   if constexpr (std::is_same<T, float>::value) {
-    if (past) {
+    if (non_temporal) {
       for (int64_t i = 0; i < n; ++i, src += ld) {
         T* row = rows[i];
         const Vec s = set1(scale[kOneScale ? 0 : i]);
@@ -206,29 +206,33 @@ VLMK_NOINLINE void store_rows(const float* src, int64_t ld, int64_t n, int64_t d
   }
 }
 
-// store_rows as the sink of a product.
+// store_rows as the epilogue of a product.
 template <bool kOneScale, class T>
-struct RowSink : Sink {
+struct RowEpilogue : Epilogue {
   Rows<T> rows;
   int64_t dim;
   const float* scale;
-  bool past;
+  bool non_temporal;
 
-  RowSink(const Rows<T>& rows, int64_t dim, const float* scale, bool past)
-      : Sink{&RowSink::store_piece}, rows(rows), dim(dim), scale(scale), past(past) {}
+  RowEpilogue(const Rows<T>& rows, int64_t dim, const float* scale, bool non_temporal)
+      : Epilogue{&RowEpilogue::store_piece},
+        rows(rows),
+        dim(dim),
+        scale(scale),
+        non_temporal(non_temporal) {}
 
-  static void store_piece(const Sink& sink, const float* piece, int row, int n, int column,
+  static void store_piece(const Epilogue& epilogue, const float* piece, int row, int n, int column,
                           int vectors) {
-    const auto& self = static_cast<const RowSink&>(sink);
+    const auto& self = static_cast<const RowEpilogue&>(epilogue);
     Rows<T> to = self.rows.from(row);
     to.data += column;
     const int64_t columns = minimum(vectors * kWidth, self.dim - column);
     store_rows<kOneScale>(piece, vectors * kWidth, n, columns, self.scale + (kOneScale ? 0 : row),
-                          to, self.past);
+                          to, self.non_temporal);
   }
 };
 
-// Whether rows of x may be written past the caches: whole, aligned cache lines.
+// Whether rows of x may be written by non-temporal stores: whole, aligned cache lines.
 VLMK_INLINE bool whole_lines(const HeadsView& x, int64_t dim) {
   return (reinterpret_cast<uintptr_t>(x.data) % 64 | static_cast<uint64_t>(dim % 16) |
           static_cast<uint64_t>(x.token_stride % 16) | static_cast<uint64_t>(x.head_stride % 16)) ==

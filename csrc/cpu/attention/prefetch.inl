@@ -1,8 +1,8 @@
-// Which rows attention fetches ahead of their use: Ahead, of gemm.h, brings them while products
-// run. Segments of at most kAheadLength take about as long as their rows take to arrive, so a
-// thread fetches all rows of the items that it takes next. Longer ones are bound by arithmetic: to
-// fetch their results' rows and next queries gains 1% in fp32 and costs as much with 16-bit types.
-// Included by kernel.cpp only.
+// Which rows attention fetches ahead of their use: Prefetcher, of gemm.h, brings them while
+// products run. Segments of at most kPrefetchLength take about as long as their rows take to
+// arrive, so a thread fetches all rows of the items that it takes next. Longer ones are bound by
+// arithmetic: to fetch their results' rows and next queries gains 1% in fp32 and costs as much with
+// 16-bit types. Included by kernel.cpp only.
 #pragma once
 
 #include "cpu/attention/attention.h"
@@ -12,10 +12,10 @@ namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
-constexpr int64_t kAheadLength = 128;
+constexpr int64_t kPrefetchLength = 128;
 
 // Rows of heads of some tensors, at the same places of a segment.
-class FetchList {
+class PrefetchList {
  public:
   // The rows of heads [head, last_head] of x from `place` on: one run of bytes a row where heads
   // lie side by side, else of the first head only. `more`: elements behind the last head that are
@@ -49,12 +49,12 @@ class FetchList {
     add<T>(v, order, place, head, last_head, dim);
   }
 
-  // Hands n rows of each to `ahead`, row by row, as they will be used.
-  __attribute__((noinline)) void give(int64_t n, Ahead& ahead) const {
+  // Hands n rows of each to the prefetcher, row by row, as they will be used.
+  __attribute__((noinline)) void hand_over(int64_t n, Prefetcher& prefetcher) const {
     for (int64_t i = 0; i < n; ++i) {
       for (int t = 0; t < count_; ++t) {
         const Tensor& x = tensors_[t];
-        ahead.add(x.row + (x.order ? x.order[i] : i) * x.stride, x.bytes);
+        prefetcher.add(x.row + (x.order ? x.order[i] : i) * x.stride, x.bytes);
       }
     }
   }
@@ -72,9 +72,9 @@ class FetchList {
 
 // Whether the items [first, last], which come next, are consecutive heads of one segment; nothing
 // is fetched if not.
-VLMK_INLINE bool start_fetching(FetchList& list, const AttentionParams& p,
-                                const AttentionItem& first, const AttentionItem& last) {
-  if (first.begin != last.begin || first.length > kAheadLength) return false;
+VLMK_INLINE bool start_list(PrefetchList& list, const AttentionParams& p,
+                            const AttentionItem& first, const AttentionItem& last) {
+  if (first.begin != last.begin || first.length > kPrefetchLength) return false;
   if (p.rotary) {
     const HeadsView table{const_cast<float*>(p.rotary), p.head_dim, 0};
     list.add<float>(table, p.order, first.begin, 0, 0, p.head_dim);
@@ -83,12 +83,12 @@ VLMK_INLINE bool start_fetching(FetchList& list, const AttentionParams& p,
 }
 
 template <class T>
-void fetch_forward(const AttentionParams& p, const AttentionItem& first, const AttentionItem& last,
-                   bool past, Ahead& ahead) {
+void prefetch_forward(const AttentionParams& p, const AttentionItem& first,
+                      const AttentionItem& last, bool non_temporal, Prefetcher& prefetcher) {
   const int64_t group = p.heads / p.kv_heads, dim = p.head_dim, at = first.begin;
-  FetchList list;
-  ahead.clear();
-  if (!start_fetching(list, p, first, last)) return;
+  PrefetchList list;
+  prefetcher.clear();
+  if (!start_list(list, p, first, last)) return;
   if (group == 1) {
     list.add_qkv<T>(p.q, p.k, p.v, p.order, at, first.head, last.head, dim);
   } else {
@@ -96,19 +96,19 @@ void fetch_forward(const AttentionParams& p, const AttentionItem& first, const A
     list.add<T>(p.k, p.order, at, first.head / group, last.head / group, dim);
     list.add<T>(p.v, p.order, at, first.head / group, last.head / group, dim);
   }
-  if (!past) list.add<T>(p.out, p.order, at, first.head, last.head, dim);
-  list.give(first.length, ahead);
+  if (!non_temporal) list.add<T>(p.out, p.order, at, first.head, last.head, dim);
+  list.hand_over(first.length, prefetcher);
 }
 
 template <class T>
-void fetch_backward(const AttentionGradParams& g, const AttentionItem& first,
-                    const AttentionItem& last, bool past, Ahead& ahead) {
+void prefetch_backward(const AttentionGradParams& g, const AttentionItem& first,
+                       const AttentionItem& last, bool non_temporal, Prefetcher& prefetcher) {
   const AttentionParams& p = g.forward;
   const int64_t group = p.heads / p.kv_heads, dim = p.head_dim, at = first.begin;
   const int64_t q_first = first.head * group, q_last = (last.head + 1) * group - 1;
-  FetchList list;
-  ahead.clear();
-  if (!start_fetching(list, p, first, last)) return;
+  PrefetchList list;
+  prefetcher.clear();
+  if (!start_list(list, p, first, last)) return;
   const auto add_three = [&](const HeadsView& q, const HeadsView& k, const HeadsView& v) {
     if (group == 1) {
       list.add_qkv<T>(q, k, v, p.order, at, first.head, last.head, dim);
@@ -121,8 +121,8 @@ void fetch_backward(const AttentionGradParams& g, const AttentionItem& first,
   add_three(p.q, p.k, p.v);
   list.add<T>(g.dout, p.order, at, q_first, q_last, dim);
   list.add<T>(p.out, p.order, at, q_first, q_last, dim);
-  if (!past) add_three(g.dq, g.dk, g.dv);
-  list.give(first.length, ahead);
+  if (!non_temporal) add_three(g.dq, g.dk, g.dv);
+  list.hand_over(first.length, prefetcher);
 }
 
 }  // namespace

@@ -1,138 +1,80 @@
 // Visual embedding, compiled once per instruction set (dispatch.h). Rows are moved as bytes, or
 // converted where the output has another type; the one arithmetic is the sum of dweight, in fp32
 // and in one order, so that every instruction set gives the same bits.
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/embedding/embedding.h"
-#include "cpu/half.h"
+#include "cpu/simd.h"
 
 namespace vlmk::VLMK_ISA {
 namespace {
 
-// Streaming stores skip the read of the line they overwrite, a third of the traffic, but leave the
-// output in memory: used where it would not stay in cache anyway.
+// Non-temporal stores skip the read of the line they overwrite, a third of the traffic, but leave
+// the output in memory: used where it would not stay in cache anyway.
 constexpr int64_t kStreamFromBytes = 4 << 20;
 constexpr int64_t kParallelFromBytes = 64 << 10;
 constexpr int64_t kColumns = 512;  // of one task of the reduction: 2 KB of fp32 sums, in L1
 
-#if defined(__AVX512F__)
-constexpr int64_t kVectorBytes = 64;
-inline void stream_row(char* to, const char* from, int64_t bytes) {
-  int64_t i = 0;
-  for (; i + 256 <= bytes; i += 256) {
-    const __m512i a = _mm512_loadu_si512(from + i), b = _mm512_loadu_si512(from + i + 64),
-                  c = _mm512_loadu_si512(from + i + 128), d = _mm512_loadu_si512(from + i + 192);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), a);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + 64), b);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + 128), c);
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + 192), d);
+template <class To, class From>
+void convert(To* to, const From* from, int64_t n) {
+  if constexpr (std::is_same<To, From>::value) {
+    std::memcpy(to, from, n * sizeof(To));
+    return;
   }
-  for (; i < bytes; i += 64)
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+  int64_t c = 0;
+  for (; c + kWidth <= n; c += kWidth) store(to + c, load(from + c));
+  for (; c < n; ++c) from_float(to_float(from[c]), to[c]);
 }
-inline void stream_zeros(char* to, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64)
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_setzero_si512());
-}
-inline void stream_fence() { _mm_sfence(); }
-#elif defined(__AVX2__)
-constexpr int64_t kVectorBytes = 32;
-inline void stream_row(char* to, const char* from, int64_t bytes) {
-  int64_t i = 0;
-  for (; i + 128 <= bytes; i += 128) {
-    const auto* in = reinterpret_cast<const __m256i*>(from + i);
-    auto* out = reinterpret_cast<__m256i*>(to + i);
-    const __m256i a = _mm256_loadu_si256(in), b = _mm256_loadu_si256(in + 1),
-                  c = _mm256_loadu_si256(in + 2), d = _mm256_loadu_si256(in + 3);
-    _mm256_stream_si256(out, a);
-    _mm256_stream_si256(out + 1, b);
-    _mm256_stream_si256(out + 2, c);
-    _mm256_stream_si256(out + 3, d);
-  }
-  for (; i < bytes; i += 32)
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
-                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
-}
-inline void stream_zeros(char* to, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 32)
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), _mm256_setzero_si256());
-}
-inline void stream_fence() { _mm_sfence(); }
-#else
-constexpr int64_t kVectorBytes = 0;  // no streaming stores
-inline void stream_row(char*, const char*, int64_t) {}
-inline void stream_zeros(char*, int64_t) {}
-inline void stream_fence() {}
-#endif
-
-inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 template <class T>
-inline void widen(float* to, const T* from, int64_t n) {
-  for (int64_t c = 0; c < n; ++c) to[c] = to_float(from[c]);
-}
-template <class T>
-inline void narrow(T* to, const float* from, int64_t n) {
-  for (int64_t c = 0; c < n; ++c) from_float(from[c], to[c]);
-}
-#if defined(__F16C__)
-inline void widen(float* to, const Float16* from, int64_t n) {
+void add(float* sum, const T* x, int64_t n) {
   int64_t c = 0;
-  for (; c + 8 <= n; c += 8) {
-    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + c));
-    _mm256_storeu_ps(to + c, _mm256_cvtph_ps(half));
+  for (; c + kWidth <= n; c += kWidth) store(sum + c, load(sum + c) + load(x + c));
+  for (; c < n; ++c) sum[c] += to_float(x[c]);
+}
+
+void convert_row(void* to, DType to_type, const void* from, DType from_type, int64_t n) {
+  with_type(to_type, [&](auto to_zero) {
+    with_type(from_type, [&](auto from_zero) {
+      convert(static_cast<decltype(to_zero)*>(to), static_cast<const decltype(from_zero)*>(from),
+              n);
+    });
+  });
+}
+
+// By non-temporal stores; whole vectors.
+void stream_row(char* to, const char* from, int64_t bytes) {
+  const auto* in = reinterpret_cast<const float*>(from);
+  auto* out = reinterpret_cast<float*>(to);
+  const int64_t n = bytes / static_cast<int64_t>(sizeof(float));
+  int64_t i = 0;
+  for (; i + 4 * kWidth <= n; i += 4 * kWidth) {
+    const Vec a = load(in + i), b = load(in + i + kWidth);
+    const Vec c = load(in + i + 2 * kWidth), d = load(in + i + 3 * kWidth);
+    stream(out + i, a);
+    stream(out + i + kWidth, b);
+    stream(out + i + 2 * kWidth, c);
+    stream(out + i + 3 * kWidth, d);
   }
-  for (; c < n; ++c) to[c] = to_float(from[c]);
-}
-inline void narrow(Float16* to, const float* from, int64_t n) {
-  int64_t c = 0;
-  for (; c + 8 <= n; c += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + c),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(from + c), _MM_FROUND_TO_NEAREST_INT));
-  for (; c < n; ++c) from_float(from[c], to[c]);
-}
-#endif
-
-inline void widen(float* to, const void* from, DType type, int64_t n) {
-  if (type == DType::kFloat32)
-    std::memcpy(to, from, n * sizeof(float));
-  else if (type == DType::kBFloat16)
-    widen(to, static_cast<const BFloat16*>(from), n);
-  else
-    widen(to, static_cast<const Float16*>(from), n);
-}
-inline void narrow(void* to, const float* from, DType type, int64_t n) {
-  if (type == DType::kFloat32)
-    std::memcpy(to, from, n * sizeof(float));
-  else if (type == DType::kBFloat16)
-    narrow(static_cast<BFloat16*>(to), from, n);
-  else
-    narrow(static_cast<Float16*>(to), from, n);
+  for (; i < n; i += kWidth) stream(out + i, load(in + i));
 }
 
-void convert_row(char* to, DType to_type, const char* from, DType from_type, int64_t hidden) {
-  alignas(64) float values[kColumns];
-  for (int64_t column = 0; column < hidden; column += kColumns) {
-    const int64_t n = hidden - column < kColumns ? hidden - column : kColumns;
-    widen(values, from + column * size_of(from_type), from_type, n);
-    narrow(to + column * size_of(to_type), values, to_type, n);
+void write_zeros(char* to, int64_t bytes, bool streamed) {
+  if (!streamed) {
+    std::memset(to, 0, bytes);
+    return;
   }
+  auto* out = reinterpret_cast<float*>(to);
+  const int64_t n = bytes / static_cast<int64_t>(sizeof(float));
+  for (int64_t i = 0; i < n; i += kWidth) stream(out + i, set1(0.f));
 }
 
-// Whether `total` bytes of rows at `base` are written past the cache.
+// Whether `total` bytes of rows at `base` are written by non-temporal stores.
 bool streams(const void* base, int64_t total, int64_t row_bytes) {
-  constexpr int64_t kUnit = kVectorBytes + !kVectorBytes;
-  return kVectorBytes != 0 && total >= kStreamFromBytes && row_bytes % kUnit == 0 &&
-         reinterpret_cast<uintptr_t>(base) % kUnit == 0;
-}
-
-inline void write_zeros(char* to, int64_t bytes, bool stream) {
-  stream ? stream_zeros(to, bytes) : static_cast<void>(std::memset(to, 0, bytes));
+  return kStreams && total >= kStreamFromBytes && row_bytes % sizeof(Vec) == 0 &&
+         reinterpret_cast<uintptr_t>(base) % sizeof(Vec) == 0;
 }
 
 struct Row {
@@ -146,16 +88,16 @@ template <bool kUneven, class Source>
 void copy_rows(const Source& source, void* out, DType type, int64_t rows, int64_t hidden) {
   char* const base = static_cast<char*>(out);
   const int64_t row_bytes = hidden * size_of(type), total = rows * row_bytes;
-  const bool stream = streams(base, total, row_bytes);
+  const bool streamed = streams(base, total, row_bytes);
   const auto copy = [&](int64_t i) {
     const Row row = source(i);
     char* to = base + i * row_bytes;
     if (kUneven && row.from == to) return;
     if (row.from == nullptr)
-      write_zeros(to, row_bytes, stream);
+      write_zeros(to, row_bytes, streamed);
     else if (row.type != type)
       convert_row(to, type, row.from, row.type, hidden);
-    else if (stream)
+    else if (streamed)
       stream_row(to, row.from, row_bytes);
     else
       std::memcpy(to, row.from, row_bytes);
@@ -169,24 +111,9 @@ void copy_rows(const Source& source, void* out, DType type, int64_t rows, int64_
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < rows; ++i) copy(i);
     }
-    if (stream) stream_fence();
+    if (streamed) fence_streams();
   }
 }
-
-template <class T>
-inline void add(float* sum, const T* x, int64_t n) {
-  for (int64_t c = 0; c < n; ++c) sum[c] += to_float(x[c]);
-}
-#if defined(__F16C__)
-inline void add(float* sum, const Float16* x, int64_t n) {
-  int64_t c = 0;
-  for (; c + 8 <= n; c += 8) {
-    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + c));
-    _mm256_storeu_ps(sum + c, _mm256_add_ps(_mm256_loadu_ps(sum + c), _mm256_cvtph_ps(half)));
-  }
-  for (; c < n; ++c) sum[c] += to_float(x[c]);
-}
-#endif
 
 template <class T>
 void reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t runs) {
@@ -205,22 +132,21 @@ void reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t 
     for (int64_t j = first; j < p.count && p.keys[j] == key; ++j)
       add(sum, grad + p.order[j] * p.hidden + column, n);
     char* to = static_cast<char*>(p.dweight) + (key * p.hidden + column) * size_of(type);
-    if (p.accumulate) {
-      alignas(64) float before[kColumns];
-      widen(before, to, type, n);
-      for (int64_t c = 0; c < n; ++c) sum[c] += before[c];
-    }
-    narrow(to, sum, type, n);
+    with_type(type, [&](auto zero) {
+      auto* row = reinterpret_cast<decltype(zero)*>(to);
+      if (p.accumulate) add(sum, row, n);
+      convert(row, sum, n);
+    });
   }
 }
 
 // Zeros into the rows of dweight that no run writes. A table is mostly such rows: they are written
-// once, past the cache, where filling it first would write the others twice.
+// once, by non-temporal stores, where filling it first would write the others twice.
 void clear_others(const EmbeddingReduceParams& p, const int64_t* starts, int64_t runs) {
   char* const base = static_cast<char*>(p.dweight);
   const int64_t row_bytes = p.hidden * size_of(p.dweight_dtype);
   const int64_t total = p.vocab_rows * row_bytes;
-  const bool stream = streams(base, total, row_bytes);
+  const bool streamed = streams(base, total, row_bytes);
   constexpr int64_t kRows = 256;  // of one task
   const int64_t chunks = (p.vocab_rows + kRows - 1) / kRows;
 #pragma omp parallel if (total >= kParallelFromBytes)
@@ -238,10 +164,10 @@ void clear_others(const EmbeddingReduceParams& p, const int64_t* starts, int64_t
         if (low < runs && p.keys[starts[low]] == row)
           ++low;
         else
-          write_zeros(base + row * row_bytes, row_bytes, stream);
+          write_zeros(base + row * row_bytes, row_bytes, streamed);
       }
     }
-    if (stream) stream_fence();
+    if (streamed) fence_streams();
   }
 }
 
@@ -280,12 +206,7 @@ void embedding_copy_inverse(const EmbeddingGatherParams& p) {
 
 void embedding_reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t runs) {
   if (!p.accumulate) clear_others(p, starts, runs);
-  if (p.grad_dtype == DType::kFloat32)
-    reduce_runs<float>(p, starts, runs);
-  else if (p.grad_dtype == DType::kBFloat16)
-    reduce_runs<BFloat16>(p, starts, runs);
-  else
-    reduce_runs<Float16>(p, starts, runs);
+  with_type(p.grad_dtype, [&](auto zero) { reduce_runs<decltype(zero)>(p, starts, runs); });
 }
 
 }  // namespace vlmk::VLMK_ISA

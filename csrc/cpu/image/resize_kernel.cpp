@@ -4,97 +4,34 @@
 // A weight of 23 bits times a byte does not fit into 16-bit multiplications, and the 32-bit one
 // (vpmulld) takes two slots and 10 cycles. So weights are split, w = high * 2^8 + low, and two
 // neighbouring inputs are multiplied and added by one pmaddwd for each half.
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include <cstdint>
 #include <cstring>
 
 #include "cpu/image/resize.h"
+#include "cpu/simd.h"
 
 namespace vlmk::VLMK_ISA {
 namespace {
 
-#if defined(__AVX2__)
+#if defined(VLMK_HAS_BYTES)
 
-#if defined(__AVX512BW__)
-using Ints = __m512i;
-constexpr int64_t kLanes = 4;  // 16 bytes each
-inline Ints load(const uint8_t* p) { return _mm512_loadu_si512(p); }
-inline void store(uint8_t* p, Ints x) { _mm512_storeu_si512(p, x); }
-inline Ints zero() { return _mm512_setzero_si512(); }
-inline Ints set1(int32_t x) { return _mm512_set1_epi32(x); }
-inline Ints set_lanes(__m128i x) { return _mm512_broadcast_i32x4(x); }
-inline Ints shuffle(Ints x, Ints by) { return _mm512_shuffle_epi8(x, by); }
-inline Ints madd(Ints x, Ints y) { return _mm512_madd_epi16(x, y); }
-inline Ints add(Ints x, Ints y) { return _mm512_add_epi32(x, y); }
-inline Ints left(Ints x, int n) { return _mm512_slli_epi32(x, n); }
-inline Ints right(Ints x, int n) { return _mm512_srai_epi32(x, n); }
-inline Ints low_bytes(Ints x, Ints y) { return _mm512_unpacklo_epi8(x, y); }
-inline Ints high_bytes(Ints x, Ints y) { return _mm512_unpackhi_epi8(x, y); }
-inline Ints pack(Ints x, Ints y) { return _mm512_packs_epi32(x, y); }
-inline Ints pack_bytes(Ints x, Ints y) { return _mm512_packus_epi16(x, y); }
-inline Ints load_lanes(const uint8_t* const* rows, int64_t at) {
-  const auto one = [&](int lane) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[lane] + at));
-  };
-  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(one(0)), one(1), 1);
-  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(one(2)), one(3), 1);
-  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-}
-inline void store_lanes(uint8_t* const* rows, int64_t at, Ints x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(rows[0] + at), _mm512_castsi512_si128(x));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(rows[1] + at), _mm512_extracti32x4_epi32(x, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(rows[2] + at), _mm512_extracti32x4_epi32(x, 2));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(rows[3] + at), _mm512_extracti32x4_epi32(x, 3));
-}
-#else
-using Ints = __m256i;
-constexpr int64_t kLanes = 2;
-inline Ints load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const Ints*>(p)); }
-inline void store(uint8_t* p, Ints x) { _mm256_storeu_si256(reinterpret_cast<Ints*>(p), x); }
-inline Ints zero() { return _mm256_setzero_si256(); }
-inline Ints set1(int32_t x) { return _mm256_set1_epi32(x); }
-inline Ints set_lanes(__m128i x) { return _mm256_broadcastsi128_si256(x); }
-inline Ints shuffle(Ints x, Ints by) { return _mm256_shuffle_epi8(x, by); }
-inline Ints madd(Ints x, Ints y) { return _mm256_madd_epi16(x, y); }
-inline Ints add(Ints x, Ints y) { return _mm256_add_epi32(x, y); }
-inline Ints left(Ints x, int n) { return _mm256_slli_epi32(x, n); }
-inline Ints right(Ints x, int n) { return _mm256_srai_epi32(x, n); }
-inline Ints low_bytes(Ints x, Ints y) { return _mm256_unpacklo_epi8(x, y); }
-inline Ints high_bytes(Ints x, Ints y) { return _mm256_unpackhi_epi8(x, y); }
-inline Ints pack(Ints x, Ints y) { return _mm256_packs_epi32(x, y); }
-inline Ints pack_bytes(Ints x, Ints y) { return _mm256_packus_epi16(x, y); }
-inline Ints load_lanes(const uint8_t* const* rows, int64_t at) {
-  const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[0] + at));
-  const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[1] + at));
-  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-}
-inline void store_lanes(uint8_t* const* rows, int64_t at, Ints x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(rows[0] + at), _mm256_castsi256_si128(x));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(rows[1] + at), _mm256_extracti128_si256(x, 1));
-}
-#endif
-
-constexpr int64_t kVector = static_cast<int64_t>(sizeof(Ints));
+constexpr int64_t kVector = static_cast<int64_t>(sizeof(VecInt));
 static_assert(kVector <= kResizeSlack && kLanes <= kResizeMaxLanes);
 
 // Two weights, for each of two inputs that stand beside each other.
-inline Ints weight_pair(const int16_t* p) {
+inline VecInt weight_pair(const int16_t* p) {
   int32_t both;
   std::memcpy(&both, p, sizeof(both));
-  return set1(both);
+  return VecInt{} + both;
 }
 
 // Rounded as Pillow does, not yet clipped: that is the packs' saturation.
-inline Ints rounded(Ints high, Ints low) {
-  const Ints sum = add(add(left(high, kResizeSplit), low), set1(1 << (kResizeBits - 1)));
-  return right(sum, kResizeBits);
+inline VecInt rounded(VecInt high, VecInt low) {
+  return ((high << kResizeSplit) + low + (1 << (kResizeBits - 1))) >> kResizeBits;
 }
 
 // The inputs n and n + 1 of a lane's pixels, as 16-bit pairs for each of three channels.
-inline Ints pairs_of(int64_t pixel_bytes, int64_t n) {
+inline VecInt pairs_of(int64_t pixel_bytes, int64_t n) {
   const char a = static_cast<char>(n * pixel_bytes), b = static_cast<char>(a + pixel_bytes);
   const char none = static_cast<char>(0x80);
   const char c = static_cast<char>(a + 1), d = static_cast<char>(b + 1);
@@ -105,33 +42,33 @@ inline Ints pairs_of(int64_t pixel_bytes, int64_t n) {
 
 // One output of kLanes rows: (r, g, b, 0) in each lane.
 template <int64_t kPixel>
-inline Ints column(const ResizeAxis& axis, int64_t x, const uint8_t* const* rows, Ints pairs01,
-                   Ints pairs23) {
+inline VecInt column(const ResizeAxis& axis, int64_t x, const uint8_t* const* rows, VecInt pairs01,
+                     VecInt pairs23) {
   const int16_t *low = axis.low + x * axis.stride, *high = axis.high + x * axis.stride;
   const int64_t count = axis.count[x];
-  Ints sum_low = zero(), sum_high = zero();
+  VecInt sum_low{}, sum_high{};
   int64_t at = axis.first[x] * kPixel;
   for (int64_t j = 0; j < count; j += kResizeTaps, at += kResizeTaps * kPixel) {
-    const Ints pixels = load_lanes(rows, at);
-    const Ints one = shuffle(pixels, pairs01), two = shuffle(pixels, pairs23);
-    sum_low = add(sum_low, madd(one, weight_pair(low + j)));
-    sum_high = add(sum_high, madd(one, weight_pair(high + j)));
-    sum_low = add(sum_low, madd(two, weight_pair(low + j + 2)));
-    sum_high = add(sum_high, madd(two, weight_pair(high + j + 2)));
+    const VecInt pixels = load_lanes(rows, at);
+    const VecInt one = shuffle(pixels, pairs01), two = shuffle(pixels, pairs23);
+    sum_low += madd(one, weight_pair(low + j));
+    sum_high += madd(one, weight_pair(high + j));
+    sum_low += madd(two, weight_pair(low + j + 2));
+    sum_high += madd(two, weight_pair(high + j + 2));
   }
   return rounded(sum_high, sum_low);
 }
 
 template <int64_t kPixel>
 inline void across(const ResizeAxis& axis, const uint8_t* const* rows, uint8_t* const* to) {
-  const Ints pairs01 = pairs_of(kPixel, 0), pairs23 = pairs_of(kPixel, 2);
-  const Ints squeeze = set_lanes(  // (r, g, b, 0) four times to 12 bytes
+  const VecInt pairs01 = pairs_of(kPixel, 0), pairs23 = pairs_of(kPixel, 2);
+  const VecInt squeeze = set_lanes(  // (r, g, b, 0) four times to 12 bytes
       _mm_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1));
   for (int64_t x = 0; x < axis.outputs; x += kResizeColumns) {
-    const Ints a = column<kPixel>(axis, x, rows, pairs01, pairs23);
-    const Ints b = column<kPixel>(axis, x + 1, rows, pairs01, pairs23);
-    const Ints c = column<kPixel>(axis, x + 2, rows, pairs01, pairs23);
-    const Ints d = column<kPixel>(axis, x + 3, rows, pairs01, pairs23);
+    const VecInt a = column<kPixel>(axis, x, rows, pairs01, pairs23);
+    const VecInt b = column<kPixel>(axis, x + 1, rows, pairs01, pairs23);
+    const VecInt c = column<kPixel>(axis, x + 2, rows, pairs01, pairs23);
+    const VecInt d = column<kPixel>(axis, x + 3, rows, pairs01, pairs23);
     store_lanes(to, 3 * x, shuffle(pack_bytes(pack(a, b), pack(c, d)), squeeze));
   }
 }
@@ -143,25 +80,25 @@ inline void across_all(const ResizeAxis& axis, const uint8_t* const* rows, uint8
 }
 
 // kVector output bytes from offset i on.
-inline Ints down(const uint8_t* const* rows, int64_t count, const int16_t* low, const int16_t* high,
-                 int64_t i) {
-  const Ints none = zero();
-  Ints low0 = none, low1 = none, low2 = none, low3 = none;
-  Ints high0 = none, high1 = none, high2 = none, high3 = none;
+inline VecInt down(const uint8_t* const* rows, int64_t count, const int16_t* low,
+                   const int16_t* high, int64_t i) {
+  const VecInt none{};
+  VecInt low0 = none, low1 = none, low2 = none, low3 = none;
+  VecInt high0 = none, high1 = none, high2 = none, high3 = none;
   for (int64_t j = 0; j < count; j += 2) {
-    const Ints a = load(rows[j] + i), b = load(rows[j + 1] + i);
-    const Ints near = low_bytes(a, b), far = high_bytes(a, b);
-    const Ints p0 = low_bytes(near, none), p1 = high_bytes(near, none);
-    const Ints p2 = low_bytes(far, none), p3 = high_bytes(far, none);
-    const Ints weight_low = weight_pair(low + j), weight_high = weight_pair(high + j);
-    low0 = add(low0, madd(p0, weight_low));
-    low1 = add(low1, madd(p1, weight_low));
-    low2 = add(low2, madd(p2, weight_low));
-    low3 = add(low3, madd(p3, weight_low));
-    high0 = add(high0, madd(p0, weight_high));
-    high1 = add(high1, madd(p1, weight_high));
-    high2 = add(high2, madd(p2, weight_high));
-    high3 = add(high3, madd(p3, weight_high));
+    const VecInt a = load(rows[j] + i), b = load(rows[j + 1] + i);
+    const VecInt near = low_bytes(a, b), far = high_bytes(a, b);
+    const VecInt p0 = low_bytes(near, none), p1 = high_bytes(near, none);
+    const VecInt p2 = low_bytes(far, none), p3 = high_bytes(far, none);
+    const VecInt weight_low = weight_pair(low + j), weight_high = weight_pair(high + j);
+    low0 += madd(p0, weight_low);
+    low1 += madd(p1, weight_low);
+    low2 += madd(p2, weight_low);
+    low3 += madd(p3, weight_low);
+    high0 += madd(p0, weight_high);
+    high1 += madd(p1, weight_high);
+    high2 += madd(p2, weight_high);
+    high3 += madd(p3, weight_high);
   }
   return pack_bytes(pack(rounded(high0, low0), rounded(high1, low1)),
                     pack(rounded(high2, low2), rounded(high3, low3)));

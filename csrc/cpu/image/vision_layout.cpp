@@ -43,15 +43,15 @@ int64_t* write_positions(int64_t rows, int64_t columns, int64_t m, int64_t* at) 
 void vision_layout_fill(const VisionLayoutParams& p) {
   const int64_t m = p.merge_size, side = p.window_side;
   int64_t* position = p.position_ids;
-  int32_t *frame_border = p.cu_seqlens, *window_border = p.cu_window_seqlens;
+  int32_t *frame_end = p.cu_seqlens, *window_end = p.cu_window_seqlens;
   int64_t first = 0, place = 0;  // units before this frame; place in window order
-  *frame_border = 0;
-  if (side) *window_border = 0;
+  *frame_end = 0;
+  if (side) *window_end = 0;
   for (int64_t i = 0; i < p.count; ++i) {
     const int64_t rows = p.grid[3 * i + 1] / m, columns = p.grid[3 * i + 2] / m;  // units
     for (int64_t frame = 0; frame < p.grid[3 * i]; ++frame, first += rows * columns) {
       position = write_positions(rows * m, columns * m, m, position);
-      *++frame_border = static_cast<int32_t>((first + rows * columns) * m * m);
+      *++frame_end = static_cast<int32_t>((first + rows * columns) * m * m);
       if (!side) continue;
       for (int64_t top = 0; top < rows; top += side) {
         const int64_t bottom = std::min(top + side, rows);
@@ -67,7 +67,7 @@ void vision_layout_fill(const VisionLayoutParams& p) {
               }
             }
           }
-          *++window_border = static_cast<int32_t>(place * m * m);
+          *++window_end = static_cast<int32_t>(place * m * m);
         }
       }
     }

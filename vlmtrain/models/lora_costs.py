@@ -1,0 +1,83 @@
+"""What low-rank adapters cost: multiplications and parameters, as `models/lora.py` lays them out.
+
+An adapter of rank r on a linear in -> out multiplies by A [r, in] and B [out, r]. The linear's own
+weight is frozen: its backward pass is the input's gradient alone. Where nothing below a linear
+learns, its input needs no gradient either: so the lowest adapted layer of a model is cheaper than
+the others, and what lies below its first adapter has no backward pass at all.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from vlmtrain.core.config import LoraSection
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.common.table import Linear
+from vlmtrain.models.family import table_of
+
+
+def adapted(linear: Linear, lora: LoraSection, *, vision: bool) -> list[int]:
+    """Output rows of the adapted modules of a linear."""
+    if not lora.rank or (vision and not lora.vision):
+        return []
+    return list(linear.adapted(lora.targets).values())
+
+
+@dataclass(frozen=True)
+class LayerProducts:
+    """Multiply-accumulates per row of a layer's input, adapters included."""
+
+    forward: int
+    mlp_forward: int  # contained in forward
+    backward: int
+    attention_learns: bool  # whether attention has a backward pass
+
+
+def layer_products(
+    spec: ModelSpec, lora: LoraSection, *, vision: bool, below: bool
+) -> LayerProducts:
+    """Of one layer with frozen weights; `below`: whether its input needs a gradient."""
+    forward = mlp = backward = 0
+    needs, attention = below, False
+    for linear in table_of(spec).layer(vision).linears:
+        rows = adapted(linear, lora, vision=vision)
+        into, out_of = lora.rank * linear.inputs * len(rows), lora.rank * sum(rows)
+        forward += linear.weights + into + out_of
+        if linear.is_mlp:
+            mlp += linear.weights + into + out_of
+        # the weights of A and B, and the gradient between them
+        backward += into + 2 * out_of
+        if needs:
+            backward += linear.weights + into
+        needs = needs or bool(rows)
+        if linear.groups:  # queries, keys and values: attention follows
+            attention = needs
+    return LayerProducts(forward, mlp, backward, attention)
+
+
+def adapter_parameters(spec: ModelSpec, lora: LoraSection, tensor: int, vision: bool) -> list[int]:
+    """Sizes of A and B of a layer's adapters on one tensor-parallel rank, in megatron-core's order
+    of registration: column-parallel linears split B, row-parallel ones split A."""
+    sizes = []
+    for linear in table_of(spec).layer(vision).registered():
+        if isinstance(linear, Linear):
+            for rows in adapted(linear, lora, vision=vision):
+                a, b = lora.rank * linear.inputs, lora.rank * rows
+                sizes += [a, b // tensor] if linear.split == 0 else [a // tensor, b]
+    return sizes
+
+
+def check_targets(lora: LoraSection, spec: ModelSpec) -> None:
+    """Raise UserError for targets that this model does not have, with the nearest one."""
+    known = table_of(spec).targets(lora.vision)
+    for target in lora.targets:
+        if target not in known:
+            near = difflib.get_close_matches(target, known, 1, 0.0)[0]
+            raise UserError(
+                f"--lora.targets has {target}, which no linear of this model is called; the "
+                f"nearest is {near} (known: {', '.join(known)})"
+            )
+    if not lora.targets:
+        raise UserError(f"--lora.targets is empty; name some of {', '.join(known)}")
