@@ -89,7 +89,7 @@ bench: setup
 
 # Runs offline from the source tree with the machine's own torch: no virtual environment.
 gpu-check:
-	bash benchmarks/gpu_check.sh
+	bash tools/gpu_check/run.sh
 
 clean:
 	rm -rf build *.egg-info demo_out vlmkernels/*.so

@@ -3,7 +3,7 @@
 # runs the GPU tests, compute-sanitizer where it works, and the GPU benchmarks, whose rows go to
 # benchmarks/results/<gpu>.json. No network, no virtual environment. PYTHON=... chooses the Python.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 unset VLMKERNELS_ISA
@@ -18,17 +18,23 @@ has torch || { echo "gpu-check: $PYTHON has no torch; set PYTHON to one that has
 "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
   { echo "gpu-check: torch finds no GPU on this machine, so there is nothing to check" >&2; exit 1; }
 
+missing=()
+for package in setuptools pybind11 cmake ninja pytest hypothesis; do
+  has "$package" || case $package in
+    cmake | ninja) command -v "$package" >/dev/null || missing+=("$package") ;;
+    *) missing+=("$package") ;;
+  esac
+done
+[ ${#missing[@]} -eq 0 ] ||
+  { echo "gpu-check: $PYTHON lacks ${missing[*]}; install them" >&2; exit 1; }
+
 step "build"
-VLMKERNELS_CUDA=ON "$PYTHON" benchmarks/build_inplace.py ||
+VLMKERNELS_CUDA=ON "$PYTHON" setup.py build_ext --inplace ||
   { echo "gpu-check: the build failed, see above" >&2; exit 1; }
 "$PYTHON" -m vlmkernels.info || { echo "gpu-check: vlmkernels does not import" >&2; exit 1; }
 
 step "tests/gpu"
-if has pytest && has hypothesis; then
-  "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu || failed+=("tests/gpu")
-else
-  "$PYTHON" benchmarks/plain_tests.py tests/gpu/test_*.py || failed+=("tests/gpu")
-fi
+"$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu || failed+=("tests/gpu")
 
 step "compute-sanitizer"
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
@@ -42,7 +48,7 @@ else
     echo "-- $tool"
     # Without torch's caching allocator every tensor has bounds of its own.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 45 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-      "$PYTHON" -m benchmarks.sanitize
+      "$PYTHON" -m tools.gpu_check.sanitize
     case $? in
       0) ;;
       124) skipped+=("compute-sanitizer $tool: not done after 45 s") ;;

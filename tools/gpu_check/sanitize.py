@@ -1,4 +1,4 @@
-"""Every CUDA kernel of ours once, small: what gpu_check.sh runs under compute-sanitizer."""
+"""Every CUDA kernel of ours once, small: what run.sh runs under compute-sanitizer."""
 
 from __future__ import annotations
 
