@@ -17,7 +17,7 @@ help:
 	@echo "make test       lint, types and most tests (6 min on 2 cores)"
 	@echo "make test-all   lint, types and all tests"
 	@echo "make test-layouts   every parallel layout against transformers (9 min)"
-	@echo "make test-flash tiled CUDA attention, every instance, interpreted; slow mutants (long)"
+	@echo "make test-flash tiled CUDA attention, every instance, interpreted (long)"
 	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
 	@echo "make test-plan  runs of several layouts beside what the planner says of them (8 min)"
 	@echo "make bench      speed beside the peers, into benchmarks/"
@@ -56,10 +56,9 @@ test-kernels: setup
 test-layouts: setup
 	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py tests/optim/matrix.py -rP
 
-# Every instance of tiled attention on both architectures in the PTX interpreter, and the mutants that
-# only it shows and make test leaves out.
+# Every instance of tiled attention on both architectures in the PTX interpreter.
 test-flash: setup
-	$(RUN) -m pytest $(addprefix tests/cuda/ptx_,$(addsuffix _matrix.py,sm80 sm90 mutant)) -rP
+	$(RUN) -m pytest tests/cuda/ptx_sm80_matrix.py tests/cuda/ptx_sm90_matrix.py -rP
 
 format: setup
 	$(RUN) -m ruff check --fix -q .

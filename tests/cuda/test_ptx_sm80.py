@@ -31,6 +31,7 @@ def test_accuracy(name: str, flash: Interpreted, rng: np.random.Generator) -> No
     CASES["sm80"][name](flash, rng)
 
 
+@pytest.mark.slow
 def test_vision_at_head_dim_72(
     fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:

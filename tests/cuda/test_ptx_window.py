@@ -52,6 +52,7 @@ def test_attention_of_nothing(
     check_vision(vision, VisionCase(rng, lengths, 1, 80, max_length=0))
 
 
+@pytest.mark.slow
 def test_128_keys(fake_runtime: Path, tmp_path: Path, rng: np.random.Generator) -> None:
     """The larger instance, as built for sm_90a."""
     cuda = copy_csrc(tmp_path, window=(64, 128))

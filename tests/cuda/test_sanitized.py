@@ -16,6 +16,8 @@ from tools.cudasim.fibers.build import Library, build, compiler, preload
 from .instances import INSTANCES, SOURCES, edits
 from .mutants import CATALOGUE
 
+pytestmark = pytest.mark.slow
+
 #: What these tools say: of an array in registers, which only they see, and of what all builds see.
 MESSAGES = {
     "past an array in registers": "(stack-buffer-overflow|out of bounds for type)",

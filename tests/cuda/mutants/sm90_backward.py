@@ -121,7 +121,7 @@ MUTANTS = [
     M("delta left out of dk", "sm90-bwd-dkdv-ds", "s[n * 4 + e] * (ds[n * 4 + e] - 0.f)",
       case="one"),
     M("dV of dS", "sm90-bwd-dkdv-pack", "pack<Math, S::kStep>(probabilities, ds);", case="tiles"),
-    M("queries not waited for", "sm90-bwd-dkdv-wait-ready", case="tiles", canary=True),
+    M("queries not waited for", "sm90-bwd-dkdv-wait-ready", case="tiles", canary=True, quick=True),
     M("first scores not finished", "sm90-bwd-dkdv-wait-first", case="one"),
     M("a step is skipped, and counted", "sm90-bwd-dkdv-loop", "work.heads * work.steps - skipped",
       case="causal groups"),
