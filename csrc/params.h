@@ -86,14 +86,14 @@ struct FlashAttentionGradParams {
 // The same for vision_attention: with rotary, without order, as many key heads as query heads.
 struct FlashVisionParams {
   FlashAttentionParams flash;
-  void* turned;          // [H, T, D] workspace, 16-byte aligned: k turned by rotary
-  void* turned_queries;  // the same for q; without it (null) the forward is always mma.sync's
+  void* turned;          // [H, T, D] workspace, 16-byte aligned: k rotated
+  void* turned_queries;  // the same for q, for compute capability 9.0 only
 };
 
 struct FlashVisionGradParams {
   FlashAttentionGradParams flash;
   void* turned;          // [H, T, D] workspace, 16-byte aligned: k turned by rotary, or q, then k
-  void* turned_queries;  // the same for q; without it (null) the backward is always mma.sync's
+  void* turned_queries;  // the same for q, for compute capability 9.0 only
 };
 
 // How Adam's moments are held, as in optim/native.py; codes: see cpu/adam/dynamic_tree.inl.

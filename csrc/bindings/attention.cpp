@@ -198,19 +198,23 @@ void register_attention(py::module_& m) {
          on_cuda(vision_window_grad_params, vision_window_backward_cuda),
          join(vision, grads, length, stream));
   for (const auto& [name, launch] :
-       {std::pair("flash_attention_forward_cuda", flash_attention_forward_cuda),
-        std::pair("flash_mma_forward_cuda", flash_mma_forward_cuda)})
+       {std::pair("flash_mma_forward_cuda", flash_mma_forward_cuda),
+        std::pair("flash_hopper_forward_cuda", flash_hopper_forward_cuda)})
     define(m, name, on_cuda(flash_attention_params, launch), join(text, tiles, stream));
   for (const auto& [name, launch] :
-       {std::pair("flash_attention_backward_cuda", flash_attention_backward_cuda),
-        std::pair("flash_mma_backward_cuda", flash_mma_backward_cuda)})
+       {std::pair("flash_mma_backward_cuda", flash_mma_backward_cuda),
+        std::pair("flash_hopper_backward_cuda", flash_hopper_backward_cuda)})
     define(m, name, on_cuda(flash_attention_grad_params, launch),
            join(text, grads, tiles, workspace, stream));
-  define(m, "flash_vision_forward_cuda", on_cuda(flash_vision_params, flash_vision_forward_cuda),
-         join(vision, tiles, rotated, stream));
-  define(m, "flash_vision_backward_cuda",
-         on_cuda(flash_vision_grad_params, flash_vision_backward_cuda),
-         join(vision, grads, tiles, workspace, rotated, stream));
+  for (const auto& [name, launch] :
+       {std::pair("flash_vision_mma_forward_cuda", flash_vision_mma_forward_cuda),
+        std::pair("flash_vision_hopper_forward_cuda", flash_vision_hopper_forward_cuda)})
+    define(m, name, on_cuda(flash_vision_params, launch), join(vision, tiles, rotated, stream));
+  for (const auto& [name, launch] :
+       {std::pair("flash_vision_mma_backward_cuda", flash_vision_mma_backward_cuda),
+        std::pair("flash_vision_hopper_backward_cuda", flash_vision_hopper_backward_cuda)})
+    define(m, name, on_cuda(flash_vision_grad_params, launch),
+           join(vision, grads, tiles, workspace, rotated, stream));
 #endif
 }
 

@@ -58,8 +58,8 @@ SOURCES = (
     "attention_window_vision.cu",
     "attention_flash.cu",
     "attention_flash_backward.cu",
-    "attention_flash_choice.cu",
     "attention_flash_hopper.cu",
     "attention_flash_hopper_backward.cu",
     "attention_flash_vision.cu",
+    "attention_flash_vision_hopper.cu",
 )

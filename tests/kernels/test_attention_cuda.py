@@ -252,8 +252,8 @@ def test_an_expanded_dout_is_copied_for_tma(kernel, copied, monkeypatch):
         (72, 100, AMPERE, None, "flash_mma"),
         (80, 300, AMPERE, None, "flash_mma"),
         (80, 100, HOPPER, None, "window_attention"),
-        (80, 100, HOPPER, "tiled", "flash_attention"),
-        (80, 300, HOPPER, None, "flash_attention"),
+        (80, 100, HOPPER, "tiled", "flash_hopper"),
+        (80, 300, HOPPER, None, "flash_hopper"),
         (80, 300, HOPPER, "sm80", "flash_mma"),
     ],
 )
@@ -302,7 +302,7 @@ def test_compiled_calls_select_by_a_length_that_varies(monkeypatch):
     for length in (100, 90, 80, 200, 210, 220):
         attend(q, cu, length)
     kernels = [name.removesuffix("_forward") for name, _ in native.calls]
-    assert kernels == ["window_attention"] * 3 + ["flash_attention"] * 3
+    assert kernels == ["window_attention"] * 3 + ["flash_hopper"] * 3
     assert len(graphs) == 3
     torch._dynamo.reset()
 
@@ -336,7 +336,8 @@ def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
     monkeypatch.setattr(torch, "empty_like", recorded(torch.empty_like))
     out, stats = vision(*tensors, *options)
     name, (_, q, k, v, out_view, *tail) = native.calls[-1]
-    assert name == "flash_vision_forward"
+    prefix = "flash_vision_mma" if kernel == "sm80" else "flash_vision_hopper"
+    assert name == f"{prefix}_forward"
     assert q[1:] == k[1:] == v[1:] == strides
     assert (q[0], k[0], v[0]) == tuple(part.data_ptr() for part in x.unbind(1))
     assert out_view == (out.data_ptr(), 160, 80) and tail[0] == stats.data_ptr()
@@ -350,7 +351,7 @@ def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
     else:
         assert queries == 0
     dqkv = vision_backward(out, *tensors, out, stats, *options)
-    assert dqkv.stride() == x.stride() and native.calls[-1][0] == "flash_vision_backward"
+    assert dqkv.stride() == x.stride() and native.calls[-1][0] == f"{prefix}_backward"
     dout, dq, dk, dv, length, tiles, lse_delta, rotated, queries = native.calls[-1][1][14:]
     assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
     assert dq[1:] == strides and dout[0] == out.data_ptr() and length == 200
@@ -394,14 +395,12 @@ def test_vision_views_reach_the_kernel(monkeypatch):
 def test_vision_selects_by_the_layout(window, monkeypatch):
     """Windows through the order, frames on the kernel of the GPU; composed, the same values."""
     layout, qkv = _vision()
-    for machine, kernel in ((AMPERE, "flash_vision"), (HOPPER, "flash_vision")):
+    for machine, kernel in ((AMPERE, "flash_vision_mma"), (HOPPER, "flash_vision_hopper")):
         with monkeypatch.context() as patch:
             native = Native(patch, record=True)
             patch.setattr(api, "machine_of", lambda device, machine=machine: machine)
             vision_attention(qkv, replace(layout, max_seqlen=200), window=window)
-            name, arguments = native.calls[0]
-            assert name == ("vision_window" if window else kernel) + "_forward"
-            assert (arguments[-1] == 0) == (machine is AMPERE) or window
+            assert native.calls[0][0] == ("vision_window" if window else kernel) + "_forward"
     exact = qkv.float()
     expected = vision_attention(exact, layout, window=window)
     asked: list[Any] = []

@@ -34,8 +34,8 @@ NATIVE = {
     for kernel, ops in {
         "cpu": ("attention", "vision_attention"),
         "window": ("window_attention", "vision_window"),
-        "sm80": ("flash_mma", "flash_vision"),
-        "sm90": ("flash_attention", "flash_vision"),
+        "sm80": ("flash_mma", "flash_vision_mma"),
+        "sm90": ("flash_hopper", "flash_vision_hopper"),
     }.items()
 }
 

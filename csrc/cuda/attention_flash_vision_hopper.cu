@@ -1,0 +1,38 @@
+// vision_attention of segments of any length on compute capability 9.0. TMA brings rows as they
+// are, so queries and keys are rotated beforehand, into workspace; then the kernels of
+// attention_flash_hopper.cu and attention_flash_hopper_backward.cu run.
+#include <cuda_runtime.h>
+
+#include "cuda/attention_flash.h"
+
+namespace vlmk {
+
+namespace {
+
+int rotate_both(const AttentionParams& p, void* queries, void* keys, void* stream) {
+  // mutant: sm90-vision-rotate-queries
+  if (const int error = flash_vision_turn_cuda(p, p.q, queries, stream)) return error;
+  return flash_vision_turn_cuda(p, p.k, keys, stream);  // mutant: sm90-vision-rotate-keys
+}
+
+}  // namespace
+
+int flash_vision_hopper_forward_cuda(const FlashVisionParams& p, void* stream) {
+  const AttentionParams& f = p.flash.forward;
+  FlashAttentionParams rotated = p.flash;
+  rotated.forward.q = turned_rows(f, p.turned_queries);  // mutant: sm90-vision-forward-q
+  rotated.forward.k = turned_rows(f, p.turned);          // mutant: sm90-vision-forward-k
+  if (const int error = rotate_both(f, p.turned_queries, p.turned, stream)) return error;
+  return flash_hopper_forward_cuda(rotated, stream);
+}
+
+int flash_vision_hopper_backward_cuda(const FlashVisionGradParams& p, void* stream) {
+  const AttentionParams& f = p.flash.backward.forward;
+  FlashAttentionGradParams rotated = p.flash;
+  rotated.backward.forward.q = turned_rows(f, p.turned_queries);  // mutant: sm90-vision-backward-q
+  rotated.backward.forward.k = turned_rows(f, p.turned);          // mutant: sm90-vision-backward-k
+  if (const int error = rotate_both(f, p.turned_queries, p.turned, stream)) return error;
+  return flash_hopper_backward_cuda(rotated, stream);
+}
+
+}  // namespace vlmk
