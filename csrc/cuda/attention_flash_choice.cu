@@ -50,47 +50,46 @@ bool hopper_takes_gradients(const AttentionGradParams& p, int capability) {
          describes(p.dout, p.forward.tokens, p.forward.heads);  // mutant: choice-takes-gradients
 }
 
-int flash_attention_forward_cuda(const FlashAttentionParams& p, void* stream) {
+int flash_attention_forward_cuda(const AttentionParams& p, void* stream) {
   int capability;
   if (const cudaError_t error = find_capability(&capability)) return error;
-  return hopper_takes(p.forward, capability) ? flash_hopper_forward_cuda(p, stream)
-                                             : flash_mma_forward_cuda(p, stream);
+  return hopper_takes(p, capability) ? flash_hopper_forward_cuda(p, stream)
+                                     : flash_mma_forward_cuda(p, stream);
 }
 
-int flash_attention_backward_cuda(const FlashAttentionGradParams& p, void* stream) {
+int flash_attention_backward_cuda(const AttentionGradParams& p, void* stream) {
   int capability;
   if (const cudaError_t error = find_capability(&capability)) return error;
-  return hopper_takes_gradients(p.backward, capability) ? flash_hopper_backward_cuda(p, stream)
-                                                        : flash_mma_backward_cuda(p, stream);
+  return hopper_takes_gradients(p, capability) ? flash_hopper_backward_cuda(p, stream)
+                                               : flash_mma_backward_cuda(p, stream);
 }
 
-int flash_vision_forward_cuda(const FlashVisionParams& p, void* stream) {
+int flash_vision_forward_cuda(const AttentionParams& p, void* stream) {
   int capability;
   if (const cudaError_t error = find_capability(&capability)) return error;
-  const AttentionParams& f = p.flash.forward;
-  FlashAttentionParams turned = p.flash;
-  turned.forward.q = turned_rows(f, p.turned_queries);  // mutant: choice-forward-q
-  turned.forward.k = turned_rows(f, p.turned);          // mutant: choice-forward-k
+  AttentionParams turned = p;
+  turned.q = turned_rows(p, p.rotated_q);  // mutant: choice-forward-q
+  turned.k = turned_rows(p, p.rotated_k);  // mutant: choice-forward-k
   // mutant: choice-forward-takes
-  if (p.turned_queries == nullptr || !hopper_takes(turned.forward, capability)) {
+  if (p.rotated_q == nullptr || !hopper_takes(turned, capability)) {
     return flash_vision_mma_forward_cuda(p, stream);
   }
-  if (const int error = turn_both(f, p.turned_queries, p.turned, stream)) return error;
+  if (const int error = turn_both(p, p.rotated_q, p.rotated_k, stream)) return error;
   return flash_hopper_forward_cuda(turned, stream);
 }
 
-int flash_vision_backward_cuda(const FlashVisionGradParams& p, void* stream) {
+int flash_vision_backward_cuda(const AttentionGradParams& p, void* stream) {
   int capability;
   if (const cudaError_t error = find_capability(&capability)) return error;
-  const AttentionParams& f = p.flash.backward.forward;
-  FlashAttentionGradParams turned = p.flash;
-  turned.backward.forward.q = turned_rows(f, p.turned_queries);  // mutant: choice-backward-q
-  turned.backward.forward.k = turned_rows(f, p.turned);          // mutant: choice-backward-k
+  const AttentionParams& f = p.forward;
+  AttentionGradParams turned = p;
+  turned.forward.q = turned_rows(f, f.rotated_q);  // mutant: choice-backward-q
+  turned.forward.k = turned_rows(f, f.rotated_k);  // mutant: choice-backward-k
   // mutant: choice-backward-takes
-  if (p.turned_queries == nullptr || !hopper_takes_gradients(turned.backward, capability)) {
+  if (f.rotated_q == nullptr || !hopper_takes_gradients(turned, capability)) {
     return flash_vision_mma_backward_cuda(p, stream);
   }
-  if (const int error = turn_both(f, p.turned_queries, p.turned, stream)) return error;
+  if (const int error = turn_both(f, f.rotated_q, f.rotated_k, stream)) return error;
   return flash_hopper_backward_cuda(turned, stream);
 }
 

@@ -152,10 +152,12 @@ def check_window(kernels: WindowKernels, case: Case) -> Device:
         causal=case.causal,
         order=None,
         rotary=None,
+        max_seqlen=max(case.lengths) if case.max_length is None else case.max_length,
+        tiles=None,
+        rotated_k=None,
+        rotated_q=None,
     )
-    longest = max(case.lengths) if case.max_length is None else case.max_length
-    params = fill("WindowAttentionParams", forward=forward, max_length=longest)
-    code = kernels.run(device, "forward", params)
+    code = kernels.run(device, "forward", forward)
     assert code == 0, f"forward returned cudaError_t {code}"
     exact = case.exact()
     assert_close(case, "out", memory.array("out"), exact["out"])
@@ -165,15 +167,15 @@ def check_window(kernels: WindowKernels, case: Case) -> Device:
         allowed = 1e-5 * max(np.abs(exact[name]).max(initial=0), 1)
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
-    backward = fill(
+    grads = fill(
         "AttentionGradParams",
         forward=forward,
         dout=upload("dout", case.dout, case.heads),
         dq=reserve("dq", case.heads),
         dk=reserve("dk", case.kv_heads),
         dv=reserve("dv", case.kv_heads),
+        lse_delta=None,
     )
-    grads = fill("WindowAttentionGradParams", backward=backward, max_length=longest)
     code = kernels.run(device, "backward", grads)
     assert code == 0, f"backward returned cudaError_t {code}"
     for name in ("dq", "dk", "dv"):
