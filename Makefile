@@ -17,7 +17,7 @@ help:
 	@echo "make test       lint, types and most tests (6 min on 2 cores)"
 	@echo "make test-all   lint, types and all tests"
 	@echo "make test-layouts   every parallel layout against transformers (9 min)"
-	@echo "make test-flash tiled CUDA attention, every instance, interpreted; slow mutants (long)"
+	@echo "make test-flash tiled CUDA attention, every instance, interpreted (long)"
 	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
 	@echo "make test-plan  runs of several layouts beside what the planner says of them (8 min)"
 	@echo "make bench      speed beside the peers, into benchmarks/"
@@ -38,7 +38,7 @@ lint: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
-	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
+	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tools/*.c' 'tools/*.cpp' 'tools/*.h' 'tools/*.cu' 'tools/*.cuh')
 
 # Dealt over the cores; tests of one module stay together, they share what is built for them.
 PYTEST := $(RUN) -m pytest -n auto --dist loadscope
@@ -50,21 +50,20 @@ test-all: lint
 
 # The kernels alone: in both simulators, and those of the CPU.
 test-kernels: setup
-	$(RUN) -m pytest tests/cuda tests/ptxsim tests/emulation tests/kernels
+	$(RUN) -m pytest tools tests/cuda tests/kernels
 
 # Every layout against transformers, 240 cases, failing ranks, resumed LoRA (9 min on 2 cores).
 test-layouts: setup
 	$(RUN) -m pytest tests/parity/matrix.py tests/train/matrix.py tests/optim/matrix.py -rP
 
-# Every instance of tiled attention on both architectures in the PTX interpreter, and the mutants that
-# only it shows and make test leaves out.
+# Every instance of tiled attention on both architectures in the PTX interpreter.
 test-flash: setup
-	$(RUN) -m pytest tests/ptxsim/flash_matrix.py tests/ptxsim/flash_hopper_matrix.py tests/ptxsim/mutant_matrix.py -rP
+	$(RUN) -m pytest tests/cuda/ptx_sm80_matrix.py tests/cuda/ptx_sm90_matrix.py -rP
 
 format: setup
 	$(RUN) -m ruff check --fix -q .
 	$(RUN) -m ruff format -q .
-	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.c' 'tests/*.cpp' 'tests/*.h' 'tests/*.cu' 'tests/*.cuh')
+	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tools/*.c' 'tools/*.cpp' 'tools/*.h' 'tools/*.cu' 'tools/*.cuh')
 
 # 50 kills at random moments of saves and conversions (10 min).
 test-crash: setup
@@ -89,7 +88,7 @@ bench: setup
 
 # Runs offline from the source tree with the machine's own torch: no virtual environment.
 gpu-check:
-	bash benchmarks/gpu_check.sh
+	bash tools/gpu_check/run.sh
 
 clean:
 	rm -rf build *.egg-info demo_out vlmkernels/*.so

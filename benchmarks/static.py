@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT
-from tests.ptxsim.toolchain import (
+from tests.cuda.params import params_struct
+from tools.cudasim import CSRC
+from tools.cudasim.ptx.toolchain import (
     ARCHITECTURES,
-    CSRC,
     build_fake_runtime,
     find_nvcc,
     missing_tool,
-    params_struct,
     run,
 )
 

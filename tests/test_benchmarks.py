@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import build_inplace, ceilings, harness, report, run
+from benchmarks import ceilings, harness, report, run
 from benchmarks.harness import Ceiling, Comparison, Context, Row, Timings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -365,7 +365,7 @@ def test_adam_contestants_do_the_same() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_check_without_a_gpu_fails_with_one_sentence() -> None:
     done = subprocess.run(
-        ["bash", "benchmarks/gpu_check.sh"],
+        ["bash", "tools/gpu_check/run.sh"],
         cwd=ROOT,
         env=dict(os.environ, PYTHON=sys.executable),
         capture_output=True,
@@ -374,55 +374,3 @@ def test_gpu_check_without_a_gpu_fails_with_one_sentence() -> None:
     assert done.returncode != 0
     assert done.stdout == "" and done.stderr.count("\n") == 1
     assert "no GPU" in done.stderr
-
-
-def test_direct_build_says_what_cmake_says() -> None:
-    """The build without CMake repeats flags of CMakeLists.txt: they must not drift apart."""
-    cmake = (ROOT / "CMakeLists.txt").read_text()
-    direct = Path(build_inplace.__file__).read_text()
-    assert build_inplace.cuda_archs() == ["80", "90a"]
-    for flag in ("-ffp-contract=off", "-fno-math-errno", "--expt-relaxed-constexpr", "-lineinfo"):
-        assert flag in cmake and flag in direct, flag
-    for isa, flags in build_inplace.ISA_FLAGS.items():
-        assert f"ISA_FLAGS_{isa}" in cmake
-        for flag in flags:
-            assert flag in cmake, f"{isa}: {flag}"
-    assert (build_inplace.pybind11_include() / "pybind11" / "pybind11.h").is_file()
-
-
-PLAIN = """
-import pytest
-
-@pytest.mark.parametrize("a", [1, 2])
-@pytest.mark.parametrize(("b", "c"), [(3, 4), (5, 6)])
-def test_product(a, b, c):
-    assert c == b + 1 and a < 3
-
-def test_raises():
-    with pytest.raises(ValueError, match="no"):
-        raise ValueError("no")
-
-def test_skips():
-    pytest.skip("not here")
-
-def test_fails():
-    assert FAILS
-"""
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_plain_runner(tmp_path: Path, fails: bool) -> None:
-    """Without pytest: a child process in which it cannot be imported."""
-    (tmp_path / "test_plain_example.py").write_text(PLAIN.replace("FAILS", str(not fails)))
-    code = (
-        "import sys, importlib.util as u; real = u.find_spec\n"
-        "u.find_spec = lambda n, *a: None if n in ('pytest', 'hypothesis') else real(n, *a)\n"
-        "sys.path.insert(0, sys.argv[1]); from benchmarks import plain_tests as p\n"
-        "import pathlib; p.ROOT = pathlib.Path(sys.argv[1])\n"
-        "sys.exit(p.main([sys.argv[1] + '/test_plain_example.py']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert f"{5 + (not fails)} passed, {int(fails)} failed, 1 skipped" in done.stdout, done.stdout
-    assert done.returncode == int(fails)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks import static
-from tests.ptxsim.toolchain import ARCHITECTURES, CSRC, find_nvcc, run
+from tools.cudasim import CSRC
+from tools.cudasim.ptx.toolchain import ARCHITECTURES, find_nvcc, run
 
 
 @pytest.fixture(scope="module")

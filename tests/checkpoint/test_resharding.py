@@ -16,6 +16,7 @@ from tests.parity import reference as ref
 from tests.ranks import run_ranks
 from vlmtrain.checkpoint.convert import layout_for, to_hf, to_megatron
 from vlmtrain.checkpoint.mapping import canonical_name
+from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader
 from vlmtrain.checkpoint.tensors import flat_boxes
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.files import verify_manifest
@@ -117,6 +118,11 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
         two[f"{name} saved"] = dict(**same_freeze, layout=layout, steps=steps, save=path)
         two[f"{name} loaded"] = dict(**same_freeze, layout=dict(tensor=2), load=path)
         two[f"{name} thawed"] = dict(model=untied, layout={}, load=path)
+    freeze, _ = FROZEN["last stage"]
+    resaved = folder / "resaved" / "step-00000002"
+    half_frozen = dict(model=untied, freeze=freeze)
+    two["frozen on dp2"] = dict(**half_frozen, layout={}, load=path, save=resaved)
+    two["frozen from dp2"] = dict(**half_frozen, layout=dict(pipeline=2), load=resaved)
     more = dict(language=True, vision=True)
     two["more frozen"] = dict(
         model=untied, layout={}, freeze=more, load=folder / "last stage" / "step-00000002"
@@ -148,13 +154,24 @@ def test_every_layout_reads_every_other_bitwise(kind, name, results):
     assert result["step"] == 2 and result["extra"]["note"] == "kept"
 
 
+def share_bytes(path: Path) -> list[int]:
+    """What each rank wrote of a checkpoint's tensors, without the files' own overhead."""
+    shares: dict[str, int] = {}
+    for chunks in ChunkReader(path)._chunks.values():
+        for chunk in chunks:
+            size = math.prod(chunk.sizes) * chunk.dtype.itemsize
+            shares[chunk.file] = shares.get(chunk.file, 0) + size
+            assert 0 < size < chunk.length < size + 2500, chunk
+    return [shares[name] for name in sorted(shares)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_data_parallel_rank_writes_and_reads_its_own_share(kind, results):
     """A quarter of weights and optimizer state each; nothing is gathered, a rank never makes more
     than its share, nor more at once than one tensor."""
     path = results["folders"]["folder"] / f"{kind}-chain" / "step-00000004"
-    sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
-    assert max(sizes) < 1.1 * min(sizes), sizes
+    sizes = share_bytes(path)
+    assert len(sizes) == 4 and max(sizes) < 1.05 * min(sizes), sizes
     result = results[f"{kind} dp4"]
     largest = max(t.numel() * 4 for t in result["state"].values())
     random_state = 200_000  # of all ranks, which all gather
@@ -207,6 +224,16 @@ def test_training_starts_from_a_megatron_folder(results):
     assert begun["step"] == 0
     message = results["weights are no run"]["error"]
     assert "weights only" in message and "--model" in message
+
+
+def test_frozen_parts_of_data_parallel_ranks(results):
+    """What learns all of them write, what does not the first of them."""
+    same(results["frozen from dp2"]["state"], results["last stage saved"]["state"], "dp2")
+    path = results["folders"]["folder"] / "resaved" / "step-00000002"
+    first, second = share_bytes(path)
+    state = results["frozen from dp2"]["state"].items()
+    frozen = sum(t.numel() * 4 for n, t in state if n.startswith("param ") and t.isnan().all())
+    assert 0.95 < (first - second) / frozen < 1.1, (first, second, frozen)
 
 
 @pytest.mark.parametrize("name", FROZEN)

@@ -40,12 +40,13 @@ def test_a_files_checksum_is_made_while_it_is_written(tmp_path):
 
 
 def test_sigterm_saves_and_a_new_run_goes_on(model, conversations, tmp_path):  # noqa: F811
-    """Through our own launcher: exit code 0, a whole checkpoint of the last step. (That a resumed
-    run has the numbers of one without a break, tests/train and the crash test show.)"""
+    """Through our own launcher: exit code 0, a whole checkpoint of the last step, which two
+    data-parallel ranks wrote and two stages go on from. (That a resumed run has the numbers of one
+    without a break, tests/train and the crash test show.)"""
     output = tmp_path / "run"
     arguments = options(
-        model, conversations, output, "--train.steps=400", "--nproc=2", "--parallel.pipeline=2",
-        "--checkpoint.every=3", "--checkpoint.keep=1", "--checkpoint.keep_every=6",
+        model, conversations, output, "--train.steps=400", "--nproc=2", "--checkpoint.every=3",
+        "--checkpoint.keep=1", "--checkpoint.keep_every=6",
     )  # fmt: skip
     process = start(arguments)
     wait_for_step(output, 7, process)
@@ -64,7 +65,7 @@ def test_sigterm_saves_and_a_new_run_goes_on(model, conversations, tmp_path):  #
     assert names == {"latest", *(f"step-{s:08d}" for s in steps)}
     again = run_cli(
         [a for a in arguments if "train.steps" not in a]
-        + [f"--train.steps={done + 1}", "--checkpoint.resume=latest"]
+        + [f"--train.steps={done + 1}", "--parallel.pipeline=2", "--checkpoint.resume=latest"]
     )
     assert again.code == 0, again.output
     assert len(losses(output)) == done + 1  # no step twice, none left out

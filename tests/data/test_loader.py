@@ -22,9 +22,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.data.helpers import IMAGE_LIMITS, conversation, no_media, open_loader, write_json
 from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.builder import _FrameCache
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex, scan_sources
-from vlmtrain.data.loader import PackedLoader, _FrameCache
+from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.packing.plan import POLICIES, Policy, plan_epoch
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.common.positions import mrope_positions
@@ -256,14 +257,14 @@ def test_ranks_decode_only_the_media_dealt_to_them(make: Any, spec: ModelSpec) -
 
     loaders = [make(decodes=decodes(rank), cache_bytes=0) for rank in range(ranks)]
     for rank, loader in enumerate(loaders):
-        original = loader.processor.frames
+        original = loader.builder.processor.frames
 
         def frames(media: Any, sample: Any, rank: int = rank, original: Any = original) -> Any:
             calls[rank].append(media.key)
             return original(media, sample)
 
-        loader.processor = copy.copy(loader.processor)
-        loader.processor.frames = frames
+        loader.builder.processor = copy.copy(loader.builder.processor)
+        loader.builder.processor.frames = frames
     whole = make()
     media = 0
     for _ in range(steps):

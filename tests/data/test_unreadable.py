@@ -129,8 +129,8 @@ def test_isolated_decoders_give_the_same_pixels(
         expected = epoch_of(plain)
     with loader_of(index, processor, spec, workers=1) as loader:
         got = epoch_of(loader)
-        assert loader._pool is not None
-        decoders = [decoder.process for decoder in loader._pool._started]
+        assert loader.builder._pool is not None
+        decoders = [decoder.process for decoder in loader.builder._pool._started]
     for a, b in zip(expected, got, strict=True):
         assert torch.equal(a.pixel_values, b.pixel_values) and a.sample_ids == b.sample_ids
     assert len(decoders) == 1 and all(process.poll() is not None for process in decoders)

@@ -355,12 +355,12 @@ def test_compile(models: tuple[Any, Any, Any]) -> None:
     hidden = torch.randn(2, 12, 96)
     angles = plain.model.language_model.rotary_emb(hidden, torch.arange(12).expand(3, 2, -1))
     patches = torch.randn(24, 48)
-    turns = torch.randn(24, 8).repeat(1, 2)  # both halves alike, as the tower makes them
-    cos, sin = turns.cos(), turns.sin()
-    borders = torch.tensor([0, 8, 24], dtype=torch.int32)
+    angles = torch.randn(24, 8).repeat(1, 2)  # both halves alike, as the tower makes them
+    cos, sin = angles.cos(), angles.sin()
+    cu_seqlens = torch.tensor([0, 8, 24], dtype=torch.int32)
     for of, args in (
         (lambda m: m.language_model.layers[1], dict(position_embeddings=angles)),
-        (lambda m: m.visual.blocks[0], dict(cu_seqlens=borders, position_embeddings=(cos, sin))),
+        (lambda m: m.visual.blocks[0], dict(cu_seqlens=cu_seqlens, position_embeddings=(cos, sin))),
     ):
         x = patches if "cu_seqlens" in args else hidden
         got = torch.compile(of(ours.model), fullgraph=True, backend="eager")(x, **args)

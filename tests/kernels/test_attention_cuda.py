@@ -142,7 +142,6 @@ def test_table_says_what_is_off():
 def test_the_machine_of_the_cpu():
     machine = machine_of(torch.device("cpu"))
     assert machine is machine_of(torch.device("cpu")) and machine.device == "cpu"
-    assert machine.cuda_kernels == _native.has_cuda_kernels()
 
 
 # ---- launch --------------------------------------------------------------------------------------
@@ -192,13 +191,13 @@ def test_arguments_reach_the_runtime(kernel, monkeypatch):
     with pytest.raises(RuntimeError, match="^CUDA: "):
         varlen_backward(q, q, k, v, cu, q, torch.empty(2, 2, 10), *options)
     layout, qkv = _vision()
-    cu, order, longest = layout.segments(kernel == "window")
+    cu, order, max_seqlen = layout.segments(kernel == "window")
     tensors = (qkv, layout.rotary_table(80), cu, order)
     with pytest.raises(RuntimeError, match="^CUDA: "):
-        vision(*tensors, longest, 0.1, kernel)
+        vision(*tensors, max_seqlen, 0.1, kernel)
     out, stats = torch.zeros(120, 2, 80).bfloat16(), torch.empty(2, 2, 120)
     with pytest.raises(RuntimeError, match="^CUDA: "):
-        vision_backward(out, *tensors, out, stats, longest, 0.1, kernel)
+        vision_backward(out, *tensors, out, stats, max_seqlen, 0.1, kernel)
     assert len(native.calls) == 4
 
 
@@ -225,6 +224,15 @@ def test_rows_are_aligned_or_copied(monkeypatch):
     assert q_address % 16 == 0 and q_address != q.data_ptr() and q_strides == [160, 80]
     assert named["k"] == (fused[:, 1].data_ptr(), 480, 80)
     assert named["v"][0] == fused[:, 2].data_ptr()
+    wide = torch.randn(10, 3, 84).bfloat16()
+    for x in (
+        wide[:, :2, :80],  # heads 168 bytes from each other
+        torch.randn(10, 164).bfloat16()[:, :160].view(10, 2, 80),  # tokens 328 bytes
+        torch.randn(10, 2, 160).bfloat16()[..., ::2],  # elements
+    ):
+        copy = launch.aligned(x)
+        assert copy is not x and copy.is_contiguous() and torch.equal(copy, x)
+    assert launch.aligned(fused) is fused
 
 
 @pytest.mark.parametrize(("kernel", "copied"), [("window", False), ("sm80", False), ("sm90", True)])
@@ -293,8 +301,8 @@ def test_compiled_calls_select_by_a_length_that_varies(monkeypatch):
         return graph.forward
 
     @torch.compile(fullgraph=True, backend=backend)
-    def attend(q, cu, longest):
-        return varlen_attention(q * 2, q, q, cu, max_seqlen=longest) + 1
+    def attend(q, cu, max_seqlen):
+        return varlen_attention(q * 2, q, q, cu, max_seqlen=max_seqlen) + 1
 
     for length in (100, 90, 80, 200, 210, 220):
         attend(q, cu, length)

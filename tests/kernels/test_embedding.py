@@ -376,9 +376,9 @@ def test_opcheck() -> None:
     dout = torch.randn(6, 6)
     for kind in kinds:
         check(ops.visual_embedding_visual_grad.default, (dout, index, 6, len(visual), kind))
-        place = (dout, ids, index, 0, VOCABULARY, 6, 2, kind)
-        check(ops.visual_embedding_weight_grad.default, place)
-        check(ops.visual_embedding_weight_grad_sparse.default, place)
+        arguments = (dout, ids, index, 0, VOCABULARY, 6, 2, kind)
+        check(ops.visual_embedding_weight_grad.default, arguments)
+        check(ops.visual_embedding_weight_grad_sparse.default, arguments)
     main_grad = torch.randn(VOCABULARY, 6)
     check(ops.visual_embedding_weight_grad_into.default, (main_grad, dout, ids, index, 0, 6, 2))
 
@@ -447,10 +447,10 @@ def test_out_of_range_ids_and_indices() -> None:
 
 def refuse(message: str, **changes: Any) -> None:
     ids, weight, visual, index = make(12, 8, torch.float32)
-    given: dict[str, Any] = {"input_ids": ids, "weight": weight, "visual": visual,
+    arguments: dict[str, Any] = {"input_ids": ids, "weight": weight, "visual": visual,
                              "visual_index": index, **changes}  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        visual_embedding(**given)
+        visual_embedding(**arguments)
 
 
 def test_wrong_arguments() -> None:

@@ -84,8 +84,8 @@ def test_writes_into_out_and_only_there() -> None:
     assert patchify(pixels, out=out).data_ptr() == out.data_ptr()
     assert_bitwise("rows", out, patchify_reference(pixels, dtype=torch.bfloat16))
     assert (room[:2] == 7).all() and (room[10:] == 7).all()
-    turned = pixels.transpose(1, 2)  # strided frames
-    assert_bitwise("rows", patchify(turned), patchify_reference(turned.contiguous()))
+    strided = pixels.transpose(1, 2)  # strided frames
+    assert_bitwise("rows", patchify(strided), patchify_reference(strided.contiguous()))
 
 
 def test_threads_may_call_at_once() -> None:

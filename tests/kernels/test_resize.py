@@ -153,8 +153,8 @@ def test_writes_into_out_and_reads_only_frames(isa: str) -> None:
         assert resize(pixels, *to, out=room[1:2]).data_ptr() == room[1].data_ptr()
         assert torch.equal(room[1:2], resize_reference(pixels, *to))
         assert (room[0] == 7).all() and (room[2] == 7).all()
-        turned = pixels[..., :3].transpose(1, 2)  # strided frames
-        assert torch.equal(resize(turned, *to), resize_reference(turned.contiguous(), *to))
+        strided = pixels[..., :3].transpose(1, 2)  # of the frames
+        assert torch.equal(resize(strided, *to), resize_reference(strided.contiguous(), *to))
 
 
 def test_threads_may_call_at_once() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.numeric import assert_accurate
-from vlmtrain.cpu import weight_gradients
+from vlmtrain.models import weight_gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,5 +1,5 @@
-"""One of two ranks whose gradients change after the backward pass without a new version, see
-test_hybrid.py: bits must be those of CPUAdam on the same gradients."""
+"""One of two ranks, see test_hybrid.py. Their gradients change after the backward pass without a
+new version: bits must be those of CPUAdam on the same gradients. DTensors are refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.kernels.numeric import assert_bitwise  # noqa: E402
@@ -32,6 +35,33 @@ def bucket_views(model: nn.Module, rank: int, optimizer: Any) -> None:
         parallel(torch.full((2, 6), rank + 1.0)).square().sum().backward()
 
 
+def shards_are_refused() -> None:
+    """DTensors, as FSDP2 makes parameters, have no memory of their own."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(nn.Linear(6, 4), mesh=mesh)
+    for make in (
+        CPUAdam,
+        HybridDeviceOptimizer,
+        lambda params: HybridDeviceOptimizer(params, offload_fraction=0.0),
+    ):
+        try:
+            make(model.parameters())
+        except ValueError as error:
+            assert "a parameter is a DTensor" in str(error) and "to_local()" in str(error), error
+        else:
+            raise AssertionError("a DTensor was taken")
+    param = nn.Parameter(torch.zeros(6))
+    optimizer = CPUAdam([param])
+    param.decoupled_grad = distribute_tensor(torch.ones(6), mesh)  # type: ignore[attr-defined]
+    for use in (optimizer.step, optimizer.grad_norm):
+        try:
+            use()
+        except ValueError as error:
+            assert "a gradient is a DTensor" in str(error), error
+        else:
+            raise AssertionError("a DTensor was taken")
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -47,6 +77,7 @@ def main() -> None:
                 optimizer.zero_grad()
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert_bitwise(train.__name__, a.detach(), b.detach())
+    shards_are_refused()
     dist.destroy_process_group()
 
 

@@ -93,6 +93,25 @@ def test_moments_of_another_shape_are_named(
             optimizer.step()
 
 
+def test_moments_of_another_order_in_the_same_memory() -> None:
+    for transposed in (False, True):
+        found = []
+        for change in (False, True):
+            torch.manual_seed(5)
+            param = nn.Parameter(torch.randn(6, 6).t() if transposed else torch.randn(6, 6))
+            optimizer = CPUAdam([param])
+            param.grad = torch.randn(6, 6)
+            optimizer.step()
+            if change:  # the same numbers, but not where they were
+                moment = optimizer.state[param]["exp_avg"]
+                values = moment.clone()
+                moment.data = moment.data.t()
+                moment.copy_(values)
+            optimizer.step()
+            found.append(param.detach())
+        assert_bitwise("weights", found[1], found[0])
+
+
 def test_scales_of_another_size_are_named(make: Callable[..., Any]) -> None:
     params = weights()
     optimizer = make(params, moments=torch.uint8)
@@ -175,3 +194,27 @@ def test_a_model_whose_memory_was_replaced_counts() -> None:
         optimizer.step()
         assert_bitwise("model", params[0].detach(), new)
         optimizer.check_masters()
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_default_device_is_not_where_host_memory_is(
+    make: Callable[..., Any], moments: torch.dtype
+) -> None:
+    """Counters, page-locked slabs and tables of codes say where they are."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(4)
+        params = weights()
+        with torch.device(device):
+            optimizer = make(params, moments=moments)
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            if isinstance(optimizer, HybridDeviceOptimizer):
+                optimizer.set_offload_fraction(0.5)
+                optimizer.step()
+        found.append([p.detach() for p in params])
+    for plain, other in zip(*found, strict=True):
+        assert_bitwise("weights", other, plain)

@@ -266,7 +266,7 @@ def test_changes_of_gradients_that_autograd_does_not_see(change: str):
         assert_bitwise(change, ours, theirs)
 
 
-def test_gradients_reduced_over_ranks_without_a_new_version():
+def test_gradients_reduced_over_ranks_without_a_new_version_and_dtensors():
     ranks = run_ranks(["tests/optim/distributed_worker.py"], 2)
     assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
 

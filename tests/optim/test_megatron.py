@@ -130,11 +130,19 @@ def test_gradients_are_copied_during_backward(tmp_path):
         assert found["losses"] == expected["losses"], name
 
 
+def test_loading_and_moving_keep_the_steps(tmp_path):
+    """Megatron's own load_state_dict after `offload`; an inner optimizer that counts by group."""
+    (rank,) = run_ranks(["tests/optim/megatron_state.py", str(tmp_path)], 1)
+    assert rank.output.endswith("as expected\n"), rank.output[-3000:]
+
+
 def test_what_cannot_be_offloaded_is_named():
     from vlmkernels.integrations.megatron import offload
 
     with pytest.raises(ValueError, match="fraction is 1.5; it must be from 0 to 1"):
         offload(None, 1.5)
+    with pytest.raises(ValueError, match="gradients is torch.float16; it must be"):
+        offload(None, 0.5, gradients=torch.float16)
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(ValueError, match="has a AdamW; offload needs a DistributedOptimizer"):
         offload(adam, 0.5)

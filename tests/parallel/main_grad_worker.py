@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.kernels.test_embedding import VOCABULARY, make  # noqa: E402
 from vlmkernels import visual_embedding  # noqa: E402
 from vlmtrain.core import device, launch  # noqa: E402
-from vlmtrain.cpu import weight_gradients  # noqa: E402
+from vlmtrain.models import weight_gradients  # noqa: E402
 
 HIDDEN, MICROBATCHES = 24, 3
 

@@ -44,7 +44,7 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 def gather_gradients(engine: Any) -> None:
     """Undo the reduce-scatter of the distributed optimizer: every rank has whole gradients."""
-    for chunk in [*engine.chunks, *([engine.tower] if engine.replica is not None else [])]:
+    for chunk in engine.wrapped:
         group = chunk.dp_cp_group
         for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
             mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()

@@ -55,7 +55,7 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     freeze = FreezeSection(**case.get("freeze", {}))
     engine.prepare(OptimizerSection(), freeze, ParallelSection(overlap_grad_reduce=overlap))
     counts = [sum(p.numel() for p in stage.parameters()) for stage in engine.stages]
-    chunks = [*engine.chunks, *([engine.tower] if engine.replica is not None else [])]
+    chunks = engine.wrapped
     buffers = [b for c in chunks for b in c.buffers]
     frozen = sum(
         p.numel() * p.element_size()

@@ -149,19 +149,20 @@ def _workspace(
 
 def _run(
     kernel: str,
-    qkv: tuple[Tensor, Tensor, Tensor],
+    qkv: tuple[Tensor, ...],
     cu_seqlens: Tensor,
     max_seqlen: int | None,
     causal: bool,
     scale: float,
-    out: Tensor,
-    softmax_stats: Tensor,
+    results: tuple[Tensor, Tensor],
     gradients: tuple[Tensor, ...] = (),
     rotary: tuple[Tensor, Tensor | None] | None = None,
 ) -> None:
-    """Calls the kernel's forward, or with `gradients` = (dout, dq, dk, dv) its backward; `rotary`
-    = (table, order) for vision_attention."""
-    q, k, _ = qkv
+    """Calls the kernel's forward, or with `gradients` = (dout, dq, dk, dv) its backward.
+
+    results: out and softmax_stats. rotary: table and order, for vision_attention.
+    """
+    (q, k, _), (out, softmax_stats) = qkv, results
     check_device(kernel, q)
     tokens, heads, head_dim = q.shape
     cu_seqlens, segments = cu_seqlens.contiguous(), cu_seqlens.shape[0] - 1
@@ -198,10 +199,10 @@ def _run(
 
 
 def _varlen_outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """out, and softmax_stats: the maximum and the sum of each softmax row (csrc/params.h)."""
     tokens, heads, _ = q.shape
-    # softmax_stats: the maximum and the sum of each softmax row (csrc/params.h)
-    stats = torch.empty(2, heads, tokens, dtype=torch.float32, device=q.device)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), stats
+    softmax_stats = torch.empty(2, heads, tokens, dtype=torch.float32, device=q.device)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), softmax_stats
 
 
 def _varlen_forward(
@@ -215,11 +216,11 @@ def _varlen_forward(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     check_varlen(q, k, v, cu_seqlens)
-    out, stats = _varlen_outputs(q)
+    results = _varlen_outputs(q)
     if kernel != "cpu":
         q, k, v = aligned(q), aligned(k), aligned(v)
-    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, causal, scale, out, stats)
-    return out, stats
+    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, causal, scale, results)
+    return results
 
 
 def _varlen_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -242,22 +243,22 @@ def _varlen_backward(
 ) -> tuple[Tensor, ...]:
     check_varlen(q, k, v, cu_seqlens)
     dout = _upstream(dout, q, "[T, H, D]", kernel)
-    grads = _varlen_gradients(dout, q, k, v)
+    dqkv = _varlen_gradients(dout, q, k, v)
     if kernel != "cpu":
         q, k, v = aligned(q), aligned(k), aligned(v)
-    stats = softmax_stats
-    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, causal, scale, out, stats, (dout, *grads))
-    return grads
+    results, grads = (out, softmax_stats), (dout, *dqkv)
+    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, causal, scale, results, grads)
+    return dqkv
 
 
 # ---- vision_attention ----------------------------------------------------------------------------
 
 
 def _vision_outputs(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """As above; softmax_stats in the order of the segments."""
     patches, _, heads, head_dim = qkv.shape
-    # softmax_stats as above, in the order of the segments
-    stats = torch.empty(2, heads, patches, dtype=torch.float32, device=qkv.device)
-    return qkv.new_empty(patches, heads, head_dim), stats
+    softmax_stats = torch.empty(2, heads, patches, dtype=torch.float32, device=qkv.device)
+    return qkv.new_empty(patches, heads, head_dim), softmax_stats
 
 
 def _vision_forward(
@@ -270,13 +271,12 @@ def _vision_forward(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     check_vision(qkv, table, cu_seqlens, order)
-    out, stats = _vision_outputs(qkv)
+    results = _vision_outputs(qkv)
     if kernel != "cpu":
         qkv, table = aligned(qkv), aligned(table)
-    q, k, v = qkv.unbind(1)
     rotary = (table, order)
-    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, False, scale, out, stats, rotary=rotary)
-    return out, stats
+    _run(kernel, qkv.unbind(1), cu_seqlens, max_seqlen, False, scale, results, rotary=rotary)
+    return results
 
 
 def _vision_gradient(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
@@ -300,10 +300,9 @@ def _vision_backward(
     dqkv = _vision_gradient(dout, qkv)
     if kernel != "cpu":
         qkv, table = aligned(qkv), aligned(table)
-    q, k, v = qkv.unbind(1)
-    rotary, grads = (table, order), (dout, *dqkv.unbind(1))
-    stats = softmax_stats
-    _run(kernel, (q, k, v), cu_seqlens, max_seqlen, False, scale, out, stats, grads, rotary)
+    results, grads = (out, softmax_stats), (dout, *dqkv.unbind(1))
+    options = (cu_seqlens, max_seqlen, False, scale)
+    _run(kernel, qkv.unbind(1), *options, results, grads, (table, order))
     return dqkv
 
 

@@ -66,14 +66,14 @@ def flash_attn() -> Callable[..., Any] | None:
 @functools.cache
 def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
-        return Machine(device.type, cuda_kernels=has_cuda_kernels())
+        return Machine(device.type)
     capability = torch.cuda.get_device_capability(device)
     return Machine("cuda", capability, has_cuda_kernels(), flash_attn() is not None)
 
 
 @torch.compiler.assume_constant_result
 def machine_of(device: torch.device) -> Machine:
-    """The machine of tensors on this device; found out once."""
+    """The machine of tensors on this device; looked up once."""
     return _machine(device)
 
 

@@ -15,6 +15,8 @@ float32, so it has one value whatever the number of threads or the instruction s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -99,19 +101,12 @@ def _weight_grad(
 
 
 def _weight_grad_sparse(
-    grad: Tensor,
-    input_ids: Tensor,
-    visual_index: Tensor,
-    vocab_start: int,
-    vocab_rows: int,
-    first: int,
-    padding_idx: int,
-    dtype: torch.dtype,
+    grad: Tensor, input_ids: Tensor, visual_index: Tensor, *sizes_and_dtype: Any
 ) -> tuple[Tensor, Tensor]:
-    grad = grad.contiguous()
-    sizes = (vocab_start, vocab_rows, first, padding_idx)
+    """As above; the rows of the table and their sums."""
+    grad, (*sizes, dtype) = grad.contiguous(), sizes_and_dtype
     keys, order = _sorted(grad, input_ids, visual_index, *sizes)
-    rows, number = torch.unique_consecutive(keys[keys < vocab_rows], return_inverse=True)
+    rows, number = torch.unique_consecutive(keys[keys < sizes[1]], return_inverse=True)
     values = grad.new_zeros(len(rows), grad.shape[1], dtype=dtype)
     _reduce(number, order, grad, values, False)
     return rows, values
@@ -135,35 +130,24 @@ def _weight_grad_into(
 # ---- registration --------------------------------------------------------------------------------
 
 
-def _sparse_fake(
-    grad: Tensor,
-    input_ids: Tensor,
-    visual_index: Tensor,
-    vocab_start: int,
-    vocab_rows: int,
-    first: int,
-    padding_idx: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def _sparse_fake(grad: Tensor, input_ids: Tensor, *sizes_and_dtype: Any) -> tuple[Tensor, Tensor]:
     rows = torch.library.get_ctx().new_dynamic_size()
-    return input_ids.new_empty(rows), grad.new_empty(rows, grad.shape[1], dtype=dtype)
+    return input_ids.new_empty(rows), grad.new_empty(rows, grad.shape[1], dtype=sizes_and_dtype[-1])
 
 
 visual_grad = define(
     "visual_embedding_visual_grad(Tensor grad, Tensor visual_index, SymInt first,"
     " SymInt visual_rows, ScalarType dtype) -> Tensor",
     _visual_grad,
-    fake=lambda grad, visual_index, first, visual_rows, dtype: grad.new_empty(
-        visual_rows, grad.shape[1], dtype=dtype
-    ),
+    fake=lambda grad, index, first, rows, dtype: grad.new_empty(rows, grad.shape[1], dtype=dtype),
 )
 weight_grad = define(
     "visual_embedding_weight_grad(Tensor grad, Tensor input_ids, Tensor visual_index,"
     " SymInt vocab_start, SymInt vocab_rows, SymInt first, SymInt padding_idx, ScalarType dtype)"
     " -> Tensor",
     _weight_grad,
-    fake=lambda grad, input_ids, index, vocab_start, vocab_rows, first, padding_idx, dtype: (
-        grad.new_empty(vocab_rows, grad.shape[1], dtype=dtype)
+    fake=lambda grad, ids, index, start, rows, first, padding_idx, dtype: grad.new_empty(
+        rows, grad.shape[1], dtype=dtype
     ),
 )
 weight_grad_sparse = define(
@@ -177,5 +161,5 @@ weight_grad_into = define(
     "visual_embedding_weight_grad_into(Tensor(a!) main_grad, Tensor grad, Tensor input_ids,"
     " Tensor visual_index, SymInt vocab_start, SymInt first, SymInt padding_idx) -> ()",
     _weight_grad_into,
-    fake=lambda main_grad, grad, input_ids, index, vocab_start, first, padding_idx: None,
+    fake=lambda *_: None,
 )

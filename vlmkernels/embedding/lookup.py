@@ -259,16 +259,14 @@ _scatter = define(
     "scatter_visual(Tensor embeddings, Tensor? visual, Tensor visual_index, SymInt first)"
     " -> Tensor",
     _run_scatter,
-    fake=lambda embeddings, visual, visual_index, first: torch.empty_like(
-        embeddings, memory_format=torch.contiguous_format
-    ),
+    fake=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
     autograd=(_scatter_setup, _scatter_backward),
 )
 _scatter_in_place = define(
     "scatter_visual_(Tensor(a!) embeddings, Tensor visual, Tensor visual_index, SymInt first)"
     " -> ()",
     _run_scatter_in_place,
-    fake=lambda embeddings, visual, visual_index, first: None,
+    fake=lambda *_: None,
 )
 
 

@@ -93,7 +93,7 @@ _patchify = define(
     " int threads) -> ()",
     _run,
     devices=["CPU"],
-    fake=lambda frames, table, out, patch, temporal, merge, threads: None,
+    fake=lambda *_: None,
 )
 
 

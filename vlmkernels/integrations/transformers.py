@@ -345,32 +345,32 @@ def _attention(
     return out.view(batch, length, *out.shape[1:]), None  # unflatten: not on Python 3.10, compiled
 
 
-def _mask(**given: Any) -> Tensor | None:
+def _mask(**options: Any) -> Tensor | None:
     """Called once a forward: None for plain causal attention, int32 [n + 1] where padding or
     packing cuts the flattened batch into segments, else sdpa's mask."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    batch, keys = given["batch_size"], given["kv_length"]
-    queries = given["q_length"] if "q_length" in given else len(given["cache_position"])
-    sees = given.get("mask_function") or causal_mask_function
-    padding = given.get("attention_mask")
+    batch, keys = options["batch_size"], options["kv_length"]
+    queries = options["q_length"] if "q_length" in options else len(options["cache_position"])
+    sees = options.get("mask_function") or causal_mask_function
+    padding = options.get("attention_mask")
     if (
         queries != keys  # a cache with something in it
-        or given.get("use_vmap")  # a mask function of the user's
+        or options.get("use_vmap")  # a mask function of the user's
         or torch.compiler.is_compiling()
     ):
-        return sdpa_mask(**given)
-    plain = sees is causal_mask_function and given.get("local_size") is None
+        return sdpa_mask(**options)
+    plain = sees is causal_mask_function and options.get("local_size") is None
     if plain and (padding is None or bool(padding.all())):
         return None
-    device = given.get("device", "cpu") if padding is None else padding.device
+    device = options.get("device", "cpu") if padding is None else padding.device
     start = torch.zeros(batch, queries, dtype=torch.bool, device=device)
     start[:, 0] = True
     exact = plain or _add_packed(start, sees)
     if padding is not None and exact:
         exact = padding.shape == start.shape and _add_padded(start, padding.bool())
     if not exact:
-        return sdpa_mask(**given)
+        return sdpa_mask(**options)
     end = start.new_full((1,), batch * queries, dtype=torch.int64)
     return torch.cat([start.flatten().nonzero()[:, 0], end]).to(torch.int32)
 

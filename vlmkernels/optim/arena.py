@@ -26,7 +26,7 @@ class _Slab:
     """One piece of memory; `free` holds its (offset, bytes) holes, in order, no two adjacent."""
 
     def __init__(self, size: int, pin: bool) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         self.free = [(0, size)]
         self.pinned = False
         if pin:
@@ -105,7 +105,7 @@ class PinnedArena:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         wanted = math.prod(shape) * dtype.itemsize
         if wanted == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         size = -(-wanted // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             self._drain()

@@ -24,14 +24,14 @@ def _bits(signed: bool) -> int:
     return 7 if signed else 8
 
 
-def _values(signed: bool) -> Tensor:
+def _values(signed: bool, device: torch.device) -> Tensor:
     """float32 [256]: what each code stands for, before the block's scale."""
     bits = _bits(signed)
-    code = torch.arange(1 << bits, dtype=torch.float64)
+    code = torch.arange(1 << bits, dtype=torch.float64, device="cpu")
     power = 2.0 ** code.clamp_min(1).log2().floor()
     value = 10.0 ** (power.log2() - bits + 1) * (0.1 + 0.9 * (code - power + 0.5) / power)
     value[0], value[-1] = 0, 1
-    return (torch.cat([value, -value]) if signed else value).float()
+    return (torch.cat([value, -value]) if signed else value).float().to(device)
 
 
 def quantize(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -51,8 +51,8 @@ def quantize(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
         ~blocks.isfinite().all(1), torch.nan
     )
     y = blocks.abs() * torch.where(scales == 0, 0, 1 / scales)[:, None]
-    powers = 2.0 ** torch.arange(bits, dtype=torch.float64)
-    decades = 10.0 ** torch.arange(bits - 1, -1, -1, dtype=torch.float64)
+    powers = 2.0 ** torch.arange(bits, dtype=torch.float64, device="cpu")
+    decades = 10.0 ** torch.arange(bits - 1, -1, -1, dtype=torch.float64, device="cpu")
     edges, slopes = (0.1 / decades).float().to(x.device), (decades * powers / 0.9).float()
     i = (torch.bucketize(y, edges, right=True) - 1).clamp_min(0)
     power, slopes = powers.float().to(x.device)[i], slopes.to(x.device)
@@ -70,7 +70,7 @@ def quantize(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """float32, the codes' shape and strides. A block with a NaN scale is NaN."""
     out = torch.empty_like(codes, dtype=torch.float32)
-    flat = _values(signed).to(codes.device)[codes.as_strided((codes.numel(),), (1,)).long()]
+    flat = _values(signed, codes.device)[codes.as_strided((codes.numel(),), (1,)).long()]
     flat = flat * scales.repeat_interleave(BLOCK)[: len(flat)]
     out.as_strided((codes.numel(),), (1,)).copy_(flat)
     return out

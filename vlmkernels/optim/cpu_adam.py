@@ -24,8 +24,10 @@ from vlmkernels._native import DTYPES, describe
 from .native import (
     GRADIENTS,
     Rows,
+    check_flags,
     check_gradient,
     check_hyperparameters,
+    check_memory,
     check_nonfinite,
     is_dense,
     is_host,
@@ -37,9 +39,9 @@ from .state import (
     check_moments,
     check_shapes,
     ensure_moments,
-    fill_groups,
     moment_keys,
     moment_tensors,
+    step_count,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,21 +50,15 @@ logger = logging.getLogger(__name__)
 class _Known:
     """A parameter whose tensors were checked, and the row that they make, but for the gradient."""
 
-    __slots__ = (
-        *("contiguous", "memory", "moment_type", "param", "pointers", "row", "shape", "state"),
-        "stride",
-    )
+    __slots__ = ("moment_type", "order", "param", "row", "shape", "state", "tensors")
 
     def __init__(
         self, param: Tensor, state: dict[str, Any], low: Tensor | None, keys: tuple[str, ...]
     ) -> None:
-        self.param, self.shape, self.stride = param, param.shape, param.stride()
-        self.contiguous = param.is_contiguous()  # quicker to ask for than strides
+        self.param, self.shape, self.order = param, param.shape, _order(param)
         self.state = [(key, state[key]) for key in ("step", *keys)]
         tensors = [param, *(x for _, x in self.state), *([] if low is None else [low])]
-        self.pointers = [(x, x.data_ptr()) for x in tensors]
-        # As long as it is there no other tensor can lie at the same address.
-        self.memory = [x.detach() for x in tensors]
+        self.tensors = [(x, x.data_ptr(), x.dtype, x.shape, _order(x)) for x in tensors]
         exp_avg, exp_avg_sq, scales = moment_tensors(state)
         (_, self.moment_type), self.row = Rows.make(
             param, param, exp_avg, exp_avg_sq, state["step"], low, 0, scales
@@ -70,24 +66,26 @@ class _Known:
 
     def ordered(self, x: Tensor) -> bool:
         """Whether a tensor of this shape has its elements in the parameter's order."""
-        return x.is_contiguous() if self.contiguous else x.stride() == self.stride
+        return x.is_contiguous() if self.order is None else x.stride() == self.order
 
     def holds(self, param: Tensor, state: dict[str, Any]) -> bool:
-        """Whether these are the same tensors, and lie where they did."""
-        if (
-            self.param is not param
-            or param.shape != self.shape
-            or not self.ordered(param)
-            or param.dtype is not torch.float32
-        ):
+        """Whether these are the same tensors, and lie where and as they did."""
+        if self.param is not param:
             return False
         for key, value in self.state:
             if state.get(key) is not value:
                 return False
-        for x, pointer in self.pointers:
-            if x.data_ptr() != pointer:
+        for x, pointer, dtype, shape, order in self.tensors:
+            if x.data_ptr() != pointer or x.dtype is not dtype or x.shape != shape:
+                return False
+            if not (x.is_contiguous() if order is None else x.stride() == order):
                 return False
         return True
+
+
+def _order(x: Tensor) -> tuple[int, ...] | None:
+    """Strides; None for a contiguous tensor, which is quicker to ask for."""
+    return None if x.is_contiguous() else x.stride()
 
 
 class CPUAdam(torch.optim.Optimizer):
@@ -157,11 +155,20 @@ class CPUAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @staticmethod
+    def _check_group(group: dict[str, Any]) -> None:
+        check_flags(group)
+        for param in group["params"]:
+            check_memory("a parameter", param)
             if not _is_usable(param):
-                self.param_groups.pop()
                 raise ValueError(
-                    f"a parameter is {describe(param)} with strides {tuple(param.stride())}; "
+                    f"a parameter is {describe(param)} with strides {_strides(param)}; "
                     "CPUAdam needs float32 on cpu, without gaps in memory"
                 )
 
@@ -193,17 +200,48 @@ class CPUAdam(torch.optim.Optimizer):
         self._low[param] = copy
         self._known = []
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state_dict of this class or of torch.optim.Adam or AdamW. Whether weight decay is
+        decoupled stays as it was, as with torch's AdamW.
+
+        Raises:
+            ValueError: a state that doesn't fit; then nothing is loaded.
+        """
+        state, groups = self.__dict__["state"], self.__dict__["param_groups"]
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            self.state, self.param_groups = state, groups
+            raise
+        for group, own in zip(self.param_groups, groups, strict=True):
+            group["decoupled_weight_decay"] = own["decoupled_weight_decay"]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; `decoupled_grad` is a gradient as well."""
+        super().zero_grad(set_to_none)
+        for param in (p for group in self.param_groups for p in group["params"]):
+            grad = getattr(param, "decoupled_grad", None)
+            if grad is not None:
+                param.decoupled_grad = None if set_to_none else grad.detach().zero_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """torch's has state, groups and defaults only."""
+        own = ("moments", "nonfinite", "skipped_steps", "_low")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._known = []
-        # torch pickles state, groups and defaults only.
+        # Of pickles that earlier versions wrote.
         for name, value in (("moments", torch.float32), ("nonfinite", "propagate"), ("_low", {})):
             self.__dict__.setdefault(name, value)
         self.__dict__.setdefault("skipped_steps", 0)
-        fill_groups(self.param_groups, self.defaults)
+        for group in self.param_groups:
+            check_flags(group, "the loaded state")
+            group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
         for param, values in self.state.items():
             if "step" in values:  # Megatron loads one tensor for all parameters
-                values["step"] = torch.tensor(float(values["step"]), dtype=torch.float32)
+                values["step"] = step_count(values["step"])
             check_shapes(values, param)
 
     def grad_norm(self) -> float:
@@ -237,6 +275,8 @@ class CPUAdam(torch.optim.Optimizer):
         keep: list[Tensor] = []
         written: list[Tensor] = []
         numbers = range(len(self.param_groups))
+        for group in self.param_groups:
+            check_flags(group)
         collected = [self._collect(i, seen, keep, written) for i in numbers]
         if found_inf is None and self.nonfinite == "skip":
             found_inf = not math.isfinite(sum_of_squares(keep) * grad_scale)
@@ -301,6 +341,8 @@ class CPUAdam(torch.optim.Optimizer):
             if not entry.ordered(grad):  # the native step walks through memory, not indices
                 grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
             pointer = grad.data_ptr()
+            if not pointer and row[6]:
+                check_gradient(param, grad)
             if pointer == row[0] and row[6]:
                 raise ValueError(
                     f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs its "
@@ -331,7 +373,7 @@ class CPUAdam(torch.optim.Optimizer):
             )
         ensure_moments(state, self.moments, param, param.device, lambda: self._name(param))
         if not is_step(state.get("step")):
-            state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32)
+            state["step"] = step_count(state.get("step", 0))
         return _Known(param, state, low, moment_keys(self.moments))
 
     def _name(self, param: Tensor) -> str:

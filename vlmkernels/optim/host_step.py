@@ -136,7 +136,7 @@ class HostStep:
         if target.dtype == torch.float32:
             copy = value = self.arena.empty(shape, torch.float32)
         else:
-            copy = torch.empty(shape, dtype=torch.float32)
+            copy = torch.empty(shape, dtype=torch.float32, device="cpu")
         slot = self.arena.empty(shape, grad_type)
         if target.dtype != torch.float32:
             same = grad_type == target.dtype

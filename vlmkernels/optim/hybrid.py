@@ -20,7 +20,14 @@ from vlmkernels._native import describe
 from .device_step import norm, step_on_device
 from .host_step import HostStep, Shard
 from .masters import Masters, is_own_master
-from .native import check_gradient, check_hyperparameters, check_nonfinite, is_step
+from .native import (
+    check_flags,
+    check_gradient,
+    check_hyperparameters,
+    check_memory,
+    check_nonfinite,
+    is_step,
+)
 from .placement import Policy, check_fraction, check_policy, preference, relocate
 from .state import (
     ALL_MOMENTS,
@@ -30,6 +37,7 @@ from .state import (
     fit_moments,
     load_groups,
     state_bytes,
+    step_count,
 )
 from .transfer import Transfers
 
@@ -129,6 +137,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._offloaded: set[Tensor] = set()
         self._arrival: dict[Tensor, None] = {}  # parameters in the order their gradients came
         self._hooks: dict[Tensor, Any] = {}
+        weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
+        self._early_settings: dict[int, dict[str, Any]] = {}  # by group, of early steps
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -143,18 +153,27 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         params = self._params()  # groups may be empty
-        for param in self.param_groups[-1]["params"]:
-            device = params[0].device
-            if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"a parameter is {describe(param)}; it must be float32 or bfloat16 on {device}"
-                )
+        try:
+            self._check_group(self.param_groups[-1], params)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         last = len(self.param_groups) - 1
         self._group_of.update(dict.fromkeys(self.param_groups[-1]["params"], last))
         if params:
             self._host.connect(params[0].device)
         self.set_offload_fraction(self._fraction)
+
+    @staticmethod
+    def _check_group(group: dict[str, Any], params: list[Tensor]) -> None:
+        check_flags(group)
+        for param in group["params"]:
+            check_memory("a parameter", param)
+            device = params[0].device
+            if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
+                raise ValueError(
+                    f"a parameter is {describe(param)}; it must be float32 or bfloat16 on {device}"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """torch pickles groups and state only: not what is on its way between the memories."""
@@ -261,7 +280,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         like = self._masters.copies.get(param, param)
         ensure_moments(state, self.moments, like, like.device, lambda: self._name(param))
         if not is_step(state["step"]):
-            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+            state["step"] = step_count(state["step"])
 
     def _name(self, param: Tensor) -> str:
         return f"parameter {next(i for i, p in enumerate(self._params()) if p is param)}"
@@ -271,7 +290,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         to_host = param in self._offloaded
         device = torch.device("cpu") if to_host else param.device
-        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        state["step"] = step_count()
         fit_moments(state, self.moments, partial(torch.empty, param.shape, device=device))
         self._put_master(param, state, *self._make_master(param, state, to_host, param.detach()))
         self._masters.written([param])
@@ -331,7 +350,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             self._masters.check_after_load(self._params())
             self._masters.follow(param)
             self._host.begin(shard, param.grad)
-            self._host.step_soon(self.param_groups[self._group_of[param]], shard)
+            number = self._group_of[param]
+            self._early_settings[number] = _settings(self.param_groups[number])
+            self._host.step_soon(self.param_groups[number], shard)
 
     def _check_whole(self, what: str) -> None:
         if self._host.early:
@@ -372,6 +393,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         on_host: list[tuple[dict[str, Any], Shard]] = []
         grads: list[Tensor] = []
         for group in self.param_groups:
+            check_flags(group)
             active = [p for p in group["params"] if p.grad is not None and p not in early]
             for param in active:
                 self._ready(param)
@@ -406,6 +428,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 f"grad_scale is {grad_scale} and found_inf {found_inf} in a step that began in the "
                 "backward pass (in_backward=True); they must be 1.0 and None"
             )
+        for number, before in self._early_settings.items():
+            for key, now in _settings(self.param_groups[number]).items():
+                if now != before[key]:
+                    raise RuntimeError(
+                        f"{key} was {before[key]} in the backward pass that made part of the step "
+                        f"(in_backward=True), and is {now} at the step; set it before the backward "
+                        "pass"
+                    )
+        self._early_settings = {}
         for shard in shards:
             grad = shard.target.grad
             if grad is None or not shard.has(grad):
@@ -472,3 +503,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if key not in ("step", "master", *ALL_MOMENTS):
                 state[key] = copy.deepcopy(value)
         self._masters.loaded(param, values.get("master") if "master" in state else None)
+
+
+def _remove_hooks(hooks: dict[Tensor, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a step takes from a parameter group, by value."""
+    numbers = {key: float(group[key]) for key in ("lr", "eps", "weight_decay")}
+    betas = tuple(float(beta) for beta in group["betas"])
+    return {**numbers, "betas": betas, "decoupled_weight_decay": group["decoupled_weight_decay"]}

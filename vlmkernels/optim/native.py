@@ -126,6 +126,8 @@ def check_hyperparameters(
 ) -> None:
     """Raises ValueError naming the first that no Adam can use."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} is {value}; it must be one number")
         if not value >= 0:
             raise ValueError(f"{name} is {value}; it must be at least 0")
     if len(betas) != 2:
@@ -133,6 +135,13 @@ def check_hyperparameters(
     for i, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(f"betas[{i}] is {beta}; it must be in [0, 1)")
+
+
+def check_flags(group: dict[str, Any], name: str = "a parameter group") -> None:
+    """Raises ValueError for a group that asks for a form of Adam that is not offered."""
+    for flag in ("amsgrad", "maximize"):
+        if group.get(flag):
+            raise ValueError(f"{name} has {flag}=True, which is not offered here")
 
 
 def check_nonfinite(nonfinite: str) -> None:
@@ -143,6 +152,7 @@ def check_nonfinite(nonfinite: str) -> None:
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:
     """Raises ValueError unless `grad` can be a gradient of `param`."""
+    check_memory("a gradient", grad)
     if (
         grad.dtype not in GRADIENTS
         or grad.shape != param.shape
@@ -152,6 +162,16 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
         raise ValueError(
             f"a gradient is {describe(grad)}, {grad.layout}; it must be dense float32 or "
             f"bfloat16 {list(param.shape)} on {param.device}"
+        )
+
+
+def check_memory(name: str, x: Tensor) -> None:
+    """Raises ValueError for a tensor that is made of others, such as FSDP2's DTensor: it has no
+    memory whose address a kernel could be given."""
+    if hasattr(type(x), "__tensor_flatten__"):
+        raise ValueError(
+            f"{name} is a {type(x).__name__}, which has no memory of its own; pass plain tensors, "
+            "such as parameters that share the memory of its to_local()"
         )
 
 

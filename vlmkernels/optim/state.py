@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from vlmkernels._native import describe
 
 from . import blockwise
+from .native import check_flags
 
 EIGHT_BIT = torch.uint8
 MOMENT_TYPES = (torch.float32, torch.bfloat16, EIGHT_BIT)
@@ -27,6 +28,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 ALL_MOMENTS = (*MOMENTS, *CODES, *SCALES)
+
+
+def step_count(steps: float = 0.0) -> Tensor:
+    """A count of steps, in host memory whatever torch's default device is."""
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 
 def check_moments(moments: torch.dtype) -> None:
@@ -169,19 +175,6 @@ def check_shapes(state: dict[str, Any], param: Tensor, name: str = "the loaded {
             )
 
 
-def fill_groups(groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
-    """Gives loaded parameter groups what torch.optim.AdamW's don't have.
-
-    Raises:
-        ValueError: a group asks for a form of Adam that is not offered.
-    """
-    for group in groups:
-        group.setdefault("decoupled_weight_decay", defaults["decoupled_weight_decay"])
-        for flag in ("amsgrad", "maximize"):
-            if group.get(flag):
-                raise ValueError(f"the loaded state has {flag}=True, which is not offered here")
-
-
 def load_groups(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
@@ -201,7 +194,9 @@ def load_groups(
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     groups = copy.deepcopy(state_dict["param_groups"])
-    fill_groups(groups, optimizer.defaults)
+    for group, own in zip(groups, optimizer.param_groups, strict=False):
+        check_flags(group, "the loaded state")
+        group["decoupled_weight_decay"] = own["decoupled_weight_decay"]  # as torch's AdamW does
     numbers = chain.from_iterable(group["params"] for group in groups)
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     loaded = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,9 +49,7 @@ def read_box(
     if not shape:
         _read_into(file, start, out)
         return out
-    inner = 1
-    for n in shape[1:]:
-        inner *= n
+    inner = math.prod(shape[1:])
     stride = inner * out.element_size()
     first, stop = box[0]
     if tuple(sizes[1:]) == tuple(shape[1:]):
@@ -92,9 +91,7 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     if not shape:
         return [()]
-    inner = 1
-    for n in shape[1:]:
-        inner *= n
+    inner = math.prod(shape[1:])
 
     def part_of_row(row: int, first: int, last: int) -> list[Box]:
         boxes = flat_boxes(shape[1:], first - row * inner, last - row * inner)

@@ -1,4 +1,4 @@
-"""One microbatch: a pack of samples laid end to end, with their borders.
+"""One microbatch: a pack of samples laid end to end, with their offsets.
 
 Legend: S tokens of the pack, n segments, P patches, m images and videos.
 """
@@ -36,7 +36,7 @@ class PackedBatch:
     input_ids: Tensor  # int64 [S]
     labels: Tensor  # int64 [S]: shifted by one inside each sample, -100 where no loss
     position_ids: Tensor  # int64 [3, S]: M-RoPE time, height, width, counted per sample
-    cu_seqlens: Tensor  # int32 [n + 1]: borders; a padded tail is a segment of its own
+    cu_seqlens: Tensor  # int32 [n + 1]: offsets of segments; a padded tail is a segment of its own
     visual_index: Tensor  # int32 [S]: row of the merged visual features, -1 for text
     pixel_values: Tensor  # [P, 1176], media in sequence order; [0, 1176] if not wanted
     grid_thw: Tensor  # int64 [m, 3], media in sequence order; always in host memory
@@ -89,13 +89,13 @@ class PackedBatch:
         real = self.length - self.pad_tokens
         tail = self.pad_tokens + grown
         positions = torch.arange(tail, dtype=torch.int64).expand(3, tail)
-        borders = self.cu_seqlens if self.pad_tokens == 0 else self.cu_seqlens[:-1]
+        offsets = self.cu_seqlens if self.pad_tokens == 0 else self.cu_seqlens[:-1]
         return replace(
             self,
             input_ids=_extend(self.input_ids[:real], tail, self.pad_token_id),
             labels=_extend(self.labels[:real], tail, IGNORE),
             position_ids=torch.cat((self.position_ids[:, :real], positions), dim=1),
-            cu_seqlens=torch.cat((borders, borders.new_tensor([length]))),
+            cu_seqlens=torch.cat((offsets, offsets.new_tensor([length]))),
             visual_index=_extend(self.visual_index[:real], tail, -1),
             pad_tokens=tail,
             max_seqlen=None,
@@ -123,19 +123,21 @@ class PackedBatch:
             patches = self.grid_thw.prod(1)
             unit = int(patches.sum()) // int((self.visual_index >= 0).sum())  # patches a row
             ends = patches.cumsum(0) // unit  # of each medium, in rows
-            theirs = (ends > int(rows[0])) & (ends <= int(rows[-1]) + 1)
+            of_sample = (ends > int(rows[0])) & (ends <= int(rows[-1]) + 1)
             if self.has_pixels is not None:
                 here = torch.tensor(self.has_pixels)
-                patches, theirs = patches[here], theirs[here]
-            self.pixel_values[theirs.repeat_interleave(patches)] = 0
+                patches, of_sample = patches[here], of_sample[here]
+            self.pixel_values[of_sample.repeat_interleave(patches)] = 0
         return replace(self, target_tokens=self.target_tokens - targets)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        """The same batch with its tensors on `device`, but for the grids: shapes and borders follow
+        """The same batch with its tensors on `device`, but for the grids: shapes and offsets follow
         from them on the host, which must not wait for a device to know them."""
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        longest = int(self.cu_seqlens.diff().max()) if self.max_seqlen is None else self.max_seqlen
-        return replace(moved, grid_thw=self.grid_thw, max_seqlen=longest)
+        max_seqlen = self.max_seqlen
+        if max_seqlen is None:
+            max_seqlen = int(self.cu_seqlens.diff().max())
+        return replace(moved, grid_thw=self.grid_thw, max_seqlen=max_seqlen)
 
     def pin_memory(self) -> PackedBatch:
         """The same batch with its tensors in page-locked host memory."""
@@ -193,15 +195,15 @@ def collate(
         ValueError: the samples do not fit.
     """
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])
-    borders = torch.zeros(len(samples) + 1, dtype=torch.int32)
-    borders[1:] = lengths.cumsum(0)
+    offsets = torch.zeros(len(samples) + 1, dtype=torch.int32)
+    offsets[1:] = lengths.cumsum(0)
     mask = torch.cat([sample.visual_mask for sample in samples])
     rows = mask.cumsum(0, dtype=torch.int32) - 1
     packed = PackedBatch(
         input_ids=torch.cat([sample.input_ids for sample in samples]),
         labels=torch.cat([sample.labels for sample in samples]),
         position_ids=torch.cat([sample.position_ids for sample in samples], dim=1),
-        cu_seqlens=borders,
+        cu_seqlens=offsets,
         visual_index=torch.where(mask, rows, -1).to(torch.int32),
         pixel_values=pixel_values,
         grid_thw=grids,

@@ -1,4 +1,4 @@
-"""Errors that one rank meets and all ranks must end by, said once.
+"""Errors that one rank meets and all ranks must end by, printed once.
 
 Two collectives around work that reads input: what fails on one rank is raised on every rank,
 marked so that only rank 0 prints it.
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _SILENCE = 600.0  # seconds without a sign of life from rank 0
 _BEAT = 5.0  # seconds between its signs of life
-_turns = itertools.count()  # the same on every rank: the calls are collective
+_calls = itertools.count()  # the same on every rank: the calls are collective
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
@@ -32,9 +32,9 @@ def on_first_rank(work: Callable[[], T]) -> T:
     """
     box: list[Any] = [None, None]
     failed: Exception | None = None
-    turn = f"vlmtrain/on_first_rank/{next(_turns)}"
+    key = f"vlmtrain/on_first_rank/{next(_calls)}"
     if dist.get_rank() == 0:
-        with _alive(turn):
+        with _alive(key):
             try:
                 box[0] = work()
             except UserError as error:
@@ -42,7 +42,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
             except Exception as error:  # the others must hear of it too, then it goes its way
                 box[1], failed = "rank 0 failed while reading the input", error
     else:
-        _wait(turn)
+        _wait(key)
     dist.broadcast_object_list(box, src=0)
     if failed is not None:
         raise failed
@@ -52,8 +52,8 @@ def on_first_rank(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _alive(turn: str) -> Iterator[None]:
-    """Signs of life in the process group's store, and at the end that `turn` is over."""
+def _alive(key: str) -> Iterator[None]:
+    """Signs of life in the process group's store, and at the end that `key` is over."""
     if dist.get_world_size() == 1:
         yield
         return
@@ -62,7 +62,7 @@ def _alive(turn: str) -> Iterator[None]:
 
     def beat() -> None:
         for count in itertools.count():
-            store.set(f"{turn}/beat", str(count))
+            store.set(f"{key}/beat", str(count))
             if over.wait(_BEAT):
                 return
 
@@ -73,20 +73,20 @@ def _alive(turn: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-    store.set(turn, "over")
+    store.set(key, "over")
 
 
-def _wait(turn: str) -> None:
-    """Until `turn` is over on rank 0.
+def _wait(key: str) -> None:
+    """Until `key` is over on rank 0.
 
     Raises:
         UserError: rank 0 gives no sign of life; a killed one is noticed by the launcher before.
     """
     store, pause = _store(), 0.001
     heard, last = time.monotonic(), b""
-    while not store.check([turn]):
-        if store.check([f"{turn}/beat"]):
-            beat = store.get(f"{turn}/beat")
+    while not store.check([key]):
+        if store.check([f"{key}/beat"]):
+            beat = store.get(f"{key}/beat")
             if beat != last:
                 heard, last = time.monotonic(), beat
         if time.monotonic() - heard > _SILENCE:
@@ -108,13 +108,13 @@ def on_every_rank(work: Callable[[], T]) -> T:
     `work` must not wait for other ranks after the point where it can fail.
     """
     value: Any = None
-    mine: str | None = None
+    error_here: str | None = None
     try:
         value = work()
     except UserError as error:
-        mine = str(error)
+        error_here = str(error)
     errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, mine)
+    dist.all_gather_object(errors, error_here)
     for message in errors:
         if message is not None:
             raise shared_error(message)

@@ -11,7 +11,7 @@ import math
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vlmtrain.core.errors import UserError
 
@@ -20,23 +20,43 @@ class ConfigError(UserError):
     """A setting that can't be used; the message names it, its value and what is valid."""
 
 
+@dataclass(frozen=True)
+class Range:
+    """Which values of a number are valid, besides being finite.
+
+    Our own, in twenty lines: tyro checks no ranges, and pydantic's errors are paragraphs that name
+    fields, not options.
+    """
+
+    least: int = 0
+    below: float = math.inf
+    most: float = math.inf
+
+
+Count = Annotated[int, Range()]
+Positive = Annotated[int, Range(1)]
+NonNegative = Annotated[float, Range()]
+BelowOne = Annotated[float, Range(below=1)]
+Seed = Annotated[int, Range(below=1 << 32)]
+
+
 @dataclass
 class TrainSection:
     """How long and on what."""
 
-    steps: int = 0
+    steps: Count = 0
     """Optimizer steps; 0: as many as `epochs` take."""
-    epochs: float = 1.0
+    epochs: NonNegative = 1.0
     """Passes over the data, where `steps` is 0."""
-    pack_length: int = 8192
+    pack_length: Positive = 8192
     """Tokens per pack (one pack is one microbatch)."""
-    global_batch: int = 8
+    global_batch: Positive = 8
     """Packs per optimizer step, over all data-parallel ranks."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Type of parameters and activations; optimizer state is float32 in both."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the data order and of freshly initialised values."""
-    log_every: int = 1
+    log_every: Positive = 1
     """Steps between two progress lines; metrics.jsonl has every step."""
     wandb: str = ""
     """Weights & Biases project to log to as well; empty: none."""
@@ -46,20 +66,20 @@ class TrainSection:
 class OptimizerSection:
     """AdamW with linear warm-up and cosine decay."""
 
-    lr: float = 1e-5
+    lr: NonNegative = 1e-5
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: NonNegative = 0.0
     """Learning rate at the end of the cosine."""
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegative = 0.01
     """Decoupled weight decay of matrices; vectors (biases, norms) are not decayed."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip: float = 1.0
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    eps: NonNegative = 1e-8
+    clip: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    offload_fraction: float = 0.0
+    offload_fraction: Annotated[float, Range(most=1)] = 0.0
     """Share of the optimizer state kept in host memory."""
     offload_schedule: tuple[str, ...] = ()
     """STEP:FRACTION ...: other shares from those steps on, while training goes on."""
@@ -85,7 +105,7 @@ class ParallelSection:
     overlap_param_gather: bool = False
     """Gather updated weights from them while the next forward pass goes on."""
     tensor_overlap: bool = False
-    """Exchange gradients of activations over tensor-parallel ranks beside the weights' products."""
+    """Exchange gradients of activations over tensor-parallel ranks during the weights' products."""
 
 
 @dataclass
@@ -101,7 +121,7 @@ class FreezeSection:
 class LoraSection:
     """Low-rank adapters."""
 
-    rank: int = 0
+    rank: Count = 0
     """0: train the weights themselves."""
     alpha: float = 32.0
     """Adapters are scaled by alpha / rank."""
@@ -133,11 +153,11 @@ class RecomputeSection:
 class CheckpointSection:
     """Resumable checkpoints in OUTPUT/checkpoints."""
 
-    every: int = 0
+    every: Count = 0
     """Steps between checkpoints; 0: only at the end."""
-    keep: int = 2
+    keep: Positive = 2
     """Newest checkpoints to keep."""
-    keep_every: int = 0
+    keep_every: Count = 0
     """Checkpoints of steps that this divides are kept for good; 0: none."""
     resume: str = "none"
     """latest, a step number, or none."""
@@ -147,7 +167,7 @@ class CheckpointSection:
 class EvaluateSection:
     """Loss on held-out conversations while training goes on; it changes nothing in training."""
 
-    every: int = 0
+    every: Count = 0
     """Steps between two evaluations; 0: only at the end."""
     data: str = ""
     """Held-out conversations, as --data; empty: no evaluation."""
@@ -161,13 +181,13 @@ class LoaderSection:
     """balanced: full packs of even cost, dealt to the ranks by cost; the others for comparison."""
     unreadable: Literal["raise", "skip"] = "raise"
     """What a bad sample means: the end, or a line in the log and one sample less."""
-    skip_limit: int = 100
+    skip_limit: Count = 100
     """With `skip`: bad samples allowed at the start, and again during the run."""
-    workers: int = 2
+    workers: Count = 2
     """Decoder processes of each rank that needs pixels; 0: threads of the rank itself."""
     verify: bool = True
     """Decode all media of files that are not shards once at the start, to find broken ones."""
-    max_samples: int = 0
+    max_samples: Count = 0
     """Of each source only the first so many; 0: all."""
     media_root: str = ""
     """Folder that relative media paths start from; default: the data file's own."""
@@ -186,7 +206,7 @@ class TrainConfig:
     .toml list."""
     output: Path
     """Folder for metrics.jsonl, checkpoints/ and hf/."""
-    nproc: int = 0
+    nproc: Count = 0
     """Processes to start on this machine; 0: join the launcher's (torchrun, Slurm, MPI)."""
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
@@ -200,44 +220,7 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raise ConfigError for the first setting that can't be used."""
-        for name, smallest in (
-            ("train.steps", 0),
-            ("train.epochs", 0),
-            ("train.pack_length", 1),
-            ("train.global_batch", 1),
-            ("train.log_every", 1),
-            ("train.seed", 0),
-            ("optimizer.lr", 0),
-            ("optimizer.min_lr", 0),
-            ("optimizer.warmup_steps", 0),
-            ("optimizer.weight_decay", 0),
-            ("optimizer.beta1", 0),
-            ("optimizer.beta2", 0),
-            ("optimizer.eps", 0),
-            ("optimizer.clip", 0),
-            ("optimizer.offload_fraction", 0),
-            ("lora.rank", 0),
-            ("checkpoint.every", 0),
-            ("checkpoint.keep", 1),
-            ("checkpoint.keep_every", 0),
-            ("evaluate.every", 0),
-            ("loader.skip_limit", 0),
-            ("loader.workers", 0),
-            ("loader.max_samples", 0),
-            ("nproc", 0),
-        ):
-            value = self._get(name)
-            if not smallest <= value < math.inf:
-                finite = " and finite" if value == math.inf else ""
-                raise ConfigError(f"--{name} is {value}; it must be at least {smallest}{finite}")
-        for name, end in (("optimizer.beta1", 1), ("optimizer.beta2", 1), ("train.seed", 1 << 32)):
-            if not self._get(name) < end:
-                raise ConfigError(f"--{name} is {self._get(name)}; it must be below {end}")
-        if self.optimizer.offload_fraction > 1:
-            raise ConfigError(
-                f"--optimizer.offload_fraction is {self.optimizer.offload_fraction}; it must be at "
-                "most 1"
-            )
+        check_ranges(self)
         offload_fractions(self.optimizer)
         if self.optimizer.min_lr > self.optimizer.lr:
             raise ConfigError(
@@ -259,11 +242,21 @@ class TrainConfig:
                 f"--checkpoint.resume is {resume!r}; use latest, none or a step number"
             )
 
-    def _get(self, dotted: str) -> Any:
-        value: Any = self
-        for part in dotted.split("."):
-            value = getattr(value, part)
-        return value
+
+def check_ranges(section: Any, prefix: str = "--") -> None:
+    """Raise ConfigError for the first number, also of nested sections, outside its Range."""
+    for name, kind in get_type_hints(type(section), include_extras=True).items():
+        value, option = getattr(section, name), prefix + name
+        if dataclasses.is_dataclass(value):
+            check_ranges(value, f"{option}.")
+        for limit in getattr(kind, "__metadata__", ()):
+            if not limit.least <= value < math.inf:
+                finite = " and finite" if value == math.inf else ""
+                raise ConfigError(f"{option} is {value}; it must be at least {limit.least}{finite}")
+            if value >= limit.below:
+                raise ConfigError(f"{option} is {value}; it must be below {limit.below}")
+            if value > limit.most:
+                raise ConfigError(f"{option} is {value}; it must be at most {limit.most}")
 
 
 def offload_fractions(section: OptimizerSection) -> dict[int, float]:
@@ -272,20 +265,20 @@ def offload_fractions(section: OptimizerSection) -> dict[int, float]:
     Raises:
         ConfigError: an entry of the schedule that can't be used.
     """
-    found = {1: section.offload_fraction}
+    fractions = {1: section.offload_fraction}
     for entry in section.offload_schedule:
         step, _, fraction = entry.partition(":")
         try:
             first, share = int(step), float(fraction)
         except ValueError:
             first, share = 0, 0.0
-        if first < 1 or not 0 <= share <= 1 or (first != 1 and first <= max(found)):
+        if first < 1 or not 0 <= share <= 1 or (first != 1 and first <= max(fractions)):
             raise ConfigError(
                 f"--optimizer.offload_schedule has {entry!r}; an entry is STEP:FRACTION, a step "
                 "from 1 that is above the entry's before and a share from 0 to 1, as in 100:0.5"
             )
-        found[first] = share
-    return found
+        fractions[first] = share
+    return fractions
 
 
 def from_toml(path: Path, base: TrainConfig) -> TrainConfig:

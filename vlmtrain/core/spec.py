@@ -32,9 +32,9 @@ class VisionSpec:
     hidden_act: str  # as transformers calls it
     gated: bool  # whether the MLP is (SwiGLU)
     normalization: Literal["LayerNorm", "RMSNorm"]
-    window_size: int | None  # pixels; None: every layer attends to the whole image
-    full_attention_layers: tuple[int, ...]  # layers without windows; empty when window_size is None
-    tokens_per_second: float | None  # M-RoPE time steps per second of video; None: slices
+    window_size: int | None = None  # pixels; None: every layer attends to the whole image
+    full_attention_layers: tuple[int, ...] = ()  # those without windows, where there are windows
+    tokens_per_second: float | None = None  # M-RoPE time steps per second of video; None: slices
 
     @property
     def head_dim(self) -> int:

@@ -1,4 +1,5 @@
-"""Sections of a recipe written as TOML (tomllib only reads)."""
+"""Sections of a recipe written as TOML: tomllib only reads, and tomli-w, one more dependency,
+would write each number of a list on a line of its own."""
 
 from __future__ import annotations
 

@@ -12,25 +12,24 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from vlmtrain.core.batch import IGNORE, EncodedSample, PackedBatch, collate, empty_pack
+from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.collectives import shared_error
 from vlmtrain.core.config import LoaderSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.builder import PackBuilder
 from vlmtrain.data.collective_errors import Agree, Failure, Report
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex
-from vlmtrain.data.media.decoding import DecoderPool
 from vlmtrain.data.packing.costs import COST_VERSION, sample_costs
 from vlmtrain.data.packing.plan import PLAN_VERSION, Plan, deal, epoch_entries, plan_epoch
 from vlmtrain.data.processor import Processor
-from vlmtrain.data.sample import Media, Sample
 
 # What must be unchanged for a saved position to mean the same samples.
 _IDENTITY = {
@@ -68,7 +67,7 @@ class _Position:
 class _Step:
     """One optimizer step as planned."""
 
-    mine: list[np.ndarray]  # this rank's packs
+    packs: list[np.ndarray]  # of this rank
     after: _Position
     metrics: dict[str, float]
 
@@ -132,8 +131,7 @@ class PackedLoader:
                 f"sample {index.ids[number]!r} has {index.lengths[number]} tokens and a pack "
                 f"holds {pack_length}; raise --train.pack_length"
             )
-        self.index, self.processor, self.spec = index, processor, spec
-        self.section, self.rank, self.seed = section, rank, seed
+        self.index, self.section, self.rank, self.seed = index, section, rank, seed
         self.pack_length, self.global_batch = pack_length, global_batch
         self.decoded = 0  # images and videos whose pixels this rank has handed out
         self.skipped = 0  # samples skipped since the start of the run, on all ranks
@@ -144,11 +142,16 @@ class PackedLoader:
         self._position = _Position()
         self._plans: OrderedDict[int, Plan] = OrderedDict()
         self._plan_lock = threading.Lock()
-        self._frames = _FrameCache(cache_bytes)
-        # Processes of their own: a crash of a decoder is an unreadable sample.
-        isolate = section.workers > 0
-        self._pool = DecoderPool(processor.images, processor.videos) if isolate else None
-        self._decoders = ThreadPoolExecutor(section.workers or threads, thread_name_prefix="decode")
+        self.builder = PackBuilder(
+            index,
+            processor,
+            spec,
+            section,
+            pack_length=pack_length,
+            pixel_dtype=rank.pixel_dtype,
+            threads=threads,
+            cache_bytes=cache_bytes,
+        )
         self._prefetch = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._pending: tuple[_Position, Future[tuple[list[PackedBatch], Report]]] | None = None
 
@@ -230,8 +233,8 @@ class PackedLoader:
                 if error is not None and not isinstance(error, UserError):
                     raise error  # a fault of the program: its traceback must be seen
                 raise shared_error(message)
-        found = {(f.dp_rank, f.microbatch, f.segment): f for one in reports for f in one.failures}
-        failures = [found[place] for place in sorted(found)]
+        unique = {(f.dp_rank, f.microbatch, f.segment): f for one in reports for f in one.failures}
+        failures = [unique[place] for place in sorted(unique)]
         self.skipped += len(failures)
         for failure in failures:
             if self._log is not None:
@@ -267,12 +270,12 @@ class PackedLoader:
             DataError: the data, the seed or the pack length differ, so that the position would
                 mean other samples.
         """
-        mine = self.state_dict()
+        current = self.state_dict()
         for key, meaning in _IDENTITY.items():
-            if state.get(key) != mine[key]:
+            if state.get(key) != current[key]:
                 raise DataError(
                     f"the checkpoint was made with {meaning} ({key} was {state.get(key)} and is "
-                    f"{mine[key]}); restore it, or start a new run from its weights: --model "
+                    f"{current[key]}); restore it, or start a new run from its weights: --model "
                     "CHECKPOINT and another --output"
                 )
         self._position = _Position(int(state["step"]), int(state["epoch"]), int(state["pack"]))
@@ -282,11 +285,9 @@ class PackedLoader:
     def close(self) -> None:
         """Stop the background threads."""
         self._pending = None
-        for pool in (self._prefetch, self._decoders):
-            if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
-        if self._pool is not None:
-            self._pool.close()
+        if self._prefetch is not None:
+            self._prefetch.shutdown(wait=True, cancel_futures=True)
+        self.builder.close()
 
     def __enter__(self) -> PackedLoader:
         return self
@@ -349,18 +350,18 @@ class PackedLoader:
             "rank_balance": heaviest * self.rank.dp_size / max(sum(costs), 1),
             "microbatch_balance": max(costs) * len(costs) / max(sum(costs), 1),
         }
-        mine = [packs[i] for i in dealt[self.rank.dp_rank]]
-        return _Step(mine, _Position(position.step + 1, epoch, pack), metrics)
+        local = [packs[i] for i in dealt[self.rank.dp_rank]]
+        return _Step(local, _Position(position.step + 1, epoch, pack), metrics)
 
     def _build(self, position: _Position) -> tuple[list[PackedBatch], Report]:
         report = Report()
         batches = []
-        packs = self._take(position).mine
+        packs = self._take(position).packs
         shares: list[tuple[bool, ...] | None] = [None] * len(packs)
         if self.rank.decodes is not None:
             shares = [*self.rank.decodes([self._grids(pack) for pack in packs])]
         for number, (pack, share) in enumerate(zip(packs, shares, strict=True)):
-            batch, bad = self._batch(pack.tolist(), share)
+            batch, bad = self.builder.build(pack.tolist(), share)
             batches.append(batch.pin_memory() if self.rank.pin_memory else batch)
             report.failures += [
                 Failure(
@@ -374,123 +375,3 @@ class PackedLoader:
         """int64 [m, 3]: of all media of a pack, in sequence order."""
         start, grids = self.index.media_start, self.index.grids
         return np.concatenate([grids[:0], *(grids[start[i] : start[i + 1]] for i in pack.tolist())])
-
-    def _batch(
-        self, pack: list[int], share: tuple[bool, ...] | None
-    ) -> tuple[PackedBatch, dict[int, DataError]]:
-        """The pack with this rank's share of pixels, and the segments that could not be read."""
-        if not pack:
-            pad, width = self.processor.pad_token_id, self.spec.vision.patch_dim
-            return empty_pack(self.pack_length, pad, width, self.rank.pixel_dtype), {}
-        bad: dict[int, DataError] = {}
-
-        def note(segment: int, error: DataError) -> None:
-            if self.section.unreadable == "raise":
-                raise error
-            bad.setdefault(segment, error)
-
-        encoded: list[EncodedSample] = []
-        media: list[tuple[int, Media | None, Sample | None]] = []
-        layouts = [self.index.layouts(position) for position in pack]
-        for segment, (position, layout) in enumerate(zip(pack, layouts, strict=True)):
-            try:
-                sample = self.index.load(position)
-                one = self.processor.encode(sample, layout)
-                if len(one.input_ids) != self.index.lengths[position]:
-                    raise sample.fail("it has changed since it was scanned; start the run again")
-                media += [(segment, item, sample) for item in sample.media]
-            except DataError as error:
-                note(segment, error)
-                one = self._blank(position)
-                media += [(segment, None, None)] * len(layout)
-            encoded.append(one)
-        grids = torch.tensor(
-            [layout.grid for group in layouts for layout in group], dtype=torch.int64
-        ).reshape(-1, 3)
-        wanted = share if share is not None else (True,) * len(grids)
-        counts = grids.prod(1).tolist()
-        rows = sum(count for count, here in zip(counts, wanted, strict=True) if here)
-        pixels = torch.empty(rows, self.spec.vision.patch_dim, dtype=self.rank.pixel_dtype)
-        jobs, start = [], 0
-        for (segment, item, sample_), count, here in zip(media, counts, wanted, strict=True):
-            if not here:
-                continue
-            part = pixels[start : start + count]
-            start += count
-            if item is None or sample_ is None:
-                part.zero_()
-            else:
-                job = self._decoders.submit(self._pixels, item, sample_, part)
-                jobs.append((segment, part, job))
-        try:
-            for segment, part, job in jobs:
-                try:
-                    job.result()
-                except DataError as error:
-                    note(segment, error)
-                    part.zero_()
-        except BaseException:  # the others write into `pixels`: not after it is gone
-            for _, _, job in jobs:
-                job.cancel()
-            raise
-        pad = self.processor.pad_token_id
-        batch = collate(encoded, grids, pixels, self.pack_length, pad)
-        return replace(batch, has_pixels=share), bad
-
-    def _blank(self, position: int) -> EncodedSample:
-        """A sample that could not even be read, in its length: its images' rows, then padding."""
-        length = int(self.index.lengths[position])
-        visual = torch.arange(length) < int(self.index.image_tokens[position])
-        ids = torch.full((length,), self.processor.pad_token_id)
-        media = slice(*self.index.media_start[position : position + 2])
-        tokens = self.index.grids[media].prod(1) // self.spec.vision.merge_unit
-        kinds = torch.tensor([self.spec.image_token_id, self.spec.video_token_id])
-        kind = torch.from_numpy(self.index.kinds[media].astype(np.int64))
-        ids[visual] = kinds[kind].repeat_interleave(torch.from_numpy(tokens))
-        return EncodedSample(
-            self.index.ids[position],
-            ids,
-            torch.full((length,), IGNORE),
-            torch.arange(length).expand(3, length),
-            visual,
-        )
-
-    def _pixels(self, media: Media, sample: Sample, out: torch.Tensor) -> None:
-        frames = self._frames.get(media.key)
-        if frames is None:
-            frames = (self._pool or self.processor).frames(media, sample)
-            self._frames.put(media.key, frames)
-        try:
-            self.processor.pixels(media, frames, out)
-        except ValueError:
-            raise sample.fail(
-                f"{media.name} has another size than when it was scanned; start the run again",
-                "unreadable",
-            ) from None
-
-
-class _FrameCache:
-    """Least recently used frames, within a bound in bytes; safe to share between threads."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.bytes = 0
-        self._entries: OrderedDict[object, np.ndarray] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: object) -> np.ndarray | None:
-        with self._lock:
-            frames = self._entries.get(key)
-            if frames is not None:
-                self._entries.move_to_end(key)
-            return frames
-
-    def put(self, key: object, frames: np.ndarray) -> None:
-        with self._lock:
-            if key in self._entries or frames.nbytes > self.max_bytes:
-                return
-            self._entries[key] = frames
-            self.bytes += frames.nbytes
-            while self.bytes > self.max_bytes:
-                _, dropped = self._entries.popitem(last=False)
-                self.bytes -= dropped.nbytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vlmtrain.core.config import LoaderSection, ParallelSection
+from vlmtrain.core.config import Count, LoaderSection, ParallelSection, Positive, check_ranges
 from vlmtrain.core.errors import UserError
 
 
@@ -23,15 +23,15 @@ class EvaluateConfig:
     """Held-out conversations, in all forms that training takes."""
     output: Path = Path("evaluate_out")
     """Folder for scores.json and answers.jsonl; those of an earlier run are replaced."""
-    nproc: int = 0
+    nproc: Count = 0
     """Processes to start on this machine; 0: join the launcher's (torchrun, Slurm, MPI)."""
-    pack_length: int = 8192
+    pack_length: Positive = 8192
     """Tokens per pack; with --data."""
-    global_batch: int = 0
+    global_batch: Count = 0
     """Packs computed together; with --data. 0: as few as the layout needs."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 on a GPU, fp32 on the CPU."""
-    max_new_tokens: int = 512
+    max_new_tokens: Positive = 512
     """Longest answer; with --tasks."""
     kernels: bool = True
     """With --tasks: attend with vlmkernels; --no_kernels: with transformers' own code."""
@@ -42,15 +42,6 @@ class EvaluateConfig:
         """Raise UserError for options that can't be used."""
         if self.tasks is None and not self.data:
             raise UserError("nothing to measure; pass --data, --tasks or both")
-        for name, smallest in (
-            ("nproc", 0),
-            ("pack_length", 1),
-            ("global_batch", 0),
-            ("max_new_tokens", 1),
-        ):
-            if getattr(self, name) < smallest:
-                raise UserError(
-                    f"--{name} is {getattr(self, name)}; it must be at least {smallest}"
-                )
+        check_ranges(self)
         if self.output.exists() and not self.output.is_dir():
             raise UserError(f"--output {self.output} is a file; name a folder")

@@ -24,7 +24,7 @@ from vlmtrain.data.index import SampleIndex
 from vlmtrain.evaluate.config import EvaluateConfig
 from vlmtrain.evaluate.tasks import Scored, Task, read_tasks, summary
 from vlmtrain.models.family import read_spec
-from vlmtrain.training.evaluation import HeldOut, HeldOutScore
+from vlmtrain.training.evaluation import HeldOutScore, measure
 from vlmtrain.training.setup import run_layout, say, scan
 
 SCORES, ANSWERS = "scores.json", "answers.jsonl"
@@ -116,14 +116,14 @@ def _held_out(
     engine = Engine(spec, layout, backend, dtype=dtype)
     on_every_rank(lambda: load_weights(engine.parts, spec, source))
     engine.prepare_evaluation()
-    held_out = HeldOut(
+    score = measure(
+        engine,
         index,
         processor,
         config.loader,
         pack_length=config.pack_length,
         global_batch=config.global_batch or layout.data * layout.pipeline,
     )
-    score = held_out.measure(engine)
     parallel_state.destroy_model_parallel()
     return score
 
@@ -144,21 +144,21 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
         answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
         for task in tasks:
             answerer.check(task.sample)
-        mine = track(
+        shown = track(
             tasks[rank::size],
             "questions",
             console=console,
             disable=rank > 0 or not console.is_terminal,
             transient=True,
         )
-        return [Scored(task, answerer.answer(task.sample, sampling).text) for task in mine]
+        return [Scored(task, answerer.answer(task.sample, sampling).text) for task in shown]
 
-    mine = on_every_rank(work)
-    every: list[Any] = [None] * size
-    dist.all_gather_object(every, [one.answer for one in mine])
+    answered = on_every_rank(work)
+    parts: list[Any] = [None] * size
+    dist.all_gather_object(parts, [one.answer for one in answered])
     answers: dict[int, str] = {
         number: answer
-        for r, part in enumerate(every)
+        for r, part in enumerate(parts)
         for number, answer in zip(range(r, len(tasks), size), part, strict=True)
     }
     return [Scored(task, answers[number]) for number, task in enumerate(tasks)]
@@ -172,11 +172,13 @@ def _report(output: Path, results: dict[str, Any], scored: list[Scored]) -> None
     table = Table(title=results["model"], title_justify="left")
     for name in ("what", "measure", "number", "value"):
         table.add_column(name, justify="right" if name in ("number", "value") else "left")
-    held = results.get("heldout")
-    if held is not None:
-        tokens = f"{held['target_tokens']:,} tokens"
-        table.add_row("held-out conversations", "loss", tokens, f"{held['loss']:.4f}")
-        table.add_row("", "perplexity", f"{held['samples']:,} samples", f"{held['perplexity']:.4g}")
+    held_out = results.get("heldout")
+    if held_out is not None:
+        tokens = f"{held_out['target_tokens']:,} tokens"
+        table.add_row("held-out conversations", "loss", tokens, f"{held_out['loss']:.4f}")
+        table.add_row(
+            "", "perplexity", f"{held_out['samples']:,} samples", f"{held_out['perplexity']:.4g}"
+        )
     for row in results.get("tasks", []):
         questions = f"{row['questions']:,} questions"
         table.add_row(row["task"], row["metric"], questions, f"{row['score']:.4f}")

@@ -17,15 +17,17 @@ RELAXED_TOLERANCE = 0.05
 _SEPARATORS = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
 
 
-def exact_match(given: str, right: Sequence[str]) -> float:
+def exact_match(answer: str, references: Sequence[str]) -> float:
     """1 if the answer is a right one but for case and blanks around it.
 
     VLMEvalKit's `accuracy` (dataset/utils/vqa_eval.py), which scores OCRVQA.
     """
-    return float(any(given.strip().lower() == answer.strip().lower() for answer in right))
+    return float(
+        any(answer.strip().lower() == reference.strip().lower() for reference in references)
+    )
 
 
-def anls(given: str, right: Sequence[str]) -> float:
+def anls(answer: str, references: Sequence[str]) -> float:
     """Average normalised Levenshtein similarity of one question.
 
         1 - d / max(length),  0 below the threshold of 0.5
@@ -35,14 +37,14 @@ def anls(given: str, right: Sequence[str]) -> float:
     2007.00398). The paper gives 0 where the distance is exactly half, the benchmark's scoring
     script and VLMEvalKit give 0.5: so does this.
     """
-    best = max(_similarity(given, answer) for answer in right)
+    best = max(_similarity(answer, reference) for reference in references)
     return best if best >= ANLS_THRESHOLD else 0.0
 
 
 def _similarity(one: str, other: str) -> float:
     one, other = (" ".join(text.lower().split()) for text in (one, other))
-    longest = max(len(one), len(other))
-    return 1.0 - levenshtein(one, other) / longest if longest else 1.0
+    length = max(len(one), len(other))
+    return 1.0 - levenshtein(one, other) / length if length else 1.0
 
 
 def levenshtein(one: str, other: str) -> int:
@@ -56,20 +58,20 @@ def levenshtein(one: str, other: str) -> int:
     return previous[-1]
 
 
-def relaxed_accuracy(given: str, right: Sequence[str]) -> float:
+def relaxed_accuracy(answer: str, references: Sequence[str]) -> float:
     """1 if a number is within 5% of a right one, or a text is a right one but for its case.
 
     ChartQA (Masry et al., ACL 2022, arXiv 2203.10244, section 5.1), by the code of pix2struct,
     which VLMEvalKit uses too: "12%" is the number 0.12; a right answer of 0 is compared as text.
     """
-    return float(any(_relaxed(given.strip(), answer) for answer in right))
+    return float(any(_relaxed(answer.strip(), reference) for reference in references))
 
 
-def _relaxed(given: str, right: str) -> bool:
-    number, target = _number(given), _number(right)
+def _relaxed(answer: str, reference: str) -> bool:
+    number, target = _number(answer), _number(reference)
     if number is not None and target:
         return abs(number - target) / abs(target) <= RELAXED_TOLERANCE
-    return given.lower() == right.lower()
+    return answer.lower() == reference.lower()
 
 
 def _number(text: str) -> float | None:
@@ -79,23 +81,23 @@ def _number(text: str) -> float | None:
         return None
 
 
-def multiple_choice(given: str, right: Sequence[str], options: Mapping[str, str]) -> float:
+def multiple_choice(answer: str, references: Sequence[str], options: Mapping[str, str]) -> float:
     """1 if the option that the answer chooses is the right letter (`chosen_option`)."""
-    return float(chosen_option(given, options) in right)
+    return float(chosen_option(answer, options) in references)
 
 
-def chosen_option(given: str, options: Mapping[str, str]) -> str | None:
+def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     """The letter of the option that an answer chooses, None where it can't be told.
 
     VLMEvalKit's `can_infer` (utils/matching_util.py), which its `exact_matching` uses without a
     judge: the one letter that stands alone in the answer; else the one option whose text is in
     it, unless the answer is more than twice as long as all options together.
     """
-    words = given.translate(_SEPARATORS).split()
+    words = answer.translate(_SEPARATORS).split()
     letters = [letter for letter in options if letter in words]
     if len(letters) == 1:
         return letters[0]
-    text = given.lower()
+    text = answer.lower()
     if len(text) > 2 * sum(len(option) for option in options.values()):
         return None
     named = [letter for letter, option in options.items() if option.lower() in text]
@@ -110,11 +112,11 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 METRIC_NAMES = (*METRICS, "multiple_choice")
 
 
-def score(metric: str, given: str, right: Sequence[str], options: Mapping[str, str]) -> float:
+def score(metric: str, answer: str, references: Sequence[str], options: Mapping[str, str]) -> float:
     """The score of one answer by the metric of that name."""
     if metric == "multiple_choice":
-        return multiple_choice(given, right, options)
-    return METRICS[metric](given, right)
+        return multiple_choice(answer, references, options)
+    return METRICS[metric](answer, references)
 
 
 def is_chinese(text: str) -> bool:

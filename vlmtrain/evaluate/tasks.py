@@ -121,8 +121,8 @@ def _task(path: Path, number: int, record: dict[str, Any]) -> Task:
     text, hint = record.get("question"), record.get("hint")
     if not isinstance(text, str) or not text.strip():
         raise fail("'question' must be a text")
-    given = record.get("answer")
-    right = [given] if isinstance(given, (str, int, float)) else given
+    answer = record.get("answer")
+    right = [answer] if isinstance(answer, (str, int, float)) else answer
     if not isinstance(right, list) or not right or not all(map(_is_answer, right)):
         raise fail(
             "'answer' must be the right answer, a text or a number, or a list of right answers"

@@ -1,4 +1,9 @@
-"""The families of models that can be trained: one folder each, and one line here."""
+"""The families of models that can be trained: one folder each, and one line here.
+
+A family (`common/family.py`) reads its config.json, lists its weights, and says what else differs:
+the class of its tower, M-RoPE positions, how pixels become patches. What has no family's name in
+it works from the ModelSpec and the table of weights that it makes.
+"""
 
 from __future__ import annotations
 

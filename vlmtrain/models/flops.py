@@ -261,7 +261,7 @@ def _count_adapted(
         pairs = [vision_layer_price(spec, i) if vision else text_layer_price(spec)
                  for i in range(number)]  # fmt: skip
         forward = backward = mlp = attention = attention_back = 0
-        learn = lora_costs.adapters_learn(spec, lora, vision=vision)
+        learn = bool(lora_costs.adapter_parameters(spec, lora, 1, vision))
         below = below or (learn and name in recomputed)
         for price in pairs:
             one = lora_costs.layer_products(spec, lora, vision=vision, below=below)

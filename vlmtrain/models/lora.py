@@ -255,11 +255,10 @@ def check_section(section: LoraSection, spec: ModelSpec) -> None:
             f"--lora.alpha {section.alpha}, --lora.dropout {section.dropout}: alpha must be above "
             "0 and finite, dropout in [0, 1)"
         )
-    towers = (False, True) if section.vision else (False,)
-    known = table_of(spec).targets(towers)
+    known = table_of(spec).targets(section.vision)
     unknown = [t for t in section.targets if t not in known]
     if unknown or not section.targets:
         raise UserError(
             f"--lora.targets {' '.join(section.targets) or '(none)'}: this model's linears are "
-            f"called {', '.join(sorted(known))}"
+            f"called {', '.join(known)}"
         )

@@ -25,12 +25,6 @@ def adapted(linear: Linear, lora: LoraSection, *, vision: bool) -> list[int]:
     return list(linear.adapted(lora.targets).values())
 
 
-def adapters_learn(spec: ModelSpec, lora: LoraSection, *, vision: bool) -> bool:
-    """Whether a tower has any adapters."""
-    linears = table_of(spec).layer(vision).linears
-    return any(adapted(linear, lora, vision=vision) for linear in linears)
-
-
 @dataclass(frozen=True)
 class LayerProducts:
     """Multiply-accumulates per row of a layer's input, adapters included."""
@@ -63,9 +57,7 @@ def layer_products(
     return LayerProducts(forward, mlp, backward, attention)
 
 
-def adapter_parameters(
-    spec: ModelSpec, lora: LoraSection, tensor: int, *, vision: bool
-) -> list[int]:
+def adapter_parameters(spec: ModelSpec, lora: LoraSection, tensor: int, vision: bool) -> list[int]:
     """Sizes of A and B of a layer's adapters on one tensor-parallel rank, in megatron-core's order
     of registration: column-parallel linears split B, row-parallel ones split A."""
     sizes = []
@@ -79,14 +71,13 @@ def adapter_parameters(
 
 def check_targets(lora: LoraSection, spec: ModelSpec) -> None:
     """Raise UserError for targets that this model does not have, with the nearest one."""
-    towers = (False, True) if lora.vision else (False,)
-    known = table_of(spec).targets(towers)
+    known = table_of(spec).targets(lora.vision)
     for target in lora.targets:
         if target not in known:
             near = difflib.get_close_matches(target, known, 1, 0.0)[0]
             raise UserError(
                 f"--lora.targets has {target}, which no linear of this model is called; the "
-                f"nearest is {near} (known: {', '.join(sorted(known))})"
+                f"nearest is {near} (known: {', '.join(known)})"
             )
     if not lora.targets:
-        raise UserError(f"--lora.targets is empty; name some of {', '.join(sorted(known))}")
+        raise UserError(f"--lora.targets is empty; name some of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""One pipeline stage of a Qwen2-VL or Qwen2.5-VL model on megatron-core.
+"""One pipeline stage of a model on megatron-core.
 
 A stage holds a slice of the vision tower, a slice of the language model, or both. Between two
 stages one tensor travels (megatron-core sends no more): vision hidden states, language hidden
@@ -58,7 +58,7 @@ class QwenVLStage(LanguageModule):
 
         self.vision: VisionTower | None = None
         if stage <= layout.merger_stage and not layout.multiplexed:
-            self.vision = family_of(spec).tower()(
+            self.vision = family_of(spec).tower(
                 vision,
                 spec.vision,
                 layout.vision_layers[stage],
@@ -186,13 +186,13 @@ class QwenVLStage(LanguageModule):
         assert self.language_model is not None
         words = self.language_model.embedding.word_embeddings
         touch(words)
-        held = (words.vocab_start_index, words.vocab_end_index)
+        vocab_range = (words.vocab_start_index, words.vocab_end_index)
         return visual_embedding(
             batch.input_ids,
             words.weight,
             visual,
             index,
-            vocab_range=held if self.layout.tensor > 1 else None,
+            vocab_range=vocab_range if self.layout.tensor > 1 else None,
             contribute=contribute,
             # Megatron's wrapper gives a parameter a main_grad: then no gradient of the table's size
             # is made, and none is added to another.

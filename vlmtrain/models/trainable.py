@@ -7,13 +7,16 @@ below the lowest stage that still learns.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.nn import Module
 
 from vlmtrain.core.collectives import shared_error
-from vlmtrain.core.config import FreezeSection
+from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.lora import add_adapters
 from vlmtrain.models.stage import QwenVLStage
 
 
@@ -29,6 +32,22 @@ def freeze(stages: Iterable[Module], section: FreezeSection) -> None:
                 frozen = section.language
             if frozen:
                 parameter.requires_grad_(False)
+
+
+def mark_trainable(
+    parts: list[Any], spec: ModelSpec, section: FreezeSection, lora: LoraSection, seed: int
+) -> None:
+    """Freeze what `section` says, or with LoRA everything, and add the adapters."""
+    if not lora.rank:
+        freeze(parts, section)
+        return
+    freeze(parts, FreezeSection(vision=True, merger=True, language=True))
+    for part in parts:
+        if part.language_model is not None:
+            layers = part.language_model.decoder.layers
+            add_adapters(layers, spec, lora, vision=False, seed=seed)
+        if lora.vision and part.vision is not None:
+            add_adapters(part.vision.blocks.layers, spec, lora, vision=True, seed=seed)
 
 
 def mark_lowest_trainable(stages: list[QwenVLStage], replica: Module | None = None) -> None:

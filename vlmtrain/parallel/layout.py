@@ -7,8 +7,10 @@ from typing import Literal
 
 from vlmtrain.core.layout import Layout, LayoutError
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.core.stage_split import contiguous
+from vlmtrain.core.stage_split import Split, contiguous
 from vlmtrain.models.family import table_of
+
+Layers = Sequence[int] | Literal["auto"]
 
 
 def make_layout(
@@ -19,8 +21,8 @@ def make_layout(
     pipeline: int = 1,
     virtual_pipeline: int = 1,
     sequence: bool = False,
-    vision_layers: Sequence[int] | Literal["auto"] = (),
-    text_layers: Sequence[int] | Literal["auto"] = (),
+    vision_layers: Layers = (),
+    text_layers: Layers = (),
     multiplexed: bool = False,
     microbatches: int | None = None,
     pack_length: int | None = None,
@@ -74,23 +76,36 @@ def make_layout(
             f"must be a multiple of parallel.pipeline {pipeline}; set train.global_batch to a "
             f"multiple of {pipeline} x data-parallel size {data}, e.g. {nearest}"
         )
-    if multiplexed:
-        return _multiplexed_layout(
-            spec,
-            world_size,
-            tensor,
-            pipeline,
-            virtual_pipeline,
-            sequence,
-            vision_layers,
-            text_layers,
-        )
-    if spec.num_layers + spec.vision.depth < stages:
+    if not multiplexed and spec.num_layers + spec.vision.depth < stages:
         raise LayoutError(
             f"{stages} stages (parallel.pipeline {pipeline} x virtual_pipeline {virtual_pipeline}) "
             f"are more than the {spec.vision.depth} vision and {spec.num_layers} language layers "
             f"of this model; use at most {spec.num_layers + spec.vision.depth}"
         )
+    split = _multiplexed_layers if multiplexed else _layers
+    vision, text = split(spec, stages, vision_layers, text_layers)
+    # Tied weights are reduced between the first and the last stage, so the table stays on 0.
+    embedding = 0 if multiplexed or spec.tie_word_embeddings else _merger(vision)
+    return Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=virtual_pipeline,
+        sequence=sequence,
+        data=world_size // (tensor * pipeline),
+        vision_layers=vision,
+        text_layers=text,
+        embedding_stage=embedding,
+        multiplexed=multiplexed,
+    )
+
+
+def _merger(vision: Sequence[int]) -> int:
+    """The stage of the last vision layer."""
+    return max((i for i, n in enumerate(vision) if n), default=0)
+
+
+def _layers(spec: ModelSpec, stages: int, vision_layers: Layers, text_layers: Layers) -> Split:
+    """Vision and text layers per stage, checked."""
     text = () if text_layers == "auto" else tuple(text_layers)
 
     def balanced() -> tuple[list[int], list[int]]:
@@ -110,7 +125,7 @@ def make_layout(
             f"parallel.vision_layers {list(vision)} leaves stage 0 without vision layers; the "
             f"first stage reads the pixels, give it at least one, e.g. {balanced()[0]}"
         )
-    merger = max(i for i, n in enumerate(vision) if n)
+    merger = _merger(vision)
     holes = [i for i in range(merger) if vision[i] == 0]
     if holes:
         raise LayoutError(
@@ -130,36 +145,17 @@ def make_layout(
             f"the head, without a language layer; give it one, e.g. "
             f"vision_layers {balanced()[0]} and text_layers {balanced()[1]}"
         )
-    # Tied weights are reduced between the first and the last stage, so the table stays on 0.
-    embedding = 0 if spec.tie_word_embeddings else merger
-    return Layout(
-        tensor=tensor,
-        pipeline=pipeline,
-        virtual_pipeline=virtual_pipeline,
-        sequence=sequence,
-        data=world_size // (tensor * pipeline),
-        vision_layers=vision,
-        text_layers=text,
-        embedding_stage=embedding,
-    )
+    return tuple(vision), text
 
 
-def _multiplexed_layout(
-    spec: ModelSpec,
-    world_size: int,
-    tensor: int,
-    pipeline: int,
-    virtual_pipeline: int,
-    sequence: bool,
-    vision_layers: Sequence[int] | Literal["auto"],
-    text_layers: Sequence[int] | Literal["auto"],
-) -> Layout:
+def _multiplexed_layers(
+    spec: ModelSpec, stages: int, vision_layers: Layers, text_layers: Layers
+) -> Split:
     if vision_layers and vision_layers != "auto":
         raise LayoutError(
             f"parallel.vision_layers {list(vision_layers)} has no meaning with parallel.vision "
             "multiplexed, where every rank holds the whole tower; leave it out"
         )
-    stages = pipeline * virtual_pipeline
     none = (0,) * stages
     text = () if text_layers == "auto" else tuple(text_layers)
 
@@ -168,17 +164,7 @@ def _multiplexed_layout(
 
     text = text or tuple(nearest())
     _check_counts("text_layers", text, stages, spec.num_layers, nearest)
-    return Layout(
-        tensor=tensor,
-        pipeline=pipeline,
-        virtual_pipeline=virtual_pipeline,
-        sequence=sequence,
-        data=world_size // (tensor * pipeline),
-        vision_layers=none,
-        text_layers=text,
-        embedding_stage=0,
-        multiplexed=True,
-    )
+    return none, text
 
 
 def _check_tensor(
@@ -244,7 +230,7 @@ def _balanced_text_layers(spec: ModelSpec, vision: Sequence[int], stages: int) -
     vision_layer, text_layer, head = _prices(spec)
     cost = [n * vision_layer for n in vision]
     cost[-1] += head
-    merger = max((i for i, n in enumerate(vision) if n), default=0)
+    merger = _merger(vision)
     layers = [0] * stages
     allowed = list(range(merger, stages))
     if stages > 1:

@@ -38,7 +38,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.common.layers import touch
 from vlmtrain.models.common.vision import VisionInputs
 from vlmtrain.models.family import family_of
-from vlmtrain.parallel.overlap import parameters_ready
+from vlmtrain.parallel.ddp import parameters_ready
 from vlmtrain.parallel.row_exchange import StepRows
 from vlmtrain.parallel.step_inputs import StepInputs
 
@@ -65,7 +65,7 @@ class VisionReplica(MegatronModule):
 
     def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
         super().__init__(config=config)
-        self.vision = family_of(spec).tower()(
+        self.vision = family_of(spec).tower(
             config,
             spec.vision,
             spec.vision.depth,
@@ -156,10 +156,16 @@ class Multiplexer:
             for pack, part, exchange in zip(packs, rows, self.rows.packs, strict=True)
         ]
 
-    def backward(self) -> None:
-        """Bring the rows' gradients home and add to the tower's. After the pipeline's backward."""
-        if not self.learns:
-            return
+    def backward(self, num_tokens: Tensor) -> None:
+        """Send the rows' gradients back, and from them make the tower's, summed over all ranks and
+        divided by the number of target tokens. After the pipeline's backward pass."""
+        if self.learns:
+            self._accumulate()
+        with self.clock.span("gradients"):
+            self.tower.finish_grad_sync()
+            self.tower.scale_gradients(1.0 / num_tokens.clamp_min(1))
+
+    def _accumulate(self) -> None:
         gradients = self.rows.send_back()
         tracker = get_cuda_rng_tracker()
         now = tracker.get_states()

@@ -36,16 +36,16 @@ class StepRows:
         shards: Sequence[tuple[int, int] | None],
         group: dist.ProcessGroup,
     ) -> None:
-        self.group, mine = group, dist.get_rank(group)
+        self.group, rank = group, dist.get_rank(group)
         self.packs = [
-            row_exchange(index, owner, shards, mine)
+            row_exchange(index, owner, shards, rank)
             for index, owner in zip(indices, owners, strict=True)
         ]
         before, send = 0, [[torch.empty(0, dtype=torch.int64)] for _ in shards]
         for pack, owner in zip(self.packs, owners, strict=True):
             for member, rows in enumerate(pack.send):
                 send[member].append(rows + before)
-            before += int((owner == mine).sum())
+            before += int((owner == rank).sum())
         counts = np.array([pack.receive for pack in self.packs], dtype=np.int64)  # [packs, members]
         # Rows arrive member by member, packs one after another inside; they are used pack by pack.
         starts = np.concatenate([[0], counts.T.reshape(-1).cumsum()])[:-1].reshape(counts.T.shape).T
@@ -68,8 +68,8 @@ class StepRows:
             For each pack the rows that this rank writes, leaves that collect a gradient if
             `learns`; its `packs[i].visual_index` says where.
         """
-        self._mine = rows.detach().requires_grad_(learns)
-        self._received = exchange_rows(self._mine, self._exchange, self.group)
+        self._computed = rows.detach().requires_grad_(learns)
+        self._received = exchange_rows(self._computed, self._exchange, self.group)
         self._order = self._order.to(rows.device, non_blocking=True)
         arrived = self._received.detach()[self._order]
         # Nobody reads the values in their order of arrival again: only the graph is kept of them.
@@ -85,5 +85,5 @@ class StepRows:
         arrived = torch.empty_like(gradients)
         arrived[self._order] = gradients
         torch.autograd.backward(self._received, arrived)
-        assert self._mine.grad is not None
-        return self._mine.grad
+        assert self._computed.grad is not None
+        return self._computed.grad

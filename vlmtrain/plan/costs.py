@@ -20,7 +20,7 @@ from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 from vlmtrain.models import flops
 from vlmtrain.models.family import table_of
-from vlmtrain.models.lora_costs import adapted, adapter_parameters
+from vlmtrain.models.lora_costs import adapter_parameters
 from vlmtrain.plan import memory, schedule
 from vlmtrain.plan.hardware import Gpu
 from vlmtrain.plan.workload import Packs
@@ -166,12 +166,8 @@ class CostModel:
         }
 
     def _adapter_products(self, *, vision: bool) -> int:
-        """Multiply-accumulates per row of a layer's adapters, forward."""
-        rank, total = self.lora.rank, 0
-        for linear in table_of(self.spec).layer(vision).linears:
-            rows = adapted(linear, self.lora, vision=vision)
-            total += rank * (linear.inputs * len(rows) + sum(rows))
-        return total
+        """Multiply-accumulates per row of a layer's adapters, forward: one a parameter."""
+        return sum(adapter_parameters(self.spec, self.lora, 1, vision))
 
     def adapter_flops(self, work: np.ndarray) -> float:
         """Of all adapters, forward and backward, for (mean) work [5]."""
@@ -311,8 +307,7 @@ class CostModel:
             table = table_of(spec)
             rows = padded_vocab_size(spec.vocab_size, tensor) // tensor * spec.hidden_size
             text, vision = (
-                sum(adapter_parameters(spec, lora, tensor, vision=vision))
-                for vision in (False, True)
+                sum(adapter_parameters(spec, lora, tensor, vision)) for vision in (False, True)
             )
             self._sizes[tensor] = {
                 "patch_embed": unit(table.patch_embed.parameters, learning.vision),

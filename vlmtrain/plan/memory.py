@@ -137,14 +137,14 @@ def stage_parameters(
             add(table.patch_embed.sizes(t), freeze.vision)
         for _ in range(layout.vision_layers[stage]):
             add(table.vision_layer.sizes(t), freeze.vision)
-            add(adapter_parameters(spec, lora, t, vision=True), False)
+            add(adapter_parameters(spec, lora, t, True), False)
         if stage == merger:
             add(table.merger.sizes(t), freeze.merger)
     if first:
         add([rows], freeze.language, tied and not last and layout.pipeline > 1)
     for _ in range(layout.text_layers[stage]):
         add(table.text_layer.sizes(t), freeze.language)
-        add(adapter_parameters(spec, lora, t, vision=False), False)
+        add(adapter_parameters(spec, lora, t, False), False)
     if last:
         add(table.final_norm.sizes(), freeze.language)
         if not (tied and first):
@@ -160,20 +160,13 @@ def tower_parameters(
     if lora.rank:
         freeze = FreezeSection(vision=True, merger=True, language=True)
     table, depth = table_of(spec), spec.vision.depth
-    tower = table.patch_embed.sizes() + table.vision_layer.sizes() * depth
-    merger = table.merger.sizes()
-    sizes: list[int] = []
-    frozen = 0
-    if freeze.vision:
-        frozen += sum(tower)
-        sizes += adapter_parameters(spec, lora, 1, vision=True) * depth
-    else:
-        sizes += tower
-    if freeze.merger:
-        frozen += sum(merger)
-    else:
-        sizes += merger
-    return StageParameters(tuple(sizes), (), frozen)
+    parts = [
+        (table.patch_embed.sizes() + table.vision_layer.sizes() * depth, freeze.vision),
+        (adapter_parameters(spec, lora, 1, True) * depth, False),
+        (table.merger.sizes(), freeze.merger),
+    ]
+    learning = tuple(size for sizes, frozen in parts if not frozen for size in sizes)
+    return StageParameters(learning, (), sum(sum(sizes) for sizes, frozen in parts if frozen))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
-    DistributedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -22,8 +21,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from vlmkernels.integrations.megatron import offload
-from vlmtrain.core.batch import PackedBatch
+from vlmtrain.core.batch import IGNORE, PackedBatch
 from vlmtrain.core.clock import Clock
 from vlmtrain.core.config import (
     FreezeSection,
@@ -33,23 +31,19 @@ from vlmtrain.core.config import (
     RecomputeSection,
     offload_fractions,
 )
-from vlmtrain.core.device import Backend
+from vlmtrain.core.device import Backend, model_code
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.cpu.shim import without_shim
 from vlmtrain.models.common.configs import language_config, vision_config
-from vlmtrain.models.lora import add_adapters
 from vlmtrain.models.stage import QwenVLStage
-from vlmtrain.models.trainable import freeze, mark_lowest_trainable
+from vlmtrain.models.trainable import mark_lowest_trainable, mark_trainable
+from vlmtrain.parallel import ddp
 from vlmtrain.parallel.multiplex import Multiplexer, VisionReplica, replicated_groups
-from vlmtrain.parallel.overlap import parameters_ready
 from vlmtrain.parallel.p2p_shapes import KnownShapes
 from vlmtrain.parallel.pixel_sharing import SharedPixels
 from vlmtrain.parallel.step_inputs import StepInputs
 from vlmtrain.telemetry.ledger import StepResult, Totals, gather, replica_totals
 from vlmtrain.training.optimizer import build_optimizer, set_learning_rate
-
-IGNORED_LABEL = -100
 
 
 class Engine:
@@ -102,17 +96,17 @@ class Engine:
             for parameter in stage.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.messages: KnownShapes | None = None
+        self.p2p: KnownShapes | None = None
         if layout.pipeline > 1:
-            self.messages = KnownShapes(layout, self.config)
+            self.p2p = KnownShapes(layout, self.config)
         self.vision_rank: int | None = None  # among those that decode; as in StepInputs.owners
-        self.pixels: SharedPixels | None = None
+        self.shared_pixels: SharedPixels | None = None
         if layout.multiplexed:
             self.vision_rank = dist.get_rank(parallel_state.get_model_parallel_group())
         elif any(stage.stage == 0 for stage in self.stages):
             self.vision_rank = parallel_state.get_tensor_model_parallel_rank()
             if layout.tensor > 1:
-                self.pixels = SharedPixels(parallel_state.get_tensor_model_parallel_group())
+                self.shared_pixels = SharedPixels(parallel_state.get_tensor_model_parallel_group())
         self.data_rank = parallel_state.get_data_parallel_rank()
         # The rank whose counts stand for its data-parallel replica.
         self._reports = (
@@ -138,60 +132,44 @@ class Engine:
             UserError: `frozen` leaves nothing to train.
         """
         self.section = optimizer
-        if self.lora.rank:
-            freeze(self.parts, FreezeSection(vision=True, merger=True, language=True))
-            self._add_adapters()
-        else:
-            freeze(self.parts, frozen or FreezeSection())
-        mark_lowest_trainable(self.stages, self.replica)
         parallel = parallel or ParallelSection()
+        mark_trainable(self.parts, self.spec, frozen or FreezeSection(), self.lora, self.seed)
+        mark_lowest_trainable(self.stages, self.replica)
         self.overlap_param_gather = parallel.overlap_param_gather
         # With one data-parallel rank there is nothing to reduce, but it is how Megatron tells when
-        # gradients are final, and offloaded ones can start down.
+        # gradients are final, and the D2H copies of offloaded ones can start.
         offloads = any(offload_fractions(optimizer).values())
-        overlap_chunks = parallel.overlap_grad_reduce or (offloads and self.layout.data == 1)
-        ddp = partial(
-            DistributedDataParallelConfig,
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            check_for_nan_in_grad=False,
+        overlap_stages = parallel.overlap_grad_reduce or (offloads and self.layout.data == 1)
+        wrap = partial(
+            ddp.wrap,
             overlap_param_gather=parallel.overlap_param_gather,
             bucket_size=self.bucket_size,
         )
         self.chunks: list[Any] = [
-            DistributedDataParallel(
-                self.config, ddp(overlap_grad_reduce=overlap_chunks), stage, disable_bucketing=i > 0
-            )
+            wrap(stage, overlap_grad_reduce=overlap_stages, disable_bucketing=i > 0)
             for i, stage in enumerate(self.stages)
         ]
-        for chunk in self.chunks:
-            _skip_lonely_collectives(chunk)
-        if overlap_chunks:
+        self.wrapped: list[DistributedDataParallel] = list(self.chunks)
+        if overlap_stages:
             syncs = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
             for chunk in self.chunks:
                 tower = chunk.module.vision
                 if tower is not None:
-                    tower.on_skipped_backward = partial(parameters_ready, chunk, tower)
+                    tower.on_skipped_backward = partial(ddp.parameters_ready, chunk, tower)
         self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
-        self.offload_fraction = optimizer.offload_fraction
         self.multiplexer: Multiplexer | None = None
         if self.replica is not None:
             groups = replicated_groups()
-            self.tower = DistributedDataParallel(
-                self.replica.config,
-                ddp(overlap_grad_reduce=parallel.overlap_grad_reduce),
-                self.replica,
-                pg_collection=groups,
+            tower = wrap(
+                self.replica, overlap_grad_reduce=parallel.overlap_grad_reduce, groups=groups
             )
-            _skip_lonely_collectives(self.tower)
-            towers = build_optimizer(optimizer, [self.tower], self.dtype, groups)
+            self.wrapped.append(tower)
+            tower_optimizer = build_optimizer(optimizer, [tower], self.dtype, groups)
             self.optimizer = ChainedOptimizer(
-                [*self.optimizer.chained_optimizers, *towers.chained_optimizers]
+                [*self.optimizer.chained_optimizers, *tower_optimizer.chained_optimizers]
             )
-            self.multiplexer = Multiplexer(
-                self.tower, self.spec, self.layout.tensor, self.dtype, self.clock
-            )
+            self.multiplexer = self._multiplex(tower)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.timers = self.clock
 
@@ -199,38 +177,16 @@ class Engine:
         """What `evaluate` needs, and no more: no gradient buffers, no optimizer. Instead of
         `prepare`; before or after the weights are loaded."""
         self.chunks = list(self.stages)
-        self.multiplexer = None
-        if self.replica is not None:
-            self.multiplexer = Multiplexer(
-                self.replica, self.spec, self.layout.tensor, self.dtype, self.clock
-            )
+        self.multiplexer = None if self.replica is None else self._multiplex(self.replica)
 
-    def _add_adapters(self) -> None:
-        for part in self.parts:
-            if part.language_model is not None:
-                layers = part.language_model.decoder.layers
-                add_adapters(layers, self.spec, self.lora, vision=False, seed=self.seed)
-            if self.lora.vision and part.vision is not None:
-                layers = part.vision.blocks.layers
-                add_adapters(layers, self.spec, self.lora, vision=True, seed=self.seed)
-
-    def set_offload_fraction(self, fraction: float) -> bool:
-        """Move optimizer state between device and host, between steps; whether there was a change.
-        No value changes."""
-        if fraction == self.offload_fraction:
-            return False
-        offload(self.optimizer, fraction, early=True)
-        self.offload_fraction = fraction
-        return True
+    def _multiplex(self, tower: Any) -> Multiplexer:
+        return Multiplexer(tower, self.spec, self.layout.tensor, self.dtype, self.clock)
 
     def gather_weights(self) -> None:
         """Wait until this rank has all updated weights. Collective; before they are saved."""
         if self.overlap_param_gather:
-            for chunk in self._wrapped():
+            for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
-
-    def _wrapped(self) -> list[DistributedDataParallel]:
-        return [*self.chunks, *([self.tower] if self.replica is not None else [])]
 
     @property
     def parts(self) -> list[Any]:
@@ -279,8 +235,7 @@ class Engine:
     ) -> list[dict[str, Tensor]]:
         if not forward_only:
             with self.clock.span("optimizer"):
-                towers = [self.tower] if self.multiplexer is not None else []
-                for chunk in [*self.chunks, *towers]:
+                for chunk in self.wrapped:
                     chunk.zero_grad_buffer()
                 self.optimizer.zero_grad()
         with self.clock.span("passes"):
@@ -288,15 +243,15 @@ class Engine:
 
     def _passes(self, packs: list[PackedBatch], forward_only: bool) -> list[dict[str, Tensor]]:
         inputs = StepInputs.of(self.spec, self.layout, packs)
-        more: dict[str, Any] = {}
-        if self.messages is not None:
-            self.messages.expect(inputs)
-            more = dict(p2p_communicator=self.messages, pg_collection=self.groups)
+        p2p: dict[str, Any] = {}
+        if self.p2p is not None:
+            self.p2p.expect(inputs)
+            p2p = dict(p2p_communicator=self.p2p, pg_collection=self.groups)
         if self.multiplexer is not None:
             self.multiplexer.expect(inputs, packs)
         packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
-        if self.pixels is not None:
-            packs = self.pixels.gather(inputs, packs)
+        if self.shared_pixels is not None:
+            packs = self.shared_pixels.gather(inputs, packs)
         if self.multiplexer is not None:
             packs = self.multiplexer.encode(packs)
         iterators: Any = [iter(packs) for _ in self.chunks]
@@ -309,13 +264,10 @@ class Engine:
             seq_length=packs[0].input_ids.shape[0],
             micro_batch_size=1,
             forward_only=forward_only,
-            **more,
+            **p2p,
         )
         if self.multiplexer is not None and not forward_only:
-            self.multiplexer.backward()
-            with self.clock.span("gradients"):
-                self.tower.finish_grad_sync()
-                self.tower.scale_gradients(1.0 / self._global_targets.clamp_min(1))
+            self.multiplexer.backward(self._global_targets)
         return outputs
 
     def _finalize(self, chunks: list[Any], num_tokens: Tensor, **options: Any) -> None:
@@ -350,28 +302,15 @@ class Engine:
         )
 
 
-def _skip_lonely_collectives(chunk: DistributedDataParallel) -> None:
-    """With one data-parallel rank, gloo's reduce-scatter of gradients and all-gather of weights
-    copy whole buffers onto themselves, several times. (NCCL returns at once.)"""
-    for group in chunk.bucket_groups:
-        if group.intra_distributed_optimizer_instance_size == 1:
-            group.start_grad_sync = group.finish_grad_sync = _nothing
-            group.start_param_sync = group.finish_param_sync = _nothing
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
 def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
     pack = next(packs)
-    with without_shim():
+    with model_code():
         return model(pack), partial(_loss, pack)
 
 
 def _loss(pack: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum over target tokens and their number: Megatron divides by the global number."""
-    target = pack.labels != IGNORED_LABEL
+    target = pack.labels != IGNORE
     # where, not a product: a masked position's loss must not count even if it is not finite
     losses = torch.where(target, output.float().view(-1), 0.0)
     total = losses.sum()

@@ -37,60 +37,48 @@ class HeldOutScore:
         return asdict(self)
 
 
-class HeldOut:
-    """Held-out conversations, measured as often as wanted. Every method is collective.
+def measure(
+    engine: Engine,
+    index: SampleIndex,
+    processor: Processor,
+    section: LoaderSection,
+    *,
+    pack_length: int,
+    global_batch: int,
+) -> HeldOutScore:
+    """One pass over held-out conversations, as `scan` has found them. Collective.
 
-    Args:
-        index: of `scan`; the same on every rank.
-        section: how the data is read and packed.
-        pack_length, global_batch: as in training; the loss does not depend on them.
+    The loss does not depend on pack_length and global_batch.
+
+    Raises:
+        DataError: a file has gone or changed since the scan; on all ranks.
     """
-
-    def __init__(
-        self,
-        index: SampleIndex,
-        processor: Processor,
-        section: LoaderSection,
-        *,
-        pack_length: int,
-        global_batch: int,
-    ) -> None:
-        self.index, self.processor, self.section = index, processor, section
-        self.pack_length, self.global_batch = pack_length, global_batch
-
-    def measure(self, engine: Engine) -> HeldOutScore:
-        """One pass over the data.
-
-        Raises:
-            DataError: a file has gone or changed since the scan; on all ranks.
-        """
-        start = time.perf_counter()
-        total = 0.0
-        tokens = targets = images = 0
-        loader = open_loader(
-            self.index,
-            self.processor,
-            self.section,
-            engine,
-            pack_length=self.pack_length,
-            global_batch=self.global_batch,
-            once=True,
-        )
-        with loader:
-            for _ in range(loader.steps_per_epoch):
-                result = engine.evaluate(loader.next_step())
-                total += result.loss * result.target_tokens
-                targets += result.target_tokens
-                tokens += result.tokens
-                images += result.image_tokens
-        loss = total / max(targets, 1)
-        return HeldOutScore(
-            loss=loss,
-            perplexity=math.exp(loss) if loss < 700 else math.inf,
-            samples=len(self.index) - loader.skipped,
-            skipped=loader.skipped + len(self.index.skipped),
-            tokens=tokens,
-            target_tokens=targets,
-            image_tokens=images,
-            seconds=time.perf_counter() - start,
-        )
+    start = time.perf_counter()
+    total = 0.0
+    tokens = targets = images = 0
+    with open_loader(
+        index,
+        processor,
+        section,
+        engine,
+        pack_length=pack_length,
+        global_batch=global_batch,
+        once=True,
+    ) as loader:
+        for _ in range(loader.steps_per_epoch):
+            result = engine.evaluate(loader.next_step())
+            total += result.loss * result.target_tokens
+            targets += result.target_tokens
+            tokens += result.tokens
+            images += result.image_tokens
+    loss = total / max(targets, 1)
+    return HeldOutScore(
+        loss=loss,
+        perplexity=math.exp(loss) if loss < 700 else math.inf,
+        samples=len(index) - loader.skipped,
+        skipped=loader.skipped + len(index.skipped),
+        tokens=tokens,
+        target_tokens=targets,
+        image_tokens=images,
+        seconds=time.perf_counter() - start,
+    )

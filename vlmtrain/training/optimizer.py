@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from vlmkernels import CPUAdam
 from vlmkernels.integrations.megatron import offload
 from vlmtrain.checkpoint.training.optimizer_state import create_state, distributed_parts
 from vlmtrain.core.config import OptimizerSection, offload_fractions
+from vlmtrain.cpu.adam import use_cpu_adam
 
 
 def build_optimizer(
@@ -44,47 +43,16 @@ def build_optimizer(
         config, chunks, pg_collection=groups, use_gloo_process_groups=groups is None
     )
     for part in distributed_parts(optimizer):
-        _use_our_adam(part)
+        use_cpu_adam(part)
         create_state(part)
     offload(optimizer, section.offload_fraction, early=True)
     return optimizer
 
 
-class _HostAdam(CPUAdam):
-    """CPUAdam out of reach of device.py's shim, which costs about 2 us a call."""
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return super().step(*args, **kwargs)
-
-
-def _use_our_adam(part: DistributedOptimizer) -> None:
-    """Host shards are stepped by CPUAdam: one native call instead of a loop over tensors."""
-    inner = part.optimizer
-    groups = [g for g in inner.param_groups if g["params"]]
-    if not groups or any(p.is_cuda for g in groups for p in g["params"]):
-        return
-    first = groups[0]
-    ours = _HostAdam(
-        [torch.nn.Parameter(torch.zeros(1))],
-        lr=first["lr"],
-        betas=first["betas"],
-        eps=first["eps"],
-        weight_decay=first["weight_decay"],
-    )
-    # The shards are views of Megatron's buffers, which an optimizer's constructor refuses; its
-    # step does not mind. The group dicts stay the same objects: Megatron holds on to them.
-    for group in inner.param_groups:
-        for key, value in ours.defaults.items():
-            group.setdefault(key, value)
-    ours.param_groups = inner.param_groups
-    part.optimizer = ours
-
-
 def offload_fraction(section: OptimizerSection, step: int) -> float:
     """Share of the state to be in host memory at 0-based `step`."""
-    found = offload_fractions(section)
-    return found[max(first for first in found if first <= step + 1)]
+    fractions = offload_fractions(section)
+    return fractions[max(first for first in fractions if first <= step + 1)]
 
 
 def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:

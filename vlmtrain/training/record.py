@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from vlmtrain.core.config import TrainConfig
-from vlmtrain.core.layout import Layout
-from vlmtrain.core.spec import ModelSpec
-from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.plan.hardware import Gpu, Peak
 from vlmtrain.telemetry.drift import DriftMonitor
 from vlmtrain.telemetry.ledger import Ledger, StepResult
 from vlmtrain.telemetry.metrics import Metrics
+from vlmtrain.training.engine import Engine
 
 
 class Record:
@@ -24,38 +21,39 @@ class Record:
 
     Args:
         machine: `find_machine`'s answer.
-        first: steps done before this start of the run.
-        total: steps of the whole run.
+        first, total: steps done before this start of the run, and of the whole run.
+        resume: the checkpoint that it goes on from.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        spec: ModelSpec,
-        layout: Layout,
-        index: SampleIndex,
+        engine: Engine,
+        loader: PackedLoader,
         machine: tuple[Gpu | None, Peak],
         first: int,
         total: int,
+        resume: Path | None,
     ) -> None:
         gpu, peak = machine
+        spec, layout, train = engine.spec, engine.layout, config.train
+        _describe(config, engine, loader, total)
+        if resume is not None:
+            print(f"resumed from {resume} at step {first}", flush=True)
+        if os.environ.get("OMP_NUM_THREADS") is None and dist.get_world_size() > 1:
+            print("OMP_NUM_THREADS is not set: processes may compete for cores", flush=True)
+        self._loader = loader
         self._ledger = Ledger(spec, layout, peak, config.freeze, config.lora, config.recompute)
-        self._follow = DriftMonitor(config, spec, layout, gpu, peak, index)
+        self._drift = DriftMonitor(config, spec, layout, gpu, peak, loader.index)
+        facts = self._drift.facts()
         self._metrics = Metrics(
-            config.output,
-            first,
-            total,
-            config.train.log_every,
-            wandb=config.train.wandb,
-            facts=self._follow.facts(),
+            config.output, first, total, train.log_every, wandb=train.wandb, facts=facts
         )
 
     def step(
         self,
         step: int,
         result: StepResult,
-        loader: PackedLoader,
-        *,
         lr: float,
         seconds: float,
         waited: float,
@@ -70,31 +68,21 @@ class Record:
             lr,
             seconds,
             data_seconds=waited,
-            epoch=loader.epoch,
+            epoch=self._loader.epoch,
             **row,
-            **loader.metrics,
-            **self._follow.step(step, result, seconds, row),
+            **self._loader.metrics,
+            **self._drift.step(step, result, seconds, row),
             **heldout,
         )
 
     def close(self, *, finished: bool) -> None:
         if finished:
-            self._metrics.write_facts(**self._follow.facts())
+            self._metrics.write_facts(**self._drift.facts())
         self._metrics.close()
 
 
-def describe(
-    config: TrainConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    index: Any,
-    loader: Any,
-    first: int,
-    total: int,
-    resume: Path | None,
-) -> None:
-    """Print what is trained, on what, for how long."""
-    train = config.train
+def _describe(config: TrainConfig, engine: Engine, loader: PackedLoader, total: int) -> None:
+    spec, layout, train, index = engine.spec, engine.layout, config.train, loader.index
     print(
         f"{spec.family}: {spec.num_layers} language layers of width {spec.hidden_size}, "
         f"{spec.vision.depth} vision layers of width {spec.vision.hidden_size}; {train.precision}\n"
@@ -103,9 +91,6 @@ def describe(
         f"({int(index.image_tokens.sum()):,} image, {int(index.target_tokens.sum()):,} target); "
         f"{train.global_batch} packs of {train.pack_length:,} tokens a step, "
         f"{train.global_batch // layout.data} per replica; {loader.steps_per_epoch} steps an "
-        f"epoch, {total} in all"
-        + (f"\nresumed from {resume} at step {first}" if resume is not None else ""),
+        f"epoch, {total} in all",
         flush=True,
     )
-    if os.environ.get("OMP_NUM_THREADS") is None and dist.get_world_size() > 1:
-        print("OMP_NUM_THREADS is not set: processes may compete for cores", flush=True)

@@ -6,12 +6,15 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from vlmkernels.integrations.megatron import offload
 from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
 from vlmtrain.checkpoint.hf.save import save_weights
 from vlmtrain.checkpoint.load import load_weights
@@ -33,9 +36,9 @@ from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overl
 from vlmtrain.plan.detect import find_machine
 from vlmtrain.telemetry.metrics import check_wandb
 from vlmtrain.training.engine import Engine
-from vlmtrain.training.evaluation import HeldOut
+from vlmtrain.training.evaluation import HeldOutScore, measure
 from vlmtrain.training.optimizer import learning_rate, offload_fraction
-from vlmtrain.training.record import Record, describe
+from vlmtrain.training.record import Record
 from vlmtrain.training.setup import open_loader, run_layout, say, scan
 
 
@@ -101,6 +104,7 @@ class Trainer:
         # One rank reads and judges all input; the others hear its verdict instead of a hang.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
         self.engine = self._build_engine(layout, backend)
+        self.offloaded = config.optimizer.offload_fraction
         self.loader = open_loader(
             index,
             processor,
@@ -110,9 +114,11 @@ class Trainer:
             global_batch=train.global_batch,
             seed=train.seed,
         )
-        self.held_out: HeldOut | None = None
+        self.measure: Callable[[], HeldOutScore] | None = None
         if held_out is not None:
-            self.held_out = HeldOut(
+            self.measure = partial(
+                measure,
+                self.engine,
                 held_out,
                 processor,
                 config.loader,
@@ -127,8 +133,9 @@ class Trainer:
             config.output.mkdir(parents=True, exist_ok=True)
             if resume is not None:
                 checkpoints.go_on_from(resume)
-            describe(config, spec, layout, index, self.loader, self.first, self.total, resume)
-            self.record = Record(config, spec, layout, index, machine, self.first, self.total)
+            self.record = Record(
+                config, self.engine, self.loader, machine, self.first, self.total, resume
+            )
         self.saver = checkpoints.Saver(
             config.output / "checkpoints",
             config.model,
@@ -165,16 +172,7 @@ class Trainer:
                 end = time.perf_counter()
                 seconds, start = end - start, end
                 if self.record is not None:
-                    self.record.step(
-                        reached,
-                        result,
-                        self.loader,
-                        lr=lr,
-                        seconds=seconds,
-                        waited=waited,
-                        saving=end - saving,
-                        heldout=heldout,
-                    )
+                    self.record.step(reached, result, lr, seconds, waited, end - saving, heldout)
                 if stopped:
                     break
             self.saver.finish()
@@ -258,16 +256,22 @@ class Trainer:
         return total
 
     def _offload(self, step: int) -> None:
+        """Move optimizer state between device and host where the schedule says so. No value
+        changes."""
         fraction = offload_fraction(self.config.optimizer, step)
-        if self.engine.set_offload_fraction(fraction) and dist.get_rank() == 0:
+        if fraction == self.offloaded:
+            return
+        offload(self.engine.optimizer, fraction, early=True)
+        self.offloaded = fraction
+        if dist.get_rank() == 0:
             say(f"step {step + 1}: {fraction:.0%} of the optimizer is offloaded")
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """The held-out loss where one is due after `step`."""
         due = step % (self.config.evaluate.every or self.total) == 0 or step == self.total
-        if self.held_out is None or not due:
+        if self.measure is None or not due:
             return {}
-        score = self.held_out.measure(self.engine)
+        score = self.measure()
         return {
             "heldout_loss": score.loss,
             "heldout_perplexity": score.perplexity,

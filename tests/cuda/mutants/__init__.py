@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import choice, embedding, sm80, sm90_backward, sm90_forward, window
 from .mutant import Mutant
 
-__all__ = ["CATALOGUE", "Mutant"]
+__all__ = ["CATALOGUE", "ON_FIBERS", "Mutant", "canary_cases"]
 
 CATALOGUE: list[Mutant] = [
     *window.MUTANTS,
@@ -15,3 +15,10 @@ CATALOGUE: list[Mutant] = [
     *choice.MUTANTS,
     *embedding.MUTANTS,
 ]
+#: In the order of their numbers in a build, from 1 on.
+ON_FIBERS = [m for m in CATALOGUE if m.engine == "fibers"]
+
+
+def canary_cases(family: str) -> set[str]:
+    """Those that the interpreter must also pass without a mutant."""
+    return {m.case for m in CATALOGUE if m.canary and m.family == family}

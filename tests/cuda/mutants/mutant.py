@@ -35,8 +35,9 @@ class Mutant:
         case: the check that shows it; none: the family's suite.
         engine: "fibers", where a mutant costs milliseconds, or "ptx" for what only the interpreter
             of nvcc's code sees.
-        quick: planted in `make test` too; of the fibers all are.
         canary: planted on the interpreter too, one of its class.
+        quick: on the interpreter in `make test`; without it in `make test-all`. On the fibers all
+            are in `make test`.
     """
 
     family: str
@@ -45,8 +46,8 @@ class Mutant:
     new: str = ""
     case: str = ""
     engine: str = "fibers"
-    quick: bool = False
     canary: bool = False
+    quick: bool = False
 
     def __str__(self) -> str:
         return f"{self.family}: {self.name}"

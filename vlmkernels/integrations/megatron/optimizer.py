@@ -31,8 +31,9 @@ from torch import Tensor
 from vlmkernels._native import describe
 from vlmkernels.optim.host_step import HostStep, Shard
 from vlmkernels.optim.masters import differs
+from vlmkernels.optim.native import GRADIENTS
 from vlmkernels.optim.placement import check_fraction, preference, relocate
-from vlmkernels.optim.state import copy_moments, ensure_moments
+from vlmkernels.optim.state import copy_moments, ensure_moments, step_count
 from vlmkernels.optim.transfer import Transfers, Waitable
 
 from .gradients import EarlyGradients
@@ -68,6 +69,10 @@ def offload(
         ValueError: a fraction, or an optimizer of a kind or configuration, that can't be used.
     """
     check_fraction("fraction", fraction)
+    if gradients not in (None, *GRADIENTS):
+        raise ValueError(
+            f"gradients is {gradients}; it must be torch.float32, torch.bfloat16 or None"
+        )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(part, "is_stub_optimizer", False):
             continue
@@ -105,6 +110,11 @@ def _check(part: Any) -> None:
     for name, used in unusable.items():
         if used:
             raise ValueError(f"offload doesn't work together with {name}; switch it off")
+    for buffer in part.buffers:
+        if buffer.param_dtype not in GRADIENTS:
+            raise ValueError(
+                f"parameters are {buffer.param_dtype}; offload needs float32 or bfloat16"
+            )
 
 
 @dataclass(eq=False)
@@ -136,6 +146,8 @@ class OffloadedOptimizer(DistributedOptimizer):
         self._gradients = gradients
         self._host = HostStep(transfers, bucket_bytes)  # shards by float32 master
         self._host.connect(device)
+        # Where the inner optimizer keeps a shard's count of steps: None: in the group.
+        self._steps: dict[Tensor, torch.device | None] = {}
         self._grads: dict[Tensor, Tensor] = {}  # on the device, of this step
         self._factors: dict[Tensor, Any] = {}  # of gradients that were sent before it was applied
         self._early: EarlyGradients | None = None
@@ -184,13 +196,17 @@ class OffloadedOptimizer(DistributedOptimizer):
         state = self.optimizer.state[old]
         device = torch.device("cpu") if to_host else target.device
         moved = copy_moments(state, torch.float32, old.shape, device)
-        if "step" not in state:  # some optimizers count by group
-            moved["step"] = torch.tensor(float(place.group.get("step", 0)), dtype=torch.float32)
+        steps = state.get("step")
         shard = None
         if to_host:
+            counted = place.group.get("step", 0) if steps is None else steps
+            moved["step"] = step_count(counted)
             shard = self._host.make_shard(target, state, self._gradients or target.dtype, old)
             new = shard.master
         else:
+            home = self._steps[old]
+            if home is not None:
+                moved["step"] = steps.to(home, copy=True)
             self._host.settle(old)
             part = self._get_model_param_range_map(place.model)["param"]
             own = target.dtype == torch.float32  # then Megatron's shard is a view of the parameter
@@ -203,6 +219,8 @@ class OffloadedOptimizer(DistributedOptimizer):
         # All memory is there: nothing fails from here on.
         self._host.drop(old)
         self._grads.pop(old, None)
+        self._steps.pop(old, None)
+        state.pop("step", None)
         state.update(moved)
         del self.optimizer.state[old]
         self.optimizer.state[new] = state
@@ -211,6 +229,7 @@ class OffloadedOptimizer(DistributedOptimizer):
             place.model.main_param = new  # type: ignore[attr-defined]
         if shard is not None:
             self._host.shards[new] = shard
+            self._steps[new] = None if steps is None else steps.device
 
     def offloaded_bytes(self) -> dict[str, int]:
         """host_state: masters and moments; pinned, pinned_peak: page-locked memory."""
@@ -302,6 +321,7 @@ class OffloadedOptimizer(DistributedOptimizer):
                 shard = self._host.shards.get(main)
                 if shard is None:
                     continue
+                shard.state = self.optimizer.state[main]  # a load replaces it
                 self._check_shard(main, shard)
                 if not shard.has(self._grads[main]):
                     self._host.begin(shard, self._grads[main])
@@ -326,6 +346,18 @@ class OffloadedOptimizer(DistributedOptimizer):
 
     # ---- loading ---------------------------------------------------------------------------------
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Megatron's, whose one tensor of steps for all parameters each of them would count up."""
+        self._host.settle()
+        super().load_state_dict(state_dict)
+        for group in self.optimizer.param_groups:
+            for main in group["params"]:
+                state = self.optimizer.state[main]
+                if main in self._host.shards and self._steps[main] is None:
+                    state["step"] = step_count(group.get("step", 0))
+                elif isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].clone()
+
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         self._host.settle()
         super()._copy_model_params_to_main_params(state_dict=state_dict)
@@ -334,6 +366,9 @@ class OffloadedOptimizer(DistributedOptimizer):
         group, order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][order]
         self._host.settle(main)
+        # Megatron saves the count of steps once, and then misses it here.
+        state = self.optimizer.state[main]
+        tensors = {**({"step": state["step"]} if "step" in state else {}), **tensors}
         super()._set_main_param_and_optimizer_states(model_param, tensors)
         target = self._target(model_param)
         if main in self._host.shards and target.dtype == torch.float32:

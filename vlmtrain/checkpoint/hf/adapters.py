@@ -38,11 +38,11 @@ def save_adapters(parts: list[Any], section: LoraSection, source: Path, target: 
         and parallel_state.get_tensor_model_parallel_rank() == 0
     )
     first = dist.get_rank() == 0
-    every: list[Any] | None = [None] * dist.get_world_size() if first else None
-    dist.gather_object(named if writer else {}, every, dst=0)
+    gathered: list[Any] | None = [None] * dist.get_world_size() if first else None
+    dist.gather_object(named if writer else {}, gathered, dst=0)
 
     def write() -> None:
-        tensors = {name: tensor for part in every or [] for name, tensor in part.items()}
+        tensors = {name: tensor for part in gathered or [] for name, tensor in part.items()}
         work = start_folder(target)
         # Not save_file: what that raises where the disk is full is no OSError.
         weights = save(tensors, metadata={"format": "pt"})

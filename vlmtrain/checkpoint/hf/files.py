@@ -8,6 +8,7 @@ https://huggingface.co/docs/safetensors (8 bytes length, JSON header, data).
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -192,9 +193,7 @@ class SafetensorsWriter:
         self._waiting: list[str] = []
         end = 0
         for name, dtype, shape in tensors:
-            size = dtype.itemsize
-            for n in shape:
-                size *= n
+            size = math.prod(shape) * dtype.itemsize
             header[name] = {
                 "dtype": _NAMES[dtype],
                 "shape": list(shape),

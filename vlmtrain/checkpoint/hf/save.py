@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,15 +62,15 @@ def _fill(
     template: str | None,
 ) -> None:
     files = on_every_rank(lambda: _write(stages, spec, work, target))
-    everything: list[list[tuple[str, dict[str, int]]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everything, files)
+    by_rank: list[list[tuple[str, dict[str, int]]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(by_rank, files)
 
     def finish() -> None:
-        every = [file for mine in everything for file in mine]
-        present = {name for _, tensors in every for name in tensors}
+        written = [file for files in by_rank for file in files]
+        present = {name for _, tensors in written for name in tensors}
         missing = {name for row in rows(spec) for name in row.hf} - present
         assert not missing, f"no rank wrote {sorted(missing)[0]}"
-        finish_hf_folder(work, every)
+        finish_hf_folder(work, written)
         carry_files(source, work, stages[0].config.params_dtype, template)
         fsync_tree(work)
         replace_folder(work, target)
@@ -90,24 +91,24 @@ def _write(
     files: list[tuple[str, dict[str, int]]] = []
     open_file: SafetensorsWriter | None = None
     failed: Exception | None = None
-    left: list[str] = []
+    waiting: list[str] = []
     for name, tensor in gathered(stages, spec):
         # After a failure the gathering goes on: the other ranks take part in it.
         if not writer or failed is not None:
             continue
         try:
             with replacing(target):
-                if not left:
+                if not waiting:
                     if open_file is not None:
                         open_file.close()
                     tensors = plan.pop(0)
-                    left = [n for n, _, _ in tensors]
+                    waiting = [n for n, _, _ in tensors]
                     path = work / f"part-{stage:05d}-{len(files):05d}.safetensors"
                     open_file = SafetensorsWriter(path, tensors)
                     files.append((path.name, {}))
                 assert open_file is not None
                 open_file.add(name, tensor)
-            left.remove(name)
+            waiting.remove(name)
             files[-1][1][name] = tensor.numel() * tensor.element_size()
         except Exception as error:
             failed = error
@@ -132,9 +133,7 @@ def _plan(stages: list[Any], spec: ModelSpec) -> list[list[tuple[str, torch.dtyp
             shape[dim] *= size
         shapes = hf_shapes(named[row.transform], shape)
         for name, sizes in zip(row.hf, shapes, strict=True):
-            count = parameter.element_size()
-            for n in sizes:
-                count *= n
+            count = math.prod(sizes) * parameter.element_size()
             if not files or filled + count > SHARD_BYTES:
                 files.append([])
                 filled = 0
@@ -167,9 +166,9 @@ def gathered(
         dim = parameter_split_dim(parameter)
         shards = [value(parameter)]
         if size > 1 and dim is not None:
-            mine = shards[0].contiguous()
-            shards = [torch.empty_like(mine) for _ in range(size)]
-            dist.all_gather(shards, mine, group=group)
+            shard = shards[0].contiguous()
+            shards = [torch.empty_like(shard) for _ in range(size)]
+            dist.all_gather(shards, shard, group=group)
         whole = join(shards, dim, transform.parts)
         for hf_name, tensor in zip(row.hf, transform.to_hf(whole), strict=True):
             yield hf_name, tensor.detach().to("cpu", copy=True).contiguous()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 import struct
 import zipfile
@@ -135,9 +136,9 @@ class _Window(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
+        rest = max(0, self._length - self._at)
         self._file.seek(self._start + self._at)
-        data = self._file.read(left if size is None or size < 0 else min(size, left))
+        data = self._file.read(rest if size is None or size < 0 else min(size, rest))
         self._at += len(data)
         return data
 
@@ -145,10 +146,10 @@ class _Window(io.RawIOBase):
 def _data_position(file: Any, chunk: Chunk) -> int:
     """Byte of the file where the tensor's data begins."""
     archive = zipfile.ZipFile(_Window(file, chunk.position, chunk.length))  # type: ignore[arg-type]
-    found = [i for i in archive.infolist() if i.filename.endswith("/data/0")]
-    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
+    entries = [i for i in archive.infolist() if i.filename.endswith("/data/0")]
+    if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED:
         raise ValueError("no plain tensor data")
-    local = chunk.position + found[0].header_offset
+    local = chunk.position + entries[0].header_offset
     file.seek(local + 26)
     name, extra = struct.unpack("<HH", file.read(4))
     return local + 30 + name + extra
@@ -161,6 +162,7 @@ def write_metadata(folder: Path, chunks: Iterable[Chunk]) -> None:
     Raises:
         CheckpointError: the chunks of a tensor leave a part of it unwritten or disagree.
     """
+    # Slow to import, and readers of Hugging Face folders do not need it.
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -188,10 +190,10 @@ def write_metadata(folder: Path, chunks: Iterable[Chunk]) -> None:
             c.file, c.position, c.length
         )
     for key, tensor in tensors.items():
-        have = sum(_numel(chunk.sizes) for chunk in tensor.chunks)
-        if have != _numel(tensor.size):
+        have = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+        if have != math.prod(tensor.size):
             raise CheckpointError(
-                f"{have} of {_numel(tensor.size)} elements of {key} were written once"
+                f"{have} of {math.prod(tensor.size)} elements of {key} were written once"
             )
     metadata = Metadata(state_dict_metadata=tensors, storage_data=storage)
     with open(folder / ".metadata", "wb") as file:
@@ -203,13 +205,6 @@ def write_metadata(folder: Path, chunks: Iterable[Chunk]) -> None:
         "common_backend_version": 1,
     }
     (folder / "metadata.json").write_text(json.dumps(config))
-
-
-def _numel(shape: Sequence[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 def _enum_member(kind: Any, name: str) -> Any:

@@ -138,16 +138,16 @@ class Saver:
         writer, self._writer = self._writer, None
         assert writer is not None
         first = dist.get_rank() == 0
-        every: list[Any] | None = [None] * dist.get_world_size() if first else None
-        dist.gather_object(writer.result(), every, dst=0)
+        results: list[Any] | None = [None] * dist.get_world_size() if first else None
+        dist.gather_object(writer.result(), results, dst=0)
 
         def complete() -> None:
-            assert every is not None
-            for _, _, message in every:
+            assert results is not None
+            for _, _, message in results:
                 if message is not None:
                     raise CheckpointError(message)
             with replacing(writer.target):
-                self._name(writer, every)
+                self._name(writer, results)
 
         try:
             on_first_rank(complete)
@@ -156,11 +156,11 @@ class Saver:
                 shutil.rmtree(writer.work, ignore_errors=True)
             raise
 
-    def _name(self, writer: _Writer, every: list[Any]) -> None:
+    def _name(self, writer: _Writer, results: list[Any]) -> None:
         """Rank 0, last: what makes a folder of files a checkpoint."""
         work, target = writer.work, writer.target
-        known = {name: entry for _, files, _ in every for name, entry in files.items()}
-        write_metadata(work, [chunk for chunks, _, _ in every for chunk in chunks])
+        known = {name: entry for _, files, _ in results for name, entry in files.items()}
+        write_metadata(work, [chunk for chunks, _, _ in results for chunk in chunks])
         write_common(work, writer.common)
         carry_files(self.source, work, writer.dtype, self.template)
         write_json(work / MANIFEST, manifest_of(work, known))
@@ -311,7 +311,7 @@ def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str
     """
     message = None
     saved: set[str] = set()
-    taken: set[str] = set()
+    known: set[str] = set()
     try:
         reader = ChunkReader(path)
         common = read_common(path)
@@ -321,7 +321,7 @@ def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str
             )
         table = places(parts)
         saved = reader.keys()
-        taken = {key for place in table.values() for key in place.keys()}
+        known = {key for place in table.values() for key in place.keys()}
         fill = partial(_fill, reader)
         for tensor, place in table.items():
             for piece in place.pieces(tensor.detach().view(-1)):
@@ -329,16 +329,16 @@ def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str
         optimizer_state.load(optimizer, table, fill, common.pop("optimizer_steps"))
     except CheckpointError as error:
         message = str(error)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (message, taken))
-    for text, _ in every:
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (message, known))
+    for text, _ in reports:
         if text is not None:
             raise shared_error(text)
-    left = saved.difference(*(keys for _, keys in every))
-    left = {key for key in left if not key.startswith("optimizer.")}
-    if left:
+    unused = saved.difference(*(keys for _, keys in reports))
+    unused = {key for key in unused if not key.startswith("optimizer.")}
+    if unused:
         raise shared_error(
-            f"{path} holds {min(left)}, for which this run has no place; resume with the --model "
+            f"{path} holds {min(unused)}, for which this run has no place; resume with the --model "
             "and the --lora options it was trained with"
         )
     optimizer_state.finish_load(optimizer)
@@ -379,30 +379,30 @@ def _fill(reader: ChunkReader, piece: Piece) -> None:
 
 def _gather_random_state() -> list[dict[str, Any]]:
     kind, keys, *rest = np.random.get_state(legacy=True)
-    mine = {
+    state = {
         "torch": torch.get_rng_state(),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
         "python": random.getstate(),
         "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     if torch.cuda.is_available():
-        mine["cuda"] = torch.cuda.get_rng_state()
-    every: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
+        state["cuda"] = torch.cuda.get_rng_state()
+    states: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
 
 
-def _set_random_state(every: list[dict[str, Any]]) -> None:
-    if len(every) != dist.get_world_size():
+def _set_random_state(states: list[dict[str, Any]]) -> None:
+    if len(states) != dist.get_world_size():
         return  # another layout: the seeds of this start stay; only LoRA's dropout draws from them
-    mine = every[dist.get_rank()]
-    torch.set_rng_state(mine["torch"])
-    kind, keys, *rest = mine["numpy"]
+    state = states[dist.get_rank()]
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    random.setstate(mine["python"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(mine["megatron"])
-    if "cuda" in mine and torch.cuda.is_available():
-        torch.cuda.set_rng_state(mine["cuda"])
+    random.setstate(state["python"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 class StopRequest:

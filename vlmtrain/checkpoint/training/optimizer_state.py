@@ -138,15 +138,15 @@ def steps_taken(optimizer: MegatronOptimizer) -> int:
     Raises:
         RuntimeError: parameters disagree; the state is not one that training can have left.
     """
-    mine = {
+    local = {
         int(entry["step"])
         for part in distributed_parts(optimizer)
         for entry in part.optimizer.state.values()
         if "step" in entry
     }
-    every: list[set[int]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    steps = set().union(*every)
+    all_steps: list[set[int]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(all_steps, local)
+    steps = set().union(*all_steps)
     if len(steps) > 1:
         raise RuntimeError(f"parameters have taken different numbers of steps: {sorted(steps)}")
     return steps.pop() if steps else 0

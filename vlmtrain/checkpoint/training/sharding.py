@@ -8,6 +8,7 @@ a row), and boxes are what the format stores and any layout can read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,9 +74,7 @@ class Place:
                     offset + first
                     for offset, (first, _) in zip(part.global_offset[lead:], box, strict=True)
                 ]
-                count = 1
-                for n in sizes:
-                    count *= n
+                count = math.prod(sizes)
                 yield Piece(
                     prefix + part.key,
                     tuple(part.global_shape),
@@ -89,10 +88,10 @@ class Place:
 def places(parts: list[Any]) -> dict[Tensor, Place]:
     """Every tensor of a model's parts (`Engine.parts`) and where it lies in a checkpoint."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    found: dict[Tensor, Place] = {}
+    table: dict[Tensor, Place] = {}
     for part in parts:
         state = part.sharded_state_dict(metadata={"dp_cp_group": group})
         for value in nested_values(state):
             if isinstance(value, ShardedTensor | ShardedTensorFactory):
-                found[value.data] = Place(value)
-    return found
+                table[value.data] = Place(value)
+    return table

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.cpu import weight_gradients
+from vlmtrain.models import weight_gradients
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:

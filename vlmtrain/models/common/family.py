@@ -5,7 +5,7 @@ Importable without torch: the planner and `--help` read configurations only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,10 +44,55 @@ class Family:
     name: str  # model_type in config.json
     title: str  # for people
     media = MediaDefaults()
+    # The tower: its only activation, as transformers calls it, and its blocks.
+    hidden_act: str
+    gated: bool
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    # What Hugging Face calls the linears of the tower's MLP and the merger's norm and linears.
+    vision_mlp: tuple[tuple[str, ...], str]
+    merger_names = "ln_q", "mlp.0", "mlp.2"
+
+    def tower_sizes(self, vision: dict[str, Any], text_hidden: int) -> dict[str, Any]:
+        """Of a parsed `vision_config` what each family writes in its own way, as fields of
+        VisionSpec: at least hidden_size, out_hidden_size and intermediate_size."""
+        raise NotImplementedError
 
     def read_vision(self, vision: dict[str, Any], text_hidden: int) -> VisionSpec:
         """The tower of a parsed `vision_config`; the language model is `text_hidden` wide."""
-        raise NotImplementedError
+        sizes = self.tower_sizes(vision, text_hidden)
+        width, out = sizes["hidden_size"], sizes["out_hidden_size"]
+        heads = int(vision.get("num_heads", 16))
+        if width % heads:
+            raise ModelConfigError(
+                f"vision_config: width {width} is not a multiple of num_heads {heads}"
+            )
+        if (width // heads) % 4:
+            raise ModelConfigError(
+                f"vision_config: head_dim {width // heads} is not a multiple of 4, which the 2D "
+                "rotary embedding needs"
+            )
+        if out != text_hidden:
+            raise ModelConfigError(
+                f"vision_config: the merger's output width {out} differs from the language "
+                f"model's hidden_size {text_hidden}"
+            )
+        act = vision.get("hidden_act", self.hidden_act)
+        if act != self.hidden_act:
+            raise ModelConfigError(
+                f"vision_config: hidden_act {act!r} is not supported for {self.name}"
+            )
+        return VisionSpec(
+            depth=int(vision.get("depth", 32)),
+            num_heads=heads,
+            in_channels=int(vision.get("in_channels", vision.get("in_chans", 3))),
+            patch_size=_square(vision, "patch_size", 14),
+            temporal_patch_size=_square(vision, "temporal_patch_size", 2),
+            spatial_merge_size=int(vision.get("spatial_merge_size", 2)),
+            hidden_act=act,
+            gated=self.gated,
+            normalization=self.normalization,
+            **sizes,
+        )
 
     def read(self, config: dict[str, Any]) -> ModelSpec:
         """Read a parsed config.json, nested (`text_config`, transformers >= 4.52) or flat.
@@ -98,10 +143,6 @@ class Family:
             vision_end_token_id=int(config.get("vision_end_token_id", 151653)),
         )
 
-    #: What Hugging Face calls the linears of the tower's MLP and the merger's norm and linears.
-    vision_mlp: tuple[tuple[str, ...], str]
-    merger_names: tuple[str, str, str] = ("ln_q", "mlp.0", "mlp.2")
-
     def table(self, spec: ModelSpec) -> Table:
         """All weights of a model of this family."""
         norm = Norm("decoder.final_layernorm", {"model.norm": spec.hidden_size})
@@ -115,75 +156,19 @@ class Family:
             vision_layer=vision_layer(spec, *self.vision_mlp),
         )
 
-    def positions(
-        self,
-        input_ids: Tensor,
-        grids: Sequence[tuple[int, int, int]],
-        kinds: Sequence[Literal["image", "video"]],
-        spec: ModelSpec,
-        seconds_per_grid: Sequence[float] | None = None,
-    ) -> Tensor:
-        """As `common.positions.mrope_positions`."""
+    @property
+    def positions(self) -> Callable[..., Tensor]:
+        """M-RoPE positions of a sample, with the arguments of `mrope_positions`."""
         from vlmtrain.models.common.positions import mrope_positions  # torch
 
-        return mrope_positions(input_ids, grids, kinds, spec, seconds_per_grid)
+        return mrope_positions
 
+    @property
     def tower(self) -> type[VisionTower]:
         """The class of the vision tower."""
         from vlmtrain.models.common.vision import VisionTower  # megatron-core
 
         return VisionTower
-
-    def vision_spec(
-        self,
-        vision: dict[str, Any],
-        text_hidden: int,
-        *,
-        hidden_size: int,
-        out_hidden_size: int,
-        hidden_act: str,
-        normalization: Literal["LayerNorm", "RMSNorm"],
-        **differences: Any,
-    ) -> VisionSpec:
-        """A checked VisionSpec: what every family's `vision_config` says alike, and the rest.
-
-        `hidden_act` is the only activation that the family's tower has.
-        """
-        heads = int(vision.get("num_heads", 16))
-        if hidden_size % heads:
-            raise ModelConfigError(
-                f"vision_config: width {hidden_size} is not a multiple of num_heads {heads}"
-            )
-        if (hidden_size // heads) % 4:
-            raise ModelConfigError(
-                f"vision_config: head_dim {hidden_size // heads} is not a multiple of 4, which "
-                "the 2D rotary embedding needs"
-            )
-        if out_hidden_size != text_hidden:
-            raise ModelConfigError(
-                f"vision_config: the merger's output width {out_hidden_size} differs from the "
-                f"language model's hidden_size {text_hidden}"
-            )
-        act = vision.get("hidden_act", hidden_act)
-        if act != hidden_act:
-            raise ModelConfigError(
-                f"vision_config: hidden_act {act!r} is not supported for {self.name}"
-            )
-        return VisionSpec(
-            depth=int(vision.get("depth", 32)),
-            hidden_size=hidden_size,
-            num_heads=heads,
-            out_hidden_size=out_hidden_size,
-            in_channels=int(vision.get("in_channels", vision.get("in_chans", 3))),
-            patch_size=_square(vision.get("patch_size", 14), "patch_size"),
-            temporal_patch_size=_square(
-                vision.get("temporal_patch_size", 2), "temporal_patch_size"
-            ),
-            spatial_merge_size=int(vision.get("spatial_merge_size", 2)),
-            hidden_act=hidden_act,
-            normalization=normalization,
-            **differences,
-        )
 
 
 def need(source: dict[str, Any], key: str, where: str = "") -> Any:
@@ -193,8 +178,9 @@ def need(source: dict[str, Any], key: str, where: str = "") -> Any:
     return source[key]
 
 
-def _square(value: Any, name: str) -> int:
+def _square(vision: dict[str, Any], name: str, default: int) -> int:
     """Accept 14 and [14, 14]; refuse anything else."""
+    value = vision.get(name, default)
     values = set(value) if isinstance(value, (list, tuple)) else {value}
     if len(values) != 1:
         raise ModelConfigError(f"vision_config: {name} {value} is not supported, one number only")

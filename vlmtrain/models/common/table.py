@@ -148,14 +148,11 @@ class Table:
     def layer(self, vision: bool) -> Part:
         return self.vision_layer if vision else self.text_layer
 
-    def targets(self, towers: tuple[bool, ...]) -> set[str]:
-        """What LoRA's targets may be called in these towers (True: vision)."""
-        return {
-            module.rpartition(".")[2]
-            for vision in towers
-            for linear in self.layer(vision).linears
-            for module in linear.modules
-        }
+    def targets(self, vision: bool) -> list[str]:
+        """What LoRA's targets may be called, in the tower's layers too with `vision`; sorted."""
+        layers = (self.text_layer, self.vision_layer) if vision else (self.text_layer,)
+        modules = {m for layer in layers for linear in layer.linears for m in linear.modules}
+        return sorted({module.rpartition(".")[2] for module in modules})
 
     def parts(self, spec: ModelSpec) -> Iterator[tuple[Part, int]]:
         """Each part that has weights of its own, with its number of layers (0: it is no layer)."""
@@ -170,86 +167,50 @@ class Table:
 
 
 # --- the parts of Qwen2-VL and its relatives ---------------------------------------------------
+# Linear: name, inputs, modules, bias, split, transform, groups, inner
 
 
 def vocabulary(spec: ModelSpec, module: str, name: str) -> Part:
     """The word embeddings or the head."""
-    linear = Linear(name, spec.hidden_size, {module: spec.vocab_size}, split=0, transform="vocab")
-    return Part("", "language_model.", (linear,))
+    table = Linear(name, spec.hidden_size, {module: spec.vocab_size}, False, 0, "vocab")
+    return Part("", "language_model.", (table,))
 
 
 def text_layer(spec: ModelSpec) -> Part:
     h, f = spec.hidden_size, spec.intermediate_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return Part(
-        "model.layers.{i}.",
-        "language_model.decoder.layers.{i}.",
-        (
-            Norm("input_layernorm", {"input_layernorm": h}),
-            Linear(
-                "self_attention.linear_qkv",
-                h,
-                {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv},
-                bias=True,
-                split=0,
-                transform="text_qkv",
-                groups=spec.num_kv_heads,
-            ),
-            Linear("self_attention.linear_proj", q, {"self_attn.o_proj": h}, split=1),
-            Norm("pre_mlp_layernorm", {"post_attention_layernorm": h}),
-            *_mlp(h, f, ("gate_proj", "up_proj"), "down_proj", bias=False),
-        ),
+    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    items = (
+        Norm("input_layernorm", {"input_layernorm": h}),
+        Linear("self_attention.linear_qkv", h, qkv, True, 0, "text_qkv", spec.num_kv_heads),
+        Linear("self_attention.linear_proj", q, {"self_attn.o_proj": h}, False, 1),
+        Norm("pre_mlp_layernorm", {"post_attention_layernorm": h}),
+        Linear("mlp.linear_fc1", h, {"mlp.gate_proj": f, "mlp.up_proj": f}, False, 0, "gate_up"),
+        Linear("mlp.linear_fc2", f, {"mlp.down_proj": h}, False, 1),
     )
+    return Part("model.layers.{i}.", "language_model.decoder.layers.{i}.", items)
 
 
 def vision_layer(spec: ModelSpec, fc1: tuple[str, ...], fc2: str) -> Part:
     """A layer of the tower. `fc1`, `fc2`: what Hugging Face calls the MLP's linears, a gate and
     an up projection where it is gated."""
-    vision = spec.vision
-    wide, layer_norm = vision.hidden_size, vision.normalization == "LayerNorm"
-    return Part(
-        "visual.blocks.{i}.",
-        "vision.blocks.layers.{i}.",
-        (
-            Linear(
-                "self_attention.linear_qkv",
-                wide,
-                {"attn.qkv": 3 * wide},
-                bias=True,
-                split=0,
-                transform="vision_qkv",
-                groups=vision.num_heads,
-                inner=3,
-            ),
-            Linear("self_attention.linear_proj", wide, {"attn.proj": wide}, bias=True, split=1),
-            Norm("input_layernorm", {"norm1": wide}, layer_norm),
-            Norm("pre_mlp_layernorm", {"norm2": wide}, layer_norm),
-            *_mlp(wide, vision.intermediate_size, fc1, fc2, bias=True),
-        ),
+    vision, layer_norm = spec.vision, spec.vision.normalization == "LayerNorm"
+    wide, f, heads = vision.hidden_size, vision.intermediate_size, vision.num_heads
+    qkv, into = {"attn.qkv": 3 * wide}, {f"mlp.{name}": f for name in fc1}
+    items = (
+        Linear("self_attention.linear_qkv", wide, qkv, True, 0, "vision_qkv", heads, 3),
+        Linear("self_attention.linear_proj", wide, {"attn.proj": wide}, True, 1),
+        Norm("input_layernorm", {"norm1": wide}, layer_norm),
+        Norm("pre_mlp_layernorm", {"norm2": wide}, layer_norm),
+        Linear("mlp.linear_fc1", wide, into, True, 0, "gate_up" if vision.gated else "same"),
+        Linear("mlp.linear_fc2", f, {f"mlp.{fc2}": wide}, True, 1),
     )
-
-
-def _mlp(
-    width: int, inner: int, fc1: tuple[str, ...], fc2: str, *, bias: bool
-) -> tuple[Linear, Linear]:
-    modules = {f"mlp.{name}": inner for name in fc1}
-    return (
-        Linear(
-            "mlp.linear_fc1",
-            width,
-            modules,
-            bias,
-            split=0,
-            transform="gate_up" if len(fc1) == 2 else "same",
-        ),
-        Linear("mlp.linear_fc2", inner, {f"mlp.{fc2}": width}, bias, split=1),
-    )
+    return Part("visual.blocks.{i}.", "vision.blocks.layers.{i}.", items)
 
 
 def patch_embed(spec: ModelSpec) -> Part:
-    vision = spec.vision
-    modules = {"patch_embed.proj": vision.hidden_size}
-    linear = Linear("patch_embed", vision.patch_dim, modules, transform="patch_embed")
+    vision, module = spec.vision, {"patch_embed.proj": spec.vision.hidden_size}
+    linear = Linear("patch_embed", vision.patch_dim, module, transform="patch_embed")
     return Part("visual.", "vision.", (linear,))
 
 
@@ -257,13 +218,9 @@ def merger(spec: ModelSpec, norm: str, fc1: str, fc2: str) -> Part:
     """`norm`, `fc1`, `fc2`: what Hugging Face calls them."""
     vision = spec.vision
     merged = vision.merge_unit * vision.hidden_size
-    layer_norm = vision.normalization == "LayerNorm"
-    return Part(
-        "visual.merger.",
-        "vision.",
-        (
-            Linear("merger_fc1", merged, {fc1: merged}, bias=True, split=0),
-            Linear("merger_fc2", merged, {fc2: vision.out_hidden_size}, bias=True, split=1),
-            Norm("merger_norm", {norm: vision.hidden_size}, layer_norm),
-        ),
+    items = (
+        Linear("merger_fc1", merged, {fc1: merged}, True, 0),
+        Linear("merger_fc2", merged, {fc2: vision.out_hidden_size}, True, 1),
+        Norm("merger_norm", {norm: vision.hidden_size}, vision.normalization == "LayerNorm"),
     )
+    return Part("visual.merger.", "vision.", items)

@@ -247,11 +247,3 @@ class VisionTower(MegatronModule):
         x = self.merger_norm(x).reshape(-1, 1, self.spec.merge_unit * self.spec.hidden_size)
         x = self.merger_fc2(F.gelu(self.merger_fc1(x)[0]))[0]
         return x.squeeze(1)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        return super().sharded_state_dict(prefix, sharded_offsets, metadata)

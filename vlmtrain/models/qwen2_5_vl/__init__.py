@@ -5,30 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmtrain.core.spec import VisionSpec
 from vlmtrain.models.common.family import Family
 
 
 class Qwen2_5VL(Family):
-    name = "qwen2_5_vl"
-    title = "Qwen2.5-VL"
+    name, title = "qwen2_5_vl", "Qwen2.5-VL"
+    hidden_act, gated, normalization = "silu", True, "RMSNorm"
     vision_mlp = ("gate_proj", "up_proj"), "down_proj"
 
-    def read_vision(self, vision: dict[str, Any], text_hidden: int) -> VisionSpec:
+    def tower_sizes(self, vision: dict[str, Any], text_hidden: int) -> dict[str, Any]:
         full = vision.get("fullatt_block_indexes", (7, 15, 23, 31))
-        return self.vision_spec(
-            vision,
-            text_hidden,
-            hidden_size=int(vision.get("hidden_size", 1280)),
-            out_hidden_size=int(vision.get("out_hidden_size", text_hidden)),
-            intermediate_size=int(vision.get("intermediate_size", 3420)),
-            hidden_act="silu",
-            gated=True,
-            normalization="RMSNorm",
-            window_size=int(vision.get("window_size", 112)),
-            full_attention_layers=tuple(sorted(int(i) for i in full)),
-            tokens_per_second=float(vision.get("tokens_per_second", 4)),
-        )
+        return {
+            "hidden_size": int(vision.get("hidden_size", 1280)),
+            "out_hidden_size": int(vision.get("out_hidden_size", text_hidden)),
+            "intermediate_size": int(vision.get("intermediate_size", 3420)),
+            "window_size": int(vision.get("window_size", 112)),
+            "full_attention_layers": tuple(sorted(int(i) for i in full)),
+            "tokens_per_second": float(vision.get("tokens_per_second", 4)),
+        }
 
 
 FAMILY = Qwen2_5VL()

@@ -1,0 +1,219 @@
+"""Runs the host launchers of csrc/cuda/attention_flash*.cu on a fake GPU, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tools.cudasim.floats import DTYPES, from_float, same_bits, to_float
+from tools.cudasim.ptx.ptxtypes import Array
+from vlmkernels.attention.reference import varlen_attention_reference
+
+from ..kernels import Kernels
+from ..params import fill
+from .window import Case, assert_close, assert_statistics, view
+
+TILE_ROWS = 128
+
+
+def run_flash(kernels: Kernels, case: Case, backward: bool = True) -> tuple[Any, dict[str, Array]]:
+    """Runs forward and backward; the results as they were written, and the lists of tiles."""
+    device = kernels.device()
+    memory = device.memory
+    element = DTYPES[case.dtype][1]
+    stats = memory.reserve("stats", (2, case.heads, case.tokens), np.float32)
+    most = case.tokens // TILE_ROWS + len(case.lengths)
+
+    def upload(name: str, array: Array, heads: int) -> Any:
+        return view(memory.upload(name, array), heads, case.dim)
+
+    def inputs() -> dict[str, Any]:
+        """q, k and v: each for itself, or where each has as many heads as parts of one tensor
+        [T, 3, H, D], as a fused projection leaves them."""
+        arrays = {"q": case.q, "k": case.k, "v": case.v}
+        if case.heads == 1 or case.heads != case.kv_heads:
+            return {name: upload(name, x, x.shape[1]) for name, x in arrays.items()}
+        fused = memory.upload("qkv", np.stack(list(arrays.values()), 1))
+        row = case.heads * case.dim
+        return {name: (fused + 2 * row * i, 3 * row, case.dim) for i, name in enumerate(arrays)}
+
+    def reserve(name: str, heads: int) -> Any:
+        return view(memory.reserve(name, (case.tokens, heads, case.dim), element), heads, case.dim)
+
+    forward = fill(
+        "AttentionParams",
+        dtype=DTYPES[case.dtype][0],
+        **inputs(),
+        out=reserve("out", case.heads),
+        row_max=stats,
+        row_sum=stats + 4 * case.heads * case.tokens,
+        cu_seqlens=memory.upload("cu_seqlens", case.borders),
+        segments=len(case.lengths),
+        tokens=case.tokens,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.dim,
+        scale=case.scale,
+        causal=case.causal,
+        order=None,
+        rotary=None,
+        max_seqlen=max(case.lengths) if case.max_length is None else case.max_length,
+        tiles=memory.reserve("tiles", (1, most, 4), np.int32),
+        rotated_k=None,
+        rotated_q=None,
+    )
+    code = kernels.run(device, "forward", forward)
+    assert code == 0, f"forward returned cudaError_t {code}"
+    names = ["out", "stats", "tiles"]
+    if backward:
+        forward.tiles = memory.reserve("two lists", (2, most, 4), np.int32)
+        grads = fill(
+            "AttentionGradParams",
+            forward=forward,
+            dout=upload("dout", case.dout, case.heads),
+            dq=reserve("dq", case.heads),
+            dk=reserve("dk", case.kv_heads),
+            dv=reserve("dv", case.kv_heads),
+            lse_delta=memory.reserve("lse_delta", (2, case.heads, case.tokens), np.float32),
+        )
+        code = kernels.run(device, "backward", grads)
+        assert code == 0, f"backward returned cudaError_t {code}"
+        names += ["dq", "dk", "dv", "two lists"]
+    return device, {name: memory.array(name) for name in names}
+
+
+def plain_torch(case: Case) -> dict[str, Array]:
+    """float64 values of the same results from the plain reference at the case's dtype."""
+    dtype = getattr(torch, case.dtype)
+    q, k, v, dout = (
+        torch.from_numpy(x.view(np.int16)).view(dtype) for x in (case.q, case.k, case.v, case.dout)
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
+    borders = torch.from_numpy(case.borders)
+    kw = {"causal": case.causal, "scale": case.scale}
+    out = varlen_attention_reference(q, k, v, borders, **kw)
+    grads = torch.autograd.grad(out, (q, k, v), dout, materialize_grads=True)
+    names = ("out", "dq", "dk", "dv")
+    return {n: x.detach().double().numpy() for n, x in zip(names, (out, *grads), strict=True)}
+
+
+def assert_no_worse(
+    case: Case, name: str, bits: Array, plain: Array, exact: Array, squares: Array | None
+) -> None:
+    """An error of at most twice plain torch's, half a unit of the type, and float32's rounding of
+    the terms that dq and dk are differences of: plain torch's are exactly 0 for a segment of 1."""
+    ours = to_float(bits, case.dtype).astype(np.float64)
+    unit = 2.0**-9 if case.dtype == "bfloat16" else 2.0**-12
+    error = np.linalg.norm(ours - exact)
+    allowed = 2 * np.linalg.norm(plain - exact) + unit * np.linalg.norm(exact)
+    if squares is not None:
+        allowed += 2.0**-20 * np.sqrt(squares.sum())
+    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} beside plain torch"
+
+
+def check_flash(kernels: Kernels, case: Case, backward: bool = True) -> dict[str, Array]:
+    """Errors at most a few roundings of the type, relative to the norm, and twice those of plain
+    torch; tiles with the most work first."""
+    _, found = run_flash(kernels, case, backward)
+    exact, plain = case.exact(), plain_torch(case)
+    for name in ("out", "dq", "dk", "dv") if backward else ("out",):
+        squares = exact.get(f"{name} terms")
+        assert_no_worse(case, name, found[name], plain[name], exact[name], squares)
+    assert_close(case, "out", found["out"], exact["out"])
+    assert_statistics(case, found["stats"], exact)
+    check_tiles(case, found["tiles"][0], of_keys=False)
+    if backward:
+        for name in ("dq", "dk", "dv"):
+            assert_close(case, name, found[name], exact[name], exact.get(f"{name} terms"))
+        for entries, of_keys in zip(found["two lists"], (False, True), strict=True):
+            check_tiles(case, entries, of_keys)
+    return found
+
+
+def check_neighbours(
+    kernels: Kernels,
+    rng: np.random.Generator,
+    dim: int,
+    causal: bool = False,
+    backward: bool = False,
+) -> None:
+    """A segment's results are the same bits when the segments beside it hold no numbers."""
+    case = Case(rng, [40, 130, 100], 1, 1, dim, causal=causal)
+    _, alone = run_flash(kernels, case, backward)
+    mine = slice(40, 170)
+    for array in (case.q, case.k, case.v, case.dout):
+        array[:40] = from_float(np.array(np.nan), case.dtype)
+        array[170:] = from_float(np.array(np.inf), case.dtype)
+    _, among = run_flash(kernels, case, backward)
+    for name in ("out", "dq", "dk", "dv") if backward else ("out",):
+        same_bits(among[name][mine], alone[name][mine], name)
+    same_bits(among["stats"][:, :, mine], alone["stats"][:, :, mine], "stats")
+
+
+def check_tiles(case: Case, entries: Array, of_keys: bool) -> None:
+    """Every tile of every segment once, those with more work before those with less."""
+    expected, work = [], []
+    for begin, length in zip(case.borders, case.lengths, strict=False):
+        for first in range(0, length, TILE_ROWS):
+            expected.append((int(begin), length, first))
+    used = [tuple(int(x) for x in entry[:3]) for entry in entries if entry[1]]
+    assert not entries[len(used) :].any(), "an empty entry is not at the end"
+    assert sorted(used) == expected, f"tiles {sorted(used)}, expected {expected}"
+    for _, length, first in used:
+        tiles = -(-length // TILE_ROWS)
+        place = first // TILE_ROWS
+        work.append(tiles if not case.causal else tiles - place if of_keys else place + 1)
+    assert work == sorted(work, reverse=True), f"work of the tiles in order: {work}"
+
+
+Check = Callable[[Kernels, np.random.Generator], Any]
+
+
+def hopper_suite(dim: int = 80) -> dict[str, Check]:
+    """Every path of the forward for sm_90a: the emulated GPU has 3 multiprocessors, each of which
+    works on several tiles and goes round its rings of keys and values."""
+    return {
+        "ragged": lambda k, r: check_flash(k, Case(r, [1, 0, 193, 130], 1, 1, dim), False),
+        "causal, negative scale": lambda k, r: check_flash(
+            k, Case(r, [20, 300, 140], 1, 1, dim, "float16", causal=True, scale=-0.3), False
+        ),
+        "groups of heads": lambda k, r: check_flash(k, Case(r, [30], 4, 2, dim), False),
+        "scores far below zero": lambda k, r: check_flash(
+            k, Case(r, [40], 4, 2, dim, scale=0.12, shift=4.0), False
+        ),
+        "neighbours": lambda k, r: check_neighbours(k, r, dim),
+        "causal neighbours": lambda k, r: check_neighbours(k, r, dim, causal=True),
+        "rounds": lambda k, r: check_flash(k, Case(r, [650, 128, 140], 2, 2, dim), False),
+    }
+
+
+def hopper_grad_suite(dim: int = 80) -> dict[str, Check]:
+    """Every path of the backward for sm_90a: its rings have 3 or 4 stages of 64 rows."""
+    return {
+        "causal, negative scale, groups": lambda k, r: check_flash(
+            k, Case(r, [20, 140], 2, 1, dim, "float16", causal=True, scale=-0.3)
+        ),
+        "ragged, rounds": lambda k, r: check_flash(k, Case(r, [1, 0, 260, 65], 1, 1, dim)),
+        "groups, scores far below zero": lambda k, r: check_flash(
+            k, Case(r, [40], 4, 2, dim, scale=0.12, shift=4.0)
+        ),
+        "neighbours": lambda k, r: check_neighbours(k, r, dim, backward=True),
+    }
+
+
+def small_suite(dim: int = 80) -> dict[str, Check]:
+    """Every path in small shapes; a mutant must fail one of them."""
+    return {
+        "two tiles, ragged": lambda k, r: check_flash(k, Case(r, [1, 0, 150, 130], 1, 1, dim)),
+        "causal, negative scale": lambda k, r: check_flash(
+            k, Case(r, [20, 140], 1, 1, dim, "float16", causal=True, scale=-0.3)
+        ),
+        "groups of heads": lambda k, r: check_flash(k, Case(r, [30], 4, 2, dim)),
+        "scores far below zero": lambda k, r: check_flash(
+            k, Case(r, [40], 4, 2, dim, scale=0.12, shift=4.0)
+        ),
+    }

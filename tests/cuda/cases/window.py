@@ -1,0 +1,199 @@
+"""Runs the host launchers of csrc/cuda/attention_window.cu on a fake GPU, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tools.cudasim.floats import DTYPES, from_float, to_float
+from tools.cudasim.ptx.ptxtypes import Array
+
+from ..kernels import Kernels
+from ..params import fill
+
+
+@dataclass
+class Case:
+    """Random inputs."""
+
+    rng: np.random.Generator
+    lengths: list[int]
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    scale: float = 0.125
+    max_length: int | None = None
+    shift: float = 0.0  # of q up and of k down: scores far below zero
+
+    def __post_init__(self) -> None:
+        self.tokens = sum(self.lengths)
+        self.borders = np.cumsum([0, *self.lengths]).astype(np.int32)
+        self.q, self.dout = self._random(self.heads, self.shift), self._random(self.heads)
+        self.k, self.v = self._random(self.kv_heads, -self.shift), self._random(self.kv_heads)
+
+    def _random(self, heads: int, shift: float = 0.0) -> Array:
+        values = self.rng.standard_normal((self.tokens, heads, self.dim)) + shift
+        return from_float(values, self.dtype)
+
+    def exact(self) -> dict[str, Array]:
+        """attend's results in float64."""
+        q, k, v, dout = (
+            to_float(x, self.dtype).astype(np.float64) for x in (self.q, self.k, self.v, self.dout)
+        )
+        return attend(q, k, v, dout, self.borders, self.scale, self.causal)
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    borders: Array,
+    scale: float,
+    causal: bool,
+    rounded: Callable[[Array], Array] = lambda x: x,
+) -> dict[str, Array]:
+    """out, dq, dk and dv, the forward's statistics, and squares of the terms that dq and dk are
+    differences of; `rounded` is applied wherever plain torch stores."""
+    tokens, heads = q.shape[:2]
+    group = heads // k.shape[1]
+    result = {n: np.zeros_like(x) for n, x in (("out", q), ("dq", q), ("dk", k), ("dv", v))}
+    result |= {"dq terms": np.zeros_like(q), "dk terms": np.zeros_like(k)}
+    row_max, row_sum = np.zeros((heads, tokens)), np.zeros((heads, tokens))
+    sign = -1.0 if scale < 0 else 1.0
+    for begin, end in zip(borders, borders[1:], strict=False):
+        for h in range(heads if end > begin else 0):
+            rows, kv = slice(begin, end), h // group
+            s = rounded(q[rows, h] @ k[rows, kv].T * sign)
+            if causal:
+                s[np.triu_indices(end - begin, 1)] = -np.inf
+            top = s.max(1, keepdims=True)
+            e = np.exp(rounded((s - top) * abs(scale)))
+            p = rounded(e / e.sum(1, keepdims=True))
+            result["out"][rows, h] = rounded(p @ v[rows, kv])
+            dp = rounded(dout[rows, h] @ v[rows, kv].T)
+            delta = (p * dp).sum(1, keepdims=True)
+            ds = rounded(rounded(p * (dp - delta)) * scale)
+            terms = (p * (np.abs(dp) + np.abs(delta)) * scale) ** 2
+            result["dq terms"][rows, h] = terms @ k[rows, kv] ** 2
+            result["dk terms"][rows, kv] += terms.T @ q[rows, h] ** 2
+            result["dq"][rows, h] = rounded(ds @ k[rows, kv])
+            result["dk"][rows, kv] += rounded(ds.T @ q[rows, h])
+            result["dv"][rows, kv] += rounded(p.T @ dout[rows, h])
+            row_max[h, rows], row_sum[h, rows] = top[:, 0], e.sum(1)
+    return {**result, "row_max": row_max, "row_sum": row_sum}
+
+
+def view(address: int, heads: int, dim: int) -> Any:
+    return (address, heads * dim, dim)
+
+
+def check_window(kernels: Kernels, case: Case) -> Any:
+    """Forward and backward; errors at most a few roundings of the type, relative to the norm."""
+    device = kernels.device()
+    memory = device.memory
+    element = DTYPES[case.dtype][1]
+    stats = memory.reserve("stats", (2, case.heads, case.tokens), np.float32)
+
+    def upload(name: str, array: Array, heads: int) -> Any:
+        return view(memory.upload(name, array), heads, case.dim)
+
+    def reserve(name: str, heads: int) -> Any:
+        address = memory.reserve(name, (case.tokens, heads, case.dim), element)
+        return view(address, heads, case.dim)
+
+    forward = fill(
+        "AttentionParams",
+        dtype=DTYPES[case.dtype][0],
+        q=upload("q", case.q, case.heads),
+        k=upload("k", case.k, case.kv_heads),
+        v=upload("v", case.v, case.kv_heads),
+        out=reserve("out", case.heads),
+        row_max=stats,
+        row_sum=stats + 4 * case.heads * case.tokens,
+        cu_seqlens=memory.upload("cu_seqlens", case.borders),
+        segments=len(case.lengths),
+        tokens=case.tokens,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.dim,
+        scale=case.scale,
+        causal=case.causal,
+        order=None,
+        rotary=None,
+        max_seqlen=max(case.lengths) if case.max_length is None else case.max_length,
+        tiles=None,
+        rotated_k=None,
+        rotated_q=None,
+    )
+    code = kernels.run(device, "forward", forward)
+    assert code == 0, f"forward returned cudaError_t {code}"
+    exact = case.exact()
+    assert_close(case, "out", memory.array("out"), exact["out"])
+    assert_statistics(case, memory.array("stats"), exact)
+
+    grads = fill(
+        "AttentionGradParams",
+        forward=forward,
+        dout=upload("dout", case.dout, case.heads),
+        dq=reserve("dq", case.heads),
+        dk=reserve("dk", case.kv_heads),
+        dv=reserve("dv", case.kv_heads),
+        lse_delta=None,
+    )
+    code = kernels.run(device, "backward", grads)
+    assert code == 0, f"backward returned cudaError_t {code}"
+    for name in ("dq", "dk", "dv"):
+        assert_close(case, name, memory.array(name), exact[name], exact.get(f"{name} terms"))
+    return device
+
+
+def assert_statistics(case: Case, found: Array, exact: dict[str, Array]) -> None:
+    """row_max and row_sum; a score's rounding, which grows with it, is in its exponential."""
+    largest = np.abs(exact["row_max"]).max(initial=0) * abs(case.scale)
+    for name, ours in zip(("row_max", "row_sum"), found, strict=True):
+        error = np.abs(ours - exact[name]).max(initial=0)
+        relative = 1e-5 + (2.0**-24 * largest if name == "row_sum" else 0)
+        allowed = relative * max(np.abs(exact[name]).max(initial=0), 1)
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_close(
+    case: Case, name: str, bits: Array, exact: Array, squares: Array | None = None
+) -> None:
+    """P, dS, out and the result are rounded to the 16-bit type, half a unit each: relative to the
+    result or, where that is a difference of larger terms, to them."""
+    ours = to_float(bits, case.dtype).astype(np.float64)
+    unit = 2.0**-9 if case.dtype == "bfloat16" else 2.0**-12
+    error = np.linalg.norm(ours - exact)
+    size = np.linalg.norm(exact) + (0 if squares is None else np.sqrt(squares.sum()))
+    allowed = 3 * unit * size + 2e-3 * unit
+    if error <= allowed:  # not "error > allowed: fail", so that a NaN fails
+        return
+    worst = np.unravel_index(np.abs(ours - exact).argmax(), exact.shape)
+    raise AssertionError(
+        f"{name}: error {error:.3e}, allowed {allowed:.3e}; the worst element "
+        f"{tuple(int(i) for i in worst)}: {ours[worst]!r} for {exact[worst]!r}"
+    )
+
+
+Check = Callable[[Kernels, np.random.Generator], Any]
+
+
+def small_suite() -> dict[str, Check]:
+    """Every path in small shapes; a mutant must fail one of them."""
+    return {
+        "windows": lambda k, r: check_window(k, Case(r, [64, 21, 0, 1], 1, 1, 80)),
+        "gqa, causal, negative scale": lambda k, r: check_window(
+            k, Case(r, [33], 4, 2, 80, "float16", causal=True, scale=-0.3)
+        ),
+        # Rows of zeros behind the window would have probabilities of infinity.
+        "scores far below zero": lambda k, r: check_window(
+            k, Case(r, [21], 1, 1, 80, scale=0.3, shift=4.0)
+        ),
+    }

@@ -1,0 +1,50 @@
+"""The kernels on fibers, as the cases run them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.cudasim.fibers.build import Library
+from tools.cudasim.fibers.device import Device
+
+#: The launchers of a family of mutants and the GPU that they run on.
+FAMILIES = {
+    "window": ("window_attention", 80),
+    "window-vision": ("vision_window", 80),
+    "sm80": ("flash_attention", 80),
+    "sm80-vision": ("flash_vision", 80),
+    "sm90-forward": ("flash_attention", 90),
+    "sm90-backward": ("flash_attention", 90),
+    "sm90-vision": ("flash_vision", 90),
+    "choice": ("flash_attention", 90),
+    "embedding": ("embedding", 80),
+}
+
+
+@dataclass
+class Emulated:
+    """The launchers of a library."""
+
+    library: Library
+    rng: np.random.Generator  # of the schedule
+    mutant: int  # the number of the one that is on, or 0
+    prefix: str  # of the launchers' names
+    capability: int  # of the GPU
+
+    def device(self) -> Device:
+        seed = int(self.rng.integers(1 << 62))
+        return Device(self.library, seed, self.mutant, self.capability)
+
+    def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
+        function = self.library.function(f"{self.prefix}_{launcher}_cuda")
+        return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
+
+
+def kernels_of(
+    library: Library, rng: np.random.Generator, family: str, mutant: int = 0
+) -> Emulated:
+    """What the cases of a family run."""
+    return Emulated(library, rng, mutant, *FAMILIES[family])

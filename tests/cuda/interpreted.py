@@ -1,0 +1,137 @@
+"""Builds a family of kernels for the interpreter from a copy of csrc, with or without a mutant."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tools.cudasim import CSRC
+from tools.cudasim.ptx.device import Device
+from tools.cudasim.ptx.parser import Module, parse_ptx
+from tools.cudasim.ptx.toolchain import Build, build_kernels
+
+from .instances import keep_head_dim, keep_instances
+from .mutants.mutant import Mutant, markers, plant
+
+Types = tuple[str, ...]
+BOTH: Types = ("Bf16Math", "Fp16Math")
+#: The tiled kernels' files for an architecture, and their launchers.
+TILED = {
+    "80": {
+        "forward": ("attention_flash.cu", "flash_mma_forward_cuda"),
+        "backward": ("attention_flash_backward.cu", "flash_mma_backward_cuda"),
+    },
+    "90a": {
+        "forward": ("attention_flash_hopper.cu", "flash_hopper_forward_cuda"),
+        "backward": ("attention_flash_hopper_backward.cu", "flash_hopper_backward_cuda"),
+    },
+}
+#: The file of a family that has one, and its launchers.
+SINGLE = {
+    "window": ("attention_window.cu", "window_attention_{}_cuda"),
+    "window-vision": ("attention_window_vision.cu", "vision_window_{}_cuda"),
+    "sm80-vision": ("attention_flash_vision.cu", "flash_vision_mma_{}_cuda"),
+    "embedding": ("embedding.cu", "embedding_{}_cuda"),
+}
+
+
+@dataclass
+class Interpreted:
+    """Launchers, the runtime that they are linked to, and the PTX that they launch."""
+
+    launchers: dict[str, tuple[Build, str]]
+    runtime: Path
+    architecture: str
+
+    @cached_property
+    def module(self) -> Module:
+        """The kernels of all files."""
+        builds = {id(build): build for build, _ in self.launchers.values()}
+        parts = [parse_ptx(build.ptx[self.architecture]) for build in builds.values()]
+        kernels = {name: kernel for part in parts for name, kernel in part.kernels.items()}
+        variables = {name: value for part in parts for name, value in part.globals.items()}
+        return Module(parts[0].target, kernels, variables)
+
+    def device(self) -> Device:
+        return Device(self.runtime, self.module, memory_bytes=16 << 20)
+
+    def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
+        build, name = self.launchers[launcher]
+        return device.call(build.function(name), ctypes.byref(params), ctypes.c_void_p(None))
+
+
+def copy_csrc(
+    folder: Path,
+    *,
+    dim: int = 80,
+    window: tuple[int, int] = (80, 64),
+    types: Types = BOTH,
+    mutants: Sequence[Mutant] = (),
+) -> Path:
+    """A copy of csrc/cuda whose launchers know one instance, since the rest takes most of nvcc's
+    time.
+
+    Args:
+        folder: where the copy goes.
+        dim: head_dim of tiled attention.
+        window: head_dim and keys of window attention.
+        types: of Bf16Math and Fp16Math, of tiled attention.
+        mutants: what is planted.
+    """
+    cuda = folder / "csrc" / "cuda"
+    cuda.mkdir(parents=True)
+    (cuda.parent / "params.h").write_text((CSRC / "params.h").read_text())
+    left = {m.marker for m in mutants}
+    for path in (CSRC / "cuda").iterdir():
+        code = path.read_text()
+        if path.name == "attention_tiles.cuh":
+            code = keep_head_dim(code, dim)
+        if path.name == "attention_window.cuh":
+            code = keep_instances(code, [window])
+        for other in set(BOTH) - set(types):
+            code = re.sub(rf"VLMK_FLASH_DIMS\(\w+, ptx::{other}, f.head_dim\)", "return 1;", code)
+        left -= set(markers(code))
+        (cuda / path.name).write_text(plant(code, [("true", m) for m in mutants]))
+    assert not left, f"no source has the markers {left}"
+    return cuda
+
+
+def tiled(
+    cuda: Path, folder: Path, runtime: Path, architecture: str, **sources: str
+) -> Interpreted:
+    """The launchers of tiled attention; `sources` names another architecture's for a part."""
+    launchers = {}
+    for part in ("forward", "backward"):
+        source, launcher = TILED[sources.get(part, architecture)][part]
+        build = build_kernels(cuda / source, folder / part, [architecture])
+        launchers[part] = build, launcher
+    return Interpreted(launchers, runtime, architecture)
+
+
+def of_build(build: Build, name: str, runtime: Path, architecture: str) -> Interpreted:
+    """The launchers of one file; `name` is theirs, with {} for what they do."""
+    parts = ("forward", "backward", "gather", "reduce")
+    return Interpreted({p: (build, name.format(p)) for p in parts}, runtime, architecture)
+
+
+def single(
+    family: str, cuda: Path, folder: Path, runtime: Path, architecture: str = "80"
+) -> Interpreted:
+    """The launchers of a family that has one file."""
+    source, name = SINGLE[family]
+    build = build_kernels(cuda / source, folder / family, [architecture])
+    return of_build(build, name, runtime, architecture)
+
+
+def planted(mutant: Mutant, folder: Path, runtime: Path) -> Interpreted:
+    """The kernels of a mutant's family with it; of the large ones those in bf16."""
+    family, dim = mutant.family, 72 if mutant.case == "dim 72" else 80
+    types = BOTH if family in SINGLE else ("Bf16Math",)
+    cuda = copy_csrc(folder, dim=dim, types=types, mutants=[mutant])
+    if family in SINGLE:
+        return single(family, cuda, folder, runtime)
+    return tiled(cuda, folder, runtime, "80" if family == "sm80" else "90a")

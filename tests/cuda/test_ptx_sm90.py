@@ -1,0 +1,42 @@
+"""Tiled attention for sm_90a as nvcc compiled it, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .cases.tiled import run_flash
+from .cases.window import Case
+from .checks import CASES
+from .interpreted import Interpreted, copy_csrc, tiled
+from .mutants import canary_cases
+
+DIM = 80
+#: make test-flash runs every instance and all cases.
+QUICK = ("ragged", "neighbours")
+QUICK_GRADIENTS = ("causal, negative scale, groups", "groups, scores far below zero")
+
+
+@pytest.fixture(scope="session")
+def hopper(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Interpreted:
+    folder = tmp_path_factory.mktemp("hopper")
+    return tiled(copy_csrc(folder, dim=DIM), folder, fake_runtime, "90a")
+
+
+@pytest.mark.parametrize("name", sorted({*QUICK, *canary_cases("sm90-forward")}))
+def test_accuracy(name: str, hopper: Interpreted, rng: np.random.Generator) -> None:
+    CASES["sm90-forward"][name](hopper, rng)
+
+
+@pytest.mark.parametrize("name", sorted({*QUICK_GRADIENTS, *canary_cases("sm90-backward")}))
+def test_accuracy_of_gradients(name: str, hopper: Interpreted, rng: np.random.Generator) -> None:
+    CASES["sm90-backward"][name](hopper, rng)
+
+
+def test_no_token(hopper: Interpreted, rng: np.random.Generator) -> None:
+    """No tensor map describes a tensor without elements."""
+    for lengths in ([], [0, 0]):
+        _, found = run_flash(hopper, Case(rng, lengths, 1, 1, DIM, max_length=0))
+        assert found["out"].size == found["dq"].size == 0

@@ -1,0 +1,98 @@
+"""nvcc, gcc and the pieces that a test builds with them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ARCHITECTURES = ("80", "90a")
+
+
+def find_nvcc() -> str | None:
+    """The nvcc that the package would be built with: CUDACXX, PATH, CUDA_HOME, /usr/local/cuda."""
+    candidates = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if folder := os.environ.get(variable):
+            candidates.append(os.path.join(folder, "bin", "nvcc"))
+    candidates.append("/usr/local/cuda/bin/nvcc")
+    return next((c for c in candidates if c and shutil.which(c)), None)
+
+
+def missing_tool() -> str | None:
+    """Why kernels can't be built here, or None."""
+    if find_nvcc() is None:
+        return "no nvcc (looked at CUDACXX, PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda)"
+    return next((f"no {tool} on PATH" for tool in ("gcc", "nm") if not shutil.which(tool)), None)
+
+
+def run(command: Sequence[str]) -> str:
+    """Runs a compiler; its output, or AssertionError with it."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@dataclass
+class Build:
+    """One .cu file: the PTX of each architecture and the host launchers in a library."""
+
+    ptx: dict[str, str]  # "80" -> PTX text
+    library: Path
+
+    @cached_property
+    def _exported(self) -> list[str]:
+        symbols = run(["nm", "-D", "--defined-only", str(self.library)])
+        return re.findall(r"\bT (_ZN\w+)", symbols)
+
+    def function(self, name: str) -> Any:
+        """The C++ launcher of that name (without its namespace), callable through ctypes."""
+        mangled = [s for s in self._exported if re.fullmatch(rf"_ZN\w*?{len(name)}{name}E\w*", s)]
+        assert len(mangled) == 1, f"{name}: {mangled}"
+        return getattr(ctypes.CDLL(str(self.library)), mangled[0])
+
+
+def build_fake_runtime(folder: Path) -> Path:
+    """Compiles fakecudart.c into `folder`."""
+    library = folder / "libfakecudart.so"
+    run(["gcc", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", str(HERE / "fakecudart.c")]
+        + ["-o", str(library)])  # fmt: skip
+    return library
+
+
+def build_kernels(
+    source: Path, folder: Path, architectures: Sequence[str], include: Path | None = None
+) -> Build:
+    """Compiles a .cu file once: PTX per architecture, host code as a library. `include` is where
+    its headers are, if that is not the folder above its own.
+
+    Both come from one run of nvcc, so that the launches name the kernels of that PTX.
+    """
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    keep = folder / "keep"
+    keep.mkdir(parents=True)
+    library = folder / "kernels.so"
+    targets = [f"-gencode=arch=compute_{a},code=compute_{a}" for a in architectures]
+    run(
+        [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo", *targets]
+        + ["--keep", "--keep-dir", str(keep), "-cudart", "none", "-shared"]
+        + ["-Xcompiler", "-fPIC", "-I", str(include or source.parents[1])]
+        + [str(source), "-o", str(library)]
+    )
+    ptx: dict[str, str] = {}
+    for path in keep.glob("*.ptx"):
+        text = path.read_text()
+        found = re.search(r"^\.target sm_(\w+)", text, flags=re.M)
+        assert found is not None, f"{path} has no .target"
+        ptx[found.group(1)] = text
+    assert sorted(ptx) == sorted(architectures), f"nvcc left PTX for {sorted(ptx)}"
+    return Build(ptx, library)
