@@ -8,20 +8,20 @@ namespace vlmk {
 
 // bf16 or fp16, head_dim 64, 72, 80, 96 or 128, fewer than 2^31 tokens, else cudaErrorInvalidValue.
 // By mma.sync, on every GPU from compute capability 8.0 on.
-int flash_mma_forward_cuda(const FlashAttentionParams& p, void* stream);
-int flash_mma_backward_cuda(const FlashAttentionGradParams& p, void* stream);
+int flash_mma_forward_cuda(const AttentionParams& p, void* stream);
+int flash_mma_backward_cuda(const AttentionGradParams& p, void* stream);
 // By wgmma and TMA: compute capability 9.0 only; q, k, v and dout are what a tensor map describes:
 // 16-byte aligned, strides positive (an expanded tensor's are 0), multiples of 8 and below 2^39
 // (a dimension of one element has any). With rotary, q and k are rotated already, and the backward
 // rotates dq and dk back.
-int flash_hopper_forward_cuda(const FlashAttentionParams& p, void* stream);
-int flash_hopper_backward_cuda(const FlashAttentionGradParams& p, void* stream);
+int flash_hopper_forward_cuda(const AttentionParams& p, void* stream);
+int flash_hopper_backward_cuda(const AttentionGradParams& p, void* stream);
 
 // The same with rotary, without order; as many key heads as query heads.
-int flash_vision_mma_forward_cuda(const FlashVisionParams& p, void* stream);
-int flash_vision_mma_backward_cuda(const FlashVisionGradParams& p, void* stream);
-int flash_vision_hopper_forward_cuda(const FlashVisionParams& p, void* stream);
-int flash_vision_hopper_backward_cuda(const FlashVisionGradParams& p, void* stream);
+int flash_vision_mma_forward_cuda(const AttentionParams& p, void* stream);
+int flash_vision_mma_backward_cuda(const AttentionGradParams& p, void* stream);
+int flash_vision_hopper_forward_cuda(const AttentionParams& p, void* stream);
+int flash_vision_hopper_backward_cuda(const AttentionGradParams& p, void* stream);
 // Writes q or k of p, `from`, rotated, to workspace [H, T, D].
 int flash_vision_turn_cuda(const AttentionParams& p, const HeadsView& from, void* workspace,
                            void* stream);

@@ -17,21 +17,20 @@ int rotate_both(const AttentionParams& p, void* queries, void* keys, void* strea
 
 }  // namespace
 
-int flash_vision_hopper_forward_cuda(const FlashVisionParams& p, void* stream) {
-  const AttentionParams& f = p.flash.forward;
-  FlashAttentionParams rotated = p.flash;
-  rotated.forward.q = turned_rows(f, p.turned_queries);  // mutant: sm90-vision-forward-q
-  rotated.forward.k = turned_rows(f, p.turned);          // mutant: sm90-vision-forward-k
-  if (const int error = rotate_both(f, p.turned_queries, p.turned, stream)) return error;
+int flash_vision_hopper_forward_cuda(const AttentionParams& p, void* stream) {
+  AttentionParams rotated = p;
+  rotated.q = turned_rows(p, p.rotated_q);  // mutant: sm90-vision-forward-q
+  rotated.k = turned_rows(p, p.rotated_k);  // mutant: sm90-vision-forward-k
+  if (const int error = rotate_both(p, p.rotated_q, p.rotated_k, stream)) return error;
   return flash_hopper_forward_cuda(rotated, stream);
 }
 
-int flash_vision_hopper_backward_cuda(const FlashVisionGradParams& p, void* stream) {
-  const AttentionParams& f = p.flash.backward.forward;
-  FlashAttentionGradParams rotated = p.flash;
-  rotated.backward.forward.q = turned_rows(f, p.turned_queries);  // mutant: sm90-vision-backward-q
-  rotated.backward.forward.k = turned_rows(f, p.turned);          // mutant: sm90-vision-backward-k
-  if (const int error = rotate_both(f, p.turned_queries, p.turned, stream)) return error;
+int flash_vision_hopper_backward_cuda(const AttentionGradParams& p, void* stream) {
+  const AttentionParams& f = p.forward;
+  AttentionGradParams rotated = p;
+  rotated.forward.q = turned_rows(f, f.rotated_q);  // mutant: sm90-vision-backward-q
+  rotated.forward.k = turned_rows(f, f.rotated_k);  // mutant: sm90-vision-backward-k
+  if (const int error = rotate_both(f, f.rotated_q, f.rotated_k, stream)) return error;
   return flash_hopper_backward_cuda(rotated, stream);
 }
 

@@ -213,12 +213,11 @@ __device__ __forceinline__ Scale split_scale(float scale) {
 
 template <class Math, int kDim, int kKeys, class Rows>
 __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
-    window_forward(const WindowAttentionParams params) {
+    window_forward(const AttentionParams p) {
   using S = Shape<kDim, kKeys>;
   extern __shared__ __align__(128) char shared[];
-  const AttentionParams& p = params.forward;
   const int64_t segment = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
-  const Window window = find_window<Rows>(p, segment, params.max_length);
+  const Window window = find_window<Rows>(p, segment, p.max_seqlen);
   const int length = window.length;
   if (length == 0) return;
   const int64_t kv_head = head / (p.heads / p.kv_heads);  // mutant: window-forward-kv-head
@@ -345,14 +344,13 @@ __device__ __forceinline__ void stage_query_gradient(uint32_t ds_tile, uint32_t 
 // warp owns 16 keys, whose dk and dv stay in registers, and then 16 queries for dq.
 template <class Math, int kDim, int kKeys, class Rows>
 __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && kDim <= 80 ? 3 : 1)
-    window_backward(const WindowAttentionGradParams params) {
+    window_backward(const AttentionGradParams g) {
   using S = Shape<kDim, kKeys>;
   constexpr int kQueries = kDim <= 64 ? 32 : 16;  // whose scores are in registers at a time
   extern __shared__ __align__(128) char shared[];
-  const AttentionGradParams& g = params.backward;
   const AttentionParams& p = g.forward;
   const int64_t segment = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
-  const Window window = find_window<Rows>(p, segment, params.max_length);
+  const Window window = find_window<Rows>(p, segment, p.max_seqlen);
   const int length = window.length;
   if (length == 0) return;
   const int64_t group = Rows::kVision ? 1 : p.heads / p.kv_heads;
@@ -474,24 +472,24 @@ int launch(void (*kernel)(Params), const Params& params, int64_t blocks, int thr
 }
 
 template <class Math, int kDim, int kKeys, class Rows>
-int launch_forward(const WindowAttentionParams& p, void* stream) {
+int launch_forward(const AttentionParams& p, void* stream) {
   using S = Shape<kDim, kKeys>;
   // mutant: window-launch-forward
-  return launch(window_forward<Math, kDim, kKeys, Rows>, p, p.forward.segments * p.forward.heads,
-                S::kThreads, S::kForwardShared + Rows::kShared * kKeys, stream);
+  return launch(window_forward<Math, kDim, kKeys, Rows>, p, p.segments * p.heads, S::kThreads,
+                S::kForwardShared + Rows::kShared * kKeys, stream);
 }
 template <class Math, int kDim, int kKeys, class Rows>
-int launch_backward(const WindowAttentionGradParams& p, void* stream) {
+int launch_backward(const AttentionGradParams& p, void* stream) {
   using S = Shape<kDim, kKeys>;
-  const AttentionParams& f = p.backward.forward;
+  const AttentionParams& f = p.forward;
   return launch(window_backward<Math, kDim, kKeys, Rows>, p, f.segments * f.kv_heads, S::kThreads,
                 S::kBackwardShared + Rows::kShared * kKeys, stream);
 }
 
-// Returns launch<Math, kDim, kKeys, Rows>(p, stream) of the smallest instance that holds the shape.
+// Returns launch<Math, kDim, kKeys, Rows>(p, stream) of the smallest instance that holds f's shape.
 #define VLMK_WINDOW_KEYS(launch, Math, dim, Rows)                      \
   case dim:                                                            \
-    return p.max_length <= 64 ? launch<Math, dim, 64, Rows>(p, stream) \
+    return f.max_seqlen <= 64 ? launch<Math, dim, 64, Rows>(p, stream) \
                               : launch<Math, dim, 128, Rows>(p, stream);
 #define VLMK_WINDOW_DIMS(launch, Math, Rows, head_dim) \
   switch (head_dim) {                                  \
@@ -505,14 +503,14 @@ int launch_backward(const WindowAttentionGradParams& p, void* stream) {
   }
 
 // 128 keys of 128 elements would take 171 KB in the backward; an A100 has 163.
-inline bool fits(const AttentionParams& p, int64_t max_length) {
-  return max_length <= (p.head_dim == 128 ? 64 : 128) && p.dtype != DType::kFloat32;
+inline bool fits(const AttentionParams& p) {
+  return p.max_seqlen <= (p.head_dim == 128 ? 64 : 128) && p.dtype != DType::kFloat32;
 }
 
 template <class Rows>
-int forward(const WindowAttentionParams& p, void* stream) {
-  const AttentionParams& f = p.forward;
-  if (!fits(f, p.max_length)) return cudaErrorInvalidValue;
+int forward(const AttentionParams& p, void* stream) {
+  const AttentionParams& f = p;
+  if (!fits(f)) return cudaErrorInvalidValue;
   if (f.dtype == DType::kBFloat16) {
     VLMK_WINDOW_DIMS(launch_forward, ptx::Bf16Math, Rows, f.head_dim)
   }
@@ -520,9 +518,9 @@ int forward(const WindowAttentionParams& p, void* stream) {
 }
 
 template <class Rows>
-int backward(const WindowAttentionGradParams& p, void* stream) {
-  const AttentionParams& f = p.backward.forward;
-  if (!fits(f, p.max_length)) return cudaErrorInvalidValue;
+int backward(const AttentionGradParams& p, void* stream) {
+  const AttentionParams& f = p.forward;
+  if (!fits(f)) return cudaErrorInvalidValue;
   if (f.dtype == DType::kBFloat16) {
     VLMK_WINDOW_DIMS(launch_backward, ptx::Bf16Math, Rows, f.head_dim)
   }

@@ -5,12 +5,12 @@
 
 namespace vlmk {
 
-// head_dim 64, 80, 96 or 128, max_length <= 128 (head_dim 128: 64), else cudaErrorInvalidValue.
-int window_attention_forward_cuda(const WindowAttentionParams& p, void* stream);
-int window_attention_backward_cuda(const WindowAttentionGradParams& p, void* stream);
+// head_dim 64, 80, 96 or 128, max_seqlen <= 128 (head_dim 128: 64), else cudaErrorInvalidValue.
+int window_attention_forward_cuda(const AttentionParams& p, void* stream);
+int window_attention_backward_cuda(const AttentionGradParams& p, void* stream);
 
 // With order and rotary; as many key heads as query heads.
-int vision_window_forward_cuda(const WindowAttentionParams& p, void* stream);
-int vision_window_backward_cuda(const WindowAttentionGradParams& p, void* stream);
+int vision_window_forward_cuda(const AttentionParams& p, void* stream);
+int vision_window_backward_cuda(const AttentionGradParams& p, void* stream);
 
 }  // namespace vlmk

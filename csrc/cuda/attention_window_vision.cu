@@ -13,12 +13,12 @@ bool is_vision(const AttentionParams& p) { return p.rotary != nullptr && p.kv_he
 
 }  // namespace
 
-int vision_window_forward_cuda(const WindowAttentionParams& p, void* stream) {
-  return is_vision(p.forward) ? forward<VisionRows>(p, stream) : cudaErrorInvalidValue;
+int vision_window_forward_cuda(const AttentionParams& p, void* stream) {
+  return is_vision(p) ? forward<VisionRows>(p, stream) : cudaErrorInvalidValue;
 }
 
-int vision_window_backward_cuda(const WindowAttentionGradParams& p, void* stream) {
-  return is_vision(p.backward.forward) ? backward<VisionRows>(p, stream) : cudaErrorInvalidValue;
+int vision_window_backward_cuda(const AttentionGradParams& p, void* stream) {
+  return is_vision(p.forward) ? backward<VisionRows>(p, stream) : cudaErrorInvalidValue;
 }
 
 }  // namespace vlmk
