@@ -78,9 +78,9 @@ def toolkit() -> str:
 
 def sources_digest() -> str:
     """Of all that the figures follow from but the compiler, its options in this file among it."""
-    files = [*CSRC.glob("*.h"), *(CSRC / "cuda").iterdir(), Path(__file__)]
+    files = [*CSRC.glob("common/*"), *CSRC.glob("cuda/**/*.*"), Path(__file__)]
     digest = hashlib.sha256()
-    for path in sorted(files, key=lambda path: path.name):
+    for path in sorted(files, key=str):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -193,8 +193,8 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         runtime = build_fake_runtime(folder)
-        sources = sorted((CSRC / "cuda").glob("*.cu"))
-        keeps = [folder / source.stem for source in sources]
+        sources = sorted((CSRC / "cuda").rglob("*.cu"))
+        keeps = [folder / f"{s.parent.name}_{s.stem}" for s in sources]
         with ThreadPoolExecutor(2) as pool:  # a compiler waits for itself a tenth of its time
             reports = list(pool.map(compiled, sources, keeps))
         for keep, report in zip(keeps, reports, strict=True):

@@ -38,7 +38,7 @@ _C: Any = _load()
 #: Every op is registered as torch.ops.vlmkernels.<name>.
 LIBRARY = torch.library.Library("vlmkernels", "FRAGMENT")
 
-#: Codes of vlmk::DType in csrc/params.h.
+#: Codes of vlmk::DType in csrc/common/params.h.
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

@@ -5,8 +5,7 @@
 #include "bindings/bindings.h"
 
 #ifdef VLMKERNELS_WITH_CUDA
-#include "cuda/attention_flash.h"
-#include "cuda/attention_window.h"
+#include "cuda/attention/attention.h"
 #endif
 
 namespace vlmk {

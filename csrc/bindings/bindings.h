@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "params.h"
+#include "common/params.h"
 
 #ifdef VLMKERNELS_WITH_CUDA
 #include <cuda_runtime.h>

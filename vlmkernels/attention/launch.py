@@ -128,9 +128,9 @@ def _upstream(dout: Tensor, like: Tensor, shape: str, kernel: str) -> Tensor:
 def _workspace(
     kernel: str, q: Tensor, segments: int, rotary: bool, backward: bool
 ) -> dict[str, Tensor]:
-    """Of the kernels for long segments (csrc/params.h): int32 [1 or 2, T / 128 + n, 4], the tiles
-    of queries and in the backward of keys; there float32 [2, H, T], lse and delta of each row; for
-    vision_attention [H, T, D], k rotated (then q), and in sm90 another, q rotated."""
+    """Of the kernels for long segments (csrc/common/params.h): int32 [1 or 2, T / 128 + n, 4], the
+    tiles of queries and in the backward of keys; there float32 [2, H, T], lse and delta of each
+    row; for vision_attention [H, T, D], k rotated (then q), and in sm90 another, q rotated."""
     if kernel not in ("sm80", "sm90"):
         return {}
     tokens, heads, head_dim = q.shape
@@ -199,7 +199,7 @@ def _run(
 
 
 def _varlen_outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """out, and softmax_stats: the maximum and the sum of each softmax row (csrc/params.h)."""
+    """out, and softmax_stats: the maximum and the sum of each softmax row (common/params.h)."""
     tokens, heads, _ = q.shape
     softmax_stats = torch.empty(2, heads, tokens, dtype=torch.float32, device=q.device)
     return torch.empty_like(q, memory_format=torch.contiguous_format), softmax_stats

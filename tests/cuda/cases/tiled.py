@@ -1,4 +1,4 @@
-"""Runs the host launchers of csrc/cuda/attention_flash*.cu on a fake GPU, against float64."""
+"""Runs the host launchers of csrc/cuda/attention/sm80 and sm90 on a fake GPU, against float64."""
 
 from __future__ import annotations
 

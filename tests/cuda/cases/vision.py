@@ -1,5 +1,4 @@
-"""Runs the launchers of csrc/cuda/attention_window_vision.cu and of attention_flash_vision.cu on a
-fake GPU, against float64."""
+"""Runs the launchers of csrc/cuda/attention/*/vision.cu on a fake GPU, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the host launchers of csrc/cuda/attention_window.cu on a fake GPU, against float64."""
+"""Runs the host launchers of csrc/cuda/attention/window on a fake GPU, against float64."""
 
 from __future__ import annotations
 

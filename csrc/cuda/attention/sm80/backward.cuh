@@ -11,7 +11,9 @@
 // through shared memory: in `flash_keys` they are computed transposed, keys x queries.
 #pragma once
 
-#include "cuda/attention_tiles.cuh"
+#include "cuda/attention/launch.cuh"
+#include "cuda/attention/schedule.cuh"
+#include "cuda/attention/tile.cuh"
 
 namespace vlmk {
 namespace {

@@ -37,7 +37,7 @@ struct AttentionParams {
   int64_t max_seqlen;  // of a segment; window kernels take at most 128
   // Workspace of the kernels for segments of any length, 16-byte aligned:
   int32_t* tiles;   // [T / 128 + n, 4], backward [2, ..]: of queries, of keys; see
-                    // cuda/attention_tiles.cuh
+                    // cuda/attention/schedule.cuh
   void* rotated_k;  // with rotary, [H, T, D]: k rotated; in the backward of mma.sync q, then k
   void* rotated_q;  // the same for q, for compute capability 9.0 only
 };

@@ -1,6 +1,6 @@
-// Attention inside segments of any length: the forward of varlen_attention (attention_flash.cuh).
-#include "cuda/attention_flash.cuh"
-#include "cuda/attention_flash.h"
+// Attention inside segments of any length: the forward of varlen_attention (forward.cuh).
+#include "cuda/attention/attention.h"
+#include "cuda/attention/sm80/forward.cuh"
 
 namespace vlmk {
 namespace {

@@ -1,7 +1,6 @@
-// Attention inside segments of any length: the backward of varlen_attention
-// (attention_flash_backward.cuh).
-#include "cuda/attention_flash.h"
-#include "cuda/attention_flash_backward.cuh"
+// Attention inside segments of any length: the backward of varlen_attention (backward.cuh).
+#include "cuda/attention/attention.h"
+#include "cuda/attention/sm80/backward.cuh"
 
 namespace vlmk {
 namespace {

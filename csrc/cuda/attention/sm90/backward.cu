@@ -1,5 +1,5 @@
 // Attention inside segments of any length on Hopper's tensor cores: the backward, for compute
-// capability 9.0. Results and division of the work as attention_flash_backward.cuh's,
+// capability 9.0. Results and division of the work as sm80/backward.cuh's,
 // deterministic: `row_sums`, then dk and dv by one kernel, dq by another.
 //
 // Method: FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608), whose backward is
@@ -27,9 +27,9 @@
 // queries 8 D + 4 W (W: D, of 72 and 80 96, and D is 80), that is 1,408 and 1,024 at 80. Left
 // operands in shared memory keep it as busy as the tensor cores: 4 KB for m64n64k16's 32 cycles.
 // Exponentials, one a score and kernel at 16 a cycle: 512. From L2: 256 D bytes a step.
-#include "cuda/attention_flash.h"
-#include "cuda/attention_flash_backward.cuh"
-#include "cuda/attention_hopper.cuh"
+#include "cuda/attention/attention.h"
+#include "cuda/attention/sm80/backward.cuh"
+#include "cuda/attention/sm90/common.cuh"
 
 namespace vlmk {
 namespace {

@@ -1,5 +1,5 @@
-// vision_attention of segments of any length: attention_flash.cuh and attention_flash_backward.cuh
-// on a projection whose queries and keys are still to be turned by the 2D rotary embedding.
+// vision_attention of segments of any length: forward.cuh and backward.cuh on a projection whose
+// queries and keys are still to be turned by the 2D rotary embedding.
 //
 // What a block keeps is turned where it stands, in shared memory, once: queries in flash_forward
 // and flash_queries, keys in flash_keys. dq and dk are turned back there before they are stored.
@@ -18,12 +18,12 @@
 // turn_rows 2; forward 2 + 4; backward 2 for the sums, 2 + 6 for the keys, 2 + 5 for the queries.
 // turn_rows reads the table once for kTurnHeads heads, 4 D bytes beside 16 D, mostly from L2.
 //
-// With compute capability 9.0 the kernels are attention_flash_hopper.cu's and
-// attention_flash_hopper_backward.cu's, where TMA brings rows as they are: queries and keys are
-// turned beforehand, 2 more forward; dq and dk are turned back as here.
-#include "cuda/attention_flash.cuh"
-#include "cuda/attention_flash.h"
-#include "cuda/attention_flash_backward.cuh"
+// With compute capability 9.0 the kernels are sm90/forward.cu's and sm90/backward.cu's, where TMA
+// brings rows as they are: queries and keys are turned beforehand, 2 more forward; dq and dk are
+// turned back as here.
+#include "cuda/attention/attention.h"
+#include "cuda/attention/sm80/backward.cuh"
+#include "cuda/attention/sm80/forward.cuh"
 
 namespace vlmk {
 namespace {

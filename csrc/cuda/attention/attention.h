@@ -1,10 +1,21 @@
-// Launchers of tiled attention on CUDA, for segments of any length; each returns a cudaError_t.
-// `stream` is a cudaStream_t.
+// Launchers of attention on CUDA; each returns a cudaError_t. `stream` is a cudaStream_t.
 #pragma once
 
-#include "params.h"
+#include "common/params.h"
 
 namespace vlmk {
+
+// ---- windows: segments whose keys stand whole in shared memory
+
+// head_dim 64, 80, 96 or 128, max_seqlen <= 128 (head_dim 128: 64), else cudaErrorInvalidValue.
+int window_attention_forward_cuda(const AttentionParams& p, void* stream);
+int window_attention_backward_cuda(const AttentionGradParams& p, void* stream);
+
+// With order and rotary; as many key heads as query heads.
+int vision_window_forward_cuda(const AttentionParams& p, void* stream);
+int vision_window_backward_cuda(const AttentionGradParams& p, void* stream);
+
+// ---- segments of any length
 
 // bf16 or fp16, head_dim 64, 72, 80, 96 or 128, fewer than 2^31 tokens, else cudaErrorInvalidValue.
 // By mma.sync, on every GPU from compute capability 8.0 on.

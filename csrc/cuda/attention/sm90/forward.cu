@@ -1,5 +1,5 @@
 // Attention inside segments of any length on Hopper's tensor cores: the forward, for compute
-// capability 9.0. Results as attention_flash.cuh's.
+// capability 9.0. Results as sm80/forward.cuh's.
 //
 // Method: FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608). One block an SM
 // takes one tile of 128 queries and head after another. A thread brings queries, keys and values by
@@ -17,8 +17,8 @@
 // cycle and SM; one exponential per score, at 16 a cycle: at 64 they take as long as the products.
 // A block of 128 queries and keys: 16 D cycles, of 72 and 80 1,408. From L2, once per tile of
 // queries: 512 D bytes a block of keys.
-#include "cuda/attention_flash.h"
-#include "cuda/attention_hopper.cuh"
+#include "cuda/attention/attention.h"
+#include "cuda/attention/sm90/common.cuh"
 
 namespace vlmk {
 namespace {

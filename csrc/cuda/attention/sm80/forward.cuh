@@ -8,10 +8,12 @@
 // depth.
 //
 // Floor: 4 L^2 D FLOPs a head on the tensor cores, half of it if causal; one exponential per score.
-// Tiles start longest first (attention_tiles.cuh), so that one long segment makes no tail.
+// Tiles start longest first (schedule.cuh), so that one long segment makes no tail.
 #pragma once
 
-#include "cuda/attention_tiles.cuh"
+#include "cuda/attention/launch.cuh"
+#include "cuda/attention/schedule.cuh"
+#include "cuda/attention/tile.cuh"
 
 namespace vlmk {
 namespace {

@@ -1,5 +1,7 @@
-// varlen_attention of windows: attention_window.cuh on rows that lie one after another.
-#include "cuda/attention_window.cuh"
+// varlen_attention of windows: the window kernels on rows that lie one after another.
+#include "cuda/attention/attention.h"
+#include "cuda/attention/window/backward.cuh"
+#include "cuda/attention/window/forward.cuh"
 
 namespace vlmk {
 

@@ -1,9 +1,9 @@
 // vision_attention of segments of any length on compute capability 9.0. TMA brings rows as they
 // are, so queries and keys are rotated beforehand, into workspace; then the kernels of
-// attention_flash_hopper.cu and attention_flash_hopper_backward.cu run.
+// sm90/forward.cu and sm90/backward.cu run.
 #include <cuda_runtime.h>
 
-#include "cuda/attention_flash.h"
+#include "cuda/attention/attention.h"
 
 namespace vlmk {
 
