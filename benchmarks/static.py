@@ -78,9 +78,9 @@ def toolkit() -> str:
 
 def sources_digest() -> str:
     """Of all that the figures follow from but the compiler, its options in this file among it."""
-    files = [*CSRC.glob("*.h"), *(CSRC / "cuda").iterdir(), Path(__file__)]
+    files = [*CSRC.glob("common/*"), *CSRC.glob("cuda/**/*.*"), Path(__file__)]
     digest = hashlib.sha256()
-    for path in sorted(files, key=lambda path: path.name):
+    for path in sorted(files, key=str):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -152,15 +152,14 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
             ):
                 # One segment of one token and head; nothing is read. An error: no such instance.
                 params = params_struct(struct)()
-                inner = getattr(params, "flash", params)
-                inner.max_length = longest
-                p = inner.backward.forward if "Grad" in struct else inner.forward
+                p = params.forward if "Grad" in struct else params
+                p.max_seqlen = longest
                 p.dtype, p.head_dim = dtype, dim
                 p.segments = p.tokens = p.heads = p.kv_heads = 1
                 p.rotary = rotary
                 p.q.data = p.k.data = p.v.data = 256
                 if "Grad" in struct:
-                    inner.backward.dout.data = 256
+                    params.dout.data = 256
                 getattr(handle, launcher)(ctypes.byref(params), None)
     finally:
         fake.fakecuda_set_callback(kind(0))
@@ -170,15 +169,8 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
 def attention_launchers(exported: str) -> Iterator[tuple[str, str]]:
     """Mangled name and params struct of each launcher of attention among a library's symbols."""
     for name, way in re.findall(r"\bT (_ZN\w*?_(forward|backward)_cuda\w*)", exported):
-        for part, kind in (
-            ("window", "WindowAttention"),
-            ("flash_attention", "FlashAttention"),
-            ("flash_mma", "FlashAttention"),
-            ("flash_hopper", "FlashAttention"),
-            ("flash_vision", "FlashVision"),
-        ):
-            if part in name:
-                yield name, f"{kind}{'Grad' if way == 'backward' else ''}Params"
+        if "window" in name or "flash" in name:
+            yield name, f"Attention{'Grad' if way == 'backward' else ''}Params"
 
 
 def compiled(source: Path, keep: Path) -> str:
@@ -201,8 +193,8 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         runtime = build_fake_runtime(folder)
-        sources = sorted((CSRC / "cuda").glob("*.cu"))
-        keeps = [folder / source.stem for source in sources]
+        sources = sorted((CSRC / "cuda").rglob("*.cu"))
+        keeps = [folder / f"{s.parent.name}_{s.stem}" for s in sources]
         with ThreadPoolExecutor(2) as pool:  # a compiler waits for itself a tenth of its time
             reports = list(pool.map(compiled, sources, keeps))
         for keep, report in zip(keeps, reports, strict=True):

@@ -47,7 +47,9 @@ def test_nothing_spills(measured: dict[str, Any]) -> None:
             assert "LDL" not in figures["instructions"], f"{name} on {architecture}"
 
 
-@pytest.mark.parametrize("name", ["cuda/attention_tiles.cuh", "cuda/embedding.cu", "params.h"])
+@pytest.mark.parametrize(
+    "name", ["cuda/attention/tile.cuh", "cuda/embedding/embedding.cu", "common/params.h"]
+)
 def test_a_changed_source_is_built(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +64,7 @@ def test_a_changed_source_is_built(
 def test_file_names_every_source() -> None:
     """Without nvcc: a kernel that was never recorded is seen."""
     names = {name.split("<")[0] for name in recorded()["kernels"]["sm_90a"]}
-    for source in (CSRC / "cuda").glob("*.cu*"):
+    for source in (CSRC / "cuda").rglob("*.cu*"):
         code = re.sub(r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)", "", source.read_text())
         for kernel in re.findall(r"__global__\s+void\s+(\w+)\(", code):
             assert kernel in names, f"{kernel} of {source.name} is not in static.json"
@@ -122,7 +124,7 @@ def operations_of(code: str, architecture: str, folder: Path) -> Counter[str]:
 def test_instructions_are_those_of_the_ptx(measured: dict[str, Any], tmp_path: Path) -> None:
     """The table of operations, on kernels whose PTX says what must be there."""
     counts = operations_of(
-        '#include "cuda/primitives.cuh"\n'
+        '#include "cuda/ptx/sm80.cuh"\n'
         "using namespace vlmk::ptx;\n"
         'extern "C" __global__ void one(uint4* p, float* f) {\n'
         "  extern __shared__ char tile[];\n"
@@ -140,7 +142,7 @@ def test_instructions_are_those_of_the_ptx(measured: dict[str, Any], tmp_path: P
     expected |= {"LDS": 1, "STG": 2, "LDG": 4}
     assert {op: counts[op] for op in expected} == expected
     counts = operations_of(
-        '#include "cuda/hopper.cuh"\n'
+        '#include "cuda/ptx/sm90.cuh"\n'
         "using namespace vlmk::ptx;\n"
         'extern "C" __global__ void __launch_bounds__(128, 1)\n'
         "one(const __grid_constant__ CUtensorMap map, float* f) {\n"

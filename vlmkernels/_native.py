@@ -38,7 +38,7 @@ _C: Any = _load()
 #: Every op is registered as torch.ops.vlmkernels.<name>.
 LIBRARY = torch.library.Library("vlmkernels", "FRAGMENT")
 
-#: Codes of vlmk::DType in csrc/params.h.
+#: Codes of vlmk::DType in csrc/common/params.h.
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -70,10 +70,10 @@ def define(
     return getattr(torch.ops.vlmkernels, name).default
 
 
-def launch(name: str, tensor: Tensor, *args: Any) -> None:
+def launch(name: str, tensor: Tensor, *args: Any, **named: Any) -> None:
     """Runs the native function `name`; for a tensor on a GPU `name`_cuda, on its current stream."""
     if not tensor.is_cuda:
-        getattr(_C, name)(*args)
+        getattr(_C, name)(*args, **named)
         return
     if not has_cuda_kernels():
         raise RuntimeError(
@@ -83,10 +83,10 @@ def launch(name: str, tensor: Tensor, *args: Any) -> None:
     native, device = getattr(_C, name + "_cuda"), tensor.device
     stream = torch.cuda.current_stream(device).cuda_stream
     if device.index == torch.cuda.current_device():
-        native(*args, stream)
+        native(*args, **named, stream=stream)
         return
     with torch.cuda.device(device):
-        native(*args, stream)
+        native(*args, **named, stream=stream)
 
 
 def pointer(tensor: Tensor | None) -> int:

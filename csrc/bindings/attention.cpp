@@ -5,8 +5,7 @@
 #include "bindings/bindings.h"
 
 #ifdef VLMKERNELS_WITH_CUDA
-#include "cuda/attention_flash.h"
-#include "cuda/attention_window.h"
+#include "cuda/attention/attention.h"
 #endif
 
 namespace vlmk {
@@ -18,11 +17,12 @@ HeadsView heads_view(const View& v) {
   return {pointer<void>(static_cast<uintptr_t>(v[0])), v[1], v[2]};
 }
 
-AttentionParams attention_params(int dtype, View q, View k, View v, View out, uintptr_t stats,
+AttentionParams attention_params(int dtype, View q, View k, View v, View out, uintptr_t row_stats,
                                  uintptr_t cu_seqlens, int64_t segments, int64_t tokens,
                                  int64_t heads, int64_t kv_heads, int64_t head_dim, double scale,
-                                 bool causal) {
-  float* row_max = pointer<float>(stats);  // stats [2, H, T]
+                                 bool causal, uintptr_t order, uintptr_t rotary, int64_t max_seqlen,
+                                 uintptr_t tiles, uintptr_t rotated_k, uintptr_t rotated_q) {
+  float* row_max = pointer<float>(row_stats);  // row_stats [2, H, T]
   return {static_cast<DType>(dtype),
           heads_view(q),
           heads_view(k),
@@ -38,179 +38,67 @@ AttentionParams attention_params(int dtype, View q, View k, View v, View out, ui
           head_dim,
           static_cast<float>(scale),
           causal,
-          nullptr,
-          nullptr};
+          pointer<const int32_t>(order),
+          pointer<const float>(rotary),
+          max_seqlen,
+          pointer<int32_t>(tiles),
+          pointer<void>(rotated_k),
+          pointer<void>(rotated_q)};
 }
 
-AttentionGradParams attention_grad_params(int dtype, View q, View k, View v, View out,
-                                          uintptr_t stats, uintptr_t cu_seqlens, int64_t segments,
-                                          int64_t tokens, int64_t heads, int64_t kv_heads,
-                                          int64_t head_dim, double scale, bool causal, View dout,
-                                          View dq, View dk, View dv) {
-  return {attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
-                           kv_heads, head_dim, scale, causal),
-          heads_view(dout), heads_view(dq), heads_view(dk), heads_view(dv)};
-}
-
-// The same with the order of the tokens and the rotary table, or 0.
-AttentionParams vision_attention_params(int dtype, View q, View k, View v, View out,
-                                        uintptr_t stats, uintptr_t cu_seqlens, int64_t segments,
-                                        int64_t tokens, int64_t heads, int64_t head_dim,
-                                        double scale, uintptr_t order, uintptr_t rotary) {
-  auto p = attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads, heads,
-                            head_dim, scale, false);
-  p.order = pointer<const int32_t>(order);
-  p.rotary = pointer<const float>(rotary);
-  return p;
-}
-
-AttentionGradParams vision_attention_grad_params(int dtype, View q, View k, View v, View out,
-                                                 uintptr_t stats, uintptr_t cu_seqlens,
-                                                 int64_t segments, int64_t tokens, int64_t heads,
-                                                 int64_t head_dim, double scale, uintptr_t order,
-                                                 uintptr_t rotary, View dout, View dq, View dk,
-                                                 View dv) {
-  return {vision_attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
-                                  head_dim, scale, order, rotary),
-          heads_view(dout), heads_view(dq), heads_view(dk), heads_view(dv)};
-}
-
-#ifdef VLMKERNELS_WITH_CUDA
-WindowAttentionParams window_attention_params(int dtype, View q, View k, View v, View out,
-                                              uintptr_t stats, uintptr_t cu_seqlens,
-                                              int64_t segments, int64_t tokens, int64_t heads,
-                                              int64_t kv_heads, int64_t head_dim, double scale,
-                                              bool causal, int64_t max_length) {
-  return {attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
-                           kv_heads, head_dim, scale, causal),
-          max_length};
-}
-
-WindowAttentionGradParams window_attention_grad_params(
-    int dtype, View q, View k, View v, View out, uintptr_t stats, uintptr_t cu_seqlens,
-    int64_t segments, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
-    double scale, bool causal, View dout, View dq, View dk, View dv, int64_t max_length) {
-  return {attention_grad_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
-                                kv_heads, head_dim, scale, causal, dout, dq, dk, dv),
-          max_length};
-}
-
-WindowAttentionParams vision_window_params(int dtype, View q, View k, View v, View out,
-                                           uintptr_t stats, uintptr_t cu_seqlens, int64_t segments,
-                                           int64_t tokens, int64_t heads, int64_t head_dim,
-                                           double scale, uintptr_t order, uintptr_t rotary,
-                                           int64_t max_length) {
-  return {vision_attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
-                                  head_dim, scale, order, rotary),
-          max_length};
-}
-
-WindowAttentionGradParams vision_window_grad_params(int dtype, View q, View k, View v, View out,
-                                                    uintptr_t stats, uintptr_t cu_seqlens,
-                                                    int64_t segments, int64_t tokens, int64_t heads,
-                                                    int64_t head_dim, double scale, uintptr_t order,
-                                                    uintptr_t rotary, View dout, View dq, View dk,
-                                                    View dv, int64_t max_length) {
-  return {vision_attention_grad_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens,
-                                       heads, head_dim, scale, order, rotary, dout, dq, dk, dv),
-          max_length};
-}
-
-FlashAttentionParams flash_attention_params(int dtype, View q, View k, View v, View out,
-                                            uintptr_t stats, uintptr_t cu_seqlens, int64_t segments,
-                                            int64_t tokens, int64_t heads, int64_t kv_heads,
-                                            int64_t head_dim, double scale, bool causal,
-                                            int64_t max_length, uintptr_t tiles) {
-  return {attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
-                           kv_heads, head_dim, scale, causal),
-          max_length, pointer<int32_t>(tiles)};
-}
-
-FlashAttentionGradParams flash_attention_grad_params(
-    int dtype, View q, View k, View v, View out, uintptr_t stats, uintptr_t cu_seqlens,
-    int64_t segments, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
-    double scale, bool causal, View dout, View dq, View dk, View dv, int64_t max_length,
-    uintptr_t tiles, uintptr_t rows) {
-  return {attention_grad_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
-                                kv_heads, head_dim, scale, causal, dout, dq, dk, dv),
-          max_length, pointer<int32_t>(tiles), pointer<float>(rows)};
-}
-
-FlashVisionParams flash_vision_params(int dtype, View q, View k, View v, View out, uintptr_t stats,
-                                      uintptr_t cu_seqlens, int64_t segments, int64_t tokens,
-                                      int64_t heads, int64_t head_dim, double scale,
-                                      uintptr_t order, uintptr_t rotary, int64_t max_length,
-                                      uintptr_t tiles, uintptr_t turned, uintptr_t turned_queries) {
-  return {{vision_attention_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens, heads,
-                                   head_dim, scale, order, rotary),
-           max_length, pointer<int32_t>(tiles)},
-          pointer<void>(turned),
-          pointer<void>(turned_queries)};
-}
-
-FlashVisionGradParams flash_vision_grad_params(
-    int dtype, View q, View k, View v, View out, uintptr_t stats, uintptr_t cu_seqlens,
-    int64_t segments, int64_t tokens, int64_t heads, int64_t head_dim, double scale,
-    uintptr_t order, uintptr_t rotary, View dout, View dq, View dk, View dv, int64_t max_length,
-    uintptr_t tiles, uintptr_t rows, uintptr_t turned, uintptr_t turned_queries) {
-  return {{vision_attention_grad_params(dtype, q, k, v, out, stats, cu_seqlens, segments, tokens,
-                                        heads, head_dim, scale, order, rotary, dout, dq, dk, dv),
-           max_length, pointer<int32_t>(tiles), pointer<float>(rows)},
-          pointer<void>(turned),
-          pointer<void>(turned_queries)};
-}
-#endif
-
-template <class Function, class... Names>
-void define(py::module_& m, const char* name, Function function,
-            const std::tuple<Names...>& names) {
-  std::apply([&](const auto&... each) { m.def(name, function, each..., VLMK_NO_GIL); }, names);
+// The function that fills AttentionGradParams: the gradients, then what fills the forward's.
+template <class... Forward>
+auto with_gradients(AttentionParams (*)(Forward...)) {
+  return +[](View dout, View dq, View dk, View dv, uintptr_t lse_delta, Forward... forward) {
+    return AttentionGradParams{attention_params(forward...),
+                               heads_view(dout),
+                               heads_view(dq),
+                               heads_view(dk),
+                               heads_view(dv),
+                               pointer<float>(lse_delta)};
+  };
 }
 
 }  // namespace
 
 void register_attention(py::module_& m) {
-  const auto join = [](const auto&... parts) { return std::tuple_cat(parts...); };
-  const std::tuple rows("dtype"_a, "q"_a, "k"_a, "v"_a, "out"_a, "row_stats"_a, "cu_seqlens"_a,
-                        "segments"_a, "tokens"_a, "heads"_a);
-  const auto text = join(rows, std::tuple("kv_heads"_a, "head_dim"_a, "scale"_a, "causal"_a));
-  const auto vision = join(rows, std::tuple("head_dim"_a, "scale"_a, "order"_a, "rotary"_a));
-  const std::tuple grads("dout"_a, "dq"_a, "dk"_a, "dv"_a);
-  define(m, "attention_forward", on_cpu(attention_params, attention_forward), text);
-  define(m, "attention_backward", on_cpu(attention_grad_params, attention_backward),
-         join(text, grads));
-  define(m, "vision_attention_forward", on_cpu(vision_attention_params, attention_forward), vision);
-  define(m, "vision_attention_backward", on_cpu(vision_attention_grad_params, attention_backward),
-         join(vision, grads));
+  // All by keyword. What has a default is for vision_attention, or for CUDA.
+  const std::tuple arguments("dtype"_a, "q"_a, "k"_a, "v"_a, "out"_a, "row_stats"_a, "cu_seqlens"_a,
+                             "segments"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
+                             "scale"_a, "causal"_a = false, "order"_a = 0, "rotary"_a = 0,
+                             "max_seqlen"_a = 0, "tiles"_a = 0, "rotated_k"_a = 0,
+                             "rotated_q"_a = 0);
+  const std::tuple gradients("dout"_a, "dq"_a, "dk"_a, "dv"_a, "lse_delta"_a = 0);
+  const auto define = [&](const char* name, const auto& function, const auto&... names) {
+    std::apply(
+        [&](const auto&... each) { m.def(name, function, py::kw_only(), each..., VLMK_NO_GIL); },
+        std::tuple_cat(names...));
+  };
+  const auto fill = attention_params;
+  const auto fill_gradients = with_gradients(attention_params);
+  define("attention_forward", on_cpu(fill, attention_forward), arguments);
+  define("attention_backward", on_cpu(fill_gradients, attention_backward), gradients, arguments);
 #ifdef VLMKERNELS_WITH_CUDA
-  // Pointers are device pointers, the stream comes last.
-  const std::tuple length("max_length"_a), stream("stream"_a), workspace("workspace"_a);
-  const std::tuple tiles("max_length"_a, "tiles"_a), rotated("rotated_k"_a, "rotated_q"_a);
-  define(m, "window_attention_forward_cuda",
-         on_cuda(window_attention_params, window_attention_forward_cuda),
-         join(text, length, stream));
-  define(m, "window_attention_backward_cuda",
-         on_cuda(window_attention_grad_params, window_attention_backward_cuda),
-         join(text, grads, length, stream));
-  define(m, "vision_window_forward_cuda", on_cuda(vision_window_params, vision_window_forward_cuda),
-         join(vision, length, stream));
-  define(m, "vision_window_backward_cuda",
-         on_cuda(vision_window_grad_params, vision_window_backward_cuda),
-         join(vision, grads, length, stream));
-  for (const auto& [name, launch] :
-       {std::pair("flash_attention_forward_cuda", flash_attention_forward_cuda),
-        std::pair("flash_mma_forward_cuda", flash_mma_forward_cuda)})
-    define(m, name, on_cuda(flash_attention_params, launch), join(text, tiles, stream));
-  for (const auto& [name, launch] :
-       {std::pair("flash_attention_backward_cuda", flash_attention_backward_cuda),
-        std::pair("flash_mma_backward_cuda", flash_mma_backward_cuda)})
-    define(m, name, on_cuda(flash_attention_grad_params, launch),
-           join(text, grads, tiles, workspace, stream));
-  define(m, "flash_vision_forward_cuda", on_cuda(flash_vision_params, flash_vision_forward_cuda),
-         join(vision, tiles, rotated, stream));
-  define(m, "flash_vision_backward_cuda",
-         on_cuda(flash_vision_grad_params, flash_vision_backward_cuda),
-         join(vision, grads, tiles, workspace, rotated, stream));
+  // Pointers are device pointers.
+  const std::tuple stream("stream"_a);
+  const auto forward_cuda = [&](const char* name, auto launch) {
+    define(name, on_cuda(fill, launch), arguments, stream);
+  };
+  const auto backward_cuda = [&](const char* name, auto launch) {
+    define(name, on_cuda(fill_gradients, launch), gradients, arguments, stream);
+  };
+  forward_cuda("window_attention_forward_cuda", window_attention_forward_cuda);
+  backward_cuda("window_attention_backward_cuda", window_attention_backward_cuda);
+  forward_cuda("vision_window_forward_cuda", vision_window_forward_cuda);
+  backward_cuda("vision_window_backward_cuda", vision_window_backward_cuda);
+  forward_cuda("flash_mma_forward_cuda", flash_mma_forward_cuda);
+  backward_cuda("flash_mma_backward_cuda", flash_mma_backward_cuda);
+  forward_cuda("flash_hopper_forward_cuda", flash_hopper_forward_cuda);
+  backward_cuda("flash_hopper_backward_cuda", flash_hopper_backward_cuda);
+  forward_cuda("flash_vision_mma_forward_cuda", flash_vision_mma_forward_cuda);
+  backward_cuda("flash_vision_mma_backward_cuda", flash_vision_mma_backward_cuda);
+  forward_cuda("flash_vision_hopper_forward_cuda", flash_vision_hopper_forward_cuda);
+  backward_cuda("flash_vision_hopper_backward_cuda", flash_vision_hopper_backward_cuda);
 #endif
 }
 

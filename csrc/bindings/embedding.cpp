@@ -3,7 +3,7 @@
 #include "bindings/bindings.h"
 
 #ifdef VLMKERNELS_WITH_CUDA
-#include "cuda/embedding.h"
+#include "cuda/embedding/embedding.h"
 #endif
 
 namespace vlmk {

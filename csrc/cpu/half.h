@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "params.h"
+#include "common/params.h"
 
 namespace vlmk {
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from .cases.embedding import Pack, check_forward
 from .cases.tiled import check_flash
 from .cases.vision import check_tiled
 from .cases.window import Case
-from .params import params_struct
 
 Check = Callable[[Any, np.random.Generator], Any]
 DIM = 80
@@ -27,47 +25,6 @@ def _flash(lengths: list[int], heads: int = 1, kv_heads: int = 1, **more: Any) -
 
 def _forward(lengths: list[int], heads: int = 1, kv_heads: int = 1, **more: Any) -> Check:
     return lambda k, r: check_flash(k, Case(r, list(lengths), heads, kv_heads, DIM, **more), False)
-
-
-def check_choice(kernels: Any, rng: np.random.Generator) -> None:
-    """What hopper_takes says of a GPU and of tensors that a tensor map can or can't describe."""
-    functions = [kernels.library.function(f"hopper_takes{of}") for of in ("", "_gradients")]
-    row = 4 * DIM
-
-    def answer(gpu: int = 90, tokens: int = 50, kv_heads: int = 2, **views: tuple) -> bool:
-        few = kv_heads * DIM
-        dout = views.pop("dout", None)
-        named = {"q": (256, row, DIM), "k": (512, few, DIM), "v": (1024, few, DIM)} | views
-        params = params_struct("AttentionParams")(**named)  # the rest is not looked at
-        params.tokens, params.heads, params.kv_heads = tokens, 4, kv_heads
-        grads = params_struct("AttentionGradParams")(params, dout or (2048, row, DIM))
-        device = kernels.device()
-        answers = []
-        for takes, of in zip(functions, (params, grads), strict=True):
-            takes.restype = ctypes.c_bool
-            answers.append(bool(device.call(takes, ctypes.byref(of), ctypes.c_int(gpu))))
-        # Of the two only the backward's looks at dout.
-        assert answers[0] or dout is None, "the forward looks at dout"
-        assert answers[1] == answers[0] or dout is not None, "the backward looks at something else"
-        return answers[1]
-
-    assert answer()
-    assert answer(q=(256, 3 * row, DIM), k=(512, 3 * row, DIM))
-    for gpu in (80, 86, 89, 100, 103, 120):
-        assert not answer(gpu), f"compute capability {gpu / 10}"
-    for name, heads in (("q", 4), ("k", 2), ("v", 2), ("dout", 4)):
-        for address, token, head, why in (
-            (256, 0, DIM, "the same row for every token"),
-            (256, heads * DIM, 0, "the same row for every head"),
-            (256, heads * DIM + 4, DIM, "rows 8 bytes off"),
-            (256, heads * DIM, DIM + 4, "heads 8 bytes off"),
-            (256, 1 << 39, DIM, "rows too far apart"),
-            (264, heads * DIM, DIM, "an address 8 bytes off"),
-        ):
-            assert not answer(**{name: (address, token, head)}), f"{name}: {why}"
-    assert answer(kv_heads=1, k=(512, DIM, 0), v=(1024, DIM, 3)), "strides of one head"
-    one = {"q": (256, 0, DIM), "k": (512, 5, DIM), "dout": (2048, 1, DIM)}
-    assert answer(tokens=1, **one), "strides of one token"
 
 
 def _bad_index(kernels: Any, rng: np.random.Generator) -> None:
@@ -125,11 +82,6 @@ CASES: dict[str, dict[str, Check]] = {
     },
     "sm90-forward": SM90_FORWARD | tiled.hopper_suite(),
     "sm90-backward": SM90_BACKWARD | tiled.hopper_grad_suite(),
-    # With workspace for the queries by wgmma, without it by mma.sync.
-    "sm90-vision": {
-        **vision.tiled_suite(queries=True),
-        "no workspace": lambda k, r: check_tiled(k, r, [20], 1, DIM),
-    },
-    "choice": {"choice": check_choice},
+    "sm90-vision": vision.tiled_suite(queries=True),
     "embedding": {"bad index": _bad_index} | embedding.small_suite(),
 }

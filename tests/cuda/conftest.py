@@ -17,8 +17,8 @@ from tools.cudasim.ptx.toolchain import (
     missing_tool,
 )
 
-from .instances import INSTANCES, SOURCES, edits
-from .interpreted import Interpreted, of_build
+from .instances import INSTANCES, edits
+from .interpreted import SINGLE, Interpreted, of_build
 from .mutants import ON_FIBERS
 
 
@@ -34,7 +34,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     if compiler() is None:
         pytest.skip("CUDA kernels were not emulated: no g++ (CXX names another)")
     folder = tmp_path_factory.mktemp("fibers")
-    sources = [CSRC / "cuda" / name for name in SOURCES]
+    sources = sorted((CSRC / "cuda").rglob("*.cu"))
     return build(folder / "build", sources, "checked", edits(INSTANCES, ON_FIBERS))
 
 
@@ -48,7 +48,7 @@ def make_fake_runtime() -> Path:
 @pytest.fixture(scope="session")
 def embedding_build(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Build:
     folder = tmp_path_factory.mktemp("embedding") / "build"
-    return build_kernels(CSRC / "cuda" / "embedding.cu", folder, ARCHITECTURES)
+    return build_kernels(CSRC / SINGLE["embedding"][0], folder, ARCHITECTURES)
 
 
 @pytest.fixture(params=ARCHITECTURES, ids=lambda a: f"sm_{a}")

@@ -14,12 +14,11 @@ from tools.cudasim.fibers.device import Device
 FAMILIES = {
     "window": ("window_attention", 80),
     "window-vision": ("vision_window", 80),
-    "sm80": ("flash_attention", 80),
-    "sm80-vision": ("flash_vision", 80),
-    "sm90-forward": ("flash_attention", 90),
-    "sm90-backward": ("flash_attention", 90),
-    "sm90-vision": ("flash_vision", 90),
-    "choice": ("flash_attention", 90),
+    "sm80": ("flash_mma", 80),
+    "sm80-vision": ("flash_vision_mma", 80),
+    "sm90-forward": ("flash_hopper", 90),
+    "sm90-backward": ("flash_hopper", 90),
+    "sm90-vision": ("flash_vision_hopper", 90),
     "embedding": ("embedding", 80),
 }
 

@@ -19,14 +19,13 @@ from .cases import embedding, tiled, vision, window
 from .cases.vision import VisionCase, check_vision
 from .cases.window import Case, check_window
 from .emulated import kernels_of
-from .instances import SOURCES
 
 
 def main(schedules: int) -> None:
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     sys.stdout.write(f"seed {seed}\n")
     rng = np.random.default_rng(seed)
-    sources = [CSRC / "cuda" / name for name in SOURCES]
+    sources = sorted((CSRC / "cuda").rglob("*.cu"))
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder) / "all", sources)
         for schedule in range(schedules):

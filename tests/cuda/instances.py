@@ -12,16 +12,16 @@ from .mutants.mutant import plant
 
 
 def keep_head_dim(code: str, dim: int) -> str:
-    """attention_tiles.cuh with one instance: the others take most of the compiler's time."""
+    """attention/launch.cuh with one instance: the others take most of the compiler's time."""
     others = rf" *case (?!{dim}:)\d+: *\\\n *return launch<[^\n]*\n"
     code, count = re.subn(others, "", code)
-    assert count == 4, f"{count} other instances were taken out of attention_tiles.cuh"
+    assert count == 4, f"{count} other instances were taken out of launch.cuh"
     return code
 
 
 def keep_instances(code: str, instances: Sequence[tuple[int, int]]) -> str:
-    """attention_window.cuh with these instances, (head_dim, keys), at most one a head_dim: the rest
-    take most of the compiler's time."""
+    """window/tile.cuh with these instances, (head_dim, keys), at most one a head_dim: the rest take
+    most of the compiler's time."""
     kept = dict(instances)
     code, found = re.subn(r" *case 128:[ \\]*\n *return launch<.*\n", "", code)
     assert found == 1
@@ -33,6 +33,9 @@ def keep_instances(code: str, instances: Sequence[tuple[int, int]]) -> str:
     return code
 
 
+#: Where the launchers of window attention list their instances, and those of tiled attention.
+WINDOW_INSTANCES = "cuda/attention/window/tile.cuh"
+TILED_INSTANCES = "cuda/attention/launch.cuh"
 #: (head_dim, keys) of window attention, and the head_dim of tiled attention.
 INSTANCES = ((80, 64), (64, 128))
 TILED = 80
@@ -43,23 +46,10 @@ def edits(instances: Sequence[tuple[int, int]], mutants: Sequence[Mutant] = ()) 
     the mutants, each under its number, which is 1 for the first."""
 
     def edit(name: str, code: str) -> str:
-        if name == "attention_window.cuh":
+        if name == WINDOW_INSTANCES:
             code = keep_instances(code, instances)
-        if name == "attention_tiles.cuh":
+        if name == TILED_INSTANCES:
             code = keep_head_dim(code, TILED)
         return plant(code, [(f"::emu::mutant == {n}", m) for n, m in enumerate(mutants, 1)])
 
     return edit
-
-
-SOURCES = (
-    "embedding.cu",
-    "attention_window.cu",
-    "attention_window_vision.cu",
-    "attention_flash.cu",
-    "attention_flash_backward.cu",
-    "attention_flash_choice.cu",
-    "attention_flash_hopper.cu",
-    "attention_flash_hopper_backward.cu",
-    "attention_flash_vision.cu",
-)

@@ -14,7 +14,7 @@ from tools.cudasim.ptx.device import Device
 from tools.cudasim.ptx.parser import Module, parse_ptx
 from tools.cudasim.ptx.toolchain import Build, build_kernels
 
-from .instances import keep_head_dim, keep_instances
+from .instances import TILED_INSTANCES, WINDOW_INSTANCES, keep_head_dim, keep_instances
 from .mutants.mutant import Mutant, markers, plant
 
 Types = tuple[str, ...]
@@ -22,20 +22,20 @@ BOTH: Types = ("Bf16Math", "Fp16Math")
 #: The tiled kernels' files for an architecture, and their launchers.
 TILED = {
     "80": {
-        "forward": ("attention_flash.cu", "flash_mma_forward_cuda"),
-        "backward": ("attention_flash_backward.cu", "flash_mma_backward_cuda"),
+        "forward": ("cuda/attention/sm80/forward.cu", "flash_mma_forward_cuda"),
+        "backward": ("cuda/attention/sm80/backward.cu", "flash_mma_backward_cuda"),
     },
     "90a": {
-        "forward": ("attention_flash_hopper.cu", "flash_hopper_forward_cuda"),
-        "backward": ("attention_flash_hopper_backward.cu", "flash_hopper_backward_cuda"),
+        "forward": ("cuda/attention/sm90/forward.cu", "flash_hopper_forward_cuda"),
+        "backward": ("cuda/attention/sm90/backward.cu", "flash_hopper_backward_cuda"),
     },
 }
 #: The file of a family that has one, and its launchers.
 SINGLE = {
-    "window": ("attention_window.cu", "window_attention_{}_cuda"),
-    "window-vision": ("attention_window_vision.cu", "vision_window_{}_cuda"),
-    "sm80-vision": ("attention_flash_vision.cu", "flash_vision_mma_{}_cuda"),
-    "embedding": ("embedding.cu", "embedding_{}_cuda"),
+    "window": ("cuda/attention/window/varlen.cu", "window_attention_{}_cuda"),
+    "window-vision": ("cuda/attention/window/vision.cu", "vision_window_{}_cuda"),
+    "sm80-vision": ("cuda/attention/sm80/vision.cu", "flash_vision_mma_{}_cuda"),
+    "embedding": ("cuda/embedding/embedding.cu", "embedding_{}_cuda"),
 }
 
 
@@ -72,8 +72,8 @@ def copy_csrc(
     types: Types = BOTH,
     mutants: Sequence[Mutant] = (),
 ) -> Path:
-    """A copy of csrc/cuda whose launchers know one instance, since the rest takes most of nvcc's
-    time.
+    """A copy of csrc, for CUDA, whose launchers know one instance, since the rest takes most of
+    nvcc's time.
 
     Args:
         folder: where the copy goes.
@@ -82,32 +82,31 @@ def copy_csrc(
         types: of Bf16Math and Fp16Math, of tiled attention.
         mutants: what is planted.
     """
-    cuda = folder / "csrc" / "cuda"
-    cuda.mkdir(parents=True)
-    (cuda.parent / "params.h").write_text((CSRC / "params.h").read_text())
+    csrc = folder / "csrc"
     left = {m.marker for m in mutants}
-    for path in (CSRC / "cuda").iterdir():
-        code = path.read_text()
-        if path.name == "attention_tiles.cuh":
+    for path in (*(CSRC / "common").iterdir(), *(CSRC / "cuda").rglob("*.*")):
+        name, code = path.relative_to(CSRC), path.read_text()
+        if name.as_posix() == TILED_INSTANCES:
             code = keep_head_dim(code, dim)
-        if path.name == "attention_window.cuh":
+        if name.as_posix() == WINDOW_INSTANCES:
             code = keep_instances(code, [window])
         for other in set(BOTH) - set(types):
-            code = re.sub(rf"VLMK_FLASH_DIMS\(\w+, ptx::{other}, f.head_dim\)", "return 1;", code)
+            code = re.sub(rf"VLMK_FLASH_DIMS\(\w+, ptx::{other}, \w.head_dim\)", "return 1;", code)
         left -= set(markers(code))
-        (cuda / path.name).write_text(plant(code, [("true", m) for m in mutants]))
+        (csrc / name).parent.mkdir(parents=True, exist_ok=True)
+        (csrc / name).write_text(plant(code, [("true", m) for m in mutants]))
     assert not left, f"no source has the markers {left}"
-    return cuda
+    return csrc
 
 
 def tiled(
-    cuda: Path, folder: Path, runtime: Path, architecture: str, **sources: str
+    csrc: Path, folder: Path, runtime: Path, architecture: str, **sources: str
 ) -> Interpreted:
     """The launchers of tiled attention; `sources` names another architecture's for a part."""
     launchers = {}
     for part in ("forward", "backward"):
         source, launcher = TILED[sources.get(part, architecture)][part]
-        build = build_kernels(cuda / source, folder / part, [architecture])
+        build = build_kernels(csrc / source, folder / part, [architecture], csrc)
         launchers[part] = build, launcher
     return Interpreted(launchers, runtime, architecture)
 
@@ -119,11 +118,11 @@ def of_build(build: Build, name: str, runtime: Path, architecture: str) -> Inter
 
 
 def single(
-    family: str, cuda: Path, folder: Path, runtime: Path, architecture: str = "80"
+    family: str, csrc: Path, folder: Path, runtime: Path, architecture: str = "80"
 ) -> Interpreted:
     """The launchers of a family that has one file."""
     source, name = SINGLE[family]
-    build = build_kernels(cuda / source, folder / family, [architecture])
+    build = build_kernels(csrc / source, folder / family, [architecture], csrc)
     return of_build(build, name, runtime, architecture)
 
 
@@ -131,7 +130,7 @@ def planted(mutant: Mutant, folder: Path, runtime: Path) -> Interpreted:
     """The kernels of a mutant's family with it; of the large ones those in bf16."""
     family, dim = mutant.family, 72 if mutant.case == "dim 72" else 80
     types = BOTH if family in SINGLE else ("Bf16Math",)
-    cuda = copy_csrc(folder, dim=dim, types=types, mutants=[mutant])
+    csrc = copy_csrc(folder, dim=dim, types=types, mutants=[mutant])
     if family in SINGLE:
-        return single(family, cuda, folder, runtime)
-    return tiled(cuda, folder, runtime, "80" if family == "sm80" else "90a")
+        return single(family, csrc, folder, runtime)
+    return tiled(csrc, folder, runtime, "80" if family == "sm80" else "90a")

@@ -1,4 +1,4 @@
-"""ctypes twins of the structs of csrc/params.h."""
+"""ctypes twins of the structs of csrc/common/params.h."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tools.cudasim import CSRC
 
 @lru_cache
 def params_struct(name: str) -> type[ctypes.Structure]:
-    """The ctypes twin of a struct of csrc/params.h, read from that file."""
-    body = re.search(rf"struct {name} {{(.*?)\n}};", (CSRC / "params.h").read_text(), flags=re.S)
+    """The ctypes twin of a struct of csrc/common/params.h, read from that file."""
+    body = re.search(
+        rf"struct {name} {{(.*?)\n}};", (CSRC / "common" / "params.h").read_text(), flags=re.S
+    )
     assert body is not None, f"params.h has no struct {name}"
     kinds = {
         "int64_t": ctypes.c_int64,

@@ -63,8 +63,8 @@ def vision_instance(
 ) -> tuple[Interpreted, int]:
     dim, architecture = request.param
     folder = tmp_path_factory.mktemp("vision")
-    cuda = copy_csrc(folder, dim=dim)
-    return single("sm80-vision", cuda, folder, fake_runtime, architecture), dim
+    csrc = copy_csrc(folder, dim=dim)
+    return single("sm80-vision", csrc, folder, fake_runtime, architecture), dim
 
 
 @pytest.mark.parametrize("name", tiled_suite())

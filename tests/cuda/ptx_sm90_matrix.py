@@ -25,8 +25,8 @@ def instance(
     request: pytest.FixtureRequest, fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Interpreted, int]:
     folder = tmp_path_factory.mktemp("hopper")
-    cuda = copy_csrc(folder, dim=request.param)
-    return tiled(cuda, folder, fake_runtime, "90a"), request.param
+    csrc = copy_csrc(folder, dim=request.param)
+    return tiled(csrc, folder, fake_runtime, "90a"), request.param
 
 
 @pytest.mark.parametrize("name", hopper_suite(DIM))
@@ -65,6 +65,6 @@ def test_gradients_from_its_statistics(
     fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """mma.sync's backward, which follows either forward."""
-    cuda = copy_csrc(tmp_path, dim=DIM, types=("Bf16Math",))
-    kernels = tiled(cuda, tmp_path, fake_runtime, "90a", backward="80")
+    csrc = copy_csrc(tmp_path, dim=DIM, types=("Bf16Math",))
+    kernels = tiled(csrc, tmp_path, fake_runtime, "90a", backward="80")
     check_flash(kernels, Case(rng, [140, 20], 2, 1, DIM, causal=True, scale=-0.3))

@@ -21,11 +21,7 @@ ALL = os.environ.get("MUTANTS") == "all"
 MUTANTS = [
     m
     for m in CATALOGUE
-    if m.canary
-    or m.engine == "ptx"
-    or ALL
-    and m.engine == "fibers"
-    and m.family not in ("choice", "sm90-vision")
+    if m.canary or m.engine == "ptx" or ALL and m.engine == "fibers" and m.family != "sm90-vision"
 ]
 
 

@@ -37,8 +37,8 @@ def test_vision_at_head_dim_72(
 ) -> None:
     """Half of its row is 4.5 units of 16 bytes: turned 4 columns at a time. Five heads: turn_rows
     takes four."""
-    cuda = copy_csrc(tmp_path, dim=72, types=("Fp16Math",))
-    kernels = single("sm80-vision", cuda, tmp_path, fake_runtime)
+    csrc = copy_csrc(tmp_path, dim=72, types=("Fp16Math",))
+    kernels = single("sm80-vision", csrc, tmp_path, fake_runtime)
     check_tiled(kernels, rng, [0, 20, 1], 5, 72, "float16", megatron=True, scale=-0.3)
     with pytest.raises(SimError, match="vision_attention: segment 0 is tokens 0 to 6 of 6, and"):
         check_tiled(kernels, rng, [6], 1, 72, "float16", max_length=5)

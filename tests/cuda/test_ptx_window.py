@@ -55,8 +55,8 @@ def test_attention_of_nothing(
 @pytest.mark.slow
 def test_128_keys(fake_runtime: Path, tmp_path: Path, rng: np.random.Generator) -> None:
     """The larger instance, as built for sm_90a."""
-    cuda = copy_csrc(tmp_path, window=(64, 128))
-    kernels = single("window", cuda, tmp_path, fake_runtime, "90a")
+    csrc = copy_csrc(tmp_path, window=(64, 128))
+    kernels = single("window", csrc, tmp_path, fake_runtime, "90a")
     check_window(kernels, Case(rng, [100], 1, 1, 64, "float16", causal=True))
 
 

@@ -13,7 +13,7 @@ import pytest
 from tools.cudasim import CSRC
 from tools.cudasim.fibers.build import Library, build, compiler, preload
 
-from .instances import INSTANCES, SOURCES, edits
+from .instances import INSTANCES, edits
 from .mutants import CATALOGUE
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     if limit != resource.RLIM_INFINITY:
         pytest.skip(f"address space is limited to {limit >> 30} GiB; AddressSanitizer takes 16 TiB")
     folder = tmp_path_factory.mktemp("sanitized")
-    sources = [CSRC / "cuda" / name for name in SOURCES]
+    sources = sorted((CSRC / "cuda").rglob("*.cu"))
     return build(folder / "build", sources, "sanitized", edits(INSTANCES[:1], MUTANTS))
 
 

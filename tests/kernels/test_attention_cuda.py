@@ -147,20 +147,23 @@ def test_the_machine_of_the_cpu():
 # ---- launch --------------------------------------------------------------------------------------
 
 
+SIZES = ("segments", "tokens", "heads", "kv_heads", "head_dim", "scale", "causal")
+
+
 class Native:
     """Stands for the native module, without a GPU: records the calls, or makes them with stream 0,
     where the CUDA runtime refuses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, record: bool) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
         self.record = record
         monkeypatch.setattr(launch, "launch", self.launch)
         monkeypatch.setattr(launch, "check_device", lambda kernel, q: None)
 
-    def launch(self, name: str, tensor: torch.Tensor, *args: Any) -> None:
-        self.calls.append((name, args))
+    def launch(self, name: str, tensor: torch.Tensor, **named: Any) -> None:
+        self.calls.append((name, named))
         if not self.record:
-            getattr(_native._C, f"{name}_cuda")(*args, 0)
+            getattr(_native._C, f"{name}_cuda")(**named, stream=0)
 
 
 varlen = torch.ops.vlmkernels.varlen_attention
@@ -215,10 +218,12 @@ def test_rows_are_aligned_or_copied(monkeypatch):
     fused = torch.randn(10, 3, 2, 80).bfloat16()  # aligned, though strided
     cu = torch.tensor([0, 10], dtype=torch.int32)
     varlen(q, fused[:, 1], fused[:, 2], cu, 10, False, 0.1, "window")
-    ((name, (_, (q_address, *q_strides), k_view, v_view, *_)),) = native.calls
+    ((name, named),) = native.calls
+    q_address, *q_strides = named["q"]
     assert name == "window_attention_forward"
     assert q_address % 16 == 0 and q_address != q.data_ptr() and q_strides == [160, 80]
-    assert k_view == (fused[:, 1].data_ptr(), 480, 80) and v_view[0] == fused[:, 2].data_ptr()
+    assert named["k"] == (fused[:, 1].data_ptr(), 480, 80)
+    assert named["v"][0] == fused[:, 2].data_ptr()
     wide = torch.randn(10, 3, 84).bfloat16()
     for x in (
         wide[:, :2, :80],  # heads 168 bytes from each other
@@ -236,12 +241,12 @@ def test_an_expanded_dout_is_copied_for_tma(kernel, copied, monkeypatch):
     q, cu = torch.randn(10, 2, 80).bfloat16(), torch.tensor([0, 10], dtype=torch.int32)
     dout = torch.randn(1, 2, 80).bfloat16().expand(10, 2, 80)
     varlen_backward(dout, q, q, q, cu, q, torch.empty(2, 2, 10), 10, False, 0.1, kernel)
-    assert native.calls[0][1][14][1:] == ((160, 80) if copied else (0, 80))
+    assert native.calls[0][1]["dout"][1:] == ((160, 80) if copied else (0, 80))
     varlen_backward(  # as sum().backward() gives it
         *(torch.ones((), dtype=BF16).expand(10, 2, 80), q, q, q, cu, q, torch.empty(2, 2, 10)),
         *(10, False, 0.1, kernel),
     )
-    assert native.calls[1][1][14][1:] == (160, 80)
+    assert native.calls[1][1]["dout"][1:] == (160, 80)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +257,8 @@ def test_an_expanded_dout_is_copied_for_tma(kernel, copied, monkeypatch):
         (72, 100, AMPERE, None, "flash_mma"),
         (80, 300, AMPERE, None, "flash_mma"),
         (80, 100, HOPPER, None, "window_attention"),
-        (80, 100, HOPPER, "tiled", "flash_attention"),
-        (80, 300, HOPPER, None, "flash_attention"),
+        (80, 100, HOPPER, "tiled", "flash_hopper"),
+        (80, 300, HOPPER, None, "flash_hopper"),
         (80, 300, HOPPER, "sm80", "flash_mma"),
     ],
 )
@@ -275,9 +280,9 @@ def test_the_selected_kernel_runs_both_ways(
     monkeypatch.setattr(torch, "empty", recorded)
     out = varlen_attention(q, k, v, cu, max_seqlen=max_seqlen, backend=backend)
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    for (name, arguments), way in zip(native.calls, ("forward", "backward"), strict=True):
+    for (name, named), way in zip(native.calls, ("forward", "backward"), strict=True):
         assert name == f"{expected}_{way}"
-        assert arguments[14 if way == "forward" else 18] == max_seqlen
+        assert named["max_seqlen"] == max_seqlen
     tiles = [(1, 5, 4), (2, 5, 4)]  # 430 // 128 whole tiles and one more a segment
     wanted = [] if expected == "window_attention" else tiles
     assert [s for s in sizes if len(s) == 3 and s[-1] == 4] == wanted
@@ -302,7 +307,7 @@ def test_compiled_calls_select_by_a_length_that_varies(monkeypatch):
     for length in (100, 90, 80, 200, 210, 220):
         attend(q, cu, length)
     kernels = [name.removesuffix("_forward") for name, _ in native.calls]
-    assert kernels == ["window_attention"] * 3 + ["flash_attention"] * 3
+    assert kernels == ["window_attention"] * 3 + ["flash_hopper"] * 3
     assert len(graphs) == 3
     torch._dynamo.reset()
 
@@ -335,13 +340,17 @@ def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
     monkeypatch.setattr(torch, "empty", recorded(torch.empty))
     monkeypatch.setattr(torch, "empty_like", recorded(torch.empty_like))
     out, stats = vision(*tensors, *options)
-    name, (_, q, k, v, out_view, *tail) = native.calls[-1]
-    assert name == "flash_vision_forward"
+    name, named = native.calls[-1]
+    q, k, v = (named[x] for x in "qkv")
+    prefix = "flash_vision_mma" if kernel == "sm80" else "flash_vision_hopper"
+    assert name == f"{prefix}_forward"
     assert q[1:] == k[1:] == v[1:] == strides
     assert (q[0], k[0], v[0]) == tuple(part.data_ptr() for part in x.unbind(1))
-    assert out_view == (out.data_ptr(), 160, 80) and tail[0] == stats.data_ptr()
-    assert tail[2:7] == [1, 120, 2, 80, 0.1] and tail[7:10] == [0, table.data_ptr(), 200]
-    tiles, rotated, queries = tail[10:]
+    assert named["out"] == (out.data_ptr(), 160, 80) and named["row_stats"] == stats.data_ptr()
+    assert [named[x] for x in SIZES] == [1, 120, 2, 2, 80, 0.1, False]
+    assert (named["order"], named["rotary"]) == (0, table.data_ptr())
+    assert named["max_seqlen"] == 200
+    tiles, rotated, queries = named["tiles"], named["rotated_k"], named.get("rotated_q", 0)
     assert (made[tiles].dtype, made[tiles].shape) == (torch.int32, (1, 1, 4))
     assert (made[rotated].dtype, made[rotated].shape) == (x.dtype, (2, 120, 80))
     if kernel == "sm90":  # q is rotated beforehand there
@@ -350,8 +359,11 @@ def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
     else:
         assert queries == 0
     dqkv = vision_backward(out, *tensors, out, stats, *options)
-    assert dqkv.stride() == x.stride() and native.calls[-1][0] == "flash_vision_backward"
-    dout, dq, dk, dv, length, tiles, lse_delta, rotated, queries = native.calls[-1][1][14:]
+    assert dqkv.stride() == x.stride() and native.calls[-1][0] == f"{prefix}_backward"
+    named = native.calls[-1][1]
+    dout, dq, dk, dv, length = (named[x] for x in ("dout", "dq", "dk", "dv", "max_seqlen"))
+    tiles, lse_delta = named["tiles"], named["lse_delta"]
+    rotated, queries = named["rotated_k"], named.get("rotated_q", 0)
     assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
     assert dq[1:] == strides and dout[0] == out.data_ptr() and length == 200
     assert made[tiles].shape == (2, 1, 4) and made[rotated].shape == (2, 120, 80)
@@ -374,18 +386,21 @@ def test_vision_views_reach_the_kernel(monkeypatch):
     off = torch.randn(qkv.numel() + 1).bfloat16()[1:].view(qkv.shape)
     for x, strides in ((qkv, (480, 80)), (megatron, (480, 240)), (off, (480, 80))):
         out, stats = vision(x, *tensors, *options)
-        name, (_, q, k, v, out_view, *tail) = native.calls[-1]
+        name, named = native.calls[-1]
+        q, k, v = (named[x] for x in "qkv")
         assert name == "vision_window_forward"
         assert q[1:] == k[1:] == v[1:] == strides and q[0] % 16 == 0
         assert (q[0] == x.data_ptr()) == (x is not off)
         assert (k[0] - q[0], v[0] - k[0]) == (2 * x.stride(1) if x is not off else 320,) * 2
-        assert out_view == (out.data_ptr(), 160, 80)
-        sizes = [layout.cu_window_seqlens.numel() - 1, 120, 2, 80, 0.1]
-        assert tail[0] == stats.data_ptr() and tail[2:7] == sizes
-        assert tail[7:] == [order.data_ptr(), table.data_ptr(), 64]
+        assert named["out"] == (out.data_ptr(), 160, 80)
+        sizes = [layout.cu_window_seqlens.numel() - 1, 120, 2, 2, 80, 0.1, False]
+        assert named["row_stats"] == stats.data_ptr() and [named[x] for x in SIZES] == sizes
+        assert (named["order"], named["rotary"]) == (order.data_ptr(), table.data_ptr())
+        assert named["max_seqlen"] == 64
         dqkv = vision_backward(out, x, *tensors, out, stats, *options)
         assert dqkv.stride() == x.stride()
-        dout, dq, dk, dv, length = native.calls[-1][1][14:]
+        named = native.calls[-1][1]
+        dout, dq, dk, dv, length = (named[x] for x in ("dout", "dq", "dk", "dv", "max_seqlen"))
         assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
         assert dq[1:] == strides and dout[0] == out.data_ptr() and length == 64
 
@@ -394,14 +409,12 @@ def test_vision_views_reach_the_kernel(monkeypatch):
 def test_vision_selects_by_the_layout(window, monkeypatch):
     """Windows through the order, frames on the kernel of the GPU; composed, the same values."""
     layout, qkv = _vision()
-    for machine, kernel in ((AMPERE, "flash_vision"), (HOPPER, "flash_vision")):
+    for machine, kernel in ((AMPERE, "flash_vision_mma"), (HOPPER, "flash_vision_hopper")):
         with monkeypatch.context() as patch:
             native = Native(patch, record=True)
             patch.setattr(api, "machine_of", lambda device, machine=machine: machine)
             vision_attention(qkv, replace(layout, max_seqlen=200), window=window)
-            name, arguments = native.calls[0]
-            assert name == ("vision_window" if window else kernel) + "_forward"
-            assert (arguments[-1] == 0) == (machine is AMPERE) or window
+            assert native.calls[0][0] == ("vision_window" if window else kernel) + "_forward"
     exact = qkv.float()
     expected = vision_attention(exact, layout, window=window)
     asked: list[Any] = []
@@ -425,8 +438,8 @@ def test_a_launch_is_on_the_device_and_stream_of_the_tensor(current, monkeypatch
     events: list[Any] = []
 
     class Recorder:
-        def some_kernel_cuda(self, *arguments):
-            events.append(arguments)
+        def some_kernel_cuda(self, *arguments, stream):
+            events.append((*arguments, stream))
 
     class OnGpu:
         is_cuda, device = True, torch.device("cuda", 1)

@@ -32,10 +32,10 @@ TILE_ROWS = 128
 NATIVE = {
     kernel: tuple(f"{op}_{way}" for op in ops for way in ("forward", "backward"))
     for kernel, ops in {
-        "cpu": ("attention", "vision_attention"),
+        "cpu": ("attention", "attention"),
         "window": ("window_attention", "vision_window"),
-        "sm80": ("flash_mma", "flash_vision"),
-        "sm90": ("flash_attention", "flash_vision"),
+        "sm80": ("flash_mma", "flash_vision_mma"),
+        "sm90": ("flash_hopper", "flash_vision_hopper"),
     }.items()
 }
 
@@ -127,20 +127,23 @@ def _upstream(dout: Tensor, like: Tensor, shape: str, kernel: str) -> Tensor:
 
 def _workspace(
     kernel: str, q: Tensor, segments: int, rotary: bool, backward: bool
-) -> list[Tensor | None]:
-    """Of the kernels for long segments (csrc/params.h): int32 [1 or 2, T / 128 + n, 4], the tiles
-    of queries and in the backward of keys; there float32 [2, H, T], lse and delta of each row; for
-    vision_attention [H, T, D], k rotated (then q), and in sm90 another, q rotated."""
+) -> dict[str, Tensor]:
+    """Of the kernels for long segments (csrc/common/params.h): int32 [1 or 2, T / 128 + n, 4], the
+    tiles of queries and in the backward of keys; there float32 [2, H, T], lse and delta of each
+    row; for vision_attention [H, T, D], k rotated (then q), and in sm90 another, q rotated."""
     if kernel not in ("sm80", "sm90"):
-        return []
+        return {}
     tokens, heads, head_dim = q.shape
     tiles = (1 + backward, tokens // TILE_ROWS + max(segments, 0), 4)
-    workspace: list[Tensor | None] = [torch.empty(tiles, dtype=torch.int32, device=q.device)]
+    workspace = {"tiles": torch.empty(tiles, dtype=torch.int32, device=q.device)}
     if backward:
-        workspace.append(torch.empty((2, heads, tokens), dtype=torch.float32, device=q.device))
+        lse_delta = torch.empty((2, heads, tokens), dtype=torch.float32, device=q.device)
+        workspace["lse_delta"] = lse_delta
     if rotary:
         rotated = torch.empty((heads, tokens, head_dim), dtype=q.dtype, device=q.device)
-        workspace += [rotated, torch.empty_like(rotated) if kernel == "sm90" else None]
+        workspace["rotated_k"] = rotated
+        if kernel == "sm90":
+            workspace["rotated_q"] = torch.empty_like(rotated)
     return workspace
 
 
@@ -163,26 +166,32 @@ def _run(
     check_device(kernel, q)
     tokens, heads, head_dim = q.shape
     cu_seqlens, segments = cu_seqlens.contiguous(), cu_seqlens.shape[0] - 1
-    if rotary is None:
-        sizes: tuple[Any, ...] = (segments, tokens, heads, k.shape[1], head_dim, scale, causal)
-    else:
-        table, order = rotary
-        if order is not None and kernel in ("sm80", "sm90"):
-            raise ValueError(f"window_order is given; {kernel} takes no order")
-        table, order = table.contiguous(), None if order is None else order.contiguous()
-        sizes = (segments, tokens, heads, head_dim, scale, pointer(order), table.data_ptr())
+    table, order = rotary or (None, None)
+    if order is not None and kernel in ("sm80", "sm90"):
+        raise ValueError(f"window_order is given; {kernel} takes no order")
+    table, order = (None if x is None else x.contiguous() for x in (table, order))
     # Held by this name until the kernel is launched.
     workspace = _workspace(kernel, q, segments, rotary is not None, bool(gradients))
     launch(
         NATIVE[kernel][2 * (rotary is not None) + bool(gradients)],
         q,
-        DTYPES[q.dtype],
-        *map(heads_view, (*qkv, out)),
-        softmax_stats.data_ptr(),
-        cu_seqlens.data_ptr(),
-        *sizes,
-        *map(heads_view, gradients),
-        *(() if kernel == "cpu" else (max_seqlen, *map(pointer, workspace))),
+        dtype=DTYPES[q.dtype],
+        **dict(zip("qkv", map(heads_view, qkv), strict=True)),
+        out=heads_view(out),
+        row_stats=softmax_stats.data_ptr(),
+        cu_seqlens=cu_seqlens.data_ptr(),
+        segments=segments,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=k.shape[1],
+        head_dim=head_dim,
+        scale=scale,
+        causal=causal,
+        order=pointer(order),
+        rotary=pointer(table),
+        **({} if kernel == "cpu" else {"max_seqlen": max_seqlen}),
+        **{name: x.data_ptr() for name, x in workspace.items()},
+        **dict(zip(("dout", "dq", "dk", "dv"), map(heads_view, gradients), strict=False)),
     )
 
 
@@ -190,7 +199,7 @@ def _run(
 
 
 def _varlen_outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """out, and softmax_stats: the maximum and the sum of each softmax row (csrc/params.h)."""
+    """out, and softmax_stats: the maximum and the sum of each softmax row (common/params.h)."""
     tokens, heads, _ = q.shape
     softmax_stats = torch.empty(2, heads, tokens, dtype=torch.float32, device=q.device)
     return torch.empty_like(q, memory_format=torch.contiguous_format), softmax_stats

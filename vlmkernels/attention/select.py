@@ -35,7 +35,7 @@ VISION: tuple[str, ...] = ("cpu", "window", "sm90", "sm80", "composed")
 #: "tiled" is sm90 or sm80, whichever the GPU has.
 BACKENDS = (*VARLEN, "tiled")
 
-#: Longest segment that attention_window.cuh holds in shared memory, by head_dim of its instances.
+#: Longest segment that the window kernels hold in shared memory, by head_dim of its instances.
 WINDOW_LENGTHS = {64: 128, 80: 128, 96: 128, 128: 64}
 #: What every kernel of ours takes at most.
 MAX_HEAD_DIM = 256

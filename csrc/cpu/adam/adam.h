@@ -3,8 +3,8 @@
 // operation order of torch.optim.AdamW(fused=True), to which the results are bit-identical with
 // AVX2 and AVX-512.
 #pragma once
+#include "common/params.h"
 #include "cpu/dispatch.h"
-#include "params.h"
 
 namespace vlmk {
 

@@ -4,8 +4,8 @@
 #pragma once
 #include <cstdint>
 
+#include "common/params.h"
 #include "cpu/dispatch.h"
-#include "params.h"
 
 namespace vlmk {
 

@@ -8,8 +8,8 @@
 // Fp32 panels hold floats, whatever the storage type was; Bf16Pairs panels hold pairs of what is
 // multiplied and added in one step.
 #pragma once
+#include "common/params.h"
 #include "cpu/gemm.h"
-#include "params.h"
 
 namespace vlmk {
 namespace VLMK_ISA {

@@ -2,8 +2,8 @@
 // an id or an index is out of range.
 #pragma once
 
+#include "common/params.h"
 #include "cpu/dispatch.h"
-#include "params.h"
 
 namespace vlmk {
 

@@ -1,7 +1,7 @@
 // Frames of bytes to normalised patch rows, on the CPU.
 #pragma once
 
-#include "params.h"
+#include "common/params.h"
 
 namespace vlmk {
 

@@ -3,8 +3,8 @@
 // pass along the width and one along the height, each rounded and clipped to bytes.
 #pragma once
 
+#include "common/params.h"
 #include "cpu/dispatch.h"
-#include "params.h"
 
 namespace vlmk {
 

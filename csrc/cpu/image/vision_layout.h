@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "params.h"
+#include "common/params.h"
 
 namespace vlmk {
 

@@ -1,4 +1,4 @@
-"""Runs the host launchers of csrc/cuda/embedding.cu on a fake GPU and checks what they wrote."""
+"""Runs the host launchers of csrc/cuda/embedding on a fake GPU and checks what they wrote."""
 
 from __future__ import annotations
 

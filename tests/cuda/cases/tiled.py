@@ -1,4 +1,4 @@
-"""Runs the host launchers of csrc/cuda/attention_flash*.cu on a fake GPU, against float64."""
+"""Runs the host launchers of csrc/cuda/attention/sm80 and sm90 on a fake GPU, against float64."""
 
 from __future__ import annotations
 
@@ -60,31 +60,24 @@ def run_flash(kernels: Kernels, case: Case, backward: bool = True) -> tuple[Any,
         causal=case.causal,
         order=None,
         rotary=None,
-    )
-    longest = max(case.lengths) if case.max_length is None else case.max_length
-    params = fill(
-        "FlashAttentionParams",
-        forward=forward,
-        max_length=longest,
+        max_seqlen=max(case.lengths) if case.max_length is None else case.max_length,
         tiles=memory.reserve("tiles", (1, most, 4), np.int32),
+        rotated_k=None,
+        rotated_q=None,
     )
-    code = kernels.run(device, "forward", params)
+    code = kernels.run(device, "forward", forward)
     assert code == 0, f"forward returned cudaError_t {code}"
     names = ["out", "stats", "tiles"]
     if backward:
+        forward.tiles = memory.reserve("two lists", (2, most, 4), np.int32)
         grads = fill(
-            "FlashAttentionGradParams",
-            backward=fill(
-                "AttentionGradParams",
-                forward=forward,
-                dout=upload("dout", case.dout, case.heads),
-                dq=reserve("dq", case.heads),
-                dk=reserve("dk", case.kv_heads),
-                dv=reserve("dv", case.kv_heads),
-            ),
-            max_length=longest,
-            tiles=memory.reserve("two lists", (2, most, 4), np.int32),
-            rows=memory.reserve("rows", (2, case.heads, case.tokens), np.float32),
+            "AttentionGradParams",
+            forward=forward,
+            dout=upload("dout", case.dout, case.heads),
+            dq=reserve("dq", case.heads),
+            dk=reserve("dk", case.kv_heads),
+            dv=reserve("dv", case.kv_heads),
+            lse_delta=memory.reserve("lse_delta", (2, case.heads, case.tokens), np.float32),
         )
         code = kernels.run(device, "backward", grads)
         assert code == 0, f"backward returned cudaError_t {code}"

@@ -1,5 +1,4 @@
-"""Runs the launchers of csrc/cuda/attention_window_vision.cu and of attention_flash_vision.cu on a
-fake GPU, against float64."""
+"""Runs the launchers of csrc/cuda/attention/*/vision.cu on a fake GPU, against float64."""
 
 from __future__ import annotations
 
@@ -120,26 +119,29 @@ def check_vision(
         causal=False,
         order=memory.upload("order", case.order) if case.permuted else None,
         rotary=memory.upload("table", case.table),
+        max_seqlen=max(case.lengths) if case.max_length is None else case.max_length,
+        tiles=None,
+        rotated_k=None,
+        rotated_q=None,
     )
-    longest = max(case.lengths) if case.max_length is None else case.max_length
     most = case.patches // TILE_ROWS + len(case.lengths)
-    turned = (case.heads, case.patches, case.dim)
+    rotated = (case.heads, case.patches, case.dim)
     if tiled:
-        tiles = memory.reserve("tiles", (1, most, 4), np.int32)
-        flash = fill("FlashAttentionParams", forward=forward, max_length=longest, tiles=tiles)
-        params = fill(
-            "FlashVisionParams",
-            flash=flash,
-            turned=memory.reserve("turned", turned, element),
-            turned_queries=memory.reserve("turned queries", turned, element) if queries else None,
-        )
-    else:
-        params = fill("WindowAttentionParams", forward=forward, max_length=longest)
-    code = kernels.run(device, "forward", params)
+        forward.tiles = memory.reserve("tiles", (1, most, 4), np.int32)
+        forward.rotated_k = memory.reserve("rotated k", rotated, element)
+        forward.rotated_q = memory.reserve("rotated q", rotated, element) if queries else None
+    code = kernels.run(device, "forward", forward)
     assert code == 0, f"forward returned cudaError_t {code}"
     if queries:
-        memory.array("turned queries")
-    backward = fill(
+        memory.array("rotated q")
+    lse_delta = None
+    if tiled:
+        forward.tiles = memory.reserve("two lists", (2, most, 4), np.int32)
+        forward.rotated_k = memory.reserve("rotated k, backward", rotated, element)
+        if queries:
+            forward.rotated_q = memory.reserve("rotated q, backward", rotated, element)
+        lse_delta = memory.reserve("lse_delta", (2, case.heads, case.patches), np.float32)
+    grads = fill(
         "AttentionGradParams",
         forward=forward,
         dout=dense(memory.upload("dout", case.dout)),
@@ -150,31 +152,12 @@ def check_vision(
                 strict=True,
             )
         ),
+        lse_delta=lse_delta,
     )
-    if tiled:
-        flash = fill(
-            "FlashAttentionGradParams",
-            backward=backward,
-            max_length=longest,
-            tiles=memory.reserve("two lists", (2, most, 4), np.int32),
-            rows=memory.reserve("rows", (2, case.heads, case.patches), np.float32),
-        )
-        workspace = [
-            memory.reserve(f"{name}, backward", turned, element)
-            for name in ("turned", *["turned queries"] * queries)
-        ]
-        grads = fill(
-            "FlashVisionGradParams",
-            flash=flash,
-            turned=workspace[0],
-            turned_queries=workspace[1] if queries else None,
-        )
-    else:
-        grads = fill("WindowAttentionGradParams", backward=backward, max_length=longest)
     code = kernels.run(device, "backward", grads)
     assert code == 0, f"backward returned cudaError_t {code}"
     if queries:
-        memory.array("turned queries, backward")
+        memory.array("rotated q, backward")
 
     exact = case.outputs(lambda x: x)
     plain = case.outputs(lambda x: to_float(from_float(x, case.dtype), case.dtype).astype(float))

@@ -1,4 +1,4 @@
-"""Runs the host launchers of csrc/cuda/attention_window.cu on a fake GPU, against float64."""
+"""Runs the host launchers of csrc/cuda/attention/window on a fake GPU, against float64."""
 
 from __future__ import annotations
 
@@ -126,24 +126,26 @@ def check_window(kernels: Kernels, case: Case) -> Any:
         causal=case.causal,
         order=None,
         rotary=None,
+        max_seqlen=max(case.lengths) if case.max_length is None else case.max_length,
+        tiles=None,
+        rotated_k=None,
+        rotated_q=None,
     )
-    longest = max(case.lengths) if case.max_length is None else case.max_length
-    params = fill("WindowAttentionParams", forward=forward, max_length=longest)
-    code = kernels.run(device, "forward", params)
+    code = kernels.run(device, "forward", forward)
     assert code == 0, f"forward returned cudaError_t {code}"
     exact = case.exact()
     assert_close(case, "out", memory.array("out"), exact["out"])
     assert_statistics(case, memory.array("stats"), exact)
 
-    backward = fill(
+    grads = fill(
         "AttentionGradParams",
         forward=forward,
         dout=upload("dout", case.dout, case.heads),
         dq=reserve("dq", case.heads),
         dk=reserve("dk", case.kv_heads),
         dv=reserve("dv", case.kv_heads),
+        lse_delta=None,
     )
-    grads = fill("WindowAttentionGradParams", backward=backward, max_length=longest)
     code = kernels.run(device, "backward", grads)
     assert code == 0, f"backward returned cudaError_t {code}"
     for name in ("dq", "dk", "dv"):

@@ -19,7 +19,7 @@ MUTANTS = [
       "ptx::barrier_init(empty(i), S::kConsumerWarps / 2);", case="rounds"),
     M("barriers unknown to TMA", "sm90-bwd-init-fence", case="tiles"),
     M("tiles past the list", "sm90-bwd-work-at-tiles",
-      "params.tiles + 4 * (p.tokens / kTileRows + p.segments + 1)", case="one"),
+      "p.tiles + 4 * (p.tokens / kTileRows + p.segments + 1)", case="one"),
     M("queries of the key's head", "sm90-bwd-work-of-keys",
       "{item.tile, item.head, item.head, group, p.causal ? item.tile.first : 0, 0}",
       case="groups"),
@@ -67,7 +67,7 @@ MUTANTS = [
     M("sums for maxima", "sm90-bwd-follower-first-row",
       "0 * static_cast<int>(p.heads) + work.stream_head", case="tiles"),
     M("numbers of the tile's start", "sm90-bwd-follower-rows",
-      "params.rows + static_cast<int64_t>(first_row) * static_cast<int>(p.tokens) + "
+      "params.lse_delta + static_cast<int64_t>(first_row) * static_cast<int>(p.tokens) + "
       "(work.tile.begin + lane)", case="causal"),
     M("numbers of one head", "sm90-bwd-follower-loop-head", "rows += 0", case="groups"),
     M("numbers of one step", "sm90-bwd-follower-from", "rows", case="tiles"),

@@ -74,7 +74,7 @@ MUTANTS = [
       "ptx::named_barrier_arrive(kTurn + consumer, kPlayers);", case="two"),
     M("an idle warpgroup keeps values", "sm90-fwd-consumer-release-values-empty", case="idle"),
     M("idle, and then not", "sm90-fwd-consumer-continue",
-      "work = work_at<kDim>(params, round - 1);", case="idle"),
+      "work = work_at<kDim>(p, round - 1);", case="idle"),
     M("keys past the segment", "sm90-fwd-consumer-if-blocks",
       "block + 1 == work.blocks && p.causal", case="ragged"),
     M("no causal mask", "sm90-fwd-consumer-if-blocks", "block + 1 == work.blocks && work.ragged",

@@ -69,11 +69,11 @@ MUTANTS = [
     M("key gradients unscaled", "window-backward-factor", "{1.f, 1.f}",
       case="windows"),
     M("shared memory for two tiles", "window-launch-forward",
-      "launch(window_forward<Math, kDim, kKeys, Rows>, p, p.forward.segments * p.forward.heads, "
-      "S::kThreads, 2 * S::kTile + Rows::kShared * kKeys, stream)", case="windows"),
+      "launch(window_forward<Math, kDim, kKeys, Rows>, p.segments * p.heads, S::kThreads, "
+      "2 * S::kTile + Rows::kShared * kKeys, stream, p)", case="windows"),
     M("first head only", "window-launch-forward",
-      "launch(window_forward<Math, kDim, kKeys, Rows>, p, p.forward.segments, S::kThreads, "
-      "S::kForwardShared + Rows::kShared * kKeys, stream)", case="gqa, causal, negative scale"),
+      "launch(window_forward<Math, kDim, kKeys, Rows>, p.segments, S::kThreads, "
+      "S::kForwardShared + Rows::kShared * kKeys, stream, p)", case="gqa, causal, negative scale"),
     M("wrong lanes exchanged", "ptx-exchange", "__shfl_xor_sync(kAllLanes, value, mask, 2)",
       case="windows", engine="ptx"),
     M("one group too few in wait_copies", "ptx-wait-copies",
@@ -112,6 +112,6 @@ MUTANTS = [
     V("keys not rotated", "window-forward-rotate-keys", case="in window order"),
     V("keys not rotated, backward", "window-backward-rotate-keys", case="in window order"),
     V("no room for the tokens", "window-launch-forward",
-      "launch(window_forward<Math, kDim, kKeys, Rows>, p, p.forward.segments * p.forward.heads, "
-      "S::kThreads, S::kForwardShared + 0, stream)", case="in window order"),
+      "launch(window_forward<Math, kDim, kKeys, Rows>, p.segments * p.heads, S::kThreads, "
+      "S::kForwardShared + 0, stream, p)", case="in window order"),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 from .. import CSRC
 
 HERE = Path(__file__).resolve().parent
-#: From a source's file name and its code to the code that is built.
+#: From a source's path below csrc, or its name elsewhere, and its code to the code that is built.
 Edit = Callable[[str, str], str]
 RUNTIME = ("runtime.cpp", "memory.cpp", "warp.cpp", "hopper.cpp")
 
@@ -139,20 +139,23 @@ def build(
     assert cxx is not None
     folder.mkdir(parents=True)
 
-    def translated(source: Path, to: Path) -> Path:
-        to.write_text(as_cpp(edit(source.name, source.read_text()), source))
+    def translated(source: Path, suffix: str) -> Path:
+        inside = source.is_relative_to(CSRC)
+        name = source.relative_to(CSRC) if inside else Path(source.name)
+        to = (folder / name).with_suffix(suffix)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(as_cpp(edit(name.as_posix(), source.read_text()), source))
         return to
 
-    (folder / "cuda").mkdir()
-    for header in (CSRC / "cuda").glob("*.cuh"):
-        if not (HERE / "include" / "cuda" / header.name).exists():
-            translated(header, folder / "cuda" / header.name)
+    for header in (CSRC / "cuda").rglob("*.cuh"):
+        if not (HERE / "include" / header.relative_to(CSRC)).exists():
+            translated(header, ".cuh")
     commands, objects = [], []
     # The translated headers first, then the emulated ones, then the rest.
     paths = [f"-I{path}" for path in (folder, HERE / "include", CSRC)]
     for source in sources:
-        code = translated(source, folder / f"{source.stem}.cpp")
-        objects.append(str(folder / f"{source.stem}.o"))
+        code = translated(source, ".cpp")
+        objects.append(str(code.with_suffix(".o")))
         commands.append([cxx, *COMMON, *KERNEL_FLAGS[kind], *paths, "-c", str(code)])
     for name in RUNTIME:
         objects.append(str(folder / f"{name}.o"))

@@ -15,6 +15,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from .. import CSRC
+
 HERE = Path(__file__).resolve().parent
 ARCHITECTURES = ("80", "90a")
 
@@ -75,10 +77,10 @@ def fake_runtime() -> Path:
 
 
 def build_kernels(
-    source: Path, folder: Path, architectures: Sequence[str], include: Path | None = None
+    source: Path, folder: Path, architectures: Sequence[str], include: Path = CSRC
 ) -> Build:
     """Compiles a .cu file once: PTX per architecture, host code as a library. `include` is where
-    its headers are, if that is not the folder above its own.
+    its headers are.
 
     Both come from one run of nvcc, so that the launches name the kernels of that PTX.
     """
@@ -91,7 +93,7 @@ def build_kernels(
     run(
         [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo", *targets]
         + ["--keep", "--keep-dir", str(keep), "-cudart", "none", "-shared"]
-        + ["-Xcompiler", "-fPIC", "-I", str(include or source.parents[1])]
+        + ["-Xcompiler", "-fPIC", "-I", str(include)]
         + [str(source), "-o", str(library)]
     )
     ptx: dict[str, str] = {}

@@ -1,7 +1,7 @@
 // Small kernels for the emulator's own tests: each does one thing wrong, or computes one product.
 #include <cuda_runtime.h>
 
-#include "cuda/primitives.cuh"
+#include "cuda/ptx/sm80.cuh"
 
 namespace vlmk {
 namespace {

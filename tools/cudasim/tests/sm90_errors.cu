@@ -2,7 +2,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "cuda/hopper.cuh"
+#include "cuda/ptx/sm90.cuh"
 
 namespace vlmk {
 namespace {

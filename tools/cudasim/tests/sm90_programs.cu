@@ -1,9 +1,9 @@
-// Small kernels on csrc/cuda/hopper.cuh, for both simulators: a copied box as it lies in shared
+// Small kernels on csrc/cuda/ptx/sm90.cuh, for both simulators: a copied box as it lies in shared
 // memory, and products of copied tiles.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "cuda/hopper.cuh"
+#include "cuda/ptx/sm90.cuh"
 
 namespace vlmk {
 namespace {
@@ -39,7 +39,7 @@ __global__ void copied_box(const __grid_constant__ CUtensorMap map, int column, 
   for (int i = threadIdx.x; i < rows * kRowBytes / 4; i += blockDim.x) out[i] = words[i];
 }
 
-// The products' result: c [64, kColumns], of the layout of hopper.cuh.
+// The products' result: c [64, kColumns], of the layout of ptx/sm90.cuh.
 template <int kColumns>
 __device__ __forceinline__ void store_result(const float (&c)[kColumns / 2], float* out) {
   const int lane = threadIdx.x % kWarpSize, first = threadIdx.x / kWarpSize * 16;
@@ -186,7 +186,7 @@ int hopper_box(int chunk, const void* x, int columns, int heads, int tokens, int
   return cudaGetLastError();
 }
 
-// Instances: what attention_flash_hopper.cu can ask for, the type alternating.
+// Instances: what sm90/forward.cu can ask for, the type alternating.
 int hopper_row_product(int columns, int chunk, const void* a, const void* b, float* out) {
   using ptx::Bf16Math, ptx::Fp16Math;
   if (columns == 64 && chunk == 64) return row_product<Bf16Math, 64, 64, 128>(true, a, b, out);

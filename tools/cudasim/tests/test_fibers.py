@@ -73,15 +73,15 @@ def test_every_program_is_run(library: Library) -> None:
 @pytest.mark.parametrize(
     ("header", "some"),
     [
-        ("primitives.cuh", {"load_once", "copy_async", "multiply_add", "trap"}),
-        ("hopper.cuh", {"barrier_wait", "load_box", "give_registers", "rows", "columns"}),
+        ("sm80.cuh", {"load_once", "copy_async", "multiply_add", "trap"}),
+        ("sm90.cuh", {"barrier_wait", "load_box", "give_registers", "rows", "columns"}),
     ],
 )
 def test_every_primitive_has_a_twin(header: str, some: set[str]) -> None:
     """Names that kernels may use with nvcc; the converse holds once both are written."""
     real, twins = (
         set(re.findall(r"__forceinline__ [^=;{]*?\b(\w+)\(", path.read_text()))
-        for path in (CSRC / "cuda" / header, HERE / "include" / "cuda" / header)
+        for path in (CSRC / "cuda" / "ptx" / header, HERE / "include" / "cuda" / "ptx" / header)
     )
     assert some <= real
     assert real <= twins, f"no twin of {sorted(real - twins)}"

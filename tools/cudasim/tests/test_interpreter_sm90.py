@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .. import CSRC
 from ..floats import from_float, to_float
 from ..ptx import access, arithmetic, hopper, matrix  # noqa: F401  they register the instructions
 from ..ptx.device import Device
@@ -368,7 +367,7 @@ def test_matrix_layouts(depth_major: bool, span: int, rng: np.random.Generator) 
     assert got.tolist() == (at ^ (at >> 7 & w - 1) << 4).tolist()
 
 
-# ---- csrc/cuda/hopper.cuh as nvcc compiled it
+# ---- csrc/cuda/ptx/sm90.cuh as nvcc compiled it
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +375,7 @@ def simulator(
     fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Simulator]:
     source = Path(__file__).parent / "sm90_programs.cu"
-    build = build_kernels(source, tmp_path_factory.mktemp("hopper") / "build", ["90a"], CSRC)
+    build = build_kernels(source, tmp_path_factory.mktemp("hopper") / "build", ["90a"])
     module = parse_ptx(build.ptx["90a"])
     return lambda: (Device(fake_runtime, module, 1 << 20), build.function)
 

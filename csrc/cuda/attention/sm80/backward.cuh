@@ -11,7 +11,9 @@
 // through shared memory: in `flash_keys` they are computed transposed, keys x queries.
 #pragma once
 
-#include "cuda/attention_tiles.cuh"
+#include "cuda/attention/launch.cuh"
+#include "cuda/attention/schedule.cuh"
+#include "cuda/attention/tile.cuh"
 
 namespace vlmk {
 namespace {
@@ -25,16 +27,15 @@ inline constexpr int kSumRows = kSumThreads / kSumLanes;
 // rows[0] = log2 of the sum of a row's exponentials, its maximum put back, rows[1] = sum of out *
 // dout. One block per 64 tokens and head.
 template <class Math, int kDim>
-__global__ void __launch_bounds__(kSumThreads) row_sums(const FlashAttentionGradParams params) {
-  const AttentionParams& p = params.backward.forward;
+__global__ void __launch_bounds__(kSumThreads) row_sums(const AttentionGradParams params) {
+  const AttentionParams& p = params.forward;
   const unsigned heads = static_cast<unsigned>(p.heads);
   const int64_t head = blockIdx.x % heads;
   const int64_t token =
       int64_t{blockIdx.x / heads} * kSumRows + static_cast<int>(threadIdx.x / kSumLanes);
   const bool inside = token < p.tokens;
   const int64_t safe = inside ? token : 0;
-  const uint16_t *out = rows_of(p.out, safe, head),
-                 *dout = rows_of(params.backward.dout, safe, head);
+  const uint16_t *out = rows_of(p.out, safe, head), *dout = rows_of(params.dout, safe, head);
   const int lane = threadIdx.x % kSumLanes;
   float sum = 0.f;
 #pragma unroll
@@ -55,8 +56,8 @@ __global__ void __launch_bounds__(kSumThreads) row_sums(const FlashAttentionGrad
   if (lane == 0 && inside) {
     const int64_t at = head * p.tokens + token;
     // mutant: sm80-preprocess-log-sum
-    params.rows[at] = p.row_max[at] * exponent_of(p.scale) + ptx::log2_approx(p.row_sum[at]);
-    params.rows[p.heads * p.tokens + at] = sum;
+    params.lse_delta[at] = p.row_max[at] * exponent_of(p.scale) + ptx::log2_approx(p.row_sum[at]);
+    params.lse_delta[p.heads * p.tokens + at] = sum;
   }
 }
 
@@ -79,11 +80,11 @@ struct KeysShape {
 
 // Starts copying the queries of a step, their dout, and the two numbers of each row.
 template <int kDim>
-__device__ __forceinline__ void copy_queries(uint32_t to, const FlashAttentionGradParams& params,
+__device__ __forceinline__ void copy_queries(uint32_t to, const AttentionGradParams& params,
                                              const Tile& tile, int64_t head, int query) {
   using S = KeysShape<kDim>;
-  const AttentionParams& p = params.backward.forward;
-  const HeadsView& dout = params.backward.dout;
+  const AttentionParams& p = params.forward;
+  const HeadsView& dout = params.dout;
   const int64_t token = tile.begin + query;
   const int left = tile.length - query;
   copy_tile<kDim, S::kQueries, S::kThreads>(to, rows_of(p.q, token, head), p.q.token_stride, left);
@@ -92,7 +93,7 @@ __device__ __forceinline__ void copy_queries(uint32_t to, const FlashAttentionGr
   static_assert(S::kThreads >= 2 * S::kQueries);
   const int row = threadIdx.x % S::kQueries, which = threadIdx.x / S::kQueries;
   if (which < 2) {
-    const float* from = params.rows + (which * p.heads + head) * p.tokens + token;
+    const float* from = params.lse_delta + (which * p.heads + head) * p.tokens + token;
     ptx::copy_word_async(to + 2 * S::kQueryBytes + threadIdx.x * 4, from + (row < left ? row : 0),
                          row < left);  // mutant: sm80-copy-queries-numbers
   }
@@ -101,13 +102,13 @@ __device__ __forceinline__ void copy_queries(uint32_t to, const FlashAttentionGr
 
 template <class Math, int kDim, class Rows>
 __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kMinBlocks)
-    flash_keys(const FlashAttentionGradParams params) {
+    flash_keys(const AttentionGradParams params) {
   using S = KeysShape<kDim>;
   extern __shared__ __align__(128) char shared[];
-  const AttentionParams& p = params.backward.forward;
+  const AttentionParams& p = params.forward;
   const unsigned kv_heads = static_cast<unsigned>(p.kv_heads);
   const unsigned kv_head = blockIdx.x % kv_heads;
-  const int32_t* tiles = params.tiles + 4 * (p.tokens / kTileRows + p.segments);
+  const int32_t* tiles = p.tiles + 4 * (p.tokens / kTileRows + p.segments);
   const Tile tile = tile_at(tiles, blockIdx.x / kv_heads);
   if (tile.length == 0) return;
   const int group = static_cast<int>(p.heads) / static_cast<int>(kv_heads);
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
     one[m][0] = one[m][1] = 1.f;
   }
   const int64_t token = tile.begin + first;
-  const HeadsView &to_dk = params.backward.dk, &to_dv = params.backward.dv;
+  const HeadsView &to_dk = params.dk, &to_dv = params.dv;
   if constexpr (Rows::kVision) {
     // mutant: sm80-dkdv-store-rotated
     store_rows_back<Math, kDim>(dk, factor, my_keys, tile.length - first, p.rotary, token,
@@ -245,14 +246,14 @@ struct QueriesShape {
 
 template <class Math, int kDim, class Rows>
 __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
-    flash_queries(const FlashAttentionGradParams params) {
+    flash_queries(const AttentionGradParams params) {
   using S = QueriesShape<kDim>;
   extern __shared__ __align__(128) char shared[];
-  const AttentionParams& p = params.backward.forward;
-  const HeadsView &dout = params.backward.dout, &dq = params.backward.dq;
+  const AttentionParams& p = params.forward;
+  const HeadsView &dout = params.dout, &dq = params.dq;
   const unsigned heads = static_cast<unsigned>(p.heads);
   const unsigned head = blockIdx.x % heads;
-  const Tile tile = tile_at(params.tiles, blockIdx.x / heads);
+  const Tile tile = tile_at(p.tiles, blockIdx.x / heads);
   if (tile.length == 0) return;
   // mutant: sm80-dq-kv-head
   const unsigned kv_head = head / (heads / static_cast<unsigned>(p.kv_heads));
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
     for (int r = 0; r < 2; ++r) {
       const int query = first + m * 16 + r * 8 + lane / 4;
       const bool inside = query < tile.length;
-      const float* from = params.rows + head * p.tokens + tile.begin + (inside ? query : 0);
+      const float* from = params.lse_delta + head * p.tokens + tile.begin + (inside ? query : 0);
       log_sum[m][r] = inside ? from[0] : 0.f;
       delta[m][r] = inside ? from[p.heads * p.tokens] : 0.f;
     }

@@ -30,9 +30,16 @@ struct AttentionParams {
   int64_t head_dim;           // D
   float scale;
   bool causal;
-  // Read on the CPU, and on CUDA by vision_attention's kernels:
+  // vision_attention:
   const int32_t* order;  // [T]: the token at each place of the segments, or null
   const float* rotary;   // [T, D] by token: D / 2 cosines, as many sines, or null
+  // CUDA, where types are bf16 or fp16 and rows 16-byte aligned:
+  int64_t max_seqlen;  // of a segment; window kernels take at most 128
+  // Workspace of the kernels for segments of any length, 16-byte aligned:
+  int32_t* tiles;   // [T / 128 + n, 4], backward [2, ..]: of queries, of keys; see
+                    // cuda/attention/schedule.cuh
+  void* rotated_k;  // with rotary, [H, T, D]: k rotated; in the backward of mma.sync q, then k
+  void* rotated_q;  // the same for q, for compute capability 9.0 only
 };
 
 struct AttentionGradParams {
@@ -41,6 +48,8 @@ struct AttentionGradParams {
   HeadsView dq;             // [T, H, D]
   HeadsView dk;             // [T, Hkv, D]
   HeadsView dv;             // [T, Hkv, D]
+  float* lse_delta;  // workspace on CUDA as `tiles` is, [2, H, T]: log2 of each softmax row's
+                     // sum of exponentials; sum of out * dout
 };
 
 // Where the patches of images and videos lie: P patches in units of merge_size^2, G units.
@@ -55,45 +64,6 @@ struct VisionLayoutParams {
   int64_t* window_index;       // [G]: unit at each place in window order
   int64_t* reverse_index;      // [G]: its inverse
   int32_t* window_order;       // [P]: patch at each place in window order
-};
-
-// On CUDA: segments of at most 128 tokens, bf16 or fp16, 16-byte aligned rows.
-struct WindowAttentionParams {
-  AttentionParams forward;
-  int64_t max_length;  // of a segment
-};
-
-struct WindowAttentionGradParams {
-  AttentionGradParams backward;
-  int64_t max_length;
-};
-
-// On CUDA: segments of any length, bf16 or fp16, 16-byte aligned rows. `tiles` and `rows` are
-// workspace, 16-byte aligned.
-struct FlashAttentionParams {
-  AttentionParams forward;
-  int64_t max_length;  // of a segment
-  int32_t* tiles;      // [T / 128 + n, 4], see cuda/attention_tiles.cuh
-};
-
-struct FlashAttentionGradParams {
-  AttentionGradParams backward;
-  int64_t max_length;
-  int32_t* tiles;  // [2, T / 128 + n, 4]: of queries, of keys
-  float* rows;     // [2, H, T]: log2 of each softmax row's sum of exponentials; sum of out * dout
-};
-
-// The same for vision_attention: with rotary, without order, as many key heads as query heads.
-struct FlashVisionParams {
-  FlashAttentionParams flash;
-  void* turned;          // [H, T, D] workspace, 16-byte aligned: k turned by rotary
-  void* turned_queries;  // the same for q; without it (null) the forward is always mma.sync's
-};
-
-struct FlashVisionGradParams {
-  FlashAttentionGradParams flash;
-  void* turned;          // [H, T, D] workspace, 16-byte aligned: k turned by rotary, or q, then k
-  void* turned_queries;  // the same for q; without it (null) the backward is always mma.sync's
 };
 
 // How Adam's moments are held, as in optim/native.py; codes: see cpu/adam/dynamic_tree.inl.

@@ -1,18 +1,17 @@
-// Attention inside segments of any length: the backward of varlen_attention
-// (attention_flash_backward.cuh).
-#include "cuda/attention_flash.h"
-#include "cuda/attention_flash_backward.cuh"
+// Attention inside segments of any length: the backward of varlen_attention (backward.cuh).
+#include "cuda/attention/attention.h"
+#include "cuda/attention/sm80/backward.cuh"
 
 namespace vlmk {
 namespace {
 
 template <class Math, int kDim>
-int launch_backward(const FlashAttentionGradParams& p, void* stream) {
+int launch_backward(const AttentionGradParams& p, void* stream) {
   using K = KeysShape<kDim>;
   using Q = QueriesShape<kDim>;
-  const AttentionParams& f = p.backward.forward;
+  const AttentionParams& f = p.forward;
   const int64_t tiles = list_length(f);
-  if (const int error = launch_list(f, p.max_length, p.tiles, 2, stream)) return error;
+  if (const int error = launch_list(f, f.max_seqlen, f.tiles, 2, stream)) return error;
   if (const int error = launch(row_sums<Math, kDim>, (f.tokens + kSumRows - 1) / kSumRows * f.heads,
                                kSumThreads, 0, stream, p)) {
     return error;
@@ -27,8 +26,8 @@ int launch_backward(const FlashAttentionGradParams& p, void* stream) {
 
 }  // namespace
 
-int flash_mma_backward_cuda(const FlashAttentionGradParams& p, void* stream) {
-  const AttentionParams& f = p.backward.forward;
+int flash_mma_backward_cuda(const AttentionGradParams& p, void* stream) {
+  const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
   if (f.dtype == DType::kBFloat16) {

@@ -8,8 +8,10 @@
 
 #include <atomic>
 
-#include "cuda/attention_tiles.cuh"
-#include "cuda/hopper.cuh"
+#include "cuda/attention/launch.cuh"
+#include "cuda/attention/schedule.cuh"
+#include "cuda/attention/tile.cuh"
+#include "cuda/ptx/sm90.cuh"
 
 namespace vlmk {
 namespace {

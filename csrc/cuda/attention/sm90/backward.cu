@@ -1,5 +1,5 @@
 // Attention inside segments of any length on Hopper's tensor cores: the backward, for compute
-// capability 9.0. Results and division of the work as attention_flash_backward.cuh's,
+// capability 9.0. Results and division of the work as sm80/backward.cuh's,
 // deterministic: `row_sums`, then dk and dv by one kernel, dq by another.
 //
 // Method: FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608), whose backward is
@@ -27,9 +27,9 @@
 // queries 8 D + 4 W (W: D, of 72 and 80 96, and D is 80), that is 1,408 and 1,024 at 80. Left
 // operands in shared memory keep it as busy as the tensor cores: 4 KB for m64n64k16's 32 cycles.
 // Exponentials, one a score and kernel at 16 a cycle: 512. From L2: 256 D bytes a step.
-#include "cuda/attention_flash.h"
-#include "cuda/attention_flash_backward.cuh"
-#include "cuda/attention_hopper.cuh"
+#include "cuda/attention/attention.h"
+#include "cuda/attention/sm80/backward.cuh"
+#include "cuda/attention/sm90/common.cuh"
 
 namespace vlmk {
 namespace {
@@ -101,22 +101,22 @@ struct GradWork {
   int steps;  // of a head; 0: no more work
 };
 template <int kDim, bool kKeys>
-__device__ __forceinline__ GradWork grad_work_at(const FlashAttentionGradParams& params,
+__device__ __forceinline__ GradWork grad_work_at(const AttentionGradParams& params,
                                                  unsigned round) {
-  const AttentionParams& p = params.backward.forward;
+  const AttentionParams& p = params.forward;
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   constexpr int kStep = HopperGradShape<kDim>::kStep;
   GradWork work;
   int end;
   if constexpr (kKeys) {
     // mutant: sm90-bwd-work-at-tiles
-    const int32_t* tiles = params.tiles + 4 * (p.tokens / kTileRows + p.segments);
+    const int32_t* tiles = p.tiles + 4 * (p.tokens / kTileRows + p.segments);
     const Item item = item_at(tiles, p, p.kv_heads, round);
     // mutant: sm90-bwd-work-of-keys
     work = {item.tile, item.head, item.head * group, group, p.causal ? item.tile.first : 0, 0};
     end = item.tile.length;
   } else {
-    const Item item = item_at(params.tiles, p, p.heads, round);
+    const Item item = item_at(p.tiles, p, p.heads, round);
     work = {item.tile, item.head, item.head / group, 1, 0, 0};  // mutant: sm90-bwd-work-of-queries
     // mutant: sm90-bwd-work-at-end
     end = p.causal ? min(item.tile.length, item.tile.first + kTileRows) : item.tile.length;
@@ -134,8 +134,8 @@ struct GradMaps {
 
 // One thread.
 template <int kDim, bool kKeys>
-__device__ __forceinline__ void produce(const FlashAttentionGradParams& params,
-                                        const GradMaps& maps, const GradArena<kDim>& arena) {
+__device__ __forceinline__ void produce(const AttentionGradParams& params, const GradMaps& maps,
+                                        const GradArena<kDim>& arena) {
   using S = HopperGradShape<kDim>;
   Place<S::kStages> ring;
   uint32_t parity = 0;  // of the resident tiles' barriers
@@ -181,11 +181,11 @@ __device__ __forceinline__ void produce(const FlashAttentionGradParams& params,
 // Two warps, `which` 0 and 1: each after the producer, and before the consumers, sees to one of the
 // tensors that stream and, for the keys, to one of the queries' two numbers.
 template <int kDim, bool kKeys>
-__device__ __forceinline__ void follow(const FlashAttentionGradParams& params,
+__device__ __forceinline__ void follow(const AttentionGradParams& params,
                                        const GradArena<kDim>& arena, int which) {
   using S = HopperGradShape<kDim>;
   constexpr int kChunkBytes = HopperTile<kDim, S::kStep>::kChunkBytes;
-  const AttentionParams& p = params.backward.forward;
+  const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize;
   Place<S::kStages> ring;
 #pragma unroll 1
@@ -197,7 +197,8 @@ __device__ __forceinline__ void follow(const FlashAttentionGradParams& params,
               rest = /* mutant: sm90-bwd-follower-all */ all - work.steps * S::kStep;
     // mutant: sm90-bwd-follower-first-row
     const int first_row = which * static_cast<int>(p.heads) + work.stream_head;
-    const float* rows = params.rows + static_cast<int64_t>(first_row) * static_cast<int>(p.tokens) +
+    const float* rows = params.lse_delta +
+                        static_cast<int64_t>(first_row) * static_cast<int>(p.tokens) +
                         (work.tile.begin + work.first + lane);  // mutant: sm90-bwd-follower-rows
 #pragma unroll 1
     for (int head = work.heads; head > 0;
@@ -243,10 +244,10 @@ __device__ __forceinline__ void follow(const FlashAttentionGradParams& params,
 
 // `consumer` is the warpgroup's number among them.
 template <class Math, int kDim>
-__device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& params,
+__device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
                                              const GradArena<kDim>& arena, int consumer) {
   using S = HopperGradShape<kDim>;
-  const AttentionParams& p = params.backward.forward;
+  const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
   // mutant: sm90-bwd-dkdv-keys
@@ -371,7 +372,7 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
     release(arena.empty(ring.stage));
     ring.advance();
 
-    const HeadsView &to_dk = params.backward.dk, &to_dv = params.backward.dv;
+    const HeadsView &to_dk = params.dk, &to_dv = params.dv;
     const int64_t token = work.tile.begin + first;
     const int length = work.tile.length - first;
     const float factor[1][2] = {{p.scale, p.scale}};  // mutant: sm90-bwd-dkdv-factor
@@ -393,10 +394,10 @@ __device__ __forceinline__ void consume_keys(const FlashAttentionGradParams& par
 // ---- queries
 
 template <class Math, int kDim>
-__device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& params,
+__device__ __forceinline__ void consume_queries(const AttentionGradParams& params,
                                                 const GradArena<kDim>& arena, int consumer) {
   using S = HopperGradShape<kDim>;
-  const AttentionParams& p = params.backward.forward;
+  const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
   const uint32_t queries = arena.resident(0) + consumer * 64 * S::kRowBytes;
@@ -423,7 +424,7 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
       const int query = first + r * 8 + lane / 4;
       const bool inside = query < work.tile.length;
       const float* from =
-          params.rows + work.head * p.tokens + work.tile.begin + (inside ? query : 0);
+          params.lse_delta + work.head * p.tokens + work.tile.begin + (inside ? query : 0);
       log_sum[r] = inside ? from[0] : 0.f;
       delta[r] = inside ? from[p.heads * p.tokens] : 0.f;
     }
@@ -513,7 +514,7 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
       continue;
     }
 
-    const HeadsView& to = params.backward.dq;
+    const HeadsView& to = params.dq;
     const int64_t token = work.tile.begin + first;
     const int length = work.tile.length - first;
     const float factor[1][2] = {{p.scale, p.scale}};
@@ -532,7 +533,7 @@ __device__ __forceinline__ void consume_queries(const FlashAttentionGradParams& 
 // ---- kernels
 
 template <class Math, int kDim, bool kKeys>
-__device__ __forceinline__ void work_on_tiles(const FlashAttentionGradParams& params,
+__device__ __forceinline__ void work_on_tiles(const AttentionGradParams& params,
                                               const GradMaps& maps) {
   using S = HopperGradShape<kDim>;
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -571,7 +572,7 @@ __device__ __forceinline__ void work_on_tiles(const FlashAttentionGradParams& pa
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(HopperBlock::kThreads, 1)
-    flash_keys_hopper(const FlashAttentionGradParams params, const __grid_constant__ CUtensorMap k,
+    flash_keys_hopper(const AttentionGradParams params, const __grid_constant__ CUtensorMap k,
                       const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap q,
                       const __grid_constant__ CUtensorMap dout) {
   work_on_tiles<Math, kDim, true>(params, {{&k, &v}, {&q, &dout}});
@@ -579,8 +580,7 @@ __global__ void __launch_bounds__(HopperBlock::kThreads, 1)
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(HopperBlock::kThreads, 1)
-    flash_queries_hopper(const FlashAttentionGradParams params,
-                         const __grid_constant__ CUtensorMap q,
+    flash_queries_hopper(const AttentionGradParams params, const __grid_constant__ CUtensorMap q,
                          const __grid_constant__ CUtensorMap dout,
                          const __grid_constant__ CUtensorMap k,
                          const __grid_constant__ CUtensorMap v) {
@@ -590,9 +590,9 @@ __global__ void __launch_bounds__(HopperBlock::kThreads, 1)
 // ---- the launch
 
 template <class Math, int kDim>
-int launch_backward(const FlashAttentionGradParams& params, void* stream) {
+int launch_backward(const AttentionGradParams& params, void* stream) {
   using S = HopperGradShape<kDim>;
-  const AttentionParams& p = params.backward.forward;
+  const AttentionParams& p = params.forward;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
   // mutant: sm90-bwd-launch-backward-if-launch
   if (const int error = launch(row_sums<Math, kDim>, (p.tokens + kSumRows - 1) / kSumRows * p.heads,
@@ -600,7 +600,7 @@ int launch_backward(const FlashAttentionGradParams& params, void* stream) {
     return error;
   }
   // mutant: sm90-bwd-launch-backward-views
-  const HeadsView views[] = {p.q, params.backward.dout, p.k, p.v};
+  const HeadsView views[] = {p.q, params.dout, p.k, p.v};
   CUtensorMap resident[4], streams[4];
   for (int i = 0; i < 4; ++i) {
     const int64_t heads = i < 2 ? p.heads : p.kv_heads;  // mutant: sm90-bwd-launch-backward-heads
@@ -622,12 +622,12 @@ int launch_backward(const FlashAttentionGradParams& params, void* stream) {
 
 }  // namespace
 
-int flash_hopper_backward_cuda(const FlashAttentionGradParams& p, void* stream) {
-  const AttentionParams& f = p.backward.forward;
+int flash_hopper_backward_cuda(const AttentionGradParams& p, void* stream) {
+  const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
   const auto list = f.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
-  if (const int error = list(f, p.max_length, p.tiles, 2, stream)) return error;
+  if (const int error = list(f, f.max_seqlen, f.tiles, 2, stream)) return error;
   if (f.dtype == DType::kBFloat16) {
     VLMK_FLASH_DIMS(launch_backward, ptx::Bf16Math, f.head_dim)
   }

@@ -9,9 +9,9 @@
 
 #include <cstdio>
 
-#include "cuda/embedding.h"
-#include "cuda/primitives.cuh"
-#include "params.h"
+#include "common/params.h"
+#include "cuda/embedding/embedding.h"
+#include "cuda/ptx/sm80.cuh"
 
 namespace vlmk {
 namespace {

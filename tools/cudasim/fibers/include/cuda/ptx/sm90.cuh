@@ -1,9 +1,9 @@
-// csrc/cuda/hopper.cuh for a host compiler: the same names and signatures on emulator.h.
+// csrc/cuda/ptx/sm90.cuh for a host compiler: the same names and signatures on emulator.h.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "cuda/primitives.cuh"
+#include "cuda/ptx/sm80.cuh"
 
 // What nvcc defines where it compiles for sm_90a.
 #define __CUDA_ARCH_FEAT_SM90_ALL 1

@@ -1,5 +1,5 @@
-// csrc/cuda/primitives.cuh for a host compiler: the same names and signatures on emulator.h. A
-// kernel includes "cuda/primitives.cuh", and this folder is searched first.
+// csrc/cuda/ptx/sm80.cuh for a host compiler: the same names and signatures on emulator.h. A
+// kernel includes "cuda/ptx/sm80.cuh", and this folder is searched first.
 #pragma once
 #include <cuda_runtime.h>
 

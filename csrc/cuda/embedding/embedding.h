@@ -1,7 +1,7 @@
 // Launchers of visual embedding on CUDA; each returns a cudaError_t. `stream` is a cudaStream_t.
 #pragma once
 
-#include "params.h"
+#include "common/params.h"
 
 namespace vlmk {
 

@@ -1,5 +1,5 @@
-// vision_attention of segments of any length: attention_flash.cuh and attention_flash_backward.cuh
-// on a projection whose queries and keys are still to be turned by the 2D rotary embedding.
+// vision_attention of segments of any length: forward.cuh and backward.cuh on a projection whose
+// queries and keys are still to be turned by the 2D rotary embedding.
 //
 // What a block keeps is turned where it stands, in shared memory, once: queries in flash_forward
 // and flash_queries, keys in flash_keys. dq and dk are turned back there before they are stored.
@@ -18,12 +18,12 @@
 // turn_rows 2; forward 2 + 4; backward 2 for the sums, 2 + 6 for the keys, 2 + 5 for the queries.
 // turn_rows reads the table once for kTurnHeads heads, 4 D bytes beside 16 D, mostly from L2.
 //
-// With compute capability 9.0 the kernels are attention_flash_hopper.cu's and
-// attention_flash_hopper_backward.cu's, where TMA brings rows as they are: queries and keys are
-// turned beforehand, 2 more forward; dq and dk are turned back as here.
-#include "cuda/attention_flash.cuh"
-#include "cuda/attention_flash.h"
-#include "cuda/attention_flash_backward.cuh"
+// With compute capability 9.0 the kernels are sm90/forward.cu's and sm90/backward.cu's, where TMA
+// brings rows as they are: queries and keys are turned beforehand, 2 more forward; dq and dk are
+// turned back as here.
+#include "cuda/attention/attention.h"
+#include "cuda/attention/sm80/backward.cuh"
+#include "cuda/attention/sm80/forward.cuh"
 
 namespace vlmk {
 namespace {
@@ -93,46 +93,42 @@ int launch_turn(const AttentionParams& p, const HeadsView& from, void* workspace
 }
 
 template <class Math, int kDim>
-int launch_forward(const FlashVisionParams& params, void* stream) {
+int launch_forward(const AttentionParams& params, void* stream) {
   using S = ForwardShape<kDim>;
-  FlashAttentionParams p = params.flash;
-  if (const int error = launch_list<VisionRows>(p.forward, p.max_length, p.tiles, 1, stream)) {
+  AttentionParams p = params;
+  if (const int error = launch_list<VisionRows>(p, p.max_seqlen, p.tiles, 1, stream)) {
     return error;
   }
-  if (const int error = launch_turn<Math, kDim>(p.forward, params.flash.forward.k, params.turned,
-                                                stream, p.forward.k)) {
+  if (const int error = launch_turn<Math, kDim>(params, params.k, params.rotated_k, stream, p.k)) {
     return error;
   }
-  return launch(flash_forward<Math, kDim, VisionRows>, list_length(p.forward) * p.forward.heads,
-                S::kThreads, S::kShared, stream, p);
+  return launch(flash_forward<Math, kDim, VisionRows>, list_length(p) * p.heads, S::kThreads,
+                S::kShared, stream, p);
 }
 
 template <class Math, int kDim>
-int launch_backward(const FlashVisionGradParams& params, void* stream) {
+int launch_backward(const AttentionGradParams& p, void* stream) {
   using K = KeysShape<kDim>;
   using Q = QueriesShape<kDim>;
-  const FlashAttentionGradParams& p = params.flash;
-  const AttentionParams& f = p.backward.forward;
+  const AttentionParams& f = p.forward;
   const int64_t blocks = list_length(f) * f.heads;
-  if (const int error = launch_list<VisionRows>(f, p.max_length, p.tiles, 2, stream)) return error;
+  if (const int error = launch_list<VisionRows>(f, f.max_seqlen, f.tiles, 2, stream)) return error;
   if (const int error = launch(row_sums<Math, kDim>, (f.tokens + kSumRows - 1) / kSumRows * f.heads,
                                kSumThreads, 0, stream, p)) {
     return error;
   }
   // One workspace for both, one after the other.
-  FlashAttentionGradParams turned = p;
+  AttentionGradParams turned = p;
   // mutant: rotate-launch-backward-if-launch-rotary
-  if (const int error =
-          launch_turn<Math, kDim>(f, f.q, params.turned, stream, turned.backward.forward.q)) {
+  if (const int error = launch_turn<Math, kDim>(f, f.q, f.rotated_k, stream, turned.forward.q)) {
     return error;
   }
   if (const int error = launch(flash_keys<Math, kDim, VisionRows>, blocks, K::kThreads, K::kShared,
                                stream, turned)) {
     return error;
   }
-  turned.backward.forward.q = f.q;  // mutant: rotate-launch-backward-rotated-backward-forward-q
-  if (const int error =
-          launch_turn<Math, kDim>(f, f.k, params.turned, stream, turned.backward.forward.k)) {
+  turned.forward.q = f.q;  // mutant: rotate-launch-backward-rotated-backward-forward-q
+  if (const int error = launch_turn<Math, kDim>(f, f.k, f.rotated_k, stream, turned.forward.k)) {
     return error;
   }
   return launch(flash_queries<Math, kDim, VisionRows>, blocks, Q::kThreads, Q::kShared, stream,
@@ -156,18 +152,17 @@ int flash_vision_turn_cuda(const AttentionParams& f, const HeadsView& from, void
   VLMK_FLASH_DIMS(launch_turn, ptx::Fp16Math, f.head_dim)
 }
 
-int flash_vision_mma_forward_cuda(const FlashVisionParams& p, void* stream) {
-  const AttentionParams& f = p.flash.forward;
-  if (!is_vision(f)) return cudaErrorInvalidValue;
-  if (f.segments == 0) return cudaSuccess;
-  if (f.dtype == DType::kBFloat16) {
-    VLMK_FLASH_DIMS(launch_forward, ptx::Bf16Math, f.head_dim)
+int flash_vision_mma_forward_cuda(const AttentionParams& p, void* stream) {
+  if (!is_vision(p)) return cudaErrorInvalidValue;
+  if (p.segments == 0) return cudaSuccess;
+  if (p.dtype == DType::kBFloat16) {
+    VLMK_FLASH_DIMS(launch_forward, ptx::Bf16Math, p.head_dim)
   }
-  VLMK_FLASH_DIMS(launch_forward, ptx::Fp16Math, f.head_dim)
+  VLMK_FLASH_DIMS(launch_forward, ptx::Fp16Math, p.head_dim)
 }
 
-int flash_vision_mma_backward_cuda(const FlashVisionGradParams& p, void* stream) {
-  const AttentionParams& f = p.flash.backward.forward;
+int flash_vision_mma_backward_cuda(const AttentionGradParams& p, void* stream) {
+  const AttentionParams& f = p.forward;
   if (!is_vision(f)) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
   if (f.dtype == DType::kBFloat16) {

@@ -1,5 +1,5 @@
 // Attention inside segments of any length on Hopper's tensor cores: the forward, for compute
-// capability 9.0. Results as attention_flash.cuh's.
+// capability 9.0. Results as sm80/forward.cuh's.
 //
 // Method: FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608). One block an SM
 // takes one tile of 128 queries and head after another. A thread brings queries, keys and values by
@@ -17,8 +17,8 @@
 // cycle and SM; one exponential per score, at 16 a cycle: at 64 they take as long as the products.
 // A block of 128 queries and keys: 16 D cycles, of 72 and 80 1,408. From L2, once per tile of
 // queries: 512 D bytes a block of keys.
-#include "cuda/attention_flash.h"
-#include "cuda/attention_hopper.cuh"
+#include "cuda/attention/attention.h"
+#include "cuda/attention/sm90/common.cuh"
 
 namespace vlmk {
 namespace {
@@ -94,10 +94,9 @@ struct Work {
   bool ragged;  // the last of them passes the segment's end
 };
 template <int kDim>
-__device__ __forceinline__ Work work_at(const FlashAttentionParams& params, unsigned round) {
+__device__ __forceinline__ Work work_at(const AttentionParams& p, unsigned round) {
   using S = HopperShape<kDim>;
-  const AttentionParams& p = params.forward;
-  const Item item = item_at(params.tiles, p, p.heads, round);
+  const Item item = item_at(p.tiles, p, p.heads, round);
   const Tile& tile = item.tile;
   // mutant: sm90-fwd-work-at-end
   const int end = p.causal ? min(tile.length, tile.first + kTileRows) : tile.length;
@@ -117,16 +116,16 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, u
 
 // One thread. Values come one block behind keys: that is the order in which they are wanted.
 template <int kDim>
-__device__ __forceinline__ void produce(const FlashAttentionParams& params, const CUtensorMap* q,
+__device__ __forceinline__ void produce(const AttentionParams& p, const CUtensorMap* q,
                                         const CUtensorMap* k, const CUtensorMap* v,
                                         const Arena<kDim>& arena) {
   using S = HopperShape<kDim>;
-  const int group = static_cast<int>(params.forward.heads / params.forward.kv_heads);
+  const int group = static_cast<int>(p.heads / p.kv_heads);
   Place<S::kStages> key, value;
   uint32_t parity = 0;  // of the queries' barriers
 #pragma unroll 1
   for (unsigned round = 0;; ++round) {
-    const Work work = work_at<kDim>(params, round);
+    const Work work = work_at<kDim>(p, round);
     if (work.blocks == 0) return;
     const int begin = work.tile.begin,
               kv_head = /* mutant: sm90-fwd-producer-begin */ work.head / group;
@@ -159,18 +158,17 @@ __device__ __forceinline__ void produce(const FlashAttentionParams& params, cons
 // One warp: follows the producer, and every other warp of its barriers, so that none of their
 // phases passes it by.
 template <int kDim>
-__device__ __forceinline__ void clean(const FlashAttentionParams& params,
-                                      const Arena<kDim>& arena) {
+__device__ __forceinline__ void clean(const AttentionParams& p, const Arena<kDim>& arena) {
   using S = HopperShape<kDim>;
   const int lane = threadIdx.x % kWarpSize;
   Place<S::kStages> value;
   uint32_t parity = 0;
 #pragma unroll 1
   for (unsigned round = 0;; ++round) {
-    const Work work = work_at<kDim>(params, round);
+    const Work work = work_at<kDim>(p, round);
     if (work.blocks == 0) return;
     ptx::barrier_wait(arena.queries_full(), parity);  // mutant: sm90-fwd-cleaner-wait-queries-full
-    if (params.forward.scale < 0.f) {                 // mutant: sm90-fwd-cleaner-if-scale
+    if (p.scale < 0.f) {                              // mutant: sm90-fwd-cleaner-if-scale
 #pragma unroll 1
       for (int at = lane * 16; at < S::kTileBytes; at += kWarpSize * 16) {
         uint4 x = ptx::load_shared(arena.queries() + at);
@@ -249,10 +247,9 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], float (&top)[2]
 
 // `consumer` is the warpgroup's number among them.
 template <class Math, int kDim>
-__device__ __forceinline__ void consume(const FlashAttentionParams& params,
-                                        const Arena<kDim>& arena, int consumer) {
+__device__ __forceinline__ void consume(const AttentionParams& p, const Arena<kDim>& arena,
+                                        int consumer) {
   using S = HopperShape<kDim>;
-  const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
   // mutant: sm90-fwd-consumer-queries
@@ -270,10 +267,10 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
 
   Place<S::kStages> key, value;
   uint32_t parity = 0;
-  Work work = work_at<kDim>(params, 0);
+  Work work = work_at<kDim>(p, 0);
 #pragma unroll 1
   for (unsigned round = 1; work.blocks != 0; ++round) {
-    const Work next = work_at<kDim>(params, round);
+    const Work next = work_at<kDim>(p, round);
     // mutant: sm90-fwd-consumer-if-length
     if (work.tile.first + consumer * 64 >= work.tile.length) {
       // All of its queries are past the segment's end: the tensor cores are the other's.
@@ -386,7 +383,7 @@ __device__ __forceinline__ void consume(const FlashAttentionParams& params,
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
-    flash_forward_hopper(const FlashAttentionParams params, const __grid_constant__ CUtensorMap q,
+    flash_forward_hopper(const AttentionParams p, const __grid_constant__ CUtensorMap q,
                          const __grid_constant__ CUtensorMap k,
                          const __grid_constant__ CUtensorMap v) {
   using S = HopperShape<kDim>;
@@ -406,11 +403,11 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
   if (warp < kWarpgroupSize / kWarpSize) {
     // mutant: sm90-fwd-flash-forward-hopper-registers
     ptx::give_registers<S::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kDim>(params, &q, &k, &v, arena);
-    if (warp == 1) clean<kDim>(params, arena);
+    if (threadIdx.x == 0) produce<kDim>(p, &q, &k, &v, arena);
+    if (warp == 1) clean<kDim>(p, arena);
   } else {
     ptx::take_registers<S::kConsumerRegisters>();
-    consume<Math, kDim>(params, arena, warp / (kWarpgroupSize / kWarpSize) - 1);
+    consume<Math, kDim>(p, arena, warp / (kWarpgroupSize / kWarpSize) - 1);
   }
 #else
   ptx::trap();  // the launcher asks for compute capability 9.0
@@ -420,9 +417,8 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
 // ---- the launch
 
 template <class Math, int kDim>
-int launch_forward(const FlashAttentionParams& params, void* stream) {
+int launch_forward(const AttentionParams& p, void* stream) {
   using S = HopperShape<kDim>;
-  const AttentionParams& p = params.forward;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
   CUtensorMap q, k, v;
   cudaError_t error = make_map<kDim, kTileRows>(&q, p.dtype, p.q, p.tokens, p.heads);
@@ -433,21 +429,20 @@ int launch_forward(const FlashAttentionParams& params, void* stream) {
   error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
   if (error != cudaSuccess) return error;
   return launch_items(flash_forward_hopper<Math, kDim>, list_length(p) * p.heads, S::kShared,
-                      stream, params, q, k, v);
+                      stream, p, q, k, v);
 }
 
 }  // namespace
 
-int flash_hopper_forward_cuda(const FlashAttentionParams& p, void* stream) {
-  const AttentionParams& f = p.forward;
-  if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
-  if (f.segments == 0) return cudaSuccess;
-  const auto list = f.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
-  if (const int error = list(f, p.max_length, p.tiles, 1, stream)) return error;
-  if (f.dtype == DType::kBFloat16) {
-    VLMK_FLASH_DIMS(launch_forward, ptx::Bf16Math, f.head_dim)
+int flash_hopper_forward_cuda(const AttentionParams& p, void* stream) {
+  if (p.dtype == DType::kFloat32 || p.tokens > 0x7fffffff) return cudaErrorInvalidValue;
+  if (p.segments == 0) return cudaSuccess;
+  const auto list = p.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
+  if (const int error = list(p, p.max_seqlen, p.tiles, 1, stream)) return error;
+  if (p.dtype == DType::kBFloat16) {
+    VLMK_FLASH_DIMS(launch_forward, ptx::Bf16Math, p.head_dim)
   }
-  VLMK_FLASH_DIMS(launch_forward, ptx::Fp16Math, f.head_dim)
+  VLMK_FLASH_DIMS(launch_forward, ptx::Fp16Math, p.head_dim)
 }
 
 }  // namespace vlmk

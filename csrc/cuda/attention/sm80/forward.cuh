@@ -8,10 +8,12 @@
 // depth.
 //
 // Floor: 4 L^2 D FLOPs a head on the tensor cores, half of it if causal; one exponential per score.
-// Tiles start longest first (attention_tiles.cuh), so that one long segment makes no tail.
+// Tiles start longest first (schedule.cuh), so that one long segment makes no tail.
 #pragma once
 
-#include "cuda/attention_tiles.cuh"
+#include "cuda/attention/launch.cuh"
+#include "cuda/attention/schedule.cuh"
+#include "cuda/attention/tile.cuh"
 
 namespace vlmk {
 namespace {
@@ -31,13 +33,12 @@ struct ForwardShape {
 
 template <class Math, int kDim, class Rows>
 __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
-    flash_forward(const FlashAttentionParams params) {
+    flash_forward(const AttentionParams p) {
   using S = ForwardShape<kDim>;
   extern __shared__ __align__(128) char shared[];
-  const AttentionParams& p = params.forward;
   const unsigned heads = static_cast<unsigned>(p.heads);
   const unsigned head = blockIdx.x % heads;
-  const Tile tile = tile_at(params.tiles, blockIdx.x / heads);
+  const Tile tile = tile_at(p.tiles, blockIdx.x / heads);
   if (tile.length == 0) return;
   // mutant: sm80-forward-kv-head
   const unsigned kv_head = head / (heads / static_cast<unsigned>(p.kv_heads));

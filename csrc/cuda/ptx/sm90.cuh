@@ -1,11 +1,11 @@
-// PTX of Hopper (sm_90a), beside primitives.cuh: mbarriers, tensor memory accelerator (TMA),
-// warpgroup products, registers that warpgroups hand to each other. Used by attention_hopper.cuh.
+// PTX of Hopper (sm_90a), beside sm80.cuh: mbarriers, tensor memory accelerator (TMA),
+// warpgroup products, registers that warpgroups hand to each other. Used by attention/sm90.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "cuda/primitives.cuh"
+#include "cuda/ptx/sm80.cuh"
 
 namespace vlmk::ptx {
 

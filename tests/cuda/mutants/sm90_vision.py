@@ -1,0 +1,32 @@
+"""Mutants of vision_attention's kernels for compute capability 9.0."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .mutant import Mutant
+
+M = partial(Mutant, "sm90-vision")
+
+MUTANTS = [
+    M("keys for queries", "sm90-vision-rotate-queries",
+      "flash_vision_turn_cuda(p, p.k, queries, stream)", case="two tiles, ragged"),
+    M("keys rotated over queries", "sm90-vision-rotate-keys",
+      "flash_vision_turn_cuda(p, p.k, queries, stream)", case="two tiles, ragged"),
+    M("queries not rotated", "sm90-vision-forward-q", case="two tiles, ragged"),
+    M("keys not rotated", "sm90-vision-forward-k", case="two tiles, ragged"),
+    M("queries not rotated, backward", "sm90-vision-backward-q", case="two tiles, ragged"),
+    M("keys not rotated, backward", "sm90-vision-backward-k", case="two tiles, ragged"),
+    M("dk not rotated back", "sm90-bwd-dkdv-if-rotary", "false", case="two tiles, ragged"),
+    M("dk back by the first key's angles", "sm90-bwd-dkdv-store-rotated",
+      "store_rows_back<Math, kDim>(blocks_of<kDim>(dk), factor, staging, length, p.rotary, "
+      "work.tile.begin, rows_of(to_dk, token, work.head), to_dk.token_stride);",
+      case="two tiles, ragged"),
+    M("dq not rotated back", "sm90-bwd-dq-if-rotary", "false", case="two tiles, ragged"),
+    M("dq back by the first query's angles", "sm90-bwd-dq-store-rotated",
+      "store_rows_back<Math, kDim>(blocks_of<kDim>(dq), factor, staging, length, p.rotary, "
+      "work.tile.begin, rows_of(to, token, work.head), to.token_stride);",
+      case="two tiles, ragged"),
+    M("spare lanes rotate too", "tiles-apply-if-index", "kAll % kWarpSize != 0 && false",
+      case="two tiles, ragged"),
+]  # fmt: skip
