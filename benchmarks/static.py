@@ -34,7 +34,7 @@ from tests.cuda.params import params_struct
 from tools.cudasim import CSRC
 from tools.cudasim.ptx.toolchain import (
     ARCHITECTURES,
-    build_fake_runtime,
+    fake_runtime,
     find_nvcc,
     missing_tool,
     run,
@@ -127,7 +127,7 @@ def short_names(mangled: list[str]) -> dict[str, str]:
     return short
 
 
-def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
+def launches(library: Path) -> dict[str, tuple[int, int]]:
     """Threads and dynamic shared memory of each attention kernel, by mangled name."""
     seen: dict[str, tuple[int, int]] = {}
     kind = ctypes.CFUNCTYPE(
@@ -140,7 +140,7 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
         return 0
 
     callback = kind(launched)
-    fake = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    fake = ctypes.CDLL(str(fake_runtime()), mode=ctypes.RTLD_GLOBAL)
     fake.fakecuda_set_callback(callback)
     handle = ctypes.CDLL(str(library))
     try:
@@ -192,7 +192,6 @@ def measure() -> dict[str, Any]:
     kernels: dict[str, dict[str, Any]] = {f"sm_{a}": {} for a in ARCHITECTURES}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        runtime = build_fake_runtime(folder)
         sources = sorted((CSRC / "cuda").rglob("*.cu"))
         keeps = [folder / f"{s.parent.name}_{s.stem}" for s in sources]
         with ThreadPoolExecutor(2) as pool:  # a compiler waits for itself a tenth of its time
@@ -206,7 +205,7 @@ def measure() -> dict[str, Any]:
             )
             if not figures:
                 continue  # host code alone
-            launched = launches(keep / "host.so", runtime)
+            launched = launches(keep / "host.so")
             codes = {
                 architecture: dict(kernel_codes(path.read_bytes()))
                 for path in keep.glob("*.cubin")
