@@ -36,6 +36,7 @@ from tools.cudasim.ptx.toolchain import (
     ARCHITECTURES,
     build_fake_runtime,
     find_nvcc,
+    load_fake_runtime,
     missing_tool,
     run,
 )
@@ -61,9 +62,7 @@ HEAD = ("toolkit", "sources")
 #: capabilities).
 SHARED_OF_SM = {"80": 164 << 10, "90a": 228 << 10}
 #: What other architectures have as a trap that no launcher reaches.
-ONLY_ON = dict.fromkeys(
-    ("flash_forward_hopper", "flash_keys_hopper", "flash_queries_hopper"), "90a"
-)
+ONLY_ON = dict.fromkeys(("sm90_forward", "sm90_backward_dkdv", "sm90_backward_dq"), "90a")
 REGISTERS_OF_PARTITION, PARTITIONS, WARPS_OF_SM, BLOCKS_OF_SM = 16384, 4, 64, 32
 
 
@@ -140,20 +139,20 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
         return 0
 
     callback = kind(launched)
-    fake = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    fake = load_fake_runtime(runtime)
     fake.fakecuda_set_callback(callback)
     handle = ctypes.CDLL(str(library))
     try:
         for launcher, struct in attention_launchers(
             run(["nm", "-D", "--defined-only", str(library)])
         ):
-            for dtype, dim, longest, rotary in itertools.product(
+            for dtype, dim, max_seqlen, rotary in itertools.product(
                 (1, 2), (64, 72, 80, 96, 128), (64, 128), (0, 1)
             ):
                 # One segment of one token and head; nothing is read. An error: no such instance.
                 params = params_struct(struct)()
                 p = params.forward if "Grad" in struct else params
-                p.max_seqlen = longest
+                p.max_seqlen = max_seqlen
                 p.dtype, p.head_dim = dtype, dim
                 p.segments = p.tokens = p.heads = p.kv_heads = 1
                 p.rotary = rotary
@@ -169,7 +168,7 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
 def attention_launchers(exported: str) -> Iterator[tuple[str, str]]:
     """Mangled name and params struct of each launcher of attention among a library's symbols."""
     for name, way in re.findall(r"\bT (_ZN\w*?_(forward|backward)_cuda\w*)", exported):
-        if "window" in name or "flash" in name:
+        if re.search(r"window|sm80|sm90", name):
             yield name, f"Attention{'Grad' if way == 'backward' else ''}Params"
 
 

@@ -14,6 +14,7 @@ from .machine import launch
 from .memory import GlobalMemory
 from .parser import Module, parse_ptx
 from .ptxtypes import SimError
+from .toolchain import load_fake_runtime
 
 _Callback = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -41,8 +42,7 @@ class Device:
             name: self.memory.upload(name, np.frombuffer(variable.init, np.uint8))
             for name, variable in self.module.globals.items()
         }
-        # The launchers bind to this library by name, so it must be in the global scope first.
-        self._runtime = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+        self._runtime = load_fake_runtime(runtime)
         self._callback = _Callback(self._launched)
 
     def call(self, launcher: Any, *arguments: Any) -> int:

@@ -70,6 +70,17 @@ def build_fake_runtime(folder: Path) -> Path:
     return library
 
 
+_loaded: list[ctypes.CDLL] = []
+
+
+def load_fake_runtime(library: Path) -> ctypes.CDLL:
+    """The fake runtime of this process: the first that was loaded, to which every launcher binds by
+    its functions' names."""
+    if not _loaded:
+        _loaded.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+    return _loaded[0]
+
+
 def build_kernels(
     source: Path, folder: Path, architectures: Sequence[str], include: Path = CSRC
 ) -> Build:
