@@ -346,7 +346,7 @@ def rows(context: Context) -> Iterator[Row]:
     """Forward and forward + backward, fp32 and bf16 (bf16 on a GPU)."""
     dtypes = [torch.float32, torch.bfloat16]
     if context.device == "cuda":
-        if not hasattr(_native._C, "window_attention_forward_cuda"):
+        if not hasattr(_native._C, "window_forward_cuda"):
             say("attention on CUDA skipped: vlmkernels was built without CUDA")
             return
         dtypes = [torch.bfloat16]

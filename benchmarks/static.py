@@ -61,9 +61,7 @@ HEAD = ("toolkit", "sources")
 #: capabilities).
 SHARED_OF_SM = {"80": 164 << 10, "90a": 228 << 10}
 #: What other architectures have as a trap that no launcher reaches.
-ONLY_ON = dict.fromkeys(
-    ("flash_forward_hopper", "flash_keys_hopper", "flash_queries_hopper"), "90a"
-)
+ONLY_ON = dict.fromkeys(("sm90_forward", "sm90_backward_dkdv", "sm90_backward_dq"), "90a")
 REGISTERS_OF_PARTITION, PARTITIONS, WARPS_OF_SM, BLOCKS_OF_SM = 16384, 4, 64, 32
 
 
@@ -127,7 +125,7 @@ def short_names(mangled: list[str]) -> dict[str, str]:
     return short
 
 
-def launches(library: Path) -> dict[str, tuple[int, int]]:
+def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
     """Threads and dynamic shared memory of each attention kernel, by mangled name."""
     seen: dict[str, tuple[int, int]] = {}
     kind = ctypes.CFUNCTYPE(
@@ -140,20 +138,20 @@ def launches(library: Path) -> dict[str, tuple[int, int]]:
         return 0
 
     callback = kind(launched)
-    fake = ctypes.CDLL(str(fake_runtime()), mode=ctypes.RTLD_GLOBAL)
+    fake = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     fake.fakecuda_set_callback(callback)
     handle = ctypes.CDLL(str(library))
     try:
         for launcher, struct in attention_launchers(
             run(["nm", "-D", "--defined-only", str(library)])
         ):
-            for dtype, dim, longest, rotary in itertools.product(
+            for dtype, dim, max_seqlen, rotary in itertools.product(
                 (1, 2), (64, 72, 80, 96, 128), (64, 128), (0, 1)
             ):
                 # One segment of one token and head; nothing is read. An error: no such instance.
                 params = params_struct(struct)()
                 p = params.forward if "Grad" in struct else params
-                p.max_seqlen = longest
+                p.max_seqlen = max_seqlen
                 p.dtype, p.head_dim = dtype, dim
                 p.segments = p.tokens = p.heads = p.kv_heads = 1
                 p.rotary = rotary
@@ -169,7 +167,7 @@ def launches(library: Path) -> dict[str, tuple[int, int]]:
 def attention_launchers(exported: str) -> Iterator[tuple[str, str]]:
     """Mangled name and params struct of each launcher of attention among a library's symbols."""
     for name, way in re.findall(r"\bT (_ZN\w*?_(forward|backward)_cuda\w*)", exported):
-        if "window" in name or "flash" in name:
+        if re.search(r"window|sm80|sm90", name):
             yield name, f"Attention{'Grad' if way == 'backward' else ''}Params"
 
 
@@ -192,6 +190,7 @@ def measure() -> dict[str, Any]:
     kernels: dict[str, dict[str, Any]] = {f"sm_{a}": {} for a in ARCHITECTURES}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        runtime = fake_runtime()
         sources = sorted((CSRC / "cuda").rglob("*.cu"))
         keeps = [folder / f"{s.parent.name}_{s.stem}" for s in sources]
         with ThreadPoolExecutor(2) as pool:  # a compiler waits for itself a tenth of its time
@@ -205,7 +204,7 @@ def measure() -> dict[str, Any]:
             )
             if not figures:
                 continue  # host code alone
-            launched = launches(keep / "host.so")
+            launched = launches(keep / "host.so", runtime)
             codes = {
                 architecture: dict(kernel_codes(path.read_bytes()))
                 for path in keep.glob("*.cubin")

@@ -87,18 +87,18 @@ void register_attention(py::module_& m) {
   const auto backward_cuda = [&](const char* name, auto launch) {
     define(name, on_cuda(fill_gradients, launch), gradients, arguments, stream);
   };
-  forward_cuda("window_attention_forward_cuda", window_attention_forward_cuda);
-  backward_cuda("window_attention_backward_cuda", window_attention_backward_cuda);
-  forward_cuda("vision_window_forward_cuda", vision_window_forward_cuda);
-  backward_cuda("vision_window_backward_cuda", vision_window_backward_cuda);
-  forward_cuda("flash_mma_forward_cuda", flash_mma_forward_cuda);
-  backward_cuda("flash_mma_backward_cuda", flash_mma_backward_cuda);
-  forward_cuda("flash_hopper_forward_cuda", flash_hopper_forward_cuda);
-  backward_cuda("flash_hopper_backward_cuda", flash_hopper_backward_cuda);
-  forward_cuda("flash_vision_mma_forward_cuda", flash_vision_mma_forward_cuda);
-  backward_cuda("flash_vision_mma_backward_cuda", flash_vision_mma_backward_cuda);
-  forward_cuda("flash_vision_hopper_forward_cuda", flash_vision_hopper_forward_cuda);
-  backward_cuda("flash_vision_hopper_backward_cuda", flash_vision_hopper_backward_cuda);
+  forward_cuda("window_forward_cuda", window_forward_cuda);
+  backward_cuda("window_backward_cuda", window_backward_cuda);
+  forward_cuda("window_vision_forward_cuda", window_vision_forward_cuda);
+  backward_cuda("window_vision_backward_cuda", window_vision_backward_cuda);
+  forward_cuda("sm80_forward_cuda", sm80_forward_cuda);
+  backward_cuda("sm80_backward_cuda", sm80_backward_cuda);
+  forward_cuda("sm90_forward_cuda", sm90_forward_cuda);
+  backward_cuda("sm90_backward_cuda", sm90_backward_cuda);
+  forward_cuda("sm80_vision_forward_cuda", sm80_vision_forward_cuda);
+  backward_cuda("sm80_vision_backward_cuda", sm80_vision_backward_cuda);
+  forward_cuda("sm90_vision_forward_cuda", sm90_vision_forward_cuda);
+  backward_cuda("sm90_vision_backward_cuda", sm90_vision_backward_cuda);
 #endif
 }
 

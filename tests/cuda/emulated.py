@@ -12,13 +12,13 @@ from tools.cudasim.fibers.device import Device
 
 #: The launchers of a family of mutants and the GPU that they run on.
 FAMILIES = {
-    "window": ("window_attention", 80),
-    "window-vision": ("vision_window", 80),
-    "sm80": ("flash_mma", 80),
-    "sm80-vision": ("flash_vision_mma", 80),
-    "sm90-forward": ("flash_hopper", 90),
-    "sm90-backward": ("flash_hopper", 90),
-    "sm90-vision": ("flash_vision_hopper", 90),
+    "window": ("window", 80),
+    "window-vision": ("window_vision", 80),
+    "sm80": ("sm80", 80),
+    "sm80-vision": ("sm80_vision", 80),
+    "sm90-forward": ("sm90", 90),
+    "sm90-backward": ("sm90", 90),
+    "sm90-vision": ("sm90_vision", 90),
     "embedding": ("embedding", 80),
 }
 

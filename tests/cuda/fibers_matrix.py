@@ -47,14 +47,14 @@ def main(schedules: int) -> None:
                     check(kernels_of(library, rng, family), rng)
             for dim in (64, 80, 96, 128):
                 for dtype in ("bfloat16", "float16"):
-                    for longest in (64, 128) if dim < 128 else (64,):
+                    for max_seqlen in (64, 128) if dim < 128 else (64,):
                         kv_heads = int(rng.integers(1, 3))
-                        lengths = rng.integers(0, longest + 1, 3).tolist()
+                        lengths = rng.integers(0, max_seqlen + 1, 3).tolist()
                         case = Case(rng, lengths, 2 * kv_heads, kv_heads, dim, dtype,
-                                    bool(rng.random() < 0.5), max_length=longest)  # fmt: skip
+                                    bool(rng.random() < 0.5), max_seqlen=max_seqlen)  # fmt: skip
                         sys.stdout.write(f"{dim} {dtype} {lengths} {kv_heads} {case.causal}\n")
                         check_window(kernels_of(library, rng, "window"), case)
-                        of_vision = VisionCase(rng, lengths, 2, dim, dtype, max_length=longest)
+                        of_vision = VisionCase(rng, lengths, 2, dim, dtype, max_seqlen=max_seqlen)
                         check_vision(kernels_of(library, rng, "window-vision"), of_vision)
             sys.stdout.write(f"schedule {schedule + 1} of {schedules}: clean\n")
 

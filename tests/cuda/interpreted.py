@@ -22,19 +22,19 @@ BOTH: Types = ("Bf16Math", "Fp16Math")
 #: The tiled kernels' files for an architecture, and their launchers.
 TILED = {
     "80": {
-        "forward": ("cuda/attention/sm80/forward.cu", "flash_mma_forward_cuda"),
-        "backward": ("cuda/attention/sm80/backward.cu", "flash_mma_backward_cuda"),
+        "forward": ("cuda/attention/sm80/forward.cu", "sm80_forward_cuda"),
+        "backward": ("cuda/attention/sm80/backward.cu", "sm80_backward_cuda"),
     },
     "90a": {
-        "forward": ("cuda/attention/sm90/forward.cu", "flash_hopper_forward_cuda"),
-        "backward": ("cuda/attention/sm90/backward.cu", "flash_hopper_backward_cuda"),
+        "forward": ("cuda/attention/sm90/forward.cu", "sm90_forward_cuda"),
+        "backward": ("cuda/attention/sm90/backward.cu", "sm90_backward_cuda"),
     },
 }
 #: The file of a family that has one, and its launchers.
 SINGLE = {
-    "window": ("cuda/attention/window/varlen.cu", "window_attention_{}_cuda"),
-    "window-vision": ("cuda/attention/window/vision.cu", "vision_window_{}_cuda"),
-    "sm80-vision": ("cuda/attention/sm80/vision.cu", "flash_vision_mma_{}_cuda"),
+    "window": ("cuda/attention/window/varlen.cu", "window_{}_cuda"),
+    "window-vision": ("cuda/attention/window/vision.cu", "window_vision_{}_cuda"),
+    "sm80-vision": ("cuda/attention/sm80/vision.cu", "sm80_vision_{}_cuda"),
     "embedding": ("cuda/embedding/embedding.cu", "embedding_{}_cuda"),
 }
 
@@ -91,7 +91,7 @@ def copy_csrc(
         if name.as_posix() == WINDOW_INSTANCES:
             code = keep_instances(code, [window])
         for other in set(BOTH) - set(types):
-            code = re.sub(rf"VLMK_FLASH_DIMS\(\w+, ptx::{other}, \w.head_dim\)", "return 1;", code)
+            code = re.sub(rf"VLMK_HEAD_DIMS\(\w+, ptx::{other}, \w.head_dim\)", "return 1;", code)
         left -= set(markers(code))
         (csrc / name).parent.mkdir(parents=True, exist_ok=True)
         (csrc / name).write_text(plant(code, [("true", m) for m in mutants]))

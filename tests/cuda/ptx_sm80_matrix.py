@@ -1,6 +1,6 @@
 """Every instance of tiled attention: `make test-flash`, minutes.
 
-test_flash_ptx.py, in make test, runs one.
+test_ptx_sm80.py, in make test, runs one.
 """
 
 from __future__ import annotations

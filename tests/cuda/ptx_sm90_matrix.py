@@ -1,6 +1,6 @@
 """Every instance of both ways for sm_90a: `make test-flash`, minutes.
 
-test_flash_hopper_ptx.py, in make test, runs one.
+test_ptx_sm90.py, in make test, runs one.
 """
 
 from __future__ import annotations

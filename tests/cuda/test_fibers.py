@@ -38,15 +38,15 @@ def test_vision_attention_128_keys(library: Library, rng: np.random.Generator) -
 def test_attention_of_nothing(
     lengths: list[int], library: Library, rng: np.random.Generator
 ) -> None:
-    check_window(kernels_of(library, rng, "window"), Case(rng, lengths, 2, 1, 80, max_length=0))
+    check_window(kernels_of(library, rng, "window"), Case(rng, lengths, 2, 1, 80, max_seqlen=0))
     check_vision(
-        kernels_of(library, rng, "window-vision"), VisionCase(rng, lengths, 1, 80, max_length=0)
+        kernels_of(library, rng, "window-vision"), VisionCase(rng, lengths, 1, 80, max_seqlen=0)
     )
 
 
 def test_tiled_vision_attention_of_nothing(library: Library, rng: np.random.Generator) -> None:
     kernels = kernels_of(library, rng, "sm80-vision")
-    check_tiled(kernels, rng, [], 1, 80, max_length=0)
+    check_tiled(kernels, rng, [], 1, 80, max_seqlen=0)
     check_tiled(kernels, rng, [0, 0], 2, 80)
 
 
@@ -100,9 +100,9 @@ def test_traps(library: Library, rng: np.random.Generator) -> None:
     with pytest.raises(SimError, match="names row 0 at positions (0 and|.* and 0)"):
         check_gather(kernels_of(library, rng, "embedding"), pack)
     with pytest.raises(SimError, match="segment 1 is tokens 3 to 13 of 13, and max_seqlen is 5"):
-        check_window(kernels_of(library, rng, "window"), Case(rng, [3, 10], 1, 1, 80, max_length=5))
+        check_window(kernels_of(library, rng, "window"), Case(rng, [3, 10], 1, 1, 80, max_seqlen=5))
     with pytest.raises(SimError, match="vision_attention: segment 1 is tokens 3 to 13 of 13, and"):
-        check_tiled(kernels_of(library, rng, "sm80-vision"), rng, [3, 10], 1, 80, max_length=5)
+        check_tiled(kernels_of(library, rng, "sm80-vision"), rng, [3, 10], 1, 80, max_seqlen=5)
     vision = VisionCase(rng, [3, 10], 1, 80)
     vision.order[7] = 13
     with pytest.raises(SimError, match=r"window_order\[7\] is 13, but there are 13 rows"):

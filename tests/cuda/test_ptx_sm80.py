@@ -35,13 +35,13 @@ def test_accuracy(name: str, flash: Interpreted, rng: np.random.Generator) -> No
 def test_vision_at_head_dim_72(
     fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """Half of its row is 4.5 units of 16 bytes: turned 4 columns at a time. Five heads: turn_rows
-    takes four."""
+    """Half of its row is 4.5 units of 16 bytes: rotated 4 columns at a time. Five heads:
+    rotate_rows takes four."""
     csrc = copy_csrc(tmp_path, dim=72, types=("Fp16Math",))
     kernels = single("sm80-vision", csrc, tmp_path, fake_runtime)
     check_tiled(kernels, rng, [0, 20, 1], 5, 72, "float16", megatron=True, scale=-0.3)
     with pytest.raises(SimError, match="vision_attention: segment 0 is tokens 0 to 6 of 6, and"):
-        check_tiled(kernels, rng, [6], 1, 72, "float16", max_length=5)
+        check_tiled(kernels, rng, [6], 1, 72, "float16", max_seqlen=5)
 
 
 def test_same_bits_whatever_else_is_in_the_batch(
@@ -67,11 +67,11 @@ def test_list_of_many_tiles(flash: Interpreted, rng: np.random.Generator) -> Non
 
 def test_a_too_long_segment_is_trapped(flash: Interpreted, rng: np.random.Generator) -> None:
     with pytest.raises(SimError, match="segment 1 is tokens 3 to 13 of 13, and max_seqlen is 5"):
-        run_flash(flash, Case(rng, [3, 10], 1, 1, DIM, max_length=5))
+        run_flash(flash, Case(rng, [3, 10], 1, 1, DIM, max_seqlen=5))
 
 
 def test_no_segment(flash: Interpreted, rng: np.random.Generator) -> None:
-    device, _ = run_flash(flash, Case(rng, [], 1, 1, DIM, max_length=0), backward=False)
+    device, _ = run_flash(flash, Case(rng, [], 1, 1, DIM, max_seqlen=0), backward=False)
     assert device.launches == []
     device, found = run_flash(flash, Case(rng, [0, 0], 1, 1, DIM))
     assert found["out"].size == 0

@@ -38,5 +38,5 @@ def test_accuracy_of_gradients(name: str, hopper: Interpreted, rng: np.random.Ge
 def test_no_token(hopper: Interpreted, rng: np.random.Generator) -> None:
     """No tensor map describes a tensor without elements."""
     for lengths in ([], [0, 0]):
-        _, found = run_flash(hopper, Case(rng, lengths, 1, 1, DIM, max_length=0))
+        _, found = run_flash(hopper, Case(rng, lengths, 1, 1, DIM, max_seqlen=0))
         assert found["out"].size == found["dq"].size == 0

@@ -48,8 +48,8 @@ def test_accuracy(name: str, window: Interpreted, rng: np.random.Generator) -> N
 def test_attention_of_nothing(
     lengths: list[int], window: Interpreted, vision: Interpreted, rng: np.random.Generator
 ) -> None:
-    check_window(window, Case(rng, lengths, 2, 1, 80, max_length=0))
-    check_vision(vision, VisionCase(rng, lengths, 1, 80, max_length=0))
+    check_window(window, Case(rng, lengths, 2, 1, 80, max_seqlen=0))
+    check_vision(vision, VisionCase(rng, lengths, 1, 80, max_seqlen=0))
 
 
 @pytest.mark.slow
@@ -79,4 +79,4 @@ def test_random_shapes(window: Interpreted, rng: np.random.Generator) -> None:
 
 def test_a_too_long_segment_is_trapped(window: Interpreted, rng: np.random.Generator) -> None:
     with pytest.raises(SimError, match="segment 1 is tokens 3 to 13 of 13, and max_seqlen is 5"):
-        check_window(window, Case(rng, [3, 10], 1, 1, 80, max_length=5))
+        check_window(window, Case(rng, [3, 10], 1, 1, 80, max_seqlen=5))

@@ -220,7 +220,7 @@ def test_rows_are_aligned_or_copied(monkeypatch):
     varlen(q, fused[:, 1], fused[:, 2], cu, 10, False, 0.1, "window")
     ((name, named),) = native.calls
     q_address, *q_strides = named["q"]
-    assert name == "window_attention_forward"
+    assert name == "window_forward"
     assert q_address % 16 == 0 and q_address != q.data_ptr() and q_strides == [160, 80]
     assert named["k"] == (fused[:, 1].data_ptr(), 480, 80)
     assert named["v"][0] == fused[:, 2].data_ptr()
@@ -252,14 +252,14 @@ def test_an_expanded_dout_is_copied_for_tma(kernel, copied, monkeypatch):
 @pytest.mark.parametrize(
     ("head_dim", "max_seqlen", "machine", "backend", "expected"),
     [
-        (80, 100, AMPERE, None, "window_attention"),
-        (80, 100, AMPERE, "tiled", "flash_mma"),
-        (72, 100, AMPERE, None, "flash_mma"),
-        (80, 300, AMPERE, None, "flash_mma"),
-        (80, 100, HOPPER, None, "window_attention"),
-        (80, 100, HOPPER, "tiled", "flash_hopper"),
-        (80, 300, HOPPER, None, "flash_hopper"),
-        (80, 300, HOPPER, "sm80", "flash_mma"),
+        (80, 100, AMPERE, None, "window"),
+        (80, 100, AMPERE, "tiled", "sm80"),
+        (72, 100, AMPERE, None, "sm80"),
+        (80, 300, AMPERE, None, "sm80"),
+        (80, 100, HOPPER, None, "window"),
+        (80, 100, HOPPER, "tiled", "sm90"),
+        (80, 300, HOPPER, None, "sm90"),
+        (80, 300, HOPPER, "sm80", "sm80"),
     ],
 )
 def test_the_selected_kernel_runs_both_ways(
@@ -284,7 +284,7 @@ def test_the_selected_kernel_runs_both_ways(
         assert name == f"{expected}_{way}"
         assert named["max_seqlen"] == max_seqlen
     tiles = [(1, 5, 4), (2, 5, 4)]  # 430 // 128 whole tiles and one more a segment
-    wanted = [] if expected == "window_attention" else tiles
+    wanted = [] if expected == "window" else tiles
     assert [s for s in sizes if len(s) == 3 and s[-1] == 4] == wanted
 
 
@@ -307,7 +307,7 @@ def test_compiled_calls_select_by_a_length_that_varies(monkeypatch):
     for length in (100, 90, 80, 200, 210, 220):
         attend(q, cu, length)
     kernels = [name.removesuffix("_forward") for name, _ in native.calls]
-    assert kernels == ["window_attention"] * 3 + ["flash_hopper"] * 3
+    assert kernels == ["window"] * 3 + ["sm90"] * 3
     assert len(graphs) == 3
     torch._dynamo.reset()
 
@@ -342,7 +342,7 @@ def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
     out, stats = vision(*tensors, *options)
     name, named = native.calls[-1]
     q, k, v = (named[x] for x in "qkv")
-    prefix = "flash_vision_mma" if kernel == "sm80" else "flash_vision_hopper"
+    prefix = f"{kernel}_vision"
     assert name == f"{prefix}_forward"
     assert q[1:] == k[1:] == v[1:] == strides
     assert (q[0], k[0], v[0]) == tuple(part.data_ptr() for part in x.unbind(1))
@@ -388,7 +388,7 @@ def test_vision_views_reach_the_kernel(monkeypatch):
         out, stats = vision(x, *tensors, *options)
         name, named = native.calls[-1]
         q, k, v = (named[x] for x in "qkv")
-        assert name == "vision_window_forward"
+        assert name == "window_vision_forward"
         assert q[1:] == k[1:] == v[1:] == strides and q[0] % 16 == 0
         assert (q[0] == x.data_ptr()) == (x is not off)
         assert (k[0] - q[0], v[0] - k[0]) == (2 * x.stride(1) if x is not off else 320,) * 2
@@ -409,12 +409,12 @@ def test_vision_views_reach_the_kernel(monkeypatch):
 def test_vision_selects_by_the_layout(window, monkeypatch):
     """Windows through the order, frames on the kernel of the GPU; composed, the same values."""
     layout, qkv = _vision()
-    for machine, kernel in ((AMPERE, "flash_vision_mma"), (HOPPER, "flash_vision_hopper")):
+    for machine, kernel in ((AMPERE, "sm80_vision"), (HOPPER, "sm90_vision")):
         with monkeypatch.context() as patch:
             native = Native(patch, record=True)
             patch.setattr(api, "machine_of", lambda device, machine=machine: machine)
             vision_attention(qkv, replace(layout, max_seqlen=200), window=window)
-            assert native.calls[0][0] == ("vision_window" if window else kernel) + "_forward"
+            assert native.calls[0][0] == ("window_vision" if window else kernel) + "_forward"
     exact = qkv.float()
     expected = vision_attention(exact, layout, window=window)
     asked: list[Any] = []

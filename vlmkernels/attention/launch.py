@@ -33,9 +33,7 @@ NATIVE = {
     kernel: tuple(f"{op}_{way}" for op in ops for way in ("forward", "backward"))
     for kernel, ops in {
         "cpu": ("attention", "attention"),
-        "window": ("window_attention", "vision_window"),
-        "sm80": ("flash_mma", "flash_vision_mma"),
-        "sm90": ("flash_hopper", "flash_vision_hopper"),
+        **{name: (name, f"{name}_vision") for name in ("window", "sm80", "sm90")},
     }.items()
 }
 

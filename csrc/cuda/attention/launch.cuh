@@ -24,20 +24,20 @@ int launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared, v
 }
 
 // Calls launch<Math, head_dim>(p, stream) for an instance.
-#define VLMK_FLASH_DIMS(launch, Math, head_dim) \
-  switch (head_dim) {                           \
-    case 64:                                    \
-      return launch<Math, 64>(p, stream);       \
-    case 72:                                    \
-      return launch<Math, 72>(p, stream);       \
-    case 80:                                    \
-      return launch<Math, 80>(p, stream);       \
-    case 96:                                    \
-      return launch<Math, 96>(p, stream);       \
-    case 128:                                   \
-      return launch<Math, 128>(p, stream);      \
-    default:                                    \
-      return cudaErrorInvalidValue;             \
+#define VLMK_HEAD_DIMS(launch, Math, head_dim) \
+  switch (head_dim) {                          \
+    case 64:                                   \
+      return launch<Math, 64>(p, stream);      \
+    case 72:                                   \
+      return launch<Math, 72>(p, stream);      \
+    case 80:                                   \
+      return launch<Math, 80>(p, stream);      \
+    case 96:                                   \
+      return launch<Math, 96>(p, stream);      \
+    case 128:                                  \
+      return launch<Math, 128>(p, stream);     \
+    default:                                   \
+      return cudaErrorInvalidValue;            \
   }
 
 }  // namespace

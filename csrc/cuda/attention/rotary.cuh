@@ -7,10 +7,10 @@
 namespace vlmk {
 namespace {
 
-// Columns that are turned at a time, so many that half a row is a multiple of them, and their
+// Columns that are rotated at a time, so many that half a row is a multiple of them, and their
 // 16-bit elements as one unit.
 template <int kDim>
-inline constexpr int kTurnColumns = kDim % 16 == 0 ? 8 : 4;  // mutant: rows-columns
+inline constexpr int kRotaryColumns = kDim % 16 == 0 ? 8 : 4;  // mutant: rows-columns
 
 template <int kColumns>
 struct Columns;
@@ -37,7 +37,7 @@ struct Columns<4> {
 
 // Cosines and sines of kColumns columns of one token.
 template <int kColumns>
-struct Turn {
+struct Rotation {
   using Unit = typename Columns<kColumns>::Unit;
   uint4 cosine[kColumns / 4], sine[kColumns / 4];
 

@@ -10,7 +10,7 @@
 namespace vlmk {
 namespace {
 
-// One window: its place in the packed batch. Length 0: nothing to do.
+// One window: its tokens in the packed batch. Length 0: nothing to do.
 struct Window {
   int64_t begin;
   int length;
@@ -74,14 +74,14 @@ struct VisionRows {
 
 template <class Rows>
 __device__ __forceinline__ Window find_window(const AttentionParams& p, int64_t segment,
-                                              int64_t max_length) {
+                                              int64_t max_seqlen) {
   const int64_t begin = p.cu_seqlens[segment], end = p.cu_seqlens[segment + 1];
-  if (begin < 0 || end < begin || end > p.tokens || end - begin > max_length) {
+  if (begin < 0 || end < begin || end > p.tokens || end - begin > max_seqlen) {
     // Only the thread that has printed traps: another's trap could end the grid before.
     if (threadIdx.x == 0) {
       printf(Rows::kTooLong, static_cast<long long>(segment), static_cast<long long>(begin),
              static_cast<long long>(end), static_cast<long long>(p.tokens),
-             static_cast<long long>(max_length));
+             static_cast<long long>(max_seqlen));
       ptx::trap();
     }
     return {0, 0};

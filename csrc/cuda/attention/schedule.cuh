@@ -25,8 +25,8 @@ struct Tile {
   int first;   // row of the segment
 };
 
-__device__ __forceinline__ Tile tile_at(const int32_t* tiles, unsigned place) {
-  const uint4 v = ptx::load_once(reinterpret_cast<const uint4*>(tiles) + place, true);
+__device__ __forceinline__ Tile tile_at(const int32_t* tiles, unsigned index) {
+  const uint4 v = ptx::load_once(reinterpret_cast<const uint4*>(tiles) + index, true);
   return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z)};
 }
 
@@ -41,12 +41,13 @@ inline constexpr int kScheduleShared = (kBuckets + 1) * 4;
 // attention the last query of a segment sees most keys, and the first key is seen by most queries.
 // Tiles of equal work come in any order: no result depends on it.
 //
-// Borders that fall or leave [0, T], or a segment longer than max_length, print one line and trap.
+// cu_seqlens that fall or leave [0, T], or a segment longer than max_seqlen, print one line and
+// trap.
 template <class Rows>
 __global__ void __launch_bounds__(kScheduleThreads)
-    list_tiles(const AttentionParams p, const int64_t max_length, int32_t* const lists) {
+    list_tiles(const AttentionParams p, const int64_t max_seqlen, int32_t* const lists) {
   extern __shared__ __align__(128) char shared[];
-  const uint32_t counts = ptx::shared_address(shared);  // tiles of each amount of work, then places
+  const uint32_t counts = ptx::shared_address(shared);  // tiles of each amount of work, then slots
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const bool of_keys = blockIdx.x == 1;
   const int64_t total = p.tokens / kTileRows + p.segments;
@@ -65,10 +66,10 @@ __global__ void __launch_bounds__(kScheduleThreads)
         mine_begin = p.cu_seqlens[base + lane];
         mine_end = p.cu_seqlens[base + lane + 1];
         if (mine_begin < 0 || mine_end < mine_begin || mine_end > p.tokens ||
-            mine_end - mine_begin > max_length) {
+            mine_end - mine_begin > max_seqlen) {
           printf(Rows::kTooLong, static_cast<long long>(base + lane),
                  static_cast<long long>(mine_begin), static_cast<long long>(mine_end),
-                 static_cast<long long>(p.tokens), static_cast<long long>(max_length));
+                 static_cast<long long>(p.tokens), static_cast<long long>(max_seqlen));
           ptx::trap();
         }
       }
@@ -85,11 +86,11 @@ __global__ void __launch_bounds__(kScheduleThreads)
           const int work = !p.causal ? tiles : of_keys ? tiles - i : i + 1;
           // mutant: tiles-list-tiles-bucket
           const int bucket = work < kBuckets ? kBuckets - work : 0;
-          const int place = ptx::add_shared(counts + bucket * 4, 1);
+          const int slot = ptx::add_shared(counts + bucket * 4, 1);
           if (pass == 1) {
             const uint4 entry = {static_cast<uint32_t>(begin), static_cast<uint32_t>(length),
                                  static_cast<uint32_t>(i * kTileRows), 0};
-            ptx::store(list + place, entry, true);
+            ptx::store(list + slot, entry, true);
           }
         }
         __syncwarp();
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
     }
     __syncthreads();
     if (pass == 1) break;
-    if (warp == 0) {  // counts become the places of the first tiles
+    if (warp == 0) {  // counts become the slots of the first tiles
       constexpr int kEach = kBuckets / kWarpSize;
       int* const mine = reinterpret_cast<int*>(shared) + lane * kEach;
       int sum = 0;
@@ -126,11 +127,11 @@ __global__ void __launch_bounds__(kScheduleThreads)
 
 // Lists the tiles of queries and, of two lists, those of keys.
 template <class Rows = PackedRows>
-int launch_list(const AttentionParams& p, int64_t max_length, int32_t* tiles, int lists,
+int launch_list(const AttentionParams& p, int64_t max_seqlen, int32_t* tiles, int lists,
                 void* stream) {
   if (p.segments == 0) return cudaSuccess;
   list_tiles<Rows><<<lists, kScheduleThreads, kScheduleShared, static_cast<cudaStream_t>(stream)>>>(
-      p, max_length, tiles);
+      p, max_seqlen, tiles);
   return cudaGetLastError();
 }
 

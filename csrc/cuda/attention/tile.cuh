@@ -57,18 +57,18 @@ __device__ __forceinline__ void negate_rows(uint32_t rows) {
   __syncwarp();
 }
 
-// The rotary embedding of a warp's own kRows rows of a tile: what each lane turns of them, pairs of
-// pieces half a row apart.
+// The rotary embedding of a warp's own kRows rows of a tile: what each lane rotates of them, pairs
+// of pieces half a row apart.
 template <int kDim, int kRows>
-struct RowTurns {
-  static constexpr int kColumns = kTurnColumns<kDim>;
+struct RowRotations {
+  static constexpr int kColumns = kRotaryColumns<kDim>;
   static constexpr int kPairs = kDim / 2 / kColumns;  // of a row
   static constexpr int kAll = kRows * kPairs;
   static constexpr int kMine = (kAll + kWarpSize - 1) / kWarpSize;
   const int lane;
-  Turn<kColumns> turns[kMine];
+  Rotation<kColumns> rotations[kMine];
 
-  __device__ __forceinline__ explicit RowTurns(int lane_) : lane(lane_) {}
+  __device__ __forceinline__ explicit RowRotations(int lane_) : lane(lane_) {}
   // table: [T, kDim]; `token` is that of the first row, and `length` rows exist.
   __device__ __forceinline__ void load(const float* table, int64_t token, int length) {
 #pragma unroll
@@ -77,10 +77,10 @@ struct RowTurns {
       // mutant: tiles-load-on
       const bool on = row < length && (kAll % kWarpSize == 0 || index < kAll);
       // mutant: tiles-load-rotary
-      turns[i].template load<kDim>(table, token + row, index % kPairs * kColumns, on);
+      rotations[i].template load<kDim>(table, token + row, index % kPairs * kColumns, on);
     }
   }
-  // Turns the rows where they are; other lanes may read them after a __syncwarp().
+  // Rotates the rows where they are; other lanes may read them after a __syncwarp().
   template <class Math, bool kBack>
   __device__ __forceinline__ void apply(uint32_t rows) const {
 #pragma unroll
@@ -91,7 +91,7 @@ struct RowTurns {
       typename Columns<kColumns>::Unit a, b;
       ptx::load_shared(at, a);
       ptx::load_shared(at + kDim, b);  // mutant: tiles-apply-load-shared
-      turns[i].template apply<Math, kBack>(a, b);
+      rotations[i].template apply<Math, kBack>(a, b);
       ptx::store_shared(at, a);
       ptx::store_shared(at + kDim, b);  // mutant: tiles-apply-store-shared
     }
@@ -262,18 +262,18 @@ __device__ __forceinline__ void store_rows(const float (&c)[kBlocks][kDim / 8][4
   write_rows<kDim, kBlocks * 16>(rows, length, to, stride);
 }
 
-// The same, turned back by the table's angles of `token`, the first row's, and those after it.
+// The same, rotated back by the table's angles of `token`, the first row's, and those after it.
 template <class Math, int kDim, int kBlocks>
 __device__ __forceinline__ void store_rows_back(const float (&c)[kBlocks][kDim / 8][4],
                                                 const float (&factor)[kBlocks][2], uint32_t rows,
                                                 int length, const float* table, int64_t token,
                                                 uint16_t* to, int64_t stride) {
   stage_rows<Math, kDim>(c, factor, rows);
-  // Else the table's addresses stay in registers from the first turn to here, and spill.
-  RowTurns<kDim, kBlocks * 16> turns(ptx::anew(threadIdx.x % kWarpSize));
-  turns.load(table, token, length);
-  turns.template apply<Math, true>(rows);  // mutant: tiles-store-rotated-apply
-  __syncwarp();                            // mutant: tiles-store-rotated-syncwarp
+  // Else the table's addresses stay in registers from the first rotation to here, and spill.
+  RowRotations<kDim, kBlocks * 16> rotations(ptx::anew(threadIdx.x % kWarpSize));
+  rotations.load(table, token, length);
+  rotations.template apply<Math, true>(rows);  // mutant: tiles-store-rotated-apply
+  __syncwarp();                                // mutant: tiles-store-rotated-syncwarp
   write_rows<kDim, kBlocks * 16>(rows, length, to, stride);
 }
 

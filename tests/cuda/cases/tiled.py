@@ -50,7 +50,7 @@ def run_flash(kernels: Kernels, case: Case, backward: bool = True) -> tuple[Any,
         out=reserve("out", case.heads),
         row_max=stats,
         row_sum=stats + 4 * case.heads * case.tokens,
-        cu_seqlens=memory.upload("cu_seqlens", case.borders),
+        cu_seqlens=memory.upload("cu_seqlens", case.cu_seqlens),
         segments=len(case.lengths),
         tokens=case.tokens,
         heads=case.heads,
@@ -60,7 +60,7 @@ def run_flash(kernels: Kernels, case: Case, backward: bool = True) -> tuple[Any,
         causal=case.causal,
         order=None,
         rotary=None,
-        max_seqlen=max(case.lengths) if case.max_length is None else case.max_length,
+        max_seqlen=max(case.lengths) if case.max_seqlen is None else case.max_seqlen,
         tiles=memory.reserve("tiles", (1, most, 4), np.int32),
         rotated_k=None,
         rotated_q=None,
@@ -93,9 +93,9 @@ def plain_torch(case: Case) -> dict[str, Array]:
     )
     for x in (q, k, v):
         x.requires_grad_()
-    borders = torch.from_numpy(case.borders)
+    cu_seqlens = torch.from_numpy(case.cu_seqlens)
     kw = {"causal": case.causal, "scale": case.scale}
-    out = varlen_attention_reference(q, k, v, borders, **kw)
+    out = varlen_attention_reference(q, k, v, cu_seqlens, **kw)
     grads = torch.autograd.grad(out, (q, k, v), dout, materialize_grads=True)
     names = ("out", "dq", "dk", "dv")
     return {n: x.detach().double().numpy() for n, x in zip(names, (out, *grads), strict=True)}
@@ -157,7 +157,7 @@ def check_neighbours(
 def check_tiles(case: Case, entries: Array, of_keys: bool) -> None:
     """Every tile of every segment once, those with more work before those with less."""
     expected, work = [], []
-    for begin, length in zip(case.borders, case.lengths, strict=False):
+    for begin, length in zip(case.cu_seqlens, case.lengths, strict=False):
         for first in range(0, length, TILE_ROWS):
             expected.append((int(begin), length, first))
     used = [tuple(int(x) for x in entry[:3]) for entry in entries if entry[1]]

@@ -39,11 +39,11 @@ class VisionCase:
     permuted: bool = True
     megatron: bool = False
     scale: float = 0.125
-    max_length: int | None = None
+    max_seqlen: int | None = None
 
     def __post_init__(self) -> None:
         self.patches = sum(self.lengths)
-        self.borders = np.cumsum([0, *self.lengths]).astype(np.int32)
+        self.cu_seqlens = np.cumsum([0, *self.lengths]).astype(np.int32)
         self.order = self.rng.permutation(self.patches).astype(np.int32)
         if not self.permuted:
             self.order = np.arange(self.patches, dtype=np.int32)
@@ -66,7 +66,7 @@ class VisionCase:
         )
         table, order = self.table.astype(np.float64), self.order
         rows = [rounded(rotate(q, table)), rounded(rotate(k, table)), v, dout]
-        found = attend(*(x[order] for x in rows), self.borders, self.scale, False, rounded)
+        found = attend(*(x[order] for x in rows), self.cu_seqlens, self.scale, False, rounded)
         result = {name: np.empty_like(q) for name in ("out", "dq", "dk", "dv")}
         for name in result:
             result[name][order] = found[name]
@@ -109,7 +109,7 @@ def check_vision(
         out=dense(memory.reserve("out", shape, element)),
         row_max=stats,
         row_sum=stats + 4 * case.heads * case.patches,
-        cu_seqlens=memory.upload("cu_seqlens", case.borders),
+        cu_seqlens=memory.upload("cu_seqlens", case.cu_seqlens),
         segments=len(case.lengths),
         tokens=case.patches,
         heads=case.heads,
@@ -119,7 +119,7 @@ def check_vision(
         causal=False,
         order=memory.upload("order", case.order) if case.permuted else None,
         rotary=memory.upload("table", case.table),
-        max_seqlen=max(case.lengths) if case.max_length is None else case.max_length,
+        max_seqlen=max(case.lengths) if case.max_seqlen is None else case.max_seqlen,
         tiles=None,
         rotated_k=None,
         rotated_q=None,

@@ -27,12 +27,12 @@ class Case:
     dtype: str = "bfloat16"
     causal: bool = False
     scale: float = 0.125
-    max_length: int | None = None
+    max_seqlen: int | None = None
     shift: float = 0.0  # of q up and of k down: scores far below zero
 
     def __post_init__(self) -> None:
         self.tokens = sum(self.lengths)
-        self.borders = np.cumsum([0, *self.lengths]).astype(np.int32)
+        self.cu_seqlens = np.cumsum([0, *self.lengths]).astype(np.int32)
         self.q, self.dout = self._random(self.heads, self.shift), self._random(self.heads)
         self.k, self.v = self._random(self.kv_heads, -self.shift), self._random(self.kv_heads)
 
@@ -45,7 +45,7 @@ class Case:
         q, k, v, dout = (
             to_float(x, self.dtype).astype(np.float64) for x in (self.q, self.k, self.v, self.dout)
         )
-        return attend(q, k, v, dout, self.borders, self.scale, self.causal)
+        return attend(q, k, v, dout, self.cu_seqlens, self.scale, self.causal)
 
 
 def attend(
@@ -53,7 +53,7 @@ def attend(
     k: Array,
     v: Array,
     dout: Array,
-    borders: Array,
+    cu_seqlens: Array,
     scale: float,
     causal: bool,
     rounded: Callable[[Array], Array] = lambda x: x,
@@ -66,7 +66,7 @@ def attend(
     result |= {"dq terms": np.zeros_like(q), "dk terms": np.zeros_like(k)}
     row_max, row_sum = np.zeros((heads, tokens)), np.zeros((heads, tokens))
     sign = -1.0 if scale < 0 else 1.0
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
         for h in range(heads if end > begin else 0):
             rows, kv = slice(begin, end), h // group
             s = rounded(q[rows, h] @ k[rows, kv].T * sign)
@@ -116,7 +116,7 @@ def check_window(kernels: Kernels, case: Case) -> Any:
         out=reserve("out", case.heads),
         row_max=stats,
         row_sum=stats + 4 * case.heads * case.tokens,
-        cu_seqlens=memory.upload("cu_seqlens", case.borders),
+        cu_seqlens=memory.upload("cu_seqlens", case.cu_seqlens),
         segments=len(case.lengths),
         tokens=case.tokens,
         heads=case.heads,
@@ -126,7 +126,7 @@ def check_window(kernels: Kernels, case: Case) -> Any:
         causal=case.causal,
         order=None,
         rotary=None,
-        max_seqlen=max(case.lengths) if case.max_length is None else case.max_length,
+        max_seqlen=max(case.lengths) if case.max_seqlen is None else case.max_seqlen,
         tiles=None,
         rotated_k=None,
         rotated_q=None,

@@ -10,9 +10,9 @@ M = partial(Mutant, "sm90-vision")
 
 MUTANTS = [
     M("keys for queries", "sm90-vision-rotate-queries",
-      "flash_vision_turn_cuda(p, p.k, queries, stream)", case="two tiles, ragged"),
+      "rotate_cuda(p, p.k, queries, stream)", case="two tiles, ragged"),
     M("keys rotated over queries", "sm90-vision-rotate-keys",
-      "flash_vision_turn_cuda(p, p.k, queries, stream)", case="two tiles, ragged"),
+      "rotate_cuda(p, p.k, queries, stream)", case="two tiles, ragged"),
     M("queries not rotated", "sm90-vision-forward-q", case="two tiles, ragged"),
     M("keys not rotated", "sm90-vision-forward-k", case="two tiles, ragged"),
     M("queries not rotated, backward", "sm90-vision-backward-q", case="two tiles, ragged"),

@@ -1,14 +1,14 @@
 // Attention inside segments of any length on tensor cores: the backward, deterministic.
 //
-// Three launches after the list of tiles: `row_sums` (the rows' sums of out * dout), `flash_keys`
-// (one block per 128 keys and key/value head: dk and dv, summed in registers over all queries of
-// the group's heads) and `flash_queries` (one block per 128 queries and head: dq). Scores are
-// computed in both, 14 L^2 D FLOPs where one pass would do with 10; in exchange no gradient is
-// added to memory, neither by atomics nor through an fp32 buffer, and the same bits come out every
-// time.
+// Three launches after the list of tiles: `backward_preprocess` (the rows' sums of out * dout),
+// `sm80_backward_dkdv` (one block per 128 keys and key/value head: dk and dv, summed in registers
+// over all queries of the group's heads) and `sm80_backward_dq` (one block per 128 queries and
+// head: dq). Scores are computed in both, 14 L^2 D FLOPs where one pass would do with 10; in
+// exchange no gradient is added to memory, neither by atomics nor through an fp32 buffer, and the
+// same bits come out every time.
 //
 // Probabilities and dS go from the accumulators of one product into the operands of the next, never
-// through shared memory: in `flash_keys` they are computed transposed, keys x queries.
+// through shared memory: in `sm80_backward_dkdv` they are computed transposed, keys x queries.
 #pragma once
 
 #include "cuda/attention/launch.cuh"
@@ -18,30 +18,31 @@
 namespace vlmk {
 namespace {
 
-// ---- rows
+// ---- lse and delta
 
-inline constexpr int kSumThreads = 256;
-inline constexpr int kSumLanes = 4;  // of a row
-inline constexpr int kSumRows = kSumThreads / kSumLanes;
+inline constexpr int kPreprocessThreads = 256;
+inline constexpr int kPreprocessLanes = 4;  // of a row
+inline constexpr int kPreprocessRows = kPreprocessThreads / kPreprocessLanes;
 
-// rows[0] = log2 of the sum of a row's exponentials, its maximum put back, rows[1] = sum of out *
-// dout. One block per 64 tokens and head.
+// lse_delta[0] = log2 of the sum of a row's exponentials, its maximum put back, lse_delta[1] = sum
+// of out * dout. One block per 64 tokens and head.
 template <class Math, int kDim>
-__global__ void __launch_bounds__(kSumThreads) row_sums(const AttentionGradParams params) {
+__global__ void __launch_bounds__(kPreprocessThreads)
+    backward_preprocess(const AttentionGradParams params) {
   const AttentionParams& p = params.forward;
   const unsigned heads = static_cast<unsigned>(p.heads);
   const int64_t head = blockIdx.x % heads;
-  const int64_t token =
-      int64_t{blockIdx.x / heads} * kSumRows + static_cast<int>(threadIdx.x / kSumLanes);
+  const int64_t token = int64_t{blockIdx.x / heads} * kPreprocessRows +
+                        static_cast<int>(threadIdx.x / kPreprocessLanes);
   const bool inside = token < p.tokens;
   const int64_t safe = inside ? token : 0;
   const uint16_t *out = rows_of(p.out, safe, head), *dout = rows_of(params.dout, safe, head);
-  const int lane = threadIdx.x % kSumLanes;
+  const int lane = threadIdx.x % kPreprocessLanes;
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < kDim / 8; i += kSumLanes) {
+  for (int i = 0; i < kDim / 8; i += kPreprocessLanes) {
     const int unit = i + lane;
-    const bool on = inside && (kDim / 8 % kSumLanes == 0 || unit < kDim / 8);
+    const bool on = inside && (kDim / 8 % kPreprocessLanes == 0 || unit < kDim / 8);
     const uint4 a = ptx::load_once(reinterpret_cast<const uint4*>(out) + unit, on);
     const uint4 b = ptx::load_once(reinterpret_cast<const uint4*>(dout) + unit, on);
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
@@ -61,10 +62,10 @@ __global__ void __launch_bounds__(kSumThreads) row_sums(const AttentionGradParam
   }
 }
 
-// ---- keys
+// ---- dk and dv
 
 template <int kDim>
-struct KeysShape {
+struct DkDvShape {
   // Blocks of 16 keys of a warp: dk and dv of 32 keys fill the registers at 80.
   static constexpr int kBlocks = kDim > 80 ? 1 : 2;
   static constexpr int kWarps = kTileRows / 16 / kBlocks;
@@ -78,11 +79,11 @@ struct KeysShape {
   static constexpr int kMinBlocks = kThreads == 128 ? 2 : 1;
 };
 
-// Starts copying the queries of a step, their dout, and the two numbers of each row.
+// Starts copying the queries of a step, their dout, and lse and delta of each row.
 template <int kDim>
 __device__ __forceinline__ void copy_queries(uint32_t to, const AttentionGradParams& params,
                                              const Tile& tile, int64_t head, int query) {
-  using S = KeysShape<kDim>;
+  using S = DkDvShape<kDim>;
   const AttentionParams& p = params.forward;
   const HeadsView& dout = params.dout;
   const int64_t token = tile.begin + query;
@@ -101,9 +102,9 @@ __device__ __forceinline__ void copy_queries(uint32_t to, const AttentionGradPar
 }
 
 template <class Math, int kDim, class Rows>
-__global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kMinBlocks)
-    flash_keys(const AttentionGradParams params) {
-  using S = KeysShape<kDim>;
+__global__ void __launch_bounds__(DkDvShape<kDim>::kThreads, DkDvShape<kDim>::kMinBlocks)
+    sm80_backward_dkdv(const AttentionGradParams params) {
+  using S = DkDvShape<kDim>;
   extern __shared__ __align__(128) char shared[];
   const AttentionParams& p = params.forward;
   const unsigned kv_heads = static_cast<unsigned>(p.kv_heads);
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
   const int group = static_cast<int>(p.heads) / static_cast<int>(kv_heads);
 
   const uint32_t keys = ptx::shared_address(shared), values = keys + S::kKeyBytes;
-  const uint32_t stages = values + S::kKeyBytes;  // queries, dout, rows' numbers; twice
+  const uint32_t stages = values + S::kKeyBytes;  // queries, dout, lse and delta; twice
   const int lane = threadIdx.x % kWarpSize, warp_row = threadIdx.x / kWarpSize * S::kBlocks * 16;
   const int first = tile.first + warp_row;  // of the warp's keys
   const uint32_t my_keys = keys + warp_row * kPitch<kDim>;
@@ -128,12 +129,12 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
   const int first_query = p.causal ? tile.first : 0;  // of those that see a key
   copy_queries<kDim>(stages, params, tile, kv_head * group, first_query);
   if constexpr (Rows::kVision) {
-    RowTurns<kDim, S::kBlocks * 16> turns(lane);
-    turns.load(p.rotary, tile.begin + first, tile.length - first);
+    RowRotations<kDim, S::kBlocks * 16> rotations(lane);
+    rotations.load(p.rotary, tile.begin + first, tile.length - first);
     ptx::wait_copies<1>();  // mutant: sm80-dkdv-wait-rotate
     // mutant: sm80-dkdv-sync-rotate
-    __syncthreads();                             // the keys are here, to be turned
-    turns.template apply<Math, false>(my_keys);  // mutant: sm80-dkdv-rotate
+    __syncthreads();                                 // the keys are here, to be rotated
+    rotations.template apply<Math, false>(my_keys);  // mutant: sm80-dkdv-rotate
   }
 
   float dk[S::kBlocks][kDim / 8][4] = {}, dv[S::kBlocks][kDim / 8][4] = {};
@@ -182,17 +183,17 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
         }
       }
       // Rows of keys past the segment hold anything: they are not stored. Queries past it are
-      // zeros, as are their two numbers, and add nothing.
+      // zeros, as are their lse and delta, and add nothing.
 #pragma unroll
       for (int n = 0; n < S::kChunk / 8; ++n) {
         const uint32_t at = now + 2 * S::kQueryBytes + (c + n * 8 + lane % 4 * 2) * 4;
-        const float2 log_sum = ptx::load_shared_pair(at);
+        const float2 lse = ptx::load_shared_pair(at);
         const float2 delta = ptx::load_shared_pair(at + S::kQueries * 4);
 #pragma unroll
         for (int m = 0; m < S::kBlocks; ++m) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float offset = e % 2 ? log_sum.y : log_sum.x;  // mutant: sm80-dkdv-offset
+            const float offset = e % 2 ? lse.y : lse.x;  // mutant: sm80-dkdv-offset
             s[m][n][e] = ptx::exp2_approx(fmaf(s[m][n][e], exponent, -offset));
             // mutant: sm80-dkdv-ds
             ds[m][n][e] = s[m][n][e] * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
@@ -230,10 +231,10 @@ __global__ void __launch_bounds__(KeysShape<kDim>::kThreads, KeysShape<kDim>::kM
                          to_dv.token_stride);
 }
 
-// ---- queries
+// ---- dq
 
 template <int kDim>
-struct QueriesShape {
+struct DqShape {
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * kWarpSize;
   static constexpr int kBlocks = kTileRows / kWarps / 16;  // of 16 queries, a warp's
@@ -245,9 +246,9 @@ struct QueriesShape {
 };
 
 template <class Math, int kDim, class Rows>
-__global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
-    flash_queries(const AttentionGradParams params) {
-  using S = QueriesShape<kDim>;
+__global__ void __launch_bounds__(DqShape<kDim>::kThreads, 2)
+    sm80_backward_dq(const AttentionGradParams params) {
+  using S = DqShape<kDim>;
   extern __shared__ __align__(128) char shared[];
   const AttentionParams& p = params.forward;
   const HeadsView &dout = params.dout, &dq = params.dq;
@@ -278,15 +279,15 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
                                          tile.length);
   ptx::commit_copies();
   if constexpr (Rows::kVision) {
-    RowTurns<kDim, S::kBlocks * 16> turns(lane);
-    turns.load(p.rotary, tile.begin + first, tile.length - first);
+    RowRotations<kDim, S::kBlocks * 16> rotations(lane);
+    rotations.load(p.rotary, tile.begin + first, tile.length - first);
     ptx::wait_copies<1>();
     // mutant: sm80-dq-sync-rotate
-    __syncthreads();                                // the queries are here, to be turned
-    turns.template apply<Math, false>(my_queries);  // mutant: sm80-dq-rotate
+    __syncthreads();                                    // the queries are here, to be rotated
+    rotations.template apply<Math, false>(my_queries);  // mutant: sm80-dq-rotate
   }
 
-  float log_sum[S::kBlocks][2], delta[S::kBlocks][2];
+  float lse[S::kBlocks][2], delta[S::kBlocks][2];
 #pragma unroll
   for (int m = 0; m < S::kBlocks; ++m) {
 #pragma unroll
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
       const int query = first + m * 16 + r * 8 + lane / 4;
       const bool inside = query < tile.length;
       const float* from = params.lse_delta + head * p.tokens + tile.begin + (inside ? query : 0);
-      log_sum[m][r] = inside ? from[0] : 0.f;
+      lse[m][r] = inside ? from[0] : 0.f;
       delta[m][r] = inside ? from[p.heads * p.tokens] : 0.f;
     }
   }
@@ -335,8 +336,7 @@ __global__ void __launch_bounds__(QueriesShape<kDim>::kThreads, 2)
         for (int n = 0; n < S::kChunk / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float probability =
-                ptx::exp2_approx(fmaf(s[m][n][e], exponent, -log_sum[m][e / 2]));
+            const float probability = ptx::exp2_approx(fmaf(s[m][n][e], exponent, -lse[m][e / 2]));
             ds[m][n][e] = probability * (ds[m][n][e] - delta[m][e / 2]);  // mutant: sm80-dq-ds
           }
         }

@@ -8,20 +8,20 @@ namespace {
 template <class Math, int kDim>
 int launch_forward(const AttentionParams& p, void* stream) {
   using S = ForwardShape<kDim>;
-  return launch(flash_forward<Math, kDim, PackedRows>, list_length(p) * p.heads, S::kThreads,
+  return launch(sm80_forward<Math, kDim, PackedRows>, list_length(p) * p.heads, S::kThreads,
                 S::kShared, stream, p);
 }
 
 }  // namespace
 
-int flash_mma_forward_cuda(const AttentionParams& p, void* stream) {
+int sm80_forward_cuda(const AttentionParams& p, void* stream) {
   if (p.dtype == DType::kFloat32 || p.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (p.segments == 0) return cudaSuccess;
   if (const int error = launch_list(p, p.max_seqlen, p.tiles, 1, stream)) return error;
   if (p.dtype == DType::kBFloat16) {
-    VLMK_FLASH_DIMS(launch_forward, ptx::Bf16Math, p.head_dim)
+    VLMK_HEAD_DIMS(launch_forward, ptx::Bf16Math, p.head_dim)
   }
-  VLMK_FLASH_DIMS(launch_forward, ptx::Fp16Math, p.head_dim)
+  VLMK_HEAD_DIMS(launch_forward, ptx::Fp16Math, p.head_dim)
 }
 
 }  // namespace vlmk

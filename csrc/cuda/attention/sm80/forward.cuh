@@ -33,7 +33,7 @@ struct ForwardShape {
 
 template <class Math, int kDim, class Rows>
 __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
-    flash_forward(const AttentionParams p) {
+    sm80_forward(const AttentionParams p) {
   using S = ForwardShape<kDim>;
   extern __shared__ __align__(128) char shared[];
   const unsigned heads = static_cast<unsigned>(p.heads);
@@ -62,12 +62,12 @@ __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
                                          tile.length);
   ptx::commit_copies();
   if constexpr (Rows::kVision) {
-    RowTurns<kDim, S::kBlocks * 16> turns(lane);
-    turns.load(p.rotary, tile.begin + first, tile.length - first);  // mutant: sm80-forward-load
+    RowRotations<kDim, S::kBlocks * 16> rotations(lane);
+    rotations.load(p.rotary, tile.begin + first, tile.length - first);  // mutant: sm80-forward-load
     ptx::wait_copies<1>();  // mutant: sm80-forward-wait-rotate
     // mutant: sm80-forward-sync-rotate
-    __syncthreads();                          // the queries are here, to be turned
-    turns.template apply<Math, false>(mine);  // mutant: sm80-forward-rotate
+    __syncthreads();                              // the queries are here, to be rotated
+    rotations.template apply<Math, false>(mine);  // mutant: sm80-forward-rotate
   }
 
   float out[S::kBlocks][kDim / 8][4] = {};

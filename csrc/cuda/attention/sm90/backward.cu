@@ -1,6 +1,6 @@
 // Attention inside segments of any length on Hopper's tensor cores: the backward, for compute
 // capability 9.0. Results and division of the work as sm80/backward.cuh's,
-// deterministic: `row_sums`, then dk and dv by one kernel, dq by another.
+// deterministic: `backward_preprocess`, then dk and dv by one kernel, dq by another.
 //
 // Method: FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608), whose backward is
 // one kernel of 10 L^2 D FLOPs a head that adds dq to an fp32 buffer by atomics. Here it is 14,
@@ -15,13 +15,13 @@
 // Overlap: a warpgroup makes dS while dV (keys) or the next step's scores (queries) are under way,
 // and the next step's probabilities while dK or dQ is. The two warpgroups are independent: one's
 // exponentials fall into the other's products. The next tile's rows arrive while this one is still
-// worked on. No product is under way from one turn of a loop to the next: ptxas would wait for
+// worked on. No product is under way from one iteration of a loop to the next: ptxas would wait for
 // each.
 //
 // Two warps of the producer's warpgroup follow the copies: they overwrite rows past the segment's
 // end, which TMA fills with the next segment's, with zeros (0 x NaN), and for the keys bring each
-// query's two numbers, which are not aligned as bulk copies ask for. A negative scale is a negative
-// exponent: row_sums' maxima hold the sign already.
+// query's lse and delta, which are not aligned as bulk copies ask for. A negative scale is a
+// negative exponent: backward_preprocess' maxima hold the sign already.
 //
 // Floor a step of 64 and 128 rows, at 2,048 multiply-adds a cycle and SM: keys 8 D + 8 W cycles,
 // queries 8 D + 4 W (W: D, of 72 and 80 96, and D is 80), that is 1,408 and 1,024 at 80. Left
@@ -42,15 +42,15 @@ struct HopperGradShape : HopperBlock, HopperRow<kDim> {
   static constexpr int kStages = HopperRow<kDim>::kWide <= 96 ? 4 : 3;
   static constexpr int kStreams = 2 * kResidentBytes;
   static constexpr int kStaging = kStreams + kStages * 2 * kStreamBytes;  // kPitch<kDim> a row
-  static constexpr int kNumbers = kStaging + kTileRows * kPitch<kDim>;
-  static constexpr int kNumberBytes = 2 * kStep * 4;  // of a step
-  static constexpr int kBarriers = kNumbers + kStages * kNumberBytes;
+  static constexpr int kLseDelta = kStaging + kTileRows * kPitch<kDim>;
+  static constexpr int kLseDeltaBytes = 2 * kStep * 4;  // of a step
+  static constexpr int kBarriers = kLseDelta + kStages * kLseDeltaBytes;
   static constexpr int kShared = kBarriers + (2 + 3 * kStages) * 8;
 };
 
 // Addresses in shared memory. `which` of two tensors: K and V, or Q and dO.
 template <int kDim>
-struct GradArena {
+struct GradSharedStorage {
   using S = HopperGradShape<kDim>;
   uint32_t base;
 
@@ -62,8 +62,8 @@ struct GradArena {
   }
   __device__ __forceinline__ uint32_t staging() const { return base + S::kStaging; }
   // log2 of a query's sum of exponentials, S::kStep of them; sums of out * dout.
-  __device__ __forceinline__ uint32_t numbers(int stage) const {
-    return base + S::kNumbers + stage * S::kNumberBytes;
+  __device__ __forceinline__ uint32_t lse_delta(int stage) const {
+    return base + S::kLseDelta + stage * S::kLseDeltaBytes;
   }
 
   // Barriers. Full: the bytes have arrived. Ready: and the warps that follow have seen to them.
@@ -135,9 +135,9 @@ struct GradMaps {
 // One thread.
 template <int kDim, bool kKeys>
 __device__ __forceinline__ void produce(const AttentionGradParams& params, const GradMaps& maps,
-                                        const GradArena<kDim>& arena) {
+                                        const GradSharedStorage<kDim>& storage) {
   using S = HopperGradShape<kDim>;
-  Place<S::kStages> ring;
+  PipelineState<S::kStages> ring;
   uint32_t parity = 0;  // of the resident tiles' barriers
 #pragma unroll 1
   for (unsigned round = 0;; ++round) {
@@ -149,27 +149,28 @@ __device__ __forceinline__ void produce(const AttentionGradParams& params, const
 #pragma unroll 1
       for (int step = 0; step < work.steps; ++step) {
         // mutant: sm90-bwd-producer-wait-empty
-        ptx::barrier_wait(arena.empty(ring.stage), ring.parity ^ 1);
+        ptx::barrier_wait(storage.empty(ring.stage), ring.parity ^ 1);
         // mutant: sm90-bwd-producer-expect-full
-        ptx::barrier_arrive_expect(arena.full(ring.stage), 2 * S::kStreamBytes);
+        ptx::barrier_arrive_expect(storage.full(ring.stage), 2 * S::kStreamBytes);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           // mutant: sm90-bwd-producer-stream
-          load_boxes<kDim, S::kStep>(arena.stream(i, ring.stage), maps.stream[i],
-                                     arena.full(ring.stage), work.stream_head + head,
+          load_boxes<kDim, S::kStep>(storage.stream(i, ring.stage), maps.stream[i],
+                                     storage.full(ring.stage), work.stream_head + head,
                                      begin + work.first + step * S::kStep);
         }
         ring.advance();
         if (head == 0 && step == 0) {
           // mutant: sm90-bwd-producer-wait-resident-empty
-          ptx::barrier_wait(arena.resident_empty(), parity ^ 1);
+          ptx::barrier_wait(storage.resident_empty(), parity ^ 1);
           // mutant: sm90-bwd-producer-expect-resident-full
-          ptx::barrier_arrive_expect(arena.resident_full(), 2 * S::kResidentBytes);
+          ptx::barrier_arrive_expect(storage.resident_full(), 2 * S::kResidentBytes);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             // mutant: sm90-bwd-producer-resident
-            load_boxes<kDim, kTileRows>(arena.resident(i), maps.resident[i], arena.resident_full(),
-                                        work.head, begin + work.tile.first);
+            load_boxes<kDim, kTileRows>(storage.resident(i), maps.resident[i],
+                                        storage.resident_full(), work.head,
+                                        begin + work.tile.first);
           }
           parity ^= 1;
         }
@@ -179,15 +180,15 @@ __device__ __forceinline__ void produce(const AttentionGradParams& params, const
 }
 
 // Two warps, `which` 0 and 1: each after the producer, and before the consumers, sees to one of the
-// tensors that stream and, for the keys, to one of the queries' two numbers.
+// tensors that stream and, for the keys, to the queries' lse or delta.
 template <int kDim, bool kKeys>
 __device__ __forceinline__ void follow(const AttentionGradParams& params,
-                                       const GradArena<kDim>& arena, int which) {
+                                       const GradSharedStorage<kDim>& storage, int which) {
   using S = HopperGradShape<kDim>;
   constexpr int kChunkBytes = HopperTile<kDim, S::kStep>::kChunkBytes;
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize;
-  Place<S::kStages> ring;
+  PipelineState<S::kStages> ring;
 #pragma unroll 1
   for (unsigned round = 0;; ++round) {
     const GradWork work = grad_work_at<kDim, kKeys>(params, round);
@@ -212,14 +213,14 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
           // mutant: sm90-bwd-follower-high
           const float high = lane + kWarpSize < left ? from[kWarpSize] : 0.f;
           // mutant: sm90-bwd-follower-to
-          const uint32_t to = arena.numbers(ring.stage) + (which * S::kStep + lane) * 4;
+          const uint32_t to = storage.lse_delta(ring.stage) + (which * S::kStep + lane) * 4;
           // mutant: sm90-bwd-follower-wait-empty
-          ptx::barrier_wait(arena.empty(ring.stage), ring.parity ^ 1);
+          ptx::barrier_wait(storage.empty(ring.stage), ring.parity ^ 1);
           ptx::store_shared(to, __float_as_uint(low));
           ptx::store_shared(to + kWarpSize * 4, __float_as_uint(high));
         }
         // mutant: sm90-bwd-follower-wait-full
-        ptx::barrier_wait(arena.full(ring.stage), ring.parity);
+        ptx::barrier_wait(storage.full(ring.stage), ring.parity);
         if (left < S::kStep) {  // mutant: sm90-bwd-follower-if-left
                                 // The swizzle stays inside a row.
 #pragma unroll 1
@@ -227,52 +228,52 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
                at < kChunkBytes; at += kWarpSize * 16) {
 #pragma unroll
             for (int c = 0; c < S::kChunks; ++c) {
-              ptx::store_shared(arena.stream(which, ring.stage) + c * kChunkBytes + at,
+              ptx::store_shared(storage.stream(which, ring.stage) + c * kChunkBytes + at,
                                 uint4{0, 0, 0, 0});  // mutant: sm90-bwd-follower-store-shared
             }
           }
           ptx::fence_async_proxy();  // mutant: sm90-bwd-follower-proxy-fence
         }
-        release(arena.ready(ring.stage));
+        release(storage.ready(ring.stage));
         ring.advance();
       }
     }
   }
 }
 
-// ---- keys
+// ---- dk and dv
 
 // `consumer` is the warpgroup's number among them.
 template <class Math, int kDim>
 __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
-                                             const GradArena<kDim>& arena, int consumer) {
+                                             const GradSharedStorage<kDim>& storage, int consumer) {
   using S = HopperGradShape<kDim>;
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
   // mutant: sm90-bwd-dkdv-keys
-  const uint32_t keys = arena.resident(0) + consumer * 64 * S::kRowBytes;
-  const uint32_t values = arena.resident(1) + consumer * 64 * S::kRowBytes;
+  const uint32_t keys = storage.resident(0) + consumer * 64 * S::kRowBytes;
+  const uint32_t values = storage.resident(1) + consumer * 64 * S::kRowBytes;
   // mutant: sm90-bwd-dkdv-staging
-  const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;
+  const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
 
-  Place<S::kStages> ring;
+  PipelineState<S::kStages> ring;
   uint32_t parity = 0;
   GradWork work = grad_work_at<kDim, true>(params, 0);
 #pragma unroll 1
   for (unsigned round = 1; work.steps != 0; ++round) {
     const GradWork next = grad_work_at<kDim, true>(params, round);
     const auto pass = [&] {
-      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
-      release(arena.empty(ring.stage));  // mutant: sm90-bwd-dkdv-pass
+      ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
+      release(storage.empty(ring.stage));  // mutant: sm90-bwd-dkdv-pass
       ring.advance();
     };
-    ptx::barrier_wait(arena.resident_full(), parity);  // mutant: sm90-bwd-dkdv-wait-resident-full
+    ptx::barrier_wait(storage.resident_full(), parity);  // mutant: sm90-bwd-dkdv-wait-resident-full
     parity ^= 1;
     if (work.tile.first + consumer * 64 >= work.tile.length) {  // mutant: sm90-bwd-dkdv-if-length
       // All of its keys are past the segment's end: the tensor cores are the other's.
-      release(arena.resident_empty());  // mutant: sm90-bwd-dkdv-release-resident-empty
+      release(storage.resident_empty());  // mutant: sm90-bwd-dkdv-release-resident-empty
 #pragma unroll 1
       for (int i = 0; i < work.heads * work.steps; ++i) pass();  // mutant: sm90-bwd-dkdv-idle-loop
       work = next;
@@ -286,18 +287,18 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
 #pragma unroll
     for (int i = 0; i < S::kWide / 2; ++i) dk[i] = dv[i] = 0.f;
 
-    // S^T with the queries from `query` on becomes probabilities: exp2(s * exponent - log_sum), 0
+    // S^T with the queries from `query` on becomes probabilities: exp2(s * exponent - lse), 0
     // where the query is earlier than the key.
     const auto exponentiate = [&](int query) {
 #pragma unroll
       for (int n = 0; n < S::kStep / 8; ++n) {
-        const uint32_t at = arena.numbers(ring.stage) + (n * 8 + lane % 4 * 2) * 4;
-        const float2 log_sum = ptx::load_shared_pair(at);
+        const uint32_t at = storage.lse_delta(ring.stage) + (n * 8 + lane % 4 * 2) * 4;
+        const float2 lse = ptx::load_shared_pair(at);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& x = s[n * 4 + e];
           // mutant: sm90-bwd-dkdv-x
-          x = ptx::exp2_approx(fmaf(x, exponent, -(e % 2 ? log_sum.y : log_sum.x)));
+          x = ptx::exp2_approx(fmaf(x, exponent, -(e % 2 ? lse.y : lse.x)));
         }
       }
       // mutant: sm90-bwd-dkdv-if-causal
@@ -313,15 +314,15 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
     // Starts dP and dV of the ring's stage, and makes dS while dV is under way.
     const auto differ = [&] {
       pack<Math, S::kStep>(probabilities, s);
-      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, arena.stream(1, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, storage.stream(1, ring.stage));
       // mutant: sm90-bwd-dkdv-dv
-      start_columns<Math, kDim, S::kStep>(dv, probabilities, arena.stream(1, ring.stage));
+      start_columns<Math, kDim, S::kStep>(dv, probabilities, storage.stream(1, ring.stage));
       ptx::wgmma_wait<1>();  // mutant: sm90-bwd-dkdv-wait-dp
       ptx::wgmma_results(ds);
 #pragma unroll
       for (int n = 0; n < S::kStep / 8; ++n) {
         // mutant: sm90-bwd-dkdv-at
-        const uint32_t at = arena.numbers(ring.stage) + (S::kStep + n * 8 + lane % 4 * 2) * 4;
+        const uint32_t at = storage.lse_delta(ring.stage) + (S::kStep + n * 8 + lane % 4 * 2) * 4;
         const float2 delta = ptx::load_shared_pair(at);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -332,8 +333,9 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
       pack<Math, S::kStep>(differences, ds);  // mutant: sm90-bwd-dkdv-pack
     };
     const auto start_scores = [&] {
-      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);  // mutant: sm90-bwd-dkdv-wait-ready
-      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, arena.stream(0, ring.stage));
+      // mutant: sm90-bwd-dkdv-wait-ready
+      ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, storage.stream(0, ring.stage));
     };
 
     if (skipped) pass();
@@ -353,7 +355,7 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
       }
       start_scores();
       // mutant: sm90-bwd-dkdv-dk
-      start_columns<Math, kDim, S::kStep>(dk, differences, arena.stream(0, now));
+      start_columns<Math, kDim, S::kStep>(dk, differences, storage.stream(0, now));
       // mutant: sm90-bwd-dkdv-wait-scores
       ptx::wgmma_wait<1>();  // for all but dK
       ptx::wgmma_results(s);
@@ -361,15 +363,15 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
       ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dkdv-wait-dk
       ptx::wgmma_results(dv);
       ptx::wgmma_results(dk);
-      release(arena.empty(now));  // mutant: sm90-bwd-dkdv-release
+      release(storage.empty(now));  // mutant: sm90-bwd-dkdv-release
     }
     differ();
-    start_columns<Math, kDim, S::kStep>(dk, differences, arena.stream(0, ring.stage));
-    release(arena.resident_empty());
+    start_columns<Math, kDim, S::kStep>(dk, differences, storage.stream(0, ring.stage));
+    release(storage.resident_empty());
     ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dkdv-wait-last
     ptx::wgmma_results(dv);
     ptx::wgmma_results(dk);
-    release(arena.empty(ring.stage));
+    release(storage.empty(ring.stage));
     ring.advance();
 
     const HeadsView &to_dk = params.dk, &to_dv = params.dv;
@@ -391,22 +393,23 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
   }
 }
 
-// ---- queries
+// ---- dq
 
 template <class Math, int kDim>
 __device__ __forceinline__ void consume_queries(const AttentionGradParams& params,
-                                                const GradArena<kDim>& arena, int consumer) {
+                                                const GradSharedStorage<kDim>& storage,
+                                                int consumer) {
   using S = HopperGradShape<kDim>;
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
-  const uint32_t queries = arena.resident(0) + consumer * 64 * S::kRowBytes;
-  const uint32_t douts = arena.resident(1) + consumer * 64 * S::kRowBytes;
-  const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;
+  const uint32_t queries = storage.resident(0) + consumer * 64 * S::kRowBytes;
+  const uint32_t douts = storage.resident(1) + consumer * 64 * S::kRowBytes;
+  const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   // mutant: sm90-bwd-dq-exponent
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
 
-  Place<S::kStages> ring;
+  PipelineState<S::kStages> ring;
   uint32_t parity = 0;
   GradWork work = grad_work_at<kDim, false>(params, 0);
 #pragma unroll 1
@@ -418,14 +421,14 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
     if (p.causal) steps = min(steps, first_row / S::kStep + 1);  // mutant: sm90-bwd-dq-if-causal
     if (first_row >= work.tile.length) steps = 0;
 
-    float log_sum[2], delta[2];
+    float lse[2], delta[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = first + r * 8 + lane / 4;
       const bool inside = query < work.tile.length;
       const float* from =
           params.lse_delta + work.head * p.tokens + work.tile.begin + (inside ? query : 0);
-      log_sum[r] = inside ? from[0] : 0.f;
+      lse[r] = inside ? from[0] : 0.f;
       delta[r] = inside ? from[p.heads * p.tokens] : 0.f;
     }
     float s[S::kStep / 2], ds[S::kStep / 2], probabilities[S::kStep / 2], dq[S::kWide / 2];
@@ -433,14 +436,14 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
 #pragma unroll
     for (int i = 0; i < S::kWide / 2; ++i) dq[i] = 0.f;
     const auto start_scores = [&] {
-      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);  // mutant: sm90-bwd-dq-wait-ready
-      start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, arena.stream(0, ring.stage));
+      ptx::barrier_wait(storage.ready(ring.stage), ring.parity);  // mutant: sm90-bwd-dq-wait-ready
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, storage.stream(0, ring.stage));
     };
     const auto exponentiate = [&] {
       ptx::wgmma_results(s);
 #pragma unroll
       for (int e = 0; e < S::kStep / 2; ++e) {
-        probabilities[e] = ptx::exp2_approx(fmaf(s[e], exponent, -log_sum[e % 4 / 2]));
+        probabilities[e] = ptx::exp2_approx(fmaf(s[e], exponent, -lse[e % 4 / 2]));
       }
     };
     const auto differ = [&] {
@@ -451,7 +454,7 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
       }
     };
 
-    ptx::barrier_wait(arena.resident_full(), parity);  // mutant: sm90-bwd-dq-wait-resident-full
+    ptx::barrier_wait(storage.resident_full(), parity);  // mutant: sm90-bwd-dq-wait-resident-full
     parity ^= 1;
     if (steps > 0) {
       start_scores();
@@ -461,7 +464,7 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
       for (int i = 1; i < steps; ++i) {
         const int now = ring.stage;
         // mutant: sm90-bwd-dq-start-rows
-        start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, arena.stream(1, now));
+        start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, storage.stream(1, now));
         ring.advance();
         start_scores();
         // mutant: sm90-bwd-dq-wait-dp
@@ -469,17 +472,17 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
         differ();
         pack<Math, S::kStep>(differences, ds);  // mutant: sm90-bwd-dq-pack
         // mutant: sm90-bwd-dq-start-columns
-        start_columns<Math, kDim, S::kStep>(dq, differences, arena.stream(0, now));
+        start_columns<Math, kDim, S::kStep>(dq, differences, storage.stream(0, now));
         // mutant: sm90-bwd-dq-wait-scores
         ptx::wgmma_wait<1>();  // for the scores
         exponentiate();
         ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dq-wait-dq
         ptx::wgmma_results(dq);
-        release(arena.empty(now));
+        release(storage.empty(now));
       }
-      start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, arena.stream(1, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, storage.stream(1, ring.stage));
       ptx::wgmma_wait<0>();
-      release(arena.resident_empty());
+      release(storage.resident_empty());
       differ();
       // Keys that a query doesn't see: past the segment, or later.
       const int key = (steps - 1) * S::kStep + lane % 4 * 2;
@@ -495,18 +498,18 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
         }
       }
       pack<Math, S::kStep>(differences, ds);
-      start_columns<Math, kDim, S::kStep>(dq, differences, arena.stream(0, ring.stage));
+      start_columns<Math, kDim, S::kStep>(dq, differences, storage.stream(0, ring.stage));
       ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dq-wait-last
       ptx::wgmma_results(dq);
-      release(arena.empty(ring.stage));
+      release(storage.empty(ring.stage));
       ring.advance();
     } else {
-      release(arena.resident_empty());  // mutant: sm90-bwd-dq-release-resident-empty
+      release(storage.resident_empty());  // mutant: sm90-bwd-dq-release-resident-empty
     }
 #pragma unroll 1
     for (int i = steps; i < work.steps; ++i) {  // mutant: sm90-bwd-dq-loop
-      ptx::barrier_wait(arena.ready(ring.stage), ring.parity);
-      release(arena.empty(ring.stage));
+      ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
+      release(storage.empty(ring.stage));
       ring.advance();
     }
     if (steps == 0) {
@@ -537,32 +540,32 @@ __device__ __forceinline__ void work_on_tiles(const AttentionGradParams& params,
                                               const GradMaps& maps) {
   using S = HopperGradShape<kDim>;
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char arena_bytes[];
-  const GradArena<kDim> arena{ptx::shared_address(arena_bytes)};
+  extern __shared__ __align__(1024) char storage_bytes[];
+  const GradSharedStorage<kDim> storage{ptx::shared_address(storage_bytes)};
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       ptx::prefetch_map(maps.resident[i]);
       ptx::prefetch_map(maps.stream[i]);
     }
-    arena.init();
+    storage.init();
   }
   __syncthreads();  // mutant: sm90-bwd-kernel-sync
   // The same in all lanes, and known to be.
   const int warp = ptx::broadcast(static_cast<int>(threadIdx.x / kWarpSize), 0);
   if (warp < kWarpgroupSize / kWarpSize) {
     ptx::give_registers<S::kProducerRegisters>();  // mutant: sm90-bwd-kernel-registers
-    if (threadIdx.x == 0) produce<kDim, kKeys>(params, maps, arena);
+    if (threadIdx.x == 0) produce<kDim, kKeys>(params, maps, storage);
     const int which = static_cast<int>(threadIdx.x / kWarpSize) - 1;
     // mutant: sm90-bwd-kernel-if-which
-    if (which == 0 || which == 1) follow<kDim, kKeys>(params, arena, which);
+    if (which == 0 || which == 1) follow<kDim, kKeys>(params, storage, which);
   } else {
     ptx::take_registers<S::kConsumerRegisters>();
     const int consumer = warp / (kWarpgroupSize / kWarpSize) - 1;
     if constexpr (kKeys) {
-      consume_keys<Math, kDim>(params, arena, consumer);
+      consume_keys<Math, kDim>(params, storage, consumer);
     } else {
-      consume_queries<Math, kDim>(params, arena, consumer);
+      consume_queries<Math, kDim>(params, storage, consumer);
     }
   }
 #else
@@ -572,18 +575,17 @@ __device__ __forceinline__ void work_on_tiles(const AttentionGradParams& params,
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(HopperBlock::kThreads, 1)
-    flash_keys_hopper(const AttentionGradParams params, const __grid_constant__ CUtensorMap k,
-                      const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap q,
-                      const __grid_constant__ CUtensorMap dout) {
+    sm90_backward_dkdv(const AttentionGradParams params, const __grid_constant__ CUtensorMap k,
+                       const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap q,
+                       const __grid_constant__ CUtensorMap dout) {
   work_on_tiles<Math, kDim, true>(params, {{&k, &v}, {&q, &dout}});
 }
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(HopperBlock::kThreads, 1)
-    flash_queries_hopper(const AttentionGradParams params, const __grid_constant__ CUtensorMap q,
-                         const __grid_constant__ CUtensorMap dout,
-                         const __grid_constant__ CUtensorMap k,
-                         const __grid_constant__ CUtensorMap v) {
+    sm90_backward_dq(const AttentionGradParams params, const __grid_constant__ CUtensorMap q,
+                     const __grid_constant__ CUtensorMap dout,
+                     const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
   work_on_tiles<Math, kDim, false>(params, {{&q, &dout}, {&k, &v}});
 }
 
@@ -595,8 +597,9 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
   const AttentionParams& p = params.forward;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
   // mutant: sm90-bwd-launch-backward-if-launch
-  if (const int error = launch(row_sums<Math, kDim>, (p.tokens + kSumRows - 1) / kSumRows * p.heads,
-                               kSumThreads, 0, stream, params)) {
+  if (const int error = launch(backward_preprocess<Math, kDim>,
+                               (p.tokens + kPreprocessRows - 1) / kPreprocessRows * p.heads,
+                               kPreprocessThreads, 0, stream, params)) {
     return error;
   }
   // mutant: sm90-bwd-launch-backward-views
@@ -612,26 +615,26 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
   }
   const int64_t tiles = list_length(p);
   if (const int error =
-          launch_items(flash_keys_hopper<Math, kDim>, tiles * p.kv_heads, S::kShared, stream,
+          launch_items(sm90_backward_dkdv<Math, kDim>, tiles * p.kv_heads, S::kShared, stream,
                        params, resident[2], resident[3], streams[0], streams[1])) {
     return error;
   }
-  return launch_items(flash_queries_hopper<Math, kDim>, tiles * p.heads, S::kShared, stream, params,
+  return launch_items(sm90_backward_dq<Math, kDim>, tiles * p.heads, S::kShared, stream, params,
                       resident[0], resident[1], streams[2], streams[3]);
 }
 
 }  // namespace
 
-int flash_hopper_backward_cuda(const AttentionGradParams& p, void* stream) {
+int sm90_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
   const auto list = f.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
   if (const int error = list(f, f.max_seqlen, f.tiles, 2, stream)) return error;
   if (f.dtype == DType::kBFloat16) {
-    VLMK_FLASH_DIMS(launch_backward, ptx::Bf16Math, f.head_dim)
+    VLMK_HEAD_DIMS(launch_backward, ptx::Bf16Math, f.head_dim)
   }
-  VLMK_FLASH_DIMS(launch_backward, ptx::Fp16Math, f.head_dim)
+  VLMK_HEAD_DIMS(launch_backward, ptx::Fp16Math, f.head_dim)
 }
 
 }  // namespace vlmk

@@ -43,9 +43,9 @@ struct HopperBlock {
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168);
 };
 
-// Which stage of a ring is next, and how often the ring was gone round.
+// The next stage of a ring, and the parity of its barriers' phase.
 template <int kStages>
-struct Place {
+struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void advance() {
@@ -65,9 +65,9 @@ __device__ __forceinline__ Item item_at(const int32_t* tiles, const AttentionPar
   const unsigned items = static_cast<unsigned>(p.tokens / kTileRows + p.segments) * heads;
   // mutant: sm90-item-at-mine
   const unsigned mine = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const unsigned place = round * gridDim.x + mine;
-  if (place >= items) return {};
-  return {tile_at(tiles, place / heads), static_cast<int>(place % heads)};  // mutant: sm90-item-at
+  const unsigned index = round * gridDim.x + mine;
+  if (index >= items) return {};
+  return {tile_at(tiles, index / heads), static_cast<int>(index % heads)};  // mutant: sm90-item-at
 }
 
 // ---- rows that come and go

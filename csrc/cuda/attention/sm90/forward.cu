@@ -5,7 +5,7 @@
 // takes one tile of 128 queries and head after another. A thread brings queries, keys and values by
 // TMA, keys and values into rings of tiles of 128; two warpgroups of 64 queries multiply by wgmma.
 // The product with a block's values is under way while the scores with the next block's keys become
-// probabilities; the warpgroups take turns in starting products, so that one's softmax falls into
+// probabilities; the warpgroups alternate in starting products, so that one's softmax falls into
 // the other's products. The next tile's rows arrive while this one is still worked on.
 //
 // TMA copies 128 rows whatever the segment's length: what lies past its end is the next segment's.
@@ -38,7 +38,7 @@ struct HopperShape : HopperBlock, HopperRow<kDim> {
 
 // Addresses in shared memory.
 template <int kDim>
-struct Arena {
+struct SharedStorage {
   using S = HopperShape<kDim>;
   uint32_t base;
 
@@ -118,10 +118,10 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, u
 template <int kDim>
 __device__ __forceinline__ void produce(const AttentionParams& p, const CUtensorMap* q,
                                         const CUtensorMap* k, const CUtensorMap* v,
-                                        const Arena<kDim>& arena) {
+                                        const SharedStorage<kDim>& storage) {
   using S = HopperShape<kDim>;
   const int group = static_cast<int>(p.heads / p.kv_heads);
-  Place<S::kStages> key, value;
+  PipelineState<S::kStages> key, value;
   uint32_t parity = 0;  // of the queries' barriers
 #pragma unroll 1
   for (unsigned round = 0;; ++round) {
@@ -133,21 +133,21 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const CUtensor
     for (int block = 0; block <= work.blocks; ++block) {
       if (block < work.blocks) {
         // mutant: sm90-fwd-producer-wait-keys-empty
-        ptx::barrier_wait(arena.keys_empty(key.stage), key.parity ^ 1);
-        load_tile<kDim>(arena.keys(key.stage), k, arena.keys_full(key.stage), kv_head,
+        ptx::barrier_wait(storage.keys_empty(key.stage), key.parity ^ 1);
+        load_tile<kDim>(storage.keys(key.stage), k, storage.keys_full(key.stage), kv_head,
                         begin + block * S::kKeys);  // mutant: sm90-fwd-producer-keys
         key.advance();
       }
       if (block == 0) {
         // mutant: sm90-fwd-producer-wait-queries-empty
-        ptx::barrier_wait(arena.queries_empty(), parity ^ 1);
-        load_tile<kDim>(arena.queries(), q, arena.queries_full(), work.head,
+        ptx::barrier_wait(storage.queries_empty(), parity ^ 1);
+        load_tile<kDim>(storage.queries(), q, storage.queries_full(), work.head,
                         begin + work.tile.first);  // mutant: sm90-fwd-producer-queries
         parity ^= 1;
       } else {
         // mutant: sm90-fwd-producer-wait-values-empty
-        ptx::barrier_wait(arena.values_empty(value.stage), value.parity ^ 1);
-        load_tile<kDim>(arena.values(value.stage), v, arena.values_full(value.stage), kv_head,
+        ptx::barrier_wait(storage.values_empty(value.stage), value.parity ^ 1);
+        load_tile<kDim>(storage.values(value.stage), v, storage.values_full(value.stage), kv_head,
                         begin + (block - 1) * S::kKeys);  // mutant: sm90-fwd-producer-values
         value.advance();
       }
@@ -158,39 +158,41 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const CUtensor
 // One warp: follows the producer, and every other warp of its barriers, so that none of their
 // phases passes it by.
 template <int kDim>
-__device__ __forceinline__ void clean(const AttentionParams& p, const Arena<kDim>& arena) {
+__device__ __forceinline__ void clean(const AttentionParams& p,
+                                      const SharedStorage<kDim>& storage) {
   using S = HopperShape<kDim>;
   const int lane = threadIdx.x % kWarpSize;
-  Place<S::kStages> value;
+  PipelineState<S::kStages> value;
   uint32_t parity = 0;
 #pragma unroll 1
   for (unsigned round = 0;; ++round) {
     const Work work = work_at<kDim>(p, round);
     if (work.blocks == 0) return;
-    ptx::barrier_wait(arena.queries_full(), parity);  // mutant: sm90-fwd-cleaner-wait-queries-full
-    if (p.scale < 0.f) {                              // mutant: sm90-fwd-cleaner-if-scale
+    // mutant: sm90-fwd-cleaner-wait-queries-full
+    ptx::barrier_wait(storage.queries_full(), parity);
+    if (p.scale < 0.f) {  // mutant: sm90-fwd-cleaner-if-scale
 #pragma unroll 1
       for (int at = lane * 16; at < S::kTileBytes; at += kWarpSize * 16) {
-        uint4 x = ptx::load_shared(arena.queries() + at);
+        uint4 x = ptx::load_shared(storage.queries() + at);
         x.x ^= 0x80008000u;
         x.y ^= 0x80008000u;
         x.z ^= 0x80008000u;
         x.w ^= 0x80008000u;
-        ptx::store_shared(arena.queries() + at, x);
+        ptx::store_shared(storage.queries() + at, x);
       }
       ptx::fence_async_proxy();  // mutant: sm90-fwd-cleaner-fence-sign
     }
     // mutant: sm90-fwd-cleaner-syncwarp-sign
     __syncwarp();  // all lanes have waited and written
     if (lane == 0) {
-      ptx::barrier_arrive(arena.queries_clean());
-      ptx::barrier_arrive(arena.queries_empty());
+      ptx::barrier_arrive(storage.queries_clean());
+      ptx::barrier_arrive(storage.queries_empty());
     }
     parity ^= 1;
 #pragma unroll 1
     for (int block = 1; block <= work.blocks; ++block) {
       // mutant: sm90-fwd-cleaner-wait-values-full
-      ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+      ptx::barrier_wait(storage.values_full(value.stage), value.parity);
       if (block == work.blocks && work.ragged) {  // mutant: sm90-fwd-cleaner-if-blocks
         // The swizzle stays inside a row.
         // mutant: sm90-fwd-cleaner-from
@@ -199,7 +201,7 @@ __device__ __forceinline__ void clean(const AttentionParams& p, const Arena<kDim
         for (int at = from + lane * 16; at < S::kChunkBytes; at += kWarpSize * 16) {
 #pragma unroll
           for (int c = 0; c < S::kChunks; ++c) {
-            ptx::store_shared(arena.values(value.stage) + c * S::kChunkBytes + at,
+            ptx::store_shared(storage.values(value.stage) + c * S::kChunkBytes + at,
                               uint4{0, 0, 0, 0});  // mutant: sm90-fwd-cleaner-store-shared
           }
         }
@@ -207,8 +209,8 @@ __device__ __forceinline__ void clean(const AttentionParams& p, const Arena<kDim
       }
       __syncwarp();  // mutant: sm90-fwd-cleaner-syncwarp-zeros
       if (lane == 0) {
-        ptx::barrier_arrive(arena.values_clean(value.stage));
-        ptx::barrier_arrive(arena.values_empty(value.stage));
+        ptx::barrier_arrive(storage.values_clean(value.stage));
+        ptx::barrier_arrive(storage.values_empty(value.stage));
       }
       value.advance();
     }
@@ -247,25 +249,26 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], float (&top)[2]
 
 // `consumer` is the warpgroup's number among them.
 template <class Math, int kDim>
-__device__ __forceinline__ void consume(const AttentionParams& p, const Arena<kDim>& arena,
-                                        int consumer) {
+__device__ __forceinline__ void consume(const AttentionParams& p,
+                                        const SharedStorage<kDim>& storage, int consumer) {
   using S = HopperShape<kDim>;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
   // mutant: sm90-fwd-consumer-queries
-  const uint32_t queries = arena.queries() + consumer * 64 * S::kRowBytes;
+  const uint32_t queries = storage.queries() + consumer * 64 * S::kRowBytes;
   // mutant: sm90-fwd-consumer-staging
-  const uint32_t staging = arena.staging() + warp_row * kPitch<kDim>;
+  const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   const float exponent = exponent_of(p.scale);
   // mutant: sm90-fwd-consumer-queries-ready
-  const uint32_t queries_ready = p.scale < 0.f ? arena.queries_clean() : arena.queries_full();
-  // Named barriers: the turn to start products. The first warpgroup has it first.
-  constexpr int kTurn = 1;
-  constexpr int kPlayers = S::kConsumers * kWarpgroupSize;
+  const uint32_t queries_ready = p.scale < 0.f ? storage.queries_clean() : storage.queries_full();
+  // Named barriers order the warpgroups: each starts its products after the other, the first one
+  // first.
+  constexpr int kOrderBarrier = 1;
+  constexpr int kOrderThreads = S::kConsumers * kWarpgroupSize;
   // mutant: sm90-fwd-consumer-first-arrive
-  if (consumer == 1) ptx::named_barrier_arrive(kTurn, kPlayers);
+  if (consumer == 1) ptx::named_barrier_arrive(kOrderBarrier, kOrderThreads);
 
-  Place<S::kStages> key, value;
+  PipelineState<S::kStages> key, value;
   uint32_t parity = 0;
   Work work = work_at<kDim>(p, 0);
 #pragma unroll 1
@@ -275,20 +278,21 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Arena<kD
     if (work.tile.first + consumer * 64 >= work.tile.length) {
       // All of its queries are past the segment's end: the tensor cores are the other's.
       ptx::barrier_wait(queries_ready, parity);
-      release(arena.queries_empty());  // mutant: sm90-fwd-consumer-release-queries-idle
+      release(storage.queries_empty());  // mutant: sm90-fwd-consumer-release-queries-idle
       parity ^= 1;
 #pragma unroll 1
       for (int block = 0; block < work.blocks; ++block) {
-        ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
-        release(arena.keys_empty(key.stage));
+        ptx::barrier_wait(storage.keys_full(key.stage), key.parity);
+        release(storage.keys_empty(key.stage));
         key.advance();
         if (block > 0) {
-          ptx::named_barrier_sync(kTurn + consumer, kPlayers);
+          ptx::named_barrier_sync(kOrderBarrier + consumer, kOrderThreads);
           // mutant: sm90-fwd-consumer-arrive-idle
-          ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);
+          ptx::named_barrier_arrive(kOrderBarrier + 1 - consumer, kOrderThreads);
         }
-        ptx::barrier_wait(arena.values_full(value.stage), value.parity);
-        release(arena.values_empty(value.stage));  // mutant: sm90-fwd-consumer-release-values-empty
+        ptx::barrier_wait(storage.values_full(value.stage), value.parity);
+        // mutant: sm90-fwd-consumer-release-values-empty
+        release(storage.values_empty(value.stage));
         value.advance();
       }
       work = next;
@@ -310,11 +314,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Arena<kD
 
     ptx::barrier_wait(queries_ready, parity);  // mutant: sm90-fwd-consumer-wait-queries-ready
     // mutant: sm90-fwd-consumer-wait-first-keys
-    ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
-    start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, arena.keys(key.stage));
+    ptx::barrier_wait(storage.keys_full(key.stage), key.parity);
+    start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
     ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-first
     ptx::wgmma_results(s);
-    release(arena.keys_empty(key.stage));
+    release(storage.keys_empty(key.stage));
     key.advance();
     softmax(0);
     pack<Math, S::kKeys>(probabilities, s);
@@ -322,24 +326,24 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Arena<kD
 #pragma unroll 1
     for (int block = 1; block < work.blocks; ++block) {
       // mutant: sm90-fwd-consumer-wait-keys-full
-      ptx::barrier_wait(arena.keys_full(key.stage), key.parity);
-      ptx::named_barrier_sync(kTurn + consumer, kPlayers);
+      ptx::barrier_wait(storage.keys_full(key.stage), key.parity);
+      ptx::named_barrier_sync(kOrderBarrier + consumer, kOrderThreads);
       // mutant: sm90-fwd-consumer-start-rows
-      start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, arena.keys(key.stage));
+      start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
       // mutant: sm90-fwd-consumer-wait-values-full
-      ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+      ptx::barrier_wait(storage.values_full(value.stage), value.parity);
       // mutant: sm90-fwd-consumer-start-columns
-      start_columns<Math, kDim, S::kKeys>(out, probabilities, arena.values(value.stage));
+      start_columns<Math, kDim, S::kKeys>(out, probabilities, storage.values(value.stage));
       // mutant: sm90-fwd-consumer-arrive
-      ptx::named_barrier_arrive(kTurn + 1 - consumer, kPlayers);
+      ptx::named_barrier_arrive(kOrderBarrier + 1 - consumer, kOrderThreads);
       ptx::wgmma_wait<1>();  // mutant: sm90-fwd-consumer-wait-scores
       ptx::wgmma_results(s);
-      release(arena.keys_empty(key.stage));  // mutant: sm90-fwd-consumer-release-keys-empty
+      release(storage.keys_empty(key.stage));  // mutant: sm90-fwd-consumer-release-keys-empty
       key.advance();
       softmax(block);        // mutant: sm90-fwd-consumer-softmax
       ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-out
       ptx::wgmma_results(out);
-      release(arena.values_empty(value.stage));
+      release(storage.values_empty(value.stage));
       value.advance();
 #pragma unroll
       // mutant: sm90-fwd-consumer-loop
@@ -347,17 +351,17 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Arena<kD
       pack<Math, S::kKeys>(probabilities, s);
     }
 
-    release(arena.queries_empty());  // mutant: sm90-fwd-consumer-release-queries-empty
+    release(storage.queries_empty());  // mutant: sm90-fwd-consumer-release-queries-empty
     parity ^= 1;
     // Full first: then the clean phase before this one is over. A wait that came earlier would take
     // the one before that, of the same parity, for its own.
-    ptx::barrier_wait(arena.values_full(value.stage), value.parity);
+    ptx::barrier_wait(storage.values_full(value.stage), value.parity);
     // mutant: sm90-fwd-consumer-if-ragged
-    if (work.ragged) ptx::barrier_wait(arena.values_clean(value.stage), value.parity);
-    start_columns<Math, kDim, S::kKeys>(out, probabilities, arena.values(value.stage));
+    if (work.ragged) ptx::barrier_wait(storage.values_clean(value.stage), value.parity);
+    start_columns<Math, kDim, S::kKeys>(out, probabilities, storage.values(value.stage));
     ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-last
     ptx::wgmma_results(out);
-    release(arena.values_empty(value.stage));
+    release(storage.values_empty(value.stage));
     value.advance();
 
     float factor[1][2];
@@ -378,24 +382,23 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Arena<kD
                            rows_of(p.out, work.tile.begin + first, work.head), p.out.token_stride);
     work = next;
   }
-  if (consumer == 0) ptx::named_barrier_sync(kTurn, kPlayers);  // the turn that is left over
+  if (consumer == 0) ptx::named_barrier_sync(kOrderBarrier, kOrderThreads);  // the last arrival
 }
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
-    flash_forward_hopper(const AttentionParams p, const __grid_constant__ CUtensorMap q,
-                         const __grid_constant__ CUtensorMap k,
-                         const __grid_constant__ CUtensorMap v) {
+    sm90_forward(const AttentionParams p, const __grid_constant__ CUtensorMap q,
+                 const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
   using S = HopperShape<kDim>;
   static_assert(S::kKeys == kTileRows);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char arena_bytes[];
-  const Arena<kDim> arena{ptx::shared_address(arena_bytes)};
+  extern __shared__ __align__(1024) char storage_bytes[];
+  const SharedStorage<kDim> storage{ptx::shared_address(storage_bytes)};
   if (threadIdx.x == 0) {
     ptx::prefetch_map(&q);
     ptx::prefetch_map(&k);
     ptx::prefetch_map(&v);
-    arena.init();
+    storage.init();
   }
   __syncthreads();  // mutant: sm90-fwd-flash-forward-hopper-sync
   // The same in all lanes, and known to be.
@@ -403,11 +406,11 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
   if (warp < kWarpgroupSize / kWarpSize) {
     // mutant: sm90-fwd-flash-forward-hopper-registers
     ptx::give_registers<S::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kDim>(p, &q, &k, &v, arena);
-    if (warp == 1) clean<kDim>(p, arena);
+    if (threadIdx.x == 0) produce<kDim>(p, &q, &k, &v, storage);
+    if (warp == 1) clean<kDim>(p, storage);
   } else {
     ptx::take_registers<S::kConsumerRegisters>();
-    consume<Math, kDim>(p, arena, warp / (kWarpgroupSize / kWarpSize) - 1);
+    consume<Math, kDim>(p, storage, warp / (kWarpgroupSize / kWarpSize) - 1);
   }
 #else
   ptx::trap();  // the launcher asks for compute capability 9.0
@@ -428,21 +431,21 @@ int launch_forward(const AttentionParams& p, void* stream) {
   // mutant: sm90-fwd-launch-map
   error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
   if (error != cudaSuccess) return error;
-  return launch_items(flash_forward_hopper<Math, kDim>, list_length(p) * p.heads, S::kShared,
-                      stream, p, q, k, v);
+  return launch_items(sm90_forward<Math, kDim>, list_length(p) * p.heads, S::kShared, stream, p, q,
+                      k, v);
 }
 
 }  // namespace
 
-int flash_hopper_forward_cuda(const AttentionParams& p, void* stream) {
+int sm90_forward_cuda(const AttentionParams& p, void* stream) {
   if (p.dtype == DType::kFloat32 || p.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (p.segments == 0) return cudaSuccess;
   const auto list = p.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
   if (const int error = list(p, p.max_seqlen, p.tiles, 1, stream)) return error;
   if (p.dtype == DType::kBFloat16) {
-    VLMK_FLASH_DIMS(launch_forward, ptx::Bf16Math, p.head_dim)
+    VLMK_HEAD_DIMS(launch_forward, ptx::Bf16Math, p.head_dim)
   }
-  VLMK_FLASH_DIMS(launch_forward, ptx::Fp16Math, p.head_dim)
+  VLMK_HEAD_DIMS(launch_forward, ptx::Fp16Math, p.head_dim)
 }
 
 }  // namespace vlmk

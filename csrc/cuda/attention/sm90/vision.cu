@@ -11,27 +11,27 @@ namespace {
 
 int rotate_both(const AttentionParams& p, void* queries, void* keys, void* stream) {
   // mutant: sm90-vision-rotate-queries
-  if (const int error = flash_vision_turn_cuda(p, p.q, queries, stream)) return error;
-  return flash_vision_turn_cuda(p, p.k, keys, stream);  // mutant: sm90-vision-rotate-keys
+  if (const int error = rotate_cuda(p, p.q, queries, stream)) return error;
+  return rotate_cuda(p, p.k, keys, stream);  // mutant: sm90-vision-rotate-keys
 }
 
 }  // namespace
 
-int flash_vision_hopper_forward_cuda(const AttentionParams& p, void* stream) {
+int sm90_vision_forward_cuda(const AttentionParams& p, void* stream) {
   AttentionParams rotated = p;
-  rotated.q = turned_rows(p, p.rotated_q);  // mutant: sm90-vision-forward-q
-  rotated.k = turned_rows(p, p.rotated_k);  // mutant: sm90-vision-forward-k
+  rotated.q = rotated_view(p, p.rotated_q);  // mutant: sm90-vision-forward-q
+  rotated.k = rotated_view(p, p.rotated_k);  // mutant: sm90-vision-forward-k
   if (const int error = rotate_both(p, p.rotated_q, p.rotated_k, stream)) return error;
-  return flash_hopper_forward_cuda(rotated, stream);
+  return sm90_forward_cuda(rotated, stream);
 }
 
-int flash_vision_hopper_backward_cuda(const AttentionGradParams& p, void* stream) {
+int sm90_vision_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   AttentionGradParams rotated = p;
-  rotated.forward.q = turned_rows(f, f.rotated_q);  // mutant: sm90-vision-backward-q
-  rotated.forward.k = turned_rows(f, f.rotated_k);  // mutant: sm90-vision-backward-k
+  rotated.forward.q = rotated_view(f, f.rotated_q);  // mutant: sm90-vision-backward-q
+  rotated.forward.k = rotated_view(f, f.rotated_k);  // mutant: sm90-vision-backward-k
   if (const int error = rotate_both(f, f.rotated_q, f.rotated_k, stream)) return error;
-  return flash_hopper_backward_cuda(rotated, stream);
+  return sm90_backward_cuda(rotated, stream);
 }
 
 }  // namespace vlmk

@@ -93,12 +93,13 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
     }
     ptx::wait_copies<0>();  // mutant: window-backward-wait-copies
     if constexpr (Rows::kVision) {
-      Turns<kDim, kKeys> turns;
-      turns.load(p.rotary, rows, length);
-      __syncthreads();  // queries and keys are there, to be turned
-      turns.template apply<Math>(queries);
+      TileRotations<kDim, kKeys> rotations;
+      rotations.load(p.rotary, rows, length);
+      __syncthreads();  // queries and keys are there, to be rotated
+      rotations.template apply<Math>(queries);
+      // Once: with the rotation, a key head has one query head.
       // mutant: window-backward-rotate-keys
-      turns.template apply<Math>(keys);  // once: with the rotation, a key head has one query head
+      rotations.template apply<Math>(keys);
     }
     __syncthreads();
 

@@ -25,13 +25,13 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
   copy_tile<kDim, kKeys>(values, p.v, kv_head, rows, length);
   ptx::commit_copies();
   if constexpr (Rows::kVision) {
-    Turns<kDim, kKeys> turns;
-    turns.load(p.rotary, rows, length);
+    TileRotations<kDim, kKeys> rotations;
+    rotations.load(p.rotary, rows, length);
     ptx::wait_copies<1>();
     // mutant: window-forward-sync-rotate
-    __syncthreads();  // queries and keys are there, to be turned
-    turns.template apply<Math>(queries);
-    turns.template apply<Math>(keys);  // mutant: window-forward-rotate-keys
+    __syncthreads();  // queries and keys are there, to be rotated
+    rotations.template apply<Math>(queries);
+    rotations.template apply<Math>(keys);  // mutant: window-forward-rotate-keys
   } else {
     ptx::wait_copies<1>();  // mutant: window-forward-wait-keys
   }

@@ -8,7 +8,7 @@
 // a byte at L = 64, so memory-bound on every GPU that has tensor cores; the backward reads 5 and
 // writes 3 such tensors. Several small blocks on each SM hide each other's loads.
 //
-// Errors: borders that fall or leave [0, T], or a segment longer than max_length, print one line
+// Errors: cu_seqlens that fall or leave [0, T], or a segment longer than max_seqlen, print one line
 // and trap; nothing out of range is read.
 #pragma once
 #include <cuda_runtime.h>
@@ -146,13 +146,14 @@ __device__ __forceinline__ void write_rows(uint32_t tile, int row, int column, c
 
 // ---- rotary embedding
 
-// What a thread turns of a tile: pairs of units, half a row apart. Loaded while the tile is copied.
+// What a thread rotates of a tile: pairs of units, half a row apart. Loaded while the tile is
+// copied.
 template <int kDim, int kKeys>
-struct Turns {
+struct TileRotations {
   using S = Shape<kDim, kKeys>;
   static constexpr int kPairs = kDim / 16;  // of a row
   static constexpr int kMine = (kKeys * kPairs + S::kThreads - 1) / S::kThreads;
-  Turn<8> turns[kMine];
+  Rotation<8> rotations[kMine];
 
   __device__ __forceinline__ void load(const float* table, const VisionRows& rows, int length) {
 #pragma unroll
@@ -160,10 +161,10 @@ struct Turns {
       const int index = threadIdx.x + i * S::kThreads, row = index / kPairs;
       const bool on = index < kKeys * kPairs && row < length;
       // mutant: window-load-rotary
-      turns[i].template load<kDim>(table, rows.of(on ? row : 0), index % kPairs * 8, on);
+      rotations[i].template load<kDim>(table, rows.of(on ? row : 0), index % kPairs * 8, on);
     }
   }
-  // Turns the rows of a tile where they are. Needs a barrier before and after.
+  // Rotates the rows of a tile where they are. Needs a barrier before and after.
   template <class Math>
   __device__ __forceinline__ void apply(uint32_t tile) const {
 #pragma unroll
@@ -172,14 +173,14 @@ struct Turns {
       if (index >= kKeys * kPairs) break;  // mutant: window-apply-if-index
       const uint32_t at = tile + index / kPairs * S::kPitch + index % kPairs * 16;
       uint4 a = ptx::load_shared(at), b = ptx::load_shared(at + kDim);
-      turns[i].template apply<Math, false>(a, b);
+      rotations[i].template apply<Math, false>(a, b);
       ptx::store_shared(at, a);
       ptx::store_shared(at + kDim, b);
     }
   }
 };
 
-// write_rows of whole rows, turned back.
+// write_rows of whole rows, rotated back.
 template <class Math, int kDim, int kPitch>
 __device__ __forceinline__ void write_rows_back(uint32_t tile, int row, const float* table,
                                                 const HeadsView& x, int64_t head,
@@ -191,11 +192,12 @@ __device__ __forceinline__ void write_rows_back(uint32_t tile, int row, const fl
     const int r = row + i / kPairs, pair = i % kPairs;
     const bool inside = r < length;  // mutant: window-write-rotated-inside
     const int token = rows.of(inside ? r : 0);
-    Turn<8> turn;
-    turn.template load<kDim>(table, token, pair * 8, inside);  // mutant: window-write-rotated-load
+    Rotation<8> rotation;
+    // mutant: window-write-rotated-load
+    rotation.template load<kDim>(table, token, pair * 8, inside);
     const uint32_t at = tile + r * kPitch + pair * 16;
     uint4 a = ptx::load_shared(at), b = ptx::load_shared(at + kDim);
-    turn.template apply<Math, true>(a, b);
+    rotation.template apply<Math, true>(a, b);
     auto* to = reinterpret_cast<uint4*>(base + token * x.token_stride + pair * 8);
     ptx::store(to, a, inside);
     ptx::store(to + kPairs, b, inside);  // mutant: window-write-rotated-store

@@ -5,11 +5,11 @@
 
 namespace vlmk {
 
-int window_attention_forward_cuda(const AttentionParams& p, void* stream) {
+int window_forward_cuda(const AttentionParams& p, void* stream) {
   return forward<PackedRows>(p, stream);
 }
 
-int window_attention_backward_cuda(const AttentionGradParams& p, void* stream) {
+int window_backward_cuda(const AttentionGradParams& p, void* stream) {
   return backward<PackedRows>(p, stream);
 }
 

@@ -15,11 +15,11 @@ bool is_vision(const AttentionParams& p) { return p.rotary != nullptr && p.kv_he
 
 }  // namespace
 
-int vision_window_forward_cuda(const AttentionParams& p, void* stream) {
+int window_vision_forward_cuda(const AttentionParams& p, void* stream) {
   return is_vision(p) ? forward<VisionRows>(p, stream) : cudaErrorInvalidValue;
 }
 
-int vision_window_backward_cuda(const AttentionGradParams& p, void* stream) {
+int window_vision_backward_cuda(const AttentionGradParams& p, void* stream) {
   return is_vision(p.forward) ? backward<VisionRows>(p, stream) : cudaErrorInvalidValue;
 }
 
