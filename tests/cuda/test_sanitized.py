@@ -52,13 +52,11 @@ def _run(library: Library, seed: int, mutant: int) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_kernels_are_clean(library: Library, seed: int) -> None:
     done = _run(library, seed, 0)
     assert done.returncode == 0 and done.stdout == "clean\n", done.stdout + done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "message"),
     [pytest.param(n, MESSAGES[m.name], id=m.name) for n, m in enumerate(MUTANTS, 1)],
