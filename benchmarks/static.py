@@ -34,9 +34,8 @@ from tests.cuda.params import params_struct
 from tools.cudasim import CSRC
 from tools.cudasim.ptx.toolchain import (
     ARCHITECTURES,
-    build_fake_runtime,
+    fake_runtime,
     find_nvcc,
-    load_fake_runtime,
     missing_tool,
     run,
 )
@@ -139,7 +138,7 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
         return 0
 
     callback = kind(launched)
-    fake = load_fake_runtime(runtime)
+    fake = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     fake.fakecuda_set_callback(callback)
     handle = ctypes.CDLL(str(library))
     try:
@@ -191,7 +190,7 @@ def measure() -> dict[str, Any]:
     kernels: dict[str, dict[str, Any]] = {f"sm_{a}": {} for a in ARCHITECTURES}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        runtime = build_fake_runtime(folder)
+        runtime = fake_runtime()
         sources = sorted((CSRC / "cuda").rglob("*.cu"))
         keeps = [folder / f"{s.parent.name}_{s.stem}" for s in sources]
         with ThreadPoolExecutor(2) as pool:  # a compiler waits for itself a tenth of its time

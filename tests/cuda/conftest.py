@@ -12,8 +12,8 @@ from tools.cudasim.fibers.build import Library, build, compiler
 from tools.cudasim.ptx.toolchain import (
     ARCHITECTURES,
     Build,
-    build_fake_runtime,
     build_kernels,
+    fake_runtime,
     missing_tool,
 )
 
@@ -38,11 +38,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return build(folder / "build", sources, "checked", edits(INSTANCES, ON_FIBERS))
 
 
-@pytest.fixture(scope="session")
-def fake_runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session", name="fake_runtime")
+def make_fake_runtime() -> Path:
     if reason := missing_tool():
         pytest.skip(f"CUDA kernels were not run: {reason}")
-    return build_fake_runtime(tmp_path_factory.mktemp("runtime"))
+    return fake_runtime()
 
 
 @pytest.fixture(scope="session")

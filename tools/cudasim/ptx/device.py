@@ -14,7 +14,6 @@ from .machine import launch
 from .memory import GlobalMemory
 from .parser import Module, parse_ptx
 from .ptxtypes import SimError
-from .toolchain import load_fake_runtime
 
 _Callback = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -42,7 +41,8 @@ class Device:
             name: self.memory.upload(name, np.frombuffer(variable.init, np.uint8))
             for name, variable in self.module.globals.items()
         }
-        self._runtime = load_fake_runtime(runtime)
+        # The launchers bind to this library by name, so it must be in the global scope first.
+        self._runtime = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
         self._callback = _Callback(self._launched)
 
     def call(self, launcher: Any, *arguments: Any) -> int:

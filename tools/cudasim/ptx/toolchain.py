@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +64,16 @@ class Build:
         return getattr(ctypes.CDLL(str(self.library)), mangled[0])
 
 
-def build_fake_runtime(folder: Path) -> Path:
-    """Compiles fakecudart.c into `folder`."""
+@cache
+def fake_runtime() -> Path:
+    """fakecudart.c as a library: one for the process, because host launchers bind to the first in
+    the global scope."""
+    folder = Path(tempfile.mkdtemp(prefix="fakecudart-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = folder / "libfakecudart.so"
     run(["gcc", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", str(HERE / "fakecudart.c")]
         + ["-o", str(library)])  # fmt: skip
     return library
-
-
-_loaded: list[ctypes.CDLL] = []
-
-
-def load_fake_runtime(library: Path) -> ctypes.CDLL:
-    """The fake runtime of this process: the first that was loaded, to which every launcher binds by
-    its functions' names."""
-    if not _loaded:
-        _loaded.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
-    return _loaded[0]
 
 
 def build_kernels(

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import seed  # noqa: F401  a fixture
 
 from ..fibers.build import Library, build, compiler
-from ..ptx.toolchain import build_fake_runtime, missing_tool
+from ..ptx.toolchain import fake_runtime, missing_tool
 
 HERE = Path(__file__).resolve().parent
 
@@ -29,8 +29,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return build(tmp_path_factory.mktemp("fibers") / "build", sources)
 
 
-@pytest.fixture(scope="session")
-def fake_runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session", name="fake_runtime")
+def make_fake_runtime() -> Path:
     if reason := missing_tool():
         pytest.skip(f"programs were not interpreted: {reason}")
-    return build_fake_runtime(tmp_path_factory.mktemp("runtime"))
+    return fake_runtime()
