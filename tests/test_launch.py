@@ -131,6 +131,7 @@ def expected(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     return _check(output, printed[0])
 
 
+@pytest.mark.slow
 def test_torchrun_one_node(expected: list[float]) -> None:
     assert len(expected) == 2
 

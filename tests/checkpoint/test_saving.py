@@ -72,6 +72,7 @@ def test_sigterm_saves_and_a_new_run_goes_on(model, conversations, tmp_path):  #
     assert len(losses(output)) == done + 1  # no step twice, none left out
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments():
     """A few of the moments of `make test-crash`."""
     moments = os.environ.get("VLMTRAIN_CRASH_MOMENTS", "4")

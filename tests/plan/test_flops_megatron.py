@@ -46,6 +46,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return results("flops_worker", CASES, tmp_path_factory.mktemp("flops"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_hardware_flops_to_the_last_multiply(number: int, measured: list[dict[str, Any]]) -> None:
     case, real = CASES[number], measured[number]

@@ -84,6 +84,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return results("megatron_worker", CASES, tmp_path_factory.mktemp("megatron"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_states_to_the_byte(number: int, measured: list[dict[str, Any]]) -> None:
     case, real = CASES[number], measured[number]
