@@ -33,18 +33,6 @@ hypothesis.settings.load_profile("vlmkernels")
 hypothesis.core.global_force_seed = RUN_SEED
 
 
-#: Folders of tests that start processes or compile. They come first: dealt over the cores, none is
-#: left with a long one at the end.
-LONG = ("train", "checkpoint", "optim", "parity", "cuda")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first, otherwise in order."""
-    items.sort(
-        key=lambda item: LONG.index(n) if (n := item.path.parent.name) in LONG else len(LONG)
-    )
-
-
 def pytest_report_header() -> str:
     return f"VLMKERNELS_TEST_SEED={RUN_SEED} OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
 
