@@ -16,7 +16,7 @@ namespace emu {
 
 inline constexpr int kLanes = 32;
 
-// Which planted bug is on (build.py puts them in); 0 for none.
+// Which mutant is on (build.py puts them in); 0 for none.
 extern int mutant;
 
 // ---- threads
