@@ -1,4 +1,4 @@
-"""linear_cross_entropy against float64 of F.cross_entropy(F.linear(..)), in every kind of chunks."""
+"""linear_cross_entropy against float64 of F.cross_entropy(F.linear(..)), whatever the chunks."""
 
 from __future__ import annotations
 
@@ -68,34 +68,48 @@ def outputs(
     return {"loss": loss.detach(), "dhidden": dhidden, "dweight": dweight}
 
 
-def compare(got: dict[str, Tensor], hidden: Tensor, weight: Tensor, *args: Any, **options: Any):
-    """Errors are at most those of stock torch in the same dtype; a loss is a few numbers, so it
-    may have the roundings of a logit, of the log-sum-exp and of itself instead."""
-    theirs = outputs(plain, hidden, weight, *args, **options)
-    exact = outputs(plain, hidden.double(), weight.double(), *args, **options)
-    theirs["loss"] = theirs["loss"].float()
-    logit = F.linear(hidden.double(), weight.double()).abs().max()
-    noise = 2**-24 * (logit + exact["loss"].abs()).reshape(-1, 1)
+def compare(
+    got: dict[str, Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    dout: Tensor,
+    **options: Any,
+) -> None:
+    """Errors are at most twice those of stock torch in the same dtype. A loss is a few numbers, so
+    it may have the roundings of a target's logit, in the dtype, and of itself instead."""
+    arguments = targets, dout
+    theirs = outputs(plain, hidden, weight, *arguments, **options)
+    exact = outputs(plain, hidden.double(), weight.double(), *arguments, **options)
+    counted = (targets != options.get("ignore_index", IGNORE)).nonzero()[:, 0]
+    picked = weight.double()[targets[counted]] * hidden.double()[counted]
+    rows = torch.zeros(len(targets), dtype=torch.float64)
+    rows[counted] = torch.finfo(hidden.dtype).eps / 2 * picked.sum(1).abs()
+    reduction = options.get("reduction", "mean")
+    noise = rows if reduction == "none" else rows.norm()
+    noise = noise / len(counted) if reduction == "mean" else noise
+    noise = noise + 2**-23 * exact["loss"].abs()
     for name in got:
-        shaped = (lambda x: x.reshape(-1, 1)) if name == "loss" else (lambda x: x)
-        results = (shaped(x[name]) for x in (got, theirs, exact))
-        assert_accurate(name, *results, noise if name == "loss" else None)
+        if name == "loss":
+            results = got[name], theirs[name].float(), exact[name]
+            assert_accurate(name, *(x.reshape(-1, 1) for x in results), noise.reshape(-1, 1))
+        else:
+            assert_accurate(name, got[name], theirs[name], exact[name])
 
 
-#: bytes of a chunk: everything at once; few rows or, in 16 bits, few columns; single columns
-CHUNKS = [op.CHUNK_BYTES, 6000, 64]
+#: bytes of a chunk: everything at once; in float32 a few rows, in 16 bits a few columns of all rows
+CHUNKS = [op.CHUNK_BYTES, 20_000]
+CASES = [(dtype, chunk) for dtype in DTYPES for chunk in CHUNKS]
+CASES += [(torch.bfloat16, 1400), (torch.float16, 1400)]  # .. a few columns of a few rows
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, chunk", CASES)
 @pytest.mark.parametrize("name", ISAS)
 def test_against_float64(
     name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
-    if chunk == 64 and name != ISAS[-1]:
-        pytest.skip("thousands of small calls: one instruction set is enough")
-    sizes = [(41, 257, 24), (23, 1037, 9)] if chunk > 64 else [(5, 37, 3)]
+    sizes = [(41, 257, 24), (47, 1037, 33)]
     cases = [("mean", 0.0, 0.0, 1.0), ("sum", 0.1, 1e-2, 0.5), ("none", 0.0, 1e-2, 0.3)]
     with isa(name), poisoned():
         for tokens, classes, hidden in sizes:
@@ -173,7 +187,7 @@ def test_nan_stays_in_its_row(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ISAS)
 def test_the_kernel_is_deterministic(name: str, dtype: torch.dtype) -> None:
-    """The same bits with any number of threads, and with columns in several calls."""
+    """The same bits with any number of threads; columns may come in several calls."""
     logits, targets = torch.randn(9, 5000).to(dtype), torch.randint(0, 5000, (9,))
 
     def run(threads: int, blocks: list[int]) -> tuple[Tensor, Tensor]:
@@ -195,10 +209,10 @@ def test_the_kernel_is_deterministic(name: str, dtype: torch.dtype) -> None:
 
     with isa(name):
         one, two = run(1, [5000]), run(2, [5000])
-        several = run(2, [2048, 1024, 1928])  # whole tiles: sums of the same numbers
-        for other in (two, several):
-            for i in range(2):
-                assert_bitwise(f"result {i}", other[i], one[i])
+        for i in range(2):
+            assert_bitwise(f"result {i}", two[i], one[i])
+        several = run(2, [2041, 1, 2958])[0]
+        torch.testing.assert_close(several, one[0], rtol=1e-6, atol=1e-4)
 
 
 # ---- what is computed, and in how much memory ----------------------------------------------------
@@ -233,7 +247,7 @@ def test_memory(dtype: torch.dtype, main_grad: bool) -> None:
     scale = torch.ones(tokens)
     watch = _Watch()
     with watch, torch.no_grad():
-        settings = IGNORE, 0, classes, 0.0, 0.0, "", True, True
+        settings = IGNORE, 0, classes, classes, 0.0, 0.0, "", True, True
         losses, *_ = op._run(x, weight, targets, scale, None, into, *settings)
     assert len(losses) == tokens and losses.isfinite().all()
     assert watch.largest <= 64 << 20
@@ -325,7 +339,7 @@ def test_incoming_gradients(reduction: str, dtype: torch.dtype) -> None:
         assert_bitwise(name, two, one)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS[:2])
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [None, 0.25])
 def test_main_grad(
@@ -335,15 +349,16 @@ def test_main_grad(
     monkeypatch.setattr(op, "_PRODUCT_BYTES", 500)
     x, weight, targets = make(30, 211, 12, dtype, 0.8)
     targets[0] = 1
-    before = torch.randn(211, 12)
-    weight.main_grad = before.clone()  # type: ignore[attr-defined]
+    weight.main_grad = torch.zeros(211, 12)  # type: ignore[attr-defined]
     fired = []
     weight.register_hook(lambda grad: fired.append(grad.is_sparse and grad._nnz() == 0))
-    loss = linear_cross_entropy(x, weight, targets, weight_grad="main_grad", grad_scale=scale)
-    (loss * 0.25).backward()
-    assert fired == [True]
-    added = {"dweight": (weight.main_grad - before).to(dtype), "dhidden": x.grad}  # type: ignore
-    compare(added, x.detach(), weight.detach(), targets, torch.tensor(0.25))  # type: ignore[arg-type]
+    for _ in range(2):  # it adds
+        loss = linear_cross_entropy(x, weight, targets, weight_grad="main_grad", grad_scale=scale)
+        (loss * 0.25).backward()
+    assert fired == [True, True]
+    added = {"dweight": weight.main_grad, "dhidden": x.grad}  # type: ignore[attr-defined]
+    halves = {name: (value / 2).to(dtype) for name, value in added.items()}
+    compare(halves, x.detach(), weight.detach(), targets, torch.tensor(0.25))
 
 
 def test_main_grad_was_added_for_another_gradient() -> None:
@@ -372,7 +387,7 @@ def test_a_second_derivative_and_forward_mode_are_refused() -> None:
 
 def test_opcheck() -> None:
     x, weight, targets = (t.detach() for t in make(6, 13, 4, torch.float32, 0.6))
-    scale, settings = torch.rand(6), (IGNORE, 0, 13, 0.1, 1e-2, "")
+    scale, settings = torch.rand(6), (IGNORE, 0, 13, 13, 0.1, 1e-2, "")
     target = torch.ops.vlmkernels.linear_cross_entropy.default
     stats = target(x, weight, targets, None, None, None, *settings, True, True)[1]
     for arguments in (

@@ -86,8 +86,10 @@ def _check_classes(
     weight: Tensor,
     group: dist.ProcessGroup | None,
     vocab_range: tuple[int, int] | None,
-) -> tuple[int, int]:
-    """First class of this rank and the number of all ranks'. All ranks raise the same."""
+    wanted: tuple[bool, ...],
+) -> tuple[int, int, int]:
+    """First class of this rank, number of all ranks' and of the rank that has most. All ranks raise
+    the same."""
     if (group is None) != (vocab_range is None):
         raise ValueError(
             f"group is {group} and vocab_range {vocab_range}; give both, or neither where weight "
@@ -96,24 +98,24 @@ def _check_classes(
     if group is None or vocab_range is None:
         if len(weight) == 0:
             raise ValueError("weight has no rows; it must have one for each class")
-        return 0, weight.shape[0]
-    ours = torch.tensor([*vocab_range, len(weight), *hidden.shape], device=hidden.device)
+        return 0, weight.shape[0], weight.shape[0]
+    ours = torch.tensor([*vocab_range, len(weight), *hidden.shape, *wanted], device=hidden.device)
     gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, ours, group=group)
     ranks = [rank.tolist() for rank in gathered]
     classes = 0
-    for first, end, rows, tokens, size in sorted(ranks):
-        if first != classes or end - first != rows or [tokens, size] != ranks[0][3:]:
+    for first, end, rows, *rest in sorted(ranks):
+        if first != classes or end - first != rows or rest != ranks[0][3:]:
             raise ValueError(
-                "vocab_range, rows of weight and shape of hidden are "
-                + ", ".join(f"{tuple(r[:2])}, {r[2]}, {r[3:]}" for r in ranks)
-                + " on the ranks of group; ranges must adjoin from 0 on and be as long as weight, "
-                "and hidden the same on all"
+                "vocab_range, rows of weight, then shape of hidden and which of hidden, weight and "
+                f"main_grad get a gradient are {'; '.join(str(rank) for rank in ranks)} on the "
+                "ranks of group; ranges must adjoin from 0 on and be as long as weight, and the "
+                "rest be the same on all"
             )
         classes = end
     if classes == 0:
         raise ValueError("weight has no rows on any rank; there must be one for each class")
-    return vocab_range[0], classes
+    return vocab_range[0], classes, max(rank[2] for rank in ranks)
 
 
 def _expected(
@@ -124,11 +126,7 @@ def _expected(
         known = reduction != "none" and not into_main_grad
         return torch.ones((), device=targets.device) if known else None
     if not isinstance(grad_scale, Tensor):
-        if (
-            not isinstance(grad_scale, (int, float))
-            or not math.isfinite(grad_scale)
-            or not grad_scale
-        ):
+        if not isinstance(grad_scale, (int, float)) or not 0 < abs(grad_scale) < math.inf:
             raise ValueError(f"grad_scale is {grad_scale!r}; it must be a finite number, not 0")
         return torch.tensor(float(grad_scale), device=targets.device)
     shapes = [(), tuple(targets.shape)] if reduction == "none" else [()]
@@ -220,14 +218,15 @@ def linear_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be 0 to 1")
-    if not (math.isfinite(z_loss) and z_loss >= 0):
+    if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss is {z_loss}; it must be finite and not negative")
     if weight_grad not in ("dense", "main_grad"):
         raise ValueError(f"weight_grad is {weight_grad!r}; it must be 'dense' or 'main_grad'")
-    first_class, classes = _check_classes(hidden, weight, group, vocab_range)
     wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     main_grad = main_grad_of(weight) if weight_grad == "main_grad" else None
     expected = _expected(grad_scale, reduction, main_grad is not None, targets)
+    flags = *wanted, main_grad is not None
+    sizes = _check_classes(hidden, weight, group, vocab_range, flags)
     name = "" if group is None else group.group_name
-    settings = (ignore_index, first_class, classes, float(label_smoothing), float(z_loss), name)
+    settings = (ignore_index, *sizes, float(label_smoothing), float(z_loss), name)
     return _Loss.apply(hidden, weight, targets, main_grad, expected, reduction, wanted, *settings)

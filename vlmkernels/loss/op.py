@@ -36,10 +36,10 @@ def plan(rows: int, classes: int, hidden: int, item: int, whole_sums: bool) -> t
     """Rows and columns of a chunk of logits of `item` bytes; whole_sums: a sum over rows should be
     one product. Both fit: all columns of as many rows, or of few rows. Pure, for tests."""
     fitting = CHUNK_BYTES // (item * max(classes, 1))  # rows with all columns
-    if rows <= fitting or (fitting > 0 and not whole_sums):
+    summed = CHUNK_BYTES // (4 * hidden)  # rows of hidden's gradient, over the blocks in float32
+    if fitting >= min(rows, summed) or (fitting > 0 and not whole_sums):
         return _even(rows, fitting), max(classes, 1)
-    # The gradient of these rows of hidden is summed over the blocks in float32.
-    count = _even(rows, max(1, CHUNK_BYTES // (4 * hidden))) if whole_sums else 1
+    count = _even(rows, max(1, summed)) if whole_sums else 1
     return count, _even(classes, max(1, CHUNK_BYTES // (item * count)))
 
 
@@ -62,6 +62,7 @@ def _run(
     ignore_index: int,
     first_class: int,
     classes: int,
+    widest: int,
     label_smoothing: float,
     z_loss: float,
     group: str,
@@ -69,7 +70,10 @@ def _run(
     weight_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses [T]; statistics [4, T], as CrossEntropyParams has them; gradients of hidden [T, h] and
-    weight [V, h], each row's times scale [T]. Without `scale`, and what nobody wants, is empty."""
+    weight [V, h], each row's times scale [T]. Without `scale`, and what nobody wants, is empty.
+
+    widest: the largest V of the group's ranks, so that all have the same rows in a chunk.
+    """
     rows = (targets != ignore_index).nonzero()[:, 0]
     labels = targets[rows]
     _check_labels(labels, rows, classes, ignore_index)
@@ -90,7 +94,7 @@ def _run(
         work[0] = torch.finfo(torch.float32).min
 
     whole_sums = into is not None and into.dtype != torch.float32
-    count, columns = plan(len(rows), len(weight), hidden.shape[1], hidden.itemsize, whole_sums)
+    count, columns = plan(len(rows), widest, hidden.shape[1], hidden.itemsize, whole_sums)
     blocks = _parts(len(weight), columns) or [slice(0, 0)]
     at_once = len(blocks) == 1 and process_group is None
     buffer = hidden.new_empty(min(count, len(rows)) * min(columns, len(weight)))
@@ -230,8 +234,8 @@ def _fake(
 linear_cross_entropy = define(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? scale,"
     " Tensor? stats, Tensor(a!)? main_grad, int ignore_index, SymInt first_class, SymInt classes,"
-    " float label_smoothing, float z_loss, str group, bool hidden_grad, bool weight_grad)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " SymInt widest, float label_smoothing, float z_loss, str group, bool hidden_grad,"
+    " bool weight_grad) -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     fake=_fake,
     devices=("CPU",),
