@@ -1,4 +1,4 @@
-"""linear_cross_entropy beside stock torch: F.linear and F.cross_entropy, F.linear_cross_entropy, and
+"""linear_cross_entropy beside F.linear and F.cross_entropy, torch's F.linear_cross_entropy and
 Liger's chunks of rows. `python -m benchmarks.loss` prints the memory that each needs.
 """
 
@@ -44,8 +44,8 @@ def make(
     targets[torch.arange(tokens) % period >= 16] = IGNORE
     x = torch.randn(tokens, hidden, generator=generator, dtype=torch.float32)
     weight = torch.empty(classes, hidden, dtype=dtype).normal_(0, 0.02, generator=generator)
-    leaves = (t.to(device, dtype).requires_grad_() for t in (x, weight))
-    return Inputs(*leaves, targets.to(device))
+    x, weight = (t.to(device, dtype).requires_grad_() for t in (x, weight))
+    return Inputs(x, weight, targets.to(device))
 
 
 def _step(x: Inputs, loss: Callable[..., Tensor]) -> Callable[[], Result]:

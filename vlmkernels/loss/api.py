@@ -63,8 +63,9 @@ class _Loss(torch.autograd.Function):
         dhidden, dweight = (g if w else None for g, w in zip(gradients, ctx.wanted, strict=True))
         if ctx.wanted[1] and ctx.main_grad is not None:
             # Hooks on the parameter fire, and nothing is added.
+            rows, values = targets.new_empty(1, 0), weight.new_empty(0, weight.shape[1])
             dweight = torch.sparse_coo_tensor(
-                size=weight.shape, dtype=weight.dtype, device=weight.device
+                rows, values, weight.shape, is_coalesced=True, check_invariants=False
             )
         return dhidden, dweight, *(None,) * (5 + len(ctx.settings))
 
