@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vlmkernels import (
     VisionLayout,
+    linear_cross_entropy,
     scatter_visual,
     varlen_attention,
     vision_attention,
@@ -36,6 +37,10 @@ TWICE: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
         (9, 4),
     ),
     "visual rows": (lambda x: visual_embedding(IDS, torch.ones(9, 4), x, INDEX), (2, 4)),
+    "last layer": (
+        lambda x: linear_cross_entropy(x, torch.ones(9, 4), IDS, reduction="none"),
+        (4, 4),
+    ),
     "scattered rows": (lambda x: scatter_visual(torch.ones(4, 4), x, INDEX), (2, 4)),
 }
 

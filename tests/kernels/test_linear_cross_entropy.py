@@ -267,13 +267,12 @@ def test_plan(rows: int, classes: int, hidden: int, item: int, whole_sums: bool)
     count, columns = op.plan(rows, classes, hidden, item, whole_sums)
     assert 1 <= count and 1 <= columns
     assert count * columns * item <= op.CHUNK_BYTES
+    assert count * hidden * 4 <= op.CHUNK_BYTES
     if columns < classes:
-        assert whole_sums and 4 * hidden * count <= op.CHUNK_BYTES
-    if rows * classes * item <= op.CHUNK_BYTES:
-        assert count >= rows and columns >= classes
-    parts = op._parts(rows, count)
-    assert sum(p.stop - p.start for p in parts) == rows
-    assert len(parts) <= max(1, -(-rows * 2 * item * max(classes, 1) // op.CHUNK_BYTES) + 1)
+        assert whole_sums and rows * classes * item > op.CHUNK_BYTES
+    larger = -(-rows // max(1, -(-rows // count) - 1))  # rows in one chunk fewer
+    if count < rows:
+        assert larger * max(hidden * 4, 0 if whole_sums else classes * item) > op.CHUNK_BYTES
 
 
 def products(hidden: bool, weight: bool, chunk: int, **options: Any) -> tuple[int, int]:

@@ -33,13 +33,13 @@ _PRODUCT_BYTES = 4 << 20
 
 
 def plan(rows: int, classes: int, hidden: int, item: int, whole_sums: bool) -> tuple[int, int]:
-    """Rows and columns of a chunk of logits of `item` bytes; whole_sums: a sum over rows should be
-    one product. Both fit: all columns of as many rows, or of few rows. Pure, for tests."""
-    fitting = CHUNK_BYTES // (item * max(classes, 1))  # rows with all columns
-    summed = CHUNK_BYTES // (4 * hidden)  # rows of hidden's gradient, over the blocks in float32
-    if fitting >= min(rows, summed) or (fitting > 0 and not whole_sums):
+    """Rows and columns of a chunk, logits being of `item` bytes; whole_sums: a sum over rows should
+    be one product. Pure, for tests."""
+    most = max(1, CHUNK_BYTES // (4 * hidden))  # rows of hidden, summed in float32
+    fitting = min(most, CHUNK_BYTES // (item * max(classes, 1)))  # rows with all columns
+    if fitting >= min(rows, most) or (fitting > 0 and not whole_sums):
         return _even(rows, fitting), max(classes, 1)
-    count = _even(rows, max(1, summed)) if whole_sums else 1
+    count = _even(rows, most) if whole_sums else 1
     return count, _even(classes, max(1, CHUNK_BYTES // (item * count)))
 
 
