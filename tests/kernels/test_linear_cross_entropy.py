@@ -330,6 +330,12 @@ def test_incoming_gradients(reduction: str, dtype: torch.dtype) -> None:
         arguments = x, weight, targets, dout
         got = outputs(linear_cross_entropy, *arguments, grad_scale=scale, **options)
         compare(got, *arguments, **options)
+    if reduction != "none":  # what another gradient multiplies: its factor isn't rounded to 16 bits
+        at_1, at_17 = (
+            outputs(linear_cross_entropy, *arguments[:3], d) for d in (dout / dout, dout)
+        )
+        for name in ("dhidden", "dweight"):
+            assert_bitwise(name, at_17[name], (at_1[name].float() * dout).to(dtype))
     loss = linear_cross_entropy(x, weight, targets, **options)
     first = torch.autograd.grad(loss, (x, weight), dout, retain_graph=True)
     for name, one, two in zip(

@@ -55,7 +55,7 @@ class _Loss(torch.autograd.Function):
                 )
             again = again or ctx.reduction == "none"
             if not again:
-                gradients = [g * (grad / expected).to(g.dtype) for g in gradients]
+                gradients = [g * (grad / expected) for g in gradients]
         if again:
             scale = _row_scale(ctx, grad, targets)
             arguments = (hidden, weight, targets, scale, stats, ctx.main_grad)

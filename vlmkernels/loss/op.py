@@ -75,11 +75,11 @@ def _run(
     widest: the largest V of the group's ranks, so that all have the same rows in a chunk.
     """
     rows = (targets != ignore_index).nonzero()[:, 0]
-    labels = targets[rows]
+    labels = targets[rows].long()
     _check_labels(labels, rows, classes, ignore_index)
     process_group = dist.distributed_c10d._resolve_process_group(group) if group else None
     backward = scale is not None and (hidden_grad or weight_grad)
-    row_scale = scale[rows] if scale is not None and backward else None
+    row_scale = scale[rows].float() if scale is not None and backward else None
     dhidden = torch.zeros_like(hidden) if backward and hidden_grad else hidden.new_empty(0)
     dweight = weight.new_empty(0)
     into = main_grad if backward and weight_grad else None
@@ -87,10 +87,10 @@ def _run(
         into = dweight = torch.empty_like(weight) if len(rows) else torch.zeros_like(weight)
 
     known = stats is not None
-    work = (
-        stats[:, rows] if stats is not None else hidden.new_zeros(4, len(rows), dtype=torch.float32)
-    )
-    if not known:
+    if stats is not None:
+        work = stats[:, rows].float().contiguous()
+    else:
+        work = hidden.new_zeros(4, len(rows), dtype=torch.float32)
         work[0] = torch.finfo(torch.float32).min
 
     whole_sums = into is not None and into.dtype != torch.float32
