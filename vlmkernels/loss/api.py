@@ -175,9 +175,9 @@ def linear_cross_entropy(
             ColumnParallelLinear does, so the caller must not sum it again.
         vocab_range: with group, (first, end): the classes of this rank, end - first == V. The
             ranks' ranges adjoin from 0 on; padding of the vocabulary is left out (weight[:valid]).
-        weight_grad: "dense": [V, h] in the dtype of weight. In 16 bits it is summed in float32 by
-            one product for as many rows as 64 MB / 4h (10,922 at h = 1,536), which takes a fourth
-            product a row where the logits of all rows don't fit into 64 MB.
+        weight_grad: "dense": [V, h] in the dtype of weight. In 16 bits more rows with a target than
+            6 x 64 MB / 2V (1,320 of 152,064 classes) take a fourth product a row, so that the sum
+            isn't rounded more than 6 times (up to 6 x 64 MB / 4h rows, 65,536 at h = 1,536).
             "main_grad": added to weight.main_grad, a contiguous float32 [V, h]; autograd gets an
             empty sparse tensor, so that Megatron's hooks fire. Under torch.compile as "dense".
         grad_scale: the gradient that the result will get in the backward pass, if it is known: a
