@@ -11,17 +11,14 @@ import json
 import math
 import shutil
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-warnings.filterwarnings("ignore")
-import torch  # noqa: E402
+import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.checkpoint.worker import build  # noqa: E402
-from tests.parity import reference as ref  # noqa: E402
-from vlmtrain.core import device, launch  # noqa: E402
+from tests.parity import reference as ref
+from tests.parity.worker import build
+from vlmtrain.core import device, launch
 
 
 def outcome(work: Any) -> str:

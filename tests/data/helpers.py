@@ -17,7 +17,6 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import LoaderRank, PackedLoader
 from vlmtrain.data.processor import Processor
-from vlmtrain.models.family import parse_spec
 
 SPECIAL = [
     "<|endoftext|>",
@@ -68,31 +67,6 @@ def config(family: str, ids: dict[str, int], vocab_size: int) -> dict[str, Any]:
         "vision_end_token_id": ids["<|vision_end|>"],
         "vision_config": vision,
     }
-
-
-def seven_billion(family: str) -> ModelSpec:
-    """The sizes of the released 7B models."""
-    vision: dict[str, Any] = {"depth": 32, "num_heads": 16, "patch_size": 14}
-    if family == "qwen2_vl":
-        vision |= {"embed_dim": 1280, "hidden_size": 3584}
-    else:
-        vision |= {"hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420}
-    return parse_spec(
-        {
-            "model_type": family,
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "num_hidden_layers": 28,
-            "intermediate_size": 18944,
-            "vocab_size": 152064,
-            "rope_scaling": {"mrope_section": [16, 24, 24]},
-            "image_token_id": 151655,
-            "video_token_id": 151656,
-            "vision_start_token_id": 151652,
-            "vision_config": vision,
-        }
-    )
 
 
 def write_model_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:

@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from vlmtrain.core import device
+from tests.worker import one_rank
 
 SHAPE = (4, 1, 8)
 TRIES = 3  # and one step before, in which ranks find each other
@@ -133,13 +133,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    device.setup()
-    dist.init_process_group("gloo")
-    results = [run(case) for case in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    with one_rank():
+        results = [run(case) for case in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
+        if dist.get_rank() == 0:
+            Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from tests.plan import test_schedule
-from tests.plan.test_flops import released_config
+from tests.released import released_spec
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import contiguous
 from vlmtrain.models import flops
-from vlmtrain.models.family import parse_spec, table_of
+from vlmtrain.models.family import table_of
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import costs, hardware, memory, picture, schedule, search, split, workload
 
 
 @pytest.fixture(scope="module")
 def seven() -> ModelSpec:
-    return parse_spec(released_config("qwen2_vl-7b"))
+    return released_spec("qwen2_vl-7b")
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ LEARNING = [
 def test_states_of_the_search_are_the_exact_ones(
     name: str, number: int, freeze: FreezeSection, lora: LoraSection
 ) -> None:
-    spec = parse_spec(released_config(name))
+    spec = released_spec(name)
     arguments = dict(LAYOUTS[number])
     if name.endswith("2b"):  # two key/value heads
         arguments["tensor"] = min(2, arguments.get("tensor", 1))
@@ -242,7 +242,7 @@ def test_recompute_adds_one_forward_pass(seven: ModelSpec, packs: workload.Packs
 
 
 def test_thousands_of_gpus_in_seconds() -> None:
-    spec = parse_spec(released_config("qwen2_vl-72b"))
+    spec = released_spec("qwen2_vl-72b")
     data = workload.make_packs(workload.typical(spec), spec, 8192)
     start = time.process_time()
     found = search.search(spec, hardware.find_gpu("h100"), 32768, data)
@@ -296,7 +296,7 @@ def test_expected_largest_is_that_of_normal_values() -> None:
 
 
 def test_what_does_not_fit_is_refused(packs: workload.Packs) -> None:
-    spec = parse_spec(released_config("qwen2_vl-72b"))
+    spec = released_spec("qwen2_vl-72b")
     with pytest.raises(hardware.PlanError) as error:
         search.search(spec, hardware.find_gpu("a100-80"), 4, packs)
     assert "does not fit in 4 x a100-80" in str(error.value)

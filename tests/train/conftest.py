@@ -25,6 +25,10 @@ def conversations(tmp_path_factory) -> Path:
     text_only = [s for s in samples if "image" not in s]
     chosen = [s for s in samples if "image" in s][:11] + text_only[:1]
     assert len(chosen) == 12
+    for sample in chosen:
+        if "image" in sample:  # so that a copy of the file finds them from anywhere
+            names = photographs.image_names(sample)
+            sample["image"] = [str(path.parent / name) for name in names]
     path.write_text(json.dumps(chosen), encoding="utf-8")
     return path
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.plan.megatron_worker import make_batch
+from tests.worker import one_rank
 from vlmtrain.core import device
 from vlmtrain.core.config import OptimizerSection
 from vlmtrain.core.spec import ModelSpec
@@ -84,14 +85,11 @@ def run(case: dict[str, Any], spec: ModelSpec, backend: device.Backend) -> dict[
 
 
 def main() -> None:
-    backend = device.setup()
-    dist.init_process_group("gloo")
     spec = read_spec(Path(sys.argv[1]))
-    results = {name: run(case, spec, backend) for name, case in CASES.items()}
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    with one_rank() as backend:
+        results = {name: run(case, spec, backend) for name, case in CASES.items()}
+        if dist.get_rank() == 0:
+            Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

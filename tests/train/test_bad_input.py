@@ -24,14 +24,7 @@ def samples(conversations) -> list[dict[str, Any]]:
     return json.loads(conversations.read_text())
 
 
-def write(conversations: Path, tmp_path: Path, samples: Any) -> Path:
-    """A conversation file that finds its photographs where the good one does."""
-    for sample in samples:
-        images = sample.get("image", [])
-        images = [images] if isinstance(images, str) else images
-        paths = [i if os.path.isabs(i) else str(conversations.parent / i) for i in images]
-        if paths:
-            sample["image"] = paths
+def write(tmp_path: Path, samples: Any) -> Path:
     path = tmp_path / "conversations.json"
     path.write_text(json.dumps(samples))
     return path
@@ -85,17 +78,17 @@ def broken(kind: str, samples: list[dict[str, Any]], tmp_path: Path) -> tuple[An
 )
 def test_bad_sample(kind, capsys, model, conversations, samples, tmp_path):
     content, names = broken(kind, samples, tmp_path)
-    data = write(conversations, tmp_path, content)
+    data = write(tmp_path, content)
     message = refused(capsys, options(model, data, tmp_path / "run"), tmp_path / "run")
     for name in names:
         assert name in message, message
 
 
 def test_truncated_image(capsys, model, conversations, samples, tmp_path):
-    whole = (conversations.parent / samples[0]["image"]).read_bytes()
+    whole = Path(samples[0]["image"][0]).read_bytes()
     (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     samples[0]["image"] = str(tmp_path / "cut.jpg")
-    data = write(conversations, tmp_path, samples)
+    data = write(tmp_path, samples)
     message = refused(capsys, options(model, data, tmp_path / "run"), tmp_path / "run")
     assert "cut.jpg" in message and samples[0]["id"] in message
 
@@ -291,7 +284,7 @@ def test_checkpoint_cut_short(model, conversations, tmp_path):
 def test_all_ranks_end_and_one_speaks(model, conversations, samples, tmp_path):
     """Two ranks of one launcher: the fault is on rank 0's desk, rank 1 must not wait for it."""
     samples[1]["image"] = str(tmp_path / "no-such.jpg")
-    data = write(conversations, tmp_path, samples)
+    data = write(tmp_path, samples)
     arguments = options(model, data, tmp_path / "run", "--parallel.pipeline=2")
     ranks = run_ranks(["-m", "vlmtrain.cli", *arguments], 2, timeout=90)
     assert [r.code for r in ranks] == [1, 1], [r.output for r in ranks]

@@ -162,7 +162,7 @@ def _config(ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     path.write_text(text, encoding="utf-8")
 
@@ -191,9 +191,9 @@ def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
     model.save_pretrained(folder)  # model.safetensors, under the keys of this transformers
 
     # The files below are those of the released folders, which every transformers reads.
-    _write(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "Qwen2Tokenizer",
@@ -219,7 +219,7 @@ def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    _write(
+    write_json(
         folder / "preprocessor_config.json",
         {
             "image_processor_type": "Qwen2VLImageProcessor",
@@ -233,7 +233,7 @@ def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
             "image_std": [0.26862954, 0.26130258, 0.27577711],
         },
     )
-    _write(
+    write_json(
         folder / "generation_config.json",
         {
             "do_sample": False,
