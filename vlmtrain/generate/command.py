@@ -131,7 +131,7 @@ def _say(answerer: Any, sampling: Any, sample: Any) -> str:
     print(flush=True)
     if not answer.finished:
         print(
-            f"vlmtrain: cut off after {len(given.ids)} tokens; raise --max_new_tokens",
+            f"vlmtrain: cut off after {len(answer.ids)} tokens; raise --max_new_tokens",
             file=sys.stderr,
             flush=True,
         )

@@ -121,10 +121,10 @@ def render(ranking: Plan, title: str) -> str:
     """The answer for people."""
     packs, gpu = ranking.packs, ranking.gpu
     lines = [
-        f"{title} on {found.gpus:,} x {gpu.name}: {found.considered:,} layouts considered, "
-        f"{found.fitting:,} fit",
+        f"{title} on {ranking.gpus:,} x {gpu.name}: {ranking.considered:,} layouts considered, "
+        f"{ranking.fitting:,} fit",
         f"data: {packs.origin}; packs of {packs.pack_length:,} tokens, {packs.fill:.1%} full, "
-        f"{packs.image_share:.0%} image tokens; {found.global_batch:,} packs a step",
+        f"{packs.image_share:.0%} image tokens; {ranking.global_batch:,} packs a step",
         "efficiency of matrix work: language "
         f"{gpu.efficiency.language:.0%}, vision {gpu.efficiency.vision:.0%} of peak "
         f"({'measured' if gpu.measured else 'assumed; feed measured ones back in a GPU file'})",
@@ -183,13 +183,13 @@ def to_toml(ranking: Plan, p: Prediction, model: Path, data: str | None, title: 
     nodes = -(-ranking.gpus // ranking.gpu.gpus_per_node)
     per_node = min(ranking.gpus, ranking.gpu.gpus_per_node)
     start = (
-        f"vlmtrain train --config plan.toml --nproc {found.gpus}"
+        f"vlmtrain train --config plan.toml --nproc {ranking.gpus}"
         if nodes == 1
         else f"torchrun --nnodes {nodes} --nproc-per-node {per_node} ... -m vlmtrain.cli train "
         "--config plan.toml"
     )
     lines = [
-        f"# {title} on {found.gpus} x {found.gpu.name}, by vlmtrain plan.",
+        f"# {title} on {ranking.gpus} x {ranking.gpu.name}, by vlmtrain plan.",
         f"# Expected: step {p.step_seconds:.2f} s (within {p.uncertainty:.0%}), "
         f"{p.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, causal MFU {p.mfu:.1%}, "
         f"up to {p.peak_bytes / 1e9:.0f} GB per GPU.",
