@@ -32,7 +32,7 @@ class Rank:
 def free_port() -> int:
     """A port that no outgoing connection can take meanwhile: below the ephemeral range."""
     while True:
-        port = random.SystemRandom().randrange(10000, 32000)
+        port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as sock:
             try:
                 sock.bind(("127.0.0.1", port))

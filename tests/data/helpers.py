@@ -10,30 +10,14 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from vlmtrain.core.config import LoaderSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import LoaderRank, PackedLoader
 from vlmtrain.data.processor import Processor
+from vlmtrain.demo.tiny_model import SPECIAL_TOKENS, train_tokenizer
 
-SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
 CORPUS = [
     "You are a helpful assistant. What is in the picture? A red cup of coffee on a wooden table.",
     "system user assistant Describe both photographs, please. The cat sleeps; the rocket flies!",
@@ -71,34 +55,17 @@ def config(family: str, ids: dict[str, int], vocab_size: int) -> dict[str, Any]:
 
 def write_model_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:
     """Config, tokenizer and preprocessor files of a model without weights."""
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=480,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer = train_tokenizer(CORPUS, 400)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
-    vocab_size = -(-tokenizer.get_vocab_size() // 64) * 64
+    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     files = {
-        "config.json": config(family, ids, vocab_size),
+        "config.json": config(family, ids, 448),
         "tokenizer_config.json": {
             "tokenizer_class": "Qwen2Tokenizer",
             "eos_token": "<|im_end|>",
             "pad_token": "<|endoftext|>",
-            "additional_special_tokens": SPECIAL[1:],
+            "additional_special_tokens": SPECIAL_TOKENS[1:],
         },
         "preprocessor_config.json": IMAGE_LIMITS,
         "video_preprocessor_config.json": IMAGE_LIMITS,

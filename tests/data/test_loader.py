@@ -157,7 +157,7 @@ def test_pack_invariants_and_pixels(
     assert seen >= len(index.grids) - 1  # every image of the epoch; one medium is the video
 
 
-@pytest.mark.parametrize(("ranks", "global_batch"), [(1, 3), (2, 8), (2, 64)])
+@pytest.mark.parametrize(("ranks", "global_batch"), [(1, 4), (2, 8), (2, 64)])
 def test_once_is_every_sample_once(
     make: Any, index: SampleIndex, spec: ModelSpec, ranks: int, global_batch: int
 ) -> None:

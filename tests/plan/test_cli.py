@@ -85,15 +85,14 @@ def test_72b_on_256_h100(large: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert all(a + d <= b + 0.01 for (a, d), (b, _) in zip(mine, mine[1:], strict=False))
 
 
-def test_lengths_of_real_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from vlmtrain.demo import command, tiny_model
-
-    model = tiny_model.write_folder(tmp_path / "tiny", command.training_texts())
+def test_lengths_of_real_data(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "talk.json"
     turns = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat, I think."}]
     samples = [{"id": str(i), "conversations": turns * (i + 1)} for i in range(5)]
     data.write_text(json.dumps(samples))
-    plan(model, 2, "h100", data=str(data), output=tmp_path / "out", pack_length=640)
+    plan(tiny_folder, 2, "h100", data=str(data), output=tmp_path / "out", pack_length=640)
     printed = capsys.readouterr().out
     assert f"{data} (5 samples)" in printed
     assert "0% image tokens" in printed

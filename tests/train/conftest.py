@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from vlmtrain.demo import command, photographs, tiny_model
+from vlmtrain.demo import photographs
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    return tiny_model.write_folder(
-        tmp_path_factory.mktemp("model") / "tiny", command.training_texts()
-    )
+def model(tiny_folder) -> Path:
+    return tiny_folder
 
 
 @pytest.fixture(scope="session")

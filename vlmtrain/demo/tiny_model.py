@@ -91,8 +91,8 @@ TEXT = {
 MROPE_SECTION = [4, 6, 6]  # sums to half of the head dimension, 192 / 6 / 2
 
 
-def train_tokenizer(texts: Iterable[str]) -> Any:
-    """A `tokenizers.Tokenizer` of exactly VOCAB_SIZE tokens: byte-level BPE on `texts`, then
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:
+    """A `tokenizers.Tokenizer` of exactly `vocab_size` tokens: byte-level BPE on `texts`, then
     SPECIAL_TOKENS as the last ids. Deterministic in `texts`.
 
     Raises:
@@ -119,15 +119,15 @@ def train_tokenizer(texts: Iterable[str]) -> Any:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        vocab_size=vocab_size - len(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator([*texts, _TEMPLATE_TEXT], trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+    if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"texts give a vocabulary of {tokenizer.get_vocab_size()} tokens, {VOCAB_SIZE} are "
+            f"texts give a vocabulary of {tokenizer.get_vocab_size()} tokens, {vocab_size} are "
             "needed: pass more text"
         )
     return tokenizer
