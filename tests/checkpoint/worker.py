@@ -35,16 +35,18 @@ def optimizer_tensors(engine: Any, key: str) -> dict[torch.Tensor, torch.Tensor]
         slices = []
         for ranges in part.gbuf_ranges:
             for buckets in ranges.values():
-                for parameter, held in ((p, h) for b in buckets for p, h in b["param_map"].items()):
+                for parameter, place_in_buffer in (
+                    (p, h) for b in buckets for p, h in b["param_map"].items()
+                ):
                     group, i = part.model_param_group_index_map[parameter]
                     main = part.optimizer.param_groups[group]["params"][i]
                     tensor = main if key == "param" else part.optimizer.state[main][key]
                     place = next(n for n, p in enumerate(order) if p is parameter)
-                    slices.append((place, held["param"].start, tensor.detach().clone()))
-        every: list[Any] = [None] * dist.get_world_size(part.data_parallel_group)
-        dist.all_gather_object(every, slices, group=part.data_parallel_group)
+                    slices.append((place, place_in_buffer["param"].start, tensor.detach().clone()))
+        of_ranks: list[Any] = [None] * dist.get_world_size(part.data_parallel_group)
+        dist.all_gather_object(of_ranks, slices, group=part.data_parallel_group)
         flat = [torch.full((p.numel(),), float("nan")) for p in order]
-        for place, start, tensor in (s for rank in every for s in rank):
+        for place, start, tensor in (s for rank in of_ranks for s in rank):
             flat[place][start : start + tensor.numel()] = tensor
         found.update({p: t.view(p.shape) for p, t in zip(order, flat, strict=True)})
     return found
@@ -64,9 +66,9 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
         values = partial(value_or_nan, tensors)
         for name, tensor in gathered(engine.exported, engine.spec, values):
             named[f"{key} {name}"] = tensor
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, named)
-    return {n: t for part in every for n, t in part.items()}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, named)
+    return {n: t for part in of_ranks for n, t in part.items()}
 
 
 def fill_disk() -> None:
@@ -99,9 +101,9 @@ class Allocations(TorchDispatchMode):
 
     def on_every_rank(self) -> list[tuple[int, int]]:
         """(total, largest) of each rank."""
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (self.total, self.largest))
-        return every
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (self.total, self.largest))
+        return of_ranks
 
 
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:

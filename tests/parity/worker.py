@@ -86,8 +86,8 @@ def gather_gradients(engine: Any) -> None:
     for chunk in engine.wrapped:
         group = chunk.dp_cp_group
         for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
-            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 # Where a number may be asked of a tensor inside a step: of grids, which stay in host memory, and of

@@ -81,8 +81,8 @@ def test_72b_on_256_h100(large: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     work = [e for e in events if e["ph"] == "X"]
     assert {e["tid"] for e in work} == set(range(parallel.pipeline))
     for rank in range(parallel.pipeline):
-        mine = sorted((e["ts"], e["dur"]) for e in work if e["tid"] == rank)
-        assert all(a + d <= b + 0.01 for (a, d), (b, _) in zip(mine, mine[1:], strict=False))
+        spans = sorted((e["ts"], e["dur"]) for e in work if e["tid"] == rank)
+        assert all(a + d <= b + 0.01 for (a, d), (b, _) in zip(spans, spans[1:], strict=False))
 
 
 def test_lengths_of_real_data(

@@ -55,12 +55,12 @@ def run(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     results = {}
     for policy in case["policies"]:
         with loader(policy, length, packs[policy]) as batches:
-            mine = batches.next_step()
-        outputs = engine._forward_backward(mine, forward_only=False)
-        loss = engine._result(mine, outputs, 0.0, 0.0, 0.0).loss
+            packs_here = batches.next_step()
+        outputs = engine._forward_backward(packs_here, forward_only=False)
+        loss = engine._result(packs_here, outputs, 0.0, 0.0, 0.0).loss
         gather_gradients(engine)
         places: list[Any] = [None] * size
-        dist.all_gather_object(places, [batch.sample_ids for batch in mine])
+        dist.all_gather_object(places, [batch.sample_ids for batch in packs_here])
         results[policy] = {
             "loss": loss,
             # Copies: the buffers are used again for the next policy.

@@ -52,8 +52,8 @@ def run(case: dict[str, Any], backend: device.Backend) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         part, whole = loader(dtype, decodes), loader(dtype)
         for _ in range(part.steps_per_epoch):
-            mine, wanted = part.next_step(), whole.next_step()
-            same(gather(mine), wanted)
+            packs, wanted = part.next_step(), whole.next_step()
+            same(gather(packs), wanted)
             assert gather(wanted) is wanted
         decoded = torch.tensor([part.decoded, whole.decoded])
         dist.all_reduce(decoded)
