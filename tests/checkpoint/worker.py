@@ -149,5 +149,9 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     return result
 
 
-if __name__ == "__main__":
+def main() -> None:
     serve(lambda cases, backend: [run_case(case, backend) for case in cases])
+
+
+if __name__ == "__main__":
+    main()
