@@ -405,15 +405,15 @@ __global__ void __launch_bounds__(kLongThreads) reduce_long_runs(const Embedding
 #pragma unroll
     for (int u = 0; u < kInFlight; ++u) Vec::add(sum, v[u]);  // zeros after the last row
   }
-  float* const sums = reinterpret_cast<float*>(shared) + lane;  // [part][element][lane]
+  float* const sums = reinterpret_cast<float*>(shared) + threadIdx.x;  // [element][part][lane]
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) sums[(warp * kCount + e) * ptx::kWarpSize] = sum[e];
+  for (int e = 0; e < kCount; ++e) sums[e * kLongThreads] = sum[e];
   __syncthreads();  // mutant: embed-long-runs-sync
   if (warp > 0 || column >= units) return;
   // mutant: embed-long-runs-loop
   for (int w = 1; w < kRunParts; ++w) {
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) sum[e] += sums[(w * kCount + e) * ptx::kWarpSize];
+    for (int e = 0; e < kCount; ++e) sum[e] += sums[e * kLongThreads + w * ptx::kWarpSize];
   }
   write_sums<kCount>(p, key, column * kCount, sum);
 }
