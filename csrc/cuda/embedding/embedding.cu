@@ -395,15 +395,24 @@ __global__ void __launch_bounds__(kLongThreads) reduce_long_runs(const Embedding
   const int64_t begin = start + warp * part;                     // mutant: embed-long-runs-begin
   const int64_t stop = begin + part < end ? begin + part : end;  // mutant: embed-long-runs-stop
   float sum[kCount] = {};
-  for (int64_t k = begin; k < stop; k += kInFlight) {
-    Unit v[kInFlight];
+#pragma unroll 1
+  for (int64_t k = begin; k < stop; k += ptx::kWarpSize) {
+    // mutant: embed-long-runs-row
+    const int row_of_lane = k + lane < stop ? static_cast<int>(p.order[k + lane]) : -1;
+#pragma unroll 1
+    for (int first_row = 0; first_row < ptx::kWarpSize && k + first_row < stop;
+         first_row += kInFlight) {
+      Unit v[kInFlight];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const bool on = k + u < stop && column < units;  // mutant: embed-long-runs-on
-      v[u] = ptx::load_once(grad + (on ? p.order[k + u] : 0) * units, on);
+      for (int u = 0; u < kInFlight; ++u) {
+        const int row = ptx::broadcast(row_of_lane, first_row + u);
+        const bool on = row >= 0 && column < units;  // mutant: embed-long-runs-on
+        v[u] = ptx::load_once(grad + (on ? row : 0) * units, on);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) Vec::add(sum, v[u]);  // zeros after the last row
     }
-#pragma unroll
-    for (int u = 0; u < kInFlight; ++u) Vec::add(sum, v[u]);  // zeros after the last row
   }
   float* const sums = reinterpret_cast<float*>(shared) + threadIdx.x;  // [element][part][lane]
 #pragma unroll
