@@ -297,14 +297,17 @@ def in_a_step(packs: list[tuple[Tensor, Tensor]], vocabulary: int, hidden: int) 
 def repeated(x: Inputs, ids: Tensor, what: str, context: Context) -> Comparison:
     """The table's gradient where few ids stand at many positions: their rows are sums of many."""
     index = torch.full(ids.shape, -1, dtype=torch.int32, device=ids.device)
-    weight = x.weight.detach().requires_grad_()
-    dense = (x.weight.shape[0] + len(ids)) * x.row_bytes  # written whole; gradients read once
+    # On the CPU torch adds in the gradient's type, which in bfloat16 is another result.
+    dtype = torch.bfloat16 if context.device == "cuda" else torch.float32
+    weight, dout = x.weight.detach().to(dtype).requires_grad_(), x.dout.to(dtype)
+    # Written whole; gradients read once.
+    dense = (weight.shape[0] + len(ids)) * weight.shape[1] * weight.element_size()
     return Comparison(
         op=f"visual_embedding, backward, {what}",
         shape=f"[{len(ids)}, {x.weight.shape[1]}], text, table of {x.weight.shape[0]}",
-        dtype="bfloat16",
-        ours=_graph(lambda: visual_embedding(ids, weight, None, index), (weight,), x.dout),
-        peers={"of F.embedding": _graph(lambda: F.embedding(ids, weight), (weight,), x.dout)},
+        dtype=str(dtype)[6:],
+        ours=_graph(lambda: visual_embedding(ids, weight, None, index), (weight,), dout),
+        peers={"of F.embedding": _graph(lambda: F.embedding(ids, weight), (weight,), dout)},
         ceilings=ceilings.copy(dense, context),
         check=_same,
     )

@@ -42,8 +42,8 @@ if arguments[0] == "-c" and "describe_machine" in arguments[1]:
     packages = {"torch": "2.11.0+cu130"}
     machine = {"cpu": "A CPU", "cores": 16, "kernels": "avx512", "system": "Linux x86_64",
                "python": "3.12.3", "packages": packages, "gpu": "NVIDIA Stub", "cuda": "13.0"}
-    print("a warning")
     print(json.dumps([machine, ["windows", "frames"]]))
+    print("[W1122 04:11:10 warning at the end]")
 elif arguments[0] == "-c":
     print(json.dumps({"gpu": "NVIDIA Stub", "capability": [9, 0], "torch": "2.11.0+cu130"}))
 elif arguments[0] == "setup.py":

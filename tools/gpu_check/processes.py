@@ -93,12 +93,12 @@ def ask(command: Sequence[str], limit: float) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         status = run(command, limit, log)
-        lines = [line for line in text_of(log).splitlines() if line[:1] in ("[", "{")]
         if status is None:
             raise RuntimeError(f"no answer within {limit:.0f} s from {shlex.join(command)[:100]}")
-        if status or not lines:
-            raise RuntimeError(last_line(log))
-        return json.loads(lines[-1])
+        for line in [] if status else reversed(text_of(log).splitlines()):
+            with contextlib.suppress(ValueError):  # a warning
+                return json.loads(line)
+        raise RuntimeError(last_line(log))
 
 
 def run_each(
