@@ -3,6 +3,7 @@ nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -77,6 +78,16 @@ TIMELINE = {
 }
 
 
+def running(text: str) -> list[str]:
+    """The processes with this in their command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found += [command] if text in command else []
+    return found
+
+
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A tree in which gpu-check runs, with the stub for Python."""
@@ -96,8 +107,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(gpu_check, "missing", lambda *packages: "")
     monkeypatch.setattr(sys, "executable", str(python))
     yield tmp_path
-    left = subprocess.run(["pgrep", "-f", str(python)], capture_output=True, text=True).stdout
-    assert not left, f"processes are left: {left}"
+    assert not running(str(python))
 
 
 def outcomes(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -191,12 +201,12 @@ def test_a_step_that_breaks_does_not_end_the_next(tmp_path: Path) -> None:
 
 
 def test_children_of_a_hanging_process_end_with_it(tmp_path: Path) -> None:
-    code = "import subprocess; subprocess.run(['sleep', '987'])"
+    code = "import subprocess; subprocess.run(['sleep', '98765'])"
     commands = {"a": [sys.executable, "-c", code]}
     until = time.monotonic() + 60
     assert not run_each(Results(tmp_path), "s", commands, limit=1.5, until=until)
     assert of(tmp_path, "s") == {"a": "HANG"}
-    assert not subprocess.run(["pgrep", "-f", "sleep 987"], capture_output=True).stdout
+    assert not running("sleep 98765")
 
 
 TESTS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import io
 import random
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from vlmkernels.optim import PinnedArena
+from tests.kernels.numeric import assert_bitwise
+from vlmkernels.optim import HybridDeviceOptimizer, PinnedArena
+from vlmkernels.optim.transfer import HostTransfers
 
 
 def test_tensors_do_not_overlap_and_return_their_memory():
@@ -198,6 +201,44 @@ def test_a_refused_range_is_named_and_forgotten(monkeypatch: pytest.MonkeyPatch)
     assert launched == [GPU] and len(cuda.registered) == 1
     del arena, tensor
     assert not cuda.registered and cuda.calls.count("unregister") == 1
+
+
+class LateUploads(HostTransfers):
+    """New values are on their way to the device until it is waited for."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[torch.Tensor, int]] = []
+
+    def h2d(self, source: torch.Tensor, target: torch.Tensor, unread: bool = False) -> None:
+        self.pending.append((target, source.data_ptr()))
+
+    def finish(self) -> None:
+        for target, address in self.pending:
+            ctypes.memmove(target.data_ptr(), address, target.nbytes)
+        self.pending.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_optimizer_dropped_right_after_a_step_has_made_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, late = FakeCuda(monkeypatch), LateUploads()
+    monkeypatch.setattr(torch.cuda, "synchronize", late.finish)
+    start, grad = (torch.randn(100_000).to(dtype) for _ in range(2))
+    found = []
+    for transfers in (HostTransfers(), late):
+        param = torch.nn.Parameter(start.clone())
+        param.grad = grad
+        optimizer = HybridDeviceOptimizer(
+            [param], lr=0.1, transfers=transfers, bucket_bytes=1 << 16
+        )
+        optimizer._host._arena = PinnedArena(device=GPU)
+        optimizer.step()
+        assert transfers is not late or late.pending
+        del optimizer
+        assert not cuda.registered and not late.pending
+        found.append(param.detach())
+    assert_bitwise("param", found[1], found[0])
 
 
 AT_THE_END = """
