@@ -209,8 +209,9 @@ class LateUploads(HostTransfers):
     def __init__(self) -> None:
         self.pending: list[tuple[torch.Tensor, int]] = []
 
-    def h2d(self, source: torch.Tensor, target: torch.Tensor, unread: bool = False) -> None:
-        self.pending.append((target, source.data_ptr()))
+    def h2d(self, source: Any, target: Any, unread: bool = False) -> None:
+        sources, targets = (x if isinstance(x, list) else [x] for x in (source, target))
+        self.pending += [(t, s.data_ptr()) for s, t in zip(sources, targets, strict=True)]
 
     def finish(self) -> None:
         for target, address in self.pending:
