@@ -71,7 +71,7 @@ def _batched(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]  # [L, H, D] -> [1, H, L, D]
 
 
-def peers(lengths: list[int], device: str, quick: bool) -> dict[str, Attend]:
+def peers(lengths: list[int], device: str, compiled: bool) -> dict[str, Attend]:
     """Name -> function of q, k, v [T, H, D]. Index tensors are made here, outside the timing."""
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], device=device)
     tokens, max_seqlen = int(cu_seqlens[-1]), max(lengths)
@@ -137,11 +137,15 @@ def peers(lengths: list[int], device: str, quick: bool) -> dict[str, Attend]:
         "eager per length": grouped(eager),
         "nested tensor": nested,
     }
-    if not quick:
+    if compiled:
         found["flex attention"] = _flex(segment, tokens, device)
     if device == "cuda":
         found |= _cuda_peers(cu_seqlens.int(), max_seqlen)
     return found
+
+
+def _compiled(context: Context) -> bool:
+    return context.compiled and not context.quick
 
 
 def _flex(segment: Tensor, tokens: int, device: str) -> Attend:
@@ -230,7 +234,7 @@ def comparison(
         limits = ceilings.copy(traffic, context)
     else:
         limits = ceilings.arithmetic(flops, dtype, context)
-    found, skipped = peers(lengths, device, context.quick), {}
+    found, skipped = peers(lengths, device, _compiled(context)), {}
     # A nested tensor is padded to the longest segment; its scores are held twice, in float32.
     padded = 8 * len(lengths) * HEADS * max_seqlen**2 / 1e9
     if device == "cpu" and padded > 6:
@@ -309,8 +313,8 @@ def vision_comparison(
         ours=partial(call, lambda x: vision_attention(x, layout, window=window)),
         peers={
             f"rotation, {name}": partial(call, partial(rotated, attend))
-            for name, attend in peers(lengths, context.device, context.quick).items()
-            if name not in ("nested tensor", "flex attention")  # never the fastest on windows
+            for name, attend in peers(lengths, context.device, compiled=False).items()
+            if name != "nested tensor"  # nor flex attention: never the fastest on windows
         },
         ceilings=limits,
         check=_close(dtype),
