@@ -80,8 +80,8 @@ CASES: dict[str, dict[str, Check]] = {
         "dim 72": lambda k, r: check_tiled(k, r, [3, 135], 1, 72),
         **vision.tiled_suite(),
     },
-    "sm90-forward": SM90_FORWARD | tiled.hopper_suite(),
-    "sm90-backward": SM90_BACKWARD | tiled.hopper_grad_suite(),
+    "sm90-forward": SM90_FORWARD | tiled.sm90_suite(),
+    "sm90-backward": SM90_BACKWARD | tiled.sm90_grad_suite(),
     "sm90-vision": vision.tiled_suite(queries=True),
     "embedding": {"bad index": _bad_index} | embedding.small_suite(),
 }

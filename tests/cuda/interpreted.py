@@ -91,7 +91,7 @@ def copy_csrc(
         if name.as_posix() == WINDOW_INSTANCES:
             code = keep_instances(code, [window])
         for other in set(BOTH) - set(types):
-            code = re.sub(rf"VLMK_HEAD_DIMS\(\w+, ptx::{other}, \w.head_dim\)", "return 1;", code)
+            code = re.sub(rf"VLMK_HEAD_DIMS\(\w+, ptx::{other}, head_dim\)", "return 1;", code)
         left -= set(markers(code))
         (csrc / name).parent.mkdir(parents=True, exist_ok=True)
         (csrc / name).write_text(plant(code, [("true", m) for m in mutants]))

@@ -20,23 +20,23 @@ QUICK_GRADIENTS = ("causal, negative scale, groups", "groups, scores far below z
 
 
 @pytest.fixture(scope="session")
-def hopper(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Interpreted:
-    folder = tmp_path_factory.mktemp("hopper")
+def sm90(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Interpreted:
+    folder = tmp_path_factory.mktemp("sm90")
     return tiled(copy_csrc(folder, dim=DIM), folder, fake_runtime, "90a")
 
 
 @pytest.mark.parametrize("name", sorted({*QUICK, *canary_cases("sm90-forward")}))
-def test_accuracy(name: str, hopper: Interpreted, rng: np.random.Generator) -> None:
-    CASES["sm90-forward"][name](hopper, rng)
+def test_accuracy(name: str, sm90: Interpreted, rng: np.random.Generator) -> None:
+    CASES["sm90-forward"][name](sm90, rng)
 
 
 @pytest.mark.parametrize("name", sorted({*QUICK_GRADIENTS, *canary_cases("sm90-backward")}))
-def test_accuracy_of_gradients(name: str, hopper: Interpreted, rng: np.random.Generator) -> None:
-    CASES["sm90-backward"][name](hopper, rng)
+def test_accuracy_of_gradients(name: str, sm90: Interpreted, rng: np.random.Generator) -> None:
+    CASES["sm90-backward"][name](sm90, rng)
 
 
-def test_no_token(hopper: Interpreted, rng: np.random.Generator) -> None:
+def test_no_token(sm90: Interpreted, rng: np.random.Generator) -> None:
     """No tensor map describes a tensor without elements."""
     for lengths in ([], [0, 0]):
-        _, found = run_flash(hopper, Case(rng, lengths, 1, 1, DIM, max_seqlen=0))
+        _, found = run_flash(sm90, Case(rng, lengths, 1, 1, DIM, max_seqlen=0))
         assert found["out"].size == found["dq"].size == 0

@@ -63,7 +63,9 @@ __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
   ptx::commit_copies();
   if constexpr (Rows::kVision) {
     RowRotations<kDim, S::kBlocks * 16> rotations(lane);
-    rotations.load(p.rotary, tile.begin + first, tile.length - first);  // mutant: sm80-forward-load
+    // mutant: sm80-forward-load
+    rotations.load(p.rotary, tile.length - first,
+                   [&](int64_t row) { return tile.begin + first + row; });
     ptx::wait_copies<1>();  // mutant: sm80-forward-wait-rotate
     // mutant: sm80-forward-sync-rotate
     __syncthreads();                              // the queries are here, to be rotated
@@ -157,8 +159,7 @@ __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
       }
     }
   }
-  store_rows<Math, kDim>(out, factor, mine, tile.length - first,
-                         rows_of(p.out, tile.begin + first, head), p.out.token_stride);
+  store_rows<Math, kDim>(out, factor, mine, tile.length - first, p.out, tile.begin + first, head);
 }
 
 }  // namespace
