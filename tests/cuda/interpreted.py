@@ -30,6 +30,7 @@ TILED = {
         "backward": ("cuda/attention/sm90/backward.cu", "sm90_backward_cuda"),
     },
 }
+TILES = ("cuda/attention/schedule.cu", "list_tiles_cuda")
 #: The file of a family that has one, and its launchers.
 SINGLE = {
     "window": ("cuda/attention/window/varlen.cu", "window_{}_cuda"),
@@ -104,8 +105,9 @@ def tiled(
 ) -> Interpreted:
     """The launchers of tiled attention; `sources` names another architecture's for a part."""
     launchers = {}
-    for part in ("forward", "backward"):
-        source, launcher = TILED[sources.get(part, architecture)][part]
+    for part in ("tiles", "forward", "backward"):
+        known = {**TILED[sources.get(part, architecture)], "tiles": TILES}
+        source, launcher = known[part]
         build = build_kernels(csrc / source, folder / part, [architecture], csrc)
         launchers[part] = build, launcher
     return Interpreted(launchers, runtime, architecture)
@@ -123,7 +125,11 @@ def single(
     """The launchers of a family that has one file."""
     source, name = SINGLE[family]
     build = build_kernels(csrc / source, folder / family, [architecture], csrc)
-    return of_build(build, name, runtime, architecture)
+    found = of_build(build, name, runtime, architecture)
+    if family == "sm80-vision":
+        lists = build_kernels(csrc / TILES[0], folder / "tiles", [architecture], csrc)
+        found.launchers["tiles"] = lists, TILES[1]
+    return found
 
 
 def planted(mutant: Mutant, folder: Path, runtime: Path) -> Interpreted:

@@ -15,7 +15,7 @@ from .mutants import canary_cases
 
 DIM = 80
 #: make test-flash runs every instance and all cases.
-QUICK = ("ragged", "neighbours")
+QUICK = ("ragged", "neighbours", "stale")
 QUICK_GRADIENTS = ("causal, negative scale, groups", "groups, scores far below zero")
 
 

@@ -39,6 +39,7 @@ class VisionCase:
     scale: float = 0.125
     max_seqlen: int | None = None
     causal: ClassVar[bool] = False
+    written: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self.tokens, self.kv_heads = sum(self.lengths), self.heads

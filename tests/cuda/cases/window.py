@@ -31,6 +31,7 @@ class Case:
     scale: float = 0.125
     max_seqlen: int | None = None
     shift: float = 0.0  # of q up and of k down: scores far below zero
+    written: Array | None = None  # to cu_seqlens after tiles were listed
     permuted: ClassVar[bool] = False
     table: ClassVar[None] = None
 
@@ -137,18 +138,32 @@ def run_attention(
     stats = memory.reserve("stats", stats_shape, np.float32)
     names = ["out", "stats"]
 
-    def workspace(way: str, lists: int) -> dict[str, Any]:
-        if not tiled:
-            return dict.fromkeys(("tiles", "rotated_k", "rotated_q"))
+    segments = {
+        "cu_seqlens": memory.upload("cu_seqlens", case.cu_seqlens),
+        "segments": len(case.cu_seqlens) - 1,
+        "tokens": case.tokens,
+        "max_seqlen": max(case.lengths) if case.max_seqlen is None else case.max_seqlen,
+        "causal": case.causal,
+        "tiles": None,
+    }
+    if tiled:
+        names.append("tiles")
         most = case.tokens // TILE_ROWS + len(case.lengths)
-        names.append(f"tiles, {way}")
-        found = {"tiles": memory.reserve(names[-1], (lists, most, 4), np.int32)}
-        for name, wanted in (("rotated_k", case.table is not None), ("rotated_q", queries)):
-            element = DTYPES[case.dtype][1]
-            found[name] = memory.reserve(f"{name}, {way}", shape, element) if wanted else None
-        if queries:
-            names.append(f"rotated_q, {way}")
-        return found
+        segments["tiles"] = memory.reserve("tiles", (2, most, 4), np.int32)
+        lists = fill("TileListParams", **segments, vision=case.table is not None)
+        code = kernels.run(device, "tiles", lists)
+        assert code == 0, f"the list of tiles returned cudaError_t {code}"
+        if case.written is not None:
+            segments["cu_seqlens"] = memory.upload("cu_seqlens, written to", case.written)
+
+    def workspace(way: str) -> dict[str, Any]:
+        element = DTYPES[case.dtype][1]
+        wanted = {"rotated_k": tiled and case.table is not None, "rotated_q": queries}
+        names.extend(f"{name}, {way}" for name in ["rotated_q"] if queries)
+        return {
+            name: memory.reserve(f"{name}, {way}", shape, element) if on else None
+            for name, on in wanted.items()
+        }
 
     forward = fill(
         "AttentionParams",
@@ -157,24 +172,20 @@ def run_attention(
         out=view(memory.reserve("out", shape, DTYPES[case.dtype][1]), case.heads, case.dim),
         row_max=stats,
         row_sum=stats + 4 * case.heads * case.tokens,
-        cu_seqlens=memory.upload("cu_seqlens", case.cu_seqlens),
-        segments=len(case.lengths),
-        tokens=case.tokens,
+        **segments,
         heads=case.heads,
         kv_heads=case.kv_heads,
         head_dim=case.dim,
         scale=case.scale,
-        causal=case.causal,
         order=memory.upload("order", case.order) if case.permuted else None,
         rotary=None if case.table is None else memory.upload("table", case.table),
-        max_seqlen=max(case.lengths) if case.max_seqlen is None else case.max_seqlen,
-        **workspace("forward", 1),
+        **workspace("forward"),
     )
     code = kernels.run(device, "forward", forward)
     assert code == 0, f"forward returned cudaError_t {code}"
     gradients: dict[str, Array] = {}
     if backward:
-        for name, address in workspace("backward", 2).items():
+        for name, address in workspace("backward").items():
             setattr(forward, name, address)
         sums = memory.reserve("lse_delta", stats_shape, np.float32) if tiled else None
         grads = fill(

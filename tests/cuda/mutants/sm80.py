@@ -96,6 +96,8 @@ MUTANTS = [
     M("second column unmasked", "tiles-mask-keys-if-n", "n * 8 >= seen", case="two segments"),
     M("store past the segment", "tiles-write-rows-inside", "row <= length", case="ragged"),
     M("natural exponent", "tiles-exponent", "fmaxf(fabsf(scale), 1e-30f)", case="ragged"),
+    M("a stale list is taken", "tiles-listed", "true", case="stale"),
+    M("rows of no segment", "rows-gap", "false", case="gap"),
     M("partial tiles forgotten", "tiles-list-tiles-tiles", "length / kTileRows", case="ragged"),
     M("lists of keys as of queries", "tiles-list-tiles-work", "!p.causal ? tiles : i + 1",
       case="causal"),

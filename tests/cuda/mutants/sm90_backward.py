@@ -19,7 +19,7 @@ MUTANTS = [
       "ptx::barrier_init(empty(i), S::kConsumerWarps / 2);", case="rounds"),
     M("barriers unknown to TMA", "sm90-bwd-init-fence", case="tiles"),
     M("tiles past the list", "sm90-bwd-work-at-tiles",
-      "p.tiles + 4 * (p.tokens / kTileRows + p.segments + 1)", case="one"),
+      "p.tiles + 4 * (list_length(p) + 1)", case="one"),
     M("queries of the key's head", "sm90-bwd-work-of-keys",
       "{item.tile, item.head, item.head, group, p.causal ? item.tile.first : 0, 0}",
       case="groups"),

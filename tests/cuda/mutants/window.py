@@ -28,6 +28,7 @@ MUTANTS = [
       "rows + (m * 16 + lane / 4 - threadIdx.x / kWarpSize % 2 * 16) * kPitch<kDim> + n * 16 + "
       "lane % 4 * 4", case="windows"),
     M("staged rows read too early", "tiles-stage-rows-syncwarp", case="windows"),
+    M("rows of no segment", "rows-gap", "false", case="gap"),
     M("store past the window", "window-write-rows-inside", "r <= length",
       case="windows"),
     M("second part of dq at the first's place", "window-write-rows-store",
@@ -85,6 +86,7 @@ MUTANTS = [
       'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(low), "f"(high));', case="windows",
       engine="ptx"),
     # ---- window-vision
+    V("rows of no segment", "rows-gap", "false", case="gap"),
     V("order of another window", "rows-place", "row", case="in window order"),
     V("place for token", "rows-token", "static_cast<int>(window.begin) + row",
       case="Megatron's order, two heads"),

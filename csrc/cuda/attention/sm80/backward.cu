@@ -11,7 +11,6 @@ int launch_backward(const AttentionGradParams& p, void* stream) {
   using Q = DqShape<kDim>;
   const AttentionParams& f = p.forward;
   const int64_t tiles = list_length(f);
-  if (const int error = launch_list(f, f.max_seqlen, f.tiles, 2, stream)) return error;
   if (const int error = launch_preprocess<Math, kDim>(p, stream)) return error;
   if (const int error = launch(sm80_backward_dkdv<Math, kDim, PackedRows>, tiles * f.kv_heads,
                                K::kThreads, K::kShared, stream, p)) {

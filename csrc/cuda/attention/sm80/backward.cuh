@@ -113,9 +113,10 @@ __global__ void __launch_bounds__(DkDvShape<kDim>::kThreads, DkDvShape<kDim>::kM
   const AttentionParams& p = params.forward;
   const unsigned kv_heads = static_cast<unsigned>(p.kv_heads);
   const unsigned kv_head = blockIdx.x % kv_heads;
-  const int32_t* tiles = p.tiles + 4 * (p.tokens / kTileRows + p.segments);
+  const int32_t* tiles = p.tiles + 4 * list_length(p);
   const Tile tile = tile_at(tiles, blockIdx.x / kv_heads);
   if (tile.length == 0) return;
+  if (threadIdx.x == 0) check_list(p, tile);
   const int group = static_cast<int>(p.heads) / static_cast<int>(kv_heads);
 
   const uint32_t keys = ptx::shared_address(shared), values = keys + S::kKeyBytes;
@@ -258,6 +259,7 @@ __global__ void __launch_bounds__(DqShape<kDim>::kThreads, 2)
   const unsigned head = blockIdx.x % heads;
   const Tile tile = tile_at(p.tiles, blockIdx.x / heads);
   if (tile.length == 0) return;
+  if (threadIdx.x == 0) check_list(p, tile);
   // mutant: sm80-dq-kv-head
   const unsigned kv_head = head / (heads / static_cast<unsigned>(p.kv_heads));
 

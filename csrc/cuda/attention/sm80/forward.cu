@@ -17,7 +17,6 @@ int launch_forward(const AttentionParams& p, void* stream) {
 int sm80_forward_cuda(const AttentionParams& p, void* stream) {
   if (p.dtype == DType::kFloat32 || p.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (p.segments == 0) return cudaSuccess;
-  if (const int error = launch_list(p, p.max_seqlen, p.tiles, 1, stream)) return error;
   VLMK_INSTANCES(launch_forward, p.dtype, p.head_dim)
 }
 

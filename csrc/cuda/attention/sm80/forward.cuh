@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
   const unsigned head = blockIdx.x % heads;
   const Tile tile = tile_at(p.tiles, blockIdx.x / heads);
   if (tile.length == 0) return;
+  if (threadIdx.x == 0) check_list(p, tile);
   // mutant: sm80-forward-kv-head
   const unsigned kv_head = head / (heads / static_cast<unsigned>(p.kv_heads));
 

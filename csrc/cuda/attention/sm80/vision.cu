@@ -97,9 +97,6 @@ template <class Math, int kDim>
 int launch_forward(const AttentionParams& params, void* stream) {
   using S = ForwardShape<kDim>;
   AttentionParams p = params;
-  if (const int error = launch_list<VisionRows>(p, p.max_seqlen, p.tiles, 1, stream)) {
-    return error;
-  }
   if (const int error =
           launch_rotate<Math, kDim>(params, params.k, params.rotated_k, stream, p.k)) {
     return error;
@@ -114,7 +111,6 @@ int launch_backward(const AttentionGradParams& p, void* stream) {
   using Q = DqShape<kDim>;
   const AttentionParams& f = p.forward;
   const int64_t blocks = list_length(f) * f.heads;
-  if (const int error = launch_list<VisionRows>(f, f.max_seqlen, f.tiles, 2, stream)) return error;
   if (const int error = launch_preprocess<Math, kDim>(p, stream)) return error;
   // One workspace for both, one after the other.
   AttentionGradParams rotated = p;

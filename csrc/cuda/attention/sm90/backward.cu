@@ -111,7 +111,7 @@ __device__ __forceinline__ GradWork grad_work_at(const AttentionGradParams& para
   int end;
   if constexpr (kKeys) {
     // mutant: sm90-bwd-work-at-tiles
-    const int32_t* tiles = p.tiles + 4 * (p.tokens / kTileRows + p.segments);
+    const int32_t* tiles = p.tiles + 4 * list_length(p);
     const Item item = item_at(tiles, p, p.kv_heads, round);
     // mutant: sm90-bwd-work-of-keys
     work = {item.tile, item.head, item.head * group, group, p.causal ? item.tile.first : 0, 0};
@@ -193,6 +193,7 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
   for (unsigned round = 0;; ++round) {
     const GradWork work = grad_work_at<kDim, kKeys>(params, round);
     if (work.steps == 0) return;
+    if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
     // Rows of the segment from a step's first on: at the first step, and after the last.
     const int all = work.tile.length - work.first,
               rest = /* mutant: sm90-bwd-follower-all */ all - work.steps * S::kStep;
@@ -436,8 +437,13 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
 #pragma unroll
     for (int i = 0; i < S::kWide / 2; ++i) dq[i] = 0.f;
     const auto start_scores = [&] {
-      ptx::barrier_wait(storage.ready(ring.stage), ring.parity);  // mutant: sm90-bwd-dq-wait-ready
       start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, storage.stream(0, ring.stage));
+    };
+    const auto wait_for_step = [&](int step, PipelineState<S::kStages> state) {
+      if (step >= steps) return;
+      if (step > 0) state.advance();
+      ptx::barrier_wait(storage.ready(state.stage),
+                        state.parity);  // mutant: sm90-bwd-dq-wait-ready
     };
     const auto exponentiate = [&] {
       ptx::wgmma_results(s);
@@ -457,9 +463,11 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
     ptx::barrier_wait(storage.resident_full(), parity);  // mutant: sm90-bwd-dq-wait-resident-full
     parity ^= 1;
     if (steps > 0) {
+      wait_for_step(0, ring);
       start_scores();
       ptx::wgmma_wait<0>();
       exponentiate();
+      wait_for_step(1, ring);
 #pragma unroll 1
       for (int i = 1; i < steps; ++i) {
         const int now = ring.stage;
@@ -476,6 +484,8 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
         // mutant: sm90-bwd-dq-wait-scores
         ptx::wgmma_wait<1>();  // for the scores
         exponentiate();
+        // Here, because it branches: else ptxas waits for dQ before the exponentials.
+        wait_for_step(i + 1, ring);
         ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dq-wait-dq
         ptx::wgmma_results(dq);
         release(storage.empty(now));
@@ -585,8 +595,6 @@ int sm90_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
-  const auto list = f.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
-  if (const int error = list(f, f.max_seqlen, f.tiles, 2, stream)) return error;
   VLMK_INSTANCES(launch_backward, f.dtype, f.head_dim)
 }
 

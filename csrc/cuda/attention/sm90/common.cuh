@@ -62,7 +62,7 @@ struct Item {
 __device__ __forceinline__ Item item_at(const int32_t* tiles, const AttentionParams& p,
                                         int64_t heads_, unsigned round) {
   const unsigned heads = static_cast<unsigned>(heads_);
-  const unsigned items = static_cast<unsigned>(p.tokens / kTileRows + p.segments) * heads;
+  const unsigned items = static_cast<unsigned>(list_length(p)) * heads;
   // mutant: sm90-item-at-mine
   const unsigned mine = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const unsigned index = round * gridDim.x + mine;

@@ -168,6 +168,7 @@ __device__ __forceinline__ void clean(const AttentionParams& p,
   for (unsigned round = 0;; ++round) {
     const Work work = work_at<kDim>(p, round);
     if (work.blocks == 0) return;
+    if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
     // mutant: sm90-fwd-cleaner-wait-queries-full
     ptx::barrier_wait(storage.queries_full(), parity);
     if (p.scale < 0.f) {  // mutant: sm90-fwd-cleaner-if-scale
@@ -298,10 +299,12 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
       }
       exponentiate(s, top, sum, correction, exponent);
     };
+    const auto wait_for_keys = [&](int block) {
+      if (block < work.blocks) ptx::barrier_wait(storage.keys_full(key.stage), key.parity);
+    };
 
     ptx::barrier_wait(queries_ready, parity);  // mutant: sm90-fwd-consumer-wait-queries-ready
-    // mutant: sm90-fwd-consumer-wait-first-keys
-    ptx::barrier_wait(storage.keys_full(key.stage), key.parity);
+    wait_for_keys(0);                          // mutant: sm90-fwd-consumer-wait-first-keys
     start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
     ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-first
     ptx::wgmma_results(s);
@@ -309,11 +312,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
     key.advance();
     softmax(0);
     pack<Math, S::kKeys>(probabilities, s);
+    wait_for_keys(1);  // mutant: sm90-fwd-consumer-wait-keys-full
 
 #pragma unroll 1
     for (int block = 1; block < work.blocks; ++block) {
-      // mutant: sm90-fwd-consumer-wait-keys-full
-      ptx::barrier_wait(storage.keys_full(key.stage), key.parity);
       ptx::named_barrier_sync(kOrderBarrier + consumer, kOrderThreads);
       // mutant: sm90-fwd-consumer-start-rows
       start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
@@ -327,8 +329,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
       ptx::wgmma_results(s);
       release(storage.keys_empty(key.stage));  // mutant: sm90-fwd-consumer-release-keys-empty
       key.advance();
-      softmax(block);        // mutant: sm90-fwd-consumer-softmax
-      ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-out
+      softmax(block);  // mutant: sm90-fwd-consumer-softmax
+      // Here, because it branches: else ptxas waits for the product before the exponentials.
+      wait_for_keys(block + 1);  // mutant: sm90-fwd-consumer-wait-next-keys
+      ptx::wgmma_wait<0>();      // mutant: sm90-fwd-consumer-wait-out
       ptx::wgmma_results(out);
       release(storage.values_empty(value.stage));
       value.advance();
@@ -410,8 +414,6 @@ int launch_forward(const AttentionParams& p, void* stream) {
 int sm90_forward_cuda(const AttentionParams& p, void* stream) {
   if (p.dtype == DType::kFloat32 || p.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (p.segments == 0) return cudaSuccess;
-  const auto list = p.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
-  if (const int error = list(p, p.max_seqlen, p.tiles, 1, stream)) return error;
   VLMK_INSTANCES(launch_forward, p.dtype, p.head_dim)
 }
 

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
   extern __shared__ __align__(128) char shared[];
   const AttentionParams& p = g.forward;
   const int64_t segment = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
-  const Window window = find_window<Rows>(p, segment, p.max_seqlen);
+  const Window window = find_window(p, segment, threadIdx.x == 0, Rows::kBadSegment);
   const int length = window.length;
   if (length == 0) return;
   const int64_t group = Rows::kVision ? 1 : p.heads / p.kv_heads;

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
   using S = Shape<kDim, kKeys>;
   extern __shared__ __align__(128) char shared[];
   const int64_t segment = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
-  const Window window = find_window<Rows>(p, segment, p.max_seqlen);
+  const Window window = find_window(p, segment, threadIdx.x == 0, Rows::kBadSegment);
   const int length = window.length;
   if (length == 0) return;
   const int64_t kv_head = head / (p.heads / p.kv_heads);  // mutant: window-forward-kv-head

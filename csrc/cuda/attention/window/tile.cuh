@@ -8,8 +8,7 @@
 // a byte at L = 64, so memory-bound on every GPU that has tensor cores; the backward reads 5 and
 // writes 3 such tensors. Several small blocks on each SM hide each other's loads.
 //
-// Errors: cu_seqlens that fall or leave [0, T], or a segment longer than max_seqlen, print one line
-// and trap; nothing out of range is read.
+// Errors: bad cu_seqlens (find_window) print a line and trap; nothing out of range is read.
 #pragma once
 #include <cuda_runtime.h>
 
