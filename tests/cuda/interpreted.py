@@ -47,6 +47,8 @@ class Interpreted:
     launchers: dict[str, tuple[Build, str]]
     runtime: Path
     architecture: str
+    device_number: int = 0
+    stream: int | None = None
 
     @cached_property
     def module(self) -> Module:
@@ -58,11 +60,11 @@ class Interpreted:
         return Module(parts[0].target, kernels, variables)
 
     def device(self) -> Device:
-        return Device(self.runtime, self.module, memory_bytes=16 << 20)
+        return Device(self.runtime, self.module, 16 << 20, self.device_number)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
         build, name = self.launchers[launcher]
-        return device.call(build.function(name), ctypes.byref(params), ctypes.c_void_p(None))
+        return device.call(build.function(name), ctypes.byref(params), ctypes.c_void_p(self.stream))
 
 
 def copy_csrc(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,17 @@ def test_accuracy(name: str, sm90: Interpreted, rng: np.random.Generator) -> Non
 @pytest.mark.parametrize("name", sorted({*QUICK_GRADIENTS, *canary_cases("sm90-backward")}))
 def test_accuracy_of_gradients(name: str, sm90: Interpreted, rng: np.random.Generator) -> None:
     CASES["sm90-backward"][name](sm90, rng)
+
+
+def test_each_device_by_its_own_size(sm90: Interpreted, rng: np.random.Generator) -> None:
+    """A block for each multiprocessor of the current device, shared memory asked for there, and
+    the stream that was given: the second device has 5, the first 3."""
+    for number, processors in ((0, 3), (1, 5), (0, 3)):
+        there = replace(sm90, device_number=number, stream=70 + number)
+        device, _ = run_flash(there, Case(rng, [20] * 3, 2, 2, DIM))
+        grids = {dims[0] for name, dims in device.launches if "sm90" in name}
+        assert grids == {processors}
+        assert set(device.streams) == {70 + number} and len(device.streams) == 5
 
 
 def test_no_token(sm90: Interpreted, rng: np.random.Generator) -> None:
