@@ -39,7 +39,7 @@ def test_no_figure_has_grown(measured: dict[str, Any]) -> None:
 
 def test_nothing_spills(measured: dict[str, Any]) -> None:
     for architecture, kernels in measured["kernels"].items():
-        assert len(kernels) >= 155
+        assert len(kernels) >= 154
         for name, figures in kernels.items():
             assert figures["spilled bytes"] == 0, f"{name} spills on {architecture}"
             # Local memory is written for printf's arguments only.

@@ -159,7 +159,8 @@ def run_attention(
     def workspace(way: str) -> dict[str, Any]:
         element = DTYPES[case.dtype][1]
         wanted = {"rotated_k": tiled and case.table is not None, "rotated_q": queries}
-        names.extend(f"{name}, {way}" for name in ["rotated_q"] if queries)
+        if queries:
+            names.append(f"rotated_q, {way}")
         return {
             name: memory.reserve(f"{name}, {way}", shape, element) if on else None
             for name, on in wanted.items()
