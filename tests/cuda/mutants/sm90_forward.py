@@ -23,7 +23,7 @@ MUTANTS = [
     M("more bytes announced", "sm90-fwd-load-tile-expect-full",
       "ptx::barrier_arrive_expect(full, S::kTileBytes + 16);", case="ragged"),
     M("bytes of one chunk announced", "sm90-fwd-load-tile-expect-full",
-      "ptx::barrier_arrive_expect(full, S::kChunkBytes);", case="ragged"),
+      "ptx::barrier_arrive_expect(full, Sm90Tile<kDim, kTileRows>::kChunkBytes);", case="ragged"),
     M("wrong key head", "sm90-fwd-producer-begin", "work.head % group", case="groups of heads"),
     M("keys overwritten early", "sm90-fwd-producer-wait-keys-empty", case="rounds"),
     M("producer waits for the wrong phase", "sm90-fwd-producer-wait-keys-empty",

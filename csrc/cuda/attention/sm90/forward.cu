@@ -26,7 +26,6 @@ namespace {
 template <int kDim>
 struct Sm90Shape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kKeys = kTileRows;  // of a block: only the last one is masked
-  static constexpr int kChunkBytes = Sm90Tile<kDim, kTileRows>::kChunkBytes;
   static constexpr int kTileBytes = Sm90Tile<kDim, kTileRows>::kBytes;
   static constexpr int kStages = Sm90Row<kDim>::kWide <= 64   ? 4
                                  : Sm90Row<kDim>::kWide <= 96 ? 3
