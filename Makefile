@@ -58,7 +58,7 @@ test-layouts: setup
 
 # Every instance of tiled attention on both architectures in the PTX interpreter.
 test-flash: setup
-	$(RUN) -m pytest tests/cuda/ptx_sm80_matrix.py tests/cuda/ptx_sm90_matrix.py -rP
+	$(RUN) -m pytest tests/cuda/ptx_matrix.py -rP
 
 format: setup
 	$(RUN) -m ruff check --fix -q .

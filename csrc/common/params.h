@@ -36,10 +36,21 @@ struct AttentionParams {
   // CUDA, where types are bf16 or fp16 and rows 16-byte aligned:
   int64_t max_seqlen;  // of a segment; window kernels take at most 128
   // Workspace of the kernels for segments of any length, 16-byte aligned:
-  int32_t* tiles;   // [T / 128 + n, 4], backward [2, ..]: of queries, of keys; see
-                    // cuda/attention/schedule.cuh
+  int32_t* tiles;   // [2, T / 128 + n, 4], as TileListParams
   void* rotated_k;  // with rotary, [H, T, D]: k rotated; in the backward of mma.sync q, then k
   void* rotated_q;  // the same for q, for compute capability 9.0 only
+};
+
+// The lists of tiles of queries and of keys, for all calls on these segments; see
+// cuda/attention/schedule.cuh.
+struct TileListParams {
+  const int32_t* cu_seqlens;  // [n + 1]
+  int64_t segments;           // n
+  int64_t tokens;             // T
+  int64_t max_seqlen;         // of a segment
+  bool causal;
+  bool vision;     // names vision_attention in errors
+  int32_t* tiles;  // [2, T / 128 + n, 4], 16-byte aligned
 };
 
 struct AttentionGradParams {

@@ -141,20 +141,24 @@ def test_no_synchronisation_with_max_seqlen(compiled, kernel):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("length", "limit"), [(80, 64), (300, 200)], ids=["window", "tiled"])
-def test_a_too_long_segment_ends_the_kernel(length, limit):
+@pytest.mark.parametrize(
+    ("begin", "length", "limit"),
+    [(0, 80, 64), (0, 300, 200), (3, 80, 128), (3, 300, 300)],
+    ids=["window", "tiled", "gap, window", "gap, tiled"],
+)
+def test_a_bad_segment_ends_the_kernel(begin, length, limit):
     """In a process of its own: the error is sticky."""
     backend = "window" if limit <= WINDOW_LENGTHS[80] else "tiled"
     code = (
         "import torch; from vlmkernels import varlen_attention\n"
         f"q = torch.zeros({length}, 2, 80, dtype=torch.bfloat16, device='cuda')\n"
-        f"cu = torch.tensor([0, {length}], dtype=torch.int32, device='cuda')\n"
+        f"cu = torch.tensor([{begin}, {length}], dtype=torch.int32, device='cuda')\n"
         f"varlen_attention(q, q, q, cu, max_seqlen={limit}, backend='{backend}')\n"
         "torch.cuda.synchronize()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0
-    said = f"segment 0 is tokens 0 to {length} of {length}, and max_seqlen is {limit}"
+    said = f"segment 0 is tokens {begin} to {length} of {length}, and max_seqlen is {limit}"
     assert said in done.stdout
 
 

@@ -250,18 +250,30 @@ SIZES = ("segments", "tokens", "heads", "kv_heads", "head_dim", "scale", "causal
 
 class Native:
     """Stands for the native module, without a GPU: records the calls, or makes them with stream 0,
-    where the CUDA runtime refuses."""
+    where the CUDA runtime refuses. `lists` are the calls of list_tiles, `calls` all others."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, record: bool) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.lists: list[dict[str, Any]] = []
         self.record = record
+        self.stream: int | None = 0
+        monkeypatch.setattr(launch, "_stream", lambda q: self.stream)
         monkeypatch.setattr(launch, "launch", self.launch)
         monkeypatch.setattr(launch, "check_device", lambda kernel, q: None)
 
     def launch(self, name: str, tensor: torch.Tensor, **named: Any) -> None:
+        def call() -> None:
+            getattr(_native._C, f"{name}_cuda")(**named, stream=0)
+
+        if name == "list_tiles":
+            self.lists.append(named)
+            if not self.record:
+                with pytest.raises(RuntimeError, match="^CUDA: "):
+                    call()
+            return
         self.calls.append((name, named))
         if not self.record:
-            getattr(_native._C, f"{name}_cuda")(**named, stream=0)
+            call()
 
 
 varlen = torch.ops.vlmkernels.varlen_attention
@@ -381,9 +393,61 @@ def test_the_selected_kernel_runs_both_ways(
     for (name, named), way in zip(native.calls, ("forward", "backward"), strict=True):
         assert name == f"{expected}_{way}"
         assert named["max_seqlen"] == max_seqlen
-    tiles = [(1, 5, 4), (2, 5, 4)]  # 430 // 128 whole tiles and one more a segment
+    tiles = [(2, 5, 4)]  # 430 // 128 whole tiles and one more a segment, for both ways
     wanted = [] if expected == "window" else tiles
     assert [s for s in sizes if len(s) == 3 and s[-1] == 4] == wanted
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_tiles_are_listed_once_for_each_cu_seqlens(kernel, monkeypatch):
+    """For all layers and both ways; again after any change of cu_seqlens that torch counts, for
+    other options, on another stream, and at each call where nothing can be kept."""
+    native = Native(monkeypatch, record=True)
+    q = torch.randn(430, 2, 80).bfloat16().requires_grad_()
+    cu = torch.tensor([0, 130, 430], dtype=torch.int32)
+
+    def lists(cu=cu, causal=False, length=300, layers=2):
+        """How many were made for some layers, forward and backward."""
+        before = len(native.lists)
+        for _ in range(layers):
+            out, _ = varlen(q, q, q, cu, length, causal, 0.1, kernel)
+            if out.requires_grad:
+                torch.autograd.grad(out, q, torch.ones_like(out))
+        assert native.calls[-1][1]["tiles"] == native.lists[-1]["tiles"]
+        return len(native.lists) - before
+
+    assert [lists(), lists()] == [1, 0]
+    names = ("cu_seqlens", "segments", "tokens", "max_seqlen", "causal", "vision")
+    wanted = (cu.data_ptr(), 2, 430, 300, False, False)
+    assert tuple(native.lists[0][name] for name in names) == wanted
+    cu[1] = 131
+    assert [lists(), lists()] == [1, 0]
+    cu.view(-1)[1:].copy_(torch.tensor([140, 430]))
+    assert [lists(), lists()] == [1, 0]
+    cu.data = torch.tensor([0, 150, 430], dtype=torch.int32)
+    assert [lists(), lists()] == [1, 0]
+    assert [lists(cu.clone()), lists(causal=True), lists(length=301), lists()] == [1, 1, 1, 1]
+    assert lists(torch.stack([cu, cu], 1)[:, 0]) == 1  # made dense, and known as it was given
+    native.stream = 7
+    assert [lists(), lists()] == [1, 0]
+    native.stream = None
+    assert lists() == 4
+    native.stream = 7
+    with torch.inference_mode():
+        assert lists(cu.clone()) == 2
+    assert cu in launch._LISTS
+    kept, lists.__defaults__ = len(launch._LISTS), ()
+    del cu
+    assert len(launch._LISTS) == kept - 1
+
+
+@pytest.mark.parametrize("kernel", ["window", "sm80", "sm90"])
+def test_rows_of_no_segment_are_refused(kernel, monkeypatch):
+    Native(monkeypatch, record=True)
+    q, cu = torch.randn(10, 2, 80).bfloat16(), torch.tensor([0], dtype=torch.int32)
+    with pytest.raises(ValueError, match="names no segment; it must end at 10, the number of tok"):
+        varlen(q, q, q, cu, 10, False, 0.1, kernel)
+    varlen(q[:0], q[:0], q[:0], cu, 10, False, 0.1, kernel)
 
 
 def test_compiled_calls_select_by_a_length_that_varies(monkeypatch):
@@ -449,7 +513,7 @@ def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
     assert (named["order"], named["rotary"]) == (0, table.data_ptr())
     assert named["max_seqlen"] == 200
     tiles, rotated, queries = named["tiles"], named["rotated_k"], named.get("rotated_q", 0)
-    assert (made[tiles].dtype, made[tiles].shape) == (torch.int32, (1, 1, 4))
+    assert (made[tiles].dtype, made[tiles].shape) == (torch.int32, (2, 1, 4))
     assert (made[rotated].dtype, made[rotated].shape) == (x.dtype, (2, 120, 80))
     if kernel == "sm90":  # q is rotated beforehand there
         assert (made[queries].dtype, made[queries].shape) == (x.dtype, (2, 120, 80))
@@ -460,11 +524,12 @@ def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
     assert dqkv.stride() == x.stride() and native.calls[-1][0] == f"{prefix}_backward"
     named = native.calls[-1][1]
     dout, dq, dk, dv, length = (named[x] for x in ("dout", "dq", "dk", "dv", "max_seqlen"))
-    tiles, lse_delta = named["tiles"], named["lse_delta"]
+    assert named["tiles"] == tiles
+    lse_delta = named["lse_delta"]
     rotated, queries = named["rotated_k"], named.get("rotated_q", 0)
     assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
     assert dq[1:] == strides and dout[0] == out.data_ptr() and length == 200
-    assert made[tiles].shape == (2, 1, 4) and made[rotated].shape == (2, 120, 80)
+    assert made[rotated].shape == (2, 120, 80)
     assert (made[lse_delta].dtype, made[lse_delta].shape) == (torch.float32, (2, 2, 120))
     assert len({tiles, lse_delta, rotated, queries}) == 4
     assert made[queries].shape == (2, 120, 80) if kernel == "sm90" else queries == 0

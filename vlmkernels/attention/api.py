@@ -46,7 +46,8 @@ def varlen_attention(
         k, v: [T, Hkv, D], same dtype and device; Hkv divides H, and query head h reads key/value
             head h // (H / Hkv).
         cu_seqlens: int32 [n + 1] on q's device: segment i is tokens cu_seqlens[i] up to
-            cu_seqlens[i + 1]; starts at 0, ends at T; segments may be empty.
+            cu_seqlens[i + 1]; starts at 0, ends at T; segments may be empty. Another is an error,
+            on CUDA one that ends the kernel.
         max_seqlen: the longest segment, if known: spares a device synchronisation on CUDA, where a
             longer one than it says ends the kernel with an error.
         causal: a token sees itself and earlier tokens of its segment only.
