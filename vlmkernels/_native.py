@@ -187,7 +187,7 @@ def has_cuda_kernels() -> bool:
     return _C.build_info()["cuda"] is not None
 
 
-# ---- argument checks: each raises ValueError, or TypeError for what is no tensor, with one sentence
+# ---- argument checks: each raises ValueError (TypeError for what is no tensor) with one sentence
 # that names the argument, what it got and what it needs ------------------------------------------
 
 

@@ -108,7 +108,9 @@ def test_saved_config_and_disable(plain: Any, attention: str, tmp_path: Path) ->
     plain.save_pretrained(tmp_path / "plain")
     ours = hf.enable(copy.deepcopy(plain))
     ours.save_pretrained(tmp_path / "ours")
-    saved = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("plain", "ours")]
+    saved = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("plain", "ours")
+    ]
     assert saved[0] == saved[1]
     again = type(plain).from_pretrained(tmp_path / "ours", attn_implementation=attention)
     inputs = batch([sample("image"), sample("text")])
@@ -152,7 +154,7 @@ def test_positional_arguments(plain: Any) -> None:
 
 def test_output_attentions_is_refused(plain: Any) -> None:
     inputs = batch([sample("image")])
-    with pytest.raises(ValueError, match="output_attentions is True, but attention .* 'eager'"):
+    with pytest.raises(ValueError, match="output_attentions is True, but attention .*'eager'"):
         hf.enable(plain)(**inputs, output_attentions=True)
     hf.disable(plain)
     plain.set_attn_implementation("eager")
@@ -197,7 +199,7 @@ def test_offloaded(plain: Any, first: str) -> None:
         hf.enable(ours)
     assert ours.get_input_embeddings().weight.is_meta
     torch.testing.assert_close(logits(ours, inputs), logits(plain, inputs))
-    assert ops(ours, inputs)["vision_attention"] == 4
+    assert ops(ours, inputs)["vision_attention"] == 8  # images, then videos
 
 
 def test_double(plain: Any) -> None:
@@ -229,7 +231,9 @@ def test_padding_positions(plain: Any, side: str) -> None:
 def test_generate_in_two_steps(plain: Any, cache: str, side: str) -> None:
     """A cache that goes on: the second question of a chat, with masks made by generate."""
     ours = hf.enable(copy.deepcopy(plain))
-    inputs = batch([sample("image")] if side == "none" else [sample("image"), sample("text")], "left")
+    inputs = batch(
+        [sample("image")] if side == "none" else [sample("image"), sample("text")], "left"
+    )
     for name in ("labels", "position_ids"):
         inputs.pop(name)
     inputs["mm_token_type_ids"] = (inputs["input_ids"] == ref.IMAGE).int()

@@ -465,7 +465,11 @@ def test_wrong_arguments() -> None:
     refuse(rf"visual is bfloat16 \[{n}, 8\].* must be float32", visual=visual.bfloat16())
     refuse("visual has rows of 7 elements.* weight's, 8", visual=torch.randn(n, 7))
     few = torch.where(index == n - 1, -1, index)
-    refuse(rf"visual has {n} rows, but visual_index has {n - 1} positions", visual=visual, visual_index=few)
+    refuse(
+        rf"visual has {n} rows, but visual_index has {n - 1} positions",
+        visual=visual,
+        visual_index=few,
+    )
     for padding_idx in (-14, 13):
         refuse(rf"padding_idx is {padding_idx}; .* -13 to 12", padding_idx=padding_idx)
     refuse("padding_idx is -1; with vocab_range", padding_idx=-1, vocab_range=(0, 13))

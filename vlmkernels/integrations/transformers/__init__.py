@@ -96,8 +96,8 @@ def enable(
 def disable(model: nn.Module) -> nn.Module:
     """Take back what `enable` did; returns the model."""
     host = _host(model)
-    text = host.language_model
-    if isinstance(text, LanguageModel):
+    text: Any = host.language_model
+    if issubclass(type(text), LanguageModel):
         if text.config._attn_implementation == NAME:
             text.config._attn_implementation = text.replaced_attention
         del text.replaced_attention

@@ -37,6 +37,7 @@ MODEL_TYPES = (
 NEUTRAL = {
     *("cache_position", "max_length_k", "max_length_q", "num_items_in_batch", "position_ids"),
     *("output_hidden_states", "output_router_logits", "use_cache"),
+    *("ignore_index", "shift_labels"),  # of the loss: transformers hands all of them to all
     "sliding_window",  # the mask holds it, as for sdpa
 }
 
@@ -148,7 +149,6 @@ def mask(**options: Any) -> Tensor | None:
     if (
         queries != keys  # a cache with something in it
         or options.get("use_vmap")  # a mask function of the user's
-        or options.get("local_size") is not None  # a sliding window
         or torch.compiler.is_compiling()
     ):
         return sdpa_mask(**options)

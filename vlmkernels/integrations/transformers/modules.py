@@ -33,29 +33,29 @@ from vlmkernels.integrations.transformers.attention import (
 class Replacement:
     """What stands before a module's own class in its new one."""
 
-    replacement: type[Replacement]
-    original: type[nn.Module]
+    replacement: Any  # the subclass of this that is meant
+    original: Any  # the module's class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(protocol)
+        state = super().__reduce_ex__(protocol)[2:]
         return _new, (self.replacement, self.original), *state
 
 
-def _new(replacement: type[Replacement], original: type[nn.Module]) -> nn.Module:
+def _new(replacement: Any, original: Any) -> nn.Module:
     """An empty module, for pickle and copy to fill."""
     register()
-    combined: Any = _combined(replacement, original)
+    combined = _combined(replacement, original)
     return combined.__new__(combined)
 
 
 @functools.cache
-def _combined(replacement: type[Replacement], original: type[nn.Module]) -> type[nn.Module]:
+def _combined(replacement: Any, original: Any) -> Any:
     """A subclass of both that shows the name and the signature of `original`."""
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     if "forward" in vars(replacement):
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return replacement.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return replacement.forward(self, *args, **kwargs)
 
         forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
         names["forward"] = forward
@@ -63,7 +63,7 @@ def _combined(replacement: type[Replacement], original: type[nn.Module]) -> type
     return type(original.__name__, (replacement, original), names)
 
 
-def replace(module: nn.Module, replacement: type[Replacement]) -> None:
+def replace(module: nn.Module, replacement: Any) -> None:
     """Put `replacement` before the module's class, under accelerate's hooks, if it has some.
 
     Raises:
@@ -74,7 +74,8 @@ def replace(module: nn.Module, replacement: type[Replacement]) -> None:
             f"the forward of a {type(module).__name__} was replaced by something else; call "
             "enable(model) before that"
         )
-    _change_class(module, _combined(replacement, type(module)))
+    original: Any = type(module)
+    _change_class(module, _combined(replacement, original))
 
 
 def restore(module: nn.Module) -> None:
@@ -89,11 +90,11 @@ def _hooked(module: nn.Module) -> bool:
     return wrapped is type(module).forward
 
 
-def _change_class(module: nn.Module, to: type[nn.Module]) -> None:
+def _change_class(module: nn.Module, to: Any) -> None:
     hooked = _hooked(module)
     module.__class__ = to
     if hooked:
-        module._old_forward = MethodType(to.forward, module)  # type: ignore[assignment]
+        module._old_forward = MethodType(to.forward, module)
 
 
 # ---- language model ------------------------------------------------------------------------------
@@ -124,7 +125,8 @@ class VisionAttention(Replacement):
         """hidden_states [P, D] of all images and videos -> [P, D]; segments by cu_seqlens."""
         if position_embeddings is None:
             raise ValueError("position_embeddings is None; the vision tower must pass (cos, sin)")
-        check_arguments(self, kwargs)
+        # What transformers records as a tower's attentions are these modules' results.
+        check_arguments(self, {**kwargs, "output_attentions": None})
         qkv = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
         if qkv.dtype not in DTYPES:
             kwargs.update(position_embeddings=position_embeddings)
