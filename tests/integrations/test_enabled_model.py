@@ -154,11 +154,16 @@ def test_positional_arguments(plain: Any) -> None:
 
 def test_output_attentions_is_refused(plain: Any) -> None:
     inputs = batch([sample("image")])
-    with pytest.raises(ValueError, match="output_attentions is True, but attention .*'eager'"):
-        hf.enable(plain)(**inputs, output_attentions=True)
-    hf.disable(plain)
     plain.set_attn_implementation("eager")
+    message = "output_attentions is True, but .* never forms its weights; .*'eager'"
+    with pytest.raises(ValueError, match=message):
+        hf.enable(plain)(**inputs, output_attentions=True)
+    plain.set_attn_implementation("eager")  # as it says
     assert len(plain(**inputs, output_attentions=True).attentions) == 4
+    plain.config.text_config.output_attentions = True
+    with pytest.raises(ValueError, match=message):
+        hf.enable(plain)(**inputs)
+    hf.enable(plain)(**inputs, output_attentions=False)
 
 
 def test_hidden_states(plain: Any) -> None:

@@ -73,9 +73,10 @@ def attention(
     check_model(module.config)
     batch, _, length, head_dim = query.shape
     segments = attention_mask is not None and attention_mask.dim() == 1
+    kwargs.setdefault("output_attentions", getattr(module.config, "output_attentions", None))
     check_arguments(module, kwargs, segments)
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    plain = attention_mask is None and key.shape[2] == length > 1 and is_causal
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    plain = attention_mask is None and key.shape[2] == length > 1 and causal
     if (
         not (segments or plain and query.device.type == "cpu")
         or query.dtype not in DTYPES
@@ -117,8 +118,8 @@ def check_arguments(module: Any, kwargs: dict[str, Any], segments: bool = False)
             continue
         if name == "output_attentions":
             raise ValueError(
-                f"output_attentions is {value}, but attention by {NAME!r} never forms its weights: "
-                "call disable(model), then model.set_attn_implementation('eager')"
+                f"output_attentions is {value}, but attention by {NAME!r} never forms its weights; "
+                "call model.set_attn_implementation('eager')"
             )
         if name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
             # Samples of a packed row: told apart by position ids, or there is only one.
