@@ -66,7 +66,8 @@ def define(
     qualified = f"vlmkernels::{name}"
     torch.library.register_fake(qualified, fake, lib=LIBRARY)
     op = getattr(torch.ops.vlmkernels, name).default
-    if written := [i for i, a in enumerate(op._schema.arguments) if a.is_write]:
+    aliases = [argument.alias_info for argument in op._schema.arguments]
+    if written := [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]:
         LIBRARY.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
     if autograd is None:
         return op

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
 
 from tests.conftest import RUN_SEED
 from tests.integrations.test_transformers import FAMILIES, batch, packed, sample, step
@@ -207,6 +209,38 @@ def test_offloaded(plain: Any, first: str) -> None:
     assert ops(ours, inputs)["vision_attention"] == 8  # images, then videos
 
 
+@pytest.mark.parametrize("first", ["shard", "enable"])
+def test_fully_sharded(plain: Any, first: str) -> None:
+    """fully_shard gives modules a class of its own; weights are there while a module runs."""
+    from torch.distributed.fsdp import fully_shard
+
+    ours, inputs = copy.deepcopy(plain), batch([sample("image"), sample("text")])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if first == "enable":
+            hf.enable(ours)
+        mesh = dist.init_device_mesh("cpu", (1,))
+        attentions = [block.attn for block in ours.model.visual.blocks]
+        for module in (*ours.model.language_model.layers, *attentions, ours.model, ours):
+            fully_shard(module, mesh=mesh)
+        if first == "shard":
+            hf.enable(ours)
+        assert ops(ours, inputs) == ALL
+        want, got = step(plain, inputs), step(ours, inputs)
+        assert want.keys() == got.keys()
+        for name, value in want.items():
+            mine = got[name]
+            mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+            torch.testing.assert_close(mine, value, rtol=1e-3, atol=1e-5, msg=name)
+        if first == "shard":
+            assert_bitwise("logits", logits(hf.disable(ours), inputs), logits(plain, inputs))
+        else:
+            with pytest.raises(ValueError, match="was changed after enable"):
+                hf.disable(ours)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_double(plain: Any) -> None:
     ours = hf.enable(copy.deepcopy(plain)).double()
     inputs = [batch([sample("image"), sample("video")], dtype=torch.float64)]
@@ -249,6 +283,34 @@ def test_generate_in_two_steps(plain: Any, cache: str, side: str) -> None:
     want, got = plain.generate(**inputs, **options), ours.generate(**inputs, **options)
     assert got.sequences.tolist() == want.sequences.tolist()
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_caches(plain: Any, cache: str, padded: bool) -> None:
+    """Several tokens, some more after them, then one, through a cache of one's own."""
+    ours = hf.enable(copy.deepcopy(plain))
+    ids = torch.randint(10, ref.VOCAB, (2, 12))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :3] = 0
+    results = []
+    for model in (plain, ours):
+        kind = dict(config=model.config.get_text_config(), max_cache_len=16)
+        past = StaticCache(**kind) if cache == "static" else DynamicCache()
+        with torch.no_grad():
+            steps = [
+                model(
+                    input_ids=ids[:, a:b],
+                    attention_mask=mask[:, :b],
+                    past_key_values=past,
+                    position_ids=torch.arange(a, b).expand(3, 2, -1),
+                    cache_position=torch.arange(a, b),
+                ).logits
+                for a, b in ((0, 7), (7, 11), (11, 12))
+            ]
+        results.append(torch.cat(steps, 1)[mask.bool()])
+    torch.testing.assert_close(*results)
 
 
 def test_mm_encoder_outputs(plain: Any) -> None:

@@ -41,6 +41,7 @@ from vlmkernels.integrations.transformers.modules import (
     LanguageModel,
     Model,
     VisionAttention,
+    check_restorable,
     replace,
     restore,
     rotary_table,
@@ -94,8 +95,14 @@ def enable(
 
 
 def disable(model: nn.Module) -> nn.Module:
-    """Take back what `enable` did; returns the model."""
+    """Take back what `enable` did; returns the model.
+
+    Raises:
+        ValueError: something else has changed the class of one of its modules since.
+    """
     host = _host(model)
+    for module in host.modules():
+        check_restorable(module)
     text: Any = host.language_model
     if issubclass(type(text), LanguageModel):
         if text.config._attn_implementation == NAME:
@@ -142,7 +149,9 @@ def _check_rotation(attention: nn.Module) -> None:
     Raises:
         ValueError: it is another one.
     """
-    theirs = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb_vision", None)
+    modules = [sys.modules[c.__module__] for c in type(attention).__mro__]
+    name = "apply_rotary_pos_emb_vision"
+    theirs = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
     x = torch.linspace(-1, 1, 48, device="cpu").view(3, 2, 8)
     angles = torch.linspace(0, 3, 12, device="cpu").view(3, 4)
     cos, sin = (torch.cat((f, f), -1) for f in (angles.cos(), angles.sin()))

@@ -78,6 +78,21 @@ def replace(module: nn.Module, replacement: Any) -> None:
     _change_class(module, _combined(replacement, original))
 
 
+def check_restorable(module: Any) -> None:
+    """Nothing stands before the class that `replace` gave.
+
+    Raises:
+        ValueError: something does, such as fully_shard's.
+    """
+    if isinstance(module, Replacement) and type(module) is not _combined(
+        module.replacement, module.original
+    ):
+        raise ValueError(
+            f"the class of a {type(module).__name__} was changed after enable(model); enable and "
+            "disable it before that"
+        )
+
+
 def restore(module: nn.Module) -> None:
     """Give a module back its class, if `replace` has changed it."""
     if isinstance(module, Replacement):
