@@ -222,8 +222,8 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """`shape` is the documented shape, "[T, H, D]": only its number of dimensions is checked."""
-    check_tensors(**{name: tensor})
-    assert isinstance(tensor, Tensor)
+    if not isinstance(tensor, Tensor):
+        return check_tensors(**{name: tensor})  # raises
     if (
         tensor.dtype not in dtypes
         or tensor.dim() != dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.conftest import RUN_SEED
+from tests.integrations.test_transformers import batch, sample, step
 from tests.kernels.numeric import assert_accurate
 from tests.kernels.test_embedding import _Calls
+from tests.parity import reference as ref
 from vlmkernels.integrations import transformers as hf
 
 SMALL = dict(vocab_size=64, hidden_size=48, intermediate_size=32, num_hidden_layers=2)
@@ -19,7 +23,7 @@ SMALL |= dict(bos_token_id=1, eos_token_id=2)
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 EXPERTS |= dict(shared_expert_intermediate_size=16)
 #: Those with a vision tower are in test_transformers.py.
-TEXT = [t for t in hf.MODEL_TYPES if not t.endswith(("_text", "_vision"))]
+TEXT = [t for t in hf.MODEL_TYPES if "_vl" not in t]
 
 
 def make(model_type: str, attention: str, **options: Any) -> Any:
@@ -148,6 +152,22 @@ def test_masks_that_are_not_causal() -> None:
         real = padding.bool()
         got, want = ours(**inputs).logits[real], plain(**inputs).logits[real]
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_vision_language_models(family: str) -> None:
+    """Without `enable`: the language model by the kernels, the tower by transformers' sdpa."""
+    hf.register()
+    plain = ref.make_model(family, seed=RUN_SEED)
+    ours = copy.deepcopy(plain)
+    plain.set_attn_implementation("sdpa")
+    ours.set_attn_implementation(hf.NAME)
+    inputs = batch([sample("image"), sample("text")])
+    with _Calls() as calls:
+        got = step(ours, inputs)
+    assert calls.names.count("varlen_attention") == 4
+    for name, want in step(plain, inputs).items():
+        torch.testing.assert_close(got[name], want, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_double() -> None:

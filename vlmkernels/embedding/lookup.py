@@ -56,6 +56,7 @@ def visual_embedding_reference(
     here = text & (input_ids >= start) & (input_ids < end) if vocab_range else text
     words = F.embedding((input_ids - start).where(here, 0), weight)
     if padding_idx is not None:
+        padding_idx += weight.shape[0] if padding_idx < 0 else 0
         words = torch.where((input_ids == padding_idx)[:, None], words.detach(), words)
     whole = words.where(here[:, None], 0).to(dtype or weight.dtype)
     if visual is not None:

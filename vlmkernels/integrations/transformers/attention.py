@@ -30,7 +30,8 @@ NAME = "vlmkernels"
 MODEL_TYPES = (
     *("gemma", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3"),
     *("qwen3_moe", "smollm3", "starcoder2"),
-    *(f"{family}_{part}" for family in ("qwen2_vl", "qwen2_5_vl") for part in ("text", "vision")),
+    *("qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"),
+    *("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
 )
 
 #: Keyword arguments that don't change what attention computes.
