@@ -269,21 +269,29 @@ def test_padding_positions(plain: Any, side: str) -> None:
     assert all(grad is None or grad.abs().max() == 0 for grad in tower)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("side", ["left", "none"])
-def test_generate_in_two_steps(plain: Any, cache: str, side: str) -> None:
-    """A cache that goes on: the second question of a chat, with masks made by generate."""
+@pytest.mark.parametrize(
+    "way",
+    [
+        dict(num_beams=3),
+        dict(num_beams=2, cache_implementation="static"),
+        dict(use_cache=False),
+        dict(prompt_lookup_num_tokens=2),
+        dict(prefill_chunk_size=4),
+    ],
+    ids=str,
+)
+def test_ways_to_generate(plain: Any, way: dict[str, Any]) -> None:
+    """Beams, without a cache, by candidates that one forward checks, a prompt in parts."""
     ours = hf.enable(copy.deepcopy(plain))
-    inputs = batch(
-        [sample("image")] if side == "none" else [sample("image"), sample("text")], "left"
-    )
+    one = "prompt_lookup_num_tokens" in way or "prefill_chunk_size" in way
+    kinds = ["text"] if "prefill_chunk_size" in way else ["image", "text"]
+    inputs = batch([sample(kind) for kind in kinds[: 1 if one else 2]], "left")
     for name in ("labels", "position_ids"):
         inputs.pop(name)
-    inputs["mm_token_type_ids"] = (inputs["input_ids"] == ref.IMAGE).int()
-    options = dict(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=ref.PAD)
-    options |= dict(return_dict_in_generate=True, output_logits=True, cache_implementation=cache)
-    for model in (plain, ours):
-        model.eval()
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == ref.IMAGE).int()
+    options = dict(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=ref.PAD)
+    options |= dict(return_dict_in_generate=True, output_logits=True, **way)
     want, got = plain.generate(**inputs, **options), ours.generate(**inputs, **options)
     assert got.sequences.tolist() == want.sequences.tolist()
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits))
