@@ -323,8 +323,8 @@ def test_attention_peers_agree() -> None:
     attention = importlib.import_module("benchmarks.attention")
     lengths = [7, 12, 7, 1]
     q, k, v = (torch.randn(27, attention.HEADS, attention.HEAD_DIM) for _ in range(3))
-    borders = torch.tensor([0, 7, 19, 26, 27], dtype=torch.int32)
-    expected = [attention.varlen_attention(q, k, v, borders)]
+    cu_seqlens = torch.tensor([0, 7, 19, 26, 27], dtype=torch.int32)
+    expected = [attention.varlen_attention(q, k, v, cu_seqlens)]
     found = attention.peers(lengths, "cpu", quick=True)
     assert len(found) >= 5
     for name, attend in found.items():

@@ -97,10 +97,10 @@ def test_scatter_in_place(dtype: torch.dtype) -> None:
     embeddings = torch.randn(600, 264).to(dtype)
     for size in (1, 3):
         rows = slice(600 // size * (size - 1), 600)
-        mine = embeddings[rows].cuda()
-        scatter_visual_(mine, *to_gpu(visual, index), shard=(size - 1, size))
+        ours = embeddings[rows].cuda()
+        scatter_visual_(ours, *to_gpu(visual, index), shard=(size - 1, size))
         want = scatter_visual(embeddings[rows], visual, index, shard=(size - 1, size))
-        assert_bitwise("in place", mine.cpu(), want)
+        assert_bitwise("in place", ours.cpu(), want)
 
 
 def test_views_that_are_not_aligned() -> None:
