@@ -172,6 +172,7 @@ def test_opcheck() -> None:
         6,
         -1,
         torch.bfloat16,
+        True,
     )
     torch.library.opcheck(torch.ops.vlmkernels.visual_embedding.default, args)
 
