@@ -1,4 +1,4 @@
-"""Tests of differences.py must fail as it says, and every line of it must be about some test."""
+"""Tests that differences.py names must fail as it says."""
 
 from __future__ import annotations
 
