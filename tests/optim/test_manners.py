@@ -286,17 +286,23 @@ def test_8_bit_moments_are_refused_by_torch_in_a_sentence(make: Callable[..., An
 
 
 @BOTH
-def test_torch_compile(make: Callable[..., Any]) -> None:
-    """A compiled step is the step: it is called, not traced."""
+def test_compiled_programs_call_a_step_and_do_not_trace_it(make: Callable[..., Any]) -> None:
     params = [weight(), weight()]
     params[1].data, params[1].grad = params[0].detach().clone(), params[0].grad.clone()
     ours, compiled = (make([param]) for param in params)
-    step = torch.compile(compiled.step)
+
+    def program() -> None:
+        compiled.step()
+
     for _ in range(3):
         ours.step()
-        step()
+        torch.compile(program, backend="eager")()
     assert_bitwise("weights", params[1].detach(), params[0].detach())
     assert float(compiled.state[params[1]]["step"]) == 3
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(program, backend="eager", fullgraph=True)()
+    torch._dynamo.reset()
 
 
 @BOTH

@@ -150,6 +150,7 @@ class CPUAdam(AdamBase):
         check_gradients(params, grads)
         return math.sqrt(sum_of_squares(g if is_dense(g) else g.contiguous() for g in grads))
 
+    @torch.compiler.disable  # called by compiled programs, not traced
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,

@@ -331,6 +331,7 @@ class HybridDeviceOptimizer(AdamBase):
         self._host.forget(self._host.shards.values())
         super().zero_grad(set_to_none)
 
+    @torch.compiler.disable  # called by compiled programs, not traced
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
