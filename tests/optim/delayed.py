@@ -29,11 +29,12 @@ class DelayedTransfers:
     def __init__(self) -> None:
         self.random = random.Random(random.getrandbits(32))
         self.pending: list[Copy] = []
-        self.d2h_copies = self.h2d_copies = self.bytes = 0
+        self.d2h_copies = self.h2d_copies = self.calls = self.bytes = 0
         self.lock = threading.RLock()
 
     def d2h(self, sources: list[Tensor], targets: list[Tensor], after: Any = None) -> list[Copy]:
         self.d2h_copies += len(sources)
+        self.calls += 1
         pairs = zip(sources, targets, strict=True)
         return [self._begin(source, target, after) for source, target in pairs]
 
@@ -41,6 +42,7 @@ class DelayedTransfers:
         pairs = list(zip(sources, targets, strict=True))
         assert all(s.dtype == t.dtype and s.is_contiguous() for s, t in pairs)
         self.h2d_copies += len(pairs)
+        self.calls += 1
         return [self._begin(source, target) for source, target in pairs]
 
     def wait(self, ticket: list[Copy]) -> None:

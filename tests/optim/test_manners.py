@@ -221,6 +221,33 @@ def test_what_is_no_state_of_adam(make: Callable[..., Any]) -> None:
 
 
 @BOTH
+def test_a_state_that_was_put_there_is_taken(make: Callable[..., Any]) -> None:
+    """Instead of load_state_dict, as some trainers do; also in the place of another."""
+    param = weight()
+    theirs = torch.optim.AdamW([nn.Parameter(param.detach().clone())], lr=0.1, fused=True)
+    optimizer = make([param], lr=0.1)
+    (twin,) = theirs.param_groups[0]["params"]
+    for steps in (10.0, 20.0):
+        moments = torch.randn(300), torch.rand(300)
+        for o, p in ((optimizer, param), (theirs, twin)):
+            o.state[p] = {
+                "step": torch.tensor(steps),
+                "exp_avg": moments[0].clone(),
+                "exp_avg_sq": moments[1].clone(),
+            }
+        for _ in range(2):
+            twin.grad = param.grad.clone()
+            optimizer.step()
+            theirs.step()
+        torch.testing.assert_close(param.detach(), twin.detach(), rtol=1e-6, atol=1e-6)
+        assert float(optimizer.state[param]["step"]) == steps + 2
+    optimizer = make([param])
+    optimizer.state[param] = {"step": 1.0, "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    with pytest.raises(ValueError, match="exp_avg of parameter 0 is"):
+        optimizer.step()
+
+
+@BOTH
 def test_hooks_run_as_those_of_torch(make: Callable[..., Any]) -> None:
     """Each sees what torch's sees, and what it returns counts."""
     seen: list[list[Any]] = []
@@ -306,9 +333,9 @@ def test_compiled_programs_call_a_step_and_do_not_trace_it(make: Callable[..., A
 
 
 @BOTH
-def test_states_of_ten_thousand_parameters_are_checked_in_c(make: Callable[..., Any]) -> None:
+def test_thousands_of_parameters_are_checked_in_c(make: Callable[..., Any]) -> None:
     """A step without changes runs no Python function for each parameter."""
-    params = [nn.Parameter(torch.ones(2)) for _ in range(500)]
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2000)]
     for param in params:
         param.grad = torch.ones(2)
     optimizer = make(params, offload_fraction=0.0) if make is not CPUAdam else make(params)
@@ -324,4 +351,4 @@ def test_states_of_ten_thousand_parameters_are_checked_in_c(make: Callable[..., 
         optimizer.step()
     finally:
         sys.setprofile(None)
-    assert calls < 200, calls
+    assert calls < len(params) / 2, calls

@@ -95,6 +95,46 @@ def test_peft(ours: str) -> None:
     same(*results[::-1])
 
 
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.network(x) - labels).square().mean()}
+
+
+@FMA
+@each
+def test_transformers_trainer(ours: str, tmp_path: Path) -> None:
+    """Trained in one go, and from a checkpoint in the middle."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    data = [{"x": torch.full((6,), i / 8), "labels": torch.ones(2)} for i in range(8)]
+    results = []
+    for number, make in enumerate((plain, OURS[ours])):
+        settings = transformers.TrainingArguments(
+            str(tmp_path / str(number)),
+            max_steps=6,
+            save_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.5,
+            use_cpu=True,
+            report_to="none",
+        )
+        for resume in (None, str(tmp_path / str(number) / "checkpoint-3")):
+            model = WithLoss()
+            optimizer = make(model.parameters(), lr=0.1)
+            trainer = transformers.Trainer(
+                model, settings, train_dataset=data, optimizers=(optimizer, None)
+            )
+            trainer.train(resume_from_checkpoint=resume)
+            results.append([p.detach() for p in model.parameters()])
+    for other in results[1:]:
+        same(other, results[0])
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_deepspeed(decoupled: bool) -> None:
     """Ours is at most as far from float64 as theirs, or as one rounding of each value."""

@@ -287,31 +287,35 @@ class HostStep:
         is stepped; at multiples of 4,096 elements, which no vector, random number or block crosses.
         """
         numel = shard.master.numel()
+        if numel <= 4096:
+            return [(0, numel)]
         length = max(self._bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
         if numel <= length or not shard.target.is_contiguous():
             return [(0, numel)]
         return [(first, min(first + length, numel)) for first in range(0, numel, length)]
 
     def _step_bucket(self, bucket: list[_Piece], grad_scale: float, unread: bool) -> None:
-        by_group: dict[tuple[int, float], tuple[dict[str, Any], Rows]] = {}
+        work: dict[tuple, tuple[dict[str, Any], list[Row], list[int]]] = {}
         keep = []
         for settings, shard, first, last in bucket:
             if shard.d2h is not None:
                 self.transfers.wait(shard.d2h)
                 shard.d2h = None
-            key = id(settings), shard.factor
-            if key not in by_group:
-                by_group[key] = settings, Rows(moment_tensors(shard.state)[0].dtype)
             # The native call counts up what it is given: the last piece the step, others a copy.
             step = shard.state["step"]
             if last < shard.master.numel():
                 step = step.clone()
                 keep.append(step)
             slot = shard.slot
-            pointer = slot.data_ptr() + slot.itemsize * first
-            by_group[key][1].add_pieces([shard.row(first, last, step)], [pointer], slot.dtype)
-        for (_, factor), (settings, rows) in by_group.items():
-            rows.step(settings, grad_scale, factor)
+            key = id(settings), shard.factor, slot.dtype
+            if key not in work:
+                work[key] = settings, [], []
+            work[key][1].append(shard.row(first, last, step))
+            work[key][2].append(slot.data_ptr() + slot.itemsize * first)
+        for (_, factor, dtype), (settings, rows, pointers) in work.items():
+            native = Rows(moment_tensors(bucket[0][1].state)[0].dtype)
+            native.add_pieces(rows, pointers, dtype)
+            native.step(settings, grad_scale, factor)
         pieces = [piece for piece in bucket if piece[3]]
         if not pieces:
             return

@@ -25,6 +25,7 @@ from .native import Row
 from .placement import Policy, check_fraction, check_policy, preference, relocate
 from .state import (
     ALL_MOMENTS,
+    check_shapes,
     copy_moments,
     ensure_moments,
     fit_moments,
@@ -226,7 +227,7 @@ class HybridDeviceOptimizer(AdamBase):
 
     def _fit_state(self, param: Tensor) -> None:
         state = self.state.get(param) or {}
-        if "step" not in state:
+        if "step" not in state or not self._masters.knows(param):
             self._prepare(param)
             return
         changed = self._masters.changed(param, state.get("master"))
@@ -237,6 +238,8 @@ class HybridDeviceOptimizer(AdamBase):
         ensure_moments(state, self.moments, like, like.device, lambda: self._name(param))
         if not is_step(state["step"]):
             state["step"] = step_count(state["step"])
+        if param in self._host.shards:
+            self._host.shards[param].state = state  # it may be another one
 
     def _row(self, param: Tensor) -> Row | None:
         """For step_on_host."""
@@ -245,11 +248,12 @@ class HybridDeviceOptimizer(AdamBase):
         return host_row(param, self._masters.of(param), self.state[param])
 
     def _prepare(self, param: Tensor) -> dict[str, Any]:
-        """A state from the model's value; moments that are there already are kept."""
+        """A state from the model's value; steps and moments that are there already are kept."""
         state = self.state[param]
+        check_shapes(state, param, "{} of " + self._name(param))
         to_host = param in self._offloaded
         device = torch.device("cpu") if to_host else param.device
-        state["step"] = step_count()
+        state["step"] = step_count(state.get("step", 0))
         fit_moments(state, self.moments, partial(torch.empty, param.shape, device=device))
         self._put_master(param, state, *self._make_master(param, state, to_host, param.detach()))
         self._masters.written([param])

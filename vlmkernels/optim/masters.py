@@ -48,6 +48,10 @@ class Masters:
         self._compare = False  # loaded masters were not compared with the model yet
         self._read: set[Tensor] = set()  # masters to be taken from the model at the next step
 
+    def knows(self, param: Tensor) -> bool:
+        """Whether the parameter was stepped or loaded."""
+        return param in self._forms
+
     def of(self, param: Tensor) -> Tensor:
         """float32, contiguous: the parameter's memory or another."""
         master = self.copies.get(param)
