@@ -42,7 +42,7 @@ lint: setup
 	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tools/*.c' 'tools/*.cpp' 'tools/*.h' 'tools/*.cu' 'tools/*.cuh')
 
 # Dealt over the cores; tests of one module stay together, they share what is built for them.
-PYTEST := $(RUN) -m pytest -n auto --dist loadscope
+PYTEST := $(RUN) -m pytest -n auto --dist loadscope --no-loadscope-reorder
 test: lint
 	$(PYTEST) -m "not slow"
 

@@ -20,6 +20,8 @@ import numpy
 import pytest
 import torch
 
+from vlmtrain.cpu import shim
+
 # In the environment: the workers of pytest-xdist share it.
 os.environ.setdefault("VLMKERNELS_TEST_SEED", str(random.SystemRandom().randrange(2**31)))
 RUN_SEED = int(os.environ["VLMKERNELS_TEST_SEED"])
@@ -31,6 +33,25 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("vlmkernels")
 hypothesis.core.global_force_seed = RUN_SEED
+
+
+#: Folders of tests that start processes or compile. They come first: dealt over the cores, none is
+#: left with a long one at the end.
+LONG = ("train", "checkpoint", "optim", "parity", "cuda")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, otherwise in order."""
+    items.sort(
+        key=lambda item: LONG.index(n) if (n := item.path.parent.name) in LONG else len(LONG)
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_shim() -> Iterator[None]:
+    """Training in a test's process installs vlmtrain's CPU shim: other modules run without it."""
+    yield
+    shim.suspend()
 
 
 def pytest_report_header() -> str:

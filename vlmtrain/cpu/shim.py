@@ -102,7 +102,7 @@ class _NullEvent:
 
 
 def install() -> None:
-    """Patch torch.cuda and megatron-core for the life of this process; again is a no-op."""
+    """Patch torch.cuda and megatron-core; again is a no-op."""
     global _mode
     if _mode is not None:
         return
@@ -140,4 +140,13 @@ def install() -> None:
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
 
     _mode = _CudaMeansCpu()
-    _mode.__enter__()  # for the life of the process
+    _mode.__enter__()
+
+
+def suspend() -> None:
+    """Stop the look at every torch call until the next `install`: torch.compile, for one, does not
+    trace through it. What `install` set in torch.cuda stays."""
+    global _mode
+    if _mode is not None:
+        _mode.__exit__(None, None, None)
+        _mode = None
