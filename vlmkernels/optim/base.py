@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import Snapshot, check_memory, check_nonfinite, hyperparameters
+from .checks import Snapshot, check_nonfinite, hyperparameters
 from .state import check_moments, mark_codes, read_state_dict
 
 
@@ -57,7 +57,6 @@ class AdamBase(torch.optim.Optimizer):
             if len(set(group["params"])) < len(group["params"]):
                 raise ValueError(f"{where} has a parameter twice; pass each once")
             for param in group["params"]:
-                check_memory("a parameter", param)
                 self._check_param(param)
         except ValueError:
             self.param_groups.pop()

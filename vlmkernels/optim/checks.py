@@ -114,6 +114,32 @@ def check_memory(name: str, x: Tensor) -> None:
         )
 
 
+def is_sharded(kind: type) -> bool:
+    """Whether tensors of this class are DTensors, as FSDP2 makes parameters."""
+    return hasattr(kind, "to_local")
+
+
+def local(x: Any) -> Any:
+    """This rank's shard of a DTensor; anything else itself."""
+    return x.to_local() if is_sharded(type(x)) else x
+
+
+def local_as(name: str, x: Any, param: Any) -> Any:
+    """As `local`, of what belongs to a parameter.
+
+    Raises:
+        ValueError: they are two DTensors that are spread in different ways.
+    """
+    if is_sharded(type(x)) and is_sharded(type(param)):
+        if x.placements != param.placements or x.device_mesh != param.device_mesh:
+            raise ValueError(
+                f"{name} is spread as {x.placements} over {x.device_mesh}, its parameter as "
+                f"{param.placements} over {param.device_mesh}; redistribute it"
+            )
+        return x.to_local()
+    return x
+
+
 def is_dense(x: Tensor) -> bool:
     """Its elements fill one piece of memory without gaps or overlaps, in any order."""
     if x.is_contiguous():
@@ -145,6 +171,10 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 # ---- what was checked ----------------------------------------------------------------------------
 
 
+def _form(x: Tensor) -> tuple:
+    return tuple(form(x) for form in _FORMS)
+
+
 class Snapshot:
     """Parameters and the tensors in their states, as they were when they were checked.
 
@@ -162,6 +192,10 @@ class Snapshot:
         self._keys = [key for _, key, _ in entries]
         self._tensors = [tensor for _, _, tensor in entries]
         everything = [*params, *self._tensors, *others]
+        self._sharded = [x for x in everything if is_sharded(type(x))]
+        self._shards = [_form(local(x)) for x in self._sharded]
+        if self._sharded:
+            everything = [x for x in everything if not is_sharded(type(x))]
         # Few at a time: the second look at a tensor finds it in the processor's caches.
         parts = (everything[i : i + 64] for i in range(0, len(everything), 64))
         self._forms = [(part, form, list(map(form, part))) for part in parts for form in _FORMS]
@@ -172,4 +206,5 @@ class Snapshot:
             all(map(is_, map(states.get, self._params), self._states))
             and all(map(is_, map(dict.get, self._holders, self._keys), self._tensors))
             and all(all(map(eq, map(form, part), before)) for part, form, before in self._forms)
+            and self._shards == [_form(local(x)) for x in self._sharded]
         )

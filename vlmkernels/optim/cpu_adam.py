@@ -24,7 +24,17 @@ from torch import Tensor
 from vlmkernels._native import describe
 
 from .base import AdamBase
-from .checks import check_gradients, is_dense, is_host, is_step, overlap
+from .checks import (
+    check_gradients,
+    check_memory,
+    is_dense,
+    is_host,
+    is_sharded,
+    is_step,
+    local,
+    local_as,
+    overlap,
+)
 from .native import Row, Rows, make_row, sum_of_squares
 from .state import ensure_moments, loaded_steps, mark_codes, moment_tensors, step_count
 
@@ -61,6 +71,8 @@ class CPUAdam(AdamBase):
     (torch refuses a bfloat16 `grad` on a float32 parameter), else from `param.grad`. A parameter
     without a gradient is skipped. Gradients are read once and never written.
 
+    Parameters may be DTensors, as FSDP2 makes them in host memory: each rank steps its shards.
+
     Raises:
         ValueError: a hyperparameter, parameter, gradient or loaded state that doesn't fit.
     """
@@ -81,10 +93,18 @@ class CPUAdam(AdamBase):
         super().__init__(params, lr, betas, eps, weight_decay, decoupled, moments, nonfinite)
 
     def _check_param(self, param: Tensor) -> None:
-        if not _is_usable(param):
+        shard = local(param)
+        check_memory("a parameter", shard)
+        if not _is_usable(shard):
             raise ValueError(
-                f"a parameter is {describe(param)} with strides {_strides(param)}; "
+                f"a parameter is {describe(shard)} with strides {_strides(shard)}; "
                 "CPUAdam needs float32 on cpu, without gaps in memory"
+            )
+        if shard is not param and (self.moments == torch.uint8 or self.nonfinite == "skip"):
+            raise ValueError(
+                f"a parameter is a DTensor with moments {self.moments} and nonfinite "
+                f"{self.nonfinite!r}; a rank knows its own gradients only, and blocks of 256 end "
+                "with a shard: it needs torch.float32 or torch.bfloat16, and 'propagate'"
             )
 
     def set_low_precision(self, param: Tensor, copy: Tensor | None) -> None:
@@ -104,6 +124,8 @@ class CPUAdam(AdamBase):
             self._low.pop(param, None)
             self._forget_checks()
             return
+        if is_sharded(type(param)):
+            raise ValueError("param is a DTensor, whose low-precision copy FSDP2 makes itself")
         if not _is_copy(copy, param):
             raise ValueError(
                 f"copy is {describe(copy)} with strides {tuple(copy.stride())}; it must be "
@@ -124,7 +146,7 @@ class CPUAdam(AdamBase):
         }
         state["step"] = loaded_steps(values)
         state.pop("steps", None)
-        ensure_moments(state, self.moments, param, param.device, lambda: self._name(param))
+        self._fit_state(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; `decoupled_grad` is a gradient as well."""
@@ -147,6 +169,11 @@ class CPUAdam(AdamBase):
     def grad_norm(self) -> float:
         """The L2 norm of all gradients, in one pass; infinite or NaN where a gradient is."""
         params, grads = self._active(self._params())
+        if any(map(is_sharded, set(map(type, params)))):
+            raise ValueError(
+                "parameters are DTensors, of whose gradients this rank has a part: use "
+                "torch.nn.utils.get_total_norm"
+            )
         check_gradients(params, grads)
         return math.sqrt(sum_of_squares(g if is_dense(g) else g.contiguous() for g in grads))
 
@@ -206,36 +233,53 @@ class CPUAdam(AdamBase):
         rows = Rows(self.moments)
         if not params:
             return rows
-        check_gradients(params, grads)
-        contiguous = chain(map(Tensor.is_contiguous, params), map(Tensor.is_contiguous, grads))
+        shards = params
+        if any(map(is_sharded, set(map(type, params)))):
+            grads = [local_as("a gradient", g, p) for g, p in zip(grads, params, strict=True)]
+            shards = list(map(local, params))
+        check_gradients(shards, grads)
+        contiguous = chain(map(Tensor.is_contiguous, shards), map(Tensor.is_contiguous, grads))
         if not all(contiguous):  # the native step walks through memory, not indices
-            grads = [_ordered_like(p, g) for p, g in zip(params, grads, strict=True)]
+            grads = [_ordered_like(p, g) for p, g in zip(shards, grads, strict=True)]
         keep += grads
         rows.add([self._known[id(param)][1] for param in params], grads)
         return rows
 
     def _fit_state(self, param: Tensor) -> None:
-        if not _is_usable(param):
+        shard, low, name = local(param), self._low.get(param), lambda: self._name(param)
+        if not _is_usable(shard):
             raise ValueError(
-                f"{self._name(param)} is {describe(param)} with strides {_strides(param)} now; it "
-                "must be float32 on cpu, without gaps in memory, as when it came to CPUAdam"
+                f"{name()} is {describe(shard)} with strides {_strides(shard)} now; it must be "
+                "float32 on cpu, without gaps in memory, as when it came to CPUAdam"
             )
-        state, low = self.state[param], self._low.get(param)
-        if low is not None and not _is_copy(low, param):
+        if low is not None and not _is_copy(low, shard):
             raise ValueError(
-                f"the low-precision copy of {self._name(param)} is {describe(low)} with strides "
-                f"{_strides(low)} now, for {describe(param)} with strides {_strides(param)}; give "
+                f"the low-precision copy of {name()} is {describe(low)} with strides "
+                f"{_strides(low)} now, for {describe(shard)} with strides {_strides(shard)}; give "
                 "set_low_precision another"
             )
-        ensure_moments(state, self.moments, param, param.device, lambda: self._name(param))
+        state = self.state[param]
         if not is_step(state.get("step")):
             state["step"] = step_count(state.get("step", 0))
+        found = self._local_state(param)
+        before = dict(found)
+        ensure_moments(found, self.moments, shard, shard.device, name)
+        for key in before.keys() - found.keys():
+            del state[key]
+        for key, x in found.items():
+            if x is not before.get(key):
+                state[key] = x if shard is param else _spread_as(param, x)
+
+    def _local_state(self, param: Tensor) -> dict[str, Any]:
+        """A parameter's state, of DTensors the shards."""
+        return {
+            key: local_as(f"{key} of a parameter", x, param) for key, x in self.state[param].items()
+        }
 
     def _row(self, param: Tensor) -> Row:
-        state = self.state[param]
+        state, low = self._local_state(param), self._low.get(param)
         exp_avg, exp_avg_sq, scales = moment_tensors(state)
-        low = self._low.get(param)
-        return make_row(param, exp_avg, exp_avg_sq, state["step"], low, scales=scales)
+        return make_row(local(param), exp_avg, exp_avg_sq, state["step"], low, scales=scales)
 
     def _more_to_check(self) -> list[Tensor]:
         return list(self._low.values())
@@ -253,6 +297,13 @@ def _is_copy(copy: Tensor, param: Tensor) -> bool:
         and is_host(copy)
         and not overlap(copy, param)
     )
+
+
+def _spread_as(param: Any, shard: Tensor) -> Tensor:
+    """A DTensor like the parameter, of which this rank has this shard."""
+    mesh, placements = param.device_mesh, param.placements
+    more = {"shape": param.shape, "stride": param.stride()}
+    return type(param).from_local(shard, mesh, placements, **more)
 
 
 def _ordered_like(param: Tensor, grad: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from vlmkernels._native import describe
 
 from .base import AdamBase
-from .checks import check_gradient, check_gradients, is_step
+from .checks import check_gradient, check_gradients, check_memory, is_step
 from .device_step import host_row, norm, step_on_device, step_on_host
 from .host_step import HostStep, Shard
 from .masters import Masters, is_own_master
@@ -139,6 +139,7 @@ class HybridDeviceOptimizer(AdamBase):
         self.set_offload_fraction(self._fraction)
 
     def _check_param(self, param: Tensor) -> None:
+        check_memory("a parameter", param)
         device = next(p for group in self.param_groups for p in group["params"]).device
         if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
             raise ValueError(
