@@ -65,14 +65,14 @@ def shards_are_stepped(rank: int) -> None:
         for model, optimizer in ((models[0], ours), (models[1], theirs), (models[2], fresh)):
             train_shards(model, optimizer, rank)
         everything = zip(*(model.parameters() for model in models), strict=True)
-        for mine, peer, resumed in everything:
-            assert_bitwise("resumed", resumed.to_local().detach(), mine.to_local().detach())
+        for param, peer, resumed in everything:
+            assert_bitwise("resumed", resumed.to_local().detach(), param.to_local().detach())
             if moments == torch.float32:
-                assert_bitwise("shard", mine.to_local().detach(), peer.to_local().detach())
+                assert_bitwise("shard", param.to_local().detach(), peer.to_local().detach())
                 for key in ("exp_avg", "exp_avg_sq"):
-                    found, expected = ours.state[mine][key], theirs.state[peer][key]
-                    assert found.placements == expected.placements and found.shape == mine.shape
-                    assert_bitwise(key, found.to_local(), expected.to_local())
+                    moment, expected = ours.state[param][key], theirs.state[peer][key]
+                    assert moment.placements == expected.placements and moment.shape == param.shape
+                    assert_bitwise(key, moment.to_local(), expected.to_local())
 
 
 def refused(call: Any, *words: str) -> None:

@@ -109,9 +109,9 @@ def on_host(
     states: list[dict[str, Any]],
     scale: float,
 ) -> None:
-    rows = [device_step.host_row(*x) for x in zip(params, masters, states, strict=True)]
+    pointers = [device_step.host_pointers(*x) for x in zip(params, masters, states, strict=True)]
     moments = moment_tensors(states[0])[0].dtype
-    device_step.step_on_host(settings, params, rows, moments, scale)
+    device_step.step_on_host(settings, params, pointers, moments, scale)
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.uint8])

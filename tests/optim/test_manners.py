@@ -156,7 +156,7 @@ def test_settings_that_no_adam_can_use(
 @BOTH
 def test_a_rate_that_is_a_tensor(make: Callable[..., Any]) -> None:
     """Schedulers fill it in place."""
-    found = []
+    results = []
     for lr in (0.1, torch.tensor(0.1)):
         torch.manual_seed(7)
         param = weight()
@@ -165,8 +165,8 @@ def test_a_rate_that_is_a_tensor(make: Callable[..., Any]) -> None:
         for _ in range(3):
             optimizer.step()
             scheduler.step()
-        found.append(param.detach())
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)  # 0.1 rounded to float32
+        results.append(param.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)  # 0.1 rounded to float32
 
 
 @BOTH

@@ -144,23 +144,23 @@ def test_deepspeed(decoupled: bool) -> None:
     grads = [torch.randn(5003) * 10.0 ** -(i + 1) for i in range(6)]
     settings: dict[str, Any] = dict(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     exact = [start.double(), torch.zeros(5003).double(), torch.zeros(5003).double()]
-    theirs, mine = (nn.Parameter(start.clone()) for _ in range(2))
+    theirs, ours = (nn.Parameter(start.clone()) for _ in range(2))
     try:
         peer = ops.DeepSpeedCPUAdam([theirs], adamw_mode=decoupled, **settings)
     except Exception as error:  # its own compiler run failed
         pytest.skip(f"DeepSpeed's op can't be built: {str(error).strip().splitlines()[0][:100]}")
-    optimizer = CPUAdam([mine], decoupled=decoupled, **settings)
+    optimizer = CPUAdam([ours], decoupled=decoupled, **settings)
     for step, grad in enumerate(grads, 1):
-        theirs.grad, mine.grad = grad.clone(), grad.clone()
+        theirs.grad, ours.grad = grad.clone(), grad.clone()
         peer.step()
         optimizer.step()
         adam_reference(*[exact[0], grad, *exact[1:]], step, decoupled=decoupled, **settings)
-    error, peers = ((x.double() - exact[0]).norm() for x in (mine.detach(), theirs.detach()))
+    error, peers = ((x.double() - exact[0]).norm() for x in (ours.detach(), theirs.detach()))
     assert error <= peers + 2**-24 * exact[0].norm(), (error, peers)
     # States go both ways.
     state = copy.deepcopy(peer.state_dict())
     optimizer.load_state_dict(state)
-    assert_bitwise("exp_avg", optimizer.state[mine]["exp_avg"], state["state"][0]["exp_avg"])
-    assert float(optimizer.state[mine]["step"]) == len(grads)
+    assert_bitwise("exp_avg", optimizer.state[ours]["exp_avg"], state["state"][0]["exp_avg"])
+    assert float(optimizer.state[ours]["step"]) == len(grads)
     peer.load_state_dict(optimizer.state_dict())
     peer.step()

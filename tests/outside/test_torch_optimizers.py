@@ -46,11 +46,11 @@ def makers(ours: str, name: str) -> tuple[Make, Make]:
     def theirs(params: Any, **settings: Any) -> Any:
         return info.optim_cls(params, **{"fused": True, **settings})
 
-    def mine(params: Any, **settings: Any) -> Any:
+    def our_class(params: Any, **settings: Any) -> Any:
         settings = {"weight_decay": decay, **settings}
         return OURS[ours](params, decoupled=name == "AdamW", **settings)
 
-    return theirs, mine
+    return theirs, our_class
 
 
 every = pytest.mark.parametrize("name", list(INFOS))
@@ -350,6 +350,6 @@ SCENARIOS: dict[str, Callable[[Make], Any]] = {
 @every
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_scenarios(ours: str, name: str, scenario: str) -> None:
-    theirs, mine = makers(ours, name)
+    theirs, our_class = makers(ours, name)
     expected = SCENARIOS[scenario](theirs)
-    same(SCENARIOS[scenario](mine), expected)
+    same(SCENARIOS[scenario](our_class), expected)

@@ -117,7 +117,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _forget_checks(self) -> None:
         self._snapshot: Snapshot | None = None
-        #: By the id of each parameter in the snapshot: itself, and what `_row` made of it.
+        #: By the id of each parameter in the snapshot: itself, and what `_pointers` made of it.
         self._known: dict[int, tuple[Tensor, Any]] = {}
 
     def _fit_state(self, param: Tensor) -> None:
@@ -128,7 +128,7 @@ class AdamBase(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def _row(self, param: Tensor) -> Any:
+    def _pointers(self, param: Tensor) -> Any:
         """What is kept of a parameter while its tensors stay what and where they are."""
         raise NotImplementedError
 
@@ -150,10 +150,10 @@ class AdamBase(torch.optim.Optimizer):
             if step.data_ptr() in steps:
                 step = states[param]["step"] = step.clone()
             steps.add(step.data_ptr())
-            known[id(param)] = param, self._row(param)
+            known[id(param)] = param, self._pointers(param)
         everything = [p for p, _ in known.values()]
         self._snapshot = Snapshot(states, everything, self._more_to_check())
 
     def _more_to_check(self) -> list[Tensor]:
-        """Tensors beside parameters and states whose addresses rows hold."""
+        """Tensors beside parameters and states whose addresses are kept."""
         return []

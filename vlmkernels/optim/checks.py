@@ -36,20 +36,22 @@ def hyperparameters(group: Mapping[str, Any], where: str = "") -> dict[str, Any]
     for key in ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"):
         if key not in group:
             raise ValueError(f"{where} has no {key!r}; every group of Adam's has it")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key in ("lr", "eps", "weight_decay"):
-        found[key] = to_number(key + behind, group[key])
-        if not found[key] >= 0:
+        settings[key] = to_number(key + behind, group[key])
+        if not settings[key] >= 0:
             raise ValueError(f"{key}{behind} is {group[key]}; it must be at least 0")
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(f"betas{behind} is {betas}; it must be two numbers")
-    found["betas"] = tuple(to_number(f"betas[{i}]{behind}", beta) for i, beta in enumerate(betas))
-    for i, beta in enumerate(found["betas"]):
+    settings["betas"] = tuple(
+        to_number(f"betas[{i}]{behind}", beta) for i, beta in enumerate(betas)
+    )
+    for i, beta in enumerate(settings["betas"]):
         if not 0 <= beta < 1:
             raise ValueError(f"betas[{i}]{behind} is {betas[i]}; it must be in [0, 1)")
-    found["decoupled_weight_decay"] = bool(group["decoupled_weight_decay"])
-    return found
+    settings["decoupled_weight_decay"] = bool(group["decoupled_weight_decay"])
+    return settings
 
 
 def to_number(name: str, value: Any) -> float:

@@ -35,7 +35,7 @@ from .checks import (
     local_as,
     overlap,
 )
-from .native import Row, Rows, make_row, sum_of_squares
+from .native import AdamBatch, Pointers, pointers_of, sum_of_squares
 from .state import ensure_moments, loaded_steps, mark_codes, moment_tensors, step_count
 
 logger = logging.getLogger(__name__)
@@ -201,15 +201,15 @@ class CPUAdam(AdamBase):
         params = list(chain.from_iterable(params for params, _ in work))
         self._check_states(params)
         grads: list[Tensor] = []  # those copied to another layout must outlive the native calls
-        collected = [self._collect(*item, grads) for item in work]
+        batches = [self._collect(*item, grads) for item in work]
         if found_inf is None and self.nonfinite == "skip":
             found_inf = not math.isfinite(sum_of_squares(grads) * grad_scale)
         if found_inf:
             self.skipped_steps += 1
             logger.warning("a gradient is not finite: step skipped, %d so far", self.skipped_steps)
             return loss
-        for group, rows in zip(settings, collected, strict=True):
-            rows.step(group, grad_scale)
+        for group, batch in zip(settings, batches, strict=True):
+            batch.step(group, grad_scale)
         # Autograd is to notice when a saved tensor was overwritten.
         copies = [self._low[p] for p in params if p in self._low] if self._low else []
         torch.autograd.graph.increment_version([*params, *copies])
@@ -225,14 +225,14 @@ class CPUAdam(AdamBase):
         there = [grad is not None for grad in grads]
         return list(compress(params, there)), list(compress(grads, there))
 
-    def _collect(self, params: list[Tensor], grads: list[Tensor], keep: list[Tensor]) -> Rows:
+    def _collect(self, params: list[Tensor], grads: list[Tensor], keep: list[Tensor]) -> AdamBatch:
         """Of parameters whose states were checked; gradients are checked here and go into `keep`.
 
         With thousands of small tensors Python takes longer than the arithmetic, hence `map`.
         """
-        rows = Rows(self.moments)
+        batch = AdamBatch(self.moments)
         if not params:
-            return rows
+            return batch
         shards = params
         if any(map(is_sharded, set(map(type, params)))):
             grads = [local_as("a gradient", g, p) for g, p in zip(grads, params, strict=True)]
@@ -242,8 +242,8 @@ class CPUAdam(AdamBase):
         if not all(contiguous):  # the native step walks through memory, not indices
             grads = [_ordered_like(p, g) for p, g in zip(shards, grads, strict=True)]
         keep += grads
-        rows.add([self._known[id(param)][1] for param in params], grads)
-        return rows
+        batch.add([self._known[id(param)][1] for param in params], grads)
+        return batch
 
     def _fit_state(self, param: Tensor) -> None:
         shard, low, name = local(param), self._low.get(param), lambda: self._name(param)
@@ -261,12 +261,12 @@ class CPUAdam(AdamBase):
         state = self.state[param]
         if not is_step(state.get("step")):
             state["step"] = step_count(state.get("step", 0))
-        found = self._local_state(param)
-        before = dict(found)
-        ensure_moments(found, self.moments, shard, shard.device, name)
-        for key in before.keys() - found.keys():
+        local_state = self._local_state(param)
+        before = dict(local_state)
+        ensure_moments(local_state, self.moments, shard, shard.device, name)
+        for key in before.keys() - local_state.keys():
             del state[key]
-        for key, x in found.items():
+        for key, x in local_state.items():
             if x is not before.get(key):
                 state[key] = x if shard is param else _spread_as(param, x)
 
@@ -276,10 +276,10 @@ class CPUAdam(AdamBase):
             key: local_as(f"{key} of a parameter", x, param) for key, x in self.state[param].items()
         }
 
-    def _row(self, param: Tensor) -> Row:
+    def _pointers(self, param: Tensor) -> Pointers:
         state, low = self._local_state(param), self._low.get(param)
         exp_avg, exp_avg_sq, scales = moment_tensors(state)
-        return make_row(local(param), exp_avg, exp_avg_sq, state["step"], low, scales=scales)
+        return pointers_of(local(param), exp_avg, exp_avg_sq, state["step"], low, scales=scales)
 
     def _more_to_check(self) -> list[Tensor]:
         return list(self._low.values())

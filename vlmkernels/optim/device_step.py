@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import blockwise
-from .native import Row, Rows, make_row, sum_of_squares
+from .native import AdamBatch, Pointers, pointers_of, sum_of_squares
 from .state import CODES, moment_tensors
 
 # Elements whose gradients are widened to float32 at a time.
@@ -32,26 +32,26 @@ def step_on_device(
         _fused(settings, params[part], masters[part], states[part], scale)
 
 
-def host_row(param: Tensor, master: Tensor, state: dict[str, Any]) -> Row:
+def host_pointers(param: Tensor, master: Tensor, state: dict[str, Any]) -> Pointers:
     """For `step_on_host`."""
     low = param if param.dtype == torch.bfloat16 and param.is_contiguous() else None
     exp_avg, exp_avg_sq, scales = moment_tensors(state)
-    return make_row(master, exp_avg, exp_avg_sq, state["step"], low, scales=scales)
+    return pointers_of(master, exp_avg, exp_avg_sq, state["step"], low, scales=scales)
 
 
 def step_on_host(
     settings: dict[str, Any],
     params: list[Tensor],
-    rows: list[Row],
+    pointers: list[Pointers],
     moments: torch.dtype,
     scale: float,
 ) -> None:
-    """As `step_on_device` on a CPU, with each parameter's `host_row`; those that are contiguous are
-    written in the same pass, the others are left to the caller."""
+    """As `step_on_device`, on a CPU, with each parameter's `host_pointers`; contiguous ones
+    are written in the same pass, the others are left to the caller."""
     grads = [p.grad.contiguous() for p in params if p.grad is not None]
-    found = Rows(moments)
-    found.add(rows, grads)
-    found.step(settings, scale)
+    batch = AdamBatch(moments)
+    batch.add(pointers, grads)
+    batch.step(settings, scale)
     torch.autograd.graph.increment_version(params)
 
 

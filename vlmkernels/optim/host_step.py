@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .arena import PinnedArena
-from .native import Row, Rows, make_row
+from .native import AdamBatch, Pointers, pointers_of
 from .state import moment_tensors, state_bytes
 from .transfer import Ticket, Transfers, Waitable, transfers_for
 
@@ -43,7 +43,7 @@ class Shard:
     value: Tensor  # page-locked, the target's type: slot or master where that fits
     grad: Tensor | None = None  # on the device: whose copy `slot` is or will be
     version: int = 0  # of `grad`, when its copy began
-    factor: float = 1.0  # by which the gradient was multiplied in place since, see Rows.step
+    factor: float = 1.0  # by which the gradient was multiplied in place since, see AdamBatch.step
     d2h: Ticket = None
     h2d: list[Ticket] = field(default_factory=list)
 
@@ -62,11 +62,11 @@ class Shard:
     def rounds(self) -> bool:
         return self.value is not self.master
 
-    def row(self, first: int, last: int, step: Tensor) -> Row:
+    def pointers(self, first: int, last: int, step: Tensor) -> Pointers:
         """Of elements [first, last)."""
         m, v, scales = moment_tensors(self.state)
         low = self.value if self.rounds else None
-        return make_row(self.master, m, v, step, low, first, scales, last - first)
+        return pointers_of(self.master, m, v, step, low, first, scales, last - first)
 
 
 _Piece = tuple[dict[str, Any], Shard, int, int]  # settings, shard, elements [first, last)
@@ -295,7 +295,7 @@ class HostStep:
         return [(first, min(first + length, numel)) for first in range(0, numel, length)]
 
     def _step_bucket(self, bucket: list[_Piece], grad_scale: float, unread: bool) -> None:
-        work: dict[tuple, tuple[dict[str, Any], list[Row], list[int]]] = {}
+        work: dict[tuple, tuple[dict[str, Any], list[Pointers], list[int]]] = {}
         keep = []
         for settings, shard, first, last in bucket:
             if shard.d2h is not None:
@@ -310,17 +310,17 @@ class HostStep:
             key = id(settings), shard.factor, slot.dtype
             if key not in work:
                 work[key] = settings, [], []
-            work[key][1].append(shard.row(first, last, step))
+            work[key][1].append(shard.pointers(first, last, step))
             work[key][2].append(slot.data_ptr() + slot.itemsize * first)
-        for (_, factor, dtype), (settings, rows, pointers) in work.items():
-            native = Rows(moment_tensors(bucket[0][1].state)[0].dtype)
-            native.add_pieces(rows, pointers, dtype)
-            native.step(settings, grad_scale, factor)
-        pieces = [piece for piece in bucket if piece[3]]
-        if not pieces:
+        for (_, factor, dtype), (settings, pieces, addresses) in work.items():
+            batch = AdamBatch(moment_tensors(bucket[0][1].state)[0].dtype)
+            batch.add_pieces(pieces, addresses, dtype)
+            batch.step(settings, grad_scale, factor)
+        bucket = [piece for piece in bucket if piece[3]]
+        if not bucket:
             return
         sources, targets = [], []
-        for _, shard, first, last in pieces:
+        for _, shard, first, last in bucket:
             source, target = shard.value, shard.target
             if last - first < source.numel():
                 source, target = source.view(-1)[first:last], target.view(-1)[first:last]
@@ -328,5 +328,5 @@ class HostStep:
             targets.append(target)
         ticket = self.transfers.h2d(sources, targets, unread)
         if ticket is not None:
-            for _, shard, _, _ in pieces:
+            for _, shard, _, _ in bucket:
                 shard.h2d.append(ticket)

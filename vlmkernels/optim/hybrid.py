@@ -18,10 +18,10 @@ from vlmkernels._native import describe
 
 from .base import AdamBase
 from .checks import check_gradient, check_gradients, check_memory, is_step
-from .device_step import host_row, norm, step_on_device, step_on_host
+from .device_step import host_pointers, norm, step_on_device, step_on_host
 from .host_step import HostStep, Shard
 from .masters import Masters, is_own_master
-from .native import Row
+from .native import Pointers
 from .placement import Policy, check_fraction, check_policy, preference, relocate
 from .state import (
     ALL_MOMENTS,
@@ -241,12 +241,14 @@ class HybridDeviceOptimizer(AdamBase):
             state["step"] = step_count(state["step"])
         if param in self._host.shards:
             self._host.shards[param].state = state  # it may be another one
+        if like is not param and param.dtype != torch.float32:
+            state["master"] = like
 
-    def _row(self, param: Tensor) -> Row | None:
+    def _pointers(self, param: Tensor) -> Pointers | None:
         """For step_on_host."""
         if param in self._offloaded or param.device.type != "cpu":
             return None
-        return host_row(param, self._masters.of(param), self.state[param])
+        return host_pointers(param, self._masters.of(param), self.state[param])
 
     def _prepare(self, param: Tensor) -> dict[str, Any]:
         """A state from the model's value; steps and moments that are there already are kept."""
@@ -369,8 +371,8 @@ class HybridDeviceOptimizer(AdamBase):
             self._masters.follow(params)
         on_host = [
             (group, self._host.shards[param])
-            for group, found in zip(settings, active, strict=True)
-            for param in found
+            for group, params_of_group in zip(settings, active, strict=True)
+            for param in params_of_group
             if param in self._offloaded
         ]
         late = [
@@ -384,8 +386,9 @@ class HybridDeviceOptimizer(AdamBase):
             self._host.forget(shard for _, shard in on_host)
             self.skipped_steps += 1
             return loss
-        for group, found in zip(settings, active, strict=True):
-            self._step_in_place(group, [p for p in found if p not in self._offloaded], scale)
+        for group, params_of_group in zip(settings, active, strict=True):
+            kept = [p for p in params_of_group if p not in self._offloaded]
+            self._step_in_place(group, kept, scale)
         self._host.step(on_host, scale)
         self._host.finish()
         self._masters.written([*params, *early])
@@ -399,8 +402,8 @@ class HybridDeviceOptimizer(AdamBase):
             masters = [self._masters.of(p) for p in params]
             step_on_device(settings, params, masters, [self.state[p] for p in params], scale)
             return
-        rows = [self._known[id(p)][1] for p in params]
-        step_on_host(settings, params, rows, self.moments, scale)
+        pointers = [self._known[id(p)][1] for p in params]
+        step_on_host(settings, params, pointers, self.moments, scale)
         for param in params:
             if not param.is_contiguous():
                 param.copy_(self._masters.of(param))

@@ -45,10 +45,10 @@ def adam_reference(
     param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
 
 
-Row = tuple[int, ...]  # what `_C.adam_step` takes of a tensor, beside its gradient
+Pointers = tuple[int, ...]  # what `_C.adam_step` takes of a tensor, beside its gradient
 
 
-def make_row(
+def pointers_of(
     param: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -57,7 +57,7 @@ def make_row(
     first: int = 0,
     scales: tuple[Tensor, Tensor] | None = None,
     numel: int | None = None,
-) -> Row:
+) -> Pointers:
     """Tensors to step: each lies dense in host memory, in the same element order, and must live
     until they are stepped. Nothing is checked here.
 
@@ -82,22 +82,22 @@ def make_row(
     )
 
 
-class Rows:
+class AdamBatch:
     """Tensors to step in one go, whose moments have one type."""
 
     def __init__(self, moments: torch.dtype) -> None:
         self._moments = _MOMENT_TYPES[moments]
-        self._by_type: dict[torch.dtype, tuple[list[Row], list[int]]] = {}  # of gradients
+        self._by_type: dict[torch.dtype, tuple[list[Pointers], list[int]]] = {}  # of gradients
 
-    def add(self, rows: list[Row], grads: list[Tensor]) -> None:
-        """Rows of `make_row` and whole gradients, float32 or bfloat16, dense in the same order.
+    def add(self, tensors: list[Pointers], grads: list[Tensor]) -> None:
+        """What `pointers_of` returns and gradients, float32 or bfloat16, dense in the same order.
 
         Raises:
             ValueError: a gradient has no memory, or its parameter's.
         """
-        pointers = list(map(Tensor.data_ptr, grads))
-        for row, grad, pointer in zip(rows, grads, pointers, strict=True):
-            if pointer in (0, row[0]) and row[5]:
+        addresses = list(map(Tensor.data_ptr, grads))
+        for pointers, grad, address in zip(tensors, grads, addresses, strict=True):
+            if address in (0, pointers[0]) and pointers[5]:
                 raise ValueError(
                     f"a gradient, {describe(grad)}, lies in its parameter's memory or has none; it "
                     "needs its own"
@@ -105,13 +105,13 @@ class Rows:
         types = list(map(_DTYPE, grads))
         for dtype in set(types):
             right = [x is dtype for x in types]
-            self.add_pieces(list(compress(rows, right)), list(compress(pointers, right)), dtype)
+            self.add_pieces(list(compress(tensors, right)), list(compress(addresses, right)), dtype)
 
-    def add_pieces(self, rows: list[Row], pointers: list[int], dtype: torch.dtype) -> None:
-        """Rows and the addresses of their gradients, of one type."""
+    def add_pieces(self, tensors: list[Pointers], addresses: list[int], dtype: torch.dtype) -> None:
+        """Tensors or pieces and the addresses of their gradients, of one type."""
         into = self._by_type.setdefault(dtype, ([], []))
-        into[0].extend(rows)
-        into[1].extend(pointers)
+        into[0].extend(tensors)
+        into[1].extend(addresses)
 
     def step(
         self, settings: Mapping[str, Any], grad_scale: float = 1.0, grad_factor: float = 1.0
@@ -121,10 +121,10 @@ class Rows:
         Gradients are multiplied by `grad_factor`, rounded to float32, and by `grad_scale`: two, so
         that the bits are those of a gradient that was multiplied in place and is clipped now.
         """
-        for dtype, (rows, pointers) in self._by_type.items():
+        for dtype, (tensors, addresses) in self._by_type.items():
             _C.adam_step(
-                rows,
-                pointers,
+                tensors,
+                addresses,
                 DTYPES[dtype],
                 self._moments,
                 settings["lr"],

@@ -47,7 +47,7 @@ def moment_keys(moments: torch.dtype) -> tuple[str, ...]:
 
 
 def moment_tensors(state: dict[str, Any]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """exp_avg, exp_avg_sq and the codes' scales, as Rows.make takes them."""
+    """exp_avg, exp_avg_sq and the codes' scales, as pointers_of takes them."""
     if CODES[0] in state:
         return state[CODES[0]], state[CODES[1]], (state[SCALES[0]], state[SCALES[1]])
     return state[MOMENTS[0]], state[MOMENTS[1]], None
