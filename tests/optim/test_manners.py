@@ -209,6 +209,11 @@ def test_what_is_no_state_of_adam(make: Callable[..., Any]) -> None:
             {**before, "state": {0: {**before["state"][0], "exp_avg": [1.0]}}},
             "the loaded exp_avg is a list",
         ),
+        "no dict": ({**before, "state": {0: [1.0]}}, "the loaded state of parameter 0 is a list"),
+        "negative squares": (
+            {**before, "state": {0: {**before["state"][0], "exp_avg_sq": -torch.ones(300)}}},
+            "the loaded exp_avg_sq has negative elements",
+        ),
         "steps": ({**before, "state": {0: {**before["state"][0], "step": "ten"}}}, "step is ten"),
     }
     for name, (state, message) in bad.items():

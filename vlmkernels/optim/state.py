@@ -18,7 +18,7 @@ from torch import Tensor
 from vlmkernels._native import describe
 
 from . import blockwise
-from .checks import hyperparameters, to_number
+from .checks import hyperparameters, local, to_number
 
 EIGHT_BIT = torch.uint8
 MOMENT_TYPES = (torch.float32, torch.bfloat16, EIGHT_BIT)
@@ -223,9 +223,16 @@ def read_state_dict(
     for i, (group, before) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         for number, param in zip(group["params"], before["params"], strict=True):
             numbers.add(number)
-            loaded[param] = state_dict["state"].get(number) or {}
-            check_shapes(loaded[param], param)
-            loaded_steps(loaded[param])
+            values = loaded[param] = state_dict["state"].get(number) or {}
+            if not isinstance(values, dict):
+                raise ValueError(
+                    f"the loaded state of parameter {number} is {describe(values)}; it must be a "
+                    "dict of its tensors"
+                )
+            check_shapes(values, param)
+            loaded_steps(values)
+            if "exp_avg_sq" in values and bool((local(values["exp_avg_sq"]) < 0).any()):
+                raise ValueError("the loaded exp_avg_sq has negative elements; squares have none")
         group["params"] = before["params"]
         group["decoupled_weight_decay"] = before["decoupled_weight_decay"]
         if "param_names" in before:
