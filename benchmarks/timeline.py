@@ -28,6 +28,7 @@ from benchmarks.offload import CLIP, SETTINGS, Stack
 from vlmkernels import HybridDeviceOptimizer
 from vlmkernels.optim.transfer import CudaTransfers, Transfers, Waitable
 
+Tensors = list[Tensor]
 LANES = {
     "device": "GPU",
     "d2h": "gradients D2H",
@@ -99,18 +100,18 @@ class TimedCuda(CudaTransfers):
 
     timeline: Timeline
 
-    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Any:
+    def d2h(self, sources: Tensors, targets: Tensors, after: Waitable | None = None) -> Any:
         self._d2h.wait_stream(torch.cuda.current_stream(self.device))
         start = Timeline.event(self._d2h)
-        ticket = super().d2h(source, target, after)
+        ticket = super().d2h(sources, targets, after)
         self.timeline.add("d2h", "d2h", start, Timeline.event(self._d2h))
         return ticket
 
-    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Any:
+    def h2d(self, sources: Tensors, targets: Tensors, unread: bool = False) -> Any:
         if not unread:
             self._h2d.wait_stream(torch.cuda.current_stream(self.device))
         start = Timeline.event(self._h2d)
-        ticket = super().h2d(source, target, unread=True)
+        ticket = super().h2d(sources, targets, unread=True)
         self.timeline.add("h2d", "h2d", start, Timeline.event(self._h2d))
         return ticket
 
@@ -124,18 +125,18 @@ class Paced:
         self.speed = speed
         self._threads = {way: ThreadPoolExecutor(1, way) for way in ("d2h", "h2d")}
 
-    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Any:
-        return self._copy("d2h", source, target)
+    def d2h(self, sources: Tensors, targets: Tensors, after: Waitable | None = None) -> Any:
+        return self._copy("d2h", sources, targets)
 
-    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Any:
-        return self._copy("h2d", source, target)
+    def h2d(self, sources: Tensors, targets: Tensors, unread: bool = False) -> Any:
+        return self._copy("h2d", sources, targets)
 
-    def _copy(self, way: str, source: Tensor, target: Tensor) -> Future[None]:
+    def _copy(self, way: str, sources: Tensors, targets: Tensors) -> Future[None]:
         def work() -> None:
             start = time.perf_counter()
-            time.sleep(target.numel() * target.element_size() / self.speed)
+            time.sleep(sum(x.numel() * x.element_size() for x in targets) / self.speed)
             with torch.no_grad():
-                target.copy_(source)
+                torch._foreach_copy_(targets, sources)
             self.timeline.add(way, way, start, time.perf_counter())
 
         return self._threads[way].submit(work)
