@@ -5,7 +5,7 @@ same version: a checkout, or what `pip download --no-deps --no-binary :all: tran
 (without the tests of generation); `pip install parameterized` is what they need besides.
 
 Each test runs twice: as it is, and with `enable` called on every model that is made. Where it
-passes first, it must pass then, but for EXPECTED.
+passes first, it must pass then, but for differences.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import re
 import sys
 import types
 import unittest
@@ -35,20 +34,6 @@ FAMILIES = {
     "qwen2_5_vl": ("Qwen2_5_VLModel", "Qwen2_5_VLForConditionalGeneration"),
 }
 IMAGE, VIDEO, START, END, PAD = 3, 4, 5, 6, 0
-
-#: Tests that pass without the kernels and not with them, and why; by name (a pattern).
-WEIGHTS = "asks for attention weights (output_attentions), which the kernels never form: refused"
-NAME = "looks for the name of the implementation it set; enable has set its own"
-EXPECTED = {
-    "test_attention_outputs": WEIGHTS,
-    "test_capture_outputs_decorator": WEIGHTS,
-    "test_eager_matches_sdpa_inference_.*_output_attentions": WEIGHTS,
-    "test_model_outputs_equivalence": WEIGHTS,
-    "test_retain_grad_hidden_states_attentions": WEIGHTS,
-    "test_attn_implementation_composite_models": NAME,
-    "test_can_set_attention_dynamically(_composite_model)?": NAME,
-    "test_sdpa_can_dispatch_composite_models": NAME,
-}
 
 
 def folder() -> Path:
@@ -194,8 +179,4 @@ def test_of_transformers(family: str, name: str) -> None:
         pytest.skip(f"{verdict} without the kernels: {why.strip().splitlines()[-1]}")
     with kernels(family):
         verdict, why = run(family, name)
-    for pattern, reason in EXPECTED.items():
-        if re.fullmatch(pattern, name):
-            assert verdict == "failed", "it passes: take it off EXPECTED"
-            pytest.xfail(reason)
     assert verdict == "passed", why
