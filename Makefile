@@ -11,7 +11,7 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 EXTRAS := train,demo,test
 
 .PHONY: help setup test test-all test-layouts test-kernels test-flash test-crash test-full test-plan lint format demo
-.PHONY: bench gpu-check clean
+.PHONY: bench gpu-check gpu-report clean
 help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
 	@echo "make test       lint, types and most tests (7 min on 2 cores)"
@@ -21,7 +21,7 @@ help:
 	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
 	@echo "make test-plan  runs of several layouts beside what the planner says of them (8 min)"
 	@echo "make bench      speed beside the peers, into benchmarks/"
-	@echo "make gpu-check  GPU tests and benchmarks (needs a GPU)"
+	@echo "make gpu-check  build, smoke, timings, tests on a GPU (10 min); make gpu-report: its tables"
 	@echo "make format     rewrite Python and C++ sources in the project's style"
 
 setup: $(STAMP)
@@ -86,9 +86,15 @@ demo: setup
 bench: setup
 	$(RUN) -m benchmarks.run
 
-# Runs offline from the source tree with the machine's own torch: no virtual environment.
+# Runs offline from the source tree with the machine's own torch: no virtual environment. STEPS: all
+# but the sanitizer, as far as ten minutes last.
 gpu-check:
-	bash tools/gpu_check/run.sh
+	$(PYTHON) -m tools.gpu_check $(STEPS)
+
+# Tables of what gpu-check left in folders: make gpu-report FROM="folder another".
+FROM ?= gpu-check
+gpu-report: setup
+	$(RUN) -m benchmarks.report $(FROM)
 
 clean:
 	rm -rf build *.egg-info demo_out vlmkernels/*.so

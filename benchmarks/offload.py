@@ -156,7 +156,7 @@ def rows(context: Context) -> Iterator[Row]:
     if context.device == "cpu" and not context.quick:
         say("offload's other rows skipped: on a CPU device and host are one; run --device cuda")
         return
-    width, layers, tokens = (256, 4, 64) if context.quick else (4096, 120, 8192)
+    width, layers, tokens = (256, 4, 64) if context.quick else (4096, 60, 8192)
     for microbatches in (1, 8):
         for fraction in (0.5, 1.0):
             yield compare(

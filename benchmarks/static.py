@@ -191,6 +191,14 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
     return seen
 
 
+def embedding_launch(kernel: str) -> tuple[int, int]:
+    """The same of a kernel of embedding.cu: kThreads, or kLongThreads with that many sums."""
+    if not kernel.startswith("reduce_long_runs"):
+        return 128, 0
+    sums = next(n for name, n in (("Fp32x4", 4), ("x8", 8), ("x1", 1)) if name in kernel)
+    return 512, 512 * 4 * sums
+
+
 def attention_launchers(exported: str) -> Iterator[tuple[str, str]]:
     """Mangled name and params struct of each launcher of attention among a library's symbols."""
     structs = {"forward": "AttentionParams", "backward": "AttentionGradParams"}
@@ -246,7 +254,7 @@ def measure() -> dict[str, Any]:
                 static = re.search(r"(\d+) bytes smem", rest)
                 shared = int(static[1]) if static else 0
                 assert not launched or mangled in launched, f"no launch of {names[mangled]}"
-                threads, dynamic = launched.get(mangled, (128, 0))  # embedding.cu: kThreads, none
+                threads, dynamic = launched.get(mangled) or embedding_launch(names[mangled])
                 code = codes[architecture][mangled]
                 kernels[f"sm_{architecture}"][names[mangled]] = {
                     "registers": int(registers),

@@ -213,6 +213,16 @@ def draw(spans: list[Span], title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def pictures(path: Path) -> None:
+    """Draws the steps of a file of main's beside it."""
+    for step in json.loads(path.read_text(encoding="utf-8"))["steps"]:
+        target = path.with_name(f"{path.stem}-{step['name'].replace(' ', '-')}.png")
+        try:
+            draw([Span(**span) for span in step["spans"]], step["title"], target)
+        except ImportError:
+            say(f"no {target.name}: matplotlib is not installed")
+
+
 def memory(make: Callable[[], Stack], data: list[Tensor], fraction: float) -> dict[str, float]:
     """Peak bytes of a step on the device, and theory: what forward and backward pass take, and 12
     bytes a parameter that stays. Without a GPU: of state only."""
@@ -252,7 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--layers", type=int, help="default: 30 on a GPU (0.5 billion weights)")
-    parser.add_argument("--output", type=Path, help="folder; default: benchmarks/results")
+    parser.add_argument("--output", type=Path, help="folder; default: benchmarks/results/timelines")
+    parser.add_argument("--no-pictures", action="store_true", help="gpu-report draws them later")
     options = parser.parse_args(arguments)
     cuda = options.device == "cuda"
     width, tokens = (4096, 8192) if cuda else (512, 512)
@@ -267,8 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
         for _ in range(options.microbatches)
     ]
     machine = report.describe_machine(options.device)
-    slug = f"offload-{report.machine_slug(machine, options.device)}"
-    folder = options.output or report.RESULTS
+    folder = options.output or report.RESULTS / report.TIMELINES
+    path = folder / f"offload-{report.machine_slug(machine, options.device)}.json"
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"machine": machine, "steps": [], "memory": []}
     for name, settings in (
@@ -292,23 +303,21 @@ def main(arguments: list[str] | None = None) -> int:
         )
         say(f"{name}: " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in figures.items()))
         title = f"{name}: {options.microbatches} x {tokens:,} tokens, {width**2 * layers:,} weights"
-        title += "" if cuda else " (a stand-in for a GPU)"
-        try:
-            draw(spans, title, folder / f"{slug}-{name.replace(' ', '-')}.png")
-        except ImportError:
-            say("no picture: matplotlib is not installed")
+        found["steps"][-1]["title"] = title + ("" if cuda else " (a stand-in for a GPU)")
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
         del model, optimizer
     for fraction in FRACTIONS:
         row = memory(make, data, fraction)
         found["memory"].append(row)
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
         say(
             f"offload_fraction {fraction}: {row['bytes'] / 1e9:.3f} GB on the device, theory "
             f"{row['theory'] / 1e9:.3f} GB"
         )
         if cuda:
             torch.cuda.empty_cache()
-    path = folder / f"{slug}.json"
-    path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if not options.no_pictures:
+        pictures(path)
     say(f"{path} written")
     return 0
 

@@ -132,6 +132,11 @@ def has_cuda_kernels() -> bool:
     return _C.build_info()["cuda"] is not None
 
 
+def cuda_archs() -> tuple[str, ...]:
+    """What the CUDA kernels were compiled for, ("80", "90a"); the first one's PTX is there too."""
+    return tuple(filter(None, _C.build_info()["cuda_archs"].split(",")))
+
+
 # ---- argument checks: each raises ValueError with one sentence that names the argument, what it
 # got and what it needs ---------------------------------------------------------------------------
 

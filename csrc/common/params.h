@@ -154,7 +154,16 @@ struct EmbeddingGatherParams {
   DType dvisual_dtype;
 };
 
-// dweight[key] = sum in fp32 of grad[order[j]] over the run of equal keys, in the order of j.
+// Rows of a run of `rows` equal keys that are added one after another: all of a short run, else a
+// part of it; then the parts' sums are added, first to last.
+constexpr int64_t kShortRun = 64;
+constexpr int kRunParts = 16;
+constexpr int64_t rows_of_part(int64_t rows) {
+  return rows <= kShortRun ? rows : (rows + kRunParts - 1) / kRunParts;
+}
+
+// dweight[key] = sum in fp32 of grad[order[j]] over the run of equal keys, in the order of j and of
+// rows_of_part: one value on every device.
 struct EmbeddingReduceParams {
   const int64_t* keys;   // [m], ascending, >= 0; V and above are skipped
   const int64_t* order;  // [m], the row of grad of each key

@@ -263,6 +263,32 @@ def test_dweight_is_an_fp32_sum_in_order(dtype: torch.dtype) -> None:
         assert_bitwise("dweight", dweight, sums.to(dtype))
 
 
+def with_long_runs(hidden: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """As make's, and a gradient: ids at 64 positions, 65 and 400, and once, in random order."""
+    ids = torch.arange(4).repeat_interleave(torch.tensor([64, 65, 400, 1])) + IMAGE + 1
+    ids = torch.cat((ids[torch.randperm(len(ids))], torch.tensor([IMAGE])))
+    rows = (torch.randn(n, hidden).to(dtype) for n in (VOCABULARY, 1, len(ids)))
+    weight, visual, dout = rows
+    return ids, weight, visual, visual_index(ids, IMAGE), dout
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_dweight_of_long_runs_is_a_sum_of_16_parts(name: str, dtype: torch.dtype) -> None:
+    ids, weight, visual, index, dout = with_long_runs(530, dtype)
+    sums = torch.zeros(VOCABULARY, 530)
+    for token in ids[:-1].unique().tolist():
+        rows = dout[ids == token].float()
+        for part in rows.split(len(rows) if len(rows) <= 64 else -(-len(rows) // 16)):
+            of_part = torch.zeros(530)
+            for row in part:
+                of_part += row
+            sums[token] += of_part
+    with isa(name):
+        dweight, _ = gradients(visual_embedding, ids, weight, visual, index, dout)
+    assert_bitwise("dweight", dweight, sums.to(dtype))
+
+
 def test_fp16_and_bf16_conversions_are_exact() -> None:
     """Every finite 16-bit pattern as a gradient of its own row comes back unchanged."""
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16)

@@ -98,7 +98,7 @@ class HostStep:
         if self._transfers is None:
             self._transfers = transfers_for(device)
         if self._arena is None:
-            self._arena = PinnedArena(pin=device.type == "cuda")
+            self._arena = PinnedArena(device=device)
 
     @property
     def transfers(self) -> Transfers:

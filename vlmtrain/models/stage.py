@@ -159,8 +159,8 @@ class QwenVLStage(LanguageModule):
         of the table and the visual rows of its part of the sequence, and all are added up."""
         if self.layout.tensor == 1:
             return self._lookup(batch, visual, index)
-        mine = (parallel_state.get_tensor_model_parallel_rank(), self.layout.tensor)
-        return self._summed(self._lookup(batch, visual, index, contribute=mine))
+        shard = (parallel_state.get_tensor_model_parallel_rank(), self.layout.tensor)
+        return self._summed(self._lookup(batch, visual, index, contribute=shard))
 
     def _cut(self, received: Tensor) -> Tensor:
         """`received` without a backward pass into it. Megatron sends its gradient back all the
