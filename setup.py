@@ -85,6 +85,7 @@ class CMakeBuild(build_ext):
             "-GNinja",
             # Given anew each time: an isolated build's ninja is gone after that build.
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            "-UVLMKERNELS_CUDA_*",  # an earlier build's CMAKE_ARGS
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         if cuda != "OFF" and (nvcc := find_nvcc()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import ceilings
 from benchmarks.harness import Comparison, Context, Row, compare, say, torch_threads
-from vlmkernels import CPUAdam
+from vlmkernels import CPUAdam, HybridDeviceOptimizer
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -67,6 +68,12 @@ def our_step(problem: Problem) -> Callable[[], Any]:
     return optimizer.step
 
 
+def hybrid_step(fraction: float, problem: Problem) -> Callable[[], Any]:
+    optimizer = HybridDeviceOptimizer(problem.params, **SETTINGS, offload_fraction=fraction)
+    optimizer.step()
+    return optimizer.step
+
+
 def deepspeed_step(problem: Problem) -> Callable[[], Any]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -83,7 +90,14 @@ def with_deepspeed(problem: Problem, peers: dict[str, Callable], skipped: dict[s
         skipped["DeepSpeed CPUAdam"] = f"{type(error).__name__}: {first[:100]}"
 
 
-def float32(shape: str, sizes: list[int], context: Context, bar: float | None) -> Comparison:
+def float32(
+    shape: str,
+    sizes: list[int],
+    context: Context,
+    bar: float | None,
+    op: str = "Adam step",
+    ours: Callable[[Problem], Callable[[], Any]] = our_step,
+) -> Comparison:
     problem = Problem(sizes)
     peers: dict[str, Callable] = {
         "torch AdamW fused": torch_step(problem, fused=True),
@@ -93,10 +107,10 @@ def float32(shape: str, sizes: list[int], context: Context, bar: float | None) -
     with_deepspeed(problem, peers, skipped)
     one = len(sizes) == 1
     return Comparison(
-        op="Adam step",
+        op=op,
         shape=shape,
         dtype="float32",
-        ours=our_step(problem),
+        ours=ours(problem),
         peers=peers,
         ceilings=ceilings.adam(problem.flat, 28.0 * problem.total, context),
         skipped=skipped,
@@ -155,6 +169,7 @@ def rows(context: Context) -> Iterator[Row]:
         return
     big = 2**20 if context.quick else 100_000_000
     small = [4096] * (128 if context.quick else 8192)
+    tiny = [64] * (128 if context.quick else 10_000)
     mixed = [n // (64 if context.quick else 1) for n in model_sizes()]
     for threads in sorted({1, context.threads}):
         here = Context(**{**vars(context), "threads": threads})
@@ -164,6 +179,12 @@ def rows(context: Context) -> Iterator[Row]:
             shape = f"{len(mixed)} mixed tensors, {sum(mixed):,} in all"
             yield compare(float32(shape, mixed, here, bars[1]), here)
             yield compare(float32(f"{len(small):,} tensors of 4,096", small, here, bars[1]), here)
+            shape = f"{len(tiny):,} tensors of 64"
+            yield compare(float32(shape, tiny, here, None), here)
+            for fraction in (0.0, 1.0):
+                op = f"hybrid Adam step, {fraction:.0%} offloaded"
+                step = partial(hybrid_step, fraction)
+                yield compare(float32(shape, tiny, here, None, op, step), here)
             for moments, bar in ((torch.float32, 1.5), (torch.bfloat16, 2.0), (torch.uint8, None)):
                 limit = None if context.quick else bar
                 one = composite(f"1 tensor of {big:,}", [big], here, moments, limit)

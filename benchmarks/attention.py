@@ -71,10 +71,10 @@ def _batched(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]  # [L, H, D] -> [1, H, L, D]
 
 
-def peers(lengths: list[int], device: str, quick: bool) -> dict[str, Attend]:
+def peers(lengths: list[int], device: str, compiled: bool) -> dict[str, Attend]:
     """Name -> function of q, k, v [T, H, D]. Index tensors are made here, outside the timing."""
-    borders = torch.tensor([0, *accumulate(lengths)], device=device)
-    tokens, longest = int(borders[-1]), max(lengths)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], device=device)
+    tokens, max_seqlen = int(cu_seqlens[-1]), max(lengths)
     segment = torch.repeat_interleave(
         torch.arange(len(lengths), device=device), torch.tensor(lengths, device=device)
     )
@@ -94,7 +94,7 @@ def peers(lengths: list[int], device: str, quick: bool) -> dict[str, Attend]:
         return torch.cat(out)
 
     groups: dict[int, list[Tensor]] = defaultdict(list)
-    for start, length in zip(borders.tolist(), lengths, strict=False):
+    for start, length in zip(cu_seqlens.tolist(), lengths, strict=False):
         groups[length].append(torch.arange(start, start + length, device=device))
     rows = {length: torch.cat(parts) for length, parts in groups.items()}
 
@@ -103,7 +103,7 @@ def peers(lengths: list[int], device: str, quick: bool) -> dict[str, Attend]:
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if len(rows) == 1:
-                batch = [x.view(-1, longest, HEADS, HEAD_DIM).transpose(1, 2) for x in (q, k, v)]
+                batch = [x.view(-1, max_seqlen, HEADS, HEAD_DIM).transpose(1, 2) for x in (q, k, v)]
                 return attend(*batch).transpose(1, 2).reshape(tokens, HEADS, HEAD_DIM)
             out = []
             for length, index in rows.items():
@@ -124,7 +124,7 @@ def peers(lengths: list[int], device: str, quick: bool) -> dict[str, Attend]:
     def nested(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         jagged = [
             torch.nested.nested_tensor_from_jagged(
-                x, borders, min_seqlen=min(lengths), max_seqlen=longest
+                x, cu_seqlens, min_seqlen=min(lengths), max_seqlen=max_seqlen
             ).transpose(1, 2)
             for x in (q, k, v)
         ]
@@ -137,11 +137,15 @@ def peers(lengths: list[int], device: str, quick: bool) -> dict[str, Attend]:
         "eager per length": grouped(eager),
         "nested tensor": nested,
     }
-    if not quick:
+    if compiled:
         found["flex attention"] = _flex(segment, tokens, device)
     if device == "cuda":
-        found |= _cuda_peers(borders.int(), longest)
+        found |= _cuda_peers(cu_seqlens.int(), max_seqlen)
     return found
+
+
+def _compiled(context: Context) -> bool:
+    return context.compiled and not context.quick
 
 
 def _flex(segment: Tensor, tokens: int, device: str) -> Attend:
@@ -164,16 +168,16 @@ def _flex(segment: Tensor, tokens: int, device: str) -> Attend:
     return run
 
 
-def _cuda_peers(borders: Tensor, longest: int) -> dict[str, Attend]:
+def _cuda_peers(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Attend]:
     def torch_varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        return varlen_attn(q, k, v, borders, borders, longest, longest)
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
 
     def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from flash_attn import flash_attn_varlen_func
 
-        return flash_attn_varlen_func(q, k, v, borders, borders, longest, longest)
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
 
     return {"torch.nn.attention.varlen": torch_varlen, "flash-attn": flash_attn}
 
@@ -213,26 +217,26 @@ def comparison(
         for x in (q, k, v):
             x.requires_grad_()
     grad = dout if backward else None
-    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    longest = max(lengths)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    max_seqlen = max(lengths)
     kernel = None  # on CUDA ours, also where flash-attn is installed and would be chosen
     if device == "cuda":
-        kernel = "window" if longest <= WINDOW_LENGTHS[HEAD_DIM] else "tiled"
+        kernel = "window" if max_seqlen <= WINDOW_LENGTHS[HEAD_DIM] else "tiled"
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return varlen_attention(q, k, v, borders, max_seqlen=longest, backend=kernel)
+        return varlen_attention(q, k, v, cu_seqlens, max_seqlen=max_seqlen, backend=kernel)
 
     # Two products forward, five backward; the softmax is not counted.
     flops = 4.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths) * (3.5 if backward else 1)
-    windows = longest <= 64
+    windows = max_seqlen <= 64
     if device == "cuda" and windows:  # bound by memory there: q, k, v, out and their gradients
         traffic = q.numel() * q.element_size() * (4 + (8 if backward else 0))
         limits = ceilings.copy(traffic, context)
     else:
         limits = ceilings.arithmetic(flops, dtype, context)
-    found, skipped = peers(lengths, device, context.quick), {}
+    found, skipped = peers(lengths, device, _compiled(context)), {}
     # A nested tensor is padded to the longest segment; its scores are held twice, in float32.
-    padded = 8 * len(lengths) * HEADS * longest**2 / 1e9
+    padded = 8 * len(lengths) * HEADS * max_seqlen**2 / 1e9
     if device == "cpu" and padded > 6:
         del found["nested tensor"]
         skipped["nested tensor"] = f"it pads all segments, {padded:.0f} GB of scores"
@@ -242,7 +246,7 @@ def comparison(
     if kernel == "tiled" and torch.cuda.get_device_capability(device) == (9, 0):
 
         def mma_sync(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return varlen_attention(q, k, v, borders, max_seqlen=longest, backend="sm80")
+            return varlen_attention(q, k, v, cu_seqlens, max_seqlen=max_seqlen, backend="sm80")
 
         calls["ours by mma.sync"] = partial(_call, mma_sync, q, k, v, grad)
     key = (windows, str(dtype)[6:], backward)
@@ -272,9 +276,9 @@ def vision_comparison(
     """From the fused projection [P, 3, H, D] to the output, rows in window order, as a tower has
     them. The peers rotate q and k in float32, as transformers does, and then attend."""
     layout = VisionLayout.from_grid(grid, window_size=112).in_window_order().to(context.device)
-    borders = layout.cu_window_seqlens if window else layout.cu_seqlens
-    assert borders is not None
-    lengths = borders.diff().tolist()
+    cu_seqlens = layout.cu_window_seqlens if window else layout.cu_seqlens
+    assert cu_seqlens is not None
+    lengths = cu_seqlens.diff().tolist()
     generator = torch.Generator(context.device).manual_seed(0)
     qkv, dout = (
         torch.randn(
@@ -309,8 +313,8 @@ def vision_comparison(
         ours=partial(call, lambda x: vision_attention(x, layout, window=window)),
         peers={
             f"rotation, {name}": partial(call, partial(rotated, attend))
-            for name, attend in peers(lengths, context.device, context.quick).items()
-            if name not in ("nested tensor", "flex attention")  # never the fastest on windows
+            for name, attend in peers(lengths, context.device, compiled=False).items()
+            if name != "nested tensor"  # nor flex attention: never the fastest on windows
         },
         ceilings=limits,
         check=_close(dtype),

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import ceilings, loader
 from benchmarks.harness import Comparison, Context, Row, compare
+from tests.released import released_spec
 from vlmkernels import patchify, resize
 from vlmkernels.image.patchify import patchify_reference
 from vlmtrain.core.spec import ModelSpec
@@ -22,34 +23,9 @@ from vlmtrain.data.media.images import resize as resize_image
 from vlmtrain.data.packing.costs import sample_costs
 from vlmtrain.data.packing.plan import POLICIES, Policy, deal, plan_epoch
 from vlmtrain.data.sample import FileRange, Sample
-from vlmtrain.models.family import parse_spec
 
 PACK = 8192
 MICROBATCHES = 8
-
-
-def seven_billion(family: str) -> ModelSpec:
-    """The sizes of the released 7B models."""
-    vision: dict[str, Any] = {"depth": 32, "num_heads": 16, "patch_size": 14}
-    if family == "qwen2_vl":
-        vision |= {"embed_dim": 1280, "hidden_size": 3584}
-    else:
-        vision |= {"hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420}
-    config = {
-        "model_type": family,
-        "hidden_size": 3584,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 28,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "rope_scaling": {"mrope_section": [16, 24, 24]},
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "vision_start_token_id": 151652,
-        "vision_config": vision,
-    }
-    return parse_spec(config)
 
 
 def mix(spec: ModelSpec, samples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -68,7 +44,7 @@ def mix(spec: ModelSpec, samples: int) -> tuple[np.ndarray, np.ndarray]:
 def balance(family: str, policy: Policy, ranks: int, samples: int = 40_000) -> tuple[float, ...]:
     """(slowest rank, costliest microbatch, costliest sample) over the mean of ranks and of
     microbatches, averaged over steps, and the fill. A microbatch can't cost less than a sample."""
-    lengths, costs = mix(seven_billion(family), samples)
+    lengths, costs = mix(released_spec(f"{family}-7b"), samples)
     plan = plan_epoch(lengths, PACK, 0, 0, "bench", costs=costs, policy=policy)
     size = ranks * MICROBATCHES
     found = []
@@ -188,7 +164,7 @@ def image(context: Context) -> Iterator[Comparison]:
 
 
 def plan(context: Context) -> Iterator[Comparison]:
-    lengths, costs = mix(seven_billion("qwen2_5_vl"), 1000 if context.quick else 10_000)
+    lengths, costs = mix(released_spec("qwen2_5_vl-7b"), 1000 if context.quick else 10_000)
     for policy in ("balanced", "best_fit"):
         yield Comparison(
             op=f"plan_epoch, {policy}",

@@ -294,6 +294,35 @@ def in_a_step(packs: list[tuple[Tensor, Tensor]], vocabulary: int, hidden: int) 
     )
 
 
+def repeated(x: Inputs, ids: Tensor, what: str, context: Context) -> Comparison:
+    """The table's gradient where few ids stand at many positions: their rows are sums of many."""
+    index = torch.full(ids.shape, -1, dtype=torch.int32, device=ids.device)
+    # On the CPU torch adds in the gradient's type, which in bfloat16 is another result.
+    dtype = torch.bfloat16 if context.device == "cuda" else torch.float32
+    weight, dout = x.weight.detach().to(dtype).requires_grad_(), x.dout.to(dtype)
+    # Written whole; gradients read once.
+    dense = (weight.shape[0] + len(ids)) * weight.shape[1] * weight.element_size()
+    return Comparison(
+        op=f"visual_embedding, backward, {what}",
+        shape=f"[{len(ids)}, {x.weight.shape[1]}], text, table of {x.weight.shape[0]}",
+        dtype=str(dtype)[6:],
+        ours=_graph(lambda: visual_embedding(ids, weight, None, index), (weight,), dout),
+        peers={"of F.embedding": _graph(lambda: F.embedding(ids, weight), (weight,), dout)},
+        ceilings=ceilings.copy(dense, context),
+        check=_same,
+    )
+
+
+def repetitions(x: Inputs, context: Context) -> Iterator[Comparison]:
+    """Text as it is, by Zipf's law, and all of one id, as padding has it."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary, tokens = x.weight.shape[0], x.ids.shape[0]
+    weights = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
+    zipf = torch.multinomial(weights, tokens, replacement=True, generator=generator)
+    yield repeated(x, zipf.to(x.ids.device), "ids by Zipf's law", context)
+    yield repeated(x, torch.zeros_like(x.ids), "one id", context)
+
+
 def _shape(x: Inputs) -> str:
     tokens, share = x.ids.shape[0], x.visual.shape[0] / x.ids.shape[0]
     return f"[{tokens}, {x.weight.shape[1]}], {share:.0%} visual, table of {x.weight.shape[0]}"
@@ -302,6 +331,6 @@ def _shape(x: Inputs) -> str:
 def rows(context: Context) -> Iterator[Row]:
     sizes = (2048, 512, 8192) if context.quick else (16384, 3584, 152064)
     inputs = make(*sizes, context.device)
-    for part in (forward, backward):
+    for part in (forward, backward, repetitions):
         for comparison in part(inputs, context):
             yield compare(comparison, context)

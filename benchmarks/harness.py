@@ -52,6 +52,7 @@ class Context:
     quick: bool = False  # small shapes, three repetitions: for developing, never for conclusions
     seconds: float = 120.0  # for the rounds of one row
     part: str | None = None  # of a benchmark that names parts(): only its rows
+    compiled: bool = True  # peers that torch.compile makes, for which it takes its time
 
     @property
     def repetitions(self) -> int:

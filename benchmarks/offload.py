@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Comparison, Context, Row, compare, say, torch_threads
 from vlmkernels import HybridDeviceOptimizer
-from vlmkernels.optim.native import Rows
+from vlmkernels.optim.native import AdamBatch, pointers_of
 
 SETTINGS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 1.0
@@ -126,8 +126,8 @@ def clipping(context: Context) -> Comparison:
 
     def step(tensors: list[Tensor], cut: slice) -> None:
         master, exp_avg, exp_avg_sq = (x[cut] for x in tensors)
-        work, count = Rows(), torch.tensor(9.0)
-        work.add(master, grad[cut], exp_avg, exp_avg_sq, count, low[cut], cut.start)
+        work, count = AdamBatch(torch.float32), torch.tensor(9.0)
+        work.add([pointers_of(master, exp_avg, exp_avg_sq, count, low[cut])], [grad[cut]])
         work.step(group)
 
     def in_place() -> None:
@@ -156,7 +156,7 @@ def rows(context: Context) -> Iterator[Row]:
     if context.device == "cpu" and not context.quick:
         say("offload's other rows skipped: on a CPU device and host are one; run --device cuda")
         return
-    width, layers, tokens = (256, 4, 64) if context.quick else (4096, 120, 8192)
+    width, layers, tokens = (256, 4, 64) if context.quick else (4096, 60, 8192)
     for microbatches in (1, 8):
         for fraction in (0.5, 1.0):
             yield compare(

@@ -1,6 +1,7 @@
 """benchmarks/results/<machine>.json, and benchmarks/RESULTS.md made of them.
 
-python -m benchmarks.report writes RESULTS.md anew without measuring anything.
+python -m benchmarks.report [FOLDER...] writes RESULTS.md anew without measuring anything; first it
+takes over what `make gpu-check` left in folders.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,10 @@ from benchmarks.harness import AS_IT_COMES, FAULT_FREE, QUIET_SHARE, REPETITIONS
 RESULTS = ROOT / "benchmarks" / "results"
 #: Its folder for conversions of full-size models, written by `make test-full`.
 CONVERSIONS = "conversions"
+#: Its folders for what gpu-check found, and for recorded steps of an offloaded optimizer.
+CHECKS, TIMELINES = "checks", "timelines"
+#: Where gpu-check looks for libraries that it need not build again.
+LIBRARIES = ROOT / "build" / "gpu-check"
 REPORT = ROOT / "benchmarks" / "RESULTS.md"
 
 HEADER = f"{'op':<40} {'shape':<44} {'dtype':<9} thr {'ours':>10} {'best peer':>10}  ratio  ceiling"
@@ -102,6 +111,60 @@ def store_conversions(
     content = {"machine": machine, "jobs": [*(j for j in old if j["size"] != size), *jobs]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+# ---- what gpu-check left -------------------------------------------------------------------------
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may have been cut off, or not begun."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def take_over(folder: Path, results: Path = RESULTS, libraries: Path = LIBRARIES) -> None:
+    """Rows, outcomes and timelines of a folder into `results`, and the library where the next run
+    of gpu-check finds it.
+
+    Raises:
+        ValueError: it is no such folder, or the run ended before it had a library.
+    """
+    try:
+        machine = json.loads((folder / "machine.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} has no machine.json: gpu-check did not come as far as a library that loads; "
+            f"see {folder / 'log.txt'}"
+        ) from None
+    slug = machine_slug(machine, "cuda")
+    rows = [Row.from_json(row) for row in _json_lines(folder / "rows.jsonl")]
+    sources = "sources " + machine["library"].split("-")[1]  # there may be no git over there
+    rows = [replace(row, commit=sources) if row.commit == "unknown" else row for row in rows]
+    if rows:
+        store(results / f"{slug}.json", machine, rows)
+    path = results / CHECKS / f"{slug}.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["outcomes"] if path.exists() else []
+    new = _json_lines(folder / "outcomes.jsonl")
+    again = {_step(outcome) for outcome in new}
+    kept = [outcome for outcome in before if _step(outcome) not in again]
+    outcomes = {(o["step"], o["name"]): o for o in [*kept, *new]}
+    content = {"machine": machine, "outcomes": list(outcomes.values())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for timeline in folder.glob("offload-*.json"):
+        _copy(timeline, results / TIMELINES)
+    for library in folder.glob("_C-*.so"):
+        _copy(library, libraries)
+
+
+def _step(outcome: dict[str, Any]) -> str:
+    """The step that an outcome belongs to; "step" marks those of whole steps."""
+    return outcome["name"] if outcome["step"] == "step" else outcome["step"]
+
+
+def _copy(path: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(path, folder)
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -247,11 +310,50 @@ def _conversions(files: dict[str, dict[str, Any]]) -> list[str]:
     return out
 
 
+def _checks(files: dict[str, dict[str, Any]]) -> list[str]:
+    """Of each GPU: how many passed of each step, and what did not."""
+    out: list[str] = []
+    for name, content in sorted(files.items()):
+        library = content["machine"]["library"]
+        out += ["", f"## Checked on {content['machine']['gpu']}", ""]
+        out += [f"By `make gpu-check`, library {library}. Source: results/{CHECKS}/{name}.", ""]
+        out += ["| step | | PASS | FAIL | HANG | SKIP | seconds |", "|---|---|---|---|---|---|---|"]
+        outcomes = content["outcomes"]
+        for step in (o for o in outcomes if o["step"] == "step"):
+            counts = Counter(o["outcome"] for o in outcomes if o["step"] == step["name"])
+            cells = [step["name"], f"{step['outcome']} {step['detail']}".strip()]
+            cells += [str(counts[kind]) for kind in ("PASS", "FAIL", "HANG", "SKIP")]
+            out.append("| " + " | ".join([*cells, f"{step['seconds']:.0f}"]) + " |")
+        bad = [o for o in outcomes if o["outcome"] in ("FAIL", "HANG") and o["step"] != "step"]
+        out += ["", *(f"- {o['outcome']} {o['step']}: {o['name']}. {o['detail']}" for o in bad)]
+    return out
+
+
+def _timelines(files: dict[str, dict[str, Any]]) -> list[str]:
+    """Of each machine: seconds of a step with an offloaded optimizer, and its memory."""
+    out: list[str] = []
+    for name, content in sorted(files.items()):
+        machine = content["machine"]
+        out += ["", f"## A step with its optimizer offloaded: {machine.get('gpu', machine['cpu'])}"]
+        out += ["", f"`python -m benchmarks.timeline`. Source: results/{TIMELINES}/{name}.", ""]
+        for step in content["steps"]:
+            times = ", ".join(f"{k} {1e3 * v:.1f} ms" for k, v in step["seconds"].items())
+            out.append(f"- {step['title']}: {times}.")
+        for row in content["memory"]:
+            peak, theory = (f"{row[k] / 1e9:.2f} GB" for k in ("bytes", "theory"))
+            fraction = f"offload_fraction {row['fraction']:g}"
+            out.append(f"- {fraction}: at most {peak} on the device, {theory} in theory.")
+    return out
+
+
 def render(
     files: dict[str, tuple[dict[str, Any], list[Row]]],
     conversions: dict[str, dict[str, Any]] | None = None,
+    checks: dict[str, dict[str, Any]] | None = None,
+    timelines: dict[str, dict[str, Any]] | None = None,
 ) -> str:
-    """RESULTS.md of {file name: (machine, rows)} and conversions; depends on nothing else."""
+    """RESULTS.md of {file name: (machine, rows)} and the other folders' files; depends on nothing
+    else."""
     out = [
         "# Measured",
         "",
@@ -277,6 +379,8 @@ def render(
             if chosen := [row for row in rows if row.memory == memory]:
                 out += ["", f"### {text}", "", *_table(chosen), *_training(chosen)]
         out += _others(rows)
+    out += _checks(checks or {})
+    out += _timelines(timelines or {})
     out += _conversions(conversions or {})
     if not files:
         out += ["", "Nothing has been measured yet."]
@@ -285,12 +389,28 @@ def render(
 
 def write(results: Path = RESULTS, target: Path = REPORT) -> None:
     files = {path.name: load(path) for path in sorted(results.glob("*.json"))}
-    conversions = {
-        p.name: json.loads(p.read_text()) for p in (results / "conversions").glob("*.json")
-    }
-    target.write_text(render(files, conversions), encoding="utf-8")
+    others = (
+        {p.name: json.loads(p.read_text(encoding="utf-8")) for p in (results / f).glob("*.json")}
+        for f in (CONVERSIONS, CHECKS, TIMELINES)
+    )
+    target.write_text(render(files, *others), encoding="utf-8")
+
+
+def main(folders: Iterable[str]) -> int:
+    for folder in folders:
+        try:
+            take_over(Path(folder))
+        except ValueError as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+    write()
+    for timeline in (RESULTS / TIMELINES).glob("*.json"):
+        from benchmarks.timeline import pictures  # imports torch
+
+        pictures(timeline)
+    sys.stdout.write(f"{REPORT} written\n")
+    return 0
 
 
 if __name__ == "__main__":
-    write()
-    sys.stdout.write(f"{REPORT} written\n")
+    sys.exit(main(sys.argv[1:]))

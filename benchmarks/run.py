@@ -55,6 +55,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--profile", choices=("demo", "100M"), help="instead: profile a training step of this size"
     )
+    parser.add_argument(
+        "--no-compile", action="store_true", help="without peers that torch.compile makes"
+    )
     parser.add_argument("--part", help="of one benchmark with parts: only this one")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -75,6 +78,7 @@ def context_of(options: argparse.Namespace, memory: str, part: str | None = None
         quick=options.quick,
         seconds=options.seconds,
         part=part,
+        compiled=not options.no_compile,
     )
 
 
@@ -127,6 +131,7 @@ def run_child(
         command += ["--memory", memory, "--device", options.device]
         command += ["--threads", str(options.threads), "--seconds", str(options.seconds)]
         command += ["--quick"] if options.quick else []
+        command += ["--no-compile"] if options.no_compile else []
         command += ["--part", part] if part else []
         code = subprocess.run(
             command, cwd=ROOT, env=environment(memory, options.threads)

@@ -115,6 +115,29 @@ def operations(code: bytes) -> Counter[str]:
     return counts
 
 
+def order_of_products(code: bytes) -> str:
+    """Where products of wgmma are started and waited for, and exponentials between, in the order of
+    the code: "fence, 5 HGMMA, wait 0, 66 EX2"; "wait 1" is for all groups but one."""
+    events = []
+    for low, high in struct.iter_unpack("<QQ", code):
+        operation = OPCODES.get(low & 0x1FF)
+        if operation == "WARPGROUP":
+            events.append(f"wait {high >> 8 & 0xFF}" if low >> 47 & 1 else "fence")
+        elif operation == "HGMMA":
+            events.append("HGMMA")
+        elif operation == "MUFU" and high >> 8 & 0x3F == 8:
+            events.append("EX2")
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(events)]
+    return ", ".join(f"{n} {name}" if name in ("HGMMA", "EX2") else name for name, n in runs)
+
+
+def late_exponentials(order: str) -> int:
+    """Exponentials that ptxas put behind the wait for the product which was started to run beside
+    them: of what follows a wait for all groups but one, those behind the wait for that one."""
+    found = re.findall(r"wait 1, (?:\d+ EX2, )?wait 0, (\d+) EX2", order)
+    return sum(map(int, found))
+
+
 def short_names(mangled: list[str]) -> dict[str, str]:
     """window_forward<Bf16Math, 80, 64> of each, whatever the anonymous namespace is called."""
     lines = run(["c++filt", *mangled]).splitlines()
@@ -145,6 +168,10 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
         for launcher, struct in attention_launchers(
             run(["nm", "-D", "--defined-only", str(library)])
         ):
+            if struct == "TileListParams":
+                one = params_struct(struct)(segments=1, tokens=1)
+                getattr(handle, launcher)(ctypes.byref(one), None)
+                continue
             for dtype, dim, max_seqlen, rotary in itertools.product(
                 (1, 2), (64, 72, 80, 96, 128), (64, 128), (0, 1)
             ):
@@ -164,11 +191,21 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
     return seen
 
 
+def embedding_launch(kernel: str) -> tuple[int, int]:
+    """The same of a kernel of embedding.cu: kThreads, or kLongThreads with that many sums."""
+    if not kernel.startswith("reduce_long_runs"):
+        return 128, 0
+    sums = next(n for name, n in (("Fp32x4", 4), ("x8", 8), ("x1", 1)) if name in kernel)
+    return 512, 512 * 4 * sums
+
+
 def attention_launchers(exported: str) -> Iterator[tuple[str, str]]:
     """Mangled name and params struct of each launcher of attention among a library's symbols."""
-    for name, way in re.findall(r"\bT (_ZN\w*?_(forward|backward)_cuda\w*)", exported):
-        if re.search(r"window|sm80|sm90", name):
-            yield name, f"Attention{'Grad' if way == 'backward' else ''}Params"
+    structs = {"forward": "AttentionParams", "backward": "AttentionGradParams"}
+    structs["tiles"] = "TileListParams"
+    for name, way in re.findall(r"\bT (_ZN\w*?_(forward|backward|tiles)_cuda\w*)", exported):
+        if re.search(r"window|sm80|sm90|tiles", name):
+            yield name, structs[way]
 
 
 def compiled(source: Path, keep: Path) -> str:
@@ -217,7 +254,8 @@ def measure() -> dict[str, Any]:
                 static = re.search(r"(\d+) bytes smem", rest)
                 shared = int(static[1]) if static else 0
                 assert not launched or mangled in launched, f"no launch of {names[mangled]}"
-                threads, dynamic = launched.get(mangled, (128, 0))  # embedding.cu: kThreads, none
+                threads, dynamic = launched.get(mangled) or embedding_launch(names[mangled])
+                code = codes[architecture][mangled]
                 kernels[f"sm_{architecture}"][names[mangled]] = {
                     "registers": int(registers),
                     "stack bytes": int(stack),
@@ -228,8 +266,10 @@ def measure() -> dict[str, Any]:
                     "blocks of an SM": blocks_of_sm(
                         architecture, int(registers), threads, shared + dynamic
                     ),
-                    "instructions": dict(sorted(operations(codes[architecture][mangled]).items())),
+                    "instructions": dict(sorted(operations(code).items())),
                 }
+                if order := order_of_products(code).partition("fence")[2]:
+                    kernels[f"sm_{architecture}"][names[mangled]]["order"] = "fence" + order
     return {
         "toolkit": toolkit(),
         "sources": sources_digest(),
@@ -248,8 +288,9 @@ def worse(measured: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
                 lines.append(f"{where}: {'not built any more' if name in old else 'not recorded'}")
                 continue
             a, b = (
-                {**{k: v for k, v in x[name].items() if k != "instructions"},
-                 **{f"{k} instructions": v for k, v in x[name]["instructions"].items()}}
+                {**{k: v for k, v in x[name].items() if k not in ("instructions", "order")},
+                 **{f"{k} instructions": v for k, v in x[name]["instructions"].items()},
+                 "late exponentials": late_exponentials(x[name].get("order", ""))}
                 for x in (new, old)
             )  # fmt: skip
             for figure in sorted({*a, *b}):

@@ -28,6 +28,7 @@ from benchmarks.offload import CLIP, SETTINGS, Stack
 from vlmkernels import HybridDeviceOptimizer
 from vlmkernels.optim.transfer import CudaTransfers, Transfers, Waitable
 
+Tensors = list[Tensor]
 LANES = {
     "device": "GPU",
     "d2h": "gradients D2H",
@@ -99,18 +100,18 @@ class TimedCuda(CudaTransfers):
 
     timeline: Timeline
 
-    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Any:
+    def d2h(self, sources: Tensors, targets: Tensors, after: Waitable | None = None) -> Any:
         self._d2h.wait_stream(torch.cuda.current_stream(self.device))
         start = Timeline.event(self._d2h)
-        ticket = super().d2h(source, target, after)
+        ticket = super().d2h(sources, targets, after)
         self.timeline.add("d2h", "d2h", start, Timeline.event(self._d2h))
         return ticket
 
-    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Any:
+    def h2d(self, sources: Tensors, targets: Tensors, unread: bool = False) -> Any:
         if not unread:
             self._h2d.wait_stream(torch.cuda.current_stream(self.device))
         start = Timeline.event(self._h2d)
-        ticket = super().h2d(source, target, unread=True)
+        ticket = super().h2d(sources, targets, unread=True)
         self.timeline.add("h2d", "h2d", start, Timeline.event(self._h2d))
         return ticket
 
@@ -124,18 +125,18 @@ class Paced:
         self.speed = speed
         self._threads = {way: ThreadPoolExecutor(1, way) for way in ("d2h", "h2d")}
 
-    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Any:
-        return self._copy("d2h", source, target)
+    def d2h(self, sources: Tensors, targets: Tensors, after: Waitable | None = None) -> Any:
+        return self._copy("d2h", sources, targets)
 
-    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Any:
-        return self._copy("h2d", source, target)
+    def h2d(self, sources: Tensors, targets: Tensors, unread: bool = False) -> Any:
+        return self._copy("h2d", sources, targets)
 
-    def _copy(self, way: str, source: Tensor, target: Tensor) -> Future[None]:
+    def _copy(self, way: str, sources: Tensors, targets: Tensors) -> Future[None]:
         def work() -> None:
             start = time.perf_counter()
-            time.sleep(target.numel() * target.element_size() / self.speed)
+            time.sleep(sum(x.numel() * x.element_size() for x in targets) / self.speed)
             with torch.no_grad():
-                target.copy_(source)
+                torch._foreach_copy_(targets, sources)
             self.timeline.add(way, way, start, time.perf_counter())
 
         return self._threads[way].submit(work)
@@ -213,6 +214,16 @@ def draw(spans: list[Span], title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def pictures(path: Path) -> None:
+    """Draws the steps of a file of main's beside it."""
+    for step in json.loads(path.read_text(encoding="utf-8"))["steps"]:
+        target = path.with_name(f"{path.stem}-{step['name'].replace(' ', '-')}.png")
+        try:
+            draw([Span(**span) for span in step["spans"]], step["title"], target)
+        except ImportError:
+            say(f"no {target.name}: matplotlib is not installed")
+
+
 def memory(make: Callable[[], Stack], data: list[Tensor], fraction: float) -> dict[str, float]:
     """Peak bytes of a step on the device, and theory: what forward and backward pass take, and 12
     bytes a parameter that stays. Without a GPU: of state only."""
@@ -252,7 +263,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--layers", type=int, help="default: 30 on a GPU (0.5 billion weights)")
-    parser.add_argument("--output", type=Path, help="folder; default: benchmarks/results")
+    parser.add_argument("--output", type=Path, help="folder; default: benchmarks/results/timelines")
+    parser.add_argument("--no-pictures", action="store_true", help="gpu-report draws them later")
     options = parser.parse_args(arguments)
     cuda = options.device == "cuda"
     width, tokens = (4096, 8192) if cuda else (512, 512)
@@ -267,8 +279,8 @@ def main(arguments: list[str] | None = None) -> int:
         for _ in range(options.microbatches)
     ]
     machine = report.describe_machine(options.device)
-    slug = f"offload-{report.machine_slug(machine, options.device)}"
-    folder = options.output or report.RESULTS
+    folder = options.output or report.RESULTS / report.TIMELINES
+    path = folder / f"offload-{report.machine_slug(machine, options.device)}.json"
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"machine": machine, "steps": [], "memory": []}
     for name, settings in (
@@ -292,23 +304,21 @@ def main(arguments: list[str] | None = None) -> int:
         )
         say(f"{name}: " + ", ".join(f"{k} {v * 1e3:.1f} ms" for k, v in figures.items()))
         title = f"{name}: {options.microbatches} x {tokens:,} tokens, {width**2 * layers:,} weights"
-        title += "" if cuda else " (a stand-in for a GPU)"
-        try:
-            draw(spans, title, folder / f"{slug}-{name.replace(' ', '-')}.png")
-        except ImportError:
-            say("no picture: matplotlib is not installed")
+        found["steps"][-1]["title"] = title + ("" if cuda else " (a stand-in for a GPU)")
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
         del model, optimizer
     for fraction in FRACTIONS:
         row = memory(make, data, fraction)
         found["memory"].append(row)
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
         say(
             f"offload_fraction {fraction}: {row['bytes'] / 1e9:.3f} GB on the device, theory "
             f"{row['theory'] / 1e9:.3f} GB"
         )
         if cuda:
             torch.cuda.empty_cache()
-    path = folder / f"{slug}.json"
-    path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if not options.no_pictures:
+        pictures(path)
     say(f"{path} written")
     return 0
 

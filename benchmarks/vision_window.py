@@ -43,23 +43,26 @@ def measure(dtype: torch.dtype, backward: bool) -> dict[str, float]:
     ordered = layout.in_window_order()
     table, patches = ordered.rotary_table(HEAD_DIM), layout.num_patches
     assert ordered.cu_window_seqlens is not None
-    borders = ordered.cu_window_seqlens
+    cu_seqlens = ordered.cu_window_seqlens
     qkv = torch.randn(patches, 3, HEADS, HEAD_DIM).to(dtype).requires_grad_(backward)
     fused = torch.randn(patches, HEADS, 3, HEAD_DIM).to(dtype).requires_grad_(backward)
-    apart = [x.detach().contiguous().requires_grad_(backward) for x in qkv.unbind(1)]
+    separate = [x.detach().contiguous().requires_grad_(backward) for x in qkv.unbind(1)]
     dout = torch.randn(patches, HEADS, HEAD_DIM).to(dtype)
     scale = HEAD_DIM**-0.5
     functions: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
         "stock, eager": (lambda: stock(eager, table, qkv), [qkv]),
         "stock, SDPA": (lambda: stock(F.scaled_dot_product_attention, table, qkv), [qkv]),
-        "composed": (lambda: _composed(qkv, table, borders, None, WINDOW, scale), [qkv]),
+        "composed": (lambda: _composed(qkv, table, cu_seqlens, None, WINDOW, scale), [qkv]),
         "vision_attention": (lambda: vision_attention(qkv, ordered, window=True), [qkv]),
         "permuted": (lambda: vision_attention(qkv, layout, window=True), [qkv]),
         "[P, H, 3, D]": (
             lambda: vision_attention(fused.transpose(1, 2), ordered, window=True),
             [fused],
         ),
-        "attention alone": (lambda: varlen_attention(apart[0], apart[1], apart[2], borders), apart),
+        "attention alone": (
+            lambda: varlen_attention(separate[0], separate[1], separate[2], cu_seqlens),
+            separate,
+        ),
     }
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(REPEATS):

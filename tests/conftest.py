@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import random
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import numpy
@@ -56,6 +57,15 @@ def no_shim() -> Iterator[None]:
 
 def pytest_report_header() -> str:
     return f"VLMKERNELS_TEST_SEED={RUN_SEED} OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model folder, random weights; not to be written to."""
+    from vlmtrain.demo import command, tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return tiny_model.write_folder(folder, command.training_texts())
 
 
 @pytest.fixture(autouse=True)

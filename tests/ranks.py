@@ -13,6 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 MEMORY = 32 << 30  # address space; a rank uses less than 1 GB of memory
@@ -29,7 +32,7 @@ class Rank:
 def free_port() -> int:
     """A port that no outgoing connection can take meanwhile: below the ephemeral range."""
     while True:
-        port = random.SystemRandom().randrange(10000, 32000)
+        port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as sock:
             try:
                 sock.bind(("127.0.0.1", port))
@@ -81,6 +84,21 @@ def run_ranks(
             output += f"\n[killed after {timeout} s]"
         ranks.append(Rank(process.returncode, output))
     return ranks
+
+
+def run_workers(arguments: Sequence[str], size: int, *, timeout: float = 300) -> list[Rank]:
+    """The same; every rank must end well."""
+    ranks = run_ranks(arguments, size, timeout=timeout)
+    assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
+    return ranks
+
+
+def run_cases(module: str, cases: Any, size: int, folder: Path, timeout: float = 600) -> Any:
+    """What rank 0 of a module that calls `worker.serve` makes of `cases`."""
+    path = folder / f"cases{size}-{len(list(folder.glob('cases*.pt')))}.pt"
+    torch.save(cases, path)
+    run_workers(["-m", module, str(path)], size, timeout=timeout)
+    return torch.load(path.with_suffix(".out"), weights_only=False)
 
 
 def _limit_memory() -> None:

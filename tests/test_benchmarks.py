@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -323,9 +320,9 @@ def test_attention_peers_agree() -> None:
     attention = importlib.import_module("benchmarks.attention")
     lengths = [7, 12, 7, 1]
     q, k, v = (torch.randn(27, attention.HEADS, attention.HEAD_DIM) for _ in range(3))
-    borders = torch.tensor([0, 7, 19, 26, 27], dtype=torch.int32)
-    expected = [attention.varlen_attention(q, k, v, borders)]
-    found = attention.peers(lengths, "cpu", quick=True)
+    cu_seqlens = torch.tensor([0, 7, 19, 26, 27], dtype=torch.int32)
+    expected = [attention.varlen_attention(q, k, v, cu_seqlens)]
+    found = attention.peers(lengths, "cpu", compiled=False)
     assert len(found) >= 5
     for name, attend in found.items():
         assert attention._close(torch.float32)([attend(q, k, v)], expected) is None, name
@@ -337,10 +334,10 @@ def test_embedding_peers_agree() -> None:
     embedding = importlib.import_module("benchmarks.embedding")
     inputs = embedding.make(512, 16, 300, "cpu")
     assert 0.7 < inputs.mask.float().mean() < 0.8
-    for part in (embedding.forward, embedding.backward):
+    for part in (embedding.forward, embedding.backward, embedding.repetitions):
         for comparison in part(inputs, Context(quick=True)):
             expected = comparison.ours()
-            assert len(comparison.peers) >= 5
+            assert len(comparison.peers) >= 5 or part is embedding.repetitions
             for name, peer in comparison.peers.items():
                 assert embedding._same(peer(), expected) is None, f"{comparison.op}: {name}"
     step = embedding.in_a_step([(inputs.ids, inputs.index)] * 2, 300, 16)
@@ -370,20 +367,3 @@ def test_adam_contestants_do_the_same() -> None:
         results.append(torch.cat([p.detach() for p in problem.params]))
     assert torch.allclose(results[0], results[1], rtol=1e-6, atol=0)
     assert 90e6 < sum(adam.model_sizes()) < 120e6
-
-
-# ---- gpu-check -----------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_check_without_a_gpu_fails_with_one_sentence() -> None:
-    done = subprocess.run(
-        ["bash", "tools/gpu_check/run.sh"],
-        cwd=ROOT,
-        env=dict(os.environ, PYTHON=sys.executable),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0
-    assert done.stdout == "" and done.stderr.count("\n") == 1
-    assert "no GPU" in done.stderr

@@ -20,11 +20,6 @@ SAMPLES = photographs.read_conversations()
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.write_folder(tmp_path_factory.mktemp("tiny"), command.training_texts())
-
-
-@pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photographs")
     photographs.export(folder)
@@ -87,14 +82,14 @@ def test_most_questions_can_be_answered_only_by_looking() -> None:
 # --- tokenizer and model -----------------------------------------------------------------------
 
 
-def test_tokenizer_round_trips_and_agrees_with_config(tiny: Path) -> None:
+def test_tokenizer_round_trips_and_agrees_with_config(tiny_folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     texts = [turn["value"] for sample in SAMPLES for turn in sample["conversations"]]
     for text in [*texts, "Grüße, 你好 \U0001f600 3.14\n\n  x"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    config = json.loads((tiny / "config.json").read_text())
+    config = json.loads((tiny_folder / "config.json").read_text())
     assert len(tokenizer) == config["vocab_size"]
     for key, token in {
         "image_token_id": "<|image_pad|>",
@@ -108,15 +103,15 @@ def test_tokenizer_round_trips_and_agrees_with_config(tiny: Path) -> None:
     # The file itself, without transformers, cuts text in the same way.
     from tokenizers import Tokenizer
 
-    plain = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    plain = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
     assert [plain.encode(text).ids for text in texts] == [tokenizer.encode(text) for text in texts]
 
 
-def test_chat_template_is_qwens(tiny: Path) -> None:
+def test_chat_template_is_qwens(tiny_folder: Path) -> None:
     from transformers import AutoTokenizer
 
     content = [{"type": "image"}, {"type": "text", "text": "What?"}]
-    text = AutoTokenizer.from_pretrained(tiny).apply_chat_template(
+    text = AutoTokenizer.from_pretrained(tiny_folder).apply_chat_template(
         [{"role": "user", "content": content}, {"role": "assistant", "content": "This."}],
         tokenize=False,
     )
@@ -132,8 +127,8 @@ def test_too_little_text_for_the_tokenizer() -> None:
         tiny_model.train_tokenizer(["a b"])
 
 
-def test_model_folder_is_what_the_demo_promises(tiny: Path) -> None:
-    spec = read_spec(tiny)
+def test_model_folder_is_what_the_demo_promises(tiny_folder: Path) -> None:
+    spec = read_spec(tiny_folder)
     assert spec.family == "qwen2_5_vl"
     windowed = set(range(spec.vision.depth)) - set(spec.vision.full_attention_layers)
     assert windowed and spec.vision.full_attention_layers
@@ -142,22 +137,22 @@ def test_model_folder_is_what_the_demo_promises(tiny: Path) -> None:
     assert spec.num_kv_heads < spec.num_heads
 
 
-def test_seed_decides_the_weights(tiny: Path, tmp_path: Path) -> None:
+def test_seed_decides_the_weights(tiny_folder: Path, tmp_path: Path) -> None:
     texts = command.training_texts()
     weights = [
         (tiny_model.write_folder(tmp_path / name, texts, seed) / "model.safetensors").read_bytes()
         for name, seed in (("again", 0), ("other", 1))
     ]
-    assert weights[0] == (tiny / "model.safetensors").read_bytes()
+    assert weights[0] == (tiny_folder / "model.safetensors").read_bytes()
     assert weights[1] != weights[0]
 
 
 # --- asking, the picture, the verdict ----------------------------------------------------------
 
 
-def test_model_answers_with_all_kinds_of_questions(tiny: Path, exported: Path) -> None:
+def test_model_answers_with_all_kinds_of_questions(tiny_folder: Path, exported: Path) -> None:
     """Random weights: what is checked is that photographs and marks reach the model."""
-    model = Model(tiny)
+    model = Model(tiny_folder)
     one = model.answer("<image>\nWhat?", [exported / "coffee.jpg"], max_new_tokens=4)
     two = model.answer(
         "<image>\n<image>\nWhat?",
@@ -170,10 +165,10 @@ def test_model_answers_with_all_kinds_of_questions(tiny: Path, exported: Path) -
         model.answer("<image>What?", [exported / "coffee.jpg", exported / "rocket.jpg"])
 
 
-def test_weights_with_a_missing_key_are_refused(tiny: Path, tmp_path: Path) -> None:
+def test_weights_with_a_missing_key_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    for file in tiny.iterdir():
+    for file in tiny_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop(next(key for key in weights if "visual" in key))

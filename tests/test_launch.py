@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -16,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import ROOT, free_port
 from vlmtrain.core import launch
 from vlmtrain.demo import command, photographs, tiny_model
 
-ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "examples" / "launch"
 OPTIONS = """
     --train.steps 2 --train.pack_length 128 --train.global_batch 2 --train.precision fp32
@@ -46,22 +44,9 @@ sys.exit(max(task.wait() for task in started))
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def inputs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The demo's model folder and its conversations."""
-    folder = tmp_path_factory.mktemp("inputs")
-    data = photographs.export(folder / "photographs")
-    return tiny_model.write_folder(folder / "model", command.training_texts()), data
-
-
-def _free_port(low: int = 20000, high: int = 40000) -> int:
-    for port in random.sample(range(low, high), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError(f"no free port in {low} to {high}")
+    return tiny_folder, photographs.export(tmp_path_factory.mktemp("photographs"))
 
 
 def _environment(inputs: tuple[Path, Path], output: Path, **more: object) -> dict[str, str]:
@@ -141,7 +126,7 @@ def test_torchrun_multi_node(
     inputs: tuple[Path, Path], tmp_path: Path, expected: list[float]
 ) -> None:
     """Two machines are two agents on this one."""
-    common = {"NODES": 2, "NPROC": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    common = {"NODES": 2, "NPROC": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     script = str(LAUNCH / "torchrun_multi_node.sh")
     printed = _run(
         [
@@ -162,7 +147,7 @@ def test_slurm(inputs: tuple[Path, Path], tmp_path: Path, expected: list[float])
     environment = _environment(
         inputs,
         tmp_path / "out",
-        SLURM_JOB_ID=_free_port() - 20000,  # without MASTER_PORT the job's id decides the port
+        SLURM_JOB_ID=free_port() - 20000,  # without MASTER_PORT the job's id decides the port
         SLURM_NTASKS=2,
         SLURM_CPUS_PER_TASK=1,
     )

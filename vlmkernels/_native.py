@@ -16,6 +16,9 @@ from typing import Any
 
 import torch  # first: the native module then shares torch's OpenMP runtime and thread count
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 
 
 def _load() -> ModuleType:
@@ -50,7 +53,7 @@ def define(
     devices: Iterable[str] = ("CPU", "CUDA"),
     autograd: tuple[Callable, Callable] | None = None,
 ) -> Any:
-    """Registers torch.ops.vlmkernels.<name> and returns its overload, ready to be called.
+    """Registers torch.ops.vlmkernels.<name> and returns it, ready to be called.
 
     autograd: setup_context(ctx, inputs, output) and the backward formula, as torch.library's.
 
@@ -59,15 +62,69 @@ def define(
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
     for device in devices:
-        LIBRARY.impl(name, run, device)
+        LIBRARY.impl(name, _without_tangents(name, run), device)
     qualified = f"vlmkernels::{name}"
     torch.library.register_fake(qualified, fake, lib=LIBRARY)
-    if autograd is not None:
-        setup_context, backward = autograd
-        torch.library.register_autograd(
-            qualified, backward, setup_context=setup_context, lib=LIBRARY
-        )
-    return getattr(torch.ops.vlmkernels, name).default
+    op = getattr(torch.ops.vlmkernels, name).default
+    aliases = [argument.alias_info for argument in op._schema.arguments]
+    if written := [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]:
+        LIBRARY.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
+    if autograd is None:
+        return op
+    setup_context, backward = autograd
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)
+    return without_transforms(name, op, maps=True)
+
+
+def _counted(op: Any, written: list[int]) -> Callable:
+    """The op, for autograd to notice where a tensor that it has saved was written."""
+
+    def run(keyset: Any, *args: Any) -> Any:
+        for i in written:
+            if args[i] is not None:
+                torch.autograd.graph.increment_version(args[i])
+        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    return run
+
+
+def _without_tangents(name: str, run: Callable) -> Callable:
+    """`run`, but an error in forward mode, where torch would go on with tangents of zero."""
+
+    @functools.wraps(run)
+    def checked(*args: Any) -> Any:
+        if forward_ad._current_level >= 0 and (
+            eager_transforms.JVP_NESTING  # there the tangents can't be seen from here
+            or any(
+                forward_ad.unpack_dual(x).tangent is not None
+                for x in args
+                if isinstance(x, Tensor) and x.is_floating_point()
+            )
+        ):
+            raise RuntimeError(
+                f"vlmkernels.{name} has no forward-mode derivative; use backward(), or the "
+                "function of the same name that ends in _reference"
+            )
+        return run(*args)
+
+    return checked
+
+
+def without_transforms(name: str, function: Callable, *, maps: bool = False) -> Callable:
+    """`function`, with one sentence where torch.func would complain about a class that nobody
+    wrote; maps: under vmap alone it works."""
+
+    def call(*args: Any) -> Any:
+        if not torch.compiler.is_compiling() and any(
+            layer.key() == TransformType.Grad or not maps for layer in get_interpreter_stack() or ()
+        ):
+            raise RuntimeError(
+                f"vlmkernels.{name} can't be differentiated by torch.func (grad, vjp, jacrev, ..); "
+                "use torch.autograd, or the function of the same name that ends in _reference"
+            )
+        return function(*args)
+
+    return call
 
 
 def launch(name: str, tensor: Tensor, *args: Any, **named: Any) -> None:
@@ -132,8 +189,13 @@ def has_cuda_kernels() -> bool:
     return _C.build_info()["cuda"] is not None
 
 
-# ---- argument checks: each raises ValueError with one sentence that names the argument, what it
-# got and what it needs ---------------------------------------------------------------------------
+def cuda_archs() -> tuple[str, ...]:
+    """What the CUDA kernels were compiled for, ("80", "90a"); the first one's PTX is there too."""
+    return tuple(filter(None, _C.build_info()["cuda_archs"].split(",")))
+
+
+# ---- argument checks: each raises ValueError (TypeError for what is no tensor) with one sentence
+# that names the argument, what it got and what it needs ------------------------------------------
 
 
 def describe(tensor: object) -> str:
@@ -149,6 +211,13 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def check_tensors(**tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            hint = f": pass torch.from_numpy({name})" if type(tensor).__name__ == "ndarray" else ""
+            raise TypeError(f"{name} is {describe(tensor)}; it must be a torch.Tensor{hint}")
+
+
 def check_tensor(
     name: str,
     tensor: object,
@@ -159,9 +228,10 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """`shape` is the documented shape, "[T, H, D]": only its number of dimensions is checked."""
+    if not isinstance(tensor, Tensor):
+        return check_tensors(**{name: tensor})  # raises
     if (
-        not isinstance(tensor, Tensor)
-        or tensor.dtype not in dtypes
+        tensor.dtype not in dtypes
         or tensor.dim() != dim
         or (device is not None and tensor.device != device)
     ):

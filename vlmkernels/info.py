@@ -54,19 +54,24 @@ def gpu_lines() -> list[str]:
 
 
 def attention_lines() -> list[str]:
-    """What select chooses on the CPU and on this machine's GPUs; without one, on two kinds."""
+    """What select chooses on the CPU and on this machine's GPUs; without one, on six kinds."""
     cpu = select.Machine("cpu")
     lines = ["on the CPU: " + select.select(cpu, torch.bfloat16, 80, None)]
     if torch.cuda.is_available():
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         machines = {select.machine_of(device) for device in devices}
     else:
-        built, flash_attn = _native.has_cuda_kernels(), select.flash_attn() is not None
-        kinds = ((8, 0), (9, 0))
-        machines = {select.Machine("cuda", kind, built, flash_attn) for kind in kinds}
+        archs, flash_attn = _native.cuda_archs(), select.flash_attn() is not None
+        machines = {
+            select.Machine("cuda", capability, shared, archs, flash_attn)
+            for capability, shared in select.SHARED_OF_BLOCK.items()
+        }
+    tables: dict[tuple[str, ...], list[str]] = {}
     for machine in sorted(machines, key=lambda machine: machine.capability):
-        major, minor = machine.capability
-        lines += [f"on CUDA {major}.{minor}: {row}" for row in select.table(machine)]
+        capability = "{}.{}".format(*machine.capability)
+        tables.setdefault(tuple(select.table(machine)), []).append(capability)
+    for rows, capabilities in tables.items():
+        lines += [f"on CUDA {', '.join(capabilities)}: {row}" for row in rows]
     return lines
 
 

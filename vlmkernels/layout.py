@@ -11,7 +11,7 @@ Method: Qwen2-VL (https://arxiv.org/abs/2409.12191) and Qwen2.5-VL
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from vlmkernels._native import _C
 from vlmkernels.rotary import frequencies
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VisionLayout:
     """Built once per forward from grid_thw on the host; `to(device)` moves it without a sync."""
 
@@ -47,6 +47,16 @@ class VisionLayout:
     _tables: dict[tuple[int, float], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all is alike, the device of the tensors too."""
+        if not isinstance(other, VisionLayout):
+            return NotImplemented
+        names = [f.name for f in fields(self) if f.compare]
+        return all(_same(getattr(self, name), getattr(other, name)) for name in names)
+
+    def __hash__(self) -> int:
+        return hash((self.num_patches, self.merge_size, self.max_seqlen, self.max_window_seqlen))
 
     @staticmethod
     def from_grid(
@@ -283,6 +293,12 @@ def layout_reference(
     )
 
 
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    return one is other or (type(one) is type(other) and one == other)
+
+
 def _window_side(window_size: int | None, patch_size: int, merge_size: int) -> int:
     """Merged units along a window's side; 0 for no windows."""
     if window_size is None:
@@ -299,6 +315,8 @@ def _window_side(window_size: int | None, patch_size: int, merge_size: int) -> i
 
 
 def _check_grid(grid_thw: Tensor | Sequence[Sequence[int]], merge_size: int) -> Tensor:
+    if grid_thw is None:
+        raise TypeError("grid_thw is None; it must be integers [n, 3]")
     grid = torch.as_tensor(grid_thw)
     if grid.numel() == 0:
         grid = torch.empty(0, 3, dtype=torch.int64)

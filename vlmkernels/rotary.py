@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmkernels._native import check_tensors
+
 
 def frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
     """float32 [head_dim / 4]: radians per patch of the 2D embedding, alike for rows and columns.
@@ -84,6 +86,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         ValueError: D is odd, or cos and sin are not [T, D / 2].
     """
+    check_tensors(x=x, cos=cos, sin=sin)
     if x.dim() != 3 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, H, D] with an even D")
     expected = (x.shape[0], x.shape[-1] // 2)

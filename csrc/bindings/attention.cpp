@@ -46,6 +46,19 @@ AttentionParams attention_params(int dtype, View q, View k, View v, View out, ui
           pointer<void>(rotated_q)};
 }
 
+#ifdef VLMKERNELS_WITH_CUDA
+TileListParams tile_list_params(uintptr_t cu_seqlens, int64_t segments, int64_t tokens,
+                                int64_t max_seqlen, bool causal, bool vision, uintptr_t tiles) {
+  return {pointer<const int32_t>(cu_seqlens),
+          segments,
+          tokens,
+          max_seqlen,
+          causal,
+          vision,
+          pointer<int32_t>(tiles)};
+}
+#endif
+
 // The function that fills AttentionGradParams: the gradients, then what fills the forward's.
 template <class... Forward>
 auto with_gradients(AttentionParams (*)(Forward...)) {
@@ -91,6 +104,10 @@ void register_attention(py::module_& m) {
   backward_cuda("window_backward_cuda", window_backward_cuda);
   forward_cuda("window_vision_forward_cuda", window_vision_forward_cuda);
   backward_cuda("window_vision_backward_cuda", window_vision_backward_cuda);
+  define("list_tiles_cuda", on_cuda(tile_list_params, list_tiles_cuda),
+         std::tuple("cu_seqlens"_a, "segments"_a, "tokens"_a, "max_seqlen"_a, "causal"_a,
+                    "vision"_a, "tiles"_a),
+         stream);
   forward_cuda("sm80_forward_cuda", sm80_forward_cuda);
   backward_cuda("sm80_backward_cuda", sm80_backward_cuda);
   forward_cuda("sm90_forward_cuda", sm90_forward_cuda);

@@ -51,6 +51,9 @@ template <class Params, class... Args>
 auto on_cuda(Params (*fill)(Args...), int (*launch)(const Params&, void*)) {
   return [=](Args... args, uintptr_t stream) {
     const int error = launch(fill(args...), pointer<void>(stream));
+    if (error == cudaErrorNoKernelImageForDevice)
+      throw std::runtime_error("vlmkernels was built for " VLMKERNELS_CUDA_ARCHS
+                               ", not for this GPU (python -m vlmkernels.info)");
     if (error != cudaSuccess)
       throw std::runtime_error(std::string("CUDA: ") +
                                cudaGetErrorString(static_cast<cudaError_t>(error)));

@@ -4,24 +4,27 @@
 namespace vlmk {
 namespace {
 
-// A row: addresses of param, grad, exp_avg, exp_avg_sq, the low-precision copy (or 0) and step (one
+// A row: addresses of param, exp_avg, exp_avg_sq, the low-precision copy (or 0) and step (one
 // float), then numel and the number of the first element, addresses of the two moments' scales (0).
-void step(const std::vector<std::array<int64_t, 10>>& rows, int grad_dtype, int moments, double lr,
-          double beta1, double beta2, double eps, double weight_decay, bool decoupled,
-          double grad_factor, double grad_scale) {
+// grads: the address of each row's gradient.
+void step(const std::vector<std::array<int64_t, 9>>& rows, const std::vector<int64_t>& grads,
+          int grad_dtype, int moments, double lr, double beta1, double beta2, double eps,
+          double weight_decay, bool decoupled, double grad_factor, double grad_scale) {
+  if (grads.size() != rows.size()) throw std::invalid_argument("rows and grads differ in length");
   std::vector<AdamTensor> tensors;
   tensors.reserve(rows.size());
-  for (const auto& r : rows) {
-    tensors.push_back({pointer<float>(r[0]), pointer<const void>(r[1]), pointer<void>(r[2]),
-                       pointer<void>(r[3]), pointer<float>(r[8]), pointer<float>(r[9]),
-                       pointer<void>(r[4]), r[6], r[7], *pointer<float>(r[5]) + 1.0,
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto& r = rows[i];
+    tensors.push_back({pointer<float>(r[0]), pointer<const void>(grads[i]), pointer<void>(r[1]),
+                       pointer<void>(r[2]), pointer<float>(r[7]), pointer<float>(r[8]),
+                       pointer<void>(r[3]), r[5], r[6], *pointer<float>(r[4]) + 1.0,
                        static_cast<DType>(grad_dtype), static_cast<MomentType>(moments)});
   }
   adam_step({tensors.data(), static_cast<int64_t>(tensors.size()), lr, beta1, beta2, eps,
              weight_decay, decoupled, static_cast<float>(grad_factor),
              static_cast<float>(grad_scale)});
   for (size_t i = 0; i < rows.size(); ++i) {
-    *pointer<float>(rows[i][5]) = static_cast<float>(tensors[i].step);
+    *pointer<float>(rows[i][4]) = static_cast<float>(tensors[i].step);
   }
 }
 
@@ -38,8 +41,9 @@ double squares(const std::vector<std::array<int64_t, 3>>& rows) {
 }  // namespace
 
 void register_optim(py::module_& m) {
-  m.def("adam_step", &step, "rows"_a, "grad_dtype"_a, "moments"_a, "lr"_a, "beta1"_a, "beta2"_a,
-        "eps"_a, "weight_decay"_a, "decoupled"_a, "grad_factor"_a, "grad_scale"_a, VLMK_NO_GIL);
+  m.def("adam_step", &step, "rows"_a, "grads"_a, "grad_dtype"_a, "moments"_a, "lr"_a, "beta1"_a,
+        "beta2"_a, "eps"_a, "weight_decay"_a, "decoupled"_a, "grad_factor"_a, "grad_scale"_a,
+        VLMK_NO_GIL);
   m.def("sum_of_squares", &squares, "rows"_a, VLMK_NO_GIL);
 }
 

@@ -36,10 +36,21 @@ struct AttentionParams {
   // CUDA, where types are bf16 or fp16 and rows 16-byte aligned:
   int64_t max_seqlen;  // of a segment; window kernels take at most 128
   // Workspace of the kernels for segments of any length, 16-byte aligned:
-  int32_t* tiles;   // [T / 128 + n, 4], backward [2, ..]: of queries, of keys; see
-                    // cuda/attention/schedule.cuh
+  int32_t* tiles;   // [2, T / 128 + n, 4], as TileListParams
   void* rotated_k;  // with rotary, [H, T, D]: k rotated; in the backward of mma.sync q, then k
   void* rotated_q;  // the same for q, for compute capability 9.0 only
+};
+
+// The lists of tiles of queries and of keys, for all calls on these segments; see
+// cuda/attention/schedule.cuh.
+struct TileListParams {
+  const int32_t* cu_seqlens;  // [n + 1]
+  int64_t segments;           // n
+  int64_t tokens;             // T
+  int64_t max_seqlen;         // of a segment
+  bool causal;
+  bool vision;     // names vision_attention in errors
+  int32_t* tiles;  // [2, T / 128 + n, 4], 16-byte aligned
 };
 
 struct AttentionGradParams {
@@ -143,7 +154,16 @@ struct EmbeddingGatherParams {
   DType dvisual_dtype;
 };
 
-// dweight[key] = sum in fp32 of grad[order[j]] over the run of equal keys, in the order of j.
+// Rows of a run of `rows` equal keys that are added one after another: all of a short run, else a
+// part of it; then the parts' sums are added, first to last.
+constexpr int64_t kShortRun = 64;
+constexpr int kRunParts = 16;
+constexpr int64_t rows_of_part(int64_t rows) {
+  return rows <= kShortRun ? rows : (rows + kRunParts - 1) / kRunParts;
+}
+
+// dweight[key] = sum in fp32 of grad[order[j]] over the run of equal keys, in the order of j and of
+// rows_of_part: one value on every device.
 struct EmbeddingReduceParams {
   const int64_t* keys;   // [m], ascending, >= 0; V and above are skipped
   const int64_t* order;  // [m], the row of grad of each key

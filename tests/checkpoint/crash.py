@@ -57,8 +57,8 @@ def train(model: Path, folder: Path, log: Path, steps: int, delay: float) -> Non
     """Resume from the newest checkpoint and go on, saving every second step."""
     import torch
 
-    from tests.checkpoint.worker import build
     from tests.parity import reference as ref
+    from tests.parity.worker import build
     from vlmkernels.integrations.megatron import offload
     from vlmtrain.checkpoint.training import checkpoint
     from vlmtrain.core import device, launch

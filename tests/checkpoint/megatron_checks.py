@@ -11,17 +11,14 @@ import json
 import math
 import shutil
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-warnings.filterwarnings("ignore")
-import torch  # noqa: E402
+import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.checkpoint.worker import build  # noqa: E402
-from tests.parity import reference as ref  # noqa: E402
-from vlmtrain.core import device, launch  # noqa: E402
+from tests.parity import reference as ref
+from tests.parity.worker import build
+from vlmtrain.core import device, launch
 
 
 def outcome(work: Any) -> str:
@@ -126,14 +123,14 @@ def main() -> None:
         engine.step([ref.pack(p, length) for p in ref.make_samples(seed)], ref.LR)
 
     parameter, *_ = next(optimizer_state._slices(part))
-    held = {
+    state = {
         key: value.clone()
         for key, value in part._get_main_param_and_optimizer_states(parameter).items()
         if key != "step"
     }
     with torch.no_grad():
         theirs["saved tensors without a step"] = outcome(
-            lambda: part._set_main_param_and_optimizer_states(parameter, held)
+            lambda: part._set_main_param_and_optimizer_states(parameter, state)
         )
 
     optimizer_state.create_state(plain)
@@ -175,11 +172,11 @@ def main() -> None:
         with torch.no_grad():
             for p in engine.stages[0].parameters():
                 p.zero_()
-    mine, other = ChunkReader(whole), ChunkReader(folder / "theirs")
+    ours_read, other = ChunkReader(whole), ChunkReader(folder / "theirs")
     keys = other.keys()
     ours["reads megatron-core's"] = len(keys) > 20 and all(
         torch.equal(
-            mine.read(key, tuple((0, n) for n in mine.shape(key))),
+            ours_read.read(key, tuple((0, n) for n in ours_read.shape(key))),
             other.read(key, tuple((0, n) for n in other.shape(key))),
         )
         for key in keys

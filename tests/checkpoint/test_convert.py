@@ -18,11 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from tests.checkpoint.test_mapping import shapes_of
 from tests.parity import reference as ref
 from tests.ranks import ROOT
+from tests.released import released_config
 from vlmtrain import cli
 from vlmtrain.checkpoint import convert
-from vlmtrain.checkpoint.hf.files import HFWeights
+from vlmtrain.checkpoint.hf.files import HFWeights, SafetensorsWriter
 from vlmtrain.checkpoint.mapping import WeightError, canonical_name
 from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader, _Unpickler
 from vlmtrain.checkpoint.weights import check_weights
@@ -319,22 +321,24 @@ def test_the_newest_checkpoint_of_a_run_is_taken(models, tmp_path, capsys):
 
 def big_folder(folder: Path) -> int:
     """A model of about 0.4 GB with one large tensor, written tensor by tensor; its bytes."""
-    from tests.checkpoint.full_size import config_of, shapes
-    from vlmtrain.checkpoint.hf.files import SafetensorsWriter
-    from vlmtrain.checkpoint.mapping import rows
-
-    config = config_of(
-        "qwen2_5_vl", vocab=40960, hidden=1024, layers=6, heads=8, groups=2, width=2816, depth=4
+    config = released_config("qwen2_5_vl-7b") | dict(
+        vocab_size=40960,
+        hidden_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=2816,
+    )
+    config["vision_config"] |= dict(
+        depth=4, hidden_size=256, num_heads=4, intermediate_size=512, out_hidden_size=1024
     )
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    spec = read_spec(folder)
-    table = shapes(spec)
-    names = [n for row in rows(spec) for n in row.hf]
+    table = shapes_of(read_spec(folder))
     writer = SafetensorsWriter(
-        folder / "model.safetensors", [(n, torch.bfloat16, table[n]) for n in names]
+        folder / "model.safetensors", [(n, torch.bfloat16, table[n]) for n in table]
     )
-    for name in names:
+    for name in table:
         writer.add(name, torch.full(table[name], 0.5, dtype=torch.bfloat16))
     writer.close()
     return (folder / "model.safetensors").stat().st_size

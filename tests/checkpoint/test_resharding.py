@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.parity import reference as ref
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from vlmtrain.checkpoint.convert import layout_for, to_hf, to_megatron
 from vlmtrain.checkpoint.mapping import canonical_name
 from vlmtrain.checkpoint.megatron.torch_dist import ChunkReader
@@ -50,14 +50,7 @@ FROZEN: dict[str, tuple[dict[str, bool], dict[str, Any]]] = {
     "last stage": (dict(language=True), dict(pipeline=2)),
 }
 BF16 = torch.bfloat16
-
-
-def run(cases: list[dict[str, Any]], size: int, folder: Path) -> list[dict[str, Any]]:
-    path = folder / f"cases{size}-{len(list(folder.glob('cases*.pt')))}.pt"
-    torch.save(cases, path)
-    ranks = run_ranks(["tests/checkpoint/worker.py", str(path)], size, timeout=600)
-    assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
-    return torch.load(path.with_suffix(".out"), weights_only=False)
+WORKER = "tests.checkpoint.worker"
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: str) -> None:
@@ -96,7 +89,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
             before = path
         four[f"{kind} {CHAIN[0][0]}"]["steps"] = steps
         models[f"{kind} chain"] = before
-    found.update(zip(four, run(list(four.values()), 4, folder), strict=True))
+    found.update(zip(four, run_cases(WORKER, list(four.values()), 4, folder), strict=True))
 
     # Offline: weights for two ranks, and the last checkpoint of a chain written anew.
     layout = layout_for(read_spec(untied), ParallelSection(tensor=2))
@@ -137,7 +130,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
     shutil.copytree(models["tied chain"], full.with_name("step-00000002"))
     half["layout"] = dict(pipeline=2)  # where rank 1 has something to write
     two["disk full"] = dict(**half, load=path, save=full, disk_full=1)
-    found.update(zip(two, run(list(two.values()), 2, folder), strict=True))
+    found.update(zip(two, run_cases(WORKER, list(two.values()), 2, folder), strict=True))
     found["folders"] = dict(folder=folder, **models)
     return found
 

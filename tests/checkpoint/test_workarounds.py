@@ -6,14 +6,13 @@ import json
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import run_workers
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
-    (rank,) = run_ranks(["tests/checkpoint/megatron_checks.py", str(folder)], 1)
-    assert rank.code == 0, rank.output[-3000:]
+    (rank,) = run_workers(["-m", "tests.checkpoint.megatron_checks", str(folder)], 1)
     return json.loads(rank.output.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""One rank of a checkpoint run: python worker.py CASES.pt; results go beside it, from rank 0.
+"""One rank of a checkpoint run (`ranks.run_cases`).
 
 A case builds an engine on a layout from a model folder, perhaps loads a checkpoint, perhaps takes
 steps, perhaps saves one, and returns the whole state under Hugging Face names: weights, master
@@ -8,57 +8,21 @@ weights and both moments, gathered by code that shares nothing with the checkpoi
 from __future__ import annotations
 
 import errno
-import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-warnings.filterwarnings("ignore")
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import is_tensor  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch import is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.parity import reference as ref  # noqa: E402
-from vlmtrain.core import device, launch  # noqa: E402
-from vlmtrain.core.config import FreezeSection, OptimizerSection, ParallelSection  # noqa: E402
-from vlmtrain.core.errors import UserError  # noqa: E402
-from vlmtrain.models.family import read_spec  # noqa: E402
-from vlmtrain.parallel.layout import make_layout  # noqa: E402
-
-
-def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
-    """An engine with weights and optimizer, and the tokens of a pack."""
-    from vlmtrain.checkpoint.load import load_weights
-    from vlmtrain.training.engine import Engine
-
-    spec = read_spec(case["model"])
-    packs = ref.make_samples(case.get("seed", 0))
-    length = ref.pack_length(packs)
-    layout = make_layout(
-        spec,
-        world_size=dist.get_world_size(),
-        pack_length=length,
-        microbatches=len(packs),
-        **case["layout"],
-    )
-    Engine.bucket_size = case.get("bucket_size")
-    engine = Engine(spec, layout, backend, dtype=case.get("dtype", torch.float32))
-    load_weights(engine.parts, spec, case["model"])
-    section = OptimizerSection(
-        lr=ref.LR,
-        min_lr=ref.LR,
-        weight_decay=ref.DECAY,
-        clip=ref.CLIP,
-        offload_fraction=case.get("offload", 0.0),
-    )
-    engine.prepare(
-        section, FreezeSection(**case.get("freeze", {})), ParallelSection(**case.get("overlap", {}))
-    )
-    return engine, length
+from tests.parity import reference as ref
+from tests.parity.worker import build
+from tests.worker import serve
+from vlmtrain.core import device
+from vlmtrain.core.errors import UserError
 
 
 def optimizer_tensors(engine: Any, key: str) -> dict[torch.Tensor, torch.Tensor]:
@@ -71,16 +35,18 @@ def optimizer_tensors(engine: Any, key: str) -> dict[torch.Tensor, torch.Tensor]
         slices = []
         for ranges in part.gbuf_ranges:
             for buckets in ranges.values():
-                for parameter, held in ((p, h) for b in buckets for p, h in b["param_map"].items()):
+                for parameter, place_in_buffer in (
+                    (p, h) for b in buckets for p, h in b["param_map"].items()
+                ):
                     group, i = part.model_param_group_index_map[parameter]
                     main = part.optimizer.param_groups[group]["params"][i]
                     tensor = main if key == "param" else part.optimizer.state[main][key]
                     place = next(n for n, p in enumerate(order) if p is parameter)
-                    slices.append((place, held["param"].start, tensor.detach().clone()))
-        every: list[Any] = [None] * dist.get_world_size(part.data_parallel_group)
-        dist.all_gather_object(every, slices, group=part.data_parallel_group)
+                    slices.append((place, place_in_buffer["param"].start, tensor.detach().clone()))
+        of_ranks: list[Any] = [None] * dist.get_world_size(part.data_parallel_group)
+        dist.all_gather_object(of_ranks, slices, group=part.data_parallel_group)
         flat = [torch.full((p.numel(),), float("nan")) for p in order]
-        for place, start, tensor in (s for rank in every for s in rank):
+        for place, start, tensor in (s for rank in of_ranks for s in rank):
             flat[place][start : start + tensor.numel()] = tensor
         found.update({p: t.view(p.shape) for p, t in zip(order, flat, strict=True)})
     return found
@@ -100,9 +66,9 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
         values = partial(value_or_nan, tensors)
         for name, tensor in gathered(engine.exported, engine.spec, values):
             named[f"{key} {name}"] = tensor
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, named)
-    return {n: t for part in every for n, t in part.items()}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, named)
+    return {n: t for part in of_ranks for n, t in part.items()}
 
 
 def fill_disk() -> None:
@@ -135,9 +101,9 @@ class Allocations(TorchDispatchMode):
 
     def on_every_rank(self) -> list[tuple[int, int]]:
         """(total, largest) of each rank."""
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (self.total, self.largest))
-        return every
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (self.total, self.largest))
+        return of_ranks
 
 
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
@@ -184,16 +150,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
 
 
 def main() -> None:
-    process = launch.joined() or launch.Process(0, 1, 0)
-    torch.set_num_threads(1)
-    backend = device.setup(process.local_rank)
-    launch.connect(process, backend.process_group)
-    path = Path(sys.argv[1])
-    results = [run_case(case, backend) for case in torch.load(path, weights_only=False)]
-    if process.rank == 0:
-        torch.save(results, path.with_suffix(".out"))
-    dist.barrier()
-    dist.destroy_process_group()
+    serve(lambda cases, backend: [run_case(case, backend) for case in cases])
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from tools.cudasim.ptx.ptxtypes import SimError
 from .cases import embedding, tiled, vision, window
 from .cases.embedding import Pack, check_forward
 from .cases.tiled import check_flash
-from .cases.vision import check_tiled
-from .cases.window import Case
+from .cases.vision import VisionCase, check_tiled
+from .cases.window import Case, run_attention
 
 Check = Callable[[Any, np.random.Generator], Any]
 DIM = 80
@@ -27,16 +27,50 @@ def _forward(lengths: list[int], heads: int = 1, kv_heads: int = 1, **more: Any)
     return lambda k, r: check_flash(k, Case(r, list(lengths), heads, kv_heads, DIM, **more), False)
 
 
+def _refused(message: str, run: Callable[..., Any], *arguments: Any, **more: Any) -> None:
+    try:
+        run(*arguments, **more)
+    except SimError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(f"no error {message!r}")
+
+
 def _bad_index(kernels: Any, rng: np.random.Generator) -> None:
     """A row that visual does not have is named, and not read."""
     pack = Pack(rng, 10, 16, "float32", share=1.0)
     pack.index[4] = pack.visual_rows
-    try:
-        check_forward(kernels, pack)
-    except SimError as error:
-        assert f"visual_index[4] is {pack.visual_rows}" in str(error), error
-    else:
-        raise AssertionError("a bad index is taken")
+    _refused(f"visual_index[4] is {pack.visual_rows}", check_forward, kernels, pack)
+
+
+def _gap(case: Callable[[np.random.Generator], Any], tiled: bool = False) -> Check:
+    """Of segments [5, 6]: rows before the first or after the last would never be written."""
+
+    def check(kernels: Any, rng: np.random.Generator) -> None:
+        for offsets, place in (
+            ([2, 5, 11], "0 is tokens 2 to 5"),
+            ([0, 5, 9], "1 is tokens 5 to 9"),
+        ):
+            broken = case(rng)
+            broken.cu_seqlens = np.array(offsets, np.int32)
+            _refused(f"segment {place} of 11,", run_attention, kernels, broken, tiled=tiled)
+
+    return check
+
+
+def _stale(message: str) -> Check:
+    """Lists of tiles of [0, 5, 11] are not taken for [0, 4, 11]."""
+
+    def check(kernels: Any, rng: np.random.Generator) -> None:
+        case = Case(rng, [5, 6], 1, 1, DIM, written=np.array([0, 4, 11], np.int32))
+        _refused(message, run_attention, kernels, case, tiled=True)
+
+    return check
+
+
+_GAP = _gap(lambda r: Case(r, [5, 6], 1, 1, DIM))
+_VISION_GAP = _gap(lambda r: VisionCase(r, [5, 6], 1, DIM))
+_TILED_GAP = _gap(lambda r: Case(r, [5, 6], 1, 1, DIM), tiled=True)
 
 
 #: Of the forward for sm_90a. The GPU has 3 multiprocessors, the rings of keys and values 3 stages.
@@ -72,16 +106,18 @@ SM80: dict[str, Check] = {
 }
 
 CASES: dict[str, dict[str, Check]] = {
-    "window": window.small_suite(),
-    "window-vision": vision.small_suite(),
-    "sm80": SM80 | tiled.small_suite(),
+    "window": {"gap": _GAP} | window.small_suite(),
+    "window-vision": {"gap": _VISION_GAP} | vision.small_suite(),
+    "sm80": {"gap": _TILED_GAP, "stale": _stale("written to where torch does not count")}
+    | SM80
+    | tiled.small_suite(),
     "sm80-vision": {
         # Where half a row is no multiple of 16 bytes; built for the interpreter alone.
         "dim 72": lambda k, r: check_tiled(k, r, [3, 135], 1, 72),
         **vision.tiled_suite(),
     },
-    "sm90-forward": SM90_FORWARD | tiled.hopper_suite(),
-    "sm90-backward": SM90_BACKWARD | tiled.hopper_grad_suite(),
+    "sm90-forward": {"stale": _stale("trap")} | SM90_FORWARD | tiled.sm90_suite(),
+    "sm90-backward": SM90_BACKWARD | tiled.sm90_grad_suite(),
     "sm90-vision": vision.tiled_suite(queries=True),
     "embedding": {"bad index": _bad_index} | embedding.small_suite(),
 }

@@ -38,7 +38,8 @@ class Emulated:
         return Device(self.library, seed, self.mutant, self.capability)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
-        function = self.library.function(f"{self.prefix}_{launcher}_cuda")
+        name = "list_tiles" if launcher == "tiles" else f"{self.prefix}_{launcher}"
+        function = self.library.function(f"{name}_cuda")
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
 
 

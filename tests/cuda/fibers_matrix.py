@@ -37,8 +37,8 @@ def main(schedules: int) -> None:
             for dim in (64, 72, 80, 96, 128):
                 suites += [
                     ("sm80", tiled.small_suite(dim)),
-                    ("sm90-forward", tiled.hopper_suite(dim)),
-                    ("sm90-backward", tiled.hopper_grad_suite(dim)),
+                    ("sm90-forward", tiled.sm90_suite(dim)),
+                    ("sm90-backward", tiled.sm90_grad_suite(dim)),
                     ("sm80-vision", vision.tiled_suite(dim)),
                     ("sm90-vision", vision.tiled_suite(dim, queries=True)),
                 ]

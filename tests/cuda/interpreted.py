@@ -30,6 +30,7 @@ TILED = {
         "backward": ("cuda/attention/sm90/backward.cu", "sm90_backward_cuda"),
     },
 }
+TILES = ("cuda/attention/schedule.cu", "list_tiles_cuda")
 #: The file of a family that has one, and its launchers.
 SINGLE = {
     "window": ("cuda/attention/window/varlen.cu", "window_{}_cuda"),
@@ -46,6 +47,8 @@ class Interpreted:
     launchers: dict[str, tuple[Build, str]]
     runtime: Path
     architecture: str
+    device_number: int = 0
+    stream: int | None = None
 
     @cached_property
     def module(self) -> Module:
@@ -57,11 +60,11 @@ class Interpreted:
         return Module(parts[0].target, kernels, variables)
 
     def device(self) -> Device:
-        return Device(self.runtime, self.module, memory_bytes=16 << 20)
+        return Device(self.runtime, self.module, 16 << 20, self.device_number)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
         build, name = self.launchers[launcher]
-        return device.call(build.function(name), ctypes.byref(params), ctypes.c_void_p(None))
+        return device.call(build.function(name), ctypes.byref(params), ctypes.c_void_p(self.stream))
 
 
 def copy_csrc(
@@ -91,7 +94,7 @@ def copy_csrc(
         if name.as_posix() == WINDOW_INSTANCES:
             code = keep_instances(code, [window])
         for other in set(BOTH) - set(types):
-            code = re.sub(rf"VLMK_HEAD_DIMS\(\w+, ptx::{other}, \w.head_dim\)", "return 1;", code)
+            code = re.sub(rf"VLMK_HEAD_DIMS\(\w+, ptx::{other}, head_dim\)", "return 1;", code)
         left -= set(markers(code))
         (csrc / name).parent.mkdir(parents=True, exist_ok=True)
         (csrc / name).write_text(plant(code, [("true", m) for m in mutants]))
@@ -104,8 +107,9 @@ def tiled(
 ) -> Interpreted:
     """The launchers of tiled attention; `sources` names another architecture's for a part."""
     launchers = {}
-    for part in ("forward", "backward"):
-        source, launcher = TILED[sources.get(part, architecture)][part]
+    for part in ("tiles", "forward", "backward"):
+        known = {**TILED[sources.get(part, architecture)], "tiles": TILES}
+        source, launcher = known[part]
         build = build_kernels(csrc / source, folder / part, [architecture], csrc)
         launchers[part] = build, launcher
     return Interpreted(launchers, runtime, architecture)
@@ -123,7 +127,11 @@ def single(
     """The launchers of a family that has one file."""
     source, name = SINGLE[family]
     build = build_kernels(csrc / source, folder / family, [architecture], csrc)
-    return of_build(build, name, runtime, architecture)
+    found = of_build(build, name, runtime, architecture)
+    if family == "sm80-vision":
+        lists = build_kernels(csrc / TILES[0], folder / "tiles", [architecture], csrc)
+        found.launchers["tiles"] = lists, TILES[1]
+    return found
 
 
 def planted(mutant: Mutant, folder: Path, runtime: Path) -> Interpreted:

@@ -25,7 +25,7 @@ def main() -> None:
         ("window", window.small_suite()),
         ("window-vision", vision.small_suite()),
         ("sm80", tiled.small_suite()),
-        ("sm90-forward", tiled.hopper_suite()),
+        ("sm90-forward", tiled.sm90_suite()),
         ("sm80-vision", vision.tiled_suite()),
         ("embedding", embedding.small_suite()),
     ):
@@ -33,7 +33,7 @@ def main() -> None:
         for check in suite.values():
             check(kernels, rng)
     backward = kernels_of(library, rng, "sm90-backward")
-    tiled.hopper_grad_suite()["causal, negative scale, groups"](backward, rng)
+    tiled.sm90_grad_suite()["causal, negative scale, groups"](backward, rng)
     sys.stdout.write("clean\n")
 
 

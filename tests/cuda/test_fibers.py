@@ -50,7 +50,7 @@ def test_tiled_vision_attention_of_nothing(library: Library, rng: np.random.Gene
     check_tiled(kernels, rng, [0, 0], 2, 80)
 
 
-def test_schedules_on_hopper(library: Library, rng: np.random.Generator) -> None:
+def test_schedules_on_sm90(library: Library, rng: np.random.Generator) -> None:
     """Ten more, of tiles whose last block of keys is ragged and of idle warpgroups: a thread or a
     warp that lags behind the others may be passed by the phases of a barrier, or ahead of one."""
     for turn in range(10):

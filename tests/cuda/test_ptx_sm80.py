@@ -26,7 +26,7 @@ def flash(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Inter
     return tiled(copy_csrc(folder, dim=DIM), folder, fake_runtime, "80")
 
 
-@pytest.mark.parametrize("name", sorted({*small_suite(DIM), *canary_cases("sm80")}))
+@pytest.mark.parametrize("name", sorted({"gap", "stale", *small_suite(DIM), *canary_cases("sm80")}))
 def test_accuracy(name: str, flash: Interpreted, rng: np.random.Generator) -> None:
     CASES["sm80"][name](flash, rng)
 

@@ -9,9 +9,9 @@ import pytest
 
 from tools.cudasim.ptx.ptxtypes import SimError
 
-from .cases import vision as vision_cases
 from .cases.vision import VisionCase, check_vision
-from .cases.window import Case, check_window, small_suite
+from .cases.window import Case, check_window
+from .checks import CASES
 from .interpreted import Interpreted, copy_csrc, single
 
 
@@ -27,9 +27,9 @@ def vision(fake_runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Inte
     return single("window-vision", copy_csrc(folder), folder, fake_runtime)
 
 
-@pytest.mark.parametrize("name", vision_cases.small_suite())
+@pytest.mark.parametrize("name", CASES["window-vision"])
 def test_vision_accuracy(name: str, vision: Interpreted, rng: np.random.Generator) -> None:
-    vision_cases.small_suite()[name](vision, rng)
+    CASES["window-vision"][name](vision, rng)
 
 
 def test_a_bad_order_is_trapped(vision: Interpreted, rng: np.random.Generator) -> None:
@@ -39,9 +39,9 @@ def test_a_bad_order_is_trapped(vision: Interpreted, rng: np.random.Generator) -
         check_vision(vision, case)
 
 
-@pytest.mark.parametrize("name", small_suite())
+@pytest.mark.parametrize("name", CASES["window"])
 def test_accuracy(name: str, window: Interpreted, rng: np.random.Generator) -> None:
-    small_suite()[name](window, rng)
+    CASES["window"][name](window, rng)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])

@@ -10,31 +10,14 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from vlmtrain.core.config import LoaderSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import LoaderRank, PackedLoader
 from vlmtrain.data.processor import Processor
-from vlmtrain.models.family import parse_spec
+from vlmtrain.demo.tiny_model import SPECIAL_TOKENS, train_tokenizer
 
-SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
 CORPUS = [
     "You are a helpful assistant. What is in the picture? A red cup of coffee on a wooden table.",
     "system user assistant Describe both photographs, please. The cat sleeps; the rocket flies!",
@@ -70,61 +53,19 @@ def config(family: str, ids: dict[str, int], vocab_size: int) -> dict[str, Any]:
     }
 
 
-def seven_billion(family: str) -> ModelSpec:
-    """The sizes of the released 7B models."""
-    vision: dict[str, Any] = {"depth": 32, "num_heads": 16, "patch_size": 14}
-    if family == "qwen2_vl":
-        vision |= {"embed_dim": 1280, "hidden_size": 3584}
-    else:
-        vision |= {"hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420}
-    return parse_spec(
-        {
-            "model_type": family,
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "num_hidden_layers": 28,
-            "intermediate_size": 18944,
-            "vocab_size": 152064,
-            "rope_scaling": {"mrope_section": [16, 24, 24]},
-            "image_token_id": 151655,
-            "video_token_id": 151656,
-            "vision_start_token_id": 151652,
-            "vision_config": vision,
-        }
-    )
-
-
 def write_model_folder(folder: Path, family: str = "qwen2_5_vl") -> Path:
     """Config, tokenizer and preprocessor files of a model without weights."""
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=480,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer = train_tokenizer(CORPUS, 400)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
-    vocab_size = -(-tokenizer.get_vocab_size() // 64) * 64
+    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     files = {
-        "config.json": config(family, ids, vocab_size),
+        "config.json": config(family, ids, 448),
         "tokenizer_config.json": {
             "tokenizer_class": "Qwen2Tokenizer",
             "eos_token": "<|im_end|>",
             "pad_token": "<|endoftext|>",
-            "additional_special_tokens": SPECIAL[1:],
+            "additional_special_tokens": SPECIAL_TOKENS[1:],
         },
         "preprocessor_config.json": IMAGE_LIMITS,
         "video_preprocessor_config.json": IMAGE_LIMITS,

@@ -114,10 +114,10 @@ def test_exif_orientation_is_applied_as_load_image_does(orientation: int, tmp_pa
     exif = Image.Exif()
     exif[0x0112] = orientation
     Image.open(save_image(tmp_path / "b.png", 90, 50)).save(path, exif=exif)
-    mine = load_image(FileRange(str(path)), SAMPLE, "a.jpg")
-    np.testing.assert_array_equal(np.asarray(mine), np.asarray(reference_load(str(path))))
+    ours = load_image(FileRange(str(path)), SAMPLE, "a.jpg")
+    np.testing.assert_array_equal(np.asarray(ours), np.asarray(reference_load(str(path))))
     info = probe_image(Media("image", "a.jpg", (FileRange(str(path)),)), SAMPLE, verify=True)
-    assert info == MediaInfo(*mine.size)
+    assert info == MediaInfo(*ours.size)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 40), st.integers(0, 400))

@@ -97,9 +97,9 @@ def check_invariants(batch: PackedBatch, spec: ModelSpec, length: int = PACK) ->
     }
     for name, dtype in dtypes.items():
         assert getattr(batch, name).dtype == dtype, name
-    borders = batch.cu_seqlens.tolist()
-    assert borders[0] == 0 and borders[-1] == length
-    assert all(a < b for a, b in zip(borders, borders[1:], strict=False))
+    offsets = batch.cu_seqlens.tolist()
+    assert offsets[0] == 0 and offsets[-1] == length
+    assert all(a < b for a, b in zip(offsets, offsets[1:], strict=False))
     assert batch.num_segments == len(batch.sample_ids) + (batch.pad_tokens > 0)
     visual = batch.visual_index >= 0
     pads = (batch.input_ids == spec.image_token_id) | (batch.input_ids == spec.video_token_id)
@@ -108,7 +108,7 @@ def check_invariants(batch: PackedBatch, spec: ModelSpec, length: int = PACK) ->
     assert batch.image_tokens == int(visual.sum()) == rows
     assert batch.visual_index[visual].tolist() == list(range(rows))
     assert batch.target_tokens == int((batch.labels != -100).sum())
-    for a, b in zip(borders, borders[1:], strict=False):
+    for a, b in zip(offsets, offsets[1:], strict=False):
         labels, ids = batch.labels[a:b], batch.input_ids[a:b]
         assert labels[-1] == -100, "the last token of a sample predicts the next sample's first"
         learned = labels[:-1] != -100
@@ -116,7 +116,7 @@ def check_invariants(batch: PackedBatch, spec: ModelSpec, length: int = PACK) ->
         assert batch.position_ids[:, a].tolist() == [0, 0, 0]
     if batch.pad_tokens:
         tail = slice(length - batch.pad_tokens, length)
-        assert borders[-2] == tail.start
+        assert offsets[-2] == tail.start
         assert set(batch.input_ids[tail].tolist()) == {batch.pad_token_id}
         assert set(batch.labels[tail].tolist()) == {-100}
         assert batch.position_ids[:, tail].tolist() == [list(range(batch.pad_tokens))] * 3
@@ -157,7 +157,7 @@ def test_pack_invariants_and_pixels(
     assert seen >= len(index.grids) - 1  # every image of the epoch; one medium is the video
 
 
-@pytest.mark.parametrize(("ranks", "global_batch"), [(1, 3), (2, 8), (2, 64)])
+@pytest.mark.parametrize(("ranks", "global_batch"), [(1, 4), (2, 8), (2, 64)])
 def test_once_is_every_sample_once(
     make: Any, index: SampleIndex, spec: ModelSpec, ranks: int, global_batch: int
 ) -> None:
@@ -191,8 +191,8 @@ def test_segments_are_the_samples_on_their_own(
 ) -> None:
     """A pack cut at its borders gives each sample's own ids, labels and positions."""
     for batch in make().next_step():
-        borders = batch.cu_seqlens.tolist()
-        for sample_id, a, b in zip(batch.sample_ids, borders, borders[1:], strict=False):
+        offsets = batch.cu_seqlens.tolist()
+        for sample_id, a, b in zip(batch.sample_ids, offsets, offsets[1:], strict=False):
             i = index.ids.index(sample_id)
             sample, layouts = index.load(i), index.layouts(i)
             alone = processor.encode(sample, layouts)
@@ -228,8 +228,8 @@ def test_padded_to(make: Any, spec: ModelSpec) -> None:
     )
     again = full.padded_to(PACK)
     for field in dataclasses.fields(PackedBatch):
-        mine, theirs = getattr(again, field.name), getattr(batch, field.name)
-        assert torch.equal(mine, theirs) if torch.is_tensor(mine) else mine == theirs, field.name
+        ours, theirs = getattr(again, field.name), getattr(batch, field.name)
+        assert torch.equal(ours, theirs) if torch.is_tensor(ours) else ours == theirs, field.name
     with pytest.raises(ValueError, match=f"length is 3 but the pack already has {PACK} tokens"):
         batch.padded_to(3)
     assert torch.equal(batch.to("cpu").input_ids, batch.input_ids)
@@ -275,7 +275,7 @@ def test_ranks_decode_only_the_media_dealt_to_them(make: Any, spec: ModelSpec) -
             media += len(batch.grid_thw)
             rows = batch.pixel_values.split(batch.grid_thw.prod(1).tolist())
             for part, here in zip(parts, held, strict=True):
-                kept = [row for row, mine in zip(rows, here, strict=True) if mine]
+                kept = [row for row, ours in zip(rows, here, strict=True) if ours]
                 assert torch.equal(part[number].pixel_values, torch.cat([rows[0][:0], *kept]))
                 assert torch.equal(part[number].input_ids, batch.input_ids)
     decoded = [loader.decoded for loader in loaders]
@@ -361,13 +361,13 @@ def test_metrics_by_hand(make: Any, index: SampleIndex) -> None:
     for _ in range(loaders[0].steps_per_epoch):
         ranks = [[batch.sample_ids for batch in loader.next_step()] for loader in loaders]
         packs = [[sum(cost[i] for i in pack) for pack in rank] for rank in ranks]
-        every = packs[0] + packs[1]
-        mean = sum(every) / 4
+        costs = packs[0] + packs[1]
+        mean = sum(costs) / 4
         tokens = sum(length[i] for rank in ranks for pack in rank for i in pack)
         expected = {
             "fill": tokens / (4 * PACK),
             "rank_balance": max(sum(rank) for rank in packs) / (2 * mean),
-            "microbatch_balance": max(every) / mean,
+            "microbatch_balance": max(costs) / mean,
             "skipped": 0.0,
         }
         assert loaders[0].metrics == loaders[1].metrics == pytest.approx(expected)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.helpers import seven_billion
+from tests.released import released_spec
 from vlmtrain.data.packing import plan as packing
 from vlmtrain.data.packing.costs import sample_costs
 from vlmtrain.data.packing.plan import POLICIES, Policy, deal, epoch_entries, plan_epoch
@@ -117,7 +117,7 @@ def test_shuffle_is_even() -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_balance_fill_and_speed(family: str) -> None:
     """The mix of the planner, 7B: what the balance table of docs/data.md promises."""
-    spec = seven_billion(family)
+    spec = released_spec(f"{family}-7b")
     data = typical(spec)
     grids = [grid for sample in data.grids for grid in sample]
     start = np.cumsum([0, *(len(sample) for sample in data.grids)])
@@ -182,7 +182,7 @@ def test_weights_over_epochs() -> None:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_costs_are_the_counted_flops(family: str) -> None:
     """Of the planner's exact counter, weighed by what each part reaches of peak."""
-    spec = seven_billion(family)
+    spec = released_spec(f"{family}-7b")
     samples = [(70, []), (900, [(1, 34, 50)]), (3000, [(4, 20, 30), (1, 62, 6)]), (1, [])]
     start = np.array([0, 0, 1, 3, 3])
     grids = np.array([grid for _, media in samples for grid in media])

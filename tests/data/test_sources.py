@@ -62,7 +62,7 @@ def test_a_list(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             parse_sources(path)
-    with pytest.raises(DataError, match="none.toml: cannot be read"):
+    with pytest.raises(DataError, match="none.toml can't be read"):
         parse_sources("none.toml")
 
 

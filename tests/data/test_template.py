@@ -189,7 +189,7 @@ def test_refusals(processor: Processor, spec: ModelSpec, tmp_path: Path) -> None
     with pytest.raises(DataError, match="chat template refuses it: no system prompt here"):
         ChatTemplate(tokenizer, spec, angry).tokens(make_sample([("user", "a")]))
     wrong = dataclasses.replace(spec, image_token_id=5)
-    with pytest.raises(DataError, match=r"gives <\|image_pad\|> the id 12 but config.json says 5"):
+    with pytest.raises(DataError, match=r"gives <\|image_pad\|> the id 398 but config.json says 5"):
         ChatTemplate(tokenizer, wrong)
     with pytest.raises(DataError, match="vocab_size is 100"):
         ChatTemplate(tokenizer, dataclasses.replace(spec, vocab_size=100))

@@ -73,10 +73,10 @@ def test_skip_counts_for_nothing_and_changes_no_shape(
         assert before.sample_ids == after.sample_ids
         assert torch.equal(before.grid_thw, after.grid_thw)
         assert torch.equal(before.cu_seqlens, after.cu_seqlens)
-        borders = before.cu_seqlens.tolist()
+        offsets = before.cu_seqlens.tolist()
         row = 0
         for segment, name in enumerate(before.sample_ids):
-            part = slice(borders[segment], borders[segment + 1])
+            part = slice(offsets[segment], offsets[segment + 1])
             rows = int((before.visual_index[part] >= 0).sum())
             pixels = slice(4 * row, 4 * (row + rows))
             row += rows

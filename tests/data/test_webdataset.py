@@ -80,9 +80,9 @@ def test_shards_read_like_the_json(
     json_source, shards = JsonSource(source), ShardSource(tmp_path / "shards")
     for a, b in zip(json_source.records(), shards.records(), strict=True):
         assert not isinstance(a, DataError)
-        mine, theirs = shards.parse(b), json_source.parse(a)
-        assert (mine.id, mine.turns) == (theirs.id, theirs.turns)
-        for x, y in zip(mine.media, theirs.media, strict=True):
+        ours, theirs = shards.parse(b), json_source.parse(a)
+        assert (ours.id, ours.turns) == (theirs.id, theirs.turns)
+        for x, y in zip(ours.media, theirs.media, strict=True):
             assert (x.kind, x.frame_list, x.fps) == (y.kind, y.frame_list, y.fps)
             assert [part.read() for part in x.parts] == [part.read() for part in y.parts]
             assert x.info is not None and y.info is None
@@ -375,11 +375,11 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr[-3000:]
     for path in sorted(copy.glob("*.idx")):
         assert path.read_bytes() == (target / path.name).read_bytes(), path.name
-    mine, theirs = (
+    ours, theirs = (
         json.loads((folder / ".nv-meta" / ".info.json").read_text())["shard_counts"]
         for folder in (target, copy)
     )
-    assert mine == theirs
+    assert ours == theirs
     for table in ("samples", "sample_parts"):
         rows = []
         for folder in (target, copy):

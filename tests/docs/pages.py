@@ -25,6 +25,7 @@ PATH = (
     "4-kernels.md",
     "5-when-it-fails.md",
     "evaluation.md",
+    "data.md",
 )
 _BLOCK = re.compile(
     r"(?:<!-- (?P<mark>file|not run): (?P<value>[^\n]*?) -->\n)?```(?P<language>\w*)\n"

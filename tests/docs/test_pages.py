@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +17,16 @@ from tests.docs.pages import DOCS, PATH, blocks, printed
 from tests.ranks import ROOT
 from tests.test_cli import names
 from vlmtrain.core.config import TrainConfig
-from vlmtrain.demo import command, tiny_model
 
 MODEL = "Qwen2.5-VL-3B-Instruct"  # what the pages call the reader's model
 LANGUAGES = {"sh", "text", "python", "json", "toml", ""}
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory) -> list[tuple[str, str, int, int, str]]:
+def followed(tiny_folder, tmp_path_factory) -> list[tuple[str, str, int, int, str]]:
     """Every command of the path: page, command, exit code wanted, exit code, output."""
     desk = tmp_path_factory.mktemp("desk")
-    tiny_model.write_folder(desk / MODEL, command.training_texts())
+    shutil.copytree(tiny_folder, desk / MODEL)
     save_image(desk / "cup.jpg", 90, 70, 1)
     save_image(desk / "cat.jpg", 70, 90, 2)
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -47,8 +47,8 @@ def test_inputs_are_transformers_own(answerer, folder, pictures) -> None:
         mm_token_type_ids=inputs["mm_token_type_ids"],
         image_grid_thw=inputs["image_grid_thw"],
     )
-    mine, my_delta = answerer._rope_index(inputs["input_ids"])
-    assert torch.equal(mine, positions) and torch.equal(my_delta, delta)
+    ours, our_delta = answerer._rope_index(inputs["input_ids"])
+    assert torch.equal(ours, positions) and torch.equal(our_delta, delta)
 
 
 @pytest.mark.parametrize("names", [[], ["a.jpg"], ["a.jpg", "b.png"]], ids=len)
@@ -57,13 +57,13 @@ def test_answers_are_those_of_transformers_alone(answerer, folder, pictures, nam
         "<image>" * len(names) + "What?", [pictures / name for name in names], 12
     )
     sample = ask(pictures, "What?", images=names)
-    mine = answerer.answer(sample, TOKENS)
-    assert mine.text == plain
+    ours = answerer.answer(sample, TOKENS)
+    assert ours.text == plain
     without = Answerer(folder, kernels=False).answer(sample, TOKENS)
-    assert (without.text, without.ids) == (mine.text, mine.ids)
+    assert (without.text, without.ids) == (ours.text, ours.ids)
     if names:
         other = answerer.answer(ask(pictures, "What?", images=["b.png"] + names[1:]), TOKENS)
-        assert other.ids != mine.ids  # it looks
+        assert other.ids != ours.ids  # it looks
 
 
 def test_videos_stand_where_training_put_them(answerer, pictures) -> None:

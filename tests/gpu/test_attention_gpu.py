@@ -41,18 +41,23 @@ CASES = [
 def test_accuracy(kernel, lengths, heads, kv_heads, dim, dtype, causal):
     if kernel == "window" and max(lengths) > WINDOW_LENGTHS.get(dim, 0):
         pytest.skip(f"the window kernel has no head_dim {dim} for {max(lengths)} tokens")
-    q, k, v, dout = make(lengths, heads, kv_heads, dim, dtype)
-    cu = offsets(lengths)
-    exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = outputs(varlen_attention_reference, *exact_inputs, dout.double(), cu, causal=causal)
-    gpu = [x.detach().cuda().requires_grad_() for x in (q, k, v)]
-    plain = outputs(varlen_attention_reference, *gpu, dout.cuda(), cu.cuda(), causal=causal)
-    kw = {"causal": causal, "backend": kernel}
-    ours = outputs(varlen_attention, *gpu, dout.cuda(), cu.cuda(), **kw)
+    q, k, v, dout = (x.detach().cuda() for x in make(lengths, heads, kv_heads, dim, dtype))
+    cu = offsets(lengths).cuda()
+    exact, plain = (
+        outputs(
+            varlen_attention_reference,
+            *(x.to(kind).requires_grad_() for x in (q, k, v)),
+            dout.to(kind),
+            cu,
+            causal=causal,
+        )
+        for kind in (torch.float64, dtype)
+    )
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    ours = outputs(varlen_attention, *inputs, dout, cu, causal=causal, backend=kernel)
     noise = rounding_noise(q, k, v, dout, cu, None, causal)
     for name in exact:
-        a, b = ours[name].cpu(), plain[name].cpu()
-        assert_accurate(name, a, b, exact[name], noise[name])
+        assert_accurate(name, ours[name], plain[name], exact[name], noise[name])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -64,25 +69,25 @@ def test_both_tiled_kernels(dim, dtype, causal):
     beside others."""
     lengths = [2000, 129, 0, 1, 64, 513, 300, 128, 1000]
     heads, kv_heads, scale = 6, 2, -0.7 / dim**0.5
-    cu = offsets(lengths)
-    q, k, v, dout = (x.detach() for x in make(lengths, heads, kv_heads, dim, dtype))
+    cu = offsets(lengths).cuda()
+    q, k, v, dout = (x.detach().cuda() for x in make(lengths, heads, kv_heads, dim, dtype))
     kw = {"causal": causal, "scale": scale}
     exact = outputs(
         varlen_attention_reference, *(x.double().requires_grad_() for x in (q, k, v)),
         dout.double(), cu, **kw,
     )  # fmt: skip
-    fused = torch.cat((q, k, v, dout), 1).cuda()
+    fused = torch.cat((q, k, v, dout), 1)
     sizes = (heads, kv_heads, kv_heads, heads)
     *parts, gradient = fused.split(sizes, 1)
     leaves = [x.detach().requires_grad_() for x in parts]
-    plain = outputs(varlen_attention_reference, *leaves, gradient, cu.cuda(), **kw)
+    plain = outputs(varlen_attention_reference, *leaves, gradient, cu, **kw)
     noise = rounding_noise(q, k, v, dout, cu, scale, causal)
     ops, options = torch.ops.vlmkernels, (max(lengths), causal, scale)
     kernels = ["sm80", "sm90"] if torch.cuda.get_device_capability() == (9, 0) else ["sm80"]
 
     def run(kernel, *inputs):
         *qkv, dout = inputs
-        tensors = (*qkv, cu.cuda())
+        tensors = (*qkv, cu)
         out, stats = ops.varlen_attention(*tensors, *options, kernel)
         grads = ops.varlen_attention_backward(dout, *tensors, out, stats, *options, kernel)
         return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)), stats
@@ -90,8 +95,7 @@ def test_both_tiled_kernels(dim, dtype, causal):
     results = [run(kernel, *parts, gradient) for kernel in kernels]
     for ours, stats in results:
         for name, expected in exact.items():
-            a, b = ours[name].cpu(), plain[name].cpu()
-            assert_accurate(name, a, b, expected, noise[name])
+            assert_accurate(name, ours[name], plain[name], expected, noise[name])
         torch.testing.assert_close(stats, results[0][1], rtol=1e-4, atol=1e-4)
     broken = fused.clone()
     for i in (1, 6):  # each has whole segments before and behind it
@@ -137,20 +141,24 @@ def test_no_synchronisation_with_max_seqlen(compiled, kernel):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("length", "limit"), [(80, 64), (300, 200)], ids=["window", "tiled"])
-def test_a_too_long_segment_ends_the_kernel(length, limit):
+@pytest.mark.parametrize(
+    ("begin", "length", "limit"),
+    [(0, 80, 64), (0, 300, 200), (3, 80, 128), (3, 300, 300)],
+    ids=["window", "tiled", "gap, window", "gap, tiled"],
+)
+def test_a_bad_segment_ends_the_kernel(begin, length, limit):
     """In a process of its own: the error is sticky."""
     backend = "window" if limit <= WINDOW_LENGTHS[80] else "tiled"
     code = (
         "import torch; from vlmkernels import varlen_attention\n"
         f"q = torch.zeros({length}, 2, 80, dtype=torch.bfloat16, device='cuda')\n"
-        f"cu = torch.tensor([0, {length}], dtype=torch.int32, device='cuda')\n"
+        f"cu = torch.tensor([{begin}, {length}], dtype=torch.int32, device='cuda')\n"
         f"varlen_attention(q, q, q, cu, max_seqlen={limit}, backend='{backend}')\n"
         "torch.cuda.synchronize()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0
-    said = f"segment 0 is tokens 0 to {length} of {length}, and max_seqlen is {limit}"
+    said = f"segment 0 is tokens {begin} to {length} of {length}, and max_seqlen is {limit}"
     assert said in done.stdout
 
 
@@ -159,19 +167,22 @@ def test_a_too_long_segment_ends_the_kernel(length, limit):
 
 def check_vision(layout, qkv, dout, order, window):
     """Against float64; from Megatron's [P, H, 3, D] where `order` says so."""
-    exact_qkv = qkv.detach().double().requires_grad_()
+    qkv, dout, layout = qkv.detach().cuda(), dout.cuda(), layout.to("cuda")
     exact = vision.outputs(
-        vision_attention_reference, exact_qkv, dout.double(), layout, window=window
+        vision_attention_reference,
+        qkv.double().requires_grad_(),
+        dout.double(),
+        layout,
+        window=window,
     )
-    gpu, device = qkv.detach().cuda(), layout.to("cuda")
     if order == "megatron":
-        gpu = gpu.transpose(1, 2).contiguous().transpose(1, 2)
-    gpu.requires_grad_()
-    plain = vision.outputs(vision_attention_reference, gpu, dout.cuda(), device, window=window)
-    ours = vision.outputs(vision_attention, gpu, dout.cuda(), device, window=window)
+        qkv = qkv.transpose(1, 2).contiguous().transpose(1, 2)
+    qkv.requires_grad_()
+    plain = vision.outputs(vision_attention_reference, qkv, dout, layout, window=window)
+    ours = vision.outputs(vision_attention, qkv, dout, layout, window=window)
     noise = vision.noise_of(layout, qkv, dout, window=window)
     for name in exact:
-        assert_accurate(name, ours[name].cpu(), plain[name].cpu(), exact[name], noise[name])
+        assert_accurate(name, ours[name], plain[name], exact[name], noise[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.kernels.numeric import assert_bitwise
-from tests.kernels.test_embedding import DTYPES, SETTINGS, VOCABULARY, gradients, make
+from tests.kernels.test_embedding import (
+    DTYPES,
+    SETTINGS,
+    VOCABULARY,
+    gradients,
+    make,
+    with_long_runs,
+)
 from vlmkernels import (
     _native,
     scatter_visual,
@@ -47,6 +54,15 @@ def test_same_bits_as_the_cpu(hidden: int, dtype: torch.dtype, kw: Any) -> None:
     assert_bitwise("dvisual", got[1].cpu(), want[1])
     again = gradients(visual_embedding, *to_gpu(ids, weight, visual, index, dout), **kw)
     assert_bitwise("dweight, a second time", again[0], got[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("hidden", [7, 1536])
+def test_long_runs_have_the_bits_of_the_cpu(hidden: int, dtype: torch.dtype) -> None:
+    inputs = with_long_runs(hidden, dtype)
+    got = gradients(visual_embedding, *to_gpu(*inputs))
+    want = gradients(visual_embedding, *inputs)
+    assert_bitwise("dweight", got[0].cpu(), want[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -97,10 +113,10 @@ def test_scatter_in_place(dtype: torch.dtype) -> None:
     embeddings = torch.randn(600, 264).to(dtype)
     for size in (1, 3):
         rows = slice(600 // size * (size - 1), 600)
-        mine = embeddings[rows].cuda()
-        scatter_visual_(mine, *to_gpu(visual, index), shard=(size - 1, size))
+        ours = embeddings[rows].cuda()
+        scatter_visual_(ours, *to_gpu(visual, index), shard=(size - 1, size))
         want = scatter_visual(embeddings[rows], visual, index, shard=(size - 1, size))
-        assert_bitwise("in place", mine.cpu(), want)
+        assert_bitwise("in place", ours.cpu(), want)
 
 
 def test_views_that_are_not_aligned() -> None:
@@ -156,6 +172,7 @@ def test_opcheck() -> None:
         6,
         -1,
         torch.bfloat16,
+        True,
     )
     torch.library.opcheck(torch.ops.vlmkernels.visual_embedding.default, args)
 

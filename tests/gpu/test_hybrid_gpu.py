@@ -27,6 +27,23 @@ def test_slabs_are_page_locked() -> None:
     assert arena.reserved_bytes == 0
 
 
+def test_optimizers_dropped_right_after_a_step() -> None:
+    """Each page-locks what the one before freed, while its uploads may be under way."""
+    start = torch.randn(20_000_000, device="cuda").bfloat16()
+    grad = torch.randn(20_000_000, device="cuda").bfloat16()
+    found = []
+    for _ in range(5):
+        param = nn.Parameter(start.clone())
+        param.grad = grad
+        optimizer = HybridDeviceOptimizer([param], lr=1e-2)
+        optimizer.step()
+        del optimizer
+        found.append(param.detach())
+    assert not torch.equal(found[0], start)
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_every_fraction_trains_as_the_cpu_does(fraction: float) -> None:
     """One step from the same gradients: both are exact to the last bits, so that weights agree

@@ -60,7 +60,7 @@ def rounding_noise(
         a, b, c, g = (x[begin:end].transpose(0, 1) for x in (q, k, v, dout))
         scores = a @ b.mT * scale
         if causal:
-            scores = scores + torch.full(scores.shape[1:], -torch.inf).triu(1)
+            scores = scores + scores.new_full(scores.shape[1:], -torch.inf).triu(1)
         p = scores.softmax(-1)
         relative = scale**2 * walk * (a**2 @ (b**2).mT) + (1 + (a @ b.mT * scale) ** 2) / 3
         of_p = p**2 * relative

@@ -3,8 +3,10 @@ machine without a GPU can run it."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,30 @@ import torch
 
 from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
 from vlmkernels.attention import api, launch
-from vlmkernels.attention.select import BACKENDS, Machine, machine_of, select, table
+from vlmkernels.attention.select import (
+    BACKENDS,
+    SHARED_OF_BLOCK,
+    SM80_SHARED,
+    WINDOW_SHARED,
+    Machine,
+    machine_of,
+    select,
+    table,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-AMPERE, HOPPER = Machine("cuda", (8, 0)), Machine("cuda", (9, 0))
+ARCHS = ("80", "90a")
+
+
+def gpu_of(*capability: int, archs: tuple[str, ...] = ARCHS, flash_attn: bool = False) -> Machine:
+    shared = SHARED_OF_BLOCK.get(capability, 227 << 10)  # type: ignore[call-overload]
+    return Machine("cuda", capability, shared, archs, flash_attn)  # type: ignore[arg-type]
+
+
+AMPERE, HOPPER = gpu_of(8, 0), gpu_of(9, 0)
+#: Less shared memory: 99 KB a thread block.
+SMALL = [(8, 6), (8, 9), (12, 0)]
+STATIC = Path(__file__).resolve().parents[2] / "benchmarks" / "static.json"
 needs_cuda_kernels = pytest.mark.skipif(
     not _native.has_cuda_kernels(), reason="built without CUDA kernels"
 )
@@ -40,19 +62,19 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would run o
 )
 def test_kernel_is_selected_by_shape(dtype, head_dim, max_seqlen, expected):
     arguments = (dtype, head_dim, max_seqlen)
-    for gpu in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
+    for gpu in ((8, 0), (9, 0), (10, 0), (10, 3)):
         kernel = expected
         if expected == "tiled":
             kernel = "sm90" if gpu == (9, 0) else "sm80"
-            assert select(Machine("cuda", gpu), *arguments, backend="tiled") == kernel
-        assert select(Machine("cuda", gpu), *arguments) == kernel
+            assert select(gpu_of(*gpu), *arguments, backend="tiled") == kernel
+        assert select(gpu_of(*gpu), *arguments) == kernel
         with_package = kernel if kernel == "window" or dtype == FP32 else "flash-attn"
-        assert select(Machine("cuda", gpu, flash_attn=True), *arguments) == with_package
-        assert select(Machine("cuda", gpu), *arguments, backend="sdpa") == "sdpa"
+        assert select(gpu_of(*gpu, flash_attn=True), *arguments) == with_package
+        assert select(gpu_of(*gpu), *arguments, backend="sdpa") == "sdpa"
         if kernel == "sm90":
-            assert select(Machine("cuda", gpu), *arguments, backend="sm80") == "sm80"
-    assert select(Machine("cuda", (7, 5)), *arguments) == "sdpa"
-    assert select(Machine("cuda", (8, 0), cuda_kernels=False), *arguments) == "sdpa"
+            assert select(gpu_of(*gpu), *arguments, backend="sm80") == "sm80"
+    assert select(gpu_of(7, 5), *arguments) == "sdpa"
+    assert select(gpu_of(8, 0, archs=()), *arguments) == "sdpa"
     for device in ("cpu", "meta"):
         assert select(Machine(device), *arguments) == "cpu"
     assert select(Machine("cpu"), dtype, head_dim, None) == "cpu"
@@ -77,14 +99,14 @@ def test_vision_kernel_is_selected_by_shape(dtype, head_dim, max_seqlen, permute
     """Whether flash-attn is installed or not."""
     arguments: Any = (dtype, head_dim, max_seqlen)
     options = {"vision": True, "permuted": permuted}
-    for gpu in ((8, 0), (8, 9), (9, 0), (10, 0)):
+    for gpu in ((8, 0), (9, 0), (10, 0)):
         kernel = expected
         if expected == "tiled":
             kernel = "sm90" if gpu == (9, 0) else "sm80"
         for flash_attn in (False, True):
-            machine = Machine("cuda", gpu, flash_attn=flash_attn)
+            machine = gpu_of(*gpu, flash_attn=flash_attn)
             assert select(machine, *arguments, **options) == kernel
-    assert select(Machine("cuda", (7, 0)), *arguments, **options) == "composed"
+    assert select(gpu_of(7, 0), *arguments, **options) == "composed"
     assert select(Machine("cpu"), *arguments, **options) == "cpu"
 
 
@@ -121,8 +143,17 @@ def test_sm90_reads_what_a_tensor_map_can_describe(which, stride, expected):
         ((AMPERE, FP32, 80, 200), "tiled", "it takes bfloat16 and float16"),
         ((AMPERE, BF16, 88, 200), "tiled", "head_dim is 88, it has 64, 72, 80, 96, 128"),
         ((AMPERE, BF16, 80, 200), "sm90", "it needs compute capability 9.0, this is 8.0"),
-        ((Machine("cuda", (7, 5)), BF16, 80, 64), "tiled", "compute capability 8.0, this is 7.5"),
-        ((Machine("cuda", (8, 0), False), BF16, 80, 64), "sm80", "built without CUDA kernels"),
+        ((gpu_of(7, 5), BF16, 80, 64), "tiled", "compute capability 8.0, this is 7.5"),
+        ((gpu_of(8, 0, archs=()), BF16, 80, 64), "sm80", "built without CUDA kernels"),
+        ((gpu_of(8, 9), BF16, 80, 65), "window", "it takes 64 at head_dim 80 on this GPU"),
+        (
+            (gpu_of(8, 6), BF16, 128, 65),
+            "sm80",
+            "at head_dim 128 it needs 104960 bytes of shared memory a thread block, this GPU has "
+            "101376",
+        ),
+        ((gpu_of(9, 0, archs=("80",)), BF16, 80, 200), "sm90", "was built for 80, this is 9.0"),
+        ((gpu_of(8, 0, archs=("90a",)), BF16, 80, 64), "window", "built for 90a, this is 8.0"),
     ],
 )
 def test_a_backend_that_cannot_serve_says_why(arguments, backend, message):
@@ -130,11 +161,78 @@ def test_a_backend_that_cannot_serve_says_why(arguments, backend, message):
         select(*arguments, backend=backend)
 
 
+@pytest.mark.parametrize("capability", SMALL)
+@pytest.mark.parametrize(
+    ("head_dim", "max_seqlen", "expected"),
+    [
+        (80, 64, "window"),
+        (80, 65, "sm80"),
+        (64, 128, "sm80"),
+        (96, 2000, "sm80"),
+        (128, 64, "window"),
+        (128, 65, "others"),
+    ],
+)
+def test_gpus_with_less_shared_memory(capability, head_dim, max_seqlen, expected):
+    """A launch that asks for more than there is fails with "invalid argument"."""
+    others = {False: "sdpa", True: "composed"}
+    for vision, other in others.items():
+        found = select(gpu_of(*capability), FP16, head_dim, max_seqlen, vision=vision)
+        assert found == (other if expected == "others" else expected)
+
+
+def test_shared_memory_is_what_the_launchers_ask_for():
+    """By benchmarks/static.json, which a fake CUDA runtime is asked for."""
+    asked: dict[tuple[str, int, int], int] = {}
+    for kernels in json.loads(STATIC.read_text())["kernels"].values():
+        for name, figures in kernels.items():
+            if found := re.match(r"(window|sm80|sm90)_\w+<\w+, (\d+)(?:, (\d+))?", name):
+                key = (found[1], int(found[2]), int(found[3] or 0))
+                shared = figures["static shared bytes"] + figures["dynamic shared bytes"]
+                asked[key] = max(asked.get(key, 0), shared)
+    largest = max(asked.pop(key) for key in list(asked) if key[0] == "sm90")
+    assert largest <= SHARED_OF_BLOCK[9, 0]
+    expected = {("sm80", dim, 0): shared for dim, shared in SM80_SHARED.items()}
+    for dim, of_lengths in WINDOW_SHARED.items():
+        expected |= {("window", dim, n): shared for n, shared in of_lengths.items()}
+    assert asked == expected
+
+
+@pytest.mark.parametrize(
+    ("archs", "serves"),
+    [
+        ("80,90a", "8.0 8.6 8.9 9.0 10.0 12.1"),  # later ones by PTX
+        ("80", "8.0 8.6 8.9 9.0 10.0 12.1"),
+        ("86,90a", "8.6 8.9 9.0 10.0 12.1"),
+        ("90a", "9.0"),
+        ("100f", "10.0"),
+        ("120,90a", "9.0 12.1"),
+    ],
+)
+def test_a_build_serves_the_gpus_it_has_code_for(archs, serves):
+    for gpu in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 1)):
+        machine = gpu_of(*gpu, archs=tuple(archs.split(",")))
+        expected = "window" if "{}.{}".format(*gpu) in serves.split() else "sdpa"
+        assert select(machine, BF16, 80, 64) == expected, gpu
+        if gpu == (9, 0) and expected == "window":  # plain sm_90 code of these kernels traps
+            kernel = "sm90" if "90a" in archs else "sm80"
+            assert select(machine, BF16, 80, 200) == kernel
+
+
+def test_the_choice_can_be_compiled():
+    @torch.compile(fullgraph=True, backend="eager", dynamic=True)
+    def number(x, max_seqlen):
+        return x + ["window", "sm80", "sdpa"].index(select(small, BF16, 128, max_seqlen))
+
+    small = gpu_of(8, 6)
+    assert [int(number(torch.zeros(()), n)) for n in (64, 65)] == [0, 2]
+
+
 def test_table_says_what_is_off():
     rows = list(table(AMPERE))
     assert "varlen_attention, bfloat16, head_dim 72: sm80" in rows
     assert "varlen_attention, float32: sdpa" in rows
-    assert "sm90: off, it needs compute capability 9.0, this is 8.0" in rows
+    assert "sm90: off, it needs compute capability 9.0" in rows
     assert "vision_attention, bfloat16, head_dim 128: window up to 64, sm90 above" in table(HOPPER)
     assert all(backend in BACKENDS for backend in ("cpu", "window", "tiled", "flash-attn", "sdpa"))
 
@@ -152,18 +250,30 @@ SIZES = ("segments", "tokens", "heads", "kv_heads", "head_dim", "scale", "causal
 
 class Native:
     """Stands for the native module, without a GPU: records the calls, or makes them with stream 0,
-    where the CUDA runtime refuses."""
+    where the CUDA runtime refuses. `lists` are the calls of list_tiles, `calls` all others."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, record: bool) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.lists: list[dict[str, Any]] = []
         self.record = record
+        self.stream: int | None = 0
+        monkeypatch.setattr(launch, "_stream", lambda q: self.stream)
         monkeypatch.setattr(launch, "launch", self.launch)
         monkeypatch.setattr(launch, "check_device", lambda kernel, q: None)
 
     def launch(self, name: str, tensor: torch.Tensor, **named: Any) -> None:
+        def call() -> None:
+            getattr(_native._C, f"{name}_cuda")(**named, stream=0)
+
+        if name == "list_tiles":
+            self.lists.append(named)
+            if not self.record:
+                with pytest.raises(RuntimeError, match="^CUDA: "):
+                    call()
+            return
         self.calls.append((name, named))
         if not self.record:
-            getattr(_native._C, f"{name}_cuda")(**named, stream=0)
+            call()
 
 
 varlen = torch.ops.vlmkernels.varlen_attention
@@ -283,9 +393,61 @@ def test_the_selected_kernel_runs_both_ways(
     for (name, named), way in zip(native.calls, ("forward", "backward"), strict=True):
         assert name == f"{expected}_{way}"
         assert named["max_seqlen"] == max_seqlen
-    tiles = [(1, 5, 4), (2, 5, 4)]  # 430 // 128 whole tiles and one more a segment
+    tiles = [(2, 5, 4)]  # 430 // 128 whole tiles and one more a segment, for both ways
     wanted = [] if expected == "window" else tiles
     assert [s for s in sizes if len(s) == 3 and s[-1] == 4] == wanted
+
+
+@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
+def test_tiles_are_listed_once_for_each_cu_seqlens(kernel, monkeypatch):
+    """For all layers and both ways; again after any change of cu_seqlens that torch counts, for
+    other options, on another stream, and at each call where nothing can be kept."""
+    native = Native(monkeypatch, record=True)
+    q = torch.randn(430, 2, 80).bfloat16().requires_grad_()
+    cu = torch.tensor([0, 130, 430], dtype=torch.int32)
+
+    def lists(cu=cu, causal=False, length=300, layers=2):
+        """How many were made for some layers, forward and backward."""
+        before = len(native.lists)
+        for _ in range(layers):
+            out, _ = varlen(q, q, q, cu, length, causal, 0.1, kernel)
+            if out.requires_grad:
+                torch.autograd.grad(out, q, torch.ones_like(out))
+        assert native.calls[-1][1]["tiles"] == native.lists[-1]["tiles"]
+        return len(native.lists) - before
+
+    assert [lists(), lists()] == [1, 0]
+    names = ("cu_seqlens", "segments", "tokens", "max_seqlen", "causal", "vision")
+    wanted = (cu.data_ptr(), 2, 430, 300, False, False)
+    assert tuple(native.lists[0][name] for name in names) == wanted
+    cu[1] = 131
+    assert [lists(), lists()] == [1, 0]
+    cu.view(-1)[1:].copy_(torch.tensor([140, 430]))
+    assert [lists(), lists()] == [1, 0]
+    cu.data = torch.tensor([0, 150, 430], dtype=torch.int32)
+    assert [lists(), lists()] == [1, 0]
+    assert [lists(cu.clone()), lists(causal=True), lists(length=301), lists()] == [1, 1, 1, 1]
+    assert lists(torch.stack([cu, cu], 1)[:, 0]) == 1  # made dense, and known as it was given
+    native.stream = 7
+    assert [lists(), lists()] == [1, 0]
+    native.stream = None
+    assert lists() == 4
+    native.stream = 7
+    with torch.inference_mode():
+        assert lists(cu.clone()) == 2
+    assert cu in launch._LISTS
+    kept, lists.__defaults__ = len(launch._LISTS), ()
+    del cu
+    assert len(launch._LISTS) == kept - 1
+
+
+@pytest.mark.parametrize("kernel", ["window", "sm80", "sm90"])
+def test_rows_of_no_segment_are_refused(kernel, monkeypatch):
+    Native(monkeypatch, record=True)
+    q, cu = torch.randn(10, 2, 80).bfloat16(), torch.tensor([0], dtype=torch.int32)
+    with pytest.raises(ValueError, match="names no segment; it must end at 10, the number of tok"):
+        varlen(q, q, q, cu, 10, False, 0.1, kernel)
+    varlen(q[:0], q[:0], q[:0], cu, 10, False, 0.1, kernel)
 
 
 def test_compiled_calls_select_by_a_length_that_varies(monkeypatch):
@@ -351,7 +513,7 @@ def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
     assert (named["order"], named["rotary"]) == (0, table.data_ptr())
     assert named["max_seqlen"] == 200
     tiles, rotated, queries = named["tiles"], named["rotated_k"], named.get("rotated_q", 0)
-    assert (made[tiles].dtype, made[tiles].shape) == (torch.int32, (1, 1, 4))
+    assert (made[tiles].dtype, made[tiles].shape) == (torch.int32, (2, 1, 4))
     assert (made[rotated].dtype, made[rotated].shape) == (x.dtype, (2, 120, 80))
     if kernel == "sm90":  # q is rotated beforehand there
         assert (made[queries].dtype, made[queries].shape) == (x.dtype, (2, 120, 80))
@@ -362,11 +524,12 @@ def test_tiled_vision_gets_views_and_workspace(kernel, megatron, monkeypatch):
     assert dqkv.stride() == x.stride() and native.calls[-1][0] == f"{prefix}_backward"
     named = native.calls[-1][1]
     dout, dq, dk, dv, length = (named[x] for x in ("dout", "dq", "dk", "dv", "max_seqlen"))
-    tiles, lse_delta = named["tiles"], named["lse_delta"]
+    assert named["tiles"] == tiles
+    lse_delta = named["lse_delta"]
     rotated, queries = named["rotated_k"], named.get("rotated_q", 0)
     assert (dq[0], dk[0], dv[0]) == tuple(part.data_ptr() for part in dqkv.unbind(1))
     assert dq[1:] == strides and dout[0] == out.data_ptr() and length == 200
-    assert made[tiles].shape == (2, 1, 4) and made[rotated].shape == (2, 120, 80)
+    assert made[rotated].shape == (2, 120, 80)
     assert (made[lse_delta].dtype, made[lse_delta].shape) == (torch.float32, (2, 2, 120))
     assert len({tiles, lse_delta, rotated, queries}) == 4
     assert made[queries].shape == (2, 120, 80) if kernel == "sm90" else queries == 0

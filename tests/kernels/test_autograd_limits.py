@@ -5,19 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from vlmkernels import (
     VisionLayout,
     linear_cross_entropy,
+    patchify,
+    resize,
     scatter_visual,
+    scatter_visual_,
     varlen_attention,
     vision_attention,
     visual_embedding,
     visual_index,
 )
+from vlmkernels.rotary import apply_rotary
 
 BORDERS = torch.tensor([0, 3, 8], dtype=torch.int32)
 IDS = torch.tensor([1, 7, 7, 2])
@@ -28,9 +34,11 @@ def layout() -> VisionLayout:
     return VisionLayout.from_grid([[1, 4, 4]], window_size=28)
 
 
+LAYOUT = layout()
+
 TWICE: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "varlen_attention": (lambda x: varlen_attention(x, x, x, BORDERS), (8, 2, 4)),
-    "vision_attention": (lambda x: vision_attention(x, layout(), window=True), (16, 3, 2, 4)),
+    "vision_attention": (lambda x: vision_attention(x, LAYOUT, window=True), (16, 3, 2, 4)),
     "table": (lambda x: visual_embedding(IDS, x, torch.ones(2, 4), INDEX), (9, 4)),
     "sparse table": (
         lambda x: visual_embedding(IDS, x, torch.ones(2, 4), INDEX, weight_grad="sparse"),
@@ -55,6 +63,106 @@ def test_a_second_derivative_is_refused(name: str):
     penalty = first.to_dense().pow(2).sum() + x.sum()  # the second term has a derivative
     with pytest.raises(RuntimeError, match=r"vlmkernels.* has no derivative: .* once, not twice"):
         penalty.backward()
+
+
+#: Ours; of torch.func; torch's own, of an autograd.Function.
+FORWARD = "no forward-mode derivative|by torch.func|must implement the jvp function"
+
+
+def test_forward_mode_is_refused():
+    """torch's own answer would be tangents of zero."""
+    for name, (function, shape) in TWICE.items():
+        x, tangent = torch.randn(2, *shape)
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=FORWARD):
+            function(forward_ad.make_dual(x, tangent))
+        with pytest.raises(RuntimeError, match=FORWARD):
+            torch.func.jvp(function, (x,), (tangent,))
+        with forward_ad.dual_level():  # tangents of other tensors are none of ours
+            other = forward_ad.make_dual(tangent, x)
+            assert torch.equal(function(x), function(x + 0 * x)), name
+            assert forward_ad.unpack_dual(other).tangent is not None
+    words, visual = torch.randn(4, 4), torch.randn(2, 4)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=FORWARD):
+        scatter_visual_(words, forward_ad.make_dual(visual, visual), INDEX)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=FORWARD):
+        dual = forward_ad.make_dual(visual, visual)
+        torch.ops.vlmkernels.scatter_visual_(words, dual, INDEX, 0, False)
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_torch_func_is_refused_in_one_sentence(name: str):
+    function, shape = TWICE[name]
+    x = torch.randn(shape)
+    for transform in (torch.func.grad, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match=r"vlmkernels.* by torch.func .*use torch.auto"):
+            transform(lambda x: function(x).sum())(x)
+    many = torch.stack([x, -x])
+    if name not in ("sparse table", "last layer"):  # without a derivative the others map
+        assert torch.equal(torch.func.vmap(function)(many)[1], function(-x))
+
+
+def _written() -> dict[str, tuple[Tensor, Callable[[Tensor], object]]]:
+    frames = torch.zeros(1, 28, 28, 3, dtype=torch.uint8)
+    rows, ops = torch.randn(2, 4), torch.ops.vlmkernels
+    return {
+        "patchify": (torch.empty(4, 1176), lambda out: patchify(frames, out=out)),
+        "resize": (
+            torch.empty(1, 7, 7, 3, dtype=torch.uint8),
+            lambda out: resize(frames, 7, 7, out=out),
+        ),
+        "scatter_visual_": (torch.ones(4, 4), lambda x: scatter_visual_(x, rows, INDEX)),
+        "its op": (torch.ones(4, 4), lambda x: ops.scatter_visual_(x, rows, INDEX, 0, False)),
+        "main_grad": (
+            torch.ones(9, 4),
+            lambda x: ops.visual_embedding_weight_grad_into(x, x[:4], IDS, INDEX, 0, 0, -1),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", _written())
+def test_autograd_sees_what_was_written(name: str):
+    """A tensor that autograd has saved and an op has written: an error in backward, no wrong
+    gradient. In inference mode there is nothing to count."""
+    out, write = _written()[name]
+    version = out._version
+    write(out)
+    assert out._version > version
+    if out.is_floating_point():
+        factor = torch.ones_like(out, requires_grad=True)
+        product = factor * out
+        write(out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+    with torch.inference_mode():
+        write(out.clone())
+
+
+def test_what_is_no_tensor_is_a_type_error():
+    x, ones = torch.randn(8, 2, 4), torch.ones(9, 4)
+    calls: dict[str, Callable[[object], object]] = {
+        "q": lambda q: varlen_attention(q, x, x, BORDERS),  # type: ignore[arg-type]
+        "k": lambda k: varlen_attention(x, k, x, BORDERS),  # type: ignore[arg-type]
+        "cu_seqlens": lambda cu: varlen_attention(x, x, x, cu),  # type: ignore[arg-type]
+        "qkv": lambda qkv: vision_attention(qkv, layout(), window=True),  # type: ignore[arg-type]
+        "input_ids": lambda ids: visual_embedding(ids, ones, None, INDEX),  # type: ignore[arg-type]
+        "weight": lambda w: visual_embedding(IDS, w, None, INDEX),  # type: ignore[arg-type]
+        "visual_index": lambda i: visual_embedding(IDS, ones, None, i),  # type: ignore[arg-type]
+        "visual": lambda v: scatter_visual(ones[:4], v, INDEX),  # type: ignore[arg-type]
+        "embeddings": lambda e: scatter_visual(e, ones[:2], INDEX),  # type: ignore[arg-type]
+        "frames": lambda f: patchify(f),  # type: ignore[arg-type]
+        "x": lambda x: apply_rotary(x, ones, ones),  # type: ignore[arg-type]
+    }
+    for name, call in calls.items():
+        for value, kind in ((None, "NoneType"), (np.ones((4, 4)), "ndarray"), ([1.0], "list")):
+            with pytest.raises(TypeError, match=rf"^{name} is a {kind}; it must be a torch"):
+                call(value)
+    with pytest.raises(TypeError, match="pass torch.from_numpy"):
+        visual_index(IDS.numpy(), 7)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="layout is a NoneType; it must be a VisionLayout"):
+        vision_attention(torch.randn(16, 3, 2, 4), None, window=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="grid_thw is None"):
+        VisionLayout.from_grid(None)  # type: ignore[arg-type]
+    assert visual_index(IDS, np.int64(7)).tolist() == [-1, 0, 1, -1]  # type: ignore[arg-type]
 
 
 def test_a_layout_seen_in_inference_mode_can_be_trained_with():

@@ -140,6 +140,19 @@ def test_info_tells_what_is_on_and_why_something_is_off():
         assert lines["GPU"].startswith("none: ")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells of this machine's GPU only")
+def test_info_says_what_each_gpu_gets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_native, "cuda_archs", lambda: ("80", "90a"))
+    monkeypatch.setattr(info.select, "flash_attn", lambda: None)
+    lines = info.attention_lines()
+    of_128 = "varlen_attention, bfloat16, head_dim 128: window up to 64"
+    for gpus, longer in (("8.0, 10.0", "sm80"), ("8.6, 8.9, 12.0", "sdpa"), ("9.0", "sm90")):
+        assert f"on CUDA {gpus}: {of_128}, {longer} above" in lines
+    monkeypatch.setattr(_native, "cuda_archs", lambda: ("90a",))
+    off = "on CUDA 8.0, 8.6, 8.9, 10.0, 12.0: sm80: off, vlmkernels was built for 90a"
+    assert off in info.attention_lines()
+
+
 def rows() -> list[str]:
     return info.report().splitlines()
 
@@ -203,14 +216,21 @@ def test_source_distribution_holds_what_is_compiled(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "cuda, succeeds, says",
+    "option, succeeds, says",
     [
-        ("ON", False, "VLMKERNELS_CUDA=ON, but no working nvcc was found: set CUDACXX to it"),
-        ("AUTO", True, "==== vlmkernels: CUDA kernels OFF: no working nvcc was found"),
-        ("MAYBE", False, "VLMKERNELS_CUDA is 'MAYBE'; it must be AUTO, ON or OFF"),
+        ("=ON", False, "VLMKERNELS_CUDA=ON, but no working nvcc was found: set CUDACXX to it"),
+        ("=AUTO", True, "==== vlmkernels: CUDA kernels OFF: no working nvcc was found"),
+        ("=MAYBE", False, "VLMKERNELS_CUDA is 'MAYBE'; it must be AUTO, ON or OFF"),
+        ("_ARCHS=80;90a;100f;120", True, "CUDA kernels OFF"),
+        ("_ARCHS=90a", True, "CUDA kernels OFF"),
+        ("_ARCHS=80;90;90a", False, "code for 90 has no wgmma, and the kernels for Hopper would"),
+        ("_ARCHS=75", False, "VLMKERNELS_CUDA_ARCHS is '75' (default 80;90a): '75' is none from"),
+        ("_ARCHS=sm_90a", False, "'sm_90a' is none from 80 on"),
+        ("_ARCHS=90a;80", False, "the first one's PTX is for GPUs that came later; it must be a"),
+        ("_ARCHS=", False, "it must be a plain one, such as 80"),
     ],
 )
-def test_build_without_nvcc(cuda: str, succeeds: bool, says: str, tmp_path: Path):
+def test_build_without_nvcc(option: str, succeeds: bool, says: str, tmp_path: Path):
     pytest.importorskip("pybind11")
     if not (ROOT / "CMakeLists.txt").exists():
         pytest.skip("no source tree")
@@ -224,7 +244,7 @@ def test_build_without_nvcc(cuda: str, succeeds: bool, says: str, tmp_path: Path
             *(cmake, "-S", str(ROOT), "-B", str(tmp_path), "-GNinja"),
             f"-DCMAKE_MAKE_PROGRAM={ninja}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-DVLMKERNELS_CUDA={cuda}",
+            f"-DVLMKERNELS_CUDA{option}",
         ],
         env={**os.environ, "CUDACXX": str(tmp_path / "no-nvcc")},
         capture_output=True,

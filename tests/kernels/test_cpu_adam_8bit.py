@@ -211,18 +211,6 @@ def test_state_loads_from_and_into_the_other_types(other: torch.dtype) -> None:
     assert all(third.state[p]["step"].item() == 5 for p in third_params)
 
 
-def test_plain_adamw_refuses_the_codes() -> None:
-    """It must not take codes for moments: torch would turn them into floats from 0 to 255."""
-    params = parameters([(64,)])
-    ours = CPUAdam(params, moments=EIGHT_BIT)
-    params[0].grad = gradient(params[0])
-    ours.step()
-    plain = torch.optim.AdamW(params)
-    plain.load_state_dict(ours.state_dict())
-    with pytest.raises(KeyError, match="exp_avg"):
-        plain.step()
-
-
 def test_a_nan_stays_in_its_block() -> None:
     params = parameters([(600,)])
     ours = CPUAdam(params, lr=0.01, moments=EIGHT_BIT)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import _native, scatter_visual, visual_embedding, visual_index
+from vlmkernels import _native, scatter_visual, scatter_visual_, visual_embedding, visual_index
 from vlmkernels.embedding import gradients as ops_of_gradients
 from vlmkernels.embedding import lookup
 from vlmkernels.embedding.lookup import visual_embedding_reference
@@ -263,6 +263,32 @@ def test_dweight_is_an_fp32_sum_in_order(dtype: torch.dtype) -> None:
         assert_bitwise("dweight", dweight, sums.to(dtype))
 
 
+def with_long_runs(hidden: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """As make's, and a gradient: ids at 64 positions, 65 and 400, and once, in random order."""
+    ids = torch.arange(4).repeat_interleave(torch.tensor([64, 65, 400, 1])) + IMAGE + 1
+    ids = torch.cat((ids[torch.randperm(len(ids))], torch.tensor([IMAGE])))
+    rows = (torch.randn(n, hidden).to(dtype) for n in (VOCABULARY, 1, len(ids)))
+    weight, visual, dout = rows
+    return ids, weight, visual, visual_index(ids, IMAGE), dout
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_dweight_of_long_runs_is_a_sum_of_16_parts(name: str, dtype: torch.dtype) -> None:
+    ids, weight, visual, index, dout = with_long_runs(530, dtype)
+    sums = torch.zeros(VOCABULARY, 530)
+    for token in ids[:-1].unique().tolist():
+        rows = dout[ids == token].float()
+        for part in rows.split(len(rows) if len(rows) <= 64 else -(-len(rows) // 16)):
+            of_part = torch.zeros(530)
+            for row in part:
+                of_part += row
+            sums[token] += of_part
+    with isa(name):
+        dweight, _ = gradients(visual_embedding, ids, weight, visual, index, dout)
+    assert_bitwise("dweight", dweight, sums.to(dtype))
+
+
 def test_fp16_and_bf16_conversions_are_exact() -> None:
     """Every finite 16-bit pattern as a gradient of its own row comes back unchanged."""
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
@@ -367,12 +393,12 @@ def test_opcheck() -> None:
     check = torch.library.opcheck
     for w, v in ((weight.requires_grad_(), visual.requires_grad_()), (weight.detach(), None)):
         for kind in kinds:
-            check(ops.visual_embedding.default, (ids, w, v, index, 0, False, 6, 6, -1, kind))
+            check(ops.visual_embedding.default, (ids, w, v, index, 0, False, 6, 6, -1, kind, True))
     embeddings = torch.randn(6, 6, requires_grad=True)
-    check(ops.scatter_visual.default, (embeddings, visual, index, 6))
-    check(ops.scatter_visual.default, (embeddings, None, index, 6))
+    check(ops.scatter_visual.default, (embeddings, visual, index, 6, True))
+    check(ops.scatter_visual.default, (embeddings, None, index, 6, True))
     plain, rows = embeddings.detach(), visual.detach()
-    check(ops.scatter_visual_.default, (plain.clone(), rows, index, 6))
+    check(ops.scatter_visual_.default, (plain.clone(), rows, index, 6, True))
     dout = torch.randn(6, 6)
     for kind in kinds:
         check(ops.visual_embedding_visual_grad.default, (dout, index, 6, len(visual), kind))
@@ -464,7 +490,15 @@ def test_wrong_arguments() -> None:
     refuse("weight is not contiguous", weight=torch.randn(8, VOCABULARY).t())
     refuse(rf"visual is bfloat16 \[{n}, 8\].* must be float32", visual=visual.bfloat16())
     refuse("visual has rows of 7 elements.* weight's, 8", visual=torch.randn(n, 7))
-    refuse("visual is a list", visual=[1])
+    few = torch.where(index == n - 1, -1, index)
+    refuse(
+        rf"visual has {n} rows, but visual_index has {n - 1} positions",
+        visual=visual,
+        visual_index=few,
+    )
+    for padding_idx in (-14, 13):
+        refuse(rf"padding_idx is {padding_idx}; .* -13 to 12", padding_idx=padding_idx)
+    refuse("padding_idx is -1; with vocab_range", padding_idx=-1, vocab_range=(0, 13))
     refuse(r"vocab_range is \(0, 12\).* rows, 13", vocab_range=(0, 12))
     refuse(r"vocab_range is \(-1, 12\)", vocab_range=(-1, 12))
     refuse("12 positions, which 5 shards cannot share equally", shard=(0, 5))
@@ -476,6 +510,25 @@ def test_wrong_arguments() -> None:
         scatter_visual(embeddings, visual, index, shard=(0, 2))
     with pytest.raises(ValueError, match=r"visual is float16 .* must be float32"):
         scatter_visual(embeddings, visual.half(), index)
+    for scatter in (scatter_visual, scatter_visual_):
+        with pytest.raises(ValueError, match=rf"{n} rows, but .* {n - 1} positions.* allow_unused"):
+            scatter(embeddings, visual, few)
+        with pytest.raises(ValueError, match=rf"{n} rows, but visual_index has {n - 1} positions"):
+            torch.compile(scatter, backend="aot_eager")(embeddings.clone(), visual, few)
+
+
+def test_rows_that_are_not_for_here() -> None:
+    """Of other ranks, or padding: with allow_unused, and always with a shard."""
+    ids, weight, visual, index = make(12, 8, torch.float32)
+    more = torch.cat([visual, torch.randn(2, 8)])
+    whole = today(ids, weight, visual)
+    out = visual_embedding(ids, weight, more, index, allow_unused=True)
+    assert_bitwise("allow_unused", out, whole)
+    for scatter in (scatter_visual, scatter_visual_):
+        out = scatter(weight[ids], more, index, allow_unused=True)
+        assert_bitwise("scatter, allow_unused", out, whole)
+        out = scatter(weight[ids][6:], more, index, shard=(1, 2))
+        assert_bitwise("scatter, shard", out, whole[6:])
 
 
 def test_strided_inputs_are_taken_as_they_are() -> None:
@@ -507,10 +560,10 @@ def test_cuda_functions_take_what_the_launchers_pass(monkeypatch: pytest.MonkeyP
     ops = torch.ops.vlmkernels
     ids, weight, visual, index = make(0, 8, torch.bfloat16)
     none, kind = weight[:0], torch.float32
-    out = ops.visual_embedding(ids, weight, visual, index, 0, False, 0, 0, -1, kind)
+    out = ops.visual_embedding(ids, weight, visual, index, 0, False, 0, 0, -1, kind, True)
     assert (out.dtype, out.shape) == (kind, (0, 8))
-    assert ops.scatter_visual(none, visual, index, 0).shape == (0, 8)
-    assert ops.scatter_visual_(none, visual, index, 0) is None
+    assert ops.scatter_visual(none, visual, index, 0, True).shape == (0, 8)
+    assert ops.scatter_visual_(none, visual, index, 0, True) is None
     assert ops.visual_embedding_visual_grad(none, index, 0, 0, kind).shape == (0, 8)
     arguments = (ids, index, 0, 13, 0, -1, kind)
     with poisoned():

@@ -192,9 +192,9 @@ def test_frozen_inputs_cost_nothing(mode: Any) -> None:
 @pytest.mark.parametrize("mode", ["dense", "sparse", "main_grad"])
 def test_padding_id_gets_no_gradient(mode: Any) -> None:
     """As torch.nn.Embedding(padding_idx=..), also where the id stands at the borders of a range."""
-    for padding in (0, IMAGE + 1, VOCABULARY - 1):
+    for padding in (0, IMAGE + 1, VOCABULARY - 1, -1, -VOCABULARY):
         ids, weight, visual, index, dout = case({}, torch.float32, 60, 8)
-        ids[(index < 0).nonzero()[:2, 0]] = padding
+        ids[(index < 0).nonzero()[:2, 0]] = padding % VOCABULARY
         table = weight.clone().requires_grad_()
         mask = (index >= 0)[:, None].expand(-1, 8)
         words = F.embedding(ids, table, padding_idx=padding).masked_scatter(mask, visual)
@@ -203,6 +203,8 @@ def test_padding_id_gets_no_gradient(mode: Any) -> None:
         table.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
         out = visual_embedding(ids, table, visual, index, padding_idx=padding, weight_grad=mode)
         assert_bitwise("out", out.detach(), words.detach())
+        meant = visual_embedding_reference(ids, table, visual, index, padding_idx=padding)
+        torch.testing.assert_close(torch.autograd.grad(meant, table, dout)[0], expected)
         out.backward(dout)
         got = table.main_grad if mode == "main_grad" else table.grad  # type: ignore[attr-defined]
         got = got.to_dense() if got.is_sparse else got
@@ -356,6 +358,20 @@ def test_compile(dynamic: bool) -> None:
 
     def sparse(ids: Tensor, weight: Tensor, visual: Tensor, index: Tensor) -> Tensor:
         return visual_embedding(ids, weight, visual, index, weight_grad="sparse")
+
+    def written(words: Tensor, visual: Tensor, index: Tensor) -> Tensor:
+        return scatter_visual_(words, visual, index).sum()
+
+    for grad in (False, True):  # into an input of the graph, which the caller has
+        words, rows = torch.randn(20, 8), visual.float().detach().requires_grad_(grad)
+        expected = scatter_visual(words, rows, index)
+        compiled = torch.compile(written, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        total = compiled(words, rows, index)
+        assert_bitwise("words", words.detach(), expected.detach())
+        assert_bitwise("total", total.detach(), expected.sum().detach())
+        if grad:
+            (drows,) = torch.autograd.grad(total, rows)
+            assert_bitwise("drows", drows, torch.ones_like(rows))
 
     with pytest.raises(Exception, match="weight_grad='sparse' can't be compiled"):
         torch.compile(sparse, fullgraph=True, backend="aot_eager")(ids, weight, visual, index)

@@ -381,14 +381,12 @@ def test_main_grad_was_added_for_another_gradient() -> None:
         loss.backward(create_graph=True)
 
 
-def test_a_second_derivative_and_forward_mode_are_refused() -> None:
+def test_a_second_derivative_is_refused() -> None:
     x, weight, targets = make(5, 9, 4, torch.float32)
     loss = linear_cross_entropy(x, weight, targets)
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(RuntimeError, match="linear_cross_entropy.* once, not twice"):
         first.square().sum().backward()
-    with pytest.raises(Exception, match="jvp|forward mode|forward AD|forward-mode"):
-        torch.func.jvp(lambda h: linear_cross_entropy(h, weight, targets), (x,), (x,))
 
 
 # ---- torch.library and torch.compile -------------------------------------------------------------
@@ -440,16 +438,24 @@ def test_targets_out_of_range() -> None:
 def test_wrong_arguments() -> None:
     x, weight, targets = make(9, 13, 4, torch.float32)
     for arguments, options, message in (
-        ((x.detach().numpy(), weight, targets), {}, r"hidden is a ndarray; it must be float32 or"),
+        (
+            (x.detach().numpy(), weight, targets),
+            {},
+            r"hidden is a ndarray; it must be a torch.Tensor",
+        ),
         ((x.double(), weight, targets), {}, r"hidden is float64 \[9, 4\] on cpu"),
         ((x[None], weight, targets), {}, r"hidden is float32 \[1, 9, 4\]"),
         ((x.to("meta"), weight, targets), {}, "hidden is on meta; .* runs on the CPU only"),
-        ((x, None, targets), {}, "weight is a NoneType; it must be float32"),
+        ((x, None, targets), {}, "weight is a NoneType; it must be a torch.Tensor"),
         ((x, weight.bfloat16(), targets), {}, "weight is bfloat16 .* it must be float32"),
         ((x, weight[:, :3].contiguous(), targets), {}, "weight has rows of 3 elements; .* 4"),
         ((x, weight[::2], targets), {}, "weight is not contiguous; pass weight.contiguous"),
         ((x, weight[:0], targets), {}, "weight has no rows"),
-        ((x, weight, numpy.zeros(9, numpy.int64)), {}, "targets is a ndarray; it must be int64"),
+        (
+            (x, weight, numpy.zeros(9, numpy.int64)),
+            {},
+            "targets is a ndarray; it must be a torch.Tensor",
+        ),
         ((x, weight, targets.int()), {}, r"targets is int32 \[9\]"),
         ((x, weight, targets[:8]), {}, "targets has 8 entries; it must have hidden's 9 rows"),
         ((x, weight, targets), {"reduction": "max"}, "reduction is 'max'"),
@@ -461,5 +467,5 @@ def test_wrong_arguments() -> None:
         ((x, weight, targets), {"grad_scale": torch.ones(9)}, r"grad_scale is float32 \[9\]"),
         ((x, weight, targets), {"vocab_range": (0, 13)}, "group is None and vocab_range"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             linear_cross_entropy(*arguments, **options)  # type: ignore[arg-type]

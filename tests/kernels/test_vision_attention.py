@@ -60,7 +60,8 @@ def noise_of(
     q, k, v = qkv.detach().double().unbind(1)
     table = layout.rotary_table(qkv.shape[-1])
     cu, permutation, _ = layout.segments(window)
-    order = torch.arange(layout.num_patches) if permutation is None else permutation.long()
+    everything = torch.arange(layout.num_patches, device=qkv.device)
+    order = everything if permutation is None else permutation.long()
     rows = (x[order] for x in (rotate(q, table), rotate(k, table), v, dout))
     noise = rounding_noise(*rows, cu, scale, False)
     return {name: torch.empty_like(x).index_copy(0, order, x) for name, x in noise.items()}

@@ -200,3 +200,20 @@ def test_bad_rotary_is_named():
         layout.rotary_table(6)
     with pytest.raises(ValueError, match="windowed is True, but this layout was made without"):
         layout.rotary(8, windowed=True)
+
+
+def test_layouts_are_compared_by_value():
+    one, same = (VisionLayout.from_grid([[1, 4, 6]], window_size=56) for _ in range(2))
+    one.rotary_table(8)  # what has been computed from it does not count
+    assert one == same and hash(one) == hash(same) and len({one, same}) == 1
+    assert not one != same
+    others = (
+        VisionLayout.from_grid([[1, 4, 6]]),
+        VisionLayout.from_grid([[1, 6, 4]], window_size=56),
+        VisionLayout.from_grid([[1, 4, 6]], window_size=28),
+        one.in_window_order(),
+        one.padded(1),
+        one.to("meta"),
+        None,
+    )
+    assert not any(one == other for other in others)

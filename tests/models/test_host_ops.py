@@ -33,8 +33,8 @@ def compare(ours: Op, plain: Op, inputs: list[Tensor | None], *, consumes_first:
     upstream = torch.randn(plain(*inputs).shape)
     exact = run(plain, torch.float64, False)
     stock = run(plain, torch.float32, False)
-    mine = run(ours, torch.float32, consumes_first)
-    for got, peer, want in zip(mine, stock, exact, strict=True):
+    results = run(ours, torch.float32, consumes_first)
+    for got, peer, want in zip(results, stock, exact, strict=True):
         assert_accurate("result", got, peer, want)
 
 

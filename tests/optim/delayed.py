@@ -29,21 +29,25 @@ class DelayedTransfers:
     def __init__(self) -> None:
         self.random = random.Random(random.getrandbits(32))
         self.pending: list[Copy] = []
-        self.d2h_copies = self.h2d_copies = self.bytes = 0
+        self.d2h_copies = self.h2d_copies = self.calls = self.bytes = 0
         self.lock = threading.RLock()
 
-    def d2h(self, source: Tensor, target: Tensor, after: Any = None) -> Copy:
-        self.d2h_copies += 1
-        return self._begin(source, target, after)
+    def d2h(self, sources: list[Tensor], targets: list[Tensor], after: Any = None) -> list[Copy]:
+        self.d2h_copies += len(sources)
+        self.calls += 1
+        pairs = zip(sources, targets, strict=True)
+        return [self._begin(source, target, after) for source, target in pairs]
 
-    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Copy:
-        assert source.dtype == target.dtype and source.is_contiguous()
-        self.h2d_copies += 1
-        return self._begin(source, target)
+    def h2d(self, sources: list[Tensor], targets: list[Tensor], unread: bool = False) -> list[Copy]:
+        pairs = list(zip(sources, targets, strict=True))
+        assert all(s.dtype == t.dtype and s.is_contiguous() for s, t in pairs)
+        self.h2d_copies += len(pairs)
+        self.calls += 1
+        return [self._begin(source, target) for source, target in pairs]
 
-    def wait(self, ticket: Copy) -> None:
+    def wait(self, ticket: list[Copy]) -> None:
         with self.lock:
-            while not ticket.done:
+            while not all(copy.done for copy in ticket):
                 self._finish_one()
 
     device_wait = wait

@@ -1,5 +1,6 @@
 """One of two ranks, see test_hybrid.py. Their gradients change after the backward pass without a
-new version: bits must be those of CPUAdam on the same gradients. DTensors are refused."""
+new version: bits must be those of CPUAdam on the same gradients. CPUAdam steps the shards of FSDP2
+as torch's AdamW does; HybridDeviceOptimizer refuses them."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.kernels.numeric import assert_bitwise  # noqa: E402
@@ -35,31 +37,80 @@ def bucket_views(model: nn.Module, rank: int, optimizer: Any) -> None:
         parallel(torch.full((2, 6), rank + 1.0)).square().sum().backward()
 
 
-def shards_are_refused() -> None:
-    """DTensors, as FSDP2 makes parameters, have no memory of their own."""
+def sharded(seed: int) -> nn.Module:
+    """By FSDP2, with shards of different sizes and one without elements."""
+    torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (2,))
-    model = fully_shard(nn.Linear(6, 4), mesh=mesh)
+    return fully_shard(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)), mesh=mesh)
+
+
+def train_shards(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 6), rank + step + 1.0)).square().sum().backward()
+        optimizer.step()
+
+
+def shards_are_stepped(rank: int) -> None:
+    for moments in (torch.float32, torch.bfloat16):
+        models = [sharded(2) for _ in range(3)]
+        ours = CPUAdam(models[0].parameters(), lr=0.1, moments=moments)
+        theirs = torch.optim.AdamW(models[1].parameters(), lr=0.1, fused=True)
+        train_shards(models[0], ours, rank)
+        train_shards(models[1], theirs, rank)
+        weights, state = copy.deepcopy(get_state_dict(models[0], ours))
+        # The whole state is on its way through files, and comes back in another optimizer.
+        fresh = CPUAdam(models[2].parameters(), lr=0.1, moments=moments)
+        set_state_dict(models[2], fresh, model_state_dict=weights, optim_state_dict=state)
+        for model, optimizer in ((models[0], ours), (models[1], theirs), (models[2], fresh)):
+            train_shards(model, optimizer, rank)
+        everything = zip(*(model.parameters() for model in models), strict=True)
+        for param, peer, resumed in everything:
+            assert_bitwise("resumed", resumed.to_local().detach(), param.to_local().detach())
+            if moments == torch.float32:
+                assert_bitwise("shard", param.to_local().detach(), peer.to_local().detach())
+                for key in ("exp_avg", "exp_avg_sq"):
+                    moment, expected = ours.state[param][key], theirs.state[peer][key]
+                    assert moment.placements == expected.placements and moment.shape == param.shape
+                    assert_bitwise(key, moment.to_local(), expected.to_local())
+
+
+def refused(call: Any, *words: str) -> None:
+    try:
+        call()
+    except ValueError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def what_shards_are_refused() -> None:
+    model = sharded(3)
     for make in (
-        CPUAdam,
         HybridDeviceOptimizer,
         lambda params: HybridDeviceOptimizer(params, offload_fraction=0.0),
     ):
-        try:
-            make(model.parameters())
-        except ValueError as error:
-            assert "a parameter is a DTensor" in str(error) and "to_local()" in str(error), error
-        else:
-            raise AssertionError("a DTensor was taken")
-    param = nn.Parameter(torch.zeros(6))
-    optimizer = CPUAdam([param])
-    param.decoupled_grad = distribute_tensor(torch.ones(6), mesh)  # type: ignore[attr-defined]
-    for use in (optimizer.step, optimizer.grad_norm):
-        try:
-            use()
-        except ValueError as error:
-            assert "a gradient is a DTensor" in str(error), error
-        else:
-            raise AssertionError("a DTensor was taken")
+        refused(lambda make=make: make(model.parameters()), "a parameter is a DTensor", "to_local")
+    for settings in ({"moments": torch.uint8}, {"nonfinite": "skip"}):
+        refused(lambda x=settings: CPUAdam(model.parameters(), **x), "a parameter is a DTensor")
+    optimizer = CPUAdam(model.parameters())
+    refused(lambda: optimizer.set_low_precision(model[0].bias, torch.zeros(1)), "is a DTensor")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    refused(optimizer.grad_norm, "parameters are DTensors")
+    optimizer.step()
+    state = optimizer.state[model[0].weight]
+    state["exp_avg"] = state["exp_avg"].redistribute(placements=[Replicate()])
+    refused(optimizer.step, "exp_avg of a parameter is spread as (Replicate()", "redistribute")
+    del optimizer.state[model[0].weight]
+    model[0].weight.grad = model[0].weight.grad.redistribute(placements=[Replicate()])
+    refused(optimizer.step, "a gradient is spread as (Replicate()", "redistribute")
+    plain = nn.Parameter(torch.zeros(6))
+    plain.decoupled_grad = distribute_tensor(  # type: ignore[attr-defined]
+        torch.ones(6), model[0].weight.device_mesh
+    )
+    for use in (CPUAdam([plain]).step, CPUAdam([plain]).grad_norm):
+        refused(use, "a gradient is a DTensor")
 
 
 def main() -> None:
@@ -77,7 +128,8 @@ def main() -> None:
                 optimizer.zero_grad()
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert_bitwise(train.__name__, a.detach(), b.detach())
-    shards_are_refused()
+    shards_are_stepped(rank)
+    what_shards_are_refused()
     dist.destroy_process_group()
 
 

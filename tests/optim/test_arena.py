@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import io
 import random
+import subprocess
+import sys
 import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from vlmkernels.optim import PinnedArena
+from tests.kernels.numeric import assert_bitwise
+from vlmkernels.optim import HybridDeviceOptimizer, PinnedArena
+from vlmkernels.optim.transfer import HostTransfers
 
 
 def test_tensors_do_not_overlap_and_return_their_memory():
@@ -85,3 +95,179 @@ def test_many_threads():
 def test_a_bad_size_is_named():
     with pytest.raises(ValueError, match="slab_bytes is 100; it must be at least 4096"):
         PinnedArena(slab_bytes=100)
+
+
+# ---- page-locked memory, on a fake CUDA runtime --------------------------------------------------
+
+GPU = torch.device("cuda", 1)
+
+
+class FakeCuda:
+    """Takes ranges as the CUDA runtime does: one that overlaps a registered one is error 712."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, budget: int = 1 << 40) -> None:
+        self.registered: dict[int, int] = {}
+        self.calls: list[str] = []
+        self.device: Any = None
+        self.budget = budget
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", self.on)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.call("synchronize"))
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, device
+        yield
+        self.device = before
+
+    def call(self, name: str) -> None:
+        assert self.device == GPU, f"{name} on {self.device}"
+        self.calls.append(name)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.call("register")
+        assert address % 4096 == size % 4096 == 0, "whole pages: no two ranges share one"
+        if any(a < address + size and address < a + s for a, s in self.registered.items()):
+            return 712
+        if sum(self.registered.values()) + size > self.budget:
+            return 2
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.call("unregister")
+        return 0 if self.registered.pop(address, 0) else 713
+
+
+@pytest.mark.parametrize("survivor", ["nothing", "a tensor", "a cycle", "the arena"])
+def test_every_range_is_unregistered_before_it_is_freed(
+    survivor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And after the copies under way are done: whatever dies last."""
+    cuda = FakeCuda(monkeypatch)
+    arena = PinnedArena(slab_bytes=(1 << 20) - 1, device=GPU)
+    tensors = [arena.empty(size, torch.uint8) for size in (100, 1000, 3 << 20)]
+    for slab in arena._slabs:
+        weakref.finalize(slab.memory.untyped_storage(), cuda.calls.append, "freed")
+    slab = None
+    assert len(cuda.registered) == 2
+    cuda.calls.clear()
+    if survivor == "a tensor":
+        last = tensors.pop()
+        del arena
+        tensors.clear()
+        assert any(a <= last.data_ptr() < a + size for a, size in cuda.registered.items())
+        assert not last.fill_(1).eq(0).any()
+        del last
+    elif survivor == "a cycle":
+        tensors.append(arena)
+        tensors.append(tensors)
+        del arena, tensors
+        gc.collect()
+    elif survivor == "the arena":
+        tensors.clear()
+        assert arena.reserved_bytes == 0
+    else:
+        tensors.clear()
+        del arena
+    assert not cuda.registered
+    order = [call for call in cuda.calls if call != "freed"]
+    assert order == ["synchronize", "unregister"] * 2
+    for i in range(1, 3):  # a range's end follows its own unregistering
+        freed = [n for n, call in enumerate(cuda.calls) if call == "freed"][i - 1]
+        assert cuda.calls[:freed].count("unregister") >= i
+
+
+def test_a_second_optimizer_can_page_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large blocks are mapped anew: the next arena gets the address of the last."""
+    FakeCuda(monkeypatch)
+    addresses = set()
+    for _ in range(5):
+        arena = PinnedArena(slab_bytes=64 << 20, device=GPU)
+        addresses.add(arena.empty(8, torch.uint8).data_ptr())
+        del arena
+    print(f"{len(addresses)} addresses")
+
+
+def test_a_refused_range_is_named_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reports the error once more at the next launch: that must not be the model's."""
+    cuda = FakeCuda(monkeypatch, budget=1 << 20)
+    arena = PinnedArena(slab_bytes=1 << 20, device=GPU)
+    tensor = arena.empty(8, torch.uint8)
+    launched = []
+    monkeypatch.setattr(torch, "ones", lambda n, device: launched.append(device))
+    with pytest.raises(RuntimeError, match="2097152 bytes .* can't be page-locked .CUDA error 2"):
+        arena.empty(2 << 20, torch.uint8)
+    assert launched == [GPU] and len(cuda.registered) == 1
+    del arena, tensor
+    assert not cuda.registered and cuda.calls.count("unregister") == 1
+
+
+class LateUploads(HostTransfers):
+    """New values are on their way to the device until it is waited for."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[torch.Tensor, int]] = []
+
+    def h2d(self, source: Any, target: Any, unread: bool = False) -> None:
+        sources, targets = (x if isinstance(x, list) else [x] for x in (source, target))
+        self.pending += [(t, s.data_ptr()) for s, t in zip(sources, targets, strict=True)]
+
+    def finish(self) -> None:
+        for target, address in self.pending:
+            ctypes.memmove(target.data_ptr(), address, target.nbytes)
+        self.pending.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_optimizer_dropped_right_after_a_step_has_made_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, late = FakeCuda(monkeypatch), LateUploads()
+    monkeypatch.setattr(torch.cuda, "synchronize", late.finish)
+    start, grad = (torch.randn(100_000).to(dtype) for _ in range(2))
+    found = []
+    for transfers in (HostTransfers(), late):
+        param = torch.nn.Parameter(start.clone())
+        param.grad = grad
+        optimizer = HybridDeviceOptimizer(
+            [param], lr=0.1, transfers=transfers, bucket_bytes=1 << 16
+        )
+        optimizer._host._arena = PinnedArena(device=GPU)
+        optimizer.step()
+        assert transfers is not late or late.pending
+        del optimizer
+        assert not cuda.registered and not late.pending
+        found.append(param.detach())
+    assert_bitwise("param", found[1], found[0])
+
+
+AT_THE_END = """
+import os, sys, torch
+from contextlib import nullcontext
+class Fake:
+    def cudaHostRegister(self, address, size, flags): print("register", address); return 0
+    def cudaHostUnregister(self, address): print("unregister", address, flush=True); return 0
+torch.cuda.cudart, torch.cuda.device = Fake, nullcontext
+torch.cuda.synchronize = lambda: print("synchronize", flush=True)
+from vlmkernels.optim import PinnedArena
+arena = PinnedArena(slab_bytes=1 << 20, device=torch.device("cuda", 0))
+kept = [arena.empty(size, torch.uint8) for size in (8, 3 << 20)]
+sys.stdout.flush()
+if os.fork() == 0:
+    kept.clear()
+    arena.reserved_bytes
+    sys.exit()
+os.wait()
+print("the child has ended", flush=True)
+"""
+
+
+def test_the_end_of_python_and_of_a_forked_child() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    lines = done.stdout.splitlines()
+    registered = [line.split()[1] for line in lines[:2]]
+    assert lines[:3] == [*(f"register {a}" for a in registered), "the child has ended"]
+    assert [x.split()[0] for x in lines[3:]] == ["synchronize", "unregister"] * 2
+    assert {line.split()[1] for line in lines[4::2]} == set(registered)

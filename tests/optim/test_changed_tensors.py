@@ -121,6 +121,16 @@ def test_scales_of_another_size_are_named(make: Callable[..., Any]) -> None:
         optimizer.step()
 
 
+def test_a_master_that_was_left_out_is_put_back() -> None:
+    for fraction in (0.0, 1.0):
+        params = weights(torch.bfloat16)
+        optimizer = HybridDeviceOptimizer(params, offload_fraction=fraction)
+        optimizer.step()
+        master = optimizer.state[params[1]].pop("master")
+        optimizer.step()
+        assert optimizer.state_dict()["state"][1]["master"] is master
+
+
 def test_a_master_of_another_shape_is_named() -> None:
     for fraction in (0.0, 1.0):
         params = weights(torch.bfloat16)

@@ -180,6 +180,18 @@ def test_a_large_tensor_goes_in_pieces(moments: torch.dtype):
             assert_bitwise("cut", a, b)
 
 
+def test_small_tensors_go_by_the_bucket():
+    params = [nn.Parameter(torch.randn(8).bfloat16()) for _ in range(300)]
+    for param in params:
+        param.grad = torch.randn(8).bfloat16()
+    transfers = DelayedTransfers()
+    optimizer = HybridDeviceOptimizer(params, bucket_bytes=1024, transfers=transfers)
+    optimizer.step()
+    assert (transfers.d2h_copies, transfers.h2d_copies) == (300, 300)
+    assert transfers.calls == 2 * 5  # 64 of 16 bytes a bucket
+    optimizer.check_masters()
+
+
 def test_gradients_are_copied_during_backward():
     model = Model()
     transfers = DelayedTransfers()

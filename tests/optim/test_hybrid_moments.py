@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.kernels.numeric import assert_bitwise
 from tests.optim.delayed import DelayedTransfers
 from tests.optim.test_hybrid import Model, Reference, assert_same_model, batches, hybrid, train
 from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise, device_step
-from vlmkernels.optim.state import fit_moments, moment_keys
+from vlmkernels.optim.state import fit_moments, moment_keys, moment_tensors
 
 
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
@@ -102,6 +102,18 @@ def test_state_of_other_moments_is_taken(other: torch.dtype):
         again.load_state_dict(broken)
 
 
+def on_host(
+    settings: dict[str, Any],
+    params: list[nn.Parameter],
+    masters: list[Tensor],
+    states: list[dict[str, Any]],
+    scale: float,
+) -> None:
+    pointers = [device_step.host_pointers(*x) for x in zip(params, masters, states, strict=True)]
+    moments = moment_tensors(states[0])[0].dtype
+    device_step.step_on_host(settings, params, pointers, moments, scale)
+
+
 @pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
 def test_the_device_s_own_step(moments: torch.dtype):
     """What a GPU does with parameters that stay there, in plain torch, against the native step:
@@ -109,7 +121,7 @@ def test_the_device_s_own_step(moments: torch.dtype):
     grads = [torch.randn(n) * 10.0 ** torch.randint(-6, 1, (n,)) for n in (1000, 256, 7)]
     start = [torch.randn(g.shape) for g in grads]
     found = []
-    for step in (device_step._native, device_step._fused):
+    for step in (on_host, device_step.step_on_device):
         params = [nn.Parameter(x.bfloat16()) for x in start]
         masters, states = [x.clone() for x in start], []
         for param in params:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.kernels.numeric import assert_bitwise
-from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer
+from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise
 
 BOTH = pytest.mark.parametrize("make", [CPUAdam, HybridDeviceOptimizer])
 
@@ -27,14 +29,14 @@ def weight() -> nn.Parameter:
 @BOTH
 @pytest.mark.parametrize("flag", ["maximize", "amsgrad"])
 def test_forms_of_adam_that_are_not_offered(make: Callable[..., Any], flag: str) -> None:
-    with pytest.raises(ValueError, match=f"a parameter group has {flag}=True"):
+    with pytest.raises(ValueError, match=f"parameter group 0 has {flag}=True"):
         make([{"params": [weight()], flag: True}])
     optimizer = make([{"params": [weight()], flag: False}])
-    with pytest.raises(ValueError, match=f"a parameter group has {flag}=True"):
+    with pytest.raises(ValueError, match=f"parameter group 1 has {flag}=True"):
         optimizer.add_param_group({"params": [weight()], flag: True})
     assert len(optimizer.param_groups) == 1
     optimizer.param_groups[0][flag] = True
-    with pytest.raises(ValueError, match=f"a parameter group has {flag}=True"):
+    with pytest.raises(ValueError, match=f"parameter group 0 has {flag}=True"):
         optimizer.step()
 
 
@@ -118,7 +120,240 @@ def test_a_deleted_optimizer_leaves_no_hooks() -> None:
 
 
 @BOTH
-def test_numbers_that_are_not_one_number(make: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="lr is .*; it must be one number"):
-        make([weight()], lr=torch.tensor([0.1, 0.2]))
-    make([weight()], lr=torch.tensor(0.1)).step()
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("lr", torch.tensor([0.1, 0.2]), "lr{} is .*; it must be one number"),
+        ("lr", "fast", "lr{} is fast; it must be one number"),
+        ("eps", None, "eps{} is None; it must be one number"),
+        ("weight_decay", -1.0, "weight_decay{} is -1.0; it must be at least 0"),
+        ("betas", (0.9, 1.0), r"betas\[1\]{} is 1.0; it must be in"),
+        ("betas", 0.9, "betas{} is 0.9; it must be two numbers"),
+    ],
+)
+def test_settings_that_no_adam_can_use(
+    make: Callable[..., Any], key: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message.format("")):
+        make([weight()], **{key: value})
+    optimizer = make([weight()])
+    of_group = message.format(" of parameter group 1")
+    with pytest.raises(ValueError, match=of_group):
+        optimizer.add_param_group({"params": [weight()], key: value})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [weight()]})
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][1][key] = value
+    with pytest.raises(
+        ValueError, match=message.format(" of parameter group 1 of the loaded state")
+    ):
+        optimizer.load_state_dict(saved)
+    optimizer.param_groups[1][key] = value
+    with pytest.raises(ValueError, match=of_group):
+        optimizer.step()
+
+
+@BOTH
+def test_a_rate_that_is_a_tensor(make: Callable[..., Any]) -> None:
+    """Schedulers fill it in place."""
+    results = []
+    for lr in (0.1, torch.tensor(0.1)):
+        torch.manual_seed(7)
+        param = weight()
+        optimizer = make([param], lr=lr)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+        results.append(param.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)  # 0.1 rounded to float32
+
+
+@BOTH
+def test_a_parameter_that_is_there_twice(make: Callable[..., Any]) -> None:
+    param = weight()
+    with pytest.raises(ValueError, match="parameter group 0 has a parameter twice"):
+        make([param, param])
+
+
+@BOTH
+@pytest.mark.parametrize("key", ["lr", "betas", "eps", "weight_decay"])
+def test_a_setting_that_is_missing(make: Callable[..., Any], key: str) -> None:
+    optimizer = make([weight()])
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"][0][key]
+    message = f"parameter group 0 of the loaded state has no '{key}'"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    del optimizer.param_groups[0][key]
+    with pytest.raises(ValueError, match=f"parameter group 0 has no '{key}'"):
+        optimizer.step()
+
+
+@BOTH
+def test_what_is_no_state_of_adam(make: Callable[..., Any]) -> None:
+    optimizer = make([weight()])
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    other = torch.optim.SGD([weight()], lr=0.1, momentum=0.9)
+    other.step()
+    bad: dict[str, tuple[Any, str]] = {
+        "SGD's": (other.state_dict(), "has no 'betas'"),
+        "no groups": ({"state": {}}, "the loaded state has no 'param_groups'"),
+        "no states": ({"param_groups": []}, "the loaded state has no 'state'"),
+        "two groups": (
+            {"state": {}, "param_groups": before["param_groups"] * 2},
+            r"has parameter groups of \[1, 1\] parameters; this optimizer's are of \[1\]",
+        ),
+        "a list": (
+            {**before, "state": {0: {**before["state"][0], "exp_avg": [1.0]}}},
+            "the loaded exp_avg is a list",
+        ),
+        "no dict": ({**before, "state": {0: [1.0]}}, "the loaded state of parameter 0 is a list"),
+        "negative squares": (
+            {**before, "state": {0: {**before["state"][0], "exp_avg_sq": -torch.ones(300)}}},
+            "the loaded exp_avg_sq has negative elements",
+        ),
+        "steps": ({**before, "state": {0: {**before["state"][0], "step": "ten"}}}, "step is ten"),
+    }
+    for name, (state, message) in bad.items():
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(state)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"], name
+        for key, value in before["state"][0].items():
+            assert_bitwise(key, after["state"][0][key], value)
+
+
+@BOTH
+def test_a_state_that_was_put_there_is_taken(make: Callable[..., Any]) -> None:
+    """Instead of load_state_dict, as some trainers do; also in the place of another."""
+    param = weight()
+    theirs = torch.optim.AdamW([nn.Parameter(param.detach().clone())], lr=0.1, fused=True)
+    optimizer = make([param], lr=0.1)
+    (twin,) = theirs.param_groups[0]["params"]
+    for steps in (10.0, 20.0):
+        moments = torch.randn(300), torch.rand(300)
+        for o, p in ((optimizer, param), (theirs, twin)):
+            o.state[p] = {
+                "step": torch.tensor(steps),
+                "exp_avg": moments[0].clone(),
+                "exp_avg_sq": moments[1].clone(),
+            }
+        for _ in range(2):
+            twin.grad = param.grad.clone()
+            optimizer.step()
+            theirs.step()
+        torch.testing.assert_close(param.detach(), twin.detach(), rtol=1e-6, atol=1e-6)
+        assert float(optimizer.state[param]["step"]) == steps + 2
+    optimizer = make([param])
+    optimizer.state[param] = {"step": 1.0, "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    with pytest.raises(ValueError, match="exp_avg of parameter 0 is"):
+        optimizer.step()
+
+
+@BOTH
+def test_hooks_run_as_those_of_torch(make: Callable[..., Any]) -> None:
+    """Each sees what torch's sees, and what it returns counts."""
+    seen: list[list[Any]] = []
+    for kind in (torch.optim.AdamW, make):
+        events: list[Any] = []
+        optimizer = kind([weight()])
+
+        def renamed(o: Any, state: dict[str, Any], events: Any = events) -> dict[str, Any]:
+            events.append(("saved", sorted(state), sorted(state["state"][0])))
+            return {"theirs": state}
+
+        def back(o: Any, state: dict[str, Any], events: Any = events) -> dict[str, Any]:
+            events.append(("loading", sorted(state), float(o.state_dict_count)))
+            return state["theirs"]
+
+        def loaded(o: Any, events: Any = events) -> None:
+            (state,) = o.state.values()
+            group = o.param_groups[0]
+            events.append(("loaded", float(state["step"]), group["decoupled_weight_decay"]))
+
+        def saving(o: Any, events: Any = events) -> None:
+            events.append("saving")
+            o.state_dict_count = getattr(o, "state_dict_count", 0) + 1
+
+        optimizer.register_state_dict_pre_hook(saving)
+        optimizer.register_state_dict_post_hook(renamed)
+        optimizer.register_load_state_dict_pre_hook(back)
+        optimizer.register_load_state_dict_post_hook(loaded)
+        optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.step()
+        optimizer.load_state_dict(state)
+        seen.append(events)
+    assert seen[1] == seen[0]
+
+
+@BOTH
+def test_8_bit_moments_are_refused_by_torch_in_a_sentence(make: Callable[..., Any]) -> None:
+    param = weight()
+    optimizer = make([param], moments=torch.uint8)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin = make([weight()], moments=torch.uint8)
+    twin.load_state_dict(saved)
+    for key, value in optimizer.state[param].items():
+        (state,) = twin.state.values()
+        assert_bitwise(key, state[key], value)
+    for other in (torch.optim.AdamW, torch.optim.Adam):
+        with pytest.raises(ValueError, match="8-bit moments; load them into a CPUAdam"):
+            other([weight()]).load_state_dict(saved)
+    wide = CPUAdam([weight()], moments=torch.float32)
+    wide.load_state_dict(saved)
+    theirs = torch.optim.AdamW([weight()])
+    theirs.load_state_dict(wide.state_dict())
+    (state,) = theirs.state.values()
+    assert float(state["step"]) == 1
+    codes, scales = (optimizer.state[param][f"exp_avg_sq_{x}"] for x in ("codes", "scales"))
+    expected = blockwise.dequantize(codes, scales, signed=False)
+    assert_bitwise("exp_avg_sq", state["exp_avg_sq"], expected)
+
+
+@BOTH
+def test_compiled_programs_call_a_step_and_do_not_trace_it(make: Callable[..., Any]) -> None:
+    params = [weight(), weight()]
+    params[1].data, params[1].grad = params[0].detach().clone(), params[0].grad.clone()
+    ours, compiled = (make([param]) for param in params)
+
+    def program() -> None:
+        compiled.step()
+
+    for _ in range(3):
+        ours.step()
+        torch.compile(program, backend="eager")()
+    assert_bitwise("weights", params[1].detach(), params[0].detach())
+    assert float(compiled.state[params[1]]["step"]) == 3
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(program, backend="eager", fullgraph=True)()
+    torch._dynamo.reset()
+
+
+@BOTH
+def test_thousands_of_parameters_are_checked_in_c(make: Callable[..., Any]) -> None:
+    """A step without changes runs no Python function for each parameter."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2000)]
+    for param in params:
+        param.grad = torch.ones(2)
+    optimizer = make(params, offload_fraction=0.0) if make is not CPUAdam else make(params)
+    optimizer.step()
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and "_hash_" not in frame.f_code.co_name
+
+    sys.setprofile(count)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    assert calls < len(params) / 2, calls

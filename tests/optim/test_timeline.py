@@ -29,7 +29,8 @@ def test_what_overlaps(found: dict[str, Any]):
     for step in found["steps"]:
         forward, backward = spans(step, "forward"), spans(step, "backward")
         d2h, host, h2d = (spans(step, name) for name in ("d2h", "host", "h2d"))
-        assert len(forward) == len(backward) == 2 and len(d2h) == len(h2d) == 12
+        # A bucket of 1 MiB is two weights, which go up together.
+        assert len(forward) == len(backward) == 2 and (len(d2h), len(h2d)) == (12, 6)
         # Of the last backward pass only: the first one's gradients are added to.
         last = backward[-1]
         assert last.start < d2h[0].start < d2h[0].end < last.end

@@ -6,17 +6,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.kernels.test_embedding import VOCABULARY, make  # noqa: E402
-from vlmkernels import visual_embedding  # noqa: E402
-from vlmtrain.core import device, launch  # noqa: E402
-from vlmtrain.models import weight_gradients  # noqa: E402
+from tests.kernels.test_embedding import VOCABULARY, make
+from tests.worker import one_rank
+from vlmkernels import visual_embedding
+from vlmtrain.models import weight_gradients
 
 HIDDEN, MICROBATCHES = 24, 3
 
@@ -74,10 +72,6 @@ def gradients(mode: str, tied: bool, fused: bool, overlap: bool, seed: int) -> l
 
 
 def main() -> None:
-    process = launch.joined()
-    assert process is not None
-    backend = device.setup(process.local_rank)
-    launch.connect(process, backend.process_group)
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
@@ -89,9 +83,8 @@ def main() -> None:
             where = f"parameter {number}, {tied=}, {fused=}, {overlap=}"
             assert b.abs().max() > 0, where
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=where)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with one_rank():
+        main()

@@ -8,50 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.released import released_spec
 from vlmtrain.core.config import ConfigError, ParallelSection, TrainConfig, from_toml
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.layout import LayoutError
-from vlmtrain.core.spec import ModelSpec, VisionSpec
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 
-VISION = VisionSpec(
-    depth=32,
-    hidden_size=1280,
-    num_heads=16,
-    intermediate_size=3420,
-    out_hidden_size=3584,
-    in_channels=3,
-    patch_size=14,
-    temporal_patch_size=2,
-    spatial_merge_size=2,
-    hidden_act="silu",
-    gated=True,
-    normalization="RMSNorm",
-    window_size=112,
-    full_attention_layers=(7, 15, 23, 31),
-    tokens_per_second=2.0,
-)
-SPEC_7B = ModelSpec(
-    family="qwen2_5_vl",
-    vision=VISION,
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    norm_eps=1e-6,
-    rope_theta=1e6,
-    mrope_section=(16, 24, 24),
-    max_position_embeddings=128000,
-    tie_word_embeddings=False,
-    image_token_id=151655,
-    video_token_id=151656,
-    vision_start_token_id=151652,
-    vision_end_token_id=151653,
-)
+SPEC_7B = released_spec("qwen2_5_vl-7b")
 
 
 def test_settings_of_layers_per_stage(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.parity import reference as ref
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from vlmtrain.checkpoint.mapping import canonical_name
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
@@ -155,11 +155,7 @@ def run(
     cases: list[dict[str, Any]], size: int, folder: Path, timeout: float = 600
 ) -> list[dict[str, Any]]:
     """The results of worker.py for `cases`, all in one start of `size` processes."""
-    path = folder / f"cases{size}.pt"
-    torch.save(cases, path)
-    ranks = run_ranks(["tests/parity/worker.py", str(path)], size, timeout=timeout)
-    assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
-    return torch.load(path.with_suffix(".out"), weights_only=False)
+    return run_cases("tests.parity.worker", cases, size, folder, timeout)
 
 
 def check_gradients(

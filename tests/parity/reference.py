@@ -169,7 +169,7 @@ def pack(samples: list[Sample], length: int) -> PackedBatch:
     ids = torch.cat([s.input_ids for s in samples])
     tail = length - len(ids)
     assert tail >= 0
-    borders = torch.tensor([0] + [len(s.input_ids) for s in samples] + ([tail] if tail else []))
+    lengths = torch.tensor([0] + [len(s.input_ids) for s in samples] + ([tail] if tail else []))
     ids = torch.cat([ids, torch.full((tail,), PAD)])
     labels = torch.cat([s.labels for s in samples] + [torch.full((tail,), -100)])
     positions = torch.cat(
@@ -182,7 +182,7 @@ def pack(samples: list[Sample], length: int) -> PackedBatch:
         input_ids=ids,
         labels=labels,
         position_ids=positions,
-        cu_seqlens=borders.cumsum(0).to(torch.int32),
+        cu_seqlens=lengths.cumsum(0).to(torch.int32),
         visual_index=index,
         pixel_values=torch.cat([torch.zeros(0, 1176)] + [m[2] for m in media]),
         grid_thw=torch.tensor([m[1] for m in media], dtype=torch.int64).view(-1, 3),

@@ -71,12 +71,12 @@ class TestOneProcess:
         model = copy.deepcopy(case["model"]).bfloat16()
         ours, theirs = 0.0, 0.0
         with torch.no_grad():
-            for pack, mine, exact in zip(
+            for pack, got, exact in zip(
                 case["packs"], case["bf16"]["logits"], case["logits"], strict=True
             ):
                 half = torch.cat([ref.reference_logits(model, s) for s in pack]).float()
                 theirs += (half - exact).square().sum().item()
-                ours += (mine[: len(exact), : ref.VOCAB] - exact).square().sum().item()
+                ours += (got[: len(exact), : ref.VOCAB] - exact).square().sum().item()
         print(f"bf16 logits: ours {ours**0.5:.4f}, transformers {theirs**0.5:.4f}")
         assert theirs > 0 and ours**0.5 <= 2 * theirs**0.5
 
@@ -85,8 +85,8 @@ class TestOneProcess:
         start = {name: p.detach().clone() for name, p in case["model"].named_parameters()}
         steps = [ref.make_stream("mixed", SEED, i) for i in range(10)]
         theirs = ref.reference_training(case["model"], steps)
-        for step, (mine, want) in enumerate(zip(case["ours"]["losses"], theirs, strict=True)):
-            assert mine == pytest.approx(want, rel=1e-4), f"step {step}, seed {SEED}"
+        for step, (got, want) in enumerate(zip(case["ours"]["losses"], theirs, strict=True)):
+            assert got == pytest.approx(want, rel=1e-4), f"step {step}, seed {SEED}"
         loaded, report = from_disk(case["folder"] / "out")
         assert not report["missing_keys"] and not report["unexpected_keys"]
         trained = dict(case["model"].named_parameters())

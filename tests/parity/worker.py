@@ -1,4 +1,4 @@
-"""One rank of a parity run: python worker.py CASES.pt; results go beside it, from rank 0.
+"""One rank of a parity run (`ranks.run_cases`).
 
 Every case builds a fresh engine on one layout, takes loss, gradients and a few optimizer steps,
 and gathers them under Hugging Face names. Several cases share one start-up.
@@ -9,30 +9,69 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-warnings.filterwarnings("ignore")
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-from tests.parity import reference as ref  # noqa: E402
-from vlmtrain.core import device, launch  # noqa: E402
-from vlmtrain.core.config import (  # noqa: E402
+from tests.parity import reference as ref
+from tests.ranks import ROOT
+from tests.worker import serve
+from vlmtrain.core import device
+from vlmtrain.core.config import (
     FreezeSection,
     LoraSection,
     OptimizerSection,
     ParallelSection,
     RecomputeSection,
 )
-from vlmtrain.cpu import shim  # noqa: E402
-from vlmtrain.models.family import read_spec  # noqa: E402
-from vlmtrain.parallel.layout import make_layout  # noqa: E402
+from vlmtrain.cpu import shim
+from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import make_layout
+
+
+def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
+    """An engine with weights and optimizer, and the tokens of a pack."""
+    from vlmtrain.checkpoint.load import load_weights
+    from vlmtrain.training.engine import Engine
+
+    spec = read_spec(case["model"])
+    packs = ref.make_stream(case.get("stream", "mixed"), case.get("seed", 0), 0)
+    length = ref.pack_length(packs)
+    layout = make_layout(
+        spec,
+        world_size=dist.get_world_size(),
+        pack_length=length,
+        microbatches=len(packs),
+        **case["layout"],
+    )
+    Engine.bucket_size = case.get("bucket_size")
+    engine = Engine(
+        spec,
+        layout,
+        backend,
+        dtype=case.get("dtype", torch.float32),
+        recompute=RecomputeSection(**case.get("recompute", {})),
+        lora=LoraSection(**case.get("lora", {})),
+    )
+    load_weights(engine.parts, spec, case["model"])
+    section = OptimizerSection(
+        lr=ref.LR,
+        min_lr=ref.LR,
+        weight_decay=ref.DECAY,
+        beta1=ref.BETAS[0],
+        beta2=ref.BETAS[1],
+        eps=ref.EPS,
+        clip=ref.CLIP,
+        offload_fraction=case.get("offload", 0.0),
+    )
+    engine.prepare(
+        section, FreezeSection(**case.get("freeze", {})), ParallelSection(**case.get("overlap", {}))
+    )
+    return engine, length
 
 
 def gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -47,8 +86,8 @@ def gather_gradients(engine: Any) -> None:
     for chunk in engine.wrapped:
         group = chunk.dp_cp_group
         for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
-            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 # Where a number may be asked of a tensor inside a step: of grids, which stay in host memory, and of
@@ -155,43 +194,10 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
 
     from vlmtrain.checkpoint.hf.adapters import merged, save_adapters
     from vlmtrain.checkpoint.hf.save import gathered, save_weights
-    from vlmtrain.checkpoint.load import load_weights
-    from vlmtrain.training.engine import Engine
 
-    spec = read_spec(case["model"])
+    engine, length = build(case, backend)
+    spec, layout, lora = engine.spec, engine.layout, engine.lora
     packs = ref.make_stream(case.get("stream", "mixed"), case["seed"], 0)
-    length = ref.pack_length(packs)
-    layout = make_layout(
-        spec,
-        world_size=dist.get_world_size(),
-        pack_length=length,
-        microbatches=len(packs),
-        **case["layout"],
-    )
-    lora = LoraSection(**case.get("lora", {}))
-    Engine.bucket_size = case.get("bucket_size")
-    engine = Engine(
-        spec,
-        layout,
-        backend,
-        dtype=case.get("dtype", torch.float32),
-        recompute=RecomputeSection(**case.get("recompute", {})),
-        lora=lora,
-    )
-    load_weights(engine.parts, spec, case["model"])
-    engine.prepare(
-        OptimizerSection(
-            lr=ref.LR,
-            min_lr=ref.LR,
-            weight_decay=ref.DECAY,
-            beta1=ref.BETAS[0],
-            beta2=ref.BETAS[1],
-            eps=ref.EPS,
-            clip=ref.CLIP,
-        ),
-        FreezeSection(**case.get("freeze", {})),
-        ParallelSection(**case.get("overlap", {})),
-    )
     result: dict[str, Any] = {"layout": layout.describe()}
 
     def share(step: int) -> list[Any]:
@@ -248,24 +254,15 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    process = launch.joined() or launch.Process(0, 1, 0)
-    torch.set_num_threads(1)
-    backend = device.setup(process.local_rank)
-    launch.connect(process, backend.process_group)
-    path = Path(sys.argv[1])
-    results = []
-    groups = SharedGroups()
-    for case in torch.load(path, weights_only=False):
+def run_all(cases: list[dict[str, Any]], backend: device.Backend) -> list[dict[str, Any]]:
+    results, groups = [], SharedGroups()
+    for case in cases:
         groups.next_case()
         results.append(run_case(case, backend))
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
     assert threads < 200, f"{threads} threads: process groups pile up"
-    if process.rank == 0:
-        torch.save(results, path.with_suffix(".out"))
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    serve(run_all)

@@ -21,7 +21,7 @@ from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 from vlmtrain.demo import command, photographs, tiny_model
 from vlmtrain.models.family import read_spec
-from vlmtrain.parallel.layout import make_layout
+from vlmtrain.parallel.layout import section_layout
 from vlmtrain.plan import hardware, workload
 from vlmtrain.telemetry import drift
 
@@ -104,16 +104,7 @@ def main() -> int:
             parallel=ParallelSection(**options.get("parallel", {})),
             recompute=RecomputeSection(**options.get("recompute", {})),
         )
-        parallel = config.parallel
-        layout = make_layout(
-            spec,
-            world_size=2,
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            virtual_pipeline=parallel.virtual_pipeline,
-            text_layers=parallel.text_layers,
-            multiplexed=parallel.vision == "multiplexed",
-        )
+        layout = section_layout(spec, config.parallel, 2)
         planned = drift.plan_of_run(config, spec, layout, gpu, lengths).step_seconds
         first = first or (measured, planned)
         ratios = measured / first[0], planned / first[1]

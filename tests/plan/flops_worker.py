@@ -28,18 +28,18 @@ def pairs_of(cu_seqlens: torch.Tensor, causal: bool) -> int:
 
 
 def _seen(arguments: tuple[Any, ...]) -> int:
-    """Heads x head_dim x pairs: q is the first [T, H, D], borders are the int32."""
+    """Heads x head_dim x pairs: q is the first [T, H, D], cu_seqlens the int32."""
     q = next(a for a in arguments if torch.is_tensor(a) and a.dim() == 3)
-    borders = next(a for a in arguments if torch.is_tensor(a) and a.dtype == torch.int32)
+    cu_seqlens = next(a for a in arguments if torch.is_tensor(a) and a.dtype == torch.int32)
     causal = next(a for a in arguments if isinstance(a, bool))
-    return q.shape[1] * q.shape[2] * pairs_of(borders, causal)
+    return q.shape[1] * q.shape[2] * pairs_of(cu_seqlens, causal)
 
 
 def _seen_by_patches(arguments: tuple[Any, ...]) -> int:
-    """The same of a qkv [P, 3, H, D]; the borders are the first int32, all pairs are seen."""
+    """The same of a qkv [P, 3, H, D]; cu_seqlens is the first int32, all pairs are seen."""
     qkv = next(a for a in arguments if torch.is_tensor(a) and a.dim() == 4)
-    borders = next(a for a in arguments if torch.is_tensor(a) and a.dtype == torch.int32)
-    return qkv.shape[2] * qkv.shape[3] * pairs_of(borders, False)
+    cu_seqlens = next(a for a in arguments if torch.is_tensor(a) and a.dtype == torch.int32)
+    return qkv.shape[2] * qkv.shape[3] * pairs_of(cu_seqlens, False)
 
 
 def forward_flops(*arguments: Any, **_: Any) -> int:

@@ -1,18 +1,13 @@
-"""megatron-core's own pipeline schedules over gloo with layers that only sleep, as one rank.
-
-`RANK=.. WORLD_SIZE=.. python -m tests.plan.pipeline_worker CASES.json OUT`: rank 0 writes to OUT a
-list with one entry per case, of the fastest of a few steps (a loaded machine only adds to them):
+"""megatron-core's own pipeline schedules over gloo with layers that only sleep, as one rank
+(`ranks.run_cases`). Of each case the fastest of a few steps (a loaded machine only adds to them):
 its wall seconds, and the seconds that every piece of work has really taken, by stage and
 microbatch.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +18,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from vlmtrain.core import device
+from tests.worker import serve
 
 SHAPE = (4, 1, 8)
 TRIES = 3  # and one step before, in which ranks find each other
@@ -114,12 +109,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         dist.barrier()
         start = time.perf_counter()
         step(data_iterator=iter(range(count)) if one else [iter(range(count)) for _ in chunks])
-        mine = (time.perf_counter() - start, [entry for chunk in chunks for entry in chunk.taken])
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        seconds = max(s for s, _ in every)
+        local = (time.perf_counter() - start, [entry for chunk in chunks for entry in chunk.taken])
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, local)
+        seconds = max(s for s, _ in ranks)
         if attempt and (best is None or seconds < best[0]):
-            best = seconds, [entry for _, entries in every for entry in entries]
+            best = seconds, [entry for _, entries in ranks for entry in entries]
     parallel_state.destroy_model_parallel()
     assert best is not None
     result: dict[str, Any] = {"seconds": best[0]}
@@ -132,15 +127,5 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    device.setup()
-    dist.init_process_group("gloo")
-    results = [run(case) for case in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda cases, backend: [run(case) for case in cases])

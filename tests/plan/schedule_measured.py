@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import RUN_SEED
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from vlmtrain.plan import schedule
 
 RANKS = 4
@@ -50,11 +48,7 @@ def cases(seed: int) -> list[dict[str, Any]]:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("pipeline")
     wanted = cases(RUN_SEED)
-    (folder / "cases.json").write_text(json.dumps(wanted), encoding="utf-8")
-    files = [str(folder / "cases.json"), str(folder / "out.json")]
-    ranks = run_ranks(["-m", "tests.plan.pipeline_worker", *files], RANKS)
-    assert all(rank.code == 0 for rank in ranks), "\n".join(rank.output[-2000:] for rank in ranks)
-    results = json.loads(Path(files[1]).read_text(encoding="utf-8"))
+    results = run_cases("tests.plan.pipeline_worker", wanted, RANKS, folder)
     return list(zip(wanted, results, strict=True))
 
 

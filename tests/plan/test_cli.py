@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.plan.test_flops import released_config
+from tests.released import released_config, released_spec
 from vlmtrain.core import config as configuration
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.errors import UserError
-from vlmtrain.models.family import parse_spec, read_spec
-from vlmtrain.parallel.layout import make_layout
+from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import section_layout
 from vlmtrain.plan import hardware, schedule, workload
 from vlmtrain.plan.command import compact, plan
 
@@ -55,15 +55,10 @@ def test_72b_on_256_h100(large: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     recipe.validate()
     assert recipe.model == large
     parallel = recipe.parallel
-    layout = make_layout(
+    layout = section_layout(
         read_spec(large),
-        world_size=256,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        sequence=parallel.sequence,
-        vision_layers=parallel.vision_layers,
-        text_layers=parallel.text_layers,
+        parallel,
+        256,
         microbatches=recipe.train.global_batch * parallel.tensor * parallel.pipeline // 256,
         pack_length=recipe.train.pack_length,
     )
@@ -86,19 +81,18 @@ def test_72b_on_256_h100(large: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     work = [e for e in events if e["ph"] == "X"]
     assert {e["tid"] for e in work} == set(range(parallel.pipeline))
     for rank in range(parallel.pipeline):
-        mine = sorted((e["ts"], e["dur"]) for e in work if e["tid"] == rank)
-        assert all(a + d <= b + 0.01 for (a, d), (b, _) in zip(mine, mine[1:], strict=False))
+        spans = sorted((e["ts"], e["dur"]) for e in work if e["tid"] == rank)
+        assert all(a + d <= b + 0.01 for (a, d), (b, _) in zip(spans, spans[1:], strict=False))
 
 
-def test_lengths_of_real_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from vlmtrain.demo import command, tiny_model
-
-    model = tiny_model.write_folder(tmp_path / "tiny", command.training_texts())
+def test_lengths_of_real_data(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "talk.json"
     turns = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat, I think."}]
     samples = [{"id": str(i), "conversations": turns * (i + 1)} for i in range(5)]
     data.write_text(json.dumps(samples))
-    plan(model, 2, "h100", data=str(data), output=tmp_path / "out", pack_length=640)
+    plan(tiny_folder, 2, "h100", data=str(data), output=tmp_path / "out", pack_length=640)
     printed = capsys.readouterr().out
     assert f"{data} (5 samples)" in printed
     assert "0% image tokens" in printed
@@ -244,7 +238,7 @@ def test_bad_gpu_files(text: str, message: str, tmp_path: Path) -> None:
 def test_documented_files_are_read(tmp_path: Path) -> None:
     """The JSON and TOML examples of docs/planning.md."""
     text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
-    spec = parse_spec(released_config("qwen2_vl-7b"))
+    spec = released_spec("qwen2_vl-7b")
     examples = re.findall(r"```(json|toml)\n(.*?)```", text, re.S)
     assert {kind for kind, _ in examples} == {"json", "toml"}
     for number, (kind, content) in enumerate(examples):
@@ -257,7 +251,7 @@ def test_documented_files_are_read(tmp_path: Path) -> None:
 
 
 def test_grids_make_up_the_image_tokens() -> None:
-    spec = parse_spec(released_config("qwen2_vl-7b"))
+    spec = released_spec("qwen2_vl-7b")
     for visual in (0, 1, 5, 100, 777, 5000, 20000):
         grids = workload._grids_of(visual, 2)
         tokens = sum(t * h * w for t, h, w in grids) // spec.vision.merge_unit

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.plan.test_flops import released_config
+from tests.released import released_spec
 from vlmtrain.core.config import TrainConfig, TrainSection
-from vlmtrain.models.family import parse_spec
 from vlmtrain.models.flops import Work
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import hardware
@@ -20,7 +19,7 @@ from vlmtrain.plan.hardware import Peak
 from vlmtrain.telemetry import drift
 from vlmtrain.telemetry.ledger import ROWS
 
-SPEC = parse_spec(released_config("qwen2_5_vl-7b"))
+SPEC = released_spec("qwen2_5_vl-7b")
 
 
 def random_work(rng: np.random.Generator) -> Work:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parity import reference
+from tests.released import RELEASED, released_config, released_spec
 from vlmtrain.core.config import FreezeSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models import flops
@@ -141,47 +142,7 @@ def test_padding_of_a_batch_does_not_count() -> None:
     assert flops.Work.of_batch(padded, spec.vision, padding=True) == wanted + tail
 
 
-# What the released config.json files say.
-SIZES = {
-    "qwen2_vl-2b": (1536, 8960, 28, 12, 2, 151936, True, 5120),
-    "qwen2_vl-7b": (3584, 18944, 28, 28, 4, 152064, False, 5120),
-    "qwen2_vl-72b": (8192, 29568, 80, 64, 8, 152064, False, 5120),
-    "qwen2_5_vl-7b": (3584, 18944, 28, 28, 4, 152064, False, 3420),
-    "qwen2_5_vl-72b": (8192, 29568, 80, 64, 8, 152064, False, 3456),
-}
-
-
-def released_config(name: str) -> dict[str, Any]:
-    """A flat config.json as it is published."""
-    hidden, mlp, layers, heads, kv_heads, vocab, tied, vision_mlp = SIZES[name]
-    family = name.split("-")[0]
-    vision: dict[str, Any] = {"depth": 32, "num_heads": 16, "in_channels": 3, "patch_size": 14}
-    if family == "qwen2_vl":
-        vision |= {"embed_dim": 1280, "hidden_size": hidden, "mlp_ratio": 4}
-    else:
-        vision |= {"hidden_size": 1280, "out_hidden_size": hidden, "window_size": 112}
-        vision |= {"intermediate_size": vision_mlp, "fullatt_block_indexes": [7, 15, 23, 31]}
-    return {
-        "model_type": family,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "vision_start_token_id": 151652,
-        "vision_end_token_id": 151653,
-        "vision_config": vision,
-    }
-
-
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", RELEASED)
 def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     import transformers
 
@@ -190,7 +151,8 @@ def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     text = {
         key: value
         for key, value in config.items()
-        if key not in ("vision_config", "model_type", "rope_scaling") and "token_id" not in key
+        if key not in ("vision_config", "model_type") and not key.startswith("rope")
+        if "token_id" not in key
     }
     text["rope_parameters"] = {"rope_type": "default", "mrope_section": [16, 24, 24]}
     kind = "Qwen2VL" if spec.family == "qwen2_vl" else "Qwen2_5_VL"
@@ -216,8 +178,8 @@ def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
 
 def test_figures_of_the_cost_model() -> None:
     """Published figures: 233.05M and 877.66M weights a layer, 57.6 GF per token at 7B."""
-    small = parse_spec(released_config("qwen2_vl-7b"))
-    large = parse_spec(released_config("qwen2_vl-72b"))
+    small = released_spec("qwen2_vl-7b")
+    large = released_spec("qwen2_vl-72b")
     assert round(table_of(small).text_layer.weights / 1e6, 2) == 233.05
     assert round(table_of(large).text_layer.weights / 1e6, 2) == 877.66
     work = flops.Work.of([1478] * 5 + [802], [[1, 62, 62]] * 5, small.vision)
@@ -225,7 +187,7 @@ def test_figures_of_the_cost_model() -> None:
 
 
 def test_hardware_flops_add_what_is_recomputed() -> None:
-    spec = parse_spec(released_config("qwen2_5_vl-7b"))
+    spec = released_spec("qwen2_5_vl-7b")
     work = flops.Work.of([900, 1100], [[1, 44, 60]], spec.vision)
     counted = flops.count(spec, work)
     plain = flops.hardware_flops(counted, attention_recompute=False)

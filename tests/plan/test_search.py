@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from tests.plan import test_schedule
-from tests.plan.test_flops import released_config
+from tests.released import released_spec
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import contiguous
 from vlmtrain.models import flops
-from vlmtrain.models.family import parse_spec, table_of
+from vlmtrain.models.family import table_of
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.plan import costs, hardware, memory, picture, schedule, search, split, workload
 
 
 @pytest.fixture(scope="module")
 def seven() -> ModelSpec:
-    return parse_spec(released_config("qwen2_vl-7b"))
+    return released_spec("qwen2_vl-7b")
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ LEARNING = [
 def test_states_of_the_search_are_the_exact_ones(
     name: str, number: int, freeze: FreezeSection, lora: LoraSection
 ) -> None:
-    spec = parse_spec(released_config(name))
+    spec = released_spec(name)
     arguments = dict(LAYOUTS[number])
     if name.endswith("2b"):  # two key/value heads
         arguments["tensor"] = min(2, arguments.get("tensor", 1))
@@ -152,8 +152,8 @@ def test_states_of_the_search_are_the_exact_ones(
     for rank in range(layout.pipeline):
         stages = range(rank, layout.stages, layout.pipeline)
         exact = [memory.stage_parameters(spec, layout, s, freeze, lora) for s in stages]
-        every, learning = sum(s.count for s in exact), sum(sum(s.sizes) for s in exact)
-        assert parameters[rank] == (every, learning)
+        total, learning = sum(s.count for s in exact), sum(sum(s.sizes) for s in exact)
+        assert parameters[rank] == (total, learning)
         real = max(
             memory.model_states(spec, layout, rank, data_rank, freeze=freeze, lora=lora).total
             for data_rank in range(layout.data)
@@ -169,9 +169,9 @@ def test_the_quick_estimate_does_not_lose_the_best(seven: ModelSpec, packs: work
     found = search.search(seven, gpu, 8, packs, 32)
     model = costs.CostModel(seven, gpu, packs)
     fitted = [search._fit(model, option)[0] for option in search._options(model, 8, 32)]
-    every = [search.predict(model, option, 8) for option in fitted if option is not None]
-    assert len(every) >= 100
-    assert found.best.step_seconds <= min(p.step_seconds for p in every) * 1.001
+    total = [search.predict(model, option, 8) for option in fitted if option is not None]
+    assert len(total) >= 100
+    assert found.best.step_seconds <= min(p.step_seconds for p in total) * 1.001
 
 
 def test_predictions_are_consistent(seven: ModelSpec, packs: workload.Packs) -> None:
@@ -242,7 +242,7 @@ def test_recompute_adds_one_forward_pass(seven: ModelSpec, packs: workload.Packs
 
 
 def test_thousands_of_gpus_in_seconds() -> None:
-    spec = parse_spec(released_config("qwen2_vl-72b"))
+    spec = released_spec("qwen2_vl-72b")
     data = workload.make_packs(workload.typical(spec), spec, 8192)
     start = time.process_time()
     found = search.search(spec, hardware.find_gpu("h100"), 32768, data)
@@ -296,7 +296,7 @@ def test_expected_largest_is_that_of_normal_values() -> None:
 
 
 def test_what_does_not_fit_is_refused(packs: workload.Packs) -> None:
-    spec = parse_spec(released_config("qwen2_vl-72b"))
+    spec = released_spec("qwen2_vl-72b")
     with pytest.raises(hardware.PlanError) as error:
         search.search(spec, hardware.find_gpu("a100-80"), 4, packs)
     assert "does not fit in 4 x a100-80" in str(error.value)
@@ -327,9 +327,9 @@ def test_multiplexed_vision_beats_the_pipeline_where_the_tower_is_large(
     tower = units["vision"][-1] + units["merger"] + units["patch_embed"]
     vision, head = (((block @ model.mean).sum() / layer) for block in (tower, units["head"]))
     print(f"the ViT weighs {vision:.1f} language layers, the head {head:.1f}")
-    before = test_schedule._efficiency((28, vision, head), [0, 10, 10, 8], 4, 16)
+    before = test_schedule.efficiency((28, vision, head), [0, 10, 10, 8], 4, 16)
     twice = vision * 4 / 3  # the tower's forward pass runs a second time
-    after = test_schedule._multiplexed((28, twice, head), [8, 8, 7, 5], 4, 16)
+    after = test_schedule.efficiency((28, twice, head), [8, 8, 7, 5], 4, 16, multiplexed=True)
     expected = (28 + vision + head) / before / ((28 + twice + head) / after)
     assert ratio == pytest.approx(expected, rel=0.06)
     for option, efficiency in ((static, before), (spread, after)):

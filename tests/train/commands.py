@@ -12,8 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from vlmtrain import cli  # noqa: E402
+from vlmtrain import cli
 
 if __name__ == "__main__":
     for port, arguments in json.loads(Path(sys.argv[1]).read_text()):

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from vlmtrain.demo import command, photographs, tiny_model
+from vlmtrain.demo import photographs
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    return tiny_model.write_folder(
-        tmp_path_factory.mktemp("model") / "tiny", command.training_texts()
-    )
+def model(tiny_folder) -> Path:
+    return tiny_folder
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +23,10 @@ def conversations(tmp_path_factory) -> Path:
     text_only = [s for s in samples if "image" not in s]
     chosen = [s for s in samples if "image" in s][:11] + text_only[:1]
     assert len(chosen) == 12
+    for sample in chosen:
+        if "image" in sample:  # so that a copy of the file finds them from anywhere
+            names = photographs.image_names(sample)
+            sample["image"] = [str(path.parent / name) for name in names]
     path.write_text(json.dumps(chosen), encoding="utf-8")
     return path
 

@@ -1,38 +1,29 @@
-"""One data-parallel rank: python deal_worker.py CASE.pt. One epoch is one global batch, packed and
-dealt in several ways; the gradients, under Hugging Face names, go beside it from rank 0."""
+"""One data-parallel rank (`ranks.run_cases`). One epoch is one global batch, packed and dealt in
+several ways; what comes back are the gradients, under Hugging Face names."""
 
 from __future__ import annotations
 
-import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
-warnings.filterwarnings("ignore")
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.parity.worker import gather_gradients, gradient  # noqa: E402
-from vlmtrain.checkpoint.hf.save import gathered  # noqa: E402
-from vlmtrain.checkpoint.load import load_weights  # noqa: E402
-from vlmtrain.core import device, launch  # noqa: E402
-from vlmtrain.core.config import LoaderSection, OptimizerSection  # noqa: E402
-from vlmtrain.data.index import scan_sources  # noqa: E402
-from vlmtrain.data.loader import LoaderRank, PackedLoader  # noqa: E402
-from vlmtrain.data.packing.plan import Policy  # noqa: E402
-from vlmtrain.data.processor import Processor  # noqa: E402
-from vlmtrain.models.family import read_spec  # noqa: E402
-from vlmtrain.parallel.layout import make_layout  # noqa: E402
-from vlmtrain.training.engine import Engine  # noqa: E402
+from tests.parity.worker import gather_gradients, gradient
+from tests.worker import serve
+from vlmtrain.checkpoint.hf.save import gathered
+from vlmtrain.checkpoint.load import load_weights
+from vlmtrain.core import device
+from vlmtrain.core.config import LoaderSection, OptimizerSection
+from vlmtrain.data.index import scan_sources
+from vlmtrain.data.loader import LoaderRank, PackedLoader
+from vlmtrain.data.packing.plan import Policy
+from vlmtrain.data.processor import Processor
+from vlmtrain.models.family import read_spec
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.training.engine import Engine
 
 
-def main(path: Path) -> None:
-    case: dict[str, Any] = torch.load(path, weights_only=False)
-    process = launch.joined()
-    assert process is not None
-    backend = device.setup(process.local_rank)
-    launch.connect(process, backend.process_group)
+def run(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     size = dist.get_world_size()
     spec = read_spec(case["model"])
     processor = Processor.from_folder(case["model"], spec)
@@ -64,12 +55,12 @@ def main(path: Path) -> None:
     results = {}
     for policy in case["policies"]:
         with loader(policy, length, packs[policy]) as batches:
-            mine = batches.next_step()
-        outputs = engine._forward_backward(mine, forward_only=False)
-        loss = engine._result(mine, outputs, 0.0, 0.0, 0.0).loss
+            packs_here = batches.next_step()
+        outputs = engine._forward_backward(packs_here, forward_only=False)
+        loss = engine._result(packs_here, outputs, 0.0, 0.0, 0.0).loss
         gather_gradients(engine)
         places: list[Any] = [None] * size
-        dist.all_gather_object(places, [batch.sample_ids for batch in mine])
+        dist.all_gather_object(places, [batch.sample_ids for batch in packs_here])
         results[policy] = {
             "loss": loss,
             # Copies: the buffers are used again for the next policy.
@@ -78,11 +69,8 @@ def main(path: Path) -> None:
             },
             "places": places,
         }
-    if dist.get_rank() == 0:
-        torch.save(results, path.with_suffix(".out"))
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(run)

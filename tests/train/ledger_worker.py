@@ -1,11 +1,9 @@
-"""Real engines with delays in known places, as one of two ranks; rank 0 writes each step's
-waterfall. `python -m tests.train.ledger_worker MODEL OUT`, started by tests.ranks.
+"""Real engines with delays in known places, as one of two ranks (`ranks.run_cases`), and each
+step's waterfall.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.plan.megatron_worker import make_batch
+from tests.worker import serve
 from vlmtrain.core import device
 from vlmtrain.core.config import OptimizerSection
 from vlmtrain.core.spec import ModelSpec
@@ -83,16 +82,10 @@ def run(case: dict[str, Any], spec: ModelSpec, backend: device.Backend) -> dict[
     return {"rows": rows[1:]}
 
 
-def main() -> None:
-    backend = device.setup()
-    dist.init_process_group("gloo")
-    spec = read_spec(Path(sys.argv[1]))
-    results = {name: run(case, spec, backend) for name, case in CASES.items()}
-    if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+def run_all(model: Path, backend: device.Backend) -> dict[str, Any]:
+    spec = read_spec(model)
+    return {name: run(case, spec, backend) for name, case in CASES.items()}
 
 
 if __name__ == "__main__":
-    main()
+    serve(run_all)

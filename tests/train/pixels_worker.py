@@ -1,33 +1,30 @@
-"""One rank of a tensor-parallel group: python pixels_worker.py CASE.pt. Its loader decodes a part
-of the media; what it gathers must be what a loader that decodes all hands out, bit for bit."""
+"""One rank of a tensor-parallel group (`ranks.run_cases`). Its loader decodes a part of the media;
+what it gathers must be what a loader that decodes all hands out, bit for bit."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from vlmtrain.core.batch import PackedBatch, empty_pack  # noqa: E402
-from vlmtrain.core.config import LoaderSection  # noqa: E402
-from vlmtrain.data.index import scan_sources  # noqa: E402
-from vlmtrain.data.loader import LoaderRank, PackedLoader  # noqa: E402
-from vlmtrain.data.processor import Processor  # noqa: E402
+from tests.worker import serve
+from vlmtrain.core import device
+from vlmtrain.core.batch import PackedBatch, empty_pack
+from vlmtrain.core.config import LoaderSection
+from vlmtrain.data.index import scan_sources
+from vlmtrain.data.loader import LoaderRank, PackedLoader
+from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
-from vlmtrain.parallel.layout import make_layout  # noqa: E402
-from vlmtrain.parallel.pixel_sharing import SharedPixels  # noqa: E402
-from vlmtrain.parallel.step_inputs import StepInputs  # noqa: E402
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.parallel.pixel_sharing import SharedPixels
+from vlmtrain.parallel.step_inputs import StepInputs
 
 
-def main(path: Path) -> None:
-    case = torch.load(path)
-    dist.init_process_group("gloo")
+def run(case: dict[str, Any], backend: device.Backend) -> None:
     shared = SharedPixels(dist.group.WORLD)
     spec = read_spec(case["model"])
     layout = replace(make_layout(spec, world_size=1), tensor=shared.size)
@@ -55,8 +52,8 @@ def main(path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         part, whole = loader(dtype, decodes), loader(dtype)
         for _ in range(part.steps_per_epoch):
-            mine, wanted = part.next_step(), whole.next_step()
-            same(gather(mine), wanted)
+            packs, wanted = part.next_step(), whole.next_step()
+            same(gather(packs), wanted)
             assert gather(wanted) is wanted
         decoded = torch.tensor([part.decoded, whole.decoded])
         dist.all_reduce(decoded)
@@ -67,8 +64,6 @@ def main(path: Path) -> None:
     nothing.has_pixels = ()
     (got,) = gather([nothing])
     assert got.pixel_values.shape == (0, spec.vision.patch_dim) and got.has_pixels is None
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def same(got: list[PackedBatch], wanted: list[PackedBatch]) -> None:
@@ -80,4 +75,4 @@ def same(got: list[PackedBatch], wanted: list[PackedBatch]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(run)

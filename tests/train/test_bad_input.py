@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.checkpoint.test_convert import edit, variant
 from tests.ranks import run_cli, run_ranks
 from tests.train.conftest import options
 from vlmtrain import cli
@@ -24,14 +26,7 @@ def samples(conversations) -> list[dict[str, Any]]:
     return json.loads(conversations.read_text())
 
 
-def write(conversations: Path, tmp_path: Path, samples: Any) -> Path:
-    """A conversation file that finds its photographs where the good one does."""
-    for sample in samples:
-        images = sample.get("image", [])
-        images = [images] if isinstance(images, str) else images
-        paths = [i if os.path.isabs(i) else str(conversations.parent / i) for i in images]
-        if paths:
-            sample["image"] = paths
+def write(tmp_path: Path, samples: Any) -> Path:
     path = tmp_path / "conversations.json"
     path.write_text(json.dumps(samples))
     return path
@@ -85,103 +80,61 @@ def broken(kind: str, samples: list[dict[str, Any]], tmp_path: Path) -> tuple[An
 )
 def test_bad_sample(kind, capsys, model, conversations, samples, tmp_path):
     content, names = broken(kind, samples, tmp_path)
-    data = write(conversations, tmp_path, content)
+    data = write(tmp_path, content)
     message = refused(capsys, options(model, data, tmp_path / "run"), tmp_path / "run")
     for name in names:
         assert name in message, message
 
 
 def test_truncated_image(capsys, model, conversations, samples, tmp_path):
-    whole = (conversations.parent / samples[0]["image"]).read_bytes()
+    whole = Path(samples[0]["image"][0]).read_bytes()
     (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     samples[0]["image"] = str(tmp_path / "cut.jpg")
-    data = write(conversations, tmp_path, samples)
+    data = write(tmp_path, samples)
     message = refused(capsys, options(model, data, tmp_path / "run"), tmp_path / "run")
     assert "cut.jpg" in message and samples[0]["id"] in message
 
 
-class TestModelFolder:
-    @pytest.fixture
-    def folder(self, model, tmp_path) -> Path:
-        return Path(shutil.copytree(model, tmp_path / "model"))
+def check_model(folder: Path, words: list[str], capsys, conversations, tmp_path) -> None:
+    output = tmp_path / "run"
+    message = refused(capsys, options(folder, conversations, output), output)
+    for word in words:
+        assert word in message, message
 
-    def check(self, capsys, folder, conversations, tmp_path, *names):
-        message = refused(
-            capsys, options(folder, conversations, tmp_path / "run"), tmp_path / "run"
-        )
-        for name in names:
-            assert name in message, message
 
-    def split(self, folder: Path) -> None:
-        """As a sharded download: two files and an index."""
-        from safetensors.torch import load_file, save_file
+@pytest.mark.parametrize("size", [0.0, 0.5], ids=["missing", "cut short"])
+def test_damaged_download(size, capsys, model, conversations, tmp_path):
+    """Of two files, as a large model has them."""
+    folder = variant(model, tmp_path / "model", torch.float32, 2, new_names=False)
+    file = folder / "model-00002-of-00002.safetensors"
+    os.truncate(file, int(size * file.stat().st_size)) if size else file.unlink()
+    words = [file.name, "cut short" if size else "missing"]
+    check_model(folder, words, capsys, conversations, tmp_path)
 
-        weights = load_file(folder / "model.safetensors")
-        (folder / "model.safetensors").unlink()
-        names = sorted(weights)
-        weight_map = {}
-        for i, part in enumerate((names[::2], names[1::2]), 1):
-            file = f"model-0000{i}-of-00002.safetensors"
-            save_file({n: weights[n] for n in part}, folder / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(part, file))
-        index = {"metadata": {}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    def test_missing_shard(self, capsys, folder, conversations, tmp_path):
-        self.split(folder)
-        (folder / "model-00002-of-00002.safetensors").unlink()
-        self.check(capsys, folder, conversations, tmp_path, "model-00002-of-00002.safetensors")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.update(extra=torch.zeros(2)), ["extra"]),  # found when names are read
+        (lambda w: w["lm_head.weight"].view(-1)[3].fill_(float("nan")), ["lm_head.weight", "NaN"]),
+    ],
+    ids=["unexpected", "nan"],
+)
+def test_bad_weights(change, words, capsys, model, conversations, tmp_path):
+    """Every kind of them: tests/checkpoint/test_convert.py."""
+    folder = edit(model, tmp_path / "model", change)
+    check_model(folder, words, capsys, conversations, tmp_path)
 
-    def test_shard_cut_short(self, capsys, folder, conversations, tmp_path):
-        self.split(folder)
-        file = folder / "model-00001-of-00002.safetensors"
-        with open(file, "r+b") as handle:
-            handle.truncate(file.stat().st_size // 2)
-        self.check(capsys, folder, conversations, tmp_path, file.name, "cut short")
 
-    def change(self, folder: Path, edit) -> None:
-        from safetensors.torch import load_file, save_file
-
-        weights = load_file(folder / "model.safetensors")
-        edit(weights)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-    def test_missing_tensor(self, capsys, folder, conversations, tmp_path):
-        name = next(iter(self.names(folder)))
-        self.change(folder, lambda w: w.pop(name))
-        self.check(capsys, folder, conversations, tmp_path, "missing")
-
-    def test_unexpected_tensor(self, capsys, folder, conversations, tmp_path):
-        import torch
-
-        self.change(folder, lambda w: w.update({"visual.extra.weight": torch.zeros(2)}))
-        self.check(capsys, folder, conversations, tmp_path, "visual.extra.weight")
-
-    def test_nan(self, capsys, folder, conversations, tmp_path):
-        self.change(folder, lambda w: w["lm_head.weight"].view(-1)[3].fill_(float("nan")))
-        self.check(capsys, folder, conversations, tmp_path, "lm_head.weight", "NaN")
-
-    def test_misshapen(self, capsys, folder, conversations, tmp_path):
-        def cut(weights):
-            weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
-
-        self.change(folder, cut)
-        self.check(capsys, folder, conversations, tmp_path, "lm_head.weight")
-
-    def test_no_folder_no_config_other_model(self, capsys, folder, conversations, tmp_path):
-        self.check(capsys, tmp_path / "nowhere", conversations, tmp_path, "nowhere")
-        config = json.loads((folder / "config.json").read_text())
-        config["model_type"] = "llama"
-        (folder / "config.json").write_text(json.dumps(config))
-        self.check(capsys, folder, conversations, tmp_path, "llama", "qwen2_5_vl")
-        (folder / "config.json").unlink()
-        self.check(capsys, folder, conversations, tmp_path, "config.json")
-
-    def names(self, folder: Path) -> list[str]:
-        from safetensors import safe_open
-
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            return sorted(file.keys())
+def test_no_folder_no_config_other_model(capsys, model, conversations, tmp_path):
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    check_model(tmp_path / "nowhere", ["nowhere"], capsys, conversations, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "llama"
+    (folder / "config.json").write_text(json.dumps(config))
+    check_model(folder, ["llama", "qwen2_5_vl"], capsys, conversations, tmp_path)
+    (folder / "config.json").unlink()
+    check_model(folder, ["config.json"], capsys, conversations, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +244,7 @@ def test_checkpoint_cut_short(model, conversations, tmp_path):
 def test_all_ranks_end_and_one_speaks(model, conversations, samples, tmp_path):
     """Two ranks of one launcher: the fault is on rank 0's desk, rank 1 must not wait for it."""
     samples[1]["image"] = str(tmp_path / "no-such.jpg")
-    data = write(conversations, tmp_path, samples)
+    data = write(tmp_path, samples)
     arguments = options(model, data, tmp_path / "run", "--parallel.pipeline=2")
     ranks = run_ranks(["-m", "vlmtrain.cli", *arguments], 2, timeout=90)
     assert [r.code for r in ranks] == [1, 1], [r.output for r in ranks]

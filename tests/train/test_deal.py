@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from tests.parity.test_parity import check_gradients
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 
 
 def test_the_gradient_does_not_depend_on_the_deal(model, conversations, tmp_path):
@@ -17,17 +16,11 @@ def test_the_gradient_does_not_depend_on_the_deal(model, conversations, tmp_path
     samples = json.loads(conversations.read_text())
     for number, sample in enumerate(samples):
         sample["conversations"][-1]["value"] = " ".join(["red cup"] * (1 + number * number // 4))
-        if "image" in sample:
-            names = sample["image"] if isinstance(sample["image"], list) else [sample["image"]]
-            sample["image"] = [str(conversations.parent / name) for name in names]
     data = tmp_path / "c.json"
     data.write_text(json.dumps(samples))
-    case = tmp_path / "case.pt"
     policies = ["none", "balanced", "in_order"]
-    torch.save({"model": model, "data": data, "pack_length": 320, "policies": policies}, case)
-    ranks = run_ranks(["tests/train/deal_worker.py", str(case)], 2)
-    assert all(rank.code == 0 for rank in ranks), "\n".join(r.output[-3000:] for r in ranks)
-    results = torch.load(case.with_suffix(".out"), weights_only=False)
+    case = {"model": model, "data": data, "pack_length": 320, "policies": policies}
+    results = run_cases("tests.train.deal_worker", case, 2, tmp_path)
     want = results["none"]
     shares = set()
     for name, got in results.items():

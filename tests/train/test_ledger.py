@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from tests.parity.reference import make_model, save_model
 from tests.plan.megatron_worker import make_batch
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.train.ledger_worker import DELAY, PACKS
 from vlmtrain.core import files
 from vlmtrain.core.config import TrainSection
@@ -30,10 +29,7 @@ from vlmtrain.telemetry.metrics import Metrics, check_wandb
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ledger")
     save_model(make_model("qwen2_5_vl", vision_heads=4), folder / "model")
-    files = [str(folder / "model"), str(folder / "out.json")]
-    ranks = run_ranks(["-m", "tests.train.ledger_worker", *files], 2)
-    assert all(rank.code == 0 for rank in ranks), "\n".join(rank.output[-2000:] for rank in ranks)
-    return json.loads(Path(files[1]).read_text(encoding="utf-8"))
+    return run_cases("tests.train.ledger_worker", folder / "model", 2, folder)
 
 
 def best(measured: dict[str, Any], name: str, row: str) -> tuple[float, dict[str, float]]:

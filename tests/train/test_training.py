@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import losses, options
@@ -143,35 +144,22 @@ def test_kill_and_resume_is_bitwise(straight, model, conversations, tmp_path):
 
 
 @pytest.mark.slow
-def test_resume_on_another_layout(straight, model, conversations, tmp_path):
-    """Checkpoints of a pipeline that Ctrl-C has ended go on as two data-parallel replicas."""
+def test_ctrl_c_ends_all_ranks_with_one_line(model, conversations, tmp_path):
     output = tmp_path / "run"
-    first = options(model, conversations, output, "--train.steps=10", "--checkpoint.every=5", *TWO)
-    process = start(first)
-    wait_for_step(output, 6, process)
-    wait_for_checkpoint(output, process)
+    process = start(options(model, conversations, output, "--train.steps=10", *TWO))
+    wait_for_step(output, 2, process)
     ranks = psutil.Process(process.pid).children()
     os.killpg(process.pid, signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in printed, printed
     assert printed.splitlines().count("vlmtrain: interrupted") == 1, printed
     assert not any(rank.is_running() for rank in ranks)
-    again = options(model, conversations, output, "--train.steps=10", "--nproc=2")
-    done = run_cli([*again, "--checkpoint.resume=5"])
-    assert done.code == 0, done.output
-    assert losses(output) == pytest.approx(losses(straight), rel=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_nothing_moves_at_learning_rate_zero(precision, model, conversations, tmp_path):
-    from tests.ranks import run_cli
-
     folder = model
     if precision == "bf16":  # weights that bf16 holds exactly
-        import shutil
-
-        from safetensors.torch import save_file
-
         folder = tmp_path / "model"
         shutil.copytree(model, folder)
         weights = load_file(folder / "model.safetensors")

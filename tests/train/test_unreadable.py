@@ -26,11 +26,7 @@ def test_skipped_counted_and_limited(model, conversations, tmp_path):
     import transformers
 
     samples = json.loads(conversations.read_text())
-    bad = next(sample for sample in samples if isinstance(sample.get("image"), str))
-    for sample in samples:
-        if "image" in sample:
-            names = sample["image"] if isinstance(sample["image"], list) else [sample["image"]]
-            sample["image"] = [str(conversations.parent / name) for name in names]
+    bad = next(sample for sample in samples if len(sample.get("image", ())) == 1)
     whole = Path(bad["image"][0]).read_bytes()
     (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) * 6 // 10])
     bad["image"] = str(tmp_path / "cut.jpg")

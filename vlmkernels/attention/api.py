@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlmkernels._native import check_tensors
 from vlmkernels.attention.launch import check_varlen, check_vision, varlen_op, vision_op
 from vlmkernels.attention.select import flash_attn, machine_of, select
 from vlmkernels.layout import VisionLayout
@@ -46,7 +47,8 @@ def varlen_attention(
         k, v: [T, Hkv, D], same dtype and device; Hkv divides H, and query head h reads key/value
             head h // (H / Hkv).
         cu_seqlens: int32 [n + 1] on q's device: segment i is tokens cu_seqlens[i] up to
-            cu_seqlens[i + 1]; starts at 0, ends at T; segments may be empty.
+            cu_seqlens[i + 1]; starts at 0, ends at T; segments may be empty. Another is an error,
+            on CUDA one that ends the kernel.
         max_seqlen: the longest segment, if known: spares a device synchronisation on CUDA, where a
             longer one than it says ends the kernel with an error.
         causal: a token sees itself and earlier tokens of its segment only.
@@ -62,6 +64,7 @@ def varlen_attention(
     Raises:
         ValueError: an argument's dtype, shape, device, strides or values don't fit.
     """
+    check_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     head_dim = q.shape[-1:].numel()
     scale = max(head_dim, 1) ** -0.5 if scale is None else float(scale)
     machine = machine_of(q.device)
@@ -134,6 +137,9 @@ def vision_attention(
     Raises:
         ValueError: qkv doesn't fit, or the layout doesn't fit to it, or window without windows.
     """
+    if not isinstance(layout, VisionLayout):
+        raise TypeError(f"layout is a {type(layout).__name__}; it must be a VisionLayout")
+    check_tensors(qkv=qkv)
     cu_seqlens, order, max_seqlen = layout.segments(window)
     table = layout.rotary_table(qkv.shape[-1])
     return rotated_attention(qkv, table, cu_seqlens, order, max_seqlen, scale)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vlmkernels._native import (
     DTYPES,
@@ -123,17 +124,58 @@ def _upstream(dout: Tensor, like: Tensor, shape: str, kernel: str) -> Tensor:
     return dout if kernel == "cpu" else aligned(dout)
 
 
-def _workspace(
-    kernel: str, q: Tensor, segments: int, rotary: bool, backward: bool
-) -> dict[str, Tensor]:
-    """Of the kernels for long segments (csrc/common/params.h): int32 [1 or 2, T / 128 + n, 4], the
-    tiles of queries and in the backward of keys; there float32 [2, H, T], lse and delta of each
-    row; for vision_attention [H, T, D], k rotated (then q), and in sm90 another, q rotated."""
-    if kernel not in ("sm80", "sm90"):
-        return {}
+def _stream(q: Tensor) -> int | None:
+    """The stream that a call on q is launched on; None where a CUDA graph is captured from it."""
+    with torch.cuda.device(q.device):
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return torch.cuda.current_stream().cuda_stream
+
+
+#: Of each cu_seqlens its lists of tiles, and what they were made of.
+_LISTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _list_tiles(
+    q: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, causal: bool, vision: bool
+) -> Tensor:
+    """int32 [2, T / 128 + n, 4], the tiles of queries and of keys: made once for all layers and
+    both ways, and again after cu_seqlens has been written to (where torch does not count it, the
+    kernels end with an error). A captured graph makes its own at each call, because it is replayed
+    with what cu_seqlens then holds; inference mode too, where torch counts no write."""
+    tokens, segments = q.shape[0], cu_seqlens.shape[0] - 1
+    stream = None if cu_seqlens.is_inference() else _stream(q)
+    key = None
+    if stream is not None:
+        version = (cu_seqlens.data_ptr(), cu_seqlens.stride(), cu_seqlens._version)
+        key = (stream, *version, segments, tokens, max_seqlen, causal)
+        known, tiles = _LISTS.get(cu_seqlens, (None, None))
+        if known == key:
+            return tiles
+    tiles = torch.empty((2, tokens // TILE_ROWS + segments, 4), dtype=torch.int32, device=q.device)
+    dense = cu_seqlens.contiguous()
+    launch(
+        "list_tiles",
+        q,
+        cu_seqlens=dense.data_ptr(),
+        segments=segments,
+        tokens=tokens,
+        max_seqlen=max_seqlen,
+        causal=causal,
+        vision=vision,
+        tiles=tiles.data_ptr(),
+    )
+    if key is not None:
+        _LISTS[cu_seqlens] = key, tiles
+    return tiles
+
+
+def _workspace(kernel: str, q: Tensor, rotary: bool, backward: bool) -> dict[str, Tensor]:
+    """Of the kernels for long segments (csrc/common/params.h): in the backward float32 [2, H, T],
+    lse and delta of each row; for vision_attention [H, T, D], k rotated (then q), and in sm90
+    another, q rotated."""
     tokens, heads, head_dim = q.shape
-    tiles = (1 + backward, tokens // TILE_ROWS + max(segments, 0), 4)
-    workspace = {"tiles": torch.empty(tiles, dtype=torch.int32, device=q.device)}
+    workspace = {}
     if backward:
         lse_delta = torch.empty((2, heads, tokens), dtype=torch.float32, device=q.device)
         workspace["lse_delta"] = lse_delta
@@ -163,13 +205,22 @@ def _run(
     (q, k, _), (out, softmax_stats) = qkv, results
     check_device(kernel, q)
     tokens, heads, head_dim = q.shape
-    cu_seqlens, segments = cu_seqlens.contiguous(), cu_seqlens.shape[0] - 1
+    segments = cu_seqlens.shape[0] - 1
+    if kernel != "cpu" and segments == 0 and tokens > 0:  # no kernel would see it
+        raise ValueError(
+            f"cu_seqlens has one element and names no segment; it must end at {tokens}, the number "
+            "of tokens"
+        )
     table, order = rotary or (None, None)
     if order is not None and kernel in ("sm80", "sm90"):
         raise ValueError(f"window_order is given; {kernel} takes no order")
     table, order = (None if x is None else x.contiguous() for x in (table, order))
     # Held by this name until the kernel is launched.
-    workspace = _workspace(kernel, q, segments, rotary is not None, bool(gradients))
+    workspace = {}
+    if kernel in ("sm80", "sm90"):
+        workspace = _workspace(kernel, q, rotary is not None, bool(gradients))
+        workspace["tiles"] = _list_tiles(q, cu_seqlens, max_seqlen, causal, rotary is not None)
+    cu_seqlens = cu_seqlens.contiguous()
     launch(
         NATIVE[kernel][2 * (rotary is not None) + bool(gradients)],
         q,

@@ -17,12 +17,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from vlmkernels._native import has_cuda_kernels
+from vlmkernels._native import cuda_archs
 
 #: Of varlen_attention, in order of preference. flash-attn comes before our kernels of long
 #: segments, because it has been measured on GPUs and they have not.
@@ -35,12 +35,33 @@ VISION: tuple[str, ...] = ("cpu", "window", "sm90", "sm80", "composed")
 #: "tiled" is sm90 or sm80, whichever the GPU has.
 BACKENDS = (*VARLEN, "tiled")
 
-#: Longest segment that the window kernels hold in shared memory, by head_dim of its instances.
-WINDOW_LENGTHS = {64: 128, 80: 128, 96: 128, 128: 64}
+#: Bytes of shared memory that a thread block needs, the forward's or the backward's (benchmarks/
+#: static.json): of the window kernels' instances by head_dim and longest segment, of sm80's by
+#: head_dim. sm90's instances are for one GPU, which has what they need.
+WINDOW_SHARED = {
+    64: {64: 47104, 128: 110592},
+    80: {64: 55296, 128: 126976},
+    96: {64: 63488, 128: 143360},
+    128: {64: 79872},
+}
+SM80_SHARED = {64: 74752, 72: 74752, 80: 68096, 96: 80384, 128: 104960}
+#: Longest segment of the window kernels, by head_dim; shorter on GPUs with less shared memory.
+WINDOW_LENGTHS = {head_dim: max(shared) for head_dim, shared in WINDOW_SHARED.items()}
+#: Instances of sm80 and sm90.
+TILED_HEAD_DIMS = tuple(SM80_SHARED)
 #: What every kernel of ours takes at most.
 MAX_HEAD_DIM = 256
-#: Instances of sm80 and sm90.
-TILED_HEAD_DIMS = (64, 72, 80, 96, 128)
+
+#: Bytes of shared memory that a thread block may have, by compute capability (CUDA C++ Programming
+#: Guide): what `python -m vlmkernels.info` shows of GPUs that aren't there.
+SHARED_OF_BLOCK = {
+    (8, 0): 163 << 10,
+    (8, 6): 99 << 10,
+    (8, 9): 99 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (12, 0): 99 << 10,
+}
 
 
 @dataclass(frozen=True)
@@ -49,8 +70,24 @@ class Machine:
 
     device: str  # type of the tensors' device
     capability: tuple[int, int] = (0, 0)  # of the GPU
-    cuda_kernels: bool = True  # vlmkernels was built with CUDA kernels
+    shared_memory: int = 0  # bytes that a thread block may have
+    archs: tuple[str, ...] = ()  # that vlmkernels was built for; the first one's PTX too
     flash_attn: bool = False  # flash-attn is installed
+    has_code: bool = field(init=False, compare=False)  # that the GPU runs
+
+    def __post_init__(self) -> None:  # here, since torch.compile doesn't follow it
+        runs = [_runs(arch, self.capability, i == 0) for i, arch in enumerate(self.archs)]
+        object.__setattr__(self, "has_code", any(runs))
+
+
+def _runs(arch: str, capability: tuple[int, int], by_ptx: bool) -> bool:
+    """Whether a GPU runs what was compiled for an architecture: "80" runs on 8.x from 8.0 on, its
+    PTX on all that came later; "90a" on 9.0 alone; "100f" on 10.x."""
+    built_for = divmod(int(arch.rstrip("af")), 10)
+    if arch.endswith("a"):
+        return capability == built_for
+    same_family = by_ptx and not arch.endswith("f") or capability[0] == built_for[0]
+    return same_family and capability >= built_for
 
 
 @functools.cache
@@ -67,8 +104,9 @@ def flash_attn() -> Callable[..., Any] | None:
 def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return Machine(device.type)
-    capability = torch.cuda.get_device_capability(device)
-    return Machine("cuda", capability, has_cuda_kernels(), flash_attn() is not None)
+    gpu = torch.cuda.get_device_properties(device)
+    shared = gpu.shared_memory_per_block_optin
+    return Machine("cuda", (gpu.major, gpu.minor), shared, cuda_archs(), flash_attn() is not None)
 
 
 @torch.compiler.assume_constant_result
@@ -139,29 +177,44 @@ def obstacle(
         if dtype == torch.float32:
             return ("it takes bfloat16 and float16",)
         return () if machine.flash_attn else ("flash-attn is not installed",)
-    if not machine.cuda_kernels:
+    if not machine.archs:
         return ("vlmkernels was built without CUDA kernels",)
     if dtype == torch.float32:
         return ("it takes bfloat16 and float16",)
-    head_dims = tuple(WINDOW_LENGTHS) if kernel == "window" else TILED_HEAD_DIMS
-    if head_dim not in head_dims:
-        return ("head_dim is {}, it has {}", head_dim, ", ".join(map(str, head_dims)))
+    instances = WINDOW_SHARED if kernel == "window" else SM80_SHARED
+    if head_dim not in instances:
+        return ("head_dim is {}, it has {}", head_dim, ", ".join(map(str, instances)))
     if max_seqlen is None:
         return ("max_seqlen is not known",)
-    if kernel == "window":
-        limit = WINDOW_LENGTHS[head_dim]
-        if max_seqlen > limit:
-            text = "the longest segment has {} tokens, it takes {} at head_dim {}"
-            return (text, max_seqlen, limit, head_dim)
-    elif permuted:
-        return ("it takes patches in the order of their segments, these are permuted",)
     if kernel == "sm90" and machine.capability != (9, 0) or machine.capability < (8, 0):
         needed = "9.0" if kernel == "sm90" else "8.0"
         return ("it needs compute capability {}, this is {}.{}", needed, *machine.capability)
+    if not machine.has_code or kernel == "sm90" and "90a" not in machine.archs:
+        archs = ", ".join(machine.archs)
+        return ("vlmkernels was built for {}, this is {}.{}", archs, *machine.capability)
+    if kernel == "window":
+        limit = window_length(machine, head_dim)
+        if max_seqlen > limit:
+            text = "the longest segment has {} tokens, it takes {} at head_dim {}"
+            text += " on this GPU" if limit < WINDOW_LENGTHS[head_dim] else ""
+            return (text, max_seqlen, limit, head_dim)
+    elif permuted:
+        return ("it takes patches in the order of their segments, these are permuted",)
+    if kernel == "sm80" and SM80_SHARED[head_dim] > machine.shared_memory:
+        text = "at head_dim {} it needs {} bytes of shared memory a thread block, this GPU has {}"
+        return (text, head_dim, SM80_SHARED[head_dim], machine.shared_memory)
     # A TMA tensor map has positive strides (an expanded tensor's are 0) of less than 2^40 bytes.
     if kernel == "sm90" and not all(0 < stride < 1 << 39 for stride in strides):
         return ("strides are {}, TMA takes positive ones below 2^39", strides)
     return ()
+
+
+def window_length(machine: Machine, head_dim: int) -> int:
+    """The longest segment that the window kernels take on this machine."""
+    longest = 0
+    for length, shared in WINDOW_SHARED.get(head_dim, {}).items():
+        longest = length if shared <= machine.shared_memory else longest
+    return longest
 
 
 def table(machine: Machine) -> Iterator[str]:
@@ -169,7 +222,7 @@ def table(machine: Machine) -> Iterator[str]:
     for vision, dtype in itertools.product((False, True), (torch.bfloat16, torch.float32)):
         head_dims: dict[str, list[str]] = {}  # by answer
         for head_dim in (*TILED_HEAD_DIMS, None):
-            limit = WINDOW_LENGTHS.get(head_dim or 0, 128)
+            limit = window_length(machine, head_dim or 0)
             short, long = (
                 select(machine, dtype, head_dim or MAX_HEAD_DIM, length, vision=vision)
                 for length in (limit, limit + 1)
@@ -181,5 +234,5 @@ def table(machine: Machine) -> Iterator[str]:
             where = f", head_dim {', '.join(dims)}" if len(head_dims) > 1 else ""
             yield f"{op}, {kind}{where}: {answer}"
     for kernel in ("window", "flash-attn", "sm90", "sm80"):
-        if reason := obstacle(kernel, machine, torch.bfloat16, 80, 128):
-            yield f"{kernel}: off, {reason[0].format(*reason[1:])}"
+        if reason := obstacle(kernel, machine, torch.bfloat16, 80, 64):
+            yield f"{kernel}: off, {reason[0].split(', this is')[0].format(*reason[1:])}"

@@ -16,11 +16,21 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, check_tensor, define, launch, main_grad_of, once, pointer
+from vlmkernels._native import (
+    DTYPES,
+    check_tensor,
+    define,
+    launch,
+    main_grad_of,
+    once,
+    pointer,
+    without_transforms,
+)
 from vlmkernels.embedding import gradients
 from vlmkernels.embedding.visual_index import shard_rows
 
@@ -47,6 +57,7 @@ def visual_embedding_reference(
     here = text & (input_ids >= start) & (input_ids < end) if vocab_range else text
     words = F.embedding((input_ids - start).where(here, 0), weight)
     if padding_idx is not None:
+        padding_idx += weight.shape[0] if padding_idx < 0 else 0
         words = torch.where((input_ids == padding_idx)[:, None], words.detach(), words)
     whole = words.where(here[:, None], 0).to(dtype or weight.dtype)
     if visual is not None:
@@ -113,6 +124,18 @@ def _run(
     )
 
 
+def _check_used(visual: Tensor | None, visual_index: Tensor, allow_unused: bool) -> None:
+    """On the CPU only: a device would have to be waited for."""
+    if allow_unused or visual is None or visual.device.type != "cpu":
+        return
+    places = np.count_nonzero(visual_index.numpy() >= 0)  # a third of torch's time
+    if places < len(visual):
+        raise ValueError(
+            f"visual has {len(visual)} rows, but visual_index has {places} positions for them; "
+            "they must be as many, unless allow_unused=True says that some rows are not for here"
+        )
+
+
 def _run_embedding(
     input_ids: Tensor,
     weight: Tensor,
@@ -124,7 +147,9 @@ def _run_embedding(
     rows: int,
     padding_idx: int,
     dtype: torch.dtype,
+    allow_unused: bool,
 ) -> Tensor:
+    _check_used(visual, visual_index, allow_unused)
     weight = weight.contiguous()
     out = weight.new_empty(rows, weight.shape[1], dtype=dtype)
     _run(input_ids, weight, visual, visual_index, out, first, vocab_start, partial)
@@ -132,8 +157,13 @@ def _run_embedding(
 
 
 def _run_scatter(
-    embeddings: Tensor, visual: Tensor | None, visual_index: Tensor, first: int
+    embeddings: Tensor,
+    visual: Tensor | None,
+    visual_index: Tensor,
+    first: int,
+    allow_unused: bool,
 ) -> Tensor:
+    _check_used(visual, visual_index, allow_unused)
     embeddings = embeddings.contiguous()
     out = torch.empty_like(embeddings)
     _run(None, embeddings, visual, visual_index, out, first)
@@ -141,8 +171,9 @@ def _run_scatter(
 
 
 def _run_scatter_in_place(
-    embeddings: Tensor, visual: Tensor, visual_index: Tensor, first: int
+    embeddings: Tensor, visual: Tensor, visual_index: Tensor, first: int, allow_unused: bool
 ) -> None:
+    _check_used(visual, visual_index, allow_unused)
     if _overlap(embeddings, visual):
         raise ValueError(
             "visual lies in the memory of embeddings, which is written; pass visual.clone()"
@@ -154,7 +185,7 @@ def _run_scatter_in_place(
 
 
 def _embedding_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    input_ids, weight, visual, visual_index, start, _, first, _, padding_idx, _ = inputs
+    input_ids, weight, visual, visual_index, start, _, first, _, padding_idx, *_ = inputs
     ctx.save_for_backward(input_ids, visual_index)
     ctx.weight_dtype = weight.dtype
     ctx.geometry = start, weight.shape[0], first, padding_idx
@@ -176,15 +207,15 @@ def _embedding_backward(ctx: Any, grad: Tensor) -> tuple:
         dweight = once(gradients.weight_grad, grad, input_ids, visual_index, *geometry)
     if ctx.needs_input_grad[2]:
         dvisual = _dvisual(ctx, grad, visual_index)
-    return None, dweight, dvisual, None, None, None, None, None, None, None
+    return None, dweight, dvisual, *[None] * 8
 
 
 _embedding = define(
     "visual_embedding(Tensor input_ids, Tensor weight, Tensor? visual, Tensor visual_index,"
     " SymInt vocab_start, bool partial, SymInt first, SymInt rows, SymInt padding_idx,"
-    " ScalarType dtype) -> Tensor",
+    " ScalarType dtype, bool allow_unused) -> Tensor",
     _run_embedding,
-    fake=lambda input_ids, weight, visual, index, start, partial, first, rows, padding_idx, dtype: (
+    fake=lambda ids, weight, visual, index, start, partial, first, rows, padding_idx, dtype, _: (
         weight.new_empty(rows, weight.shape[1], dtype=dtype)
     ),
     autograd=(_embedding_setup, _embedding_backward),
@@ -224,7 +255,10 @@ class _Embedding(torch.autograd.Function):
                 dweight = once(gradients.weight_grad, *arguments)
         if ctx.needs_input_grad[5]:
             dvisual = _dvisual(ctx, grad, all_index)
-        return None, None, None, None, dweight, dvisual, *[None] * 7
+        return None, None, None, None, dweight, dvisual, *[None] * 8
+
+
+_embedding_elsewhere = without_transforms("visual_embedding", _Embedding.apply)
 
 
 def _sparse(rows: Tensor, values: Tensor, vocab_rows: int) -> Tensor:
@@ -238,7 +272,7 @@ def _sparse(rows: Tensor, values: Tensor, vocab_rows: int) -> Tensor:
 
 
 def _scatter_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _, visual, visual_index, first = inputs
+    _, visual, visual_index, first, _ = inputs
     ctx.save_for_backward(visual_index)
     ctx.first = first
     ctx.visual_rows = 0 if visual is None else visual.shape[0]
@@ -248,23 +282,23 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple:
     (visual_index,) = ctx.saved_tensors
     dembeddings = dvisual = None
     if ctx.needs_input_grad[0]:
-        dembeddings = _scatter(grad, None, visual_index, ctx.first)  # zeros at visual rows
+        dembeddings = _scatter(grad, None, visual_index, ctx.first, True)  # zeros at visual rows
     if ctx.needs_input_grad[1]:
         sizes = ctx.first, ctx.visual_rows, grad.dtype
         dvisual = once(gradients.visual_grad, grad, visual_index, *sizes)
-    return dembeddings, dvisual, None, None
+    return dembeddings, dvisual, None, None, None
 
 
 _scatter = define(
-    "scatter_visual(Tensor embeddings, Tensor? visual, Tensor visual_index, SymInt first)"
-    " -> Tensor",
+    "scatter_visual(Tensor embeddings, Tensor? visual, Tensor visual_index, SymInt first,"
+    " bool allow_unused) -> Tensor",
     _run_scatter,
     fake=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
     autograd=(_scatter_setup, _scatter_backward),
 )
 _scatter_in_place = define(
-    "scatter_visual_(Tensor(a!) embeddings, Tensor visual, Tensor visual_index, SymInt first)"
-    " -> ()",
+    "scatter_visual_(Tensor(a!) embeddings, Tensor visual, Tensor visual_index, SymInt first,"
+    " bool allow_unused) -> ()",
     _run_scatter_in_place,
     fake=lambda *_: None,
 )
@@ -283,6 +317,9 @@ class _ScatterInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
         return _scatter_backward(ctx, grad)
+
+
+_scatter_with_gradients = without_transforms("scatter_visual_", _ScatterInPlace.apply)
 
 
 # ---- argument checks -----------------------------------------------------------------------------
@@ -321,6 +358,24 @@ def _check_scatter(
     return first
 
 
+def _padding_id(padding_idx: int, weight: Tensor, vocab_range: tuple[int, int] | None) -> int:
+    """The id that torch.nn.Embedding takes it for."""
+    vocab_rows = weight.shape[0]
+    if vocab_range is not None:
+        if padding_idx < 0:
+            raise ValueError(
+                f"padding_idx is {padding_idx}; with vocab_range it must be an id of the whole "
+                "vocabulary, 0 or more"
+            )
+        return padding_idx
+    if not -vocab_rows <= padding_idx < vocab_rows:
+        raise ValueError(
+            f"padding_idx is {padding_idx}; weight has {vocab_rows} rows, so it must be "
+            f"{-vocab_rows} to {vocab_rows - 1}"
+        )
+    return padding_idx % vocab_rows
+
+
 def _main_grad(weight: Tensor, weight_grad: str) -> Tensor | None:
     """What dweight is to be added to, if anything."""
     if weight_grad not in ("dense", "sparse", "main_grad"):
@@ -347,6 +402,7 @@ def visual_embedding(
     dtype: torch.dtype | None = None,
     padding_idx: int | None = None,
     weight_grad: WeightGrad = "dense",
+    allow_unused: bool = False,
 ) -> Tensor:
     """Embedding of a pack whose placeholders are replaced by visual rows, in one pass.
 
@@ -367,7 +423,8 @@ def visual_embedding(
             dvisual without another exchange.
         dtype: of the result: values are converted as they are written, rounded to nearest even;
             gradients are converted back in the same way. None: that of weight.
-        padding_idx: an id whose row gets no gradient, as torch.nn.Embedding's.
+        padding_idx: an id whose row gets no gradient, as torch.nn.Embedding's; -1 is the last, not
+            with vocab_range, where it is an id of the whole vocabulary.
         weight_grad: where dweight goes.
             "dense": [V, h], the only one under torch.compile.
             "sparse": a coalesced torch.sparse_coo_tensor, for torch.optim.SparseAdam, SGD and
@@ -377,6 +434,9 @@ def visual_embedding(
             sparse tensor: hooks that Megatron has on the parameter fire as ever and add nothing,
             also where an output layer with tied weights has added its gradient. Under
             torch.compile as "dense".
+        allow_unused: visual may have rows that no position names, such as a tower's padding or rows
+            of other ranks. With shard or contribute it always may. Without, they are an error on
+            the CPU; CUDA would have to be waited for: there give `visual_index` its `counts`.
 
     Returns:
         [S, h], or [S / size, h] with `shard`.
@@ -387,7 +447,9 @@ def visual_embedding(
 
     Raises:
         ValueError: a wrong argument; on the CPU an id or index out of range (CUDA: see the head of
-            this file); in backward, a visual row that stands at two positions.
+            this file), or more visual rows than positions; in backward, a visual row that stands at
+            two positions.
+        TypeError: something else than a tensor.
     """
     check_tensor("weight", weight, dtypes=DTYPES, shape="[V, h]", dim=2)
     if not weight.is_contiguous():
@@ -422,6 +484,8 @@ def visual_embedding(
         others = (visual_index >= 0) & ((position < begin) | (position >= begin + count))
         # A text id that no rank holds: a row of zeros, and no gradient.
         ids, index = ids.masked_fill(others, -1), index.masked_fill(others, -1)
+    padding = -1 if padding_idx is None else _padding_id(padding_idx, weight, vocab_range)
+    parts = shard is not None or contribute is not None
     inputs = (
         ids,
         weight,
@@ -431,13 +495,14 @@ def visual_embedding(
         vocab_range is not None,
         first,
         rows,
-        -1 if padding_idx is None else padding_idx,
+        padding,
         weight.dtype if dtype is None else dtype,
+        allow_unused or parts,
     )
     main_grad = _main_grad(weight, weight_grad)
     if main_grad is None and weight_grad != "sparse" and contribute is None:
         return _embedding(*inputs)
-    return _Embedding.apply(weight_grad, main_grad, visual_index, *inputs)
+    return _embedding_elsewhere(weight_grad, main_grad, visual_index, *inputs)
 
 
 def scatter_visual(
@@ -446,6 +511,7 @@ def scatter_visual(
     visual_index: Tensor,
     *,
     shard: tuple[int, int] | None = None,
+    allow_unused: bool = False,
 ) -> Tensor:
     """A copy of `embeddings` whose visual rows are replaced, for a trainer that has embeddings.
 
@@ -454,17 +520,17 @@ def scatter_visual(
         visual: [n, h], dtype of embeddings.
         visual_index: int32 [S], of the whole sequence, from `visual_index`.
         shard: (rank, size): embeddings holds rows [rank * S / size, (rank + 1) * S / size).
+        allow_unused: as `visual_embedding`.
 
     Returns:
         Like embeddings. Gradients: of embeddings, zero at visual rows; of visual, [n, h], zero for
         rows that no position of the shard names.
 
     Raises:
-        ValueError: as `visual_embedding`.
+        ValueError, TypeError: as `visual_embedding`.
     """
-    return _scatter(
-        embeddings, visual, visual_index, _check_scatter(embeddings, visual, visual_index, shard)
-    )
+    first = _check_scatter(embeddings, visual, visual_index, shard)
+    return _scatter(embeddings, visual, visual_index, first, allow_unused or shard is not None)
 
 
 def scatter_visual_(
@@ -473,6 +539,7 @@ def scatter_visual_(
     visual_index: Tensor,
     *,
     shard: tuple[int, int] | None = None,
+    allow_unused: bool = False,
 ) -> Tensor:
     """`scatter_visual` into `embeddings` itself: only visual rows are read and written.
 
@@ -496,4 +563,7 @@ def scatter_visual_(
         raise ValueError(
             "embeddings is not contiguous, so it can't be written in place; use scatter_visual"
         )
-    return _ScatterInPlace.apply(embeddings, visual, visual_index, first)
+    allow_unused = allow_unused or shard is not None
+    if torch.compiler.is_compiling():  # which traces no autograd.Function that writes its input
+        return embeddings.copy_(_scatter(embeddings, visual, visual_index, first, allow_unused))
+    return _scatter_with_gradients(embeddings, visual, visual_index, first, allow_unused)

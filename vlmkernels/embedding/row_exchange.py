@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vlmkernels._native import check_tensor
+from vlmkernels._native import check_tensor, check_tensors
 from vlmkernels.embedding.visual_index import shard_rows
 
 
@@ -105,6 +105,7 @@ def exchange_rows(
         [rows received, h]. Its gradients go back to the owners, where those of a row that several
         ranks have taken are added in the order of the ranks.
     """
+    check_tensors(rows=rows)
     return _Exchange.apply(rows, exchange, group)
 
 

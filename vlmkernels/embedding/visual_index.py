@@ -83,7 +83,7 @@ def visual_index(
             the message gives both numbers and, where known, the sample.
     """
     check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1)
-    ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+    ids = [int(token_ids)] if isinstance(token_ids, Integral) else [int(t) for t in token_ids]  # type: ignore[union-attr]
     if not ids:
         raise ValueError("token_ids is empty; it must name at least one placeholder id")
     if separate and cu_seqlens is not None:

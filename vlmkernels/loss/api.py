@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, check_tensor, main_grad_of, once
+from vlmkernels._native import DTYPES, check_tensor, main_grad_of, once, without_transforms
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import Reduction
 
@@ -68,6 +68,9 @@ class _Loss(torch.autograd.Function):
                 rows, values, weight.shape, is_coalesced=True, check_invariants=False
             )
         return dhidden, dweight, *(None,) * (5 + len(ctx.settings))
+
+
+_loss = without_transforms("linear_cross_entropy", _Loss.apply)
 
 
 def _row_scale(ctx: Any, grad: Tensor, targets: Tensor) -> Tensor:
@@ -230,4 +233,4 @@ def linear_cross_entropy(
     sizes = _check_classes(hidden, weight, group, vocab_range, flags)
     name = "" if group is None else group.group_name
     settings = (ignore_index, *sizes, float(label_smoothing), float(z_loss), name)
-    return _Loss.apply(hidden, weight, targets, main_grad, expected, reduction, wanted, *settings)
+    return _loss(hidden, weight, targets, main_grad, expected, reduction, wanted, *settings)

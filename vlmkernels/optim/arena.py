@@ -7,8 +7,10 @@ exactly its size.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import os
 import threading
 import weakref
 from collections import deque
@@ -22,29 +24,42 @@ _ALIGNMENT = 64  # bytes: a cache line
 _PAGE = 4096
 
 
+def _unregister(memory: Tensor, device: torch.device, process: int) -> None:
+    """When no copy is under way any more. What is freed without this can't be page-locked again
+    where the system gives it out anew. A forked child leaves what its parent registered alone."""
+    if os.getpid() != process:
+        return
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):  # fails after a trap
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
 class _Slab:
     """One piece of memory; `free` holds its (offset, bytes) holes, in order, no two adjacent."""
 
-    def __init__(self, size: int, pin: bool) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+    def __init__(self, size: int, device: torch.device) -> None:
+        size = -(-size // _PAGE) * _PAGE
+        memory = torch.empty(size + _PAGE, dtype=torch.uint8, device="cpu")
+        first = -memory.data_ptr() % _PAGE  # whole pages, which no other slab shares
+        self.memory = memory[first : first + size]
         self.free = [(0, size)]
-        self.pinned = False
-        if pin:
+        if device.type != "cuda":
+            return
+        with torch.cuda.device(device):
             error = int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))
-            if error:
-                raise RuntimeError(
-                    f"{size} bytes of host memory can't be page-locked (CUDA error {error}); "
-                    "raise `ulimit -l` or offload less"
-                )
-        self.pinned = pin
+        if error:
+            with contextlib.suppress(RuntimeError):  # reported anew by the next launch, then gone
+                torch.ones(1, device=device)
+            raise RuntimeError(
+                f"{size} bytes of host memory can't be page-locked (CUDA error {error}); "
+                "raise `ulimit -l` or offload less"
+            )
+        # Keeps the memory until it has run, also where Python ends.
+        weakref.finalize(self, _unregister, self.memory, device, os.getpid())
 
     @property
     def size(self) -> int:
         return self.memory.numel()
-
-    def close(self) -> None:
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
 
     def take(self, size: int) -> int | None:
         """The offset of `size` bytes, of the first hole that is large enough."""
@@ -81,14 +96,17 @@ class PinnedArena:
     Args:
         slab_bytes: size of a slab; what is larger gets one of its own. At most one slab's rest and
             the holes left by tensors of other sizes are wasted.
-        pin: page-lock; None: where CUDA is available. Without CUDA it is plain memory.
+        device: the GPU that copies; None: the current one where CUDA is available. For a CPU it is
+            plain memory.
     """
 
-    def __init__(self, slab_bytes: int = 64 << 20, pin: bool | None = None) -> None:
+    def __init__(self, slab_bytes: int = 64 << 20, device: torch.device | None = None) -> None:
         if slab_bytes < _PAGE:
             raise ValueError(f"slab_bytes is {slab_bytes}; it must be at least {_PAGE}")
         self._slab_bytes = slab_bytes
-        self.pinned = torch.cuda.is_available() if pin is None else pin
+        if device is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device or torch.device("cpu")
         self._slabs: list[_Slab] = []
         self._lock = threading.Lock()
         # Filled by finalizers, which may run at any point of any thread: they must not take locks.
@@ -124,7 +142,7 @@ class PinnedArena:
             offset = slab.take(size)
             if offset is not None:
                 return slab, offset
-        slab = _Slab(max(self._slab_bytes, -(-size // _PAGE) * _PAGE), self.pinned)
+        slab = _Slab(max(self._slab_bytes, size), self._device)
         self._slabs.append(slab)
         self._peak = max(self._peak, sum(s.size for s in self._slabs))
         offset = slab.take(size)
@@ -137,7 +155,6 @@ class PinnedArena:
             slab.give(offset, size)
             self._used -= size
             if slab.unused:
-                slab.close()
                 self._slabs.remove(slab)
 
     @property

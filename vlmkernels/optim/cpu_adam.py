@@ -11,84 +11,37 @@ bfloat16 moments as well, 16 with 8-bit ones (where arithmetic takes longer than
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterable
+from itertools import chain, compress
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, describe
+from vlmkernels._native import describe
 
-from .native import (
-    GRADIENTS,
-    Rows,
-    check_flags,
-    check_gradient,
-    check_hyperparameters,
+from .base import AdamBase
+from .checks import (
+    check_gradients,
     check_memory,
-    check_nonfinite,
     is_dense,
     is_host,
+    is_sharded,
     is_step,
+    local,
+    local_as,
     overlap,
-    sum_of_squares,
 )
-from .state import (
-    check_moments,
-    check_shapes,
-    ensure_moments,
-    moment_keys,
-    moment_tensors,
-    step_count,
-)
+from .native import AdamBatch, Pointers, pointers_of, sum_of_squares
+from .state import ensure_moments, loaded_steps, mark_codes, moment_tensors, step_count
 
 logger = logging.getLogger(__name__)
 
 
-class _Known:
-    """A parameter whose tensors were checked, and the row that they make, but for the gradient."""
-
-    __slots__ = ("moment_type", "order", "param", "row", "shape", "state", "tensors")
-
-    def __init__(
-        self, param: Tensor, state: dict[str, Any], low: Tensor | None, keys: tuple[str, ...]
-    ) -> None:
-        self.param, self.shape, self.order = param, param.shape, _order(param)
-        self.state = [(key, state[key]) for key in ("step", *keys)]
-        tensors = [param, *(x for _, x in self.state), *([] if low is None else [low])]
-        self.tensors = [(x, x.data_ptr(), x.dtype, x.shape, _order(x)) for x in tensors]
-        exp_avg, exp_avg_sq, scales = moment_tensors(state)
-        (_, self.moment_type), self.row = Rows.make(
-            param, param, exp_avg, exp_avg_sq, state["step"], low, 0, scales
-        )
-
-    def ordered(self, x: Tensor) -> bool:
-        """Whether a tensor of this shape has its elements in the parameter's order."""
-        return x.is_contiguous() if self.order is None else x.stride() == self.order
-
-    def holds(self, param: Tensor, state: dict[str, Any]) -> bool:
-        """Whether these are the same tensors, and lie where and as they did."""
-        if self.param is not param:
-            return False
-        for key, value in self.state:
-            if state.get(key) is not value:
-                return False
-        for x, pointer, dtype, shape, order in self.tensors:
-            if x.data_ptr() != pointer or x.dtype is not dtype or x.shape != shape:
-                return False
-            if not (x.is_contiguous() if order is None else x.stride() == order):
-                return False
-        return True
-
-
-def _order(x: Tensor) -> tuple[int, ...] | None:
-    """Strides; None for a contiguous tensor, which is quicker to ask for."""
-    return None if x.is_contiguous() else x.stride()
-
-
-class CPUAdam(torch.optim.Optimizer):
+class CPUAdam(AdamBase):
     """AdamW (or Adam) for parameters in host memory.
 
     A drop-in for torch.optim.AdamW: state_dict()s are interchangeable both ways, state keys are
@@ -118,6 +71,8 @@ class CPUAdam(torch.optim.Optimizer):
     (torch refuses a bfloat16 `grad` on a float32 parameter), else from `param.grad`. A parameter
     without a gradient is skipped. Gradients are read once and never written.
 
+    Parameters may be DTensors, as FSDP2 makes them in host memory: each rank steps its shards.
+
     Raises:
         ValueError: a hyperparameter, parameter, gradient or loaded state that doesn't fit.
     """
@@ -134,43 +89,23 @@ class CPUAdam(torch.optim.Optimizer):
         moments: torch.dtype = torch.float32,
         nonfinite: Literal["propagate", "skip"] = "propagate",
     ) -> None:
-        check_hyperparameters(lr, betas, eps, weight_decay)
-        check_moments(moments)
-        check_nonfinite(nonfinite)
-        self.moments = moments
-        self.nonfinite = nonfinite
-        #: Steps that changed nothing, because of a gradient that was not finite or `found_inf`.
-        self.skipped_steps = 0
         self._low: dict[Tensor, Tensor] = {}
-        self._known: list[list[_Known | None]] = []  # by group and parameter, of the last step
-        # The name under which torch.optim.Adam and AdamW keep this flag.
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled, moments, nonfinite)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        try:
-            self._check_group(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    @staticmethod
-    def _check_group(group: dict[str, Any]) -> None:
-        check_flags(group)
-        for param in group["params"]:
-            check_memory("a parameter", param)
-            if not _is_usable(param):
-                raise ValueError(
-                    f"a parameter is {describe(param)} with strides {_strides(param)}; "
-                    "CPUAdam needs float32 on cpu, without gaps in memory"
-                )
+    def _check_param(self, param: Tensor) -> None:
+        shard = local(param)
+        check_memory("a parameter", shard)
+        if not _is_usable(shard):
+            raise ValueError(
+                f"a parameter is {describe(shard)} with strides {_strides(shard)}; "
+                "CPUAdam needs float32 on cpu, without gaps in memory"
+            )
+        if shard is not param and (self.moments == torch.uint8 or self.nonfinite == "skip"):
+            raise ValueError(
+                f"a parameter is a DTensor with moments {self.moments} and nonfinite "
+                f"{self.nonfinite!r}; a rank knows its own gradients only, and blocks of 256 end "
+                "with a shard: it needs torch.float32 or torch.bfloat16, and 'propagate'"
+            )
 
     def set_low_precision(self, param: Tensor, copy: Tensor | None) -> None:
         """Keep `copy` equal to `param` rounded to bfloat16: now, and in the same pass at each step.
@@ -183,12 +118,14 @@ class CPUAdam(torch.optim.Optimizer):
         Raises:
             ValueError: a tensor that doesn't fit.
         """
-        if not any(param is p for group in self.param_groups for p in group["params"]):
+        if not any(param is p for p in self._params()):
             raise ValueError(f"param, {describe(param)}, is not a parameter of this optimizer")
         if copy is None:
             self._low.pop(param, None)
-            self._known = []
+            self._forget_checks()
             return
+        if is_sharded(type(param)):
+            raise ValueError("param is a DTensor, whose low-precision copy FSDP2 makes itself")
         if not _is_copy(copy, param):
             raise ValueError(
                 f"copy is {describe(copy)} with strides {tuple(copy.stride())}; it must be "
@@ -198,58 +135,49 @@ class CPUAdam(torch.optim.Optimizer):
         with torch.no_grad():
             copy.copy_(param)
         self._low[param] = copy
-        self._known = []
+        self._forget_checks()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state_dict of this class or of torch.optim.Adam or AdamW. Whether weight decay is
-        decoupled stays as it was, as with torch's AdamW.
-
-        Raises:
-            ValueError: a state that doesn't fit; then nothing is loaded.
-        """
-        state, groups = self.__dict__["state"], self.__dict__["param_groups"]
-        try:
-            super().load_state_dict(state_dict)
-        except BaseException:
-            self.state, self.param_groups = state, groups
-            raise
-        for group, own in zip(self.param_groups, groups, strict=True):
-            group["decoupled_weight_decay"] = own["decoupled_weight_decay"]
+    def _load_one(self, param: Tensor, values: dict[str, Any]) -> None:
+        if not values:
+            self.state.pop(param, None)
+            return
+        state = self.state[param] = {
+            key: x if isinstance(x, Tensor) else copy.deepcopy(x) for key, x in values.items()
+        }
+        state["step"] = loaded_steps(values)
+        state.pop("steps", None)
+        self._fit_state(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; `decoupled_grad` is a gradient as well."""
         super().zero_grad(set_to_none)
-        for param in (p for group in self.param_groups for p in group["params"]):
+        for param in self._params():
             grad = getattr(param, "decoupled_grad", None)
             if grad is not None:
                 param.decoupled_grad = None if set_to_none else grad.detach().zero_()
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's has state, groups and defaults only."""
-        own = ("moments", "nonfinite", "skipped_steps", "_low")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+        more = ("moments", "nonfinite", "skipped_steps", "_low")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in more}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._known = []
-        # Of pickles that earlier versions wrote.
-        for name, value in (("moments", torch.float32), ("nonfinite", "propagate"), ("_low", {})):
-            self.__dict__.setdefault(name, value)
-        self.__dict__.setdefault("skipped_steps", 0)
-        for group in self.param_groups:
-            check_flags(group, "the loaded state")
-            group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
-        for param, values in self.state.items():
-            if "step" in values:  # Megatron loads one tensor for all parameters
-                values["step"] = step_count(values["step"])
-            check_shapes(values, param)
+        self._forget_checks()
+        self.register_state_dict_post_hook(mark_codes)
 
     def grad_norm(self) -> float:
         """The L2 norm of all gradients, in one pass; infinite or NaN where a gradient is."""
-        grads = [self._gradient(p) for group in self.param_groups for p in group["params"]]
-        dense = [g if is_dense(g) else g.contiguous() for g in grads if g is not None]
-        return math.sqrt(sum_of_squares(dense))
+        params, grads = self._active(self._params())
+        if any(map(is_sharded, set(map(type, params)))):
+            raise ValueError(
+                "parameters are DTensors, of whose gradients this rank has a part: use "
+                "torch.nn.utils.get_total_norm"
+            )
+        check_gradients(params, grads)
+        return math.sqrt(sum_of_squares(g if is_dense(g) else g.contiguous() for g in grads))
 
+    @torch.compiler.disable  # called by compiled programs, not traced
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -267,118 +195,94 @@ class CPUAdam(torch.optim.Optimizer):
             found_inf: whether a gradient is not finite, where the caller knows: True skips the
                 step under either policy, False saves looking.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        seen: set[int] = set()
-        keep: list[Tensor] = []
-        written: list[Tensor] = []
-        numbers = range(len(self.param_groups))
-        for group in self.param_groups:
-            check_flags(group)
-        collected = [self._collect(i, seen, keep, written) for i in numbers]
+        loss = self._loss(closure)
+        settings = self._settings()
+        work = [self._active(group["params"]) for group in self.param_groups]
+        params = list(chain.from_iterable(params for params, _ in work))
+        self._check_states(params)
+        grads: list[Tensor] = []  # those copied to another layout must outlive the native calls
+        batches = [self._collect(*item, grads) for item in work]
         if found_inf is None and self.nonfinite == "skip":
-            found_inf = not math.isfinite(sum_of_squares(keep) * grad_scale)
+            found_inf = not math.isfinite(sum_of_squares(grads) * grad_scale)
         if found_inf:
             self.skipped_steps += 1
             logger.warning("a gradient is not finite: step skipped, %d so far", self.skipped_steps)
             return loss
-        for group, rows in zip(self.param_groups, collected, strict=True):
-            rows.step(group, grad_scale)
+        for group, batch in zip(settings, batches, strict=True):
+            batch.step(group, grad_scale)
         # Autograd is to notice when a saved tensor was overwritten.
-        torch.autograd.graph.increment_version(written)
+        copies = [self._low[p] for p in params if p in self._low] if self._low else []
+        torch.autograd.graph.increment_version([*params, *copies])
         return loss
 
     @staticmethod
-    def _gradient(param: Tensor) -> Tensor | None:
-        grad = getattr(param, "decoupled_grad", None)
-        grad = param.grad if grad is None else grad
-        if grad is not None:
-            check_gradient(param, grad)
-        return grad
+    def _active(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of a group that have a gradient, and it."""
+        # The attribute is looked up where it would be, as its absence is slow to find out.
+        grads = [
+            p.grad if (grad := p.__dict__.get("decoupled_grad")) is None else grad for p in params
+        ]
+        there = [grad is not None for grad in grads]
+        return list(compress(params, there)), list(compress(grads, there))
 
-    def _collect(
-        self, number: int, seen: set[int], keep: list[Tensor], written: list[Tensor]
-    ) -> Rows:
-        """Checks the tensors of a group and returns them as rows; their gradients go into `keep`,
-        since those copied to another layout must outlive the native calls, and what a step changes
-        of the model into `written`.
+    def _collect(self, params: list[Tensor], grads: list[Tensor], keep: list[Tensor]) -> AdamBatch:
+        """Of parameters whose states were checked; gradients are checked here and go into `keep`.
 
-        With thousands of small tensors Python takes longer than the arithmetic: a state that was
-        checked at the last step and is the same tensors at the same addresses is not looked at
-        again. `seen` holds the addresses of the steps met so far: a loader may have given one step
-        tensor to several parameters, which would then count every update of each.
+        With thousands of small tensors Python takes longer than the arithmetic, hence `map`.
         """
-        params, rows, states = self.param_groups[number]["params"], Rows(), self.state
-        if len(self._known) <= number or len(self._known[number]) != len(params):
-            del self._known[number:]
-            self._known.append([None] * len(params))
-        known = self._known[number]
-        for i, param in enumerate(params):
-            # The attribute is looked up where it would be, as its absence is slow to find out.
-            grad = param.__dict__.get("decoupled_grad")
-            if grad is None:
-                grad = param.grad
-                if grad is None:
-                    continue
-            state, entry = states.get(param), known[i]
-            if entry is None or state is None or not entry.holds(param, state):
-                entry = known[i] = self._check(param)
-            row = entry.row
-            if row[5] in seen:
-                states[param]["step"] = states[param]["step"].clone()
-                entry = known[i] = self._check(param)
-                row = entry.row
-            seen.add(row[5])
-            if (
-                grad.dtype not in GRADIENTS
-                or grad.shape != entry.shape
-                or grad.layout is not torch.strided
-                or not grad.is_cpu
-            ):
-                check_gradient(param, grad)
-            if not entry.ordered(grad):  # the native step walks through memory, not indices
-                grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-            pointer = grad.data_ptr()
-            if not pointer and row[6]:
-                check_gradient(param, grad)
-            if pointer == row[0] and row[6]:
-                raise ValueError(
-                    f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs its "
-                    "own"
-                )
-            keep.append(grad)
-            written.append(param)
-            if row[4]:
-                written.append(self._low[param])
-            if pointer != row[1]:
-                row = entry.row = (row[0], pointer, *row[2:])
-            rows.append((DTYPES[grad.dtype], entry.moment_type), row)
-        return rows
+        batch = AdamBatch(self.moments)
+        if not params:
+            return batch
+        shards = params
+        if any(map(is_sharded, set(map(type, params)))):
+            grads = [local_as("a gradient", g, p) for g, p in zip(grads, params, strict=True)]
+            shards = list(map(local, params))
+        check_gradients(shards, grads)
+        contiguous = chain(map(Tensor.is_contiguous, shards), map(Tensor.is_contiguous, grads))
+        if not all(contiguous):  # the native step walks through memory, not indices
+            grads = [_ordered_like(p, g) for p, g in zip(shards, grads, strict=True)]
+        keep += grads
+        batch.add([self._known[id(param)][1] for param in params], grads)
+        return batch
 
-    def _check(self, param: Tensor) -> _Known:
-        """The row of the parameter and its state, which is made where there is none."""
-        if not _is_usable(param):
+    def _fit_state(self, param: Tensor) -> None:
+        shard, low, name = local(param), self._low.get(param), lambda: self._name(param)
+        if not _is_usable(shard):
             raise ValueError(
-                f"{self._name(param)} is {describe(param)} with strides {_strides(param)} now; it "
-                "must be float32 on cpu, without gaps in memory, as when it came to CPUAdam"
+                f"{name()} is {describe(shard)} with strides {_strides(shard)} now; it must be "
+                "float32 on cpu, without gaps in memory, as when it came to CPUAdam"
             )
-        state, low = self.state[param], self._low.get(param)
-        if low is not None and not _is_copy(low, param):
+        if low is not None and not _is_copy(low, shard):
             raise ValueError(
-                f"the low-precision copy of {self._name(param)} is {describe(low)} with strides "
-                f"{_strides(low)} now, for {describe(param)} with strides {_strides(param)}; give "
+                f"the low-precision copy of {name()} is {describe(low)} with strides "
+                f"{_strides(low)} now, for {describe(shard)} with strides {_strides(shard)}; give "
                 "set_low_precision another"
             )
-        ensure_moments(state, self.moments, param, param.device, lambda: self._name(param))
+        state = self.state[param]
         if not is_step(state.get("step")):
             state["step"] = step_count(state.get("step", 0))
-        return _Known(param, state, low, moment_keys(self.moments))
+        local_state = self._local_state(param)
+        before = dict(local_state)
+        ensure_moments(local_state, self.moments, shard, shard.device, name)
+        for key in before.keys() - local_state.keys():
+            del state[key]
+        for key, x in local_state.items():
+            if x is not before.get(key):
+                state[key] = x if shard is param else _spread_as(param, x)
 
-    def _name(self, param: Tensor) -> str:
-        params = (p for group in self.param_groups for p in group["params"])
-        return f"parameter {next(i for i, p in enumerate(params) if p is param)}"
+    def _local_state(self, param: Tensor) -> dict[str, Any]:
+        """A parameter's state, of DTensors the shards."""
+        return {
+            key: local_as(f"{key} of a parameter", x, param) for key, x in self.state[param].items()
+        }
+
+    def _pointers(self, param: Tensor) -> Pointers:
+        state, low = self._local_state(param), self._low.get(param)
+        exp_avg, exp_avg_sq, scales = moment_tensors(state)
+        return pointers_of(local(param), exp_avg, exp_avg_sq, state["step"], low, scales=scales)
+
+    def _more_to_check(self) -> list[Tensor]:
+        return list(self._low.values())
 
 
 def _is_usable(param: Tensor) -> bool:
@@ -393,6 +297,19 @@ def _is_copy(copy: Tensor, param: Tensor) -> bool:
         and is_host(copy)
         and not overlap(copy, param)
     )
+
+
+def _spread_as(param: Any, shard: Tensor) -> Tensor:
+    """A DTensor like the parameter, of which this rank has this shard."""
+    mesh, placements = param.device_mesh, param.placements
+    more = {"shape": param.shape, "stride": param.stride()}
+    return type(param).from_local(shard, mesh, placements, **more)
+
+
+def _ordered_like(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient with its elements in the parameter's order."""
+    same = grad.is_contiguous() if param.is_contiguous() else grad.stride() == param.stride()
+    return grad if same else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
 def _strides(x: Tensor) -> str:

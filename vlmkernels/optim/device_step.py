@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import blockwise
-from .native import Rows, sum_of_squares
+from .native import AdamBatch, Pointers, pointers_of, sum_of_squares
 from .state import CODES, moment_tensors
 
 # Elements whose gradients are widened to float32 at a time.
@@ -18,51 +18,41 @@ _WIDENED = 64 << 20
 
 
 def step_on_device(
-    group: dict[str, Any],
+    settings: dict[str, Any],
     params: list[Tensor],
     masters: list[Tensor],
     states: list[dict[str, Any]],
     scale: float,
 ) -> None:
     """Steps float32 masters (contiguous) with the parameters' gradients and writes the parameters;
-    a master may be its parameter."""
-    if not params:
-        return
-    if params[0].device.type == "cpu":
-        _native(group, params, masters, states, scale)
-        return
+    a master may be its parameter. By torch's fused kernel; on a CPU see `step_on_host`."""
     # Coding takes several times the memory of the moments themselves.
-    limit = _WIDENED // 8 if CODES[0] in states[0] else _WIDENED
+    limit = _WIDENED // 8 if params and CODES[0] in states[0] else _WIDENED
     for part in _parts(params, limit):
-        _fused(group, params[part], masters[part], states[part], scale)
+        _fused(settings, params[part], masters[part], states[part], scale)
 
 
-def _native(
-    group: dict[str, Any],
+def host_pointers(param: Tensor, master: Tensor, state: dict[str, Any]) -> Pointers:
+    """For `step_on_host`."""
+    low = param if param.dtype == torch.bfloat16 and param.is_contiguous() else None
+    exp_avg, exp_avg_sq, scales = moment_tensors(state)
+    return pointers_of(master, exp_avg, exp_avg_sq, state["step"], low, scales=scales)
+
+
+def step_on_host(
+    settings: dict[str, Any],
     params: list[Tensor],
-    masters: list[Tensor],
-    states: list[dict[str, Any]],
+    pointers: list[Pointers],
+    moments: torch.dtype,
     scale: float,
 ) -> None:
-    rows, keep = Rows(), []
-    for param, master, state in zip(params, masters, states, strict=True):
-        # A contiguous bfloat16 parameter is written in the same pass.
-        low = param.detach() if _rounds_in_place(param) else None
-        assert param.grad is not None
-        grad = param.grad.contiguous()
-        keep.append(grad)  # until the native call
-        exp_avg, exp_avg_sq, scales = moment_tensors(state)
-        rows.add(master, grad, exp_avg, exp_avg_sq, state["step"], low, 0, scales)
-    rows.step(group, scale)
-    for param, master in zip(params, masters, strict=True):
-        if _rounds_in_place(param) or master.data_ptr() == param.data_ptr():
-            torch.autograd.graph.increment_version(param)
-        else:
-            param.copy_(master)
-
-
-def _rounds_in_place(param: Tensor) -> bool:
-    return param.dtype == torch.bfloat16 and param.is_contiguous()
+    """As `step_on_device`, on a CPU, with each parameter's `host_pointers`; contiguous ones
+    are written in the same pass, the others are left to the caller."""
+    grads = [p.grad.contiguous() for p in params if p.grad is not None]
+    batch = AdamBatch(moments)
+    batch.add(pointers, grads)
+    batch.step(settings, scale)
+    torch.autograd.graph.increment_version(params)
 
 
 def _parts(params: list[Tensor], limit: int) -> Iterator[slice]:
@@ -77,7 +67,7 @@ def _parts(params: list[Tensor], limit: int) -> Iterator[slice]:
 
 
 def _fused(
-    group: dict[str, Any],
+    settings: dict[str, Any],
     params: list[Tensor],
     masters: list[Tensor],
     states: list[dict[str, Any]],
@@ -89,18 +79,18 @@ def _fused(
         grads = list(torch._foreach_mul(grads, scale))
     wide = [[_widened(s, n) for s in states] for n in range(2)]
     steps = [s["step"].add_(1).to(params[0].device, non_blocking=True) for s in states]
-    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    kernel = torch._fused_adamw_ if settings["decoupled_weight_decay"] else torch._fused_adam_
     kernel(
         masters,
         grads,
         *wide,
         [],
         steps,
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        weight_decay=float(group["weight_decay"]),
-        eps=float(group["eps"]),
+        lr=settings["lr"],
+        beta1=settings["betas"][0],
+        beta2=settings["betas"][1],
+        weight_decay=settings["weight_decay"],
+        eps=settings["eps"],
         amsgrad=False,
         maximize=False,
     )

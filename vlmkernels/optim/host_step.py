@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from .arena import PinnedArena
-from .blockwise import BLOCK
-from .native import Rows
+from .native import AdamBatch, Pointers, pointers_of
 from .state import moment_tensors, state_bytes
 from .transfer import Ticket, Transfers, Waitable, transfers_for
 
@@ -44,7 +43,7 @@ class Shard:
     value: Tensor  # page-locked, the target's type: slot or master where that fits
     grad: Tensor | None = None  # on the device: whose copy `slot` is or will be
     version: int = 0  # of `grad`, when its copy began
-    factor: float = 1.0  # by which the gradient was multiplied in place since, see Rows.step
+    factor: float = 1.0  # by which the gradient was multiplied in place since, see AdamBatch.step
     d2h: Ticket = None
     h2d: list[Ticket] = field(default_factory=list)
 
@@ -63,8 +62,14 @@ class Shard:
     def rounds(self) -> bool:
         return self.value is not self.master
 
+    def pointers(self, first: int, last: int, step: Tensor) -> Pointers:
+        """Of elements [first, last)."""
+        m, v, scales = moment_tensors(self.state)
+        low = self.value if self.rounds else None
+        return pointers_of(self.master, m, v, step, low, first, scales, last - first)
 
-_Piece = tuple[dict[str, Any], Shard, int, int]  # parameter group, shard, elements [first, last)
+
+_Piece = tuple[dict[str, Any], Shard, int, int]  # settings, shard, elements [first, last)
 
 
 class HostStep:
@@ -98,7 +103,7 @@ class HostStep:
         if self._transfers is None:
             self._transfers = transfers_for(device)
         if self._arena is None:
-            self._arena = PinnedArena(pin=device.type == "cuda")
+            self._arena = PinnedArena(device=device)
 
     @property
     def transfers(self) -> Transfers:
@@ -148,12 +153,30 @@ class HostStep:
     def begin(self, shard: Shard, grad: Tensor, after: Waitable | None = None) -> None:
         """Start this gradient's copy D2H; a later call replaces an earlier one's gradient. `after`
         is what writes the gradient, if that was only started."""
-        self._settle(shard)
-        shard.grad, shard.version, shard.factor = grad, grad._version, 1.0
-        self._begun.pop(shard, None)
-        self._begun[shard] = None
-        if grad.numel():
-            shard.d2h = self.transfers.d2h(grad.detach(), shard.slot, after)
+        self._begin([shard], [grad], after)
+
+    def begin_all(self, shards: list[Shard], grads: list[Tensor]) -> None:
+        """As `begin` for each, with a copy for each bucket."""
+        first = filled = 0
+        for last, shard in enumerate(shards, 1):
+            filled += shard.slot.nbytes
+            if filled >= self._bucket_bytes or last == len(shards):
+                self._begin(shards[first:last], grads[first:last], None)
+                first, filled = last, 0
+
+    def _begin(self, shards: list[Shard], grads: list[Tensor], after: Waitable | None) -> None:
+        begun = self._begun
+        for shard, grad in zip(shards, grads, strict=True):
+            if shard.d2h is not None or shard.h2d:
+                self._settle(shard)
+            shard.grad, shard.version, shard.factor = grad, grad._version, 1.0
+            begun.pop(shard, None)
+            begun[shard] = None
+        pairs = [(g, s) for g, s in zip(grads, shards, strict=True) if g.numel()]
+        if pairs:
+            ticket = self.transfers.d2h([g for g, _ in pairs], [s.slot for _, s in pairs], after)
+            for _, shard in pairs:
+                shard.d2h = ticket
 
     def before_change(self) -> None:
         """The device is about to change gradients in place: it waits until those that were begun
@@ -191,7 +214,7 @@ class HostStep:
 
     @torch.no_grad()
     def step(self, work: list[tuple[dict[str, Any], Shard]], grad_scale: float = 1.0) -> None:
-        """One Adam step for each (parameter group, shard), whose gradients were begun.
+        """One Adam step for each (settings, shard), whose gradients were begun.
 
         The device is told to wait for the new values with its next work. Returns when all steps
         are made; the last new values may still be on their way H2D.
@@ -201,14 +224,14 @@ class HostStep:
         self._step_buckets(work, grad_scale)
         self._stepped(shard for _, shard in work)
 
-    def step_soon(self, group: dict[str, Any], shard: Shard) -> None:
+    def step_soon(self, settings: dict[str, Any], shard: Shard) -> None:
         """One Adam step for a shard whose gradient was begun and is final, as soon as it arrives.
 
         The device's work up to now must be the last that reads the target's old value. `finish`
         must be called before anything else is done with the shard.
         """
         self.early[shard] = None
-        self._bucket.append((group, shard))
+        self._bucket.append((settings, shard))
         filled = sum(s.slot.numel() * s.slot.element_size() for _, s in self._bucket)
         if filled >= self._bucket_bytes:
             self._start_bucket()
@@ -240,9 +263,9 @@ class HostStep:
     ) -> None:
         bucket: list[_Piece] = []
         filled = 0
-        for group, shard in work:
+        for settings, shard in work:
             for first, last in self._cuts(shard):
-                bucket.append((group, shard, first, last))
+                bucket.append((settings, shard, first, last))
                 filled += (last - first) * shard.slot.element_size()
                 if filled >= self._bucket_bytes:
                     self._step_bucket(bucket, grad_scale, unread)
@@ -250,46 +273,60 @@ class HostStep:
         self._step_bucket(bucket, grad_scale, unread)
 
     def _stepped(self, shards: Iterable[Shard]) -> None:
+        tickets = {}
         for shard in shards:
-            shard.state["step"] += 1
             shard.grad = None
             del self._begun[shard]
             for ticket in shard.h2d:
-                self.transfers.device_wait(ticket)
+                tickets[id(ticket)] = ticket
+        for ticket in tickets.values():
+            self.transfers.device_wait(ticket)
 
     def _cuts(self, shard: Shard) -> list[tuple[int, int]]:
         """Ranges of at most a bucket, so that a large tensor's first part is copied while the next
         is stepped; at multiples of 4,096 elements, which no vector, random number or block crosses.
         """
         numel = shard.master.numel()
+        if numel <= 4096:
+            return [(0, numel)]
         length = max(self._bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
-        if not shard.target.is_contiguous():
-            length = max(numel, 1)
+        if numel <= length or not shard.target.is_contiguous():
+            return [(0, numel)]
         return [(first, min(first + length, numel)) for first in range(0, numel, length)]
 
     def _step_bucket(self, bucket: list[_Piece], grad_scale: float, unread: bool) -> None:
-        by_group: dict[tuple[int, float], tuple[dict[str, Any], float, Rows]] = {}
-        steps = []  # each piece counts on a copy: the native call counts up what it is given
-        for group, shard, first, last in bucket:
+        work: dict[tuple, tuple[dict[str, Any], list[Pointers], list[int]]] = {}
+        keep = []
+        for settings, shard, first, last in bucket:
             if shard.d2h is not None:
                 self.transfers.wait(shard.d2h)
                 shard.d2h = None
-            key = id(group), shard.factor
-            *_, rows = by_group.setdefault(key, (group, shard.factor, Rows()))
-            state = shard.state
-            steps.append(state["step"].clone())
-            *moments, scales = moment_tensors(state)
-            master, grad, exp_avg, exp_avg_sq = (
-                x.view(-1)[first:last] for x in (shard.master, shard.slot, *moments)
-            )
-            if scales is not None:  # pieces begin with a block
-                scales = scales[0][first // BLOCK :], scales[1][first // BLOCK :]
-            low = shard.value.view(-1)[first:last] if shard.rounds else None
-            rows.add(master, grad, exp_avg, exp_avg_sq, steps[-1], low, first, scales)
-        for group, factor, rows in by_group.values():
-            rows.step(group, grad_scale, factor)
+            # The native call counts up what it is given: the last piece the step, others a copy.
+            step = shard.state["step"]
+            if last < shard.master.numel():
+                step = step.clone()
+                keep.append(step)
+            slot = shard.slot
+            key = id(settings), shard.factor, slot.dtype
+            if key not in work:
+                work[key] = settings, [], []
+            work[key][1].append(shard.pointers(first, last, step))
+            work[key][2].append(slot.data_ptr() + slot.itemsize * first)
+        for (_, factor, dtype), (settings, pieces, addresses) in work.items():
+            batch = AdamBatch(moment_tensors(bucket[0][1].state)[0].dtype)
+            batch.add_pieces(pieces, addresses, dtype)
+            batch.step(settings, grad_scale, factor)
+        bucket = [piece for piece in bucket if piece[3]]
+        if not bucket:
+            return
+        sources, targets = [], []
         for _, shard, first, last in bucket:
-            source, target = shard.value, shard.target.detach()
-            if target.is_contiguous():
+            source, target = shard.value, shard.target
+            if last - first < source.numel():
                 source, target = source.view(-1)[first:last], target.view(-1)[first:last]
-            shard.h2d.append(self.transfers.h2d(source, target, unread))
+            sources.append(source)
+            targets.append(target)
+        ticket = self.transfers.h2d(sources, targets, unread)
+        if ticket is not None:
+            for _, shard, _, _ in bucket:
+                shard.h2d.append(ticket)

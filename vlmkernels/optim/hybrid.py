@@ -6,8 +6,7 @@ import contextlib
 import copy
 import math
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -17,32 +16,27 @@ from torch import Tensor
 
 from vlmkernels._native import describe
 
-from .device_step import norm, step_on_device
+from .base import AdamBase
+from .checks import check_gradient, check_gradients, check_memory, is_step
+from .device_step import host_pointers, norm, step_on_device, step_on_host
 from .host_step import HostStep, Shard
 from .masters import Masters, is_own_master
-from .native import (
-    check_flags,
-    check_gradient,
-    check_hyperparameters,
-    check_memory,
-    check_nonfinite,
-    is_step,
-)
+from .native import Pointers
 from .placement import Policy, check_fraction, check_policy, preference, relocate
 from .state import (
     ALL_MOMENTS,
-    check_moments,
+    check_shapes,
     copy_moments,
     ensure_moments,
     fit_moments,
-    load_groups,
+    loaded_steps,
     state_bytes,
     step_count,
 )
 from .transfer import Transfers
 
 
-class HybridDeviceOptimizer(torch.optim.Optimizer):
+class HybridDeviceOptimizer(AdamBase):
     """AdamW that keeps a share of its state, 12 bytes a bfloat16 parameter, in host memory.
 
     Can be used wherever a torch.optim.Optimizer can. Gradients of offloaded parameters are copied
@@ -90,8 +84,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         ValueError: a setting, parameter, gradient or loaded state that doesn't fit.
     """
 
-    _optimizer_load_state_dict_post_hooks: OrderedDict[int, Any]
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -111,9 +103,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         bucket_bytes: int = 32 << 20,
         transfers: Transfers | None = None,
     ) -> None:
-        check_hyperparameters(lr, betas, eps, weight_decay)
-        check_moments(moments)
-        check_nonfinite(nonfinite)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it must be above 0, or None")
         check_policy(policy)
@@ -123,12 +112,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 "step before all gradients are known it needs max_norm None and nonfinite "
                 "'propagate'"
             )
-        self.max_norm, self.nonfinite, self.moments = max_norm, nonfinite, moments
-        self.policy = policy
+        self.max_norm, self.policy = max_norm, policy
         #: Global L2 norm of the gradients of the last step, where max_norm or "skip" asks for it.
         self.last_grad_norm: float | None = None
-        #: Steps that changed nothing because a gradient was not finite.
-        self.skipped_steps = 0
         self._fraction = check_fraction("offload_fraction", offload_fraction)
         self._overlap, self._in_backward = overlap or in_backward, in_backward
         self._group_of: dict[Tensor, int] = {}
@@ -139,41 +125,26 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._hooks: dict[Tensor, Any] = {}
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
         self._early_settings: dict[int, dict[str, Any]] = {}  # by group, of early steps
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled, moments, nonfinite)
 
     # ---- placement -------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         params = self._params()  # groups may be empty
-        try:
-            self._check_group(self.param_groups[-1], params)
-        except ValueError:
-            self.param_groups.pop()
-            raise
         last = len(self.param_groups) - 1
         self._group_of.update(dict.fromkeys(self.param_groups[-1]["params"], last))
         if params:
             self._host.connect(params[0].device)
         self.set_offload_fraction(self._fraction)
 
-    @staticmethod
-    def _check_group(group: dict[str, Any], params: list[Tensor]) -> None:
-        check_flags(group)
-        for param in group["params"]:
-            check_memory("a parameter", param)
-            device = params[0].device
-            if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
-                raise ValueError(
-                    f"a parameter is {describe(param)}; it must be float32 or bfloat16 on {device}"
-                )
+    def _check_param(self, param: Tensor) -> None:
+        check_memory("a parameter", param)
+        device = next(p for group in self.param_groups for p in group["params"]).device
+        if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
+            raise ValueError(
+                f"a parameter is {describe(param)}; it must be float32 or bfloat16 on {device}"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """torch pickles groups and state only: not what is on its way between the memories."""
@@ -181,9 +152,6 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             "a HybridDeviceOptimizer can't be copied or pickled: make another one for the copied "
             "parameters and give it this one's state_dict()"
         )
-
-    def _params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     @property
     def offload_fraction(self) -> float:
@@ -199,6 +167,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """
         fraction = check_fraction("offload_fraction", fraction)
         self._check_whole("set_offload_fraction")
+        self._forget_checks()
         params = self._params()
         order = preference(params, self.policy, self._arrival)
         self._fraction = fraction
@@ -207,7 +176,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def _move(self, param: Tensor, to_host: bool) -> None:
         state = self.state.get(param)
         if state:
-            self._check_unchanged(param, state)
+            self._fit_state(param)
             old = self._host.shards.get(param)
             if old is not None:
                 self._host.forget([old])
@@ -253,26 +222,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         state.pop("master", None)
         if shard is not None:
             self._host.shards[param] = shard
-        if master is not None and (shard is None or shard.rounds):
+        if master is not None and param.dtype != torch.float32:  # whose values the model has
             state["master"] = master
         self._masters.put(param, master)
 
-    def _ready(self, param: Tensor) -> None:
-        """Makes the parameter's state from the model's value where there is none yet.
-
-        Raises:
-            ValueError: parameter, gradient or state are no longer what they were when the state was
-                made: kernels get addresses, and would read and write other memory.
-        """
+    def _fit_state(self, param: Tensor) -> None:
         state = self.state.get(param) or {}
-        if "step" in state:
-            self._check_unchanged(param, state)
-        else:
+        if "step" not in state or not self._masters.knows(param):
             self._prepare(param)
-        assert param.grad is not None
-        check_gradient(param, param.grad)
-
-    def _check_unchanged(self, param: Tensor, state: dict[str, Any]) -> None:
+            return
         changed = self._masters.changed(param, state.get("master"))
         if changed is not None:
             raise ValueError(changed.format(self._name(param)))
@@ -281,16 +239,24 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         ensure_moments(state, self.moments, like, like.device, lambda: self._name(param))
         if not is_step(state["step"]):
             state["step"] = step_count(state["step"])
+        if param in self._host.shards:
+            self._host.shards[param].state = state  # it may be another one
+        if like is not param and param.dtype != torch.float32:
+            state["master"] = like
 
-    def _name(self, param: Tensor) -> str:
-        return f"parameter {next(i for i, p in enumerate(self._params()) if p is param)}"
+    def _pointers(self, param: Tensor) -> Pointers | None:
+        """For step_on_host."""
+        if param in self._offloaded or param.device.type != "cpu":
+            return None
+        return host_pointers(param, self._masters.of(param), self.state[param])
 
     def _prepare(self, param: Tensor) -> dict[str, Any]:
-        """A state from the model's value; moments that are there already are kept."""
+        """A state from the model's value; steps and moments that are there already are kept."""
         state = self.state[param]
+        check_shapes(state, param, "{} of " + self._name(param))
         to_host = param in self._offloaded
         device = torch.device("cpu") if to_host else param.device
-        state["step"] = step_count()
+        state["step"] = step_count(state.get("step", 0))
         fit_moments(state, self.moments, partial(torch.empty, param.shape, device=device))
         self._put_master(param, state, *self._make_master(param, state, to_host, param.detach()))
         self._masters.written([param])
@@ -299,7 +265,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
     def memory(self) -> dict[str, int]:
         """Bytes: host_state (moments and masters in host memory), pinned (page-locked, of them in
         use), pinned_peak (most that was reserved), device_state."""
-        device = sum(state_bytes(s) for p, s in self.state.items() if p not in self._offloaded)
+        kept = [p for p in self._params() if p in self.state and p not in self._offloaded]
+        masters = self._masters.copies
+        device = sum(state_bytes(self.state[p]) for p in kept)
+        device += sum(4 * p.numel() for p in kept if p in masters and "master" not in self.state[p])
         return {**self._host.memory(), "device_state": device}
 
     # ---- masters ---------------------------------------------------------------------------------
@@ -336,7 +305,8 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._arrival.setdefault(param)
         if param.grad is None or not self._overlap:
             return
-        self._ready(param)
+        self._fit_state(param)
+        check_gradient(param, param.grad)
         shard = self._host.shards[param]
         with torch.no_grad():
             if not self._in_backward:
@@ -348,11 +318,12 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                     "step() after each, or wrap all but the last in accumulating()"
                 )
             self._masters.check_after_load(self._params())
-            self._masters.follow(param)
+            self._masters.follow([param])
             self._host.begin(shard, param.grad)
             number = self._group_of[param]
-            self._early_settings[number] = _settings(self.param_groups[number])
-            self._host.step_soon(self.param_groups[number], shard)
+            if number not in self._early_settings:
+                self._early_settings[number] = self._settings()[number]
+            self._host.step_soon(self._early_settings[number], shard)
 
     def _check_whole(self, what: str) -> None:
         if self._host.early:
@@ -367,6 +338,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self._host.forget(self._host.shards.values())
         super().zero_grad(set_to_none)
 
+    @torch.compiler.disable  # called by compiled programs, not traced
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -382,45 +354,63 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             grad_scale: multiplies every gradient as it is read, before `max_norm` is applied.
             found_inf: whether a gradient is not finite, where the caller knows.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        early = self._check_early(grad_scale, found_inf)
+        loss = self._loss(closure)
+        settings = self._settings()
+        early = self._check_early(settings, grad_scale, found_inf)
         if not early:
             self._masters.check_after_load(self._params())
-        on_device: list[tuple[dict[str, Any], list[Tensor]]] = []
-        on_host: list[tuple[dict[str, Any], Shard]] = []
-        grads: list[Tensor] = []
-        for group in self.param_groups:
-            check_flags(group)
-            active = [p for p in group["params"] if p.grad is not None and p not in early]
-            for param in active:
-                self._ready(param)
-                self._masters.follow(param)
-                grads.append(param.grad)
-            on_device.append((group, [p for p in active if p not in self._offloaded]))
-            on_host += [(group, self._host.shards[p]) for p in active if p in self._offloaded]
-        for _, shard in on_host:
-            grad = shard.target.grad
-            assert grad is not None
-            if not shard.has(grad):
-                self._host.begin(shard, grad)
+        active = [
+            [p for p in group["params"] if p.grad is not None and p not in early]
+            for group in self.param_groups
+        ]
+        params = list(chain.from_iterable(active))
+        grads = [p.grad for p in params if p.grad is not None]
+        if params:
+            self._check_states(params)
+            check_gradients(params, grads)
+            self._masters.follow(params)
+        on_host = [
+            (group, self._host.shards[param])
+            for group, params_of_group in zip(settings, active, strict=True)
+            for param in params_of_group
+            if param in self._offloaded
+        ]
+        late = [
+            (shard, grad)
+            for _, shard in on_host
+            if (grad := shard.target.grad) is not None and not shard.has(grad)
+        ]
+        self._host.begin_all([shard for shard, _ in late], [grad for _, grad in late])
         scale = self._scale(grads, grad_scale, found_inf)
         if scale is None:
             self._host.forget(shard for _, shard in on_host)
             self.skipped_steps += 1
             return loss
-        for group, params in on_device:
-            masters = [self._masters.of(p) for p in params]
-            step_on_device(group, params, masters, [self.state[p] for p in params], scale)
+        for group, params_of_group in zip(settings, active, strict=True):
+            kept = [p for p in params_of_group if p not in self._offloaded]
+            self._step_in_place(group, kept, scale)
         self._host.step(on_host, scale)
         self._host.finish()
-        stepped = [p for _, params in on_device for p in params]
-        self._masters.written(chain(stepped, (shard.target for _, shard in on_host), early))
+        self._masters.written([*params, *early])
         return loss
 
-    def _check_early(self, grad_scale: float, found_inf: bool | Tensor | None) -> set[Tensor]:
+    def _step_in_place(self, settings: dict[str, Any], params: list[Tensor], scale: float) -> None:
+        """Parameters whose state is on their own device."""
+        if not params:
+            return
+        if params[0].device.type != "cpu":
+            masters = [self._masters.of(p) for p in params]
+            step_on_device(settings, params, masters, [self.state[p] for p in params], scale)
+            return
+        pointers = [self._known[id(p)][1] for p in params]
+        step_on_host(settings, params, pointers, self.moments, scale)
+        for param in params:
+            if not param.is_contiguous():
+                param.copy_(self._masters.of(param))
+
+    def _check_early(
+        self, settings: list[dict[str, Any]], grad_scale: float, found_inf: bool | Tensor | None
+    ) -> set[Tensor]:
         """Parameters that the backward pass has given to be stepped."""
         shards = self._host.early
         if self._in_backward and (grad_scale != 1.0 or found_inf is not None):
@@ -429,7 +419,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 "backward pass (in_backward=True); they must be 1.0 and None"
             )
         for number, before in self._early_settings.items():
-            for key, now in _settings(self.param_groups[number]).items():
+            for key, now in settings[number].items():
                 if now != before[key]:
                     raise RuntimeError(
                         f"{key} was {before[key]} in the backward pass that made part of the step "
@@ -465,28 +455,22 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, with a float32 `master` for each bfloat16 parameter; tensors are
-        where the state is, on the device or in host memory."""
+        where the state is, on the device or in host memory. torch's AdamW takes it, and ignores
+        masters, unless moments are in 8 bits."""
         self._check_whole("state_dict")
-        found = super().state_dict()
-        params = self._params()
-        for i, values in found["state"].items():
-            if params[i].dtype == torch.float32:  # the model has it
-                found["state"][i] = {k: v for k, v in values.items() if k != "master"}
-        return found
+        return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state_dict of this class, with any fraction, of CPUAdam or of torch.optim.AdamW.
 
         The model's weights may be loaded before or after; where the state holds masters, the first
         step checks that they are the model's.
+
+        Raises:
+            ValueError: a state that doesn't fit; then nothing is loaded.
         """
         self._check_whole("load_state_dict")
-        loaded = load_groups(self, state_dict)
-        with torch.no_grad():
-            for param, values in loaded.items():
-                self._load_one(param, values)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        super().load_state_dict(state_dict)
 
     def _load_one(self, param: Tensor, values: dict[str, Any]) -> None:
         self._host.drop(param)
@@ -498,9 +482,9 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             if key in values:
                 self.state[param][key] = values[key].detach().clone()
         state = self._prepare(param)
-        state["step"].fill_(float(values.get("step", 0)))
+        state["step"] = loaded_steps(values)
         for key, value in values.items():  # of other optimizers or the caller's own
-            if key not in ("step", "master", *ALL_MOMENTS):
+            if key not in ("step", "steps", "master", *ALL_MOMENTS):
                 state[key] = copy.deepcopy(value)
         self._masters.loaded(param, values.get("master") if "master" in state else None)
 
@@ -508,10 +492,3 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 def _remove_hooks(hooks: dict[Tensor, Any]) -> None:
     for hook in hooks.values():
         hook.remove()
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a step takes from a parameter group, by value."""
-    numbers = {key: float(group[key]) for key in ("lr", "eps", "weight_decay")}
-    betas = tuple(float(beta) for beta in group["betas"])
-    return {**numbers, "betas": betas, "decoupled_weight_decay": group["decoupled_weight_decay"]}

@@ -7,6 +7,7 @@ which the model's value overrides: what the model holds is the truth.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter, ne
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from vlmkernels._native import describe
 
 from .host_step import HostStep
+
+_VERSION = attrgetter("_version")
 
 
 def is_own_master(param: Tensor) -> bool:
@@ -39,9 +42,15 @@ class Masters:
         #: Masters of the parameters that are not their own.
         self.copies: dict[Tensor, Tensor] = {}
         self._forms: dict[Tensor, tuple] = {}  # of each parameter, when its state was made
-        self._written: dict[Tensor, tuple[int, int]] = {}  # as the last step left the parameter
+        # As the last step left the parameter:
+        self._versions: dict[Tensor, int] = {}
+        self._pointers: dict[Tensor, int] = {}
         self._compare = False  # loaded masters were not compared with the model yet
         self._read: set[Tensor] = set()  # masters to be taken from the model at the next step
+
+    def knows(self, param: Tensor) -> bool:
+        """Whether the parameter was stepped or loaded."""
+        return param in self._forms
 
     def of(self, param: Tensor) -> Tensor:
         """float32, contiguous: the parameter's memory or another."""
@@ -64,10 +73,10 @@ class Masters:
         else:
             self._read.add(param)
 
-    def written(self, params: Iterable[Tensor]) -> None:
+    def written(self, params: list[Tensor]) -> None:
         """These parameters have their masters' values."""
-        for param in params:
-            self._written[param] = param._version, param.data_ptr()
+        self._versions.update(zip(params, map(_VERSION, params), strict=True))
+        self._pointers.update(zip(params, map(Tensor.data_ptr, params), strict=True))
 
     @torch.no_grad()
     def sync(self, params: Iterable[Tensor]) -> None:
@@ -82,12 +91,14 @@ class Masters:
         self.sync(params)
         self._compare = False
 
-    def follow(self, param: Tensor) -> None:
-        """Take the model's value where it was written in place, or got other memory, since the last
-        step."""
-        known = self._written[param]
-        if (param._version != known[0] or param.data_ptr() != known[1]) and self._stale(param):
-            self.sync([param])
+    def follow(self, params: list[Tensor]) -> None:
+        """Take the model's values where parameters were written in place, or got other memory,
+        since the last step."""
+        written = map(ne, map(_VERSION, params), map(self._versions.get, params))
+        moved = map(ne, map(Tensor.data_ptr, params), map(self._pointers.get, params))
+        for param, other_version, other_memory in zip(params, written, moved, strict=True):
+            if (other_version or other_memory) and self._stale(param):
+                self.sync([param])
 
     def changed(self, param: Tensor, saved: Tensor | None) -> str | None:
         """What of a parameter with state is not as it was made, as a sentence to be filled in with

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch import Tensor
 
 from vlmkernels._native import _C, DTYPES, describe
 
-GRADIENTS = (torch.float32, torch.bfloat16)
+from .blockwise import BLOCK
+
+_DTYPE = attrgetter("dtype")
 _MOMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # vlmk::MomentType
 
 
@@ -41,75 +45,93 @@ def adam_reference(
     param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
 
 
-class Rows:
-    """Tensors to step in one go: by the types of gradient and moments, what `_C.adam_step` takes.
+Pointers = tuple[int, ...]  # what `_C.adam_step` takes of a tensor, beside its gradient
 
-    Nothing is checked here: every tensor of one `add` lies dense in host memory in the same element
-    order, and must live until `step` returns.
+
+def pointers_of(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    low: Tensor | None = None,
+    first: int = 0,
+    scales: tuple[Tensor, Tensor] | None = None,
+    numel: int | None = None,
+) -> Pointers:
+    """Tensors to step: each lies dense in host memory, in the same element order, and must live
+    until they are stepped. Nothing is checked here.
+
+    Args:
+        param: float32.
+        exp_avg, exp_avg_sq: float32 or bfloat16, or 8-bit codes with their `scales`.
+        step: float32, 0-dim; counted up by the native call.
+        low: bfloat16: gets the rounded parameter; it may be the gradient's memory.
+        first: of a piece of these tensors, the number of its first element, a multiple of 16, of
+            256 with codes.
+        numel: of a piece, its elements.
     """
+    return (
+        param.data_ptr() + 4 * first,
+        exp_avg.data_ptr() + exp_avg.itemsize * first,
+        exp_avg_sq.data_ptr() + exp_avg_sq.itemsize * first,
+        0 if low is None else low.data_ptr() + low.itemsize * first,
+        step.data_ptr(),
+        param.numel() if numel is None else numel,
+        first,
+        *((0, 0) if scales is None else (x.data_ptr() + 4 * (first // BLOCK) for x in scales)),
+    )
 
-    def __init__(self) -> None:
-        self._rows: dict[tuple[int, int], list[tuple[int, ...]]] = {}
 
-    @staticmethod
-    def make(
-        param: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: Tensor,
-        low: Tensor | None = None,
-        first: int = 0,
-        scales: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[tuple[int, int], tuple[int, ...]]:
-        """A row and the types under which it goes.
+class AdamBatch:
+    """Tensors to step in one go, whose moments have one type."""
 
-        param float32, grad float32 or bfloat16, moments likewise, step float32 0-dim (counted up by
-        `step`), low bfloat16: gets the rounded parameter; it may be grad's memory. Of a piece of a
-        tensor `first` is the number of its first element in the whole, a multiple of 16. `scales`
-        belong to moments that are 8-bit codes.
+    def __init__(self, moments: torch.dtype) -> None:
+        self._moments = _MOMENT_TYPES[moments]
+        self._by_type: dict[torch.dtype, tuple[list[Pointers], list[int]]] = {}  # of gradients
+
+    def add(self, tensors: list[Pointers], grads: list[Tensor]) -> None:
+        """What `pointers_of` returns and gradients, float32 or bfloat16, dense in the same order.
+
+        Raises:
+            ValueError: a gradient has no memory, or its parameter's.
         """
-        row = (
-            param.data_ptr(),
-            grad.data_ptr(),
-            exp_avg.data_ptr(),
-            exp_avg_sq.data_ptr(),
-            0 if low is None else low.data_ptr(),
-            step.data_ptr(),
-            param.numel(),
-            first,
-            *((0, 0) if scales is None else (scales[0].data_ptr(), scales[1].data_ptr())),
-        )
-        return (DTYPES[grad.dtype], _MOMENT_TYPES[exp_avg.dtype]), row
+        addresses = list(map(Tensor.data_ptr, grads))
+        for pointers, grad, address in zip(tensors, grads, addresses, strict=True):
+            if address in (0, pointers[0]) and pointers[5]:
+                raise ValueError(
+                    f"a gradient, {describe(grad)}, lies in its parameter's memory or has none; it "
+                    "needs its own"
+                )
+        types = list(map(_DTYPE, grads))
+        for dtype in set(types):
+            right = [x is dtype for x in types]
+            self.add_pieces(list(compress(tensors, right)), list(compress(addresses, right)), dtype)
 
-    def append(self, key: tuple[int, int], row: tuple[int, ...]) -> None:
-        rows = self._rows.get(key)
-        if rows is None:
-            rows = self._rows[key] = []
-        rows.append(row)
-
-    def add(self, *tensors: Any) -> None:
-        """A row of `make`'s arguments."""
-        self.append(*self.make(*tensors))
+    def add_pieces(self, tensors: list[Pointers], addresses: list[int], dtype: torch.dtype) -> None:
+        """Tensors or pieces and the addresses of their gradients, of one type."""
+        into = self._by_type.setdefault(dtype, ([], []))
+        into[0].extend(tensors)
+        into[1].extend(addresses)
 
     def step(
-        self, group: dict[str, Any], grad_scale: float = 1.0, grad_factor: float = 1.0
+        self, settings: Mapping[str, Any], grad_scale: float = 1.0, grad_factor: float = 1.0
     ) -> None:
-        """One native call a pair of types, without the GIL, with a parameter group's settings.
+        """One native call a type of gradients, without the GIL, with settings of `hyperparameters`.
 
         Gradients are multiplied by `grad_factor`, rounded to float32, and by `grad_scale`: two, so
         that the bits are those of a gradient that was multiplied in place and is clipped now.
         """
-        for (grad_type, moment_type), rows in self._rows.items():
+        for dtype, (tensors, addresses) in self._by_type.items():
             _C.adam_step(
-                rows,
-                grad_type,
-                moment_type,
-                float(group["lr"]),
-                *map(float, group["betas"]),
-                float(group["eps"]),
-                float(group["weight_decay"]),
-                bool(group["decoupled_weight_decay"]),
+                tensors,
+                addresses,
+                DTYPES[dtype],
+                self._moments,
+                settings["lr"],
+                *settings["betas"],
+                settings["eps"],
+                settings["weight_decay"],
+                settings["decoupled_weight_decay"],
                 float(grad_factor),
                 float(grad_scale),
             )
@@ -119,85 +141,3 @@ def sum_of_squares(grads: Iterable[Tensor]) -> float:
     """Over all elements of dense float32 or bfloat16 host tensors, in one pass; infinite or NaN
     only where an element is. The same bits with any number of threads."""
     return _C.sum_of_squares([(g.data_ptr(), g.numel(), DTYPES[g.dtype]) for g in grads])
-
-
-def check_hyperparameters(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> None:
-    """Raises ValueError naming the first that no Adam can use."""
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"{name} is {value}; it must be one number")
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}; it must be at least 0")
-    if len(betas) != 2:
-        raise ValueError(f"betas is {betas}; it must be two numbers")
-    for i, beta in enumerate(betas):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{i}] is {beta}; it must be in [0, 1)")
-
-
-def check_flags(group: dict[str, Any], name: str = "a parameter group") -> None:
-    """Raises ValueError for a group that asks for a form of Adam that is not offered."""
-    for flag in ("amsgrad", "maximize"):
-        if group.get(flag):
-            raise ValueError(f"{name} has {flag}=True, which is not offered here")
-
-
-def check_nonfinite(nonfinite: str) -> None:
-    """Raises ValueError for a policy that doesn't exist."""
-    if nonfinite not in ("propagate", "skip"):
-        raise ValueError(f"nonfinite is {nonfinite!r}; it must be 'propagate' or 'skip'")
-
-
-def check_gradient(param: Tensor, grad: Tensor) -> None:
-    """Raises ValueError unless `grad` can be a gradient of `param`."""
-    check_memory("a gradient", grad)
-    if (
-        grad.dtype not in GRADIENTS
-        or grad.shape != param.shape
-        or grad.layout != torch.strided
-        or grad.device != param.device
-    ):
-        raise ValueError(
-            f"a gradient is {describe(grad)}, {grad.layout}; it must be dense float32 or "
-            f"bfloat16 {list(param.shape)} on {param.device}"
-        )
-
-
-def check_memory(name: str, x: Tensor) -> None:
-    """Raises ValueError for a tensor that is made of others, such as FSDP2's DTensor: it has no
-    memory whose address a kernel could be given."""
-    if hasattr(type(x), "__tensor_flatten__"):
-        raise ValueError(
-            f"{name} is a {type(x).__name__}, which has no memory of its own; pass plain tensors, "
-            "such as parameters that share the memory of its to_local()"
-        )
-
-
-def is_dense(x: Tensor) -> bool:
-    """Its elements fill one piece of memory without gaps or overlaps, in any order."""
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def is_host(x: Tensor) -> bool:
-    return x.layout == torch.strided and x.device.type == "cpu"
-
-
-def is_step(step: object) -> bool:
-    return isinstance(step, Tensor) and step.dtype == torch.float32 and is_host(step)
-
-
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two dense host tensors share memory."""
-    start, end = a.data_ptr(), a.data_ptr() + a.numel() * a.element_size()
-    other = b.data_ptr()
-    return start < other + b.numel() * b.element_size() and other < end

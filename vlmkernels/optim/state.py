@@ -8,10 +8,8 @@ exp_avg_sq. `master` is the float32 copy of a parameter of another type (masters
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 from vlmkernels._native import describe
 
 from . import blockwise
-from .native import check_flags
+from .checks import hyperparameters, local, to_number
 
 EIGHT_BIT = torch.uint8
 MOMENT_TYPES = (torch.float32, torch.bfloat16, EIGHT_BIT)
@@ -30,9 +28,9 @@ SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 ALL_MOMENTS = (*MOMENTS, *CODES, *SCALES)
 
 
-def step_count(steps: float = 0.0) -> Tensor:
+def step_count(steps: Any = 0.0) -> Tensor:
     """A count of steps, in host memory whatever torch's default device is."""
-    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+    return torch.tensor(to_number("step", steps), dtype=torch.float32, device="cpu")
 
 
 def check_moments(moments: torch.dtype) -> None:
@@ -49,7 +47,7 @@ def moment_keys(moments: torch.dtype) -> tuple[str, ...]:
 
 
 def moment_tensors(state: dict[str, Any]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """exp_avg, exp_avg_sq and the codes' scales, as Rows.make takes them."""
+    """exp_avg, exp_avg_sq and the codes' scales, as pointers_of takes them."""
     if CODES[0] in state:
         return state[CODES[0]], state[CODES[1]], (state[SCALES[0]], state[SCALES[1]])
     return state[MOMENTS[0]], state[MOMENTS[1]], None
@@ -68,7 +66,6 @@ def fit_moments(state: dict[str, Any], moments: torch.dtype, empty: Callable[...
         signed = key == "exp_avg"
         moment = state.pop(key, None)
         if codes_key in state:
-            # torch makes floats of what it loads, which hold every code.
             codes, scales = state.pop(codes_key), state.pop(scales_key).to(torch.float32)
             if moments == EIGHT_BIT:
                 target = empty(dtype=EIGHT_BIT)
@@ -151,7 +148,29 @@ def state_bytes(state: dict[str, Any]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-# ---- loading -------------------------------------------------------------------------------------
+# ---- saving and loading --------------------------------------------------------------------------
+
+# What torch's Adam, which can't step 8-bit moments, says when they are loaded into it: it takes
+# `step` for a number.
+_EIGHT_BIT_STEP = (
+    b"8-bit moments; load them into a CPUAdam(moments=torch.float32) and save its state_dict()"
+)
+
+
+def mark_codes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook of state_dict."""
+    for number, state in state_dict["state"].items():
+        if isinstance(state, dict) and CODES[0] in state:
+            state_dict["state"][number] = {
+                **state,
+                "step": _EIGHT_BIT_STEP,
+                "steps": state["step"],
+            }
+
+
+def loaded_steps(values: dict[str, Any]) -> Tensor:
+    """A count of steps with memory of its own: Megatron loads one tensor for all parameters."""
+    return step_count(values.get("steps", values.get("step", 0)))
 
 
 def check_shapes(state: dict[str, Any], param: Tensor, name: str = "the loaded {}") -> None:
@@ -162,56 +181,63 @@ def check_shapes(state: dict[str, Any], param: Tensor, name: str = "the loaded {
         if 0 < len(missing) < len(form):
             raise ValueError(f"{name.format(missing[0])} is missing")
     for key in (*MOMENTS, *CODES, "master"):
-        if key in state and state[key].shape != param.shape:
+        if key in state and getattr(state[key], "shape", None) != param.shape:
             raise ValueError(
                 f"{name.format(key)} is {describe(state[key])} for a parameter of shape "
                 f"{list(param.shape)}; they must be equal"
             )
     for key in SCALES:
-        if key in state and state[key].numel() != blockwise.num_blocks(param.numel()):
+        blocks = blockwise.num_blocks(param.numel())
+        if key in state and (not isinstance(state[key], Tensor) or state[key].numel() != blocks):
             raise ValueError(
                 f"{name.format(key)} is {describe(state[key])} for a parameter of shape "
-                f"{list(param.shape)}; it needs {blockwise.num_blocks(param.numel())} elements"
+                f"{list(param.shape)}; it needs {blocks} elements"
             )
 
 
-def load_groups(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> dict[Tensor, dict[str, Any]]:
-    """load_state_dict but for the tensors: hooks before it run, groups are loaded, and the loaded
-    state of each parameter is returned, checked, empty where there is none. The caller takes it and
-    runs the hooks that come after.
+def read_state_dict(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
+    """The parameter groups of a loaded state_dict and each parameter's state, checked; an empty one
+    where there is none. Runs the hooks that come before; the optimizer is not changed.
 
-    torch's own would round float32 state to a bfloat16 parameter's type.
+    Whether weight decay is decoupled stays as it was, as with torch's AdamW.
     """
+    state_dict = dict(state_dict)
     hooks: Any = optimizer
-    state_dict = state_dict.copy()
-    pre, post = (
-        hooks._optimizer_load_state_dict_pre_hooks,
-        hooks._optimizer_load_state_dict_post_hooks,
-    )
-    for hook in pre.values():
+    for hook in hooks._optimizer_load_state_dict_pre_hooks.values():
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"the loaded state has no {key!r}; pass an optimizer's state_dict()")
     groups = copy.deepcopy(state_dict["param_groups"])
-    for group, own in zip(groups, optimizer.param_groups, strict=False):
-        check_flags(group, "the loaded state")
-        group["decoupled_weight_decay"] = own["decoupled_weight_decay"]  # as torch's AdamW does
-    numbers = chain.from_iterable(group["params"] for group in groups)
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    loaded = {
-        param: state_dict["state"].get(number) or {}
-        for number, param in zip(numbers, params, strict=False)
-    }
-    for param, values in loaded.items():
-        check_shapes(values, param)
-    state = dict(optimizer.state)
-    try:
-        hooks._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        hooks._optimizer_load_state_dict_post_hooks = OrderedDict()
-        torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
-    finally:
-        hooks._optimizer_load_state_dict_pre_hooks = pre
-        hooks._optimizer_load_state_dict_post_hooks = post
-        optimizer.state.update(state)
-    return loaded
+    sizes = [[len(g.get("params", [])) for g in x] for x in (groups, optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the loaded state has parameter groups of {sizes[0]} parameters; this optimizer's are "
+            f"of {sizes[1]}"
+        )
+    loaded: dict[Any, dict[str, Any]] = {}
+    numbers = set()
+    for i, (group, before) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        for number, param in zip(group["params"], before["params"], strict=True):
+            numbers.add(number)
+            values = loaded[param] = state_dict["state"].get(number) or {}
+            if not isinstance(values, dict):
+                raise ValueError(
+                    f"the loaded state of parameter {number} is {describe(values)}; it must be a "
+                    "dict of its tensors"
+                )
+            check_shapes(values, param)
+            loaded_steps(values)
+            if "exp_avg_sq" in values and bool((local(values["exp_avg_sq"]) < 0).any()):
+                raise ValueError("the loaded exp_avg_sq has negative elements; squares have none")
+        group["params"] = before["params"]
+        group["decoupled_weight_decay"] = before["decoupled_weight_decay"]
+        if "param_names" in before:
+            group.setdefault("param_names", before["param_names"])
+        hyperparameters(group, f"parameter group {i} of the loaded state")
+    # What belongs to no parameter is kept as it is, as torch does.
+    loaded |= {key: x for key, x in state_dict["state"].items() if key not in numbers}
+    return groups, loaded

@@ -24,42 +24,47 @@ class Waitable(Protocol):
 
 
 class Transfers(Protocol):
-    """Asynchronous copies. Between the call and `wait`, neither the source may be written by the
-    host nor the target be read or written by it; on the device's side, `d2h` comes after all
-    work asked for before, and only work asked for after `device_wait` sees an H2D copy's result."""
+    """Asynchronous copies, of many tensors a call, as each call costs a GPU's driver microseconds.
+    Between the call and `wait`, neither sources may be written by the host nor targets be read or
+    written by it; on the device's side, `d2h` comes after all work asked for before, and only work
+    asked for after `device_wait` sees an H2D copy's result."""
 
-    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
-        """Begin target (host) <- source (device), converted on the device where types differ. The
-        source is the device's to keep until the copy is done. `after` writes it: then the copy
-        comes after that, and the host doesn't wait for either."""
+    def d2h(
+        self, sources: list[Tensor], targets: list[Tensor], after: Waitable | None = None
+    ) -> Ticket:
+        """Begin targets (host) <- sources (device), converted on the device where types differ. The
+        sources are the device's to keep until the copies are done. `after` writes them: then the
+        copies come after that, and the host doesn't wait for either."""
         ...
 
-    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
-        """Begin target (device) <- source (host), of one type: after all work asked for before,
-        unless that doesn't read the target (`unread`)."""
+    def h2d(self, sources: list[Tensor], targets: list[Tensor], unread: bool = False) -> Ticket:
+        """Begin targets (device) <- sources (host), of one type each: after all work asked for
+        before, unless that doesn't read the targets (`unread`)."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
-        """Return when the copy is done."""
+        """Return when the copies are done."""
         ...
 
     def device_wait(self, ticket: Ticket) -> None:
-        """What the device is asked to do from now on waits for the copy; the host goes on."""
+        """What the device is asked to do from now on waits for the copies; the host goes on."""
         ...
 
 
 class HostTransfers:
-    """The device is the host: a copy is done when the call returns, or, where it comes after other
-    work, when it is waited for."""
+    """The device is the host: copies are done when the call returns, or, where they come after
+    other work, when they are waited for."""
 
-    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
+    def d2h(
+        self, sources: list[Tensor], targets: list[Tensor], after: Waitable | None = None
+    ) -> Ticket:
         if after is not None:
-            return _Later(source, target, after)
-        target.copy_(source)
+            return _Later(sources, targets, after)
+        torch._foreach_copy_(targets, sources)
         return None
 
-    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
-        target.copy_(source)
+    def h2d(self, sources: list[Tensor], targets: list[Tensor], unread: bool = False) -> Ticket:
+        torch._foreach_copy_(targets, sources)
         return None
 
     def wait(self, ticket: Ticket) -> None:
@@ -70,20 +75,20 @@ class HostTransfers:
 
 
 class _Later:
-    """A copy that is made when it is waited for: waiting in the middle of a backward pass for what
-    another process does would hold this one up."""
+    """Copies that are made when they are waited for: waiting in the middle of a backward pass for
+    what another process does would hold this one up."""
 
-    def __init__(self, source: Tensor, target: Tensor, after: Waitable) -> None:
-        self._work: tuple[Tensor, Tensor, Waitable] | None = (source, target, after)
+    def __init__(self, sources: list[Tensor], targets: list[Tensor], after: Waitable) -> None:
+        self._work: tuple[list[Tensor], list[Tensor], Waitable] | None = (sources, targets, after)
 
     def finish(self) -> None:
         if self._work is None:
             return
-        source, target, after = self._work
+        sources, targets, after = self._work
         self._work = None
         after.wait()
         with torch.no_grad():
-            target.copy_(source)
+            torch._foreach_copy_(targets, sources)
 
 
 class CudaTransfers:
@@ -94,21 +99,26 @@ class CudaTransfers:
         self._d2h = torch.cuda.Stream(device)
         self._h2d = torch.cuda.Stream(device)
 
-    def d2h(self, source: Tensor, target: Tensor, after: Waitable | None = None) -> Ticket:
+    def d2h(
+        self, sources: list[Tensor], targets: list[Tensor], after: Waitable | None = None
+    ) -> Ticket:
         self._d2h.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._d2h):
             if after is not None:
                 after.wait()
-            source.record_stream(self._d2h)  # zero_grad may free it while it is being read
-            target.copy_(source.to(target.dtype), non_blocking=True)
+            for source in sources:
+                source.record_stream(self._d2h)  # zero_grad may free it while it is being read
+            pairs = zip(sources, targets, strict=True)
+            converted = [source.to(target.dtype) for source, target in pairs]
+            torch._foreach_copy_(targets, converted, non_blocking=True)
             return self._d2h.record_event()
 
-    def h2d(self, source: Tensor, target: Tensor, unread: bool = False) -> Ticket:
+    def h2d(self, sources: list[Tensor], targets: list[Tensor], unread: bool = False) -> Ticket:
         # The device may still be reading the old value: in the norm, in the other parameters' step.
         if not unread:
             self._h2d.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._h2d):
-            target.copy_(source, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
             return self._h2d.record_event()
 
     def wait(self, ticket: Ticket) -> None:

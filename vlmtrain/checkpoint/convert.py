@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from vlmtrain.checkpoint.megatron.torch_dist import COMMON, ChunkFile, write_com
 from vlmtrain.checkpoint.merge import from_checkpoint
 from vlmtrain.checkpoint.tensors import check_finite
 from vlmtrain.checkpoint.weights import Source, open_weights
+from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.files import (
     MANIFEST,
     CheckpointError,
@@ -53,7 +54,7 @@ from vlmtrain.core.files import (
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.family import read_spec
-from vlmtrain.parallel.layout import make_layout
+from vlmtrain.parallel.layout import section_layout
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -111,51 +112,39 @@ def to_megatron(
         WeightError: the source's tensors are not what its config asks for.
         CheckpointError: the target exists or can't be written.
     """
+    start = time.perf_counter()
     spec = read_spec(source)
     weights = open_weights(source, spec)
     with _folder(source, target, weights, overwrite) as work:
-        return _to_megatron(weights, work, target, layout, dtype, progress)
-
-
-def _to_megatron(
-    source: Source,
-    work: Path,
-    target: Path,
-    layout: Layout,
-    dtype: torch.dtype | None,
-    progress: Callable[[int], Progress] | None,
-) -> Done:
-    start = time.perf_counter()
-    spec = source.spec
-    jobs = [(row, prefix) for row in rows(spec) for prefix in _prefixes(source, row)]
-    total = sum(_job_bytes(source, row, prefix, dtype) for row, prefix in jobs)
-    _need_space(work, total)
-    report = progress(total) if progress else _ignore
-    files: dict[int, ChunkFile] = {}
-    done = 0
-    try:
-        for row, prefix in jobs:
-            stage = stage_of(row.megatron, layout)
-            for rank in range(layout.tensor):
-                number = stage % layout.pipeline * layout.tensor + rank
-                if _holds(row, layout, rank):
-                    if number not in files:
-                        files[number] = ChunkFile(work / f"__{number}_0.distcp")
-                    done += _add(files[number], source, row, prefix, layout, rank, dtype)
-                    report(done)
-        known = {file.path.name: file.close() for file in files.values()}
-    except BaseException:
-        for file in files.values():
-            file.abandon()
-        raise
-    write_metadata(work, [chunk for file in files.values() for chunk in file.chunks])
-    if isinstance(source, MegatronSource) and (source.folder / COMMON).is_file():
-        shutil.copyfile(source.folder / COMMON, work / COMMON)
-    else:
-        write_common(work, {"weights_only": True})
-    carry_files(source.folder, work, dtype)
-    write_json(work / MANIFEST, manifest_of(work, known))
-    return Done(target, len(jobs), done, time.perf_counter() - start)
+        jobs = [(row, prefix) for row in rows(spec) for prefix in _prefixes(weights, row)]
+        total = sum(_job_bytes(weights, row, prefix, dtype) for row, prefix in jobs)
+        _need_space(work, total)
+        report = progress(total) if progress else _ignore
+        files: dict[int, ChunkFile] = {}
+        done = 0
+        try:
+            for row, prefix in jobs:
+                stage = stage_of(row.megatron, layout)
+                for rank in range(layout.tensor):
+                    number = stage % layout.pipeline * layout.tensor + rank
+                    if _holds(row, layout, rank):
+                        if number not in files:
+                            files[number] = ChunkFile(work / f"__{number}_0.distcp")
+                        done += _add(files[number], weights, row, prefix, layout, rank, dtype)
+                        report(done)
+            known = {file.path.name: file.close() for file in files.values()}
+        except BaseException:
+            for file in files.values():
+                file.abandon()
+            raise
+        write_metadata(work, [chunk for file in files.values() for chunk in file.chunks])
+        if isinstance(weights, MegatronSource) and (weights.folder / COMMON).is_file():
+            shutil.copyfile(weights.folder / COMMON, work / COMMON)
+        else:
+            write_common(work, {"weights_only": True})
+        carry_files(weights.folder, work, dtype)
+        write_json(work / MANIFEST, manifest_of(work, known))
+        return Done(target, len(jobs), done, time.perf_counter() - start)
 
 
 def _add(
@@ -240,7 +229,7 @@ def layer_count(megatron: str, spec: ModelSpec) -> int:
 
 
 def to_hf(
-    source: Path,
+    source: Path | Weights,
     target: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -248,85 +237,57 @@ def to_hf(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], Progress] | None = None,
 ) -> Done:
-    """Write `source` (either kind of folder) as a Hugging Face folder. Of a checkpoint with LoRA
-    adapters it is the merged weights.
+    """Write `source` (either kind of folder, or weights that are open) as a Hugging Face folder. Of
+    a checkpoint with LoRA adapters it is the merged weights.
 
     Raises:
         As `to_megatron`.
     """
-    weights: Weights = open_weights(source, read_spec(source))
+    start = time.perf_counter()
+    weights: Weights = (
+        open_weights(source, read_spec(source)) if isinstance(source, Path) else source
+    )
     if isinstance(weights, MegatronSource) and weights.has_adapters:
         weights = from_checkpoint(weights)
-    return write_hf(
-        weights,
-        target,
-        dtype=dtype,
-        overwrite=overwrite,
-        shard_bytes=shard_bytes,
-        progress=progress,
-    )
-
-
-def write_hf(
-    weights: Weights,
-    target: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    overwrite: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[int], Progress] | None = None,
-) -> Done:
-    """The same from weights that are open already."""
     with _folder(weights.folder, target, weights, overwrite) as work:
-        return _to_hf(weights, work, target, dtype, shard_bytes, progress)
-
-
-def _to_hf(
-    source: Weights,
-    work: Path,
-    target: Path,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-    progress: Callable[[int], Progress] | None,
-) -> Done:
-    start = time.perf_counter()
-    plan: list[list[tuple[Row, list[tuple[str, torch.dtype, list[int]]]]]] = []
-    filled = total = 0
-    for row in rows(source.spec):
-        kind = dtype or source.dtype(row)
-        tensors = [
-            (name, kind, shape) for name, shape in zip(row.hf, source.hf_shapes(row), strict=True)
-        ]
-        size = sum(math.prod(shape) * kind.itemsize for _, _, shape in tensors)
-        if not plan or filled + size > shard_bytes:
-            plan.append([])
-            filled = 0
-        plan[-1].append((row, tensors))
-        filled += size
-        total += size
-    _need_space(work, total)
-    report = progress(total) if progress else _ignore
-    files: list[tuple[str, dict[str, int]]] = []
-    done = count = 0
-    for number, jobs in enumerate(plan):
-        name = f"part-{number:05d}.safetensors"
-        writer = SafetensorsWriter(work / name, [t for _, tensors in jobs for t in tensors])
-        sizes: dict[str, int] = {}
-        for row, _ in jobs:
-            values = source.hf(row)
-            for i, tensor_name in enumerate(row.hf):
-                tensor = _cast(values[i], dtype, f"{source.folder}: {tensor_name}")
-                writer.add(tensor_name, tensor)
-                sizes[tensor_name] = tensor.numel() * tensor.element_size()
-                done += sizes[tensor_name]
-                count += 1
-            report(done)
-        writer.close()
-        files.append((name, sizes))
-    finish_hf_folder(work, files)
-    kinds = {source.dtype(row) for row in rows(source.spec)}
-    carry_files(source.folder, work, dtype or (kinds.pop() if len(kinds) == 1 else None))
-    return Done(target, count, done, time.perf_counter() - start)
+        plan: list[list[tuple[Row, list[tuple[str, torch.dtype, list[int]]]]]] = []
+        filled = total = 0
+        for row in rows(weights.spec):
+            kind = dtype or weights.dtype(row)
+            tensors = [
+                (name, kind, shape)
+                for name, shape in zip(row.hf, weights.hf_shapes(row), strict=True)
+            ]
+            size = sum(math.prod(shape) * kind.itemsize for _, _, shape in tensors)
+            if not plan or filled + size > shard_bytes:
+                plan.append([])
+                filled = 0
+            plan[-1].append((row, tensors))
+            filled += size
+            total += size
+        _need_space(work, total)
+        report = progress(total) if progress else _ignore
+        files: list[tuple[str, dict[str, int]]] = []
+        done = count = 0
+        for number, jobs in enumerate(plan):
+            name = f"part-{number:05d}.safetensors"
+            writer = SafetensorsWriter(work / name, [t for _, tensors in jobs for t in tensors])
+            sizes: dict[str, int] = {}
+            for row, _ in jobs:
+                values = weights.hf(row)
+                for i, tensor_name in enumerate(row.hf):
+                    tensor = _cast(values[i], dtype, f"{weights.folder}: {tensor_name}")
+                    writer.add(tensor_name, tensor)
+                    sizes[tensor_name] = tensor.numel() * tensor.element_size()
+                    done += sizes[tensor_name]
+                    count += 1
+                report(done)
+            writer.close()
+            files.append((name, sizes))
+        finish_hf_folder(work, files)
+        kinds = {weights.dtype(row) for row in rows(weights.spec)}
+        carry_files(weights.folder, work, dtype or (kinds.pop() if len(kinds) == 1 else None))
+        return Done(target, count, done, time.perf_counter() - start)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None, what: str) -> Tensor:
@@ -372,20 +333,10 @@ def _ignore(_: int) -> None:
     return None
 
 
-def layout_for(spec: ModelSpec, section: Any) -> Layout:
+def layout_for(spec: ModelSpec, section: ParallelSection) -> Layout:
     """The layout that --parallel options describe, without data parallelism.
 
     Raises:
         LayoutError: it can't run this model.
     """
-    return make_layout(
-        spec,
-        world_size=section.tensor * section.pipeline,
-        tensor=section.tensor,
-        pipeline=section.pipeline,
-        virtual_pipeline=section.virtual_pipeline,
-        sequence=section.sequence,
-        vision_layers=section.vision_layers,
-        text_layers=section.text_layers,
-        multiplexed=section.vision == "multiplexed",
-    )
+    return section_layout(spec, section, section.tensor * section.pipeline)

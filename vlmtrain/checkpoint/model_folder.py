@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vlmtrain.checkpoint.convert import to_hf, write_hf
+from vlmtrain.checkpoint.convert import to_hf
 from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
 from vlmtrain.checkpoint.merge import base_of, from_peft, is_adapter
@@ -68,7 +68,7 @@ def as_hf(model: Path, work: Path | None = None) -> Iterator[Path]:
             base = newest(base_of(model))
             if is_adapter(base):
                 raise CheckpointError(f"{model}: its base model {base} is an adapter itself")
-            write_hf(from_peft(model, base), folder / "hf")
+            to_hf(from_peft(model, base), folder / "hf")
         yield folder / "hf"
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -94,25 +95,18 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{options.source} is a Megatron checkpoint already; use reshard")
     if action != "hf-to-megatron" and not megatron:
         raise UserError(f"{options.source} is no Megatron checkpoint: it has no .metadata")
-    dtype = conversions.DTYPES[options.dtype]
+    convert = conversions.to_hf
+    if action != "megatron-to-hf":
+        layout = conversions.layout_for(spec, options.parallel)
+        convert = partial(conversions.to_megatron, layout=layout)
     with _progress(action) as progress:
-        if action == "megatron-to-hf":
-            done = conversions.to_hf(
-                options.source,
-                options.target,
-                dtype=dtype,
-                overwrite=options.overwrite,
-                progress=progress,
-            )
-        else:
-            done = conversions.to_megatron(
-                options.source,
-                options.target,
-                conversions.layout_for(spec, options.parallel),
-                dtype=dtype,
-                overwrite=options.overwrite,
-                progress=progress,
-            )
+        done = convert(
+            options.source,
+            options.target,
+            dtype=conversions.DTYPES[options.dtype],
+            overwrite=options.overwrite,
+            progress=progress,
+        )
     print(done.describe())
     return 0
 

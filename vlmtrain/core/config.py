@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.toml import read_toml
 
 
 class ConfigError(UserError):
@@ -288,16 +289,7 @@ def from_toml(path: Path, base: TrainConfig) -> TrainConfig:
         ConfigError: unreadable file, unknown key (with the valid ones), or a value of the
             wrong type; the message names the file and the key.
     """
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef]
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
+    table = read_toml(Path(path), f"--config {path}", ConfigError)
     return _overlay(base, table, f"{path}: ")
 
 

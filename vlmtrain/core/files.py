@@ -77,11 +77,16 @@ def start_folder(target: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`, of text in UTF-8."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a file atomically: readers see the old content or the new, never a part."""
     work = path.with_name(path.name + INCOMPLETE)
     try:
-        with open(work, "w", encoding="utf-8") as handle:
-            handle.write(text)
+        with open(work, "wb") as handle:
+            handle.write(data)
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(work, path)

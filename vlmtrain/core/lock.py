@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import writing
 
 NAME = ".lock"
 _PATIENCE = 5.0  # seconds: ranks whose launcher was killed end by themselves within two
@@ -36,10 +37,8 @@ class FolderLock:
         Raises:
             UserError: another run holds it, or its file can't be written.
         """
-        try:
+        with writing(f"--output {self.folder}"):
             file = open(self.folder / NAME, "a+", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--output {self.folder} can't be written: {error.strerror}") from error
         end = time.monotonic() + _PATIENCE
         while True:
             try:

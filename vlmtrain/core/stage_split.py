@@ -55,11 +55,11 @@ def contiguous(
     best = fill(high)
     for _ in range(40):
         middle = (low + high) / 2
-        found = fill(middle)
-        if found is None:
+        ends_within = fill(middle)
+        if ends_within is None:
             low = middle
         else:
-            best, high = found, middle
+            best, high = ends_within, middle
         if high - low < 1e-4 * total / stages:
             break
     if best is None:

@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import writing
 from vlmtrain.demo import photographs
+from vlmtrain.demo.tiny_model import VOCAB_SIZE, write_folder, write_json
 
 if TYPE_CHECKING:
     from vlmtrain.demo.ask import Answer
@@ -76,15 +75,13 @@ def run_demo(
     """
     output = Path(output)
     started = time.perf_counter()
-    with _writing(output):
+    from safetensors import SafetensorError
+
+    with writing(output, caught=(OSError, SafetensorError)):
         _prepare(output)
-
-    _heading(1, "photographs and questions -> WebDataset shards")
-    with _writing(output):
+        _heading(1, "photographs and questions -> WebDataset shards")
         shards = _build_data(output)
-
-    _heading(2, "a small Qwen2.5-VL with random weights and its own tokenizer")
-    with _writing(output):
+        _heading(2, "a small Qwen2.5-VL with random weights and its own tokenizer")
         tiny = _build_model(output, seed)
 
     layout = layout_options(nproc, parallel or ParallelSection())
@@ -108,7 +105,7 @@ def run_demo(
         "seconds": round(time.perf_counter() - started, 1),
         "answers": [asdict(answer) for answer in answers],
     }
-    _write_json(output / _MARKER, results)
+    write_json(output / _MARKER, results)
     from vlmtrain.demo.picture import draw
 
     picture = draw(
@@ -127,15 +124,6 @@ def run_demo(
     return _verdict(answers, output, time.perf_counter() - started)
 
 
-@contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    """A disk that is full or a folder that can't be written becomes one sentence."""
-    from safetensors import SafetensorError
-
-    with writing(output, caught=(OSError, SafetensorError)):
-        yield
-
-
 def _heading(number: int, text: str) -> None:
     print(f"\n[{number}/5] {text}", flush=True)
 
@@ -152,12 +140,7 @@ def _prepare(output: Path) -> None:
         shutil.rmtree(output / name, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
     (output / "demo.png").unlink(missing_ok=True)
-    _write_json(output / _MARKER, {})
-
-
-def _write_json(path: Path, content: Any) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8")
+    write_json(output / _MARKER, {})
 
 
 def _build_data(output: Path) -> Path:
@@ -182,8 +165,6 @@ def training_texts() -> list[str]:
 
 
 def _build_model(output: Path, seed: int) -> Path:
-    from vlmtrain.demo.tiny_model import VOCAB_SIZE, write_folder
-
     folder = write_folder(output / "tiny_model", training_texts(), seed)
     size = (folder / "model.safetensors").stat().st_size
     print(f"  {folder}: {size / 4e6:.1f} million parameters, {VOCAB_SIZE} tokens")

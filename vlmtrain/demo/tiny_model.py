@@ -91,8 +91,8 @@ TEXT = {
 MROPE_SECTION = [4, 6, 6]  # sums to half of the head dimension, 192 / 6 / 2
 
 
-def train_tokenizer(texts: Iterable[str]) -> Any:
-    """A `tokenizers.Tokenizer` of exactly VOCAB_SIZE tokens: byte-level BPE on `texts`, then
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:
+    """A `tokenizers.Tokenizer` of exactly `vocab_size` tokens: byte-level BPE on `texts`, then
     SPECIAL_TOKENS as the last ids. Deterministic in `texts`.
 
     Raises:
@@ -119,15 +119,15 @@ def train_tokenizer(texts: Iterable[str]) -> Any:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        vocab_size=vocab_size - len(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator([*texts, _TEMPLATE_TEXT], trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+    if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"texts give a vocabulary of {tokenizer.get_vocab_size()} tokens, {VOCAB_SIZE} are "
+            f"texts give a vocabulary of {tokenizer.get_vocab_size()} tokens, {vocab_size} are "
             "needed: pass more text"
         )
     return tokenizer
@@ -162,7 +162,7 @@ def _config(ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     path.write_text(text, encoding="utf-8")
 
@@ -191,9 +191,9 @@ def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
     model.save_pretrained(folder)  # model.safetensors, under the keys of this transformers
 
     # The files below are those of the released folders, which every transformers reads.
-    _write(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "Qwen2Tokenizer",
@@ -219,7 +219,7 @@ def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    _write(
+    write_json(
         folder / "preprocessor_config.json",
         {
             "image_processor_type": "Qwen2VLImageProcessor",
@@ -233,7 +233,7 @@ def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
             "image_std": [0.26862954, 0.26130258, 0.27577711],
         },
     )
-    _write(
+    write_json(
         folder / "generation_config.json",
         {
             "do_sample": False,

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from vlmtrain.checkpoint.model_folder import as_hf, described, needs_merging, newest
 from vlmtrain.core import device
 from vlmtrain.core.collectives import on_every_rank, on_first_rank
-from vlmtrain.core.errors import UserError
-from vlmtrain.core.files import write_text
+from vlmtrain.core.files import write_text, writing
 from vlmtrain.core.launch import Process, connect
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
@@ -74,12 +73,10 @@ def run(config: EvaluateConfig, process: Process) -> None:
 
 
 def _make_output(output: Path) -> None:
-    try:
+    with writing(f"--output {output}"):
         output.mkdir(parents=True, exist_ok=True)
         for name in (SCORES, ANSWERS):
             (output / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
 
 
 @contextmanager
@@ -183,11 +180,9 @@ def _report(output: Path, results: dict[str, Any], scored: list[Scored]) -> None
         questions = f"{row['questions']:,} questions"
         table.add_row(row["task"], row["metric"], questions, f"{row['score']:.4f}")
     Console().print(table)
-    try:
+    with writing(f"--output {output}"):
         if scored:
             lines = (json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in scored)
             write_text(output / ANSWERS, "".join(lines))
         write_text(output / SCORES, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
     print(f"{output / SCORES}")

@@ -14,6 +14,7 @@ from typing import Any, Literal, TextIO
 import tyro
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import writing
 
 CHAT = "Ask; /image FILE and /video FILE add a medium to the next question; Ctrl-D ends."
 
@@ -126,15 +127,15 @@ def _answerer(config: GenerateConfig) -> Iterator[tuple[Any, Any]]:
 
 def _say(answerer: Any, sampling: Any, sample: Any) -> str:
     """Print an answer as it is made; returns its text."""
-    given = answerer.answer(sample, sampling, lambda text: print(text, end="", flush=True))
+    answer = answerer.answer(sample, sampling, lambda text: print(text, end="", flush=True))
     print(flush=True)
-    if not given.finished:
+    if not answer.finished:
         print(
-            f"vlmtrain: cut off after {len(given.ids)} tokens; raise --max_new_tokens",
+            f"vlmtrain: cut off after {len(answer.ids)} tokens; raise --max_new_tokens",
             file=sys.stderr,
             flush=True,
         )
-    return given.text
+    return answer.text
 
 
 def _batch(questions: list[Any], answerer: Any, sampling: Any, output: Path | None) -> None:
@@ -149,16 +150,13 @@ def _batch(questions: list[Any], answerer: Any, sampling: Any, output: Path | No
         questions, "answers", console=console, disable=not console.is_terminal, transient=True
     )
     cut = 0
-    try:
-        with open(output, "x", encoding="utf-8") as file:
-            for record, sample in shown:
-                given = answerer.answer(sample, sampling)
-                cut += not given.finished
-                row = {**record, "answer": given.text}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                file.flush()  # what was answered is there, whatever comes
-    except OSError as error:
-        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
+    with writing(f"--output {output}"), open(output, "x", encoding="utf-8") as file:
+        for record, sample in shown:
+            answer = answerer.answer(sample, sampling)
+            cut += not answer.finished
+            row = {**record, "answer": answer.text}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()  # what was answered is there, whatever comes
     note = f" ({cut} cut off at --max_new_tokens {sampling.max_new_tokens})" if cut else ""
     print(f"{len(questions)} answers{note}: {output}")
 

@@ -26,7 +26,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from vlmtrain.core.config import LoraSection
-from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.common.layers import touch
 from vlmtrain.models.common.table import Linear
@@ -246,19 +245,3 @@ def adapted_linears(parts: list[Any]) -> Iterator[Any]:
         for module in part.modules():
             if isinstance(module, _Lora):
                 yield module
-
-
-def check_section(section: LoraSection, spec: ModelSpec) -> None:
-    """Raise UserError for targets that this model does not have."""
-    if not 0 < section.alpha < math.inf or not 0 <= section.dropout < 1:
-        raise UserError(
-            f"--lora.alpha {section.alpha}, --lora.dropout {section.dropout}: alpha must be above "
-            "0 and finite, dropout in [0, 1)"
-        )
-    known = table_of(spec).targets(section.vision)
-    unknown = [t for t in section.targets if t not in known]
-    if unknown or not section.targets:
-        raise UserError(
-            f"--lora.targets {' '.join(section.targets) or '(none)'}: this model's linears are "
-            f"called {', '.join(known)}"
-        )

@@ -9,9 +9,10 @@ the others, and what lies below its first adapter has no backward pass at all.
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 
-from vlmtrain.core.config import LoraSection
+from vlmtrain.core.config import LoraSection, check_ranges
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.common.table import Linear
@@ -69,8 +70,17 @@ def adapter_parameters(spec: ModelSpec, lora: LoraSection, tensor: int, vision: 
     return sizes
 
 
-def check_targets(lora: LoraSection, spec: ModelSpec) -> None:
-    """Raise UserError for targets that this model does not have, with the nearest one."""
+def check_lora(lora: LoraSection, spec: ModelSpec) -> None:
+    """Raise UserError for settings that can't be used, and for targets that this model does not
+    have, with the nearest one."""
+    check_ranges(lora, "--lora.")
+    if not lora.rank:
+        return
+    if not 0 < lora.alpha < math.inf or not 0 <= lora.dropout < 1:
+        raise UserError(
+            f"--lora.alpha {lora.alpha}, --lora.dropout {lora.dropout}: alpha must be above 0 and "
+            "finite, dropout in [0, 1)"
+        )
     known = table_of(spec).targets(lora.vision)
     for target in lora.targets:
         if target not in known:

@@ -159,8 +159,8 @@ class QwenVLStage(LanguageModule):
         of the table and the visual rows of its part of the sequence, and all are added up."""
         if self.layout.tensor == 1:
             return self._lookup(batch, visual, index)
-        mine = (parallel_state.get_tensor_model_parallel_rank(), self.layout.tensor)
-        return self._summed(self._lookup(batch, visual, index, contribute=mine))
+        shard = (parallel_state.get_tensor_model_parallel_rank(), self.layout.tensor)
+        return self._summed(self._lookup(batch, visual, index, contribute=shard))
 
     def _cut(self, received: Tensor) -> Tensor:
         """`received` without a backward pass into it. Megatron sends its gradient back all the
@@ -194,6 +194,7 @@ class QwenVLStage(LanguageModule):
             index,
             vocab_range=vocab_range if self.layout.tensor > 1 else None,
             contribute=contribute,
+            allow_unused=True,  # the tower's padding
             # Megatron's wrapper gives a parameter a main_grad: then no gradient of the table's size
             # is made, and none is added to another.
             weight_grad="main_grad" if hasattr(words.weight, "main_grad") else "dense",
@@ -214,7 +215,7 @@ class QwenVLStage(LanguageModule):
     def _place(self, words: Tensor, visual: Tensor, index: Tensor) -> Tensor:
         """Write the visual rows into embeddings [S or S/tp, h] that another stage has looked up."""
         if not self.layout.sequence:
-            return scatter_visual(words, visual, index)
+            return scatter_visual(words, visual, index, allow_unused=True)  # the tower's padding
         # Each rank uses only its own positions' rows: their gradients are summed over the group.
         visual = tensor_parallel.copy_to_tensor_model_parallel_region(visual)
         shard = (parallel_state.get_tensor_model_parallel_rank(), self.layout.tensor)

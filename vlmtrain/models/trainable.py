@@ -58,13 +58,13 @@ def mark_lowest_trainable(stages: list[QwenVLStage], replica: Module | None = No
     Raises:
         UserError: nothing is left to train; on every rank.
     """
-    mine = {s.stage for s in stages if any(p.requires_grad for p in s.parameters())}
+    local = {s.stage for s in stages if any(p.requires_grad for p in s.parameters())}
     if replica is not None and any(p.requires_grad for p in replica.parameters()):
-        mine.add(-1)
+        local.add(-1)
     group = parallel_state.get_pipeline_model_parallel_group()
-    every: list[set[int]] = [set()] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
-    learning = set().union(*every)
+    learning_of_ranks: list[set[int]] = [set()] * dist.get_world_size(group)
+    dist.all_gather_object(learning_of_ranks, local, group=group)
+    learning = set().union(*learning_of_ranks)
     if not learning:
         raise shared_error(
             "every parameter is frozen, there is nothing to train; drop one of --freeze.vision, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.layout import Layout, LayoutError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import Split, contiguous
@@ -96,6 +97,30 @@ def make_layout(
         text_layers=text,
         embedding_stage=embedding,
         multiplexed=multiplexed,
+    )
+
+
+def section_layout(
+    spec: ModelSpec,
+    section: ParallelSection,
+    world_size: int,
+    *,
+    microbatches: int | None = None,
+    pack_length: int | None = None,
+) -> Layout:
+    """As `make_layout`, of the `parallel` section of a configuration."""
+    return make_layout(
+        spec,
+        world_size=world_size,
+        tensor=section.tensor,
+        pipeline=section.pipeline,
+        virtual_pipeline=section.virtual_pipeline,
+        sequence=section.sequence,
+        vision_layers=section.vision_layers,
+        text_layers=section.text_layers,
+        multiplexed=section.vision == "multiplexed",
+        microbatches=microbatches,
+        pack_length=pack_length,
     )
 
 
@@ -251,9 +276,9 @@ def _balanced(
     vision_layer, text_layer, head = _prices(spec)
     depth = spec.vision.depth
     if not text:
-        found = contiguous([vision_layer] * depth, text_layer, spec.num_layers, head, stages)
-        assert found is not None  # there are layers for every stage
-        return found
+        split = contiguous([vision_layer] * depth, text_layer, spec.num_layers, head, stages)
+        assert split is not None  # there are layers for every stage
+        return split
     cost = [n * text_layer for n in text]
     cost[-1] += head
     first = next(i for i, n in enumerate(text) if n)  # the merger can't stand behind it

@@ -10,12 +10,12 @@ from typing import Any
 import tyro
 
 from vlmtrain.core.config import FreezeSection, LoraSection
-from vlmtrain.core.files import write_text
+from vlmtrain.core.files import write_text, writing
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.toml import toml_tables
 from vlmtrain.models import flops
 from vlmtrain.models.family import family_of, read_spec
-from vlmtrain.models.lora_costs import check_targets
+from vlmtrain.models.lora_costs import check_lora
 from vlmtrain.plan import picture, workload
 from vlmtrain.plan.costs import CostModel
 from vlmtrain.plan.hardware import PlanError, find_gpu
@@ -70,10 +70,7 @@ def plan(
             "every part is frozen, there is nothing to train; drop one of --freeze.vision, "
             "--freeze.merger, --freeze.language"
         )
-    if lora.rank < 0:
-        raise PlanError(f"--lora.rank is {lora.rank}; it must be at least 0")
-    if lora.rank:
-        check_targets(lora, spec)
+    check_lora(lora, spec)
     if data:
         lengths = workload.from_data(data, model, spec, pack_length)
     elif length_histogram is not None:
@@ -81,10 +78,10 @@ def plan(
     else:
         lengths = workload.typical(spec, pack_length)
     packs = workload.make_packs(lengths, spec, pack_length)
-    found = search(spec, kind, gpus, packs, global_batch, freeze=freeze, lora=lora)
+    ranking = search(spec, kind, gpus, packs, global_batch, freeze=freeze, lora=lora)
     title = model_title(spec)
-    print(render(found, title))
-    for path in write(found, output, model, data, title):
+    print(render(ranking, title))
+    for path in write(ranking, output, model, data, title):
         print(path)
     return 0
 
@@ -96,17 +93,17 @@ def model_title(spec: ModelSpec) -> str:
     return f"{family} ({billions:.1f}B)" if billions >= 0.1 else family
 
 
-def best_five(found: Plan) -> list[Prediction]:
+def best_five(ranking: Plan) -> list[Prediction]:
     """The first five that differ in more than details."""
-    seen, result = set(), []
-    for prediction in found.ranked:
+    seen, distinct = set(), []
+    for prediction in ranking.ranked:
         option = prediction.option
         layout = option.layout
         key = (layout.tensor, layout.pipeline, option.multiplexed)
         if key not in seen:
             seen.add(key)
-            result.append(prediction)
-    return result[:5]
+            distinct.append(prediction)
+    return distinct[:5]
 
 
 def compact(layers: tuple[int, ...]) -> str:
@@ -120,24 +117,24 @@ def compact(layers: tuple[int, ...]) -> str:
     return " ".join(str(n) if count == 1 else f"{n}x{count}" for n, count in runs)
 
 
-def render(found: Plan, title: str) -> str:
+def render(ranking: Plan, title: str) -> str:
     """The answer for people."""
-    packs, gpu = found.packs, found.gpu
+    packs, gpu = ranking.packs, ranking.gpu
     lines = [
-        f"{title} on {found.gpus:,} x {gpu.name}: {found.considered:,} layouts considered, "
-        f"{found.fitting:,} fit",
+        f"{title} on {ranking.gpus:,} x {gpu.name}: {ranking.considered:,} layouts considered, "
+        f"{ranking.fitting:,} fit",
         f"data: {packs.origin}; packs of {packs.pack_length:,} tokens, {packs.fill:.1%} full, "
-        f"{packs.image_share:.0%} image tokens; {found.global_batch:,} packs a step",
+        f"{packs.image_share:.0%} image tokens; {ranking.global_batch:,} packs a step",
         "efficiency of matrix work: language "
         f"{gpu.efficiency.language:.0%}, vision {gpu.efficiency.vision:.0%} of peak "
         f"({'measured' if gpu.measured else 'assumed; feed measured ones back in a GPU file'})",
         "",
         "    step s   tok/s/GPU   MFU    ±   bubble  imbalance  comm.   GB/GPU     layout",
     ]
-    for number, p in enumerate(best_five(found), 1):
+    for number, p in enumerate(best_five(ranking), 1):
         low, high = (f(r.total for r in p.memory) / 1e9 for f in (min, max))
         imbalance = (1 + p.stage_imbalance) * (1 + p.data_imbalance) - 1
-        mark = "*" if p is found.best else " "
+        mark = "*" if p is ranking.best else " "
         lines.append(
             f"{number}{mark} {p.step_seconds:8.2f}  {p.tokens_per_second_per_gpu:9,.0f}  "
             f"{p.mfu:6.1%} {p.uncertainty:4.0%}  {p.bubble:6.1%}    {imbalance:6.1%}  "
@@ -161,7 +158,7 @@ def _memory(p: Prediction) -> str:
 # --- files ------------------------------------------------------------------------------------
 
 
-def write(found: Plan, output: Path, model: Path, data: str | None, title: str) -> list[Path]:
+def write(ranking: Plan, output: Path, model: Path, data: str | None, title: str) -> list[Path]:
     """Write the recipe of the best layout, the figures, the picture and the trace.
 
     Returns:
@@ -170,35 +167,29 @@ def write(found: Plan, output: Path, model: Path, data: str | None, title: str) 
     Raises:
         PlanError: the folder can't be written.
     """
-    costs = CostModel(found.spec, found.gpu, found.packs, found.freeze, found.lora)
-    written = []
-    try:
+    costs = CostModel(ranking.spec, ranking.gpu, ranking.packs, ranking.freeze, ranking.lora)
+    recipe_path, figures = output / "plan.toml", output / "plan.json"
+    with writing(f"--output {output}", raises=PlanError):
         output.mkdir(parents=True, exist_ok=True)
-        path = output / "plan.toml"
-        write_text(path, to_toml(found, found.best, model, data, title))
-        written.append(path)
-        path = output / "plan.json"
-        write_text(path, json.dumps(to_json(found), indent=1) + "\n")
-        written.append(path)
-        written.append(picture.draw(output / "plan.png", found, found.best, costs, title))
-        written.append(picture.write_trace(output / "trace.json", found.best, costs))
-    except OSError as error:
-        raise PlanError(f"--output {output} can't be written: {error.strerror}") from error
-    return written
+        write_text(recipe_path, to_toml(ranking, ranking.best, model, data, title))
+        write_text(figures, json.dumps(to_json(ranking), indent=1) + "\n")
+        drawn = picture.draw(output / "plan.png", ranking, ranking.best, costs, title)
+        trace = picture.write_trace(output / "trace.json", ranking.best, costs)
+    return [recipe_path, figures, drawn, trace]
 
 
-def to_toml(found: Plan, p: Prediction, model: Path, data: str | None, title: str) -> str:
+def to_toml(ranking: Plan, p: Prediction, model: Path, data: str | None, title: str) -> str:
     """The recipe that `vlmtrain train --config` reads."""
-    nodes = -(-found.gpus // found.gpu.gpus_per_node)
-    per_node = min(found.gpus, found.gpu.gpus_per_node)
+    nodes = -(-ranking.gpus // ranking.gpu.gpus_per_node)
+    per_node = min(ranking.gpus, ranking.gpu.gpus_per_node)
     start = (
-        f"vlmtrain train --config plan.toml --nproc {found.gpus}"
+        f"vlmtrain train --config plan.toml --nproc {ranking.gpus}"
         if nodes == 1
         else f"torchrun --nnodes {nodes} --nproc-per-node {per_node} ... -m vlmtrain.cli train "
         "--config plan.toml"
     )
     lines = [
-        f"# {title} on {found.gpus} x {found.gpu.name}, by vlmtrain plan.",
+        f"# {title} on {ranking.gpus} x {ranking.gpu.name}, by vlmtrain plan.",
         f"# Expected: step {p.step_seconds:.2f} s (within {p.uncertainty:.0%}), "
         f"{p.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, causal MFU {p.mfu:.1%}, "
         f"up to {p.peak_bytes / 1e9:.0f} GB per GPU.",
@@ -208,10 +199,10 @@ def to_toml(found: Plan, p: Prediction, model: Path, data: str | None, title: st
     ]
     if data:
         lines.append(f"data = {json.dumps(data, ensure_ascii=False)}")
-    return "\n".join(lines) + "\n" + toml_tables(recipe(found, p))
+    return "\n".join(lines) + "\n" + toml_tables(recipe(ranking, p))
 
 
-def recipe(found: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
+def recipe(ranking: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
     """The sections of the recipe; recomputation and offload only where they are used."""
     option, layout = p.option, p.option.layout
     parallel: dict[str, Any] = {
@@ -226,8 +217,8 @@ def recipe(found: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
         parallel["vision_layers"] = layout.vision_layers
     tables: dict[str, dict[str, Any]] = {
         "train": {
-            "pack_length": found.packs.pack_length,
-            "global_batch": found.global_batch,
+            "pack_length": ranking.packs.pack_length,
+            "global_batch": ranking.global_batch,
             "precision": "bf16",
         },
         "parallel": parallel,
@@ -237,17 +228,17 @@ def recipe(found: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
             "vision": option.recompute_vision,
             "language": option.recompute_text,
         }
-    frozen = {name: True for name, still in dataclasses.asdict(found.freeze).items() if still}
-    if frozen and not found.lora.rank:
+    frozen = {name: True for name, still in dataclasses.asdict(ranking.freeze).items() if still}
+    if frozen and not ranking.lora.rank:
         tables["freeze"] = frozen
-    if found.lora.rank:
-        tables["lora"] = dataclasses.asdict(found.lora)
+    if ranking.lora.rank:
+        tables["lora"] = dataclasses.asdict(ranking.lora)
     if option.offload:
         tables["optimizer"] = {"offload_fraction": option.offload}
     return tables
 
 
-def to_json(found: Plan) -> dict[str, Any]:
+def to_json(ranking: Plan) -> dict[str, Any]:
     """Figures for programs; a run compares itself with them."""
 
     def row(p: Prediction) -> dict[str, Any]:
@@ -266,12 +257,12 @@ def to_json(found: Plan) -> dict[str, Any]:
         }
 
     return {
-        "gpu": dataclasses.asdict(found.gpu),
-        "gpus": found.gpus,
-        "global_batch": found.global_batch,
-        "pack_length": found.packs.pack_length,
-        "data": found.packs.origin,
-        "fill": found.packs.fill,
-        "image_share": found.packs.image_share,
-        "best": [row(p) for p in best_five(found)],
+        "gpu": dataclasses.asdict(ranking.gpu),
+        "gpus": ranking.gpus,
+        "global_batch": ranking.global_batch,
+        "pack_length": ranking.packs.pack_length,
+        "data": ranking.packs.origin,
+        "fill": ranking.packs.fill,
+        "image_share": ranking.packs.image_share,
+        "best": [row(p) for p in best_five(ranking)],
     }

@@ -263,13 +263,13 @@ class CostModel:
         """
         layout, gpu = option.layout, self.gpu
 
-        def seconds(elements: int, size: int, apart: int) -> float:
+        def seconds(elements: int, size: int, stride: int) -> float:
             """A group of `size` ranks that stand `apart` ranks from each other."""
             if size == 1:
                 return 0.0
             gbs = gpu.nvlink_gbs
-            if size * apart > gpu.gpus_per_node:
-                gbs = min(gbs, gpu.network_gbs * max(1, gpu.gpus_per_node // apart))
+            if size * stride > gpu.gpus_per_node:
+                gbs = min(gbs, gpu.network_gbs * max(1, gpu.gpus_per_node // stride))
             share = (size - 1) / size
             return (4 + self.element) * elements * share / (gbs * 1e9 * gpu.efficiency.link)
 
@@ -286,12 +286,12 @@ class CostModel:
         gpu, layout = self.gpu, option.layout
         elements = max(n for _, n in self.rank_parameters(option))
         tower = self.tower_parameters(option)[1]
-        mine = elements / layout.data
-        mine += tower / (layout.tensor * layout.data * layout.pipeline)
+        shard = elements / layout.data
+        shard += tower / (layout.tensor * layout.data * layout.pipeline)
         elements += tower
-        device = (1 - option.offload) * mine * 30 + elements * 4 + mine * 4
+        device = (1 - option.offload) * shard * 30 + elements * 4 + shard * 4
         seconds = device / (gpu.memory_gbs * 1e9 * gpu.efficiency.memory)
-        host = option.offload * mine * 1e-9
+        host = option.offload * shard * 1e-9
         return seconds + host * (4 / gpu.pcie_gbs + 28 / gpu.host_gbs + 2 / gpu.pcie_gbs)
 
     # --- bytes --------------------------------------------------------------------------------
@@ -301,8 +301,8 @@ class CostModel:
         if tensor not in self._sizes:
             spec, learning, lora = self.spec, self.learning, self.lora
 
-            def unit(count: int, trained: bool, own: int = 0) -> tuple[int, int]:
-                return count + own, count * trained + own
+            def unit(count: int, trained: bool, adapters: int = 0) -> tuple[int, int]:
+                return count + adapters, count * trained + adapters
 
             table = table_of(spec)
             rows = padded_vocab_size(spec.vocab_size, tensor) // tensor * spec.hidden_size
@@ -335,7 +335,7 @@ class CostModel:
             stages[0] += pair["patch_embed"]
             stages[layout.merger_stage] += pair["merger"]
         ranks = stages.reshape(-1, layout.pipeline, 2).sum(0)
-        return [(int(every), int(learning)) for every, learning in ranks]
+        return [(int(total), int(learning)) for total, learning in ranks]
 
     def tower_parameters(self, option: Option) -> tuple[int, int]:
         """Parameters of the whole vision tower, which every rank holds where it is multiplexed,
@@ -344,11 +344,11 @@ class CostModel:
             return 0, 0
         sizes, depth = self.sizes(1), self.spec.vision.depth
         names = ("vision", "patch_embed", "merger")
-        every, learning = (
+        total, learning = (
             sum(sizes[name][i] * (depth if name == "vision" else 1) for name in names)
             for i in (0, 1)
         )
-        return every, learning
+        return total, learning
 
     def rank_memory(self, option: Option) -> list[RankMemory]:
         """Bytes of each pipeline rank at its peak."""
@@ -372,11 +372,11 @@ class CostModel:
         tower, tower_learns = self.tower_parameters(option)
         master = memory.STATE_BYTES if self.element == 2 else 8
         world = layout.tensor * layout.data * layout.pipeline
-        for rank, (every, learning) in enumerate(self.rank_parameters(option)):
+        for rank, (total, learning) in enumerate(self.rank_parameters(option)):
             padded = learning + 128 * layout.data * chunks
-            mine = padded / layout.data + tower_learns / world
-            states = float(self.element * (every - learning + padded + tower))
-            states += 4 * (padded + tower_learns) + (1 - option.offload) * master * mine
+            shard = padded / layout.data + tower_learns / world
+            states = float(self.element * (total - learning + padded + tower))
+            states += 4 * (padded + tower_learns) + (1 - option.offload) * master * shard
             shape = (layout.pipeline, chunks, option.microbatches, rank)
             # the excess of many microbatches over their mean grows as the root of their number
             number = max(1.0, schedule.peak_kept(*shape, [1 / chunks] * chunks))
@@ -399,7 +399,7 @@ class CostModel:
             )
             transient = float(transients[rank :: layout.pipeline].max())
             result.append(
-                RankMemory(states, activations, transient, batch, option.offload * master * mine)
+                RankMemory(states, activations, transient, batch, option.offload * master * shard)
             )
         return result
 

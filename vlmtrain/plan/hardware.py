@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.toml import read_toml
 
 
 class PlanError(UserError):
@@ -97,16 +98,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _from_toml(path: Path) -> Gpu:
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef]
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"--gpu {path} can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"--gpu {path} is not valid TOML: {error}") from error
+    table = read_toml(path, f"--gpu {path}", PlanError)
     base = table.pop("base", None)
     if base is not None and (not isinstance(base, str) or base.lower() not in BUILT_IN):
         raise PlanError(f"--gpu {path}: base {base!r} is none of {', '.join(BUILT_IN)}")

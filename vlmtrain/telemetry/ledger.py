@@ -79,7 +79,7 @@ class Totals:
 def replica_totals(packs: Sequence[PackedBatch], spec: ModelSpec, loss: float) -> Totals:
     """What a replica's packs of a step hold; `loss` is summed over their target tokens.
 
-    The packs must be in host memory: their borders and grids are read.
+    The packs must be in host memory: their offsets and grids are read.
     """
     useful, padded = Work(), Work()
     media = videos = 0

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.files import write_text
+from vlmtrain.core.files import write_text, writing
 from vlmtrain.models.family import FAMILIES
 from vlmtrain.telemetry.charts import (
     LOW,
@@ -72,10 +72,8 @@ def write_report(run: Path) -> Path:
     """
     rows, facts = read_run(run)
     path = run / "report.html"
-    try:
+    with writing(path):
         write_text(path, render(rows, facts, run.resolve().name))
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}") from error
     return path
 
 

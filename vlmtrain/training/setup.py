@@ -17,7 +17,7 @@ from vlmtrain.data.formats.sources import parse_sources
 from vlmtrain.data.index import SampleIndex, scan_sources
 from vlmtrain.data.loader import LoaderRank, PackedLoader
 from vlmtrain.data.processor import Processor
-from vlmtrain.parallel.layout import make_layout
+from vlmtrain.parallel.layout import section_layout
 
 if TYPE_CHECKING:
     from vlmtrain.training.engine import Engine
@@ -41,16 +41,10 @@ def run_layout(
             `option` is then what gave their number.
     """
     replicas = max(1, world_size // max(1, parallel.tensor * parallel.pipeline))
-    layout = make_layout(
+    layout = section_layout(
         spec,
-        world_size=world_size,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        sequence=parallel.sequence,
-        vision_layers=parallel.vision_layers,
-        text_layers=parallel.text_layers,
-        multiplexed=parallel.vision == "multiplexed",
+        parallel,
+        world_size,
         microbatches=global_batch // replicas if global_batch else parallel.pipeline,
         pack_length=pack_length,
     )

@@ -24,6 +24,7 @@ from vlmtrain.core import device
 from vlmtrain.core.collectives import on_every_rank, on_first_rank, shared_error
 from vlmtrain.core.config import TrainConfig, to_dict
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import writing
 from vlmtrain.core.launch import Process, connect
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
@@ -31,7 +32,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
-from vlmtrain.models.lora import check_section
+from vlmtrain.models.lora_costs import check_lora
 from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 from vlmtrain.plan.detect import find_machine
 from vlmtrain.telemetry.metrics import check_wandb
@@ -71,8 +72,7 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
     """Everything that can be refused before a process group exists."""
     spec = read_spec(config.model)
     check_wandb(config.train.wandb)
-    if config.lora.rank:
-        check_section(config.lora, spec)
+    check_lora(config.lora, spec)
     check_tensor_overlap(config.parallel, os.environ)
     layout = run_layout(
         spec,
@@ -288,14 +288,9 @@ def _check_output(config: TrainConfig, lock: FolderLock) -> None:
     output = config.output
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file; name a folder")
-    try:
+    with writing(f"--output {output}"):
         output.mkdir(parents=True, exist_ok=True)
-        probe = output / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--output {output} can't be written: {error.strerror}") from error
-    lock.acquire()
+    lock.acquire()  # a file in it
     used = [n for n in ("metrics.jsonl", "checkpoints", "hf") if (output / n).exists()]
     if used and config.checkpoint.resume == "none":
         raise UserError(

@@ -128,9 +128,17 @@ void reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t 
     const int64_t column = task % tiles * kColumns;
     const int64_t n = p.hidden - column < kColumns ? p.hidden - column : kColumns;
     const int64_t key = p.keys[first];
-    alignas(64) float sum[kColumns] = {};
-    for (int64_t j = first; j < p.count && p.keys[j] == key; ++j)
-      add(sum, grad + p.order[j] * p.hidden + column, n);
+    int64_t end = first + 1;
+    while (end < p.count && p.keys[end] == key) ++end;
+    const int64_t part = rows_of_part(end - first);
+    alignas(64) float sum[kColumns] = {}, sum_of_part[kColumns];
+    for (int64_t begin = first; begin < end; begin += part) {
+      float* to = begin == first ? sum : static_cast<float*>(sum_of_part);
+      std::memset(to, 0, n * sizeof(float));
+      for (int64_t j = begin; j < end && j < begin + part; ++j)
+        add(to, grad + p.order[j] * p.hidden + column, n);
+      if (to != sum) add(sum, to, n);
+    }
     char* to = static_cast<char*>(p.dweight) + (key * p.hidden + column) * size_of(type);
     with_type(type, [&](auto zero) {
       auto* row = reinterpret_cast<decltype(zero)*>(to);

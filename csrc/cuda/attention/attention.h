@@ -17,6 +17,10 @@ int window_vision_backward_cuda(const AttentionGradParams& p, void* stream);
 
 // ---- segments of any length
 
+// Writes the lists of tiles that the following read: cu_seqlens that are not [0, .., T] end the
+// grid.
+int list_tiles_cuda(const TileListParams& p, void* stream);
+
 // bf16 or fp16, head_dim 64, 72, 80, 96 or 128, fewer than 2^31 tokens, else cudaErrorInvalidValue.
 // By mma.sync, on every GPU from compute capability 8.0 on.
 int sm80_forward_cuda(const AttentionParams& p, void* stream);

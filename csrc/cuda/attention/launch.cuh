@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "common/params.h"
+
 namespace vlmk {
 namespace {
 
@@ -23,7 +25,7 @@ int launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared, v
   return cudaGetLastError();
 }
 
-// Calls launch<Math, head_dim>(p, stream) for an instance.
+// Returns launch<Math, head_dim>(p, stream) of an instance.
 #define VLMK_HEAD_DIMS(launch, Math, head_dim) \
   switch (head_dim) {                          \
     case 64:                                   \
@@ -39,6 +41,11 @@ int launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared, v
     default:                                   \
       return cudaErrorInvalidValue;            \
   }
+#define VLMK_INSTANCES(launch, dtype, head_dim)     \
+  if (dtype == DType::kBFloat16) {                  \
+    VLMK_HEAD_DIMS(launch, ptx::Bf16Math, head_dim) \
+  }                                                 \
+  VLMK_HEAD_DIMS(launch, ptx::Fp16Math, head_dim)
 
 }  // namespace
 }  // namespace vlmk

@@ -20,12 +20,14 @@ __device__ __forceinline__ uint16_t* rows_of(const HeadsView& x, int64_t token, 
   return static_cast<uint16_t*>(x.data) + token * x.token_stride + head * x.head_stride;
 }
 
+#define VLMK_BAD_SEGMENT                                                                           \
+  "segment %lld is tokens %lld to %lld of %lld, and max_seqlen is %lld: cu_seqlens must begin at " \
+  "0, never fall, end at the number of tokens and have no segment longer than max_seqlen\n"
+
 // Where the rows of a window are in memory: one after another ...
 struct PackedRows {
   static constexpr bool kVision = false;
-  static constexpr const char* kTooLong =
-      "vlmkernels.varlen_attention: segment %lld is tokens %lld to %lld of %lld, and max_seqlen is "
-      "%lld\n";
+  static constexpr const char* kBadSegment = "vlmkernels.varlen_attention: " VLMK_BAD_SEGMENT;
   static constexpr int kShared = 0;  // bytes a key
   Window window;
 
@@ -42,9 +44,7 @@ struct PackedRows {
 // rows stand in shared memory.
 struct VisionRows {
   static constexpr bool kVision = true;
-  static constexpr const char* kTooLong =
-      "vlmkernels.vision_attention: segment %lld is tokens %lld to %lld of %lld, and max_seqlen is "
-      "%lld\n";
+  static constexpr const char* kBadSegment = "vlmkernels.vision_attention: " VLMK_BAD_SEGMENT;
   static constexpr int kShared = 4;
   const int* tokens;
 
@@ -72,16 +72,21 @@ struct VisionRows {
   __device__ __forceinline__ int of(int row) const { return tokens[row]; }
 };
 
-template <class Rows>
-__device__ __forceinline__ Window find_window(const AttentionParams& p, int64_t segment,
-                                              int64_t max_seqlen) {
+// Segment `segment` of AttentionParams or TileListParams. Of cu_seqlens that don't begin at 0, fall
+// or don't end at T, so that a row would belong to no segment, or of a segment longer than
+// max_seqlen, one thread prints a line and traps; the others, whose trap could end the grid before,
+// get length 0.
+template <class Params>
+__device__ __forceinline__ Window find_window(const Params& p, int64_t segment, bool one,
+                                              const char* message) {
   const int64_t begin = p.cu_seqlens[segment], end = p.cu_seqlens[segment + 1];
-  if (begin < 0 || end < begin || end > p.tokens || end - begin > max_seqlen) {
-    // Only the thread that has printed traps: another's trap could end the grid before.
-    if (threadIdx.x == 0) {
-      printf(Rows::kTooLong, static_cast<long long>(segment), static_cast<long long>(begin),
+  const bool gap = (segment == 0 && begin != 0) ||
+                   (segment + 1 == p.segments && end != p.tokens);  // mutant: rows-gap
+  if (begin < 0 || end < begin || end > p.tokens || end - begin > p.max_seqlen || gap) {
+    if (one) {
+      printf(message, static_cast<long long>(segment), static_cast<long long>(begin),
              static_cast<long long>(end), static_cast<long long>(p.tokens),
-             static_cast<long long>(max_seqlen));
+             static_cast<long long>(p.max_seqlen));
       ptx::trap();
     }
     return {0, 0};

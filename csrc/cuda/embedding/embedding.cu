@@ -313,9 +313,9 @@ __device__ __forceinline__ void write_sums(const EmbeddingReduceParams& p, int64
   }
 }
 
-// dweight[key] = sum of the run of rows with that key. Block (j, y): the run that starts at entry
-// j, if one does, and the y-th tile of columns. Rows are added one after another in their order in
-// fp32, so the result has one value whatever the grid; 4 rows are in flight.
+// dweight[key] = sum of the short run of rows with that key. Block (j, y): the run that starts at
+// entry j, if one does, and the y-th tile of columns. Rows are added one after another in their
+// order in fp32, so the result has one value whatever the grid; 4 rows are in flight.
 template <class Vec>
 __global__ void __launch_bounds__(kThreads) reduce_runs(const EmbeddingReduceParams p) {
   constexpr int kInFlight = 4;
@@ -324,6 +324,8 @@ __global__ void __launch_bounds__(kThreads) reduce_runs(const EmbeddingReducePar
   const int64_t key = p.keys[j];
   // mutant: embed-reduce-runs-if-key
   if (key >= p.vocab_rows || (j > 0 && p.keys[j - 1] == key)) return;
+  // mutant: embed-reduce-runs-if-long
+  if (j + kShortRun < p.count && p.keys[j + kShortRun] == key) return;
   const int64_t units = p.hidden / Vec::kCount;
   // mutant: embed-reduce-runs-column
   const int64_t column = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
@@ -348,6 +350,81 @@ __global__ void __launch_bounds__(kThreads) reduce_runs(const EmbeddingReducePar
       if (u < live) Vec::add(sum, v[u]);
   }
   write_sums<Vec::kCount>(p, key, column * Vec::kCount, sum);
+}
+
+// The first of entries [low, high) whose key is above `key`, or is not below it; high if none is.
+__device__ __forceinline__ int64_t bound(const int64_t* keys, int64_t low, int64_t high,
+                                         int64_t key, bool above) {
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    // mutant: embed-bound-if
+    if (keys[middle] < key || (above && keys[middle] == key))
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+constexpr int kLongThreads = kRunParts * ptx::kWarpSize;
+
+// The same of a long run, which would keep one warp busy for a microsecond every 4 rows. Block
+// (s, y): the long run that starts among the s-th kShortRun entries, if one does (it goes on after
+// the last of them), and the y-th 32 units of columns. Each warp adds a part of its rows, 8 in
+// flight, and the first adds the parts' sums.
+template <class Vec>
+__global__ void __launch_bounds__(kLongThreads) reduce_long_runs(const EmbeddingReduceParams p) {
+  extern __shared__ __align__(128) char shared[];
+  constexpr int kInFlight = 8, kCount = Vec::kCount;
+  using Unit = typename Vec::Unit;
+  const int64_t first = blockIdx.x * kShortRun, after = first + kShortRun;
+  const int64_t key = p.keys[after];  // the grid ends where none comes after
+  // mutant: embed-long-runs-if-key
+  if (key >= p.vocab_rows || p.keys[after - 1] != key) return;
+  if (first > 0 && p.keys[first - 1] == key) return;  // mutant: embed-long-runs-if-earlier
+  const int64_t start = bound(p.keys, first, after, key, false);
+  const int64_t end = bound(p.keys, after, p.count, key, true);
+  if (end - start <= kShortRun) return;  // mutant: embed-long-runs-if-short
+
+  const int warp = threadIdx.x / ptx::kWarpSize, lane = threadIdx.x % ptx::kWarpSize;
+  const int64_t units = p.hidden / kCount;
+  // mutant: embed-long-runs-column
+  const int64_t column = static_cast<int64_t>(blockIdx.y) * ptx::kWarpSize + lane;
+  const Unit* grad = static_cast<const Unit*>(p.grad) + column;
+  const int64_t part = rows_of_part(end - start);
+  const int64_t begin = start + warp * part;                     // mutant: embed-long-runs-begin
+  const int64_t stop = begin + part < end ? begin + part : end;  // mutant: embed-long-runs-stop
+  float sum[kCount] = {};
+#pragma unroll 1
+  for (int64_t k = begin; k < stop; k += ptx::kWarpSize) {
+    // mutant: embed-long-runs-row
+    const int row_of_lane = k + lane < stop ? static_cast<int>(p.order[k + lane]) : -1;
+#pragma unroll 1
+    for (int first_row = 0; first_row < ptx::kWarpSize && k + first_row < stop;
+         first_row += kInFlight) {
+      Unit v[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const int row = ptx::broadcast(row_of_lane, first_row + u);
+        const bool on = row >= 0 && column < units;  // mutant: embed-long-runs-on
+        v[u] = ptx::load_once(grad + (on ? row : 0) * units, on);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) Vec::add(sum, v[u]);  // zeros after the last row
+    }
+  }
+  float* const sums = reinterpret_cast<float*>(shared) + threadIdx.x;  // [element][part][lane]
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) sums[e * kLongThreads] = sum[e];
+  __syncthreads();  // mutant: embed-long-runs-sync
+  if (warp > 0 || column >= units) return;
+  // mutant: embed-long-runs-loop
+  for (int w = 1; w < kRunParts; ++w) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) sum[e] += sums[e * kLongThreads + w * ptx::kWarpSize];
+  }
+  write_sums<kCount>(p, key, column * kCount, sum);
 }
 
 // The largest unit that every row start is aligned to: 16, 4 or 2 bytes.
@@ -401,9 +478,14 @@ void launch_convert(const Source& source, int unit, void* out, DType type, int64
 
 template <class Vec>
 void launch_reduce(const EmbeddingReduceParams& p, cudaStream_t stream) {
-  const dim3 grid(blocks(p.count, 1),
-                  /* mutant: embed-reduce-grid */ blocks(p.hidden / Vec::kCount, kThreads));
+  const int64_t units = p.hidden / Vec::kCount;
+  const dim3 grid(blocks(p.count, 1), /* mutant: embed-reduce-grid */ blocks(units, kThreads));
   reduce_runs<Vec><<<grid, kThreads, 0, stream>>>(p);
+  if (p.count <= kShortRun) return;
+  const dim3 slots(/* mutant: embed-long-runs-grid */ blocks(p.count - kShortRun, kShortRun),
+                   blocks(units, ptx::kWarpSize));
+  const int shared = kLongThreads * Vec::kCount * static_cast<int>(sizeof(float));
+  reduce_long_runs<Vec><<<slots, kLongThreads, shared, stream>>>(p);
 }
 
 }  // namespace

@@ -38,25 +38,6 @@ __device__ __forceinline__ uint2 load_once(const uint2* address, bool on) {
       : "l"(address), "r"(static_cast<int>(on)));
   return v;
 }
-__device__ __forceinline__ uint32_t load_once(const uint32_t* address, bool on) {
-  uint32_t v;
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\tmov.b32 %0, 0;\n\t"
-      "@p ld.global.nc.L1::no_allocate.b32 %0, [%1];\n\t}"
-      : "=r"(v)
-      : "l"(address), "r"(static_cast<int>(on)));
-  return v;
-}
-__device__ __forceinline__ uint16_t load_once(const uint16_t* address, bool on) {
-  uint16_t v;
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\tmov.b16 %0, 0;\n\t"
-      "@p ld.global.nc.L1::no_allocate.b16 %0, [%1];\n\t}"
-      : "=h"(v)
-      : "l"(address), "r"(static_cast<int>(on)));
-  return v;
-}
-
 // Stores where `on` is true.
 __device__ __forceinline__ void store(uint4* address, const uint4& v, bool on) {
   asm volatile(
@@ -72,20 +53,30 @@ __device__ __forceinline__ void store(uint2* address, const uint2& v, bool on) {
       "r"(v.x), "r"(v.y), "r"(static_cast<int>(on))
       : "memory");
 }
-__device__ __forceinline__ void store(uint32_t* address, uint32_t v, bool on) {
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p st.global.b32 [%0], %1;\n\t}" ::"l"(
-          address),
-      "r"(v), "r"(static_cast<int>(on))
-      : "memory");
-}
-__device__ __forceinline__ void store(uint16_t* address, uint16_t v, bool on) {
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p st.global.b16 [%0], %1;\n\t}" ::"l"(
-          address),
-      "h"(v), "r"(static_cast<int>(on))
-      : "memory");
-}
+
+// Both of one word of so many bits, in a register of a constraint.
+#define VLMK_WORD(Word, bits, constraint)                                   \
+  __device__ __forceinline__ Word load_once(const Word* address, bool on) { \
+    Word v;                                                                 \
+    asm volatile(                                                           \
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"                   \
+        "mov.b" bits                                                        \
+        " %0, 0;\n\t"                                                       \
+        "@p ld.global.nc.L1::no_allocate.b" bits " %0, [%1];\n\t}"          \
+        : "=" constraint(v)                                                 \
+        : "l"(address), "r"(static_cast<int>(on)));                         \
+    return v;                                                               \
+  }                                                                         \
+  __device__ __forceinline__ void store(Word* address, Word v, bool on) {   \
+    asm volatile(                                                           \
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"                   \
+        "@p st.global.b" bits " [%0], %1;\n\t}" ::"l"(address),             \
+        constraint(v), "r"(static_cast<int>(on))                            \
+        : "memory");                                                        \
+  }
+VLMK_WORD(uint32_t, "32", "r")
+VLMK_WORD(uint16_t, "16", "h")
+#undef VLMK_WORD
 
 // The same value, which the compiler takes for another: what it computed from it before is computed
 // again from here on, not kept in registers meanwhile.
@@ -234,6 +225,21 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Arithmetic of a 16-bit type on the tensor cores. multiply_add: c [16, 8] += a [16, 16] b [16, 8],
 // fragments as in the PTX manual, m16n8k16; b0 and b1 are b's rows 0 to 7 and 8 to 15. With a of
 // two registers and one b: half the depth, m16n8k8.
+#define VLMK_MULTIPLY_ADD(type)                                                              \
+  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], \
+                                                      uint32_t b0, uint32_t b1) {            \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                      \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"      \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));            \
+  }                                                                                          \
+  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[2], \
+                                                      uint32_t b) {                          \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." type "." type                       \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                  \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(b));                                            \
+  }
 struct Bf16Math {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     uint32_t v;
@@ -244,22 +250,7 @@ struct Bf16Math {
   static __device__ __forceinline__ float high(uint32_t v) {
     return __uint_as_float(v & 0xffff0000u);
   }
-  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4],
-                                                      uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[2],
-                                                      uint32_t b) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b));
-  }
+  VLMK_MULTIPLY_ADD("bf16")
 };
 struct Fp16Math {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -275,23 +266,9 @@ struct Fp16Math {
     return f;
   }
   static __device__ __forceinline__ float high(uint32_t v) { return low(v >> 16); }
-  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4],
-                                                      uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-  static __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[2],
-                                                      uint32_t b) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b));
-  }
+  VLMK_MULTIPLY_ADD("f16")
 };
+#undef VLMK_MULTIPLY_ADD
 
 // Sets *address to `value` where it holds `expected`; returns what it held before.
 __device__ __forceinline__ int compare_and_swap(int* address, int expected, int value) {

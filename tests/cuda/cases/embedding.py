@@ -205,7 +205,8 @@ def check_gather(
 def check_reduce(
     kernels: Kernels, pack: Pack, *, out_dtype: str = "", accumulate: bool = False
 ) -> None:
-    """dweight: fp32 sums in the order of the positions, rounded once, bit for bit."""
+    """dweight: fp32 sums in the order of positions, those of long runs in 16 parts, rounded once,
+    bit for bit."""
     out_dtype = out_dtype or pack.dtype
     device = kernels.device()
     memory = device.memory
@@ -230,9 +231,14 @@ def check_reduce(
     )
     assert kernels.run(device, "reduce", params) == 0, "reduce"
     sums = np.zeros((pack.vocabulary, pack.hidden), np.float32)
-    for position in range(pack.positions):
-        if pack.index[position] < 0:
-            sums[pack.ids[position]] += to_float(grad[position], pack.dtype)
+    for token in range(pack.vocabulary):
+        run = to_float(grad[raw == token], pack.dtype)
+        part = len(run) if len(run) <= 64 else -(-len(run) // 16)
+        for begin in range(0, len(run), max(part, 1)):
+            of_part = np.zeros(pack.hidden, np.float32)
+            for row in run[begin : begin + part]:
+                of_part += row
+            sums[token] += of_part
     if accumulate:
         sums = to_float(before, out_dtype) + sums
     same_bits(memory.array("dweight"), from_float(sums, out_dtype), "dweight")
@@ -287,6 +293,21 @@ def _reduce_converted(kernels: Kernels, rng: np.random.Generator) -> None:
     check_reduce(kernels, Pack(rng, 12, 16, "float16", vocabulary=3), out_dtype="float32")
 
 
+def _reduce_short_and_long(kernels: Kernels, rng: np.random.Generator) -> None:
+    """Runs of 64 and 65 rows, in both orders."""
+    for first in (64, 65):
+        pack = Pack(rng, 129, 24, "bfloat16", vocabulary=2, share=0.0)
+        pack.ids = (np.arange(129) >= first).astype(np.int64)
+        check_reduce(kernels, pack, out_dtype="float32", accumulate=True)
+
+
+def _reduce_long(kernels: Kernels, rng: np.random.Generator) -> None:
+    """Of several parts and of fewer than there are warps; 66 units of columns; added to."""
+    check_reduce(kernels, Pack(rng, 260, 264, "float32", vocabulary=1, share=0.0))
+    pack = Pack(rng, 300, 7, "float16", vocabulary=2, share=0.4)
+    check_reduce(kernels, pack, out_dtype="float32", accumulate=True)
+
+
 def small_suite() -> dict[str, Check]:
     """All paths of the three launchers, in small shapes; a mutant must fail one of them."""
     far = (1 << 31) - 100  # the largest index of an int32
@@ -312,6 +333,8 @@ def small_suite() -> dict[str, Check]:
         "reduce, float32": lambda k, r: check_reduce(
             k, Pack(r, 13, 520, "float32", vocabulary=2, share=0.0)
         ),
+        "reduce, short and long": _reduce_short_and_long,
+        "reduce, long runs": _reduce_long,
         "forward, converted": _forward_converted,
         "gather, converted": _gather_converted,
         "reduce, converted and added": _reduce_converted,

@@ -3,86 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from tools.cudasim.floats import DTYPES, from_float, same_bits, to_float
+from tools.cudasim.floats import from_float, same_bits, to_float
 from tools.cudasim.ptx.ptxtypes import Array
 from vlmkernels.attention.reference import varlen_attention_reference
 
 from ..kernels import Kernels
-from ..params import fill
-from .window import Case, assert_close, assert_statistics, view
+from .window import TILE_ROWS, Case, assert_close, assert_statistics, run_attention
 
-TILE_ROWS = 128
-
-
-def run_flash(kernels: Kernels, case: Case, backward: bool = True) -> tuple[Any, dict[str, Array]]:
-    """Runs forward and backward; the results as they were written, and the lists of tiles."""
-    device = kernels.device()
-    memory = device.memory
-    element = DTYPES[case.dtype][1]
-    stats = memory.reserve("stats", (2, case.heads, case.tokens), np.float32)
-    most = case.tokens // TILE_ROWS + len(case.lengths)
-
-    def upload(name: str, array: Array, heads: int) -> Any:
-        return view(memory.upload(name, array), heads, case.dim)
-
-    def inputs() -> dict[str, Any]:
-        """q, k and v: each for itself, or where each has as many heads as parts of one tensor
-        [T, 3, H, D], as a fused projection leaves them."""
-        arrays = {"q": case.q, "k": case.k, "v": case.v}
-        if case.heads == 1 or case.heads != case.kv_heads:
-            return {name: upload(name, x, x.shape[1]) for name, x in arrays.items()}
-        fused = memory.upload("qkv", np.stack(list(arrays.values()), 1))
-        row = case.heads * case.dim
-        return {name: (fused + 2 * row * i, 3 * row, case.dim) for i, name in enumerate(arrays)}
-
-    def reserve(name: str, heads: int) -> Any:
-        return view(memory.reserve(name, (case.tokens, heads, case.dim), element), heads, case.dim)
-
-    forward = fill(
-        "AttentionParams",
-        dtype=DTYPES[case.dtype][0],
-        **inputs(),
-        out=reserve("out", case.heads),
-        row_max=stats,
-        row_sum=stats + 4 * case.heads * case.tokens,
-        cu_seqlens=memory.upload("cu_seqlens", case.cu_seqlens),
-        segments=len(case.lengths),
-        tokens=case.tokens,
-        heads=case.heads,
-        kv_heads=case.kv_heads,
-        head_dim=case.dim,
-        scale=case.scale,
-        causal=case.causal,
-        order=None,
-        rotary=None,
-        max_seqlen=max(case.lengths) if case.max_seqlen is None else case.max_seqlen,
-        tiles=memory.reserve("tiles", (1, most, 4), np.int32),
-        rotated_k=None,
-        rotated_q=None,
-    )
-    code = kernels.run(device, "forward", forward)
-    assert code == 0, f"forward returned cudaError_t {code}"
-    names = ["out", "stats", "tiles"]
-    if backward:
-        forward.tiles = memory.reserve("two lists", (2, most, 4), np.int32)
-        grads = fill(
-            "AttentionGradParams",
-            forward=forward,
-            dout=upload("dout", case.dout, case.heads),
-            dq=reserve("dq", case.heads),
-            dk=reserve("dk", case.kv_heads),
-            dv=reserve("dv", case.kv_heads),
-            lse_delta=memory.reserve("lse_delta", (2, case.heads, case.tokens), np.float32),
-        )
-        code = kernels.run(device, "backward", grads)
-        assert code == 0, f"backward returned cudaError_t {code}"
-        names += ["dq", "dk", "dv", "two lists"]
-    return device, {name: memory.array(name) for name in names}
+run_flash = partial(run_attention, tiled=True)
 
 
 def plain_torch(case: Case) -> dict[str, Array]:
@@ -125,12 +59,11 @@ def check_flash(kernels: Kernels, case: Case, backward: bool = True) -> dict[str
         assert_no_worse(case, name, found[name], plain[name], exact[name], squares)
     assert_close(case, "out", found["out"], exact["out"])
     assert_statistics(case, found["stats"], exact)
-    check_tiles(case, found["tiles"][0], of_keys=False)
     if backward:
         for name in ("dq", "dk", "dv"):
             assert_close(case, name, found[name], exact[name], exact.get(f"{name} terms"))
-        for entries, of_keys in zip(found["two lists"], (False, True), strict=True):
-            check_tiles(case, entries, of_keys)
+    for entries, of_keys in zip(found["tiles"], (False, True), strict=True):
+        check_tiles(case, entries, of_keys)
     return found
 
 
@@ -173,7 +106,7 @@ def check_tiles(case: Case, entries: Array, of_keys: bool) -> None:
 Check = Callable[[Kernels, np.random.Generator], Any]
 
 
-def hopper_suite(dim: int = 80) -> dict[str, Check]:
+def sm90_suite(dim: int = 80) -> dict[str, Check]:
     """Every path of the forward for sm_90a: the emulated GPU has 3 multiprocessors, each of which
     works on several tiles and goes round its rings of keys and values."""
     return {
@@ -191,7 +124,7 @@ def hopper_suite(dim: int = 80) -> dict[str, Check]:
     }
 
 
-def hopper_grad_suite(dim: int = 80) -> dict[str, Check]:
+def sm90_grad_suite(dim: int = 80) -> dict[str, Check]:
     """Every path of the backward for sm_90a: its rings have 3 or 4 stages of 64 rows."""
     return {
         "causal, negative scale, groups": lambda k, r: check_flash(

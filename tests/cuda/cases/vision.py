@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from tools.cudasim.floats import DTYPES, from_float, to_float
+from tools.cudasim.floats import from_float, to_float
 from tools.cudasim.ptx.ptxtypes import Array
 
 from ..kernels import Kernels
-from ..params import fill
-from .window import attend
+from .window import attend, run_attention
 
 Round = Callable[[Array], Array]
-TILE_ROWS = 128  # of tiled attention
 
 
 def rotate(x: Array, table: Array, back: bool = False) -> Array:
@@ -40,16 +38,18 @@ class VisionCase:
     megatron: bool = False
     scale: float = 0.125
     max_seqlen: int | None = None
+    causal: ClassVar[bool] = False
+    written: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        self.patches = sum(self.lengths)
+        self.tokens, self.kv_heads = sum(self.lengths), self.heads
         self.cu_seqlens = np.cumsum([0, *self.lengths]).astype(np.int32)
-        self.order = self.rng.permutation(self.patches).astype(np.int32)
+        self.order = self.rng.permutation(self.tokens).astype(np.int32)
         if not self.permuted:
-            self.order = np.arange(self.patches, dtype=np.int32)
-        angles = self.rng.uniform(-np.pi, np.pi, (self.patches, self.dim // 2))
+            self.order = np.arange(self.tokens, dtype=np.int32)
+        angles = self.rng.uniform(-np.pi, np.pi, (self.tokens, self.dim // 2))
         self.table = np.concatenate([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
-        shape = (self.patches, self.heads, self.dim)
+        shape = (self.tokens, self.heads, self.dim)
         self.q, self.k, self.v, self.dout = (
             from_float(self.rng.standard_normal(shape), self.dtype) for _ in range(4)
         )
@@ -58,6 +58,25 @@ class VisionCase:
     def axis(self) -> int:
         """Where q, k and v are stacked."""
         return 2 if self.megatron else 1
+
+    def _views(self, address: int, names: Sequence[str]) -> dict[str, Any]:
+        """Of parts of [P, 3, H, D], or of [P, H, 3, D]."""
+        row = self.heads * self.dim
+        step, head = (self.dim, 3 * self.dim) if self.megatron else (row, self.dim)
+        return {name: (address + 2 * i * step, 3 * row, head) for i, name in enumerate(names)}
+
+    def inputs(self, memory: Any) -> dict[str, Any]:
+        stacked = np.stack([self.q, self.k, self.v], self.axis)
+        return self._views(memory.upload("qkv", stacked), "qkv")
+
+    def gradients(self, memory: Any) -> dict[str, Any]:
+        address = memory.reserve("dqkv", (self.tokens, 3 * self.heads, self.dim), self.q.dtype)
+        return self._views(address, ("dq", "dk", "dv"))
+
+    def read_gradients(self, memory: Any) -> dict[str, Array]:
+        shape = (self.heads, 3) if self.megatron else (3, self.heads)
+        stacked = memory.array("dqkv").reshape(self.tokens, *shape, self.dim)
+        return {n: stacked.take(i, self.axis) for i, n in enumerate(("dq", "dk", "dv"))}
 
     def outputs(self, rounded: Round) -> dict[str, Array]:
         """out, dq, dk and dv in float64; `rounded` is applied wherever plain torch stores."""
@@ -82,91 +101,14 @@ def check_vision(
     """Forward and backward; errors at most twice those of plain torch, relative to the norm. Tiled
     attention takes the sum of out * dout for that of p * dp, which differ by float32's rounding of
     the terms that dq and dk are differences of: plain torch's are exactly 0 for a segment of 1.
-    `queries`: with workspace for them, as on compute capability 9.0; all of it must be used."""
-    device = kernels.device()
-    memory = device.memory
-    stacked = np.stack([case.q, case.k, case.v], case.axis)
-    element = DTYPES[case.dtype][1]
-    strides = np.array(stacked.strides) // stacked.itemsize
-    head = int(strides[1 if case.megatron else 2])
-
-    def views(address: int) -> list[Any]:
-        step = int(strides[case.axis]) * stacked.itemsize
-        return [(address + i * step, int(strides[0]), head) for i in range(3)]
-
-    def dense(address: int) -> Any:
-        return (address, case.heads * case.dim, case.dim)
-
-    shape = (case.patches, case.heads, case.dim)
-    q, k, v = views(memory.upload("qkv", stacked))
-    stats = memory.reserve("stats", (2, case.heads, case.patches), np.float32)
-    forward = fill(
-        "AttentionParams",
-        dtype=DTYPES[case.dtype][0],
-        q=q,
-        k=k,
-        v=v,
-        out=dense(memory.reserve("out", shape, element)),
-        row_max=stats,
-        row_sum=stats + 4 * case.heads * case.patches,
-        cu_seqlens=memory.upload("cu_seqlens", case.cu_seqlens),
-        segments=len(case.lengths),
-        tokens=case.patches,
-        heads=case.heads,
-        kv_heads=case.heads,
-        head_dim=case.dim,
-        scale=case.scale,
-        causal=False,
-        order=memory.upload("order", case.order) if case.permuted else None,
-        rotary=memory.upload("table", case.table),
-        max_seqlen=max(case.lengths) if case.max_seqlen is None else case.max_seqlen,
-        tiles=None,
-        rotated_k=None,
-        rotated_q=None,
-    )
-    most = case.patches // TILE_ROWS + len(case.lengths)
-    rotated = (case.heads, case.patches, case.dim)
-    if tiled:
-        forward.tiles = memory.reserve("tiles", (1, most, 4), np.int32)
-        forward.rotated_k = memory.reserve("rotated k", rotated, element)
-        forward.rotated_q = memory.reserve("rotated q", rotated, element) if queries else None
-    code = kernels.run(device, "forward", forward)
-    assert code == 0, f"forward returned cudaError_t {code}"
-    if queries:
-        memory.array("rotated q")
-    lse_delta = None
-    if tiled:
-        forward.tiles = memory.reserve("two lists", (2, most, 4), np.int32)
-        forward.rotated_k = memory.reserve("rotated k, backward", rotated, element)
-        if queries:
-            forward.rotated_q = memory.reserve("rotated q, backward", rotated, element)
-        lse_delta = memory.reserve("lse_delta", (2, case.heads, case.patches), np.float32)
-    grads = fill(
-        "AttentionGradParams",
-        forward=forward,
-        dout=dense(memory.upload("dout", case.dout)),
-        **dict(
-            zip(
-                ("dq", "dk", "dv"),
-                views(memory.reserve("dqkv", stacked.shape, element)),
-                strict=True,
-            )
-        ),
-        lse_delta=lse_delta,
-    )
-    code = kernels.run(device, "backward", grads)
-    assert code == 0, f"backward returned cudaError_t {code}"
-    if queries:
-        memory.array("rotated q, backward")
-
+    `queries`: see run_attention."""
+    device, ours = run_attention(kernels, case, tiled=tiled, queries=queries)
     exact = case.outputs(lambda x: x)
     plain = case.outputs(lambda x: to_float(from_float(x, case.dtype), case.dtype).astype(float))
-    ours = dict(zip(("dq", "dk", "dv"), np.moveaxis(memory.array("dqkv"), case.axis, 0)))  # noqa: B905
-    ours["out"] = memory.array("out")
-    for name, bits in ours.items():
+    for name in ("out", "dq", "dk", "dv"):
         error, allowed = (
             np.linalg.norm(x - exact[name])
-            for x in (to_float(bits, case.dtype).astype(np.float64), plain[name])
+            for x in (to_float(ours[name], case.dtype).astype(np.float64), plain[name])
         )
         # Written so that a NaN fails. A window of one patch has no gradient but noise.
         tiny = 1e-6 * np.sqrt(exact[name].size)
@@ -175,7 +117,7 @@ def check_vision(
         assert error <= 2 * allowed + tiny, (
             f"{name}: error {error:.3e}, plain torch's {allowed:.3e}"
         )
-    for name, found in zip(("row_max", "row_sum"), memory.array("stats"), strict=True):
+    for name, found in zip(("row_max", "row_sum"), ours["stats"], strict=True):
         # Of products of rows that were rounded.
         error = np.abs(found - exact[name]).max(initial=0)
         allowed = 2 * np.abs(plain[name] - exact[name]).max(initial=0)

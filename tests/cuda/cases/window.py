@@ -1,10 +1,10 @@
-"""Runs the host launchers of csrc/cuda/attention/window on a fake GPU, against float64."""
+"""Runs the host launchers of csrc/cuda/attention on a fake GPU, against float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from tools.cudasim.ptx.ptxtypes import Array
 
 from ..kernels import Kernels
 from ..params import fill
+
+TILE_ROWS = 128  # of tiled attention
 
 
 @dataclass
@@ -29,6 +31,9 @@ class Case:
     scale: float = 0.125
     max_seqlen: int | None = None
     shift: float = 0.0  # of q up and of k down: scores far below zero
+    written: Array | None = None  # to cu_seqlens after tiles were listed
+    permuted: ClassVar[bool] = False
+    table: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self.tokens = sum(self.lengths)
@@ -39,6 +44,26 @@ class Case:
     def _random(self, heads: int, shift: float = 0.0) -> Array:
         values = self.rng.standard_normal((self.tokens, heads, self.dim)) + shift
         return from_float(values, self.dtype)
+
+    def inputs(self, memory: Any) -> dict[str, Any]:
+        """Views of q, k and v: each for itself, or where each has as many heads as parts of one
+        tensor [T, 3, H, D], as a fused projection leaves them."""
+        arrays = {"q": self.q, "k": self.k, "v": self.v}
+        if self.heads == 1 or self.heads != self.kv_heads:
+            return {n: view(memory.upload(n, x), x.shape[1], self.dim) for n, x in arrays.items()}
+        fused = memory.upload("qkv", np.stack(list(arrays.values()), 1))
+        row = self.heads * self.dim
+        return {name: (fused + 2 * row * i, 3 * row, self.dim) for i, name in enumerate(arrays)}
+
+    def gradients(self, memory: Any) -> dict[str, Any]:
+        """Views of dq, dk and dv."""
+        return {
+            f"d{n}": view(memory.reserve(f"d{n}", x.shape, x.dtype), x.shape[1], self.dim)
+            for n, x in (("q", self.q), ("k", self.k), ("v", self.v))
+        }
+
+    def read_gradients(self, memory: Any) -> dict[str, Array]:
+        return {name: memory.array(name) for name in ("dq", "dk", "dv")}
 
     def exact(self) -> dict[str, Array]:
         """attend's results in float64."""
@@ -93,63 +118,97 @@ def view(address: int, heads: int, dim: int) -> Any:
     return (address, heads * dim, dim)
 
 
-def check_window(kernels: Kernels, case: Case) -> Any:
-    """Forward and backward; errors at most a few roundings of the type, relative to the norm."""
+def run_attention(
+    kernels: Kernels, case: Any, backward: bool = True, tiled: bool = False, queries: bool = False
+) -> tuple[Any, dict[str, Array]]:
+    """Runs forward and backward of a Case or a VisionCase.
+
+    Args:
+        tiled: with workspace for segments of any length.
+        queries: with workspace for rotated queries, as on compute capability 9.0; all of it must be
+            written.
+
+    Returns:
+        The device, and what was written: out, stats, dq, dk, dv and the lists of tiles.
+    """
     device = kernels.device()
     memory = device.memory
-    element = DTYPES[case.dtype][1]
-    stats = memory.reserve("stats", (2, case.heads, case.tokens), np.float32)
+    shape = (case.tokens, case.heads, case.dim)
+    stats_shape = (2, case.heads, case.tokens)
+    stats = memory.reserve("stats", stats_shape, np.float32)
+    names = ["out", "stats"]
 
-    def upload(name: str, array: Array, heads: int) -> Any:
-        return view(memory.upload(name, array), heads, case.dim)
+    segments = {
+        "cu_seqlens": memory.upload("cu_seqlens", case.cu_seqlens),
+        "segments": len(case.cu_seqlens) - 1,
+        "tokens": case.tokens,
+        "max_seqlen": max(case.lengths) if case.max_seqlen is None else case.max_seqlen,
+        "causal": case.causal,
+        "tiles": None,
+    }
+    if tiled:
+        names.append("tiles")
+        most = case.tokens // TILE_ROWS + len(case.lengths)
+        segments["tiles"] = memory.reserve("tiles", (2, most, 4), np.int32)
+        lists = fill("TileListParams", **segments, vision=case.table is not None)
+        code = kernels.run(device, "tiles", lists)
+        assert code == 0, f"the list of tiles returned cudaError_t {code}"
+        if case.written is not None:
+            segments["cu_seqlens"] = memory.upload("cu_seqlens, written to", case.written)
 
-    def reserve(name: str, heads: int) -> Any:
-        address = memory.reserve(name, (case.tokens, heads, case.dim), element)
-        return view(address, heads, case.dim)
+    def workspace(way: str) -> dict[str, Any]:
+        element = DTYPES[case.dtype][1]
+        wanted = {"rotated_k": tiled and case.table is not None, "rotated_q": queries}
+        if queries:
+            names.append(f"rotated_q, {way}")
+        return {
+            name: memory.reserve(f"{name}, {way}", shape, element) if on else None
+            for name, on in wanted.items()
+        }
 
     forward = fill(
         "AttentionParams",
         dtype=DTYPES[case.dtype][0],
-        q=upload("q", case.q, case.heads),
-        k=upload("k", case.k, case.kv_heads),
-        v=upload("v", case.v, case.kv_heads),
-        out=reserve("out", case.heads),
+        **case.inputs(memory),
+        out=view(memory.reserve("out", shape, DTYPES[case.dtype][1]), case.heads, case.dim),
         row_max=stats,
         row_sum=stats + 4 * case.heads * case.tokens,
-        cu_seqlens=memory.upload("cu_seqlens", case.cu_seqlens),
-        segments=len(case.lengths),
-        tokens=case.tokens,
+        **segments,
         heads=case.heads,
         kv_heads=case.kv_heads,
         head_dim=case.dim,
         scale=case.scale,
-        causal=case.causal,
-        order=None,
-        rotary=None,
-        max_seqlen=max(case.lengths) if case.max_seqlen is None else case.max_seqlen,
-        tiles=None,
-        rotated_k=None,
-        rotated_q=None,
+        order=memory.upload("order", case.order) if case.permuted else None,
+        rotary=None if case.table is None else memory.upload("table", case.table),
+        **workspace("forward"),
     )
     code = kernels.run(device, "forward", forward)
     assert code == 0, f"forward returned cudaError_t {code}"
-    exact = case.exact()
-    assert_close(case, "out", memory.array("out"), exact["out"])
-    assert_statistics(case, memory.array("stats"), exact)
+    gradients: dict[str, Array] = {}
+    if backward:
+        for name, address in workspace("backward").items():
+            setattr(forward, name, address)
+        sums = memory.reserve("lse_delta", stats_shape, np.float32) if tiled else None
+        grads = fill(
+            "AttentionGradParams",
+            forward=forward,
+            dout=view(memory.upload("dout", case.dout), case.heads, case.dim),
+            **case.gradients(memory),
+            lse_delta=sums,
+        )
+        code = kernels.run(device, "backward", grads)
+        assert code == 0, f"backward returned cudaError_t {code}"
+        gradients = case.read_gradients(memory)
+    return device, {**{name: memory.array(name) for name in names}, **gradients}
 
-    grads = fill(
-        "AttentionGradParams",
-        forward=forward,
-        dout=upload("dout", case.dout, case.heads),
-        dq=reserve("dq", case.heads),
-        dk=reserve("dk", case.kv_heads),
-        dv=reserve("dv", case.kv_heads),
-        lse_delta=None,
-    )
-    code = kernels.run(device, "backward", grads)
-    assert code == 0, f"backward returned cudaError_t {code}"
-    for name in ("dq", "dk", "dv"):
-        assert_close(case, name, memory.array(name), exact[name], exact.get(f"{name} terms"))
+
+def check_window(kernels: Kernels, case: Case) -> Any:
+    """Forward and backward; errors at most a few roundings of the type, relative to the norm."""
+    device, found = run_attention(kernels, case)
+    exact = case.exact()
+    assert_statistics(case, found["stats"], exact)
+    for name in ("out", "dq", "dk", "dv"):
+        assert_close(case, name, found[name], exact[name], exact.get(f"{name} terms"))
     return device
 
 

@@ -17,16 +17,19 @@ MUTANTS = [
     M("keys not rotated", "sm90-vision-forward-k", case="two tiles, ragged"),
     M("queries not rotated, backward", "sm90-vision-backward-q", case="two tiles, ragged"),
     M("keys not rotated, backward", "sm90-vision-backward-k", case="two tiles, ragged"),
-    M("dk not rotated back", "sm90-bwd-dkdv-if-rotary", "false", case="two tiles, ragged"),
-    M("dk back by the first key's angles", "sm90-bwd-dkdv-store-rotated",
-      "store_rows_back<Math, kDim>(blocks_of<kDim>(dk), factor, staging, length, p.rotary, "
-      "work.tile.begin, rows_of(to_dk, token, work.head), to_dk.token_stride);",
+    M("dk not rotated back", "sm90-bwd-dkdv-store-dk",
+      "store_gradient<Math, kDim>(dk, p.scale, staging, length, params.dk, token, work.head, "
+      "nullptr);", case="two tiles, ragged"),
+    M("dk back by the first key's angles", "sm90-bwd-dkdv-store-dk",
+      "store_gradient<Math, kDim>(dk, p.scale, staging, length, params.dk, token, work.head, "
+      "p.rotary - int64_t{first} * kDim);", case="two tiles, ragged"),
+    M("dq not rotated back", "sm90-bwd-dq-store",
+      "store_gradient<Math, kDim>(dq, p.scale, staging, work.tile.length - first, params.dq, "
+      "work.tile.begin + first, work.head, nullptr);", case="two tiles, ragged"),
+    M("dq back by the first query's angles", "sm90-bwd-dq-store",
+      "store_gradient<Math, kDim>(dq, p.scale, staging, work.tile.length - first, params.dq, "
+      "work.tile.begin + first, work.head, p.rotary - int64_t{first} * kDim);",
       case="two tiles, ragged"),
-    M("dq not rotated back", "sm90-bwd-dq-if-rotary", "false", case="two tiles, ragged"),
-    M("dq back by the first query's angles", "sm90-bwd-dq-store-rotated",
-      "store_rows_back<Math, kDim>(blocks_of<kDim>(dq), factor, staging, length, p.rotary, "
-      "work.tile.begin, rows_of(to, token, work.head), to.token_stride);",
-      case="two tiles, ragged"),
-    M("spare lanes rotate too", "tiles-apply-if-index", "kAll % kWarpSize != 0 && false",
+    M("spare lanes rotate too", "tiles-apply-if-index", "kAll % kThreads != 0 && false",
       case="two tiles, ragged"),
 ]  # fmt: skip

@@ -30,11 +30,15 @@ class Device:
     `call` runs a host launcher. What a kernel does wrong comes back as SimError.
     """
 
-    def __init__(self, runtime: Path, ptx: str | Module, memory_bytes: int = 4 << 20) -> None:
+    def __init__(
+        self, runtime: Path, ptx: str | Module, memory_bytes: int = 4 << 20, number: int = 0
+    ) -> None:
+        self.number = number  # of the two that the fake runtime has: 3 and 5 multiprocessors
         self.module = parse_ptx(ptx) if isinstance(ptx, str) else ptx
         self.memory = GlobalMemory(memory_bytes)
         self.printed: list[str] = []
         self.launches: list[tuple[str, tuple[int, ...]]] = []  # kernel, grid and block
+        self.streams: list[int | None] = []  # of the launches
         self.steps = 0
         self._error: Exception | None = None
         self._symbols = {
@@ -43,6 +47,7 @@ class Device:
         }
         # The launchers bind to this library by name, so it must be in the global scope first.
         self._runtime = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+        self._runtime.fakecuda_launch_stream.restype = ctypes.c_void_p
         self._callback = _Callback(self._launched)
 
     def call(self, launcher: Any, *arguments: Any) -> int:
@@ -51,6 +56,7 @@ class Device:
         capability = re.match(r"sm_(\d+)(\d)", self.module.target)
         assert capability is not None
         self._runtime.fakecuda_set_capability(*(int(n) for n in capability.groups()))
+        self._runtime.fakecuda_set_device(self.number)
         self._error = None
         try:
             code = int(launcher(*arguments))
@@ -77,6 +83,7 @@ class Device:
             value = ctypes.string_at(arguments[i], parameter.size)
             parameters[parameter.offset : parameter.offset + parameter.size] = value
         self.launches.append((name, dims))
+        self.streams.append(self._runtime.fakecuda_launch_stream())
         grid, block = (dims[0], dims[1], dims[2]), (dims[3], dims[4], dims[5])
         self.steps += launch(
             kernel,

@@ -23,19 +23,20 @@ enum {
   kLaunchFailure = 719,
   kNotSupported = 801
 };
-enum { kMaxKernels = 1024, kMaxDynamicSharedMemory = 8, kDefaultShared = 48 << 10 };
+enum { kMaxKernels = 1024, kMaxDynamicSharedMemory = 8, kDefaultShared = 48 << 10, kDevices = 2 };
 
 static launch_callback callback;
 static struct {
   const void* host;
   const char* name;
-  size_t max_shared;
+  size_t max_shared[kDevices];
 } kernels[kMaxKernels];
 static int kernel_count;
 static int last_error;
 static dim3 pushed_grid, pushed_block;
 static size_t pushed_shared;
-static void* pushed_stream;
+static void *pushed_stream, *launch_stream;
+static int current_device;
 static int capability_major = 8, capability_minor = 0;
 
 static int fail(int error) { return last_error = error; }
@@ -47,11 +48,14 @@ static int find(const void* host) {
 }
 
 void fakecuda_set_callback(launch_callback new_callback) { callback = new_callback; }
-// Of the one device; 8.0 unless told otherwise.
+// Of both devices; 8.0 unless told otherwise.
 void fakecuda_set_capability(int major, int minor) {
   capability_major = major;
   capability_minor = minor;
 }
+
+void fakecuda_set_device(int device) { current_device = device; }
+void* fakecuda_launch_stream(void) { return launch_stream; }
 
 // ---- what nvcc's generated code calls
 // ------------------------------------------------------------
@@ -76,7 +80,8 @@ void __cudaRegisterFunction(void** handle, const char* host, char* device, const
   if (kernel_count == kMaxKernels) return;
   kernels[kernel_count].host = host;
   kernels[kernel_count].name = name;
-  kernels[kernel_count++].max_shared = kDefaultShared;
+  for (int i = 0; i < kDevices; ++i) kernels[kernel_count].max_shared[i] = kDefaultShared;
+  ++kernel_count;
 }
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
   pushed_grid = grid;
@@ -102,7 +107,7 @@ int __cudaGetKernel(const void** kernel, const void* host) {
 
 int cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t shared,
                      void* stream) {
-  (void)stream;
+  launch_stream = stream;
   const int kernel = find(host);
   if (kernel < 0) return fail(kInvalidDeviceFunction);
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
@@ -110,7 +115,7 @@ int cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, 
   if (!block.x || !block.y || !block.z || block.z > 64 ||
       (uint64_t)block.x * block.y * block.z > 1024)
     return fail(kInvalidConfiguration);
-  if (shared > kernels[kernel].max_shared) return fail(kInvalidValue);
+  if (shared > kernels[kernel].max_shared[current_device]) return fail(kInvalidValue);
   if (!callback) return fail(kNoDriver);
   const unsigned dims[6] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
   return callback(kernels[kernel].name, dims, shared, arguments) ? fail(kLaunchFailure) : kSuccess;
@@ -124,7 +129,7 @@ int cudaFuncSetAttribute(const void* host, int attribute, int value) {
   if (kernel < 0) return fail(kInvalidDeviceFunction);
   if (attribute == kMaxDynamicSharedMemory) {
     if (value > 227 << 10) return fail(kInvalidValue);
-    kernels[kernel].max_shared = (size_t)value;
+    kernels[kernel].max_shared[current_device] = (size_t)value;
   }
   return kSuccess;
 }
@@ -140,17 +145,17 @@ const char* cudaGetErrorString(int error) {
   return text;
 }
 
-// ---- the device
+// ---- the devices
 
 int cudaGetDevice(int* device) {
-  *device = 0;
+  *device = current_device;
   return kSuccess;
 }
 int cudaDeviceGetAttribute(int* value, int attribute, int device) {
-  if (device != 0) return fail(kInvalidDevice);
+  if (device < 0 || device >= kDevices) return fail(kInvalidDevice);
   switch (attribute) {
     case 16:  // multiprocessors: few, so that a block that takes several tiles does
-      *value = 3;
+      *value = 3 + 2 * device;
       return kSuccess;
     case 75:
       *value = capability_major;

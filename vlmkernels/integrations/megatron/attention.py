@@ -71,12 +71,19 @@ class VarlenCoreAttention(MegatronModule):
             raise ValueError(
                 f"attn_mask_type is {attn_mask_type}; VarlenCoreAttention takes causal or no_mask"
             )
+        if attention_type != "self":
+            raise ValueError(
+                f"attention_type is {attention_type!r}; VarlenCoreAttention needs 'self'"
+            )
+        for name, needed in (("softmax_type", "vanilla"), ("window_size", None)):
+            if (value := getattr(config, name, needed)) != needed:
+                raise ValueError(f"{name} is {value!r}; VarlenCoreAttention needs {needed!r}")
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(f"attention_dropout is {dropout}; VarlenCoreAttention needs 0")
         if getattr(config, "context_parallel_size", 1) != 1:
             raise ValueError("context parallelism is not supported by VarlenCoreAttention, use 1")
-        self.causal = attn_mask_type == AttnMaskType.causal
+        self.attn_mask_type = attn_mask_type
         self.scale = softmax_scale
 
     def forward(
@@ -96,6 +103,10 @@ class VarlenCoreAttention(MegatronModule):
                 "attention_mask and attention_bias must be None: segment borders come from "
                 "packed_seq_params"
             )
+        if attn_mask_type not in (None, self.attn_mask_type):
+            raise ValueError(
+                f"attn_mask_type is {attn_mask_type}; this layer was made for {self.attn_mask_type}"
+            )
         batched = query.dim() == 4
         if batched:
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
@@ -109,7 +120,7 @@ class VarlenCoreAttention(MegatronModule):
             value,
             packed_seq_params.cu_seqlens_q,
             max_seqlen=packed_seq_params.max_seqlen_q,
-            causal=self.causal,
+            causal=self.attn_mask_type == AttnMaskType.causal,
             scale=self.scale,
         )
         return out.reshape(out.shape[0], 1, -1) if batched else out

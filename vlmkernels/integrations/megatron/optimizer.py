@@ -29,9 +29,9 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from vlmkernels._native import describe
+from vlmkernels.optim.checks import GRADIENTS, hyperparameters
 from vlmkernels.optim.host_step import HostStep, Shard
 from vlmkernels.optim.masters import differs
-from vlmkernels.optim.native import GRADIENTS
 from vlmkernels.optim.placement import check_fraction, preference, relocate
 from vlmkernels.optim.state import copy_moments, ensure_moments, step_count
 from vlmkernels.optim.transfer import Transfers, Waitable
@@ -262,6 +262,7 @@ class OffloadedOptimizer(DistributedOptimizer):
         self._probe.grad = torch.ones_like(self._probe)
         early = self._early.take() if self._early is not None else {}
         self._factors = {}
+        late = []
         for place in self._places():
             grad, main = self._gradient(place.model), place.main
             shard = self._host.shards.get(main)
@@ -276,8 +277,12 @@ class OffloadedOptimizer(DistributedOptimizer):
                 shard.version = grad._version
                 continue
             self._host.forget([shard])
-            if not self.grad_scaler:  # which changes them first
-                self._host.begin(shard, grad)
+            late.append((shard, grad))
+        if not self.grad_scaler:  # which changes them first
+            self._begin(late)
+
+    def _begin(self, late: list[tuple[Shard, Tensor]]) -> None:
+        self._host.begin_all([shard for shard, _ in late], [grad for _, grad in late])
 
     def _main_grads(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         for group in self.optimizer.param_groups:
@@ -312,11 +317,13 @@ class OffloadedOptimizer(DistributedOptimizer):
         if not self._host.shards:
             return
         assert self._probe.grad is not None
-        work = []
+        work, late = [], []
         factors: dict[int, float] = {}  # one device tensor for all parameters of a chunk
         for group in self.optimizer.param_groups:
             decoupled = self.config.decoupled_weight_decay
-            settings = {**group, "decoupled_weight_decay": decoupled}
+            settings = hyperparameters(
+                {**group, "decoupled_weight_decay": decoupled}, "a parameter group"
+            )
             for main in group["params"]:
                 shard = self._host.shards.get(main)
                 if shard is None:
@@ -324,13 +331,14 @@ class OffloadedOptimizer(DistributedOptimizer):
                 shard.state = self.optimizer.state[main]  # a load replaces it
                 self._check_shard(main, shard)
                 if not shard.has(self._grads[main]):
-                    self._host.begin(shard, self._grads[main])
+                    late.append((shard, self._grads[main]))
                 elif main in self._factors:
                     factor = self._factors[main]
                     if id(factor) not in factors:
                         factors[id(factor)] = float(factor)
                     shard.factor = factors[id(factor)]
                 work.append((settings, shard))
+        self._begin(late)
         self._host.step(work, float(self._probe.grad))
 
     @staticmethod

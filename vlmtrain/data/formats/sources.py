@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.core.toml import read_toml
 from vlmtrain.data.errors import DataError
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d*)?|\.\d+)")
@@ -81,16 +82,7 @@ def parse_sources(
 
 
 def _read_list(path: Path) -> list[SourceSpec]:
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10
-        import tomli as tomllib  # type: ignore[no-redef]
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise DataError(f"{path}: not valid TOML: {error}") from None
+    table = read_toml(path, str(path), DataError)
     entries = table.get("source")
     if not isinstance(entries, list) or not entries or set(table) != {"source"}:
         raise DataError(f"{path}: it must hold [[source]] tables and nothing else")

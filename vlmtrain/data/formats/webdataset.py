@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vlmtrain.core.files import write_bytes
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.energon import META_FOLDER, write_energon
 from vlmtrain.data.formats.sharegpt import JsonSource, Record
@@ -44,7 +45,9 @@ from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample, Turn
 INDEX_NAME = "index.jsonl"
 FORMAT = "vlmtrain-shards"
 VERSION = 2
-_OWN_FILES = re.compile(r"(shard-\d{6}\.(tar|tar\.idx|part)|index\.jsonl)(\.tmp)?|\.nv-meta")
+_OWN_FILES = re.compile(
+    r"(shard-\d{6}\.(tar|tar\.idx|part)|index\.jsonl)(\.tmp|\.incomplete)?|\.nv-meta"
+)
 _SHARD = re.compile(r"shard-\d{6}\.tar")
 _HEADER = 512  # bytes of a member's header in a USTAR archive
 
@@ -397,7 +400,7 @@ def _write_shard(
         "end": end,
         "lines": lines,
     }
-    _write(folder / f"shard-{shard.number:06d}.part", json.dumps(part).encode())
+    write_bytes(folder / f"shard-{shard.number:06d}.part", json.dumps(part).encode())
     return part
 
 
@@ -488,7 +491,7 @@ def _finish(folder: Path, parts: list[dict[str, Any]], processor: Processor | No
         "processor": processor.fingerprint() if processor else None,
     }
     data = [json.dumps(item, ensure_ascii=False).encode() + b"\n" for item in [header, *lines]]
-    _write(folder / INDEX_NAME, b"".join(data))
+    write_bytes(folder / INDEX_NAME, b"".join(data))
     for part in parts:
         (folder / part["name"]).with_suffix(".part").unlink()
     kinds = [media["kind"] for line in lines for media in line["media"]]
@@ -499,16 +502,6 @@ def _finish(folder: Path, parts: list[dict[str, Any]], processor: Processor | No
         len(parts),
         sum(part["bytes"] for part in parts),
     )
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Appears whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:

@@ -123,8 +123,8 @@ class Part:
         """In megatron-core's order of registration."""
 
         def place(item: Linear | Norm) -> int:
-            found = [i for i, end in enumerate(_REGISTERED) if item.name.endswith(end)]
-            return found[0] if found else len(_REGISTERED)
+            places = [i for i, end in enumerate(_REGISTERED) if item.name.endswith(end)]
+            return places[0] if places else len(_REGISTERED)
 
         return sorted(self.items, key=place)
 

@@ -11,12 +11,7 @@ int launch_backward(const AttentionGradParams& p, void* stream) {
   using Q = DqShape<kDim>;
   const AttentionParams& f = p.forward;
   const int64_t tiles = list_length(f);
-  if (const int error = launch_list(f, f.max_seqlen, f.tiles, 2, stream)) return error;
-  if (const int error = launch(backward_preprocess<Math, kDim>,
-                               (f.tokens + kPreprocessRows - 1) / kPreprocessRows * f.heads,
-                               kPreprocessThreads, 0, stream, p)) {
-    return error;
-  }
+  if (const int error = launch_preprocess<Math, kDim>(p, stream)) return error;
   if (const int error = launch(sm80_backward_dkdv<Math, kDim, PackedRows>, tiles * f.kv_heads,
                                K::kThreads, K::kShared, stream, p)) {
     return error;
@@ -31,10 +26,7 @@ int sm80_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
-  if (f.dtype == DType::kBFloat16) {
-    VLMK_HEAD_DIMS(launch_backward, ptx::Bf16Math, f.head_dim)
-  }
-  VLMK_HEAD_DIMS(launch_backward, ptx::Fp16Math, f.head_dim)
+  VLMK_INSTANCES(launch_backward, f.dtype, f.head_dim)
 }
 
 }  // namespace vlmk

@@ -45,12 +45,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     const bool on = inside && (kDim / 8 % kPreprocessLanes == 0 || unit < kDim / 8);
     const uint4 a = ptx::load_once(reinterpret_cast<const uint4*>(out) + unit, on);
     const uint4 b = ptx::load_once(reinterpret_cast<const uint4*>(dout) + unit, on);
-    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      sum += Math::low(x[w]) * Math::low(y[w]);
-      sum += Math::high(x[w]) * Math::high(y[w]);
-    }
+    sum = add_dot<Math>(sum, a, b);
   }
   sum += ptx::exchange(sum, 1);
   sum += ptx::exchange(sum, 2);  // mutant: sm80-preprocess-sum
@@ -60,6 +55,15 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     params.lse_delta[at] = p.row_max[at] * exponent_of(p.scale) + ptx::log2_approx(p.row_sum[at]);
     params.lse_delta[p.heads * p.tokens + at] = sum;
   }
+}
+
+template <class Math, int kDim>
+int launch_preprocess(const AttentionGradParams& params, void* stream) {
+  const AttentionParams& p = params.forward;
+  // mutant: sm80-preprocess-launch
+  return launch(backward_preprocess<Math, kDim>,
+                (p.tokens + kPreprocessRows - 1) / kPreprocessRows * p.heads, kPreprocessThreads, 0,
+                stream, params);
 }
 
 // ---- dk and dv
@@ -109,9 +113,10 @@ __global__ void __launch_bounds__(DkDvShape<kDim>::kThreads, DkDvShape<kDim>::kM
   const AttentionParams& p = params.forward;
   const unsigned kv_heads = static_cast<unsigned>(p.kv_heads);
   const unsigned kv_head = blockIdx.x % kv_heads;
-  const int32_t* tiles = p.tiles + 4 * (p.tokens / kTileRows + p.segments);
+  const int32_t* tiles = p.tiles + 4 * list_length(p);
   const Tile tile = tile_at(tiles, blockIdx.x / kv_heads);
   if (tile.length == 0) return;
+  if (threadIdx.x == 0) check_list(p, tile);
   const int group = static_cast<int>(p.heads) / static_cast<int>(kv_heads);
 
   const uint32_t keys = ptx::shared_address(shared), values = keys + S::kKeyBytes;
@@ -130,7 +135,8 @@ __global__ void __launch_bounds__(DkDvShape<kDim>::kThreads, DkDvShape<kDim>::kM
   copy_queries<kDim>(stages, params, tile, kv_head * group, first_query);
   if constexpr (Rows::kVision) {
     RowRotations<kDim, S::kBlocks * 16> rotations(lane);
-    rotations.load(p.rotary, tile.begin + first, tile.length - first);
+    rotations.load(p.rotary, tile.length - first,
+                   [&](int64_t row) { return tile.begin + first + row; });
     ptx::wait_copies<1>();  // mutant: sm80-dkdv-wait-rotate
     // mutant: sm80-dkdv-sync-rotate
     __syncthreads();                                 // the keys are here, to be rotated
@@ -218,17 +224,14 @@ __global__ void __launch_bounds__(DkDvShape<kDim>::kThreads, DkDvShape<kDim>::kM
     one[m][0] = one[m][1] = 1.f;
   }
   const int64_t token = tile.begin + first;
-  const HeadsView &to_dk = params.dk, &to_dv = params.dv;
+  const int length = tile.length - first;
   if constexpr (Rows::kVision) {
     // mutant: sm80-dkdv-store-rotated
-    store_rows_back<Math, kDim>(dk, factor, my_keys, tile.length - first, p.rotary, token,
-                                rows_of(to_dk, token, kv_head), to_dk.token_stride);
+    store_rows_back<Math, kDim>(dk, factor, my_keys, length, params.dk, token, kv_head, p.rotary);
   } else {
-    store_rows<Math, kDim>(dk, factor, my_keys, tile.length - first, rows_of(to_dk, token, kv_head),
-                           to_dk.token_stride);
+    store_rows<Math, kDim>(dk, factor, my_keys, length, params.dk, token, kv_head);
   }
-  store_rows<Math, kDim>(dv, one, my_values, tile.length - first, rows_of(to_dv, token, kv_head),
-                         to_dv.token_stride);
+  store_rows<Math, kDim>(dv, one, my_values, length, params.dv, token, kv_head);
 }
 
 // ---- dq
@@ -251,11 +254,12 @@ __global__ void __launch_bounds__(DqShape<kDim>::kThreads, 2)
   using S = DqShape<kDim>;
   extern __shared__ __align__(128) char shared[];
   const AttentionParams& p = params.forward;
-  const HeadsView &dout = params.dout, &dq = params.dq;
+  const HeadsView& dout = params.dout;
   const unsigned heads = static_cast<unsigned>(p.heads);
   const unsigned head = blockIdx.x % heads;
   const Tile tile = tile_at(p.tiles, blockIdx.x / heads);
   if (tile.length == 0) return;
+  if (threadIdx.x == 0) check_list(p, tile);
   // mutant: sm80-dq-kv-head
   const unsigned kv_head = head / (heads / static_cast<unsigned>(p.kv_heads));
 
@@ -280,7 +284,8 @@ __global__ void __launch_bounds__(DqShape<kDim>::kThreads, 2)
   ptx::commit_copies();
   if constexpr (Rows::kVision) {
     RowRotations<kDim, S::kBlocks * 16> rotations(lane);
-    rotations.load(p.rotary, tile.begin + first, tile.length - first);
+    rotations.load(p.rotary, tile.length - first,
+                   [&](int64_t row) { return tile.begin + first + row; });
     ptx::wait_copies<1>();
     // mutant: sm80-dq-sync-rotate
     __syncthreads();                                    // the queries are here, to be rotated
@@ -353,14 +358,13 @@ __global__ void __launch_bounds__(DqShape<kDim>::kThreads, 2)
   float factor[S::kBlocks][2];
 #pragma unroll
   for (int m = 0; m < S::kBlocks; ++m) factor[m][0] = factor[m][1] = p.scale;
+  const int64_t token = tile.begin + first;
+  const int length = tile.length - first;
   if constexpr (Rows::kVision) {
-    const int64_t token = tile.begin + first;
     // mutant: sm80-dq-store-rotated
-    store_rows_back<Math, kDim>(sum, factor, my_queries, tile.length - first, p.rotary, token,
-                                rows_of(dq, token, head), dq.token_stride);
+    store_rows_back<Math, kDim>(sum, factor, my_queries, length, params.dq, token, head, p.rotary);
   } else {
-    store_rows<Math, kDim>(sum, factor, my_queries, tile.length - first,
-                           rows_of(dq, tile.begin + first, head), dq.token_stride);
+    store_rows<Math, kDim>(sum, factor, my_queries, length, params.dq, token, head);
   }
 }
 

@@ -17,11 +17,7 @@ int launch_forward(const AttentionParams& p, void* stream) {
 int sm80_forward_cuda(const AttentionParams& p, void* stream) {
   if (p.dtype == DType::kFloat32 || p.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (p.segments == 0) return cudaSuccess;
-  if (const int error = launch_list(p, p.max_seqlen, p.tiles, 1, stream)) return error;
-  if (p.dtype == DType::kBFloat16) {
-    VLMK_HEAD_DIMS(launch_forward, ptx::Bf16Math, p.head_dim)
-  }
-  VLMK_HEAD_DIMS(launch_forward, ptx::Fp16Math, p.head_dim)
+  VLMK_INSTANCES(launch_forward, p.dtype, p.head_dim)
 }
 
 }  // namespace vlmk

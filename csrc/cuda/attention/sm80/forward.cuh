@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
   const unsigned head = blockIdx.x % heads;
   const Tile tile = tile_at(p.tiles, blockIdx.x / heads);
   if (tile.length == 0) return;
+  if (threadIdx.x == 0) check_list(p, tile);
   // mutant: sm80-forward-kv-head
   const unsigned kv_head = head / (heads / static_cast<unsigned>(p.kv_heads));
 
@@ -63,7 +64,9 @@ __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
   ptx::commit_copies();
   if constexpr (Rows::kVision) {
     RowRotations<kDim, S::kBlocks * 16> rotations(lane);
-    rotations.load(p.rotary, tile.begin + first, tile.length - first);  // mutant: sm80-forward-load
+    // mutant: sm80-forward-load
+    rotations.load(p.rotary, tile.length - first,
+                   [&](int64_t row) { return tile.begin + first + row; });
     ptx::wait_copies<1>();  // mutant: sm80-forward-wait-rotate
     // mutant: sm80-forward-sync-rotate
     __syncthreads();                              // the queries are here, to be rotated
@@ -157,8 +160,7 @@ __global__ void __launch_bounds__(ForwardShape<kDim>::kThreads, 2)
       }
     }
   }
-  store_rows<Math, kDim>(out, factor, mine, tile.length - first,
-                         rows_of(p.out, tile.begin + first, head), p.out.token_stride);
+  store_rows<Math, kDim>(out, factor, mine, tile.length - first, p.out, tile.begin + first, head);
 }
 
 }  // namespace

@@ -97,9 +97,6 @@ template <class Math, int kDim>
 int launch_forward(const AttentionParams& params, void* stream) {
   using S = ForwardShape<kDim>;
   AttentionParams p = params;
-  if (const int error = launch_list<VisionRows>(p, p.max_seqlen, p.tiles, 1, stream)) {
-    return error;
-  }
   if (const int error =
           launch_rotate<Math, kDim>(params, params.k, params.rotated_k, stream, p.k)) {
     return error;
@@ -114,12 +111,7 @@ int launch_backward(const AttentionGradParams& p, void* stream) {
   using Q = DqShape<kDim>;
   const AttentionParams& f = p.forward;
   const int64_t blocks = list_length(f) * f.heads;
-  if (const int error = launch_list<VisionRows>(f, f.max_seqlen, f.tiles, 2, stream)) return error;
-  if (const int error = launch(backward_preprocess<Math, kDim>,
-                               (f.tokens + kPreprocessRows - 1) / kPreprocessRows * f.heads,
-                               kPreprocessThreads, 0, stream, p)) {
-    return error;
-  }
+  if (const int error = launch_preprocess<Math, kDim>(p, stream)) return error;
   // One workspace for both, one after the other.
   AttentionGradParams rotated = p;
   // mutant: rotate-launch-backward-if-launch-rotary
@@ -148,29 +140,20 @@ bool is_vision(const AttentionParams& p) {
 int rotate_cuda(const AttentionParams& f, const HeadsView& from, void* workspace, void* stream) {
   if (!is_vision(f)) return cudaErrorInvalidValue;
   const RotateParams p = {from, rotated_view(f, workspace), f.rotary, f.tokens, f.heads};
-  if (f.dtype == DType::kBFloat16) {
-    VLMK_HEAD_DIMS(launch_rotate, ptx::Bf16Math, f.head_dim)
-  }
-  VLMK_HEAD_DIMS(launch_rotate, ptx::Fp16Math, f.head_dim)
+  VLMK_INSTANCES(launch_rotate, f.dtype, f.head_dim)
 }
 
 int sm80_vision_forward_cuda(const AttentionParams& p, void* stream) {
   if (!is_vision(p)) return cudaErrorInvalidValue;
   if (p.segments == 0) return cudaSuccess;
-  if (p.dtype == DType::kBFloat16) {
-    VLMK_HEAD_DIMS(launch_forward, ptx::Bf16Math, p.head_dim)
-  }
-  VLMK_HEAD_DIMS(launch_forward, ptx::Fp16Math, p.head_dim)
+  VLMK_INSTANCES(launch_forward, p.dtype, p.head_dim)
 }
 
 int sm80_vision_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   if (!is_vision(f)) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
-  if (f.dtype == DType::kBFloat16) {
-    VLMK_HEAD_DIMS(launch_backward, ptx::Bf16Math, f.head_dim)
-  }
-  VLMK_HEAD_DIMS(launch_backward, ptx::Fp16Math, f.head_dim)
+  VLMK_INSTANCES(launch_backward, f.dtype, f.head_dim)
 }
 
 }  // namespace vlmk

@@ -35,11 +35,11 @@ namespace vlmk {
 namespace {
 
 template <int kDim>
-struct HopperGradShape : HopperBlock, HopperRow<kDim> {
+struct Sm90GradShape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kStep = 64;  // rows of the other side
-  static constexpr int kResidentBytes = HopperTile<kDim, kTileRows>::kBytes;
-  static constexpr int kStreamBytes = HopperTile<kDim, kStep>::kBytes;
-  static constexpr int kStages = HopperRow<kDim>::kWide <= 96 ? 4 : 3;
+  static constexpr int kResidentBytes = Sm90Tile<kDim, kTileRows>::kBytes;
+  static constexpr int kStreamBytes = Sm90Tile<kDim, kStep>::kBytes;
+  static constexpr int kStages = Sm90Row<kDim>::kWide <= 96 ? 4 : 3;
   static constexpr int kStreams = 2 * kResidentBytes;
   static constexpr int kStaging = kStreams + kStages * 2 * kStreamBytes;  // kPitch<kDim> a row
   static constexpr int kLseDelta = kStaging + kTileRows * kPitch<kDim>;
@@ -51,11 +51,12 @@ struct HopperGradShape : HopperBlock, HopperRow<kDim> {
 // Addresses in shared memory. `which` of two tensors: K and V, or Q and dO.
 template <int kDim>
 struct GradSharedStorage {
-  using S = HopperGradShape<kDim>;
+  using S = Sm90GradShape<kDim>;
   uint32_t base;
 
-  __device__ __forceinline__ uint32_t resident(int which) const {
-    return base + which * S::kResidentBytes;
+  __device__ __forceinline__ uint32_t resident(int which, int consumer = 0) const {
+    // mutant: sm90-bwd-resident
+    return base + which * S::kResidentBytes + consumer * 64 * S::kRowBytes;
   }
   __device__ __forceinline__ uint32_t stream(int which, int stage) const {
     return base + S::kStreams + (2 * stage + which) * S::kStreamBytes;
@@ -105,12 +106,12 @@ __device__ __forceinline__ GradWork grad_work_at(const AttentionGradParams& para
                                                  unsigned round) {
   const AttentionParams& p = params.forward;
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
-  constexpr int kStep = HopperGradShape<kDim>::kStep;
+  constexpr int kStep = Sm90GradShape<kDim>::kStep;
   GradWork work;
   int end;
   if constexpr (kKeys) {
     // mutant: sm90-bwd-work-at-tiles
-    const int32_t* tiles = p.tiles + 4 * (p.tokens / kTileRows + p.segments);
+    const int32_t* tiles = p.tiles + 4 * list_length(p);
     const Item item = item_at(tiles, p, p.kv_heads, round);
     // mutant: sm90-bwd-work-of-keys
     work = {item.tile, item.head, item.head * group, group, p.causal ? item.tile.first : 0, 0};
@@ -136,7 +137,7 @@ struct GradMaps {
 template <int kDim, bool kKeys>
 __device__ __forceinline__ void produce(const AttentionGradParams& params, const GradMaps& maps,
                                         const GradSharedStorage<kDim>& storage) {
-  using S = HopperGradShape<kDim>;
+  using S = Sm90GradShape<kDim>;
   PipelineState<S::kStages> ring;
   uint32_t parity = 0;  // of the resident tiles' barriers
 #pragma unroll 1
@@ -184,8 +185,7 @@ __device__ __forceinline__ void produce(const AttentionGradParams& params, const
 template <int kDim, bool kKeys>
 __device__ __forceinline__ void follow(const AttentionGradParams& params,
                                        const GradSharedStorage<kDim>& storage, int which) {
-  using S = HopperGradShape<kDim>;
-  constexpr int kChunkBytes = HopperTile<kDim, S::kStep>::kChunkBytes;
+  using S = Sm90GradShape<kDim>;
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize;
   PipelineState<S::kStages> ring;
@@ -193,6 +193,7 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
   for (unsigned round = 0;; ++round) {
     const GradWork work = grad_work_at<kDim, kKeys>(params, round);
     if (work.steps == 0) return;
+    if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
     // Rows of the segment from a step's first on: at the first step, and after the last.
     const int all = work.tile.length - work.first,
               rest = /* mutant: sm90-bwd-follower-all */ all - work.steps * S::kStep;
@@ -222,17 +223,8 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
         // mutant: sm90-bwd-follower-wait-full
         ptx::barrier_wait(storage.full(ring.stage), ring.parity);
         if (left < S::kStep) {  // mutant: sm90-bwd-follower-if-left
-                                // The swizzle stays inside a row.
-#pragma unroll 1
-          for (int at = /* mutant: sm90-bwd-follower-loop-at */ left * S::kRowBytes + lane * 16;
-               at < kChunkBytes; at += kWarpSize * 16) {
-#pragma unroll
-            for (int c = 0; c < S::kChunks; ++c) {
-              ptx::store_shared(storage.stream(which, ring.stage) + c * kChunkBytes + at,
-                                uint4{0, 0, 0, 0});  // mutant: sm90-bwd-follower-store-shared
-            }
-          }
-          ptx::fence_async_proxy();  // mutant: sm90-bwd-follower-proxy-fence
+          // mutant: sm90-bwd-follower-zero
+          zero_rows<kDim, S::kStep>(storage.stream(which, ring.stage), left);
         }
         release(storage.ready(ring.stage));
         ring.advance();
@@ -241,19 +233,41 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
   }
 }
 
+// ---- the consumers: `consumer` is the warpgroup's number among them
+
+// A step of which the warpgroup sees nothing.
+template <int kDim>
+__device__ __forceinline__ void pass(const GradSharedStorage<kDim>& storage,
+                                     PipelineState<Sm90GradShape<kDim>::kStages>& ring) {
+  ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
+  release(storage.empty(ring.stage));  // mutant: sm90-bwd-pass
+  ring.advance();
+}
+
+// A warp's rows of a gradient, times `factor`, from `token` on; rotated back if there is a table.
+template <class Math, int kDim>
+__device__ __forceinline__ void store_gradient(float (&c)[Sm90Row<kDim>::kWide / 2], float factor,
+                                               uint32_t staging, int length, const HeadsView& to,
+                                               int64_t token, int head, const float* table) {
+  const float factors[1][2] = {{factor, factor}};
+  if (table != nullptr) {
+    store_rows_back<Math, kDim>(blocks_of<kDim>(c), factors, staging, length, to, token, head,
+                                table);
+  } else {
+    store_rows<Math, kDim>(blocks_of<kDim>(c), factors, staging, length, to, token, head);
+  }
+}
+
 // ---- dk and dv
 
-// `consumer` is the warpgroup's number among them.
 template <class Math, int kDim>
 __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
                                              const GradSharedStorage<kDim>& storage, int consumer) {
-  using S = HopperGradShape<kDim>;
+  using S = Sm90GradShape<kDim>;
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
-  // mutant: sm90-bwd-dkdv-keys
-  const uint32_t keys = storage.resident(0) + consumer * 64 * S::kRowBytes;
-  const uint32_t values = storage.resident(1) + consumer * 64 * S::kRowBytes;
+  const uint32_t keys = storage.resident(0, consumer), values = storage.resident(1, consumer);
   // mutant: sm90-bwd-dkdv-staging
   const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
@@ -264,18 +278,15 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
 #pragma unroll 1
   for (unsigned round = 1; work.steps != 0; ++round) {
     const GradWork next = grad_work_at<kDim, true>(params, round);
-    const auto pass = [&] {
-      ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
-      release(storage.empty(ring.stage));  // mutant: sm90-bwd-dkdv-pass
-      ring.advance();
-    };
     ptx::barrier_wait(storage.resident_full(), parity);  // mutant: sm90-bwd-dkdv-wait-resident-full
     parity ^= 1;
     if (work.tile.first + consumer * 64 >= work.tile.length) {  // mutant: sm90-bwd-dkdv-if-length
       // All of its keys are past the segment's end: the tensor cores are the other's.
       release(storage.resident_empty());  // mutant: sm90-bwd-dkdv-release-resident-empty
 #pragma unroll 1
-      for (int i = 0; i < work.heads * work.steps; ++i) pass();  // mutant: sm90-bwd-dkdv-idle-loop
+      for (int i = 0; i < work.heads * work.steps; ++i) {  // mutant: sm90-bwd-dkdv-idle-loop
+        pass<kDim>(storage, ring);
+      }
       work = next;
       continue;
     }
@@ -338,7 +349,7 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
       start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, storage.stream(0, ring.stage));
     };
 
-    if (skipped) pass();
+    if (skipped) pass<kDim>(storage, ring);
     start_scores();
     ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dkdv-wait-first
     ptx::wgmma_results(s);
@@ -351,7 +362,7 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
       ring.advance();
       if (++step == work.steps) {
         step = skipped;
-        if (skipped) pass();  // mutant: sm90-bwd-dkdv-if-skipped
+        if (skipped) pass<kDim>(storage, ring);  // mutant: sm90-bwd-dkdv-if-skipped
       }
       start_scores();
       // mutant: sm90-bwd-dkdv-dk
@@ -374,21 +385,12 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
     release(storage.empty(ring.stage));
     ring.advance();
 
-    const HeadsView &to_dk = params.dk, &to_dv = params.dv;
     const int64_t token = work.tile.begin + first;
     const int length = work.tile.length - first;
-    const float factor[1][2] = {{p.scale, p.scale}};  // mutant: sm90-bwd-dkdv-factor
-    const float one[1][2] = {{1.f, 1.f}};             // mutant: sm90-bwd-dkdv-one
-    store_rows<Math, kDim>(blocks_of<kDim>(dv), one, staging, length,
-                           rows_of(to_dv, token, work.head), to_dv.token_stride);
-    if (p.rotary != nullptr) {  // mutant: sm90-bwd-dkdv-if-rotary
-      // mutant: sm90-bwd-dkdv-store-rotated
-      store_rows_back<Math, kDim>(blocks_of<kDim>(dk), factor, staging, length, p.rotary, token,
-                                  rows_of(to_dk, token, work.head), to_dk.token_stride);
-    } else {
-      store_rows<Math, kDim>(blocks_of<kDim>(dk), factor, staging, length,
-                             rows_of(to_dk, token, work.head), to_dk.token_stride);
-    }
+    // mutant: sm90-bwd-dkdv-store-dv
+    store_gradient<Math, kDim>(dv, 1.f, staging, length, params.dv, token, work.head, nullptr);
+    // mutant: sm90-bwd-dkdv-store-dk
+    store_gradient<Math, kDim>(dk, p.scale, staging, length, params.dk, token, work.head, p.rotary);
     work = next;
   }
 }
@@ -399,12 +401,11 @@ template <class Math, int kDim>
 __device__ __forceinline__ void consume_queries(const AttentionGradParams& params,
                                                 const GradSharedStorage<kDim>& storage,
                                                 int consumer) {
-  using S = HopperGradShape<kDim>;
+  using S = Sm90GradShape<kDim>;
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
-  const uint32_t queries = storage.resident(0) + consumer * 64 * S::kRowBytes;
-  const uint32_t douts = storage.resident(1) + consumer * 64 * S::kRowBytes;
+  const uint32_t queries = storage.resident(0, consumer), douts = storage.resident(1, consumer);
   const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   // mutant: sm90-bwd-dq-exponent
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
@@ -436,8 +437,13 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
 #pragma unroll
     for (int i = 0; i < S::kWide / 2; ++i) dq[i] = 0.f;
     const auto start_scores = [&] {
-      ptx::barrier_wait(storage.ready(ring.stage), ring.parity);  // mutant: sm90-bwd-dq-wait-ready
       start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, storage.stream(0, ring.stage));
+    };
+    const auto wait_for_step = [&](int step, PipelineState<S::kStages> state) {
+      if (step >= steps) return;
+      if (step > 0) state.advance();
+      ptx::barrier_wait(storage.ready(state.stage),
+                        state.parity);  // mutant: sm90-bwd-dq-wait-ready
     };
     const auto exponentiate = [&] {
       ptx::wgmma_results(s);
@@ -457,9 +463,11 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
     ptx::barrier_wait(storage.resident_full(), parity);  // mutant: sm90-bwd-dq-wait-resident-full
     parity ^= 1;
     if (steps > 0) {
+      wait_for_step(0, ring);
       start_scores();
       ptx::wgmma_wait<0>();
       exponentiate();
+      wait_for_step(1, ring);
 #pragma unroll 1
       for (int i = 1; i < steps; ++i) {
         const int now = ring.stage;
@@ -476,6 +484,8 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
         // mutant: sm90-bwd-dq-wait-scores
         ptx::wgmma_wait<1>();  // for the scores
         exponentiate();
+        // Here, because it branches: else ptxas waits for dQ before the exponentials.
+        wait_for_step(i + 1, ring);
         ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dq-wait-dq
         ptx::wgmma_results(dq);
         release(storage.empty(now));
@@ -485,18 +495,9 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
       release(storage.resident_empty());
       differ();
       // Keys that a query doesn't see: past the segment, or later.
-      const int key = (steps - 1) * S::kStep + lane % 4 * 2;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int query = first + r * 8 + lane / 4;
-        // mutant: sm90-bwd-dq-seen
-        const int seen = (p.causal ? min(query + 1, work.tile.length) : work.tile.length) - key;
-#pragma unroll
-        for (int n = 0; n < S::kStep / 8; ++n) {
-          if (n * 8 >= seen) ds[n * 4 + r * 2] = 0.f;
-          if (n * 8 + 1 >= seen) ds[n * 4 + r * 2 + 1] = 0.f;
-        }
-      }
+      // mutant: sm90-bwd-dq-mask
+      mask_keys(blocks_of<S::kStep>(ds), (steps - 1) * S::kStep, first, p.causal, work.tile.length,
+                0.f);
       pack<Math, S::kStep>(differences, ds);
       start_columns<Math, kDim, S::kStep>(dq, differences, storage.stream(0, ring.stage));
       ptx::wgmma_wait<0>();  // mutant: sm90-bwd-dq-wait-last
@@ -508,26 +509,12 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
     }
 #pragma unroll 1
     for (int i = steps; i < work.steps; ++i) {  // mutant: sm90-bwd-dq-loop
-      ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
-      release(storage.empty(ring.stage));
-      ring.advance();
+      pass<kDim>(storage, ring);
     }
-    if (steps == 0) {
-      work = next;
-      continue;
-    }
-
-    const HeadsView& to = params.dq;
-    const int64_t token = work.tile.begin + first;
-    const int length = work.tile.length - first;
-    const float factor[1][2] = {{p.scale, p.scale}};
-    if (p.rotary != nullptr) {  // mutant: sm90-bwd-dq-if-rotary
-      // mutant: sm90-bwd-dq-store-rotated
-      store_rows_back<Math, kDim>(blocks_of<kDim>(dq), factor, staging, length, p.rotary, token,
-                                  rows_of(to, token, work.head), to.token_stride);
-    } else {
-      store_rows<Math, kDim>(blocks_of<kDim>(dq), factor, staging, length,
-                             rows_of(to, token, work.head), to.token_stride);
+    if (steps > 0) {
+      // mutant: sm90-bwd-dq-store
+      store_gradient<Math, kDim>(dq, p.scale, staging, work.tile.length - first, params.dq,
+                                 work.tile.begin + first, work.head, p.rotary);
     }
     work = next;
   }
@@ -538,43 +525,28 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
 template <class Math, int kDim, bool kKeys>
 __device__ __forceinline__ void work_on_tiles(const AttentionGradParams& params,
                                               const GradMaps& maps) {
-  using S = HopperGradShape<kDim>;
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char storage_bytes[];
   const GradSharedStorage<kDim> storage{ptx::shared_address(storage_bytes)};
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      ptx::prefetch_map(maps.resident[i]);
-      ptx::prefetch_map(maps.stream[i]);
-    }
-    storage.init();
-  }
-  __syncthreads();  // mutant: sm90-bwd-kernel-sync
-  // The same in all lanes, and known to be.
-  const int warp = ptx::broadcast(static_cast<int>(threadIdx.x / kWarpSize), 0);
-  if (warp < kWarpgroupSize / kWarpSize) {
-    ptx::give_registers<S::kProducerRegisters>();  // mutant: sm90-bwd-kernel-registers
-    if (threadIdx.x == 0) produce<kDim, kKeys>(params, maps, storage);
-    const int which = static_cast<int>(threadIdx.x / kWarpSize) - 1;
-    // mutant: sm90-bwd-kernel-if-which
-    if (which == 0 || which == 1) follow<kDim, kKeys>(params, storage, which);
-  } else {
-    ptx::take_registers<S::kConsumerRegisters>();
-    const int consumer = warp / (kWarpgroupSize / kWarpSize) - 1;
-    if constexpr (kKeys) {
-      consume_keys<Math, kDim>(params, storage, consumer);
-    } else {
-      consume_queries<Math, kDim>(params, storage, consumer);
-    }
-  }
-#else
-  ptx::trap();  // the launcher asks for compute capability 9.0
-#endif
+  specialise(
+      storage,
+      [&](int) {
+        if (threadIdx.x == 0) produce<kDim, kKeys>(params, maps, storage);
+        const int which = static_cast<int>(threadIdx.x / kWarpSize) - 1;
+        // mutant: sm90-bwd-kernel-if-which
+        if (which == 0 || which == 1) follow<kDim, kKeys>(params, storage, which);
+      },
+      [&](int consumer) {
+        if constexpr (kKeys) {
+          consume_keys<Math, kDim>(params, storage, consumer);
+        } else {
+          consume_queries<Math, kDim>(params, storage, consumer);
+        }
+      },
+      maps.resident[0], maps.stream[0], maps.resident[1], maps.stream[1]);
 }
 
 template <class Math, int kDim>
-__global__ void __launch_bounds__(HopperBlock::kThreads, 1)
+__global__ void __launch_bounds__(Sm90Block::kThreads, 1)
     sm90_backward_dkdv(const AttentionGradParams params, const __grid_constant__ CUtensorMap k,
                        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap q,
                        const __grid_constant__ CUtensorMap dout) {
@@ -582,7 +554,7 @@ __global__ void __launch_bounds__(HopperBlock::kThreads, 1)
 }
 
 template <class Math, int kDim>
-__global__ void __launch_bounds__(HopperBlock::kThreads, 1)
+__global__ void __launch_bounds__(Sm90Block::kThreads, 1)
     sm90_backward_dq(const AttentionGradParams params, const __grid_constant__ CUtensorMap q,
                      const __grid_constant__ CUtensorMap dout,
                      const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
@@ -593,25 +565,19 @@ __global__ void __launch_bounds__(HopperBlock::kThreads, 1)
 
 template <class Math, int kDim>
 int launch_backward(const AttentionGradParams& params, void* stream) {
-  using S = HopperGradShape<kDim>;
+  using S = Sm90GradShape<kDim>;
   const AttentionParams& p = params.forward;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
-  // mutant: sm90-bwd-launch-backward-if-launch
-  if (const int error = launch(backward_preprocess<Math, kDim>,
-                               (p.tokens + kPreprocessRows - 1) / kPreprocessRows * p.heads,
-                               kPreprocessThreads, 0, stream, params)) {
-    return error;
-  }
+  if (const int error = launch_preprocess<Math, kDim>(params, stream)) return error;
   // mutant: sm90-bwd-launch-backward-views
   const HeadsView views[] = {p.q, params.dout, p.k, p.v};
   CUtensorMap resident[4], streams[4];
   for (int i = 0; i < 4; ++i) {
     const int64_t heads = i < 2 ? p.heads : p.kv_heads;  // mutant: sm90-bwd-launch-backward-heads
-    cudaError_t error = make_map<kDim, kTileRows>(&resident[i], p.dtype, views[i], p.tokens, heads);
-    if (error != cudaSuccess) return error;
+    int error = make_map<kDim, kTileRows>(&resident[i], p.dtype, views[i], p.tokens, heads);
     // mutant: sm90-bwd-launch-map
-    error = make_map<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
-    if (error != cudaSuccess) return error;
+    if (!error) error = make_map<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
+    if (error) return error;
   }
   const int64_t tiles = list_length(p);
   if (const int error =
@@ -629,12 +595,7 @@ int sm90_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
-  const auto list = f.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
-  if (const int error = list(f, f.max_seqlen, f.tiles, 2, stream)) return error;
-  if (f.dtype == DType::kBFloat16) {
-    VLMK_HEAD_DIMS(launch_backward, ptx::Bf16Math, f.head_dim)
-  }
-  VLMK_HEAD_DIMS(launch_backward, ptx::Fp16Math, f.head_dim)
+  VLMK_INSTANCES(launch_backward, f.dtype, f.head_dim)
 }
 
 }  // namespace vlmk

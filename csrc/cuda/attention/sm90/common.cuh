@@ -19,7 +19,7 @@ namespace {
 using ptx::kWarpgroupSize;
 
 template <int kDim>
-struct HopperRow {
+struct Sm90Row {
   static constexpr int kChunk = kDim % 64 == 0 ? 64 : 32;
   static constexpr int kChunks = (kDim + kChunk - 1) / kChunk;
   static constexpr int kWide = kChunks * kChunk;
@@ -28,13 +28,13 @@ struct HopperRow {
   static_assert(kDepth * 16 <= kWide);
 };
 template <int kDim, int kRows>
-struct HopperTile {
-  static constexpr int kChunkBytes = kRows * HopperRow<kDim>::kRowBytes;
-  static constexpr int kBytes = HopperRow<kDim>::kChunks * kChunkBytes;
+struct Sm90Tile {
+  static constexpr int kChunkBytes = kRows * Sm90Row<kDim>::kRowBytes;
+  static constexpr int kBytes = Sm90Row<kDim>::kChunks * kChunkBytes;
 };
 
 // A producer's warpgroup and two of 64 rows each.
-struct HopperBlock {
+struct Sm90Block {
   static constexpr int kConsumers = 2;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupSize / kWarpSize;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupSize;
@@ -62,7 +62,7 @@ struct Item {
 __device__ __forceinline__ Item item_at(const int32_t* tiles, const AttentionParams& p,
                                         int64_t heads_, unsigned round) {
   const unsigned heads = static_cast<unsigned>(heads_);
-  const unsigned items = static_cast<unsigned>(p.tokens / kTileRows + p.segments) * heads;
+  const unsigned items = static_cast<unsigned>(list_length(p)) * heads;
   // mutant: sm90-item-at-mine
   const unsigned mine = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const unsigned index = round * gridDim.x + mine;
@@ -76,12 +76,29 @@ __device__ __forceinline__ Item item_at(const int32_t* tiles, const AttentionPar
 template <int kDim, int kRows>
 __device__ __forceinline__ void load_boxes(uint32_t to, const CUtensorMap* map, uint32_t full,
                                            int head, int token) {
-  using R = HopperRow<kDim>;
+  using R = Sm90Row<kDim>;
 #pragma unroll
   for (int c = 0; c < R::kChunks; ++c) {
-    ptx::load_box(to + c * HopperTile<kDim, kRows>::kChunkBytes, map, full, c * R::kChunk, head,
+    ptx::load_box(to + c * Sm90Tile<kDim, kRows>::kChunkBytes, map, full, c * R::kChunk, head,
                   token);  // mutant: sm90-load-box
   }
+}
+
+// A warp overwrites the rows of a tile from `first` on with zeros. The swizzle stays inside a row.
+template <int kDim, int kRows>
+__device__ __forceinline__ void zero_rows(uint32_t tile, int first) {
+  using R = Sm90Row<kDim>;
+  constexpr int kChunkBytes = Sm90Tile<kDim, kRows>::kChunkBytes;
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll 1
+  for (int at = first * R::kRowBytes + lane * 16; at < kChunkBytes; at += kWarpSize * 16) {
+#pragma unroll
+    for (int c = 0; c < R::kChunks; ++c) {
+      ptx::store_shared(tile + c * kChunkBytes + at,
+                        uint4{0, 0, 0, 0});  // mutant: sm90-zero-rows-store
+    }
+  }
+  ptx::fence_async_proxy();  // mutant: sm90-zero-rows-fence
 }
 
 // A warp is done with a tile: its lanes meet, or those that still waited for a phase could be
@@ -89,6 +106,32 @@ __device__ __forceinline__ void load_boxes(uint32_t to, const CUtensorMap* map, 
 __device__ __forceinline__ void release(uint32_t empty) {
   __syncwarp();
   if (threadIdx.x % kWarpSize == 0) ptx::barrier_arrive(empty);  // mutant: sm90-release-if-lane
+}
+
+// What the warps of a block do: each of the producer's warpgroup produce(warp), those of the other
+// two consume(number of the warpgroup).
+template <class Storage, class Produce, class Consume, class... Maps>
+__device__ __forceinline__ void specialise(const Storage& storage, const Produce& produce,
+                                           const Consume& consume, const Maps*... maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if (threadIdx.x == 0) {
+    (ptx::prefetch_map(maps), ...);
+    storage.init();
+  }
+  __syncthreads();  // mutant: sm90-specialise-sync
+  // The same in all lanes, and known to be.
+  const int warp = ptx::broadcast(static_cast<int>(threadIdx.x / kWarpSize), 0);
+  constexpr int kWarps = kWarpgroupSize / kWarpSize;
+  if (warp < kWarps) {
+    ptx::give_registers<Sm90Block::kProducerRegisters>();  // mutant: sm90-specialise-registers
+    produce(warp);
+  } else {
+    ptx::take_registers<Sm90Block::kConsumerRegisters>();
+    consume(warp / kWarps - 1);
+  }
+#else
+  ptx::trap();  // the launcher asks for compute capability 9.0
+#endif
 }
 
 // ---- products
@@ -104,7 +147,7 @@ __device__ __forceinline__ auto& blocks_of(float (&c)[kCount]) {
 template <class Math, int kDim, int kRowsA, int kRowsB>
 __device__ __forceinline__ void start_rows(float (&c)[kRowsB / 2], uint32_t a_rows,
                                            uint32_t b_rows) {
-  using R = HopperRow<kDim>;
+  using R = Sm90Row<kDim>;
   // mutant: sm90-start-rows-a
   const uint64_t a = ptx::matrix_descriptor<R::kRowBytes, 0, 8 * R::kRowBytes>(a_rows);
   // mutant: sm90-start-rows-b
@@ -115,18 +158,18 @@ __device__ __forceinline__ void start_rows(float (&c)[kRowsB / 2], uint32_t a_ro
     const int chunk = d * 16 / R::kChunk, column = d * 16 % R::kChunk * 2;
     // mutant: sm90-start-rows-wgmma
     ptx::Wgmma<Math, kRowsB>::rows(
-        c, a + (chunk * HopperTile<kDim, kRowsA>::kChunkBytes + column) / 16,
-        b + (chunk * HopperTile<kDim, kRowsB>::kChunkBytes + column) / 16, d > 0);
+        c, a + (chunk * Sm90Tile<kDim, kRowsA>::kChunkBytes + column) / 16,
+        b + (chunk * Sm90Tile<kDim, kRowsB>::kChunkBytes + column) / 16, d > 0);
   }
   ptx::wgmma_commit();  // mutant: sm90-start-rows-commit
 }
 
 // Starts c += a b, and ends the group: b is a tile of kRows.
 template <class Math, int kDim, int kRows>
-__device__ __forceinline__ void start_columns(float (&c)[HopperRow<kDim>::kWide / 2],
+__device__ __forceinline__ void start_columns(float (&c)[Sm90Row<kDim>::kWide / 2],
                                               const uint32_t (&a)[kRows / 16][4], uint32_t rows) {
-  using R = HopperRow<kDim>;
-  constexpr int kChunkBytes = HopperTile<kDim, kRows>::kChunkBytes;
+  using R = Sm90Row<kDim>;
+  constexpr int kChunkBytes = Sm90Tile<kDim, kRows>::kChunkBytes;
   // mutant: sm90-start-columns-b
   const uint64_t b = ptx::matrix_descriptor<R::kRowBytes, kChunkBytes, 8 * R::kRowBytes>(rows);
   ptx::wgmma_results(c);
@@ -191,7 +234,7 @@ inline cudaError_t find_processors(int* processors) {
 template <int kDim, int kRows>
 cudaError_t make_map(CUtensorMap* map, DType dtype, const HeadsView& x, int64_t tokens,
                      int64_t heads) {
-  using R = HopperRow<kDim>;
+  using R = Sm90Row<kDim>;
   Encode encode;
   if (const cudaError_t error = find_encode(&encode)) return error;
   const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
@@ -220,7 +263,7 @@ int launch_items(void (*kernel)(Params...), int64_t items, int shared, void* str
   if (items > 0x7fffffff) return cudaErrorInvalidValue;
   int processors;
   if (const cudaError_t error = find_processors(&processors)) return error;
-  return launch(kernel, items < processors ? items : processors, HopperBlock::kThreads, shared,
+  return launch(kernel, items < processors ? items : processors, Sm90Block::kThreads, shared,
                 stream, params...);  // mutant: sm90-launch-items
 }
 

@@ -24,13 +24,12 @@ namespace vlmk {
 namespace {
 
 template <int kDim>
-struct HopperShape : HopperBlock, HopperRow<kDim> {
+struct Sm90Shape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kKeys = kTileRows;  // of a block: only the last one is masked
-  static constexpr int kChunkBytes = HopperTile<kDim, kTileRows>::kChunkBytes;
-  static constexpr int kTileBytes = HopperTile<kDim, kTileRows>::kBytes;
-  static constexpr int kStages = HopperRow<kDim>::kWide <= 64   ? 4
-                                 : HopperRow<kDim>::kWide <= 96 ? 3
-                                                                : 2;
+  static constexpr int kTileBytes = Sm90Tile<kDim, kTileRows>::kBytes;
+  static constexpr int kStages = Sm90Row<kDim>::kWide <= 64   ? 4
+                                 : Sm90Row<kDim>::kWide <= 96 ? 3
+                                                              : 2;
   static constexpr int kStaging = (1 + 2 * kStages) * kTileBytes;  // results, kPitch<kDim> a row
   static constexpr int kBarriers = kStaging + kTileRows * kPitch<kDim>;
   static constexpr int kShared = kBarriers + (3 + 5 * kStages) * 8;
@@ -39,7 +38,7 @@ struct HopperShape : HopperBlock, HopperRow<kDim> {
 // Addresses in shared memory.
 template <int kDim>
 struct SharedStorage {
-  using S = HopperShape<kDim>;
+  using S = Sm90Shape<kDim>;
   uint32_t base;
 
   __device__ __forceinline__ uint32_t queries() const { return base; }
@@ -95,7 +94,7 @@ struct Work {
 };
 template <int kDim>
 __device__ __forceinline__ Work work_at(const AttentionParams& p, unsigned round) {
-  using S = HopperShape<kDim>;
+  using S = Sm90Shape<kDim>;
   const Item item = item_at(p.tiles, p, p.heads, round);
   const Tile& tile = item.tile;
   // mutant: sm90-fwd-work-at-end
@@ -109,7 +108,7 @@ __device__ __forceinline__ Work work_at(const AttentionParams& p, unsigned round
 template <int kDim>
 __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, uint32_t full,
                                           int head, int token) {
-  using S = HopperShape<kDim>;
+  using S = Sm90Shape<kDim>;
   ptx::barrier_arrive_expect(full, S::kTileBytes);  // mutant: sm90-fwd-load-tile-expect-full
   load_boxes<kDim, kTileRows>(to, map, full, head, token);
 }
@@ -119,7 +118,7 @@ template <int kDim>
 __device__ __forceinline__ void produce(const AttentionParams& p, const CUtensorMap* q,
                                         const CUtensorMap* k, const CUtensorMap* v,
                                         const SharedStorage<kDim>& storage) {
-  using S = HopperShape<kDim>;
+  using S = Sm90Shape<kDim>;
   const int group = static_cast<int>(p.heads / p.kv_heads);
   PipelineState<S::kStages> key, value;
   uint32_t parity = 0;  // of the queries' barriers
@@ -160,7 +159,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const CUtensor
 template <int kDim>
 __device__ __forceinline__ void clean(const AttentionParams& p,
                                       const SharedStorage<kDim>& storage) {
-  using S = HopperShape<kDim>;
+  using S = Sm90Shape<kDim>;
   const int lane = threadIdx.x % kWarpSize;
   PipelineState<S::kStages> value;
   uint32_t parity = 0;
@@ -168,17 +167,14 @@ __device__ __forceinline__ void clean(const AttentionParams& p,
   for (unsigned round = 0;; ++round) {
     const Work work = work_at<kDim>(p, round);
     if (work.blocks == 0) return;
+    if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
     // mutant: sm90-fwd-cleaner-wait-queries-full
     ptx::barrier_wait(storage.queries_full(), parity);
     if (p.scale < 0.f) {  // mutant: sm90-fwd-cleaner-if-scale
 #pragma unroll 1
       for (int at = lane * 16; at < S::kTileBytes; at += kWarpSize * 16) {
-        uint4 x = ptx::load_shared(storage.queries() + at);
-        x.x ^= 0x80008000u;
-        x.y ^= 0x80008000u;
-        x.z ^= 0x80008000u;
-        x.w ^= 0x80008000u;
-        ptx::store_shared(storage.queries() + at, x);
+        ptx::store_shared(storage.queries() + at,
+                          negated(ptx::load_shared(storage.queries() + at)));
       }
       ptx::fence_async_proxy();  // mutant: sm90-fwd-cleaner-fence-sign
     }
@@ -194,18 +190,9 @@ __device__ __forceinline__ void clean(const AttentionParams& p,
       // mutant: sm90-fwd-cleaner-wait-values-full
       ptx::barrier_wait(storage.values_full(value.stage), value.parity);
       if (block == work.blocks && work.ragged) {  // mutant: sm90-fwd-cleaner-if-blocks
-        // The swizzle stays inside a row.
         // mutant: sm90-fwd-cleaner-from
-        const int from = (work.tile.length - (block - 1) * S::kKeys) * S::kRowBytes;
-#pragma unroll 1
-        for (int at = from + lane * 16; at < S::kChunkBytes; at += kWarpSize * 16) {
-#pragma unroll
-          for (int c = 0; c < S::kChunks; ++c) {
-            ptx::store_shared(storage.values(value.stage) + c * S::kChunkBytes + at,
-                              uint4{0, 0, 0, 0});  // mutant: sm90-fwd-cleaner-store-shared
-          }
-        }
-        ptx::fence_async_proxy();  // mutant: sm90-fwd-cleaner-fence-zeros
+        const int from = work.tile.length - (block - 1) * S::kKeys;
+        zero_rows<kDim, S::kKeys>(storage.values(value.stage), from);
       }
       __syncwarp();  // mutant: sm90-fwd-cleaner-syncwarp-zeros
       if (lane == 0) {
@@ -251,7 +238,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[kCount], float (&top)[2]
 template <class Math, int kDim>
 __device__ __forceinline__ void consume(const AttentionParams& p,
                                         const SharedStorage<kDim>& storage, int consumer) {
-  using S = HopperShape<kDim>;
+  using S = Sm90Shape<kDim>;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
   // mutant: sm90-fwd-consumer-queries
@@ -311,10 +298,12 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
       }
       exponentiate(s, top, sum, correction, exponent);
     };
+    const auto wait_for_keys = [&](int block) {
+      if (block < work.blocks) ptx::barrier_wait(storage.keys_full(key.stage), key.parity);
+    };
 
     ptx::barrier_wait(queries_ready, parity);  // mutant: sm90-fwd-consumer-wait-queries-ready
-    // mutant: sm90-fwd-consumer-wait-first-keys
-    ptx::barrier_wait(storage.keys_full(key.stage), key.parity);
+    wait_for_keys(0);                          // mutant: sm90-fwd-consumer-wait-first-keys
     start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
     ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-first
     ptx::wgmma_results(s);
@@ -322,11 +311,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
     key.advance();
     softmax(0);
     pack<Math, S::kKeys>(probabilities, s);
+    wait_for_keys(1);  // mutant: sm90-fwd-consumer-wait-keys-full
 
 #pragma unroll 1
     for (int block = 1; block < work.blocks; ++block) {
-      // mutant: sm90-fwd-consumer-wait-keys-full
-      ptx::barrier_wait(storage.keys_full(key.stage), key.parity);
       ptx::named_barrier_sync(kOrderBarrier + consumer, kOrderThreads);
       // mutant: sm90-fwd-consumer-start-rows
       start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
@@ -340,8 +328,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
       ptx::wgmma_results(s);
       release(storage.keys_empty(key.stage));  // mutant: sm90-fwd-consumer-release-keys-empty
       key.advance();
-      softmax(block);        // mutant: sm90-fwd-consumer-softmax
-      ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-out
+      softmax(block);  // mutant: sm90-fwd-consumer-softmax
+      // Here, because it branches: else ptxas waits for the product before the exponentials.
+      wait_for_keys(block + 1);  // mutant: sm90-fwd-consumer-wait-next-keys
+      ptx::wgmma_wait<0>();      // mutant: sm90-fwd-consumer-wait-out
       ptx::wgmma_results(out);
       release(storage.values_empty(value.stage));
       value.advance();
@@ -378,59 +368,42 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
         p.row_sum[at] = sum[r];
       }
     }
-    store_rows<Math, kDim>(blocks_of<kDim>(out), factor, staging, work.tile.length - first,
-                           rows_of(p.out, work.tile.begin + first, work.head), p.out.token_stride);
+    store_rows<Math, kDim>(blocks_of<kDim>(out), factor, staging, work.tile.length - first, p.out,
+                           work.tile.begin + first, work.head);
     work = next;
   }
   if (consumer == 0) ptx::named_barrier_sync(kOrderBarrier, kOrderThreads);  // the last arrival
 }
 
 template <class Math, int kDim>
-__global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
+__global__ void __launch_bounds__(Sm90Shape<kDim>::kThreads, 1)
     sm90_forward(const AttentionParams p, const __grid_constant__ CUtensorMap q,
                  const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
-  using S = HopperShape<kDim>;
+  using S = Sm90Shape<kDim>;
   static_assert(S::kKeys == kTileRows);
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char storage_bytes[];
   const SharedStorage<kDim> storage{ptx::shared_address(storage_bytes)};
-  if (threadIdx.x == 0) {
-    ptx::prefetch_map(&q);
-    ptx::prefetch_map(&k);
-    ptx::prefetch_map(&v);
-    storage.init();
-  }
-  __syncthreads();  // mutant: sm90-fwd-flash-forward-hopper-sync
-  // The same in all lanes, and known to be.
-  const int warp = ptx::broadcast(static_cast<int>(threadIdx.x / kWarpSize), 0);
-  if (warp < kWarpgroupSize / kWarpSize) {
-    // mutant: sm90-fwd-flash-forward-hopper-registers
-    ptx::give_registers<S::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kDim>(p, &q, &k, &v, storage);
-    if (warp == 1) clean<kDim>(p, storage);
-  } else {
-    ptx::take_registers<S::kConsumerRegisters>();
-    consume<Math, kDim>(p, storage, warp / (kWarpgroupSize / kWarpSize) - 1);
-  }
-#else
-  ptx::trap();  // the launcher asks for compute capability 9.0
-#endif
+  specialise(
+      storage,
+      [&](int warp) {
+        if (threadIdx.x == 0) produce<kDim>(p, &q, &k, &v, storage);
+        if (warp == 1) clean<kDim>(p, storage);
+      },
+      [&](int consumer) { consume<Math, kDim>(p, storage, consumer); }, &q, &k, &v);
 }
 
 // ---- the launch
 
 template <class Math, int kDim>
 int launch_forward(const AttentionParams& p, void* stream) {
-  using S = HopperShape<kDim>;
+  using S = Sm90Shape<kDim>;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
   CUtensorMap q, k, v;
-  cudaError_t error = make_map<kDim, kTileRows>(&q, p.dtype, p.q, p.tokens, p.heads);
-  if (error != cudaSuccess) return error;
-  error = make_map<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
-  if (error != cudaSuccess) return error;
+  int error = make_map<kDim, kTileRows>(&q, p.dtype, p.q, p.tokens, p.heads);
+  if (!error) error = make_map<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
   // mutant: sm90-fwd-launch-map
-  error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
-  if (error != cudaSuccess) return error;
+  if (!error) error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
+  if (error) return error;
   return launch_items(sm90_forward<Math, kDim>, list_length(p) * p.heads, S::kShared, stream, p, q,
                       k, v);
 }
@@ -440,12 +413,7 @@ int launch_forward(const AttentionParams& p, void* stream) {
 int sm90_forward_cuda(const AttentionParams& p, void* stream) {
   if (p.dtype == DType::kFloat32 || p.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (p.segments == 0) return cudaSuccess;
-  const auto list = p.rotary ? launch_list<VisionRows> : launch_list<PackedRows>;  // whose errors
-  if (const int error = list(p, p.max_seqlen, p.tiles, 1, stream)) return error;
-  if (p.dtype == DType::kBFloat16) {
-    VLMK_HEAD_DIMS(launch_forward, ptx::Bf16Math, p.head_dim)
-  }
-  VLMK_HEAD_DIMS(launch_forward, ptx::Fp16Math, p.head_dim)
+  VLMK_INSTANCES(launch_forward, p.dtype, p.head_dim)
 }
 
 }  // namespace vlmk

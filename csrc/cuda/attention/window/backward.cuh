@@ -15,12 +15,7 @@ __device__ __forceinline__ float row_dot(const uint16_t* out, const uint16_t* do
   for (int unit = half; unit < kDim / 8; unit += 2) {
     const uint4 a = ptx::load_once(reinterpret_cast<const uint4*>(out) + unit, inside);
     const uint4 b = ptx::load_once(reinterpret_cast<const uint4*>(dout) + unit, inside);
-    const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      sum += Math::low(x[w]) * Math::low(y[w]);
-      sum += Math::high(x[w]) * Math::high(y[w]);
-    }
+    sum = add_dot<Math>(sum, a, b);
   }
   return sum + ptx::exchange(sum, 1);  // mutant: window-delta
 }
@@ -30,19 +25,16 @@ template <class Math, int kDim, int kKeys, int kPart>
 __device__ __forceinline__ void stage_query_gradient(uint32_t ds_tile, uint32_t keys,
                                                      uint32_t staging, int first, int column,
                                                      float scale) {
-  using S = Shape<kDim, kKeys>;
-  const int lane = threadIdx.x % kWarpSize;
-  float dq[kPart / 8][4] = {};
+  float dq[1][kPart / 8][4] = {};
 #pragma unroll 2
   for (int k = 0; k < kKeys; k += 16) {
-    uint32_t left[4];
+    uint32_t left[1][4];
     // dS as [queries, keys]: the transpose of 16 keys x 16 queries of the tile.
-    ptx::load_matrices_transposed(left, ds_tile + (k + lane / 16 * 8 + lane % 8) * S::kSquarePitch +
-                                            (first + lane / 8 % 2 * 8) * 2);
-    add_product<Math, S::kPitch>(dq, left, keys, k, column);
+    ptx::load_matrices_transposed(left[0], b_piece<kKeys>(ds_tile + k * kPitch<kKeys> + first * 2));
+    add_product<Math, kDim>(dq, left, keys + k * kPitch<kDim> + column * 2);
   }
-  const float factor[2] = {scale, scale};
-  stage_rows<Math, S::kPitch>(dq, factor, staging, first, column);
+  const float factor[1][2] = {{scale, scale}};
+  stage_rows<Math, kDim>(dq, factor, staging + first * kPitch<kDim> + column * 2);
 }
 
 // One block per window and key/value head; the query heads that share it come one after another. A
@@ -55,14 +47,14 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
   extern __shared__ __align__(128) char shared[];
   const AttentionParams& p = g.forward;
   const int64_t segment = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
-  const Window window = find_window<Rows>(p, segment, p.max_seqlen);
+  const Window window = find_window(p, segment, threadIdx.x == 0, Rows::kBadSegment);
   const int length = window.length;
   if (length == 0) return;
   const int64_t group = Rows::kVision ? 1 : p.heads / p.kv_heads;
   const uint32_t queries = ptx::shared_address(shared);
   const uint32_t douts = queries + S::kTile, keys = douts + S::kTile, values = keys + S::kTile;
   const uint32_t ds_tile = values + S::kTile;  // [keys, queries]
-  float* row_max = reinterpret_cast<float*>(shared + 4 * S::kTile + kKeys * S::kSquarePitch);
+  float* row_max = reinterpret_cast<float*>(shared + 4 * S::kTile + S::kSquare);
   float* inverse_sum = row_max + kKeys;
   float* delta = inverse_sum + kKeys;
   const Rows rows(p, window, shared + S::kBackwardShared);
@@ -71,8 +63,9 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
 
   const int lane = threadIdx.x % kWarpSize, first = threadIdx.x / kWarpSize * 16;
   const int key = first + lane / 4;  // and key + 8
-  const Scale scale = split_scale(p.scale);
-  float dk[kDim / 8][4] = {}, dv[kDim / 8][4] = {};
+  const uint32_t my_keys = keys + first * kPitch<kDim>, my_values = values + first * kPitch<kDim>;
+  const float exponent = exponent_of(p.scale), sign = p.scale < 0.f ? -1.f : 1.f;
+  float dk[1][kDim / 8][4] = {}, dv[1][kDim / 8][4] = {};
 #pragma unroll 1
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     copy_tile<kDim, kKeys>(queries, p.q, head, rows, length);
@@ -93,21 +86,22 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
     }
     ptx::wait_copies<0>();  // mutant: window-backward-wait-copies
     if constexpr (Rows::kVision) {
-      TileRotations<kDim, kKeys> rotations;
-      rotations.load(p.rotary, rows, length);
+      RowRotations<kDim, kKeys, S::kThreads> rotations(threadIdx.x);
+      rotations.load(p.rotary, length, [&](int row) { return rows.of(row < length ? row : 0); });
       __syncthreads();  // queries and keys are there, to be rotated
-      rotations.template apply<Math>(queries);
+      rotations.template apply<Math, false>(queries);
       // Once: with the rotation, a key head has one query head.
       // mutant: window-backward-rotate-keys
-      rotations.template apply<Math>(keys);
+      rotations.template apply<Math, false>(keys);
     }
     __syncthreads();
 
 #pragma unroll 1
     for (int q0 = 0; q0 < kKeys; q0 += kQueries) {
-      float s[kQueries / 8][4] = {}, dp[kQueries / 8][4] = {};
-      add_row_products<Math, kDim, S::kPitch, 1>(s, keys, first, queries, q0);
-      add_row_products<Math, kDim, S::kPitch, 1>(dp, values, first, douts, q0);
+      const int row = q0 * kPitch<kDim>;
+      float s[1][kQueries / 8][4] = {}, dp[1][kQueries / 8][4] = {};
+      add_row_products<Math, kDim, 1>(s, my_keys, queries + row);
+      add_row_products<Math, kDim, 1>(dp, my_values, douts + row);
 #pragma unroll
       for (int n = 0; n < kQueries / 8; ++n) {
 #pragma unroll
@@ -116,22 +110,23 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
           // mutant: window-backward-seen
           const bool seen = mine < length && (!p.causal || mine <= query);
           const float probability =
-              ptx::exp2_approx((s[n][e] * scale.sign - row_max[query]) * scale.exponent) *
+              ptx::exp2_approx((s[0][n][e] * sign - row_max[query]) * exponent) *
               inverse_sum[query];
-          s[n][e] = seen ? probability : 0.f;
-          dp[n][e] = s[n][e] * (dp[n][e] - delta[query]);  // mutant: window-backward-dp
+          s[0][n][e] = seen ? probability : 0.f;
+          // mutant: window-backward-dp
+          dp[0][n][e] = s[0][n][e] * (dp[0][n][e] - delta[query]);
         }
-        const uint32_t at = ds_tile + key * S::kSquarePitch + (q0 + n * 8 + lane % 4 * 2) * 2;
-        ptx::store_shared(at, Math::pack(dp[n][0], dp[n][1]));
-        ptx::store_shared(at + 8 * S::kSquarePitch, Math::pack(dp[n][2], dp[n][3]));
+        const uint32_t at = ds_tile + key * kPitch<kKeys> + (q0 + n * 8 + lane % 4 * 2) * 2;
+        ptx::store_shared(at, Math::pack(dp[0][n][0], dp[0][n][1]));
+        ptx::store_shared(at + 8 * kPitch<kKeys>, Math::pack(dp[0][n][2], dp[0][n][3]));
       }
 #pragma unroll
       for (int n = 0; n < kQueries / 8; n += 2) {
-        uint32_t left[4];
-        as_operand<Math>(left, s[n], s[n + 1]);
-        add_product<Math, S::kPitch>(dv, left, douts, q0 + n * 8, 0);
-        as_operand<Math>(left, dp[n], dp[n + 1]);
-        add_product<Math, S::kPitch>(dk, left, queries, q0 + n * 8, 0);
+        uint32_t left[1][4];
+        as_operand<Math>(left, s, n);
+        add_product<Math, kDim>(dv, left, douts + row + n * 8 * kPitch<kDim>);
+        as_operand<Math>(left, dp, n);
+        add_product<Math, kDim>(dk, left, queries + row + n * 8 * kPitch<kDim>);
       }
     }
     // mutant: window-backward-sync-ds
@@ -141,26 +136,26 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
     constexpr int kPart = kDim / 32 * 16;
     stage_query_gradient<Math, kDim, kKeys, kPart>(ds_tile, keys, queries, first, 0, p.scale);
     if constexpr (!Rows::kVision)
-      write_rows<S::kPitch, kPart / 8>(queries, first, 0, g.dq, head, rows, length);
+      write_rows<kDim, kPart / 8>(queries, first, 0, g.dq, head, rows, length);
     stage_query_gradient<Math, kDim, kKeys, kDim - kPart>(ds_tile, keys, queries, first, kPart,
                                                           p.scale);
     if constexpr (Rows::kVision)
-      write_rows_back<Math, kDim, S::kPitch>(queries, first, p.rotary, g.dq, head, rows, length);
+      write_rows_back<Math, kDim>(queries, first, p.rotary, g.dq, head, rows, length);
     else
-      write_rows<S::kPitch, (kDim - kPart) / 8>(queries, first, kPart, g.dq, head, rows, length);
+      write_rows<kDim, (kDim - kPart) / 8>(queries, first, kPart, g.dq, head, rows, length);
     // mutant: window-backward-sync-head
     __syncthreads();  // before the next head's rows arrive
   }
   // mutant: window-backward-factor
-  const float factor[2] = {p.scale, p.scale};
-  const float one[2] = {1.f, 1.f};
-  stage_rows<Math, S::kPitch>(dk, factor, douts, first, 0);
+  const float factor[1][2] = {{p.scale, p.scale}};
+  const float one[1][2] = {{1.f, 1.f}};
+  stage_rows<Math, kDim>(dk, factor, douts + first * kPitch<kDim>);
   if constexpr (Rows::kVision)
-    write_rows_back<Math, kDim, S::kPitch>(douts, first, p.rotary, g.dk, kv_head, rows, length);
+    write_rows_back<Math, kDim>(douts, first, p.rotary, g.dk, kv_head, rows, length);
   else
-    write_rows<S::kPitch, kDim / 8>(douts, first, 0, g.dk, kv_head, rows, length);
-  stage_rows<Math, S::kPitch>(dv, one, douts, first, 0);
-  write_rows<S::kPitch, kDim / 8>(douts, first, 0, g.dv, kv_head, rows, length);
+    write_rows<kDim, kDim / 8>(douts, first, 0, g.dk, kv_head, rows, length);
+  stage_rows<Math, kDim>(dv, one, douts + first * kPitch<kDim>);
+  write_rows<kDim, kDim / 8>(douts, first, 0, g.dv, kv_head, rows, length);
 }
 
 template <class Math, int kDim, int kKeys, class Rows>

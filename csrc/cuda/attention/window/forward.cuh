@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
   using S = Shape<kDim, kKeys>;
   extern __shared__ __align__(128) char shared[];
   const int64_t segment = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
-  const Window window = find_window<Rows>(p, segment, p.max_seqlen);
+  const Window window = find_window(p, segment, threadIdx.x == 0, Rows::kBadSegment);
   const int length = window.length;
   if (length == 0) return;
   const int64_t kv_head = head / (p.heads / p.kv_heads);  // mutant: window-forward-kv-head
@@ -25,13 +25,13 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
   copy_tile<kDim, kKeys>(values, p.v, kv_head, rows, length);
   ptx::commit_copies();
   if constexpr (Rows::kVision) {
-    TileRotations<kDim, kKeys> rotations;
-    rotations.load(p.rotary, rows, length);
+    RowRotations<kDim, kKeys, S::kThreads> rotations(threadIdx.x);
+    rotations.load(p.rotary, length, [&](int row) { return rows.of(row < length ? row : 0); });
     ptx::wait_copies<1>();
     // mutant: window-forward-sync-rotate
     __syncthreads();  // queries and keys are there, to be rotated
-    rotations.template apply<Math>(queries);
-    rotations.template apply<Math>(keys);  // mutant: window-forward-rotate-keys
+    rotations.template apply<Math, false>(queries);
+    rotations.template apply<Math, false>(keys);  // mutant: window-forward-rotate-keys
   } else {
     ptx::wait_copies<1>();  // mutant: window-forward-wait-keys
   }
@@ -39,9 +39,11 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
 
   const int lane = threadIdx.x % kWarpSize, first = threadIdx.x / kWarpSize * 16;
   const int row = first + lane / 4;  // and row + 8
-  const Scale scale = split_scale(p.scale);
-  float s[kKeys / 8][4] = {};
-  add_row_products<Math, kDim, S::kPitch, kDim / 16>(s, queries, first, keys, 0);
+  const uint32_t my_queries = queries + first * kPitch<kDim>;
+  // The scores carry the scale's sign: their order is then the probabilities'.
+  const float exponent = exponent_of(p.scale), sign = p.scale < 0.f ? -1.f : 1.f;
+  float s[1][kKeys / 8][4] = {};
+  add_row_products<Math, kDim>(s, my_queries, keys);
   float top[2] = {-3e38f, -3e38f};
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
@@ -50,8 +52,8 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
       const int key = n * 8 + lane % 4 * 2 + e % 2;
       // mutant: window-forward-seen
       const bool seen = key < length && (!p.causal || key <= row + e / 2 * 8);
-      s[n][e] = seen ? s[n][e] * scale.sign : -INFINITY;  // mutant: window-forward-s
-      top[e / 2] = fmaxf(top[e / 2], s[n][e]);
+      s[0][n][e] = seen ? s[0][n][e] * sign : -INFINITY;  // mutant: window-forward-s
+      top[e / 2] = fmaxf(top[e / 2], s[0][n][e]);
     }
   }
   float sum[2] = {0.f, 0.f};
@@ -64,8 +66,8 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
   for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      s[n][e] = ptx::exp2_approx((s[n][e] - top[e / 2]) * scale.exponent);
-      sum[e / 2] += s[n][e];
+      s[0][n][e] = ptx::exp2_approx((s[0][n][e] - top[e / 2]) * exponent);
+      sum[e / 2] += s[0][n][e];
     }
   }
 #pragma unroll
@@ -76,16 +78,16 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads)
 
   ptx::wait_copies<0>();  // mutant: window-forward-wait-values
   __syncthreads();        // mutant: window-forward-sync-values
-  float out[kDim / 8][4] = {};
+  float out[1][kDim / 8][4] = {};
 #pragma unroll
   for (int n = 0; n < kKeys / 8; n += 2) {
-    uint32_t probabilities[4];
-    as_operand<Math>(probabilities, s[n], s[n + 1]);
-    add_product<Math, S::kPitch>(out, probabilities, values, n * 8, 0);
+    uint32_t probabilities[1][4];
+    as_operand<Math>(probabilities, s, n);
+    add_product<Math, kDim>(out, probabilities, values + n * 8 * kPitch<kDim>);
   }
-  const float factor[2] = {1.f / sum[0], 1.f / sum[1]};
-  stage_rows<Math, S::kPitch>(out, factor, queries, first, 0);
-  write_rows<S::kPitch, kDim / 8>(queries, first, 0, p.out, head, rows, length);
+  const float factor[1][2] = {{1.f / sum[0], 1.f / sum[1]}};
+  stage_rows<Math, kDim>(out, factor, my_queries);
+  write_rows<kDim, kDim / 8>(queries, first, 0, p.out, head, rows, length);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (lane % 4 == 0 && row + r * 8 < length) {

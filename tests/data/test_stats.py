@@ -1,0 +1,43 @@
+"""What `check` warns of and `stats` computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.data.helpers import conversation, save_image, write_json
+from vlmtrain.data.check import check
+from vlmtrain.data.stats import plot_stats, render_stats, stats
+
+
+def test_duplicates_are_warnings(tmp_path: Path) -> None:
+    records = [conversation("q", "r", id="a"), conversation("q", "r", id="b")]
+    records += [conversation("other", "r", id="a")]
+    report = check([write_json(tmp_path / "c.json", records)])
+    assert report.ok and report.warnings == [
+        "2 samples have the id 'a'",
+        "2 samples are the same but for their id: a, b",
+    ]
+    assert report.render().splitlines()[0] == "warning: 2 samples have the id 'a'"
+
+
+def test_stats_by_hand(tmp_path: Path, model_folder: Path) -> None:
+    save_image(tmp_path / "cup.jpg", 90, 70)
+    save_image(tmp_path / "cat.jpg", 70, 90)
+    records = [
+        conversation("<image>\nWhat is on the table?", "A red cup.", image="cup.jpg"),
+        conversation(
+            "Compare <image> with <image>.", "A cup, a cat.", images=["cup.jpg", "cat.jpg"]
+        ),
+        conversation("Say hello.", "Hello!"),
+    ]
+    source = write_json(tmp_path / "c.json", records)
+    found = stats([source], model_folder, pack_length=512)
+    # 90x70 -> 84x56 pixels (2.5 units round to 2): 6 tokens; 70x90 -> 56x84: 6.
+    assert found.image_tokens.tolist() == [6, 12, 0]
+    assert found.packs == 1 and found.spread == 0
+    tokens = (found.text_tokens + found.image_tokens).sum()
+    assert found.fill == tokens / 512
+    assert (found.costs > found.text_tokens).all()
+    assert f"{tokens:,}" in render_stats(found)
+    assert plot_stats(found, tmp_path / "plot") == tmp_path / "plot.png"
+    assert (tmp_path / "plot.png").is_file()

@@ -1,0 +1,54 @@
+"""config.json of the released models, flat as it is published."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.family import parse_spec
+
+# hidden, layers, heads, key/value heads, MLP, vocabulary, tied, vision MLP (None: Qwen2-VL)
+RELEASED = {
+    "qwen2_vl-2b": (1536, 28, 12, 2, 8960, 151936, True, None),
+    "qwen2_vl-7b": (3584, 28, 28, 4, 18944, 152064, False, None),
+    "qwen2_vl-72b": (8192, 80, 64, 8, 29568, 152064, False, None),
+    "qwen2_5_vl-3b": (2048, 36, 16, 2, 11008, 151936, True, 3420),
+    "qwen2_5_vl-7b": (3584, 28, 28, 4, 18944, 152064, False, 3420),
+    "qwen2_5_vl-32b": (5120, 64, 40, 8, 27648, 152064, False, 3456),
+    "qwen2_5_vl-72b": (8192, 80, 64, 8, 29568, 152064, False, 3456),
+}
+
+
+def released_config(name: str) -> dict[str, Any]:
+    hidden, layers, heads, kv, mlp, vocab, tied, vision_mlp = RELEASED[name]
+    vision: dict[str, Any] = {"depth": 32, "num_heads": 16, "patch_size": 14, "in_chans": 3}
+    if vision_mlp is None:
+        vision |= {"embed_dim": 1280, "hidden_size": hidden, "mlp_ratio": 4}
+    else:
+        vision |= {"hidden_size": 1280, "out_hidden_size": hidden, "window_size": 112}
+        vision |= {"intermediate_size": vision_mlp, "fullatt_block_indexes": [7, 15, 23, 31]}
+        vision |= {"tokens_per_second": 2}
+    return {
+        "model_type": name.split("-")[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": mlp,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "torch_dtype": "bfloat16",
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "vision_config": vision,
+    }
+
+
+def released_spec(name: str) -> ModelSpec:
+    return parse_spec(released_config(name))

@@ -1,0 +1,163 @@
+"""Qwen2-VL and Qwen2.5-VL of transformers with this package's kernels, in one line.
+
+    from vlmkernels.integrations import transformers as hf
+    hf.enable(model)
+
+after the model was made or loaded, before or after peft, torch.compile or a trainer wraps it.
+`disable(model)` takes everything back. What is replaced:
+
+- vision tower: `vision_attention`'s kernels over all segments of the batch at once, straight from
+  the projection and with the rotary embedding inside, in place of a split, a rotation and one
+  attention call per image, frame or window;
+- embeddings: `visual_embedding` in place of a lookup of all tokens and a masked_scatter for images
+  and another for videos. Where the embedding is not a plain torch.nn.Embedding (peft may wrap it)
+  or has hooks, its rows are taken as they come and `scatter_visual` puts the visual rows over
+  them. With `inputs_embeds` given, transformers' own code runs;
+- language model: the attention interface "vlmkernels" (also by itself:
+  `attn_implementation="vlmkernels"` after `register()`): packed batches, by position ids as
+  transformers detects them, and padded ones are segments of `varlen_attention`. What it is not made
+  for goes to transformers' sdpa: decoding with a cache, masks with holes, dropout, float64, a
+  compiled graph with padding, and on CUDA batches without padding. What neither computes is
+  refused: docs/4-kernels.md has the table.
+
+Weights, state dicts and results stay those of the model, up to the order of float sums; outputs at
+padding positions differ, as they do between transformers' own implementations.
+Tried with transformers 5.23.0 (the tests) and 4.57.6. It needs 4.53 or later, where attention
+became an interface; `enable` says so where a name it needs is missing.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from vlmkernels.integrations.transformers.attention import MODEL_TYPES, NAME, register
+from vlmkernels.integrations.transformers.modules import (
+    LanguageModel,
+    Model,
+    VisionAttention,
+    check_restorable,
+    replace,
+    restore,
+    rotary_table,
+)
+from vlmkernels.rotary import rotate
+
+__all__ = ["MODEL_TYPES", "NAME", "disable", "enable", "register"]
+
+#: The class that holds vision tower and language model, of each family.
+_MODELS = ("Qwen2VLModel", "Qwen2_5_VLModel")
+
+
+def enable(
+    model: nn.Module, *, vision: bool = True, embedding: bool = True, language: bool = True
+) -> nn.Module:
+    """Let a transformers Qwen2-VL or Qwen2.5-VL model use the kernels; returns the model.
+
+    Args:
+        model: Qwen2VLForConditionalGeneration, Qwen2_5_VLForConditionalGeneration, their base
+            models, or a wrapper (peft) that has one of them among its modules. Its modules get
+            other classes of the same names and its config becomes a copy, so that a model that
+            shares it keeps its attention.
+        vision, embedding, language: which parts; see the head of this file. A language model with
+            sliding windows keeps its attention.
+
+    Raises:
+        ValueError: no such model is in `model`, or something else has replaced the `forward` of
+            one of its modules.
+    """
+    host = _host(model)
+    register()
+    disable(host)
+    try:
+        if vision:
+            attentions = _vision_attentions(host)
+            _check_rotation(attentions[0])
+            for attention in attentions:
+                replace(attention, VisionAttention)
+        if embedding:
+            replace(host, Model)
+        text = host.language_model
+        if language and "sliding_attention" not in (getattr(text.config, "layer_types", ()) or ()):
+            replace(text, LanguageModel)
+            _copy_configs(model)
+            text.replaced_attention = text.config._attn_implementation
+            text.config._attn_implementation = NAME
+    except ValueError:
+        disable(host)
+        raise
+    return model
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Take back what `enable` did; returns the model.
+
+    Raises:
+        ValueError: something else has changed the class of one of its modules since.
+    """
+    host = _host(model)
+    for module in host.modules():
+        check_restorable(module)
+    text: Any = host.language_model
+    if issubclass(type(text), LanguageModel):
+        if text.config._attn_implementation == NAME:
+            text.config._attn_implementation = text.replaced_attention
+        del text.replaced_attention
+    for module in host.modules():
+        restore(module)
+    return model
+
+
+def _host(model: nn.Module) -> Any:
+    for module in model.modules():
+        if any(c.__name__ in _MODELS for c in type(module).__mro__) and hasattr(module, "visual"):
+            return module
+    raise ValueError(
+        f"model is a {type(model).__name__}; it must be, or contain, one of transformers' "
+        f"{' or '.join(_MODELS)} (transformers 4.53 or later)"
+    )
+
+
+def _copy_configs(model: nn.Module) -> None:
+    """Give the model's modules a copy of their configs, which they share as before."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(config := vars(module).get("config"), PretrainedConfig):
+            module.config = copy.deepcopy(config, copies)
+
+
+def _vision_attentions(host: Any) -> list[nn.Module]:
+    attentions = [block.attn for block in host.visual.blocks]
+    for attention in attentions:
+        missing = [n for n in ("qkv", "proj", "num_heads") if not hasattr(attention, n)]
+        if missing:
+            raise ValueError(
+                f"the vision tower's {type(attention).__name__} has no {' and no '.join(missing)}: "
+                "this version of transformers is not known; use enable(model, vision=False)"
+            )
+    return attentions
+
+
+def _check_rotation(attention: nn.Module) -> None:
+    """transformers' own rotation is the one that the kernel computes.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    modules = [sys.modules[c.__module__] for c in type(attention).__mro__]
+    name = "apply_rotary_pos_emb_vision"
+    theirs = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+    x = torch.linspace(-1, 1, 48, device="cpu").view(3, 2, 8)
+    angles = torch.linspace(0, 3, 12, device="cpu").view(3, 4)
+    cos, sin = (torch.cat((f, f), -1) for f in (angles.cos(), angles.sin()))
+    table = rotary_table(cos, sin)
+    if theirs is None or not torch.allclose(theirs(x, x, cos, sin)[1], rotate(x, table)):
+        raise ValueError(
+            f"the vision tower's {type(attention).__name__} rotates queries and keys in another "
+            "way: this version of transformers is not known; use enable(model, vision=False)"
+        )

@@ -1,0 +1,215 @@
+"""varlen_attention as an attention interface of transformers, for causal language models.
+
+B = batch, S = positions of a row, H = heads, Hkv = key/value heads, D = head_dim, n = segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sdpa_mask,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from vlmkernels import varlen_attention
+from vlmkernels._native import DTYPES
+from vlmkernels.attention.api import longest_segment
+
+#: The name of the interface: attn_implementation="vlmkernels".
+NAME = "vlmkernels"
+
+#: config.model_type of the models that the tests compare with transformers' own attention. Others
+#: may pass arguments or read masks in ways of their own, so they are refused.
+MODEL_TYPES = (
+    *("gemma", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_moe", "smollm3", "starcoder2"),
+    *("qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"),
+    *("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
+)
+
+#: Keyword arguments that don't change what attention computes.
+NEUTRAL = {
+    *("cache_position", "max_length_k", "max_length_q", "num_items_in_batch", "position_ids"),
+    *("output_hidden_states", "output_router_logits", "use_cache"),
+    *("ignore_index", "shift_labels"),  # of the loss: transformers hands all of them to all
+    "sliding_window",  # the mask holds it, as for sdpa
+}
+
+
+def register() -> None:
+    """Make "vlmkernels" known to transformers as an attention implementation.
+
+    `from_pretrained(.., attn_implementation="vlmkernels")` then takes models of MODEL_TYPES.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, H, S, D], key and value [B, Hkv, K, D] -> [B, S, H, D].
+
+    attention_mask: None: causal; int32 [n + 1], from `mask`: cu_seqlens of segments of the
+    flattened batch, causal in each; else transformers' mask, for its sdpa.
+
+    Raises:
+        ValueError: a model that is not one of MODEL_TYPES, or an argument that is not known.
+    """
+    check_model(module.config)
+    batch, _, length, head_dim = query.shape
+    segments = attention_mask is not None and attention_mask.dim() == 1
+    kwargs.setdefault("output_attentions", getattr(module.config, "output_attentions", None))
+    check_arguments(module, kwargs, segments)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    plain = attention_mask is None and key.shape[2] == length > 1 and causal
+    if (
+        not (segments or plain and query.device.type == "cpu")
+        or query.dtype not in DTYPES
+        or dropout
+        or head_dim > 256
+    ):
+        if segments:
+            attention_mask = _block_mask(attention_mask, batch, length)  # type: ignore[arg-type]
+        options = dict(scaling=scaling, dropout=dropout, is_causal=is_causal)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if segments:
+        assert attention_mask is not None
+        cu_seqlens = attention_mask
+        max_seqlen = known_max_seqlen(attention_mask) if query.is_cuda else None
+    else:
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+        max_seqlen = length
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = varlen_attention(q, k, v, cu_seqlens, max_seqlen=max_seqlen, causal=True, scale=scaling)
+    return out.view(batch, length, *out.shape[1:]), None  # unflatten: not on Python 3.10, compiled
+
+
+def check_model(config: Any) -> None:
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"attn_implementation is {NAME!r}, which is tested with {', '.join(MODEL_TYPES)} and "
+            f"not with {config.model_type!r}: use another one for this model"
+        )
+
+
+def check_arguments(module: Any, kwargs: dict[str, Any], segments: bool = False) -> None:
+    """Refuse what would change the result and is not computed.
+
+    Raises:
+        ValueError: an argument that is not known is neither None nor False.
+    """
+    for name, value in kwargs.items():
+        if value is None or value is False or name in NEUTRAL:
+            continue
+        if name == "output_attentions":
+            raise ValueError(
+                f"output_attentions is {value}, but attention by {NAME!r} never forms its weights; "
+                "call model.set_attn_implementation('eager')"
+            )
+        if name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+            # Samples of a packed row: told apart by position ids, or there is only one.
+            if segments or name != "seq_idx" and len(value) == 2:
+                continue
+            raise ValueError(
+                f"{name} is given, but position_ids don't tell the samples of a row apart: pass "
+                "position_ids that start again at every sample, and no attention_mask"
+            )
+        raise ValueError(
+            f"{type(module).__name__} passes {name} to its attention, which {NAME!r} does not "
+            "compute: use another attn_implementation, or leave the argument out"
+        )
+
+
+def mask(**options: Any) -> Tensor | None:
+    """Called once a forward: None for plain causal attention, int32 [n + 1] where padding or
+    packing cuts the flattened batch into segments, else sdpa's mask.
+
+    Raises:
+        ValueError: a model that is not one of MODEL_TYPES.
+    """
+    check_model(options["config"])
+    batch, keys = options["batch_size"], options["kv_length"]
+    queries = options["q_length"] if "q_length" in options else len(options["cache_position"])
+    sees = options.get("mask_function") or causal_mask_function
+    padding = options.get("attention_mask")
+    if (
+        queries != keys  # a cache with something in it
+        or options.get("use_vmap")  # a mask function of the user's
+        or torch.compiler.is_compiling()
+    ):
+        return sdpa_mask(**options)
+    plain = sees is causal_mask_function
+    if plain and options.get("allow_is_causal_skip") is False:
+        return sdpa_mask(**options)  # the model reads the mask itself
+    if plain and (padding is None or bool(padding.all())):
+        return None
+    device = options.get("device", "cpu") if padding is None else padding.device
+    start = torch.zeros(batch, queries, dtype=torch.bool, device=device)
+    start[:, 0] = True
+    exact = plain or _add_packed(start, sees)
+    if padding is not None and exact:
+        exact = padding.shape == start.shape and _add_padded(start, padding.bool())
+    if not exact:
+        return sdpa_mask(**options)
+    end = start.new_full((1,), batch * queries, dtype=torch.int64)
+    return torch.cat([start.flatten().nonzero()[:, 0], end]).to(torch.int32)
+
+
+def _add_packed(start: Tensor, sees: Callable) -> bool:
+    """Mark the first token of every segment in `start` bool [B, S]; False where `sees` is not
+    causal attention inside of segments.
+
+    transformers' own mask functions let a token see an interval of tokens, so that its two ends
+    tell all; only those of a user may have holes, and they come with use_vmap.
+    """
+    batch, length = start.shape
+    b = torch.arange(batch, device=start.device)[:, None]
+    q = torch.arange(length, device=start.device)[None].expand(batch, -1)
+
+    def at(key: Tensor) -> Tensor:
+        inside = (key >= 0) & (key < length)
+        return inside & sees(b, 0, q, key.clamp(0, length - 1))
+
+    start |= ~at(q - 1)
+    first = torch.where(start, q, 0).cummax(1).values
+    return bool((at(q) & at(first) & ~at(first - 1) & ~at(q + 1)).all())
+
+
+def _add_padded(start: Tensor, real: Tensor) -> bool:
+    """Mark where real tokens and padding meet; False where a row's real tokens are not in a row."""
+    change = real[:, 1:] != real[:, :-1]
+    runs = real[:, 0].long() + (change & real[:, 1:]).sum(1)
+    start[:, 1:] |= change
+    return bool((runs <= 1).all())
+
+
+def _block_mask(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
+    """bool [B, 1, S, S] of segments: for sdpa, where it serves instead."""
+    positions = torch.arange(batch * length, device=cu_seqlens.device)
+    segment = torch.bucketize(positions, cu_seqlens[1:], right=True).view(batch, length)
+    return (segment[:, :, None] == segment[:, None, :]).tril()[:, None]
+
+
+def known_max_seqlen(cu_seqlens: Tensor) -> int:
+    """The longest segment; the device is asked once for all layers that get the same tensor."""
+    known = getattr(cu_seqlens, "_vlmkernels_max_seqlen", None)
+    if known is None:
+        known = longest_segment(cu_seqlens)
+        cu_seqlens._vlmkernels_max_seqlen = known  # type: ignore[attr-defined]
+    return known

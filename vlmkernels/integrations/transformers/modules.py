@@ -1,0 +1,254 @@
+"""What `enable` puts in the place of transformers' modules: subclasses, one for each part.
+
+`replace` changes the class of a module, not its `forward`: copies of the module, replicas, pickles
+and processes that receive one run the kernels, each on its own weights.
+
+B = batch, S = positions of a row, P = patches, n = visual rows, h = hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from vlmkernels import scatter_visual, visual_embedding, visual_index
+from vlmkernels._native import DTYPES
+from vlmkernels.attention.api import rotated_attention
+from vlmkernels.embedding.lookup import scatter_visual_reference
+from vlmkernels.integrations.transformers.attention import (
+    check_arguments,
+    known_max_seqlen,
+    register,
+)
+
+# ---- classes in the place of classes -------------------------------------------------------------
+
+
+class Replacement:
+    """What stands before a module's own class in its new one."""
+
+    replacement: Any  # the subclass of this that is meant
+    original: Any  # the module's class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = super().__reduce_ex__(protocol)[2:]
+        return _new, (self.replacement, self.original), *state
+
+
+def _new(replacement: Any, original: Any) -> nn.Module:
+    """An empty module, for pickle and copy to fill."""
+    register()
+    combined = _combined(replacement, original)
+    return combined.__new__(combined)
+
+
+@functools.cache
+def _combined(replacement: Any, original: Any) -> Any:
+    """A subclass of both that shows the name and the signature of `original`."""
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if "forward" in vars(replacement):
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return replacement.forward(self, *args, **kwargs)
+
+        forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+        names["forward"] = forward
+    names.update(replacement=replacement, original=original)
+    return type(original.__name__, (replacement, original), names)
+
+
+def replace(module: nn.Module, replacement: Any) -> None:
+    """Put `replacement` before the module's class, under accelerate's hooks, if it has some.
+
+    Raises:
+        ValueError: something else has replaced the module's forward.
+    """
+    if "forward" in vars(module) and not _hooked(module):
+        raise ValueError(
+            f"the forward of a {type(module).__name__} was replaced by something else; call "
+            "enable(model) before that"
+        )
+    original: Any = type(module)
+    _change_class(module, _combined(replacement, original))
+
+
+def check_restorable(module: Any) -> None:
+    """Nothing stands before the class that `replace` gave.
+
+    Raises:
+        ValueError: something does, such as fully_shard's.
+    """
+    if isinstance(module, Replacement) and type(module) is not _combined(
+        module.replacement, module.original
+    ):
+        raise ValueError(
+            f"the class of a {type(module).__name__} was changed after enable(model); enable and "
+            "disable it before that"
+        )
+
+
+def restore(module: nn.Module) -> None:
+    """Give a module back its class, if `replace` has changed it."""
+    if isinstance(module, Replacement):
+        _change_class(module, module.original)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether accelerate has wrapped the forward of the module's class."""
+    wrapped = getattr(vars(module).get("_old_forward"), "__func__", None)
+    return wrapped is type(module).forward
+
+
+def _change_class(module: nn.Module, to: Any) -> None:
+    hooked = _hooked(module)
+    module.__class__ = to
+    if hooked:
+        module._old_forward = MethodType(to.forward, module)
+
+
+# ---- language model ------------------------------------------------------------------------------
+
+
+class LanguageModel(Replacement):
+    """Its config names our attention interface, which unpickling registers."""
+
+    #: the attention implementation that it had
+    replaced_attention: str | None
+
+
+# ---- vision tower --------------------------------------------------------------------------------
+
+
+class VisionAttention(Replacement):
+    """vision_attention's kernels over all segments of the batch at once."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        rotary_pos_emb: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        max_seqlen: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """hidden_states [P, D] of all images and videos -> [P, D]; segments by cu_seqlens."""
+        if position_embeddings is None:
+            raise ValueError("position_embeddings is None; the vision tower must pass (cos, sin)")
+        # What transformers records as a tower's attentions are these modules' results.
+        check_arguments(self, {**kwargs, "output_attentions": None})
+        qkv = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
+        if qkv.dtype not in DTYPES:
+            kwargs.update(position_embeddings=position_embeddings)
+            return super().forward(hidden_states, cu_seqlens, **kwargs)  # type: ignore[misc]
+        if cu_seqlens.is_cuda and max_seqlen is None and not torch.compiler.is_compiling():
+            max_seqlen = known_max_seqlen(cu_seqlens)
+        table = rotary_table(*position_embeddings)
+        out = rotated_attention(qkv, table, cu_seqlens.to(torch.int32), max_seqlen=max_seqlen)
+        return self.proj(out.flatten(1))
+
+
+def rotary_table(cos: Tensor, sin: Tensor) -> Tensor:
+    """float32 [P, D] of cos and sin [P, D], whose halves are alike; made once for all layers."""
+    known = getattr(cos, "_vlmkernels_table", None)
+    if known is None:
+        half = cos.shape[-1] // 2
+        known = torch.cat((cos[:, :half], sin[:, :half]), -1).float()
+        if not torch.compiler.is_compiling():
+            cos._vlmkernels_table = known  # type: ignore[attr-defined]
+    return known
+
+
+# ---- embeddings ----------------------------------------------------------------------------------
+
+
+class Model(Replacement):
+    """The model that holds both towers: its embeddings come with their visual rows."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = super().forward  # type: ignore[misc]
+        named = list(inspect.signature(self.original.forward).parameters)[1:]
+        kwargs.update(zip(named[: len(args)], args, strict=True))
+        ids = kwargs.get("input_ids")
+        pixels = [kwargs.get(name) is not None for name in ("pixel_values", "pixel_values_videos")]
+        if (
+            ids is None
+            or kwargs.get("inputs_embeds") is not None
+            or (any(pixels) and kwargs.get("mm_encoder_outputs") is not None)  # refused there
+        ):
+            return original(**kwargs)
+        rows, tokens = _visual_rows(self, kwargs, named)
+        if not rows:
+            return original(**kwargs)
+        for name in ("pixel_values", "pixel_values_videos", "mm_encoder_outputs"):
+            kwargs.pop(name, None)
+        kwargs["inputs_embeds"] = _embeddings(self, ids, rows, tokens)
+        return original(**kwargs)
+
+
+def _visual_rows(
+    model: Any, kwargs: dict[str, Any], named: list[str]
+) -> tuple[list[Tensor], list[int]]:
+    """Features [n, h] of images and of videos, as far as there are any, and their token ids."""
+    others = {k: v for k, v in kwargs.items() if k not in named and k != "return_dict"}
+    encoded = kwargs.get("mm_encoder_outputs") or {}
+    rows, tokens = [], []
+    for kind, pixels, token in (
+        ("image", "pixel_values", "image_token_id"),
+        ("video", "pixel_values_videos", "video_token_id"),
+    ):
+        features = encoded.get(kind)
+        if features is None and kwargs.get(pixels) is not None:
+            get = getattr(model, f"get_{kind}_features")
+            takes = inspect.signature(get).parameters.values()
+            more = {"return_dict": True, **others}
+            if not any(p.kind == p.VAR_KEYWORD for p in takes):
+                more = {}
+            features = get(kwargs[pixels], kwargs.get(f"{kind}_grid_thw"), **more)
+        if features is None:
+            continue
+        features = getattr(features, "pooler_output", features)
+        rows.append(features if isinstance(features, Tensor) else torch.cat(list(features)))
+        tokens.append(getattr(model.config, token))
+    return rows, tokens
+
+
+def _embeddings(model: Any, ids: Tensor, rows: list[Tensor], tokens: list[int]) -> Tensor:
+    """[B, S, h] of ids [B, S]: words, with the visual rows at their placeholders."""
+    counts = None if torch.compiler.is_compiling() else [len(r) for r in rows]
+    index = visual_index(ids.reshape(-1), tokens, counts, separate=True)
+    table = model.get_input_embeddings()
+    if _is_plain(table):
+        weight = table.weight
+        visual = torch.cat([r.to(weight.device, weight.dtype) for r in rows])
+        flat_ids, index = ids.reshape(-1).to(weight.device), index.to(weight.device)
+        padding_idx = table.padding_idx
+        flat = visual_embedding(flat_ids, weight, visual, index, padding_idx=padding_idx)
+        return flat.view(*ids.shape, -1)
+    words = table(ids)
+    visual = torch.cat([r.to(words.device, words.dtype) for r in rows])
+    scatter = scatter_visual if words.dtype in DTYPES else scatter_visual_reference
+    flat = words.reshape(-1, words.shape[-1])
+    return scatter(flat, visual, index.to(words.device)).view_as(words)
+
+
+def _is_plain(table: Any) -> bool:
+    """Whether this embedding is nothing but rows of one table: no hook waits to see words alone
+    (NEFTune), to move the table here (accelerate) or to gather it (FSDP, DeepSpeed)."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return (
+        type(table) is nn.Embedding
+        and "forward" not in vars(table)
+        and not any(getattr(table, name) for name in hooks)
+        and not _has_any_global_hook()
+        and type(table.weight) in (Tensor, nn.Parameter)
+        and table.weight.dtype in DTYPES
+        and table.max_norm is None
+        and not table.sparse
+        and not table.scale_grad_by_freq
+    )

@@ -1,0 +1,212 @@
+"""Checks of what optimizers are given: what a step takes from it must be what kernels take for
+granted, which get addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, eq, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlmkernels._native import describe
+
+GRADIENTS = (torch.float32, torch.bfloat16)
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+def hyperparameters(group: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """What a step takes from a parameter group, by value.
+
+    Args:
+        group: settings by their names.
+        where: what the group is, for error texts.
+
+    Raises:
+        ValueError: a setting is missing, is one that no Adam can use, or asks for a form of Adam
+            that is not offered.
+    """
+    behind = f" of {where}" if where else ""
+    for flag in ("amsgrad", "maximize"):
+        if group.get(flag):
+            raise ValueError(f"{where} has {flag}=True, which is not offered here")
+    for key in ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"):
+        if key not in group:
+            raise ValueError(f"{where} has no {key!r}; every group of Adam's has it")
+    settings: dict[str, Any] = {}
+    for key in ("lr", "eps", "weight_decay"):
+        settings[key] = to_number(key + behind, group[key])
+        if not settings[key] >= 0:
+            raise ValueError(f"{key}{behind} is {group[key]}; it must be at least 0")
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"betas{behind} is {betas}; it must be two numbers")
+    settings["betas"] = tuple(
+        to_number(f"betas[{i}]{behind}", beta) for i, beta in enumerate(betas)
+    )
+    for i, beta in enumerate(settings["betas"]):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{i}]{behind} is {betas[i]}; it must be in [0, 1)")
+    settings["decoupled_weight_decay"] = bool(group["decoupled_weight_decay"])
+    return settings
+
+
+def to_number(name: str, value: Any) -> float:
+    """Raises ValueError for what isn't one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} is {value}; it must be one number") from None
+
+
+def check_nonfinite(nonfinite: str) -> None:
+    """Raises ValueError for a policy that doesn't exist."""
+    if nonfinite not in ("propagate", "skip"):
+        raise ValueError(f"nonfinite is {nonfinite!r}; it must be 'propagate' or 'skip'")
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+def check_gradient(param: Tensor, grad: Tensor) -> None:
+    """Raises ValueError unless `grad` can be a gradient of `param`."""
+    check_memory("a gradient", grad)
+    if (
+        grad.dtype not in GRADIENTS
+        or grad.shape != param.shape
+        or grad.layout != torch.strided
+        or grad.device != param.device
+    ):
+        raise ValueError(
+            f"a gradient is {describe(grad)}, {grad.layout}; it must be dense float32 or "
+            f"bfloat16 {list(param.shape)} on {param.device}"
+        )
+
+
+_KIND = attrgetter("__class__", "dtype", "layout", "device")
+_SHAPE = attrgetter("shape")
+_FORMS = (Tensor.data_ptr, attrgetter("dtype"), _SHAPE, Tensor.stride)
+
+
+def check_gradients(params: list[Tensor], grads: list[Tensor]) -> None:
+    """As `check_gradient`, of thousands at once; all parameters are on one device."""
+    kinds = set(map(_KIND, grads))
+    alike = all(
+        kind in (Tensor, torch.nn.Parameter)
+        and dtype in GRADIENTS
+        and layout is torch.strided
+        and device == params[0].device
+        for kind, dtype, layout, device in kinds
+    )
+    if not alike or not all(map(eq, map(_SHAPE, grads), map(_SHAPE, params))):
+        for param, grad in zip(params, grads, strict=True):
+            check_gradient(param, grad)
+
+
+def check_memory(name: str, x: Tensor) -> None:
+    """Raises ValueError for a tensor that is made of others, such as FSDP2's DTensor: it has no
+    memory whose address a kernel could be given."""
+    if hasattr(type(x), "__tensor_flatten__"):
+        raise ValueError(
+            f"{name} is a {type(x).__name__}, which has no memory of its own; pass plain tensors, "
+            "such as parameters that share the memory of its to_local()"
+        )
+
+
+def is_sharded(kind: type) -> bool:
+    """Whether tensors of this class are DTensors, as FSDP2 makes parameters."""
+    return hasattr(kind, "to_local")
+
+
+def local(x: Any) -> Any:
+    """This rank's shard of a DTensor; anything else itself."""
+    return x.to_local() if is_sharded(type(x)) else x
+
+
+def local_as(name: str, x: Any, param: Any) -> Any:
+    """As `local`, of what belongs to a parameter.
+
+    Raises:
+        ValueError: they are two DTensors that are spread in different ways.
+    """
+    if is_sharded(type(x)) and is_sharded(type(param)):
+        if x.placements != param.placements or x.device_mesh != param.device_mesh:
+            raise ValueError(
+                f"{name} is spread as {x.placements} over {x.device_mesh}, its parameter as "
+                f"{param.placements} over {param.device_mesh}; redistribute it"
+            )
+        return x.to_local()
+    return x
+
+
+def is_dense(x: Tensor) -> bool:
+    """Its elements fill one piece of memory without gaps or overlaps, in any order."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def is_host(x: Tensor) -> bool:
+    return x.layout == torch.strided and x.device.type == "cpu"
+
+
+def is_step(step: object) -> bool:
+    return isinstance(step, Tensor) and step.dtype == torch.float32 and is_host(step)
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense host tensors share memory."""
+    start, end = a.data_ptr(), a.data_ptr() + a.numel() * a.element_size()
+    other = b.data_ptr()
+    return start < other + b.numel() * b.element_size() and other < end
+
+
+# ---- what was checked ----------------------------------------------------------------------------
+
+
+def _form(x: Tensor) -> tuple:
+    return tuple(form(x) for form in _FORMS)
+
+
+class Snapshot:
+    """Parameters and the tensors in their states, as they were when they were checked.
+
+    With thousands of small tensors a loop in Python takes longer than the arithmetic; these run in
+    C, and keep nothing that would wake the garbage collector.
+    """
+
+    def __init__(
+        self, states: Mapping[Tensor, dict], params: list[Tensor], others: list[Tensor]
+    ) -> None:
+        self._params = params
+        self._states = [states[param] for param in params]
+        entries = [(s, k, x) for s in self._states for k, x in s.items() if isinstance(x, Tensor)]
+        self._holders = [holder for holder, _, _ in entries]
+        self._keys = [key for _, key, _ in entries]
+        self._tensors = [tensor for _, _, tensor in entries]
+        everything = [*params, *self._tensors, *others]
+        self._sharded = [x for x in everything if is_sharded(type(x))]
+        self._shards = [_form(local(x)) for x in self._sharded]
+        if self._sharded:
+            everything = [x for x in everything if not is_sharded(type(x))]
+        # Few at a time: the second look at a tensor finds it in the processor's caches.
+        parts = (everything[i : i + 64] for i in range(0, len(everything), 64))
+        self._forms = [(part, form, list(map(form, part))) for part in parts for form in _FORMS]
+
+    def holds(self, states: Mapping[Tensor, dict]) -> bool:
+        """Whether these are the same tensors, and lie where and as they did."""
+        return (
+            all(map(is_, map(states.get, self._params), self._states))
+            and all(map(is_, map(dict.get, self._holders, self._keys), self._tensors))
+            and all(all(map(eq, map(form, part), before)) for part, form, before in self._forms)
+            and self._shards == [_form(local(x)) for x in self._sharded]
+        )
