@@ -345,6 +345,19 @@ def test_embedding_peers_agree() -> None:
     assert embedding._same(bridge(), step.ours()) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_peers_agree(dtype: torch.dtype) -> None:
+    loss = importlib.import_module("benchmarks.loss")
+    inputs = loss.make(128, 64, 300, dtype, 0.25)
+    assert inputs.counted == 32
+    for comparison in (loss.dense, loss.into_main_grad):
+        row = comparison(inputs, Context(quick=True), 1.0)
+        expected = row.ours()
+        assert len(row.peers) >= 2
+        for name, peer in row.peers.items():
+            assert row.check(peer(), expected) is None, f"{row.op}: {name}"
+
+
 def test_adam_contestants_do_the_same() -> None:
     adam = importlib.import_module("benchmarks.adam")
     results = []

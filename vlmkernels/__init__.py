@@ -11,6 +11,7 @@ from .embedding.visual_index import visual_index
 from .image.patchify import patchify
 from .image.resize import resize
 from .layout import VisionLayout
+from .loss.api import linear_cross_entropy
 from .optim import CPUAdam, HybridDeviceOptimizer, PinnedArena
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "PinnedArena",
     "VisionLayout",
     "exchange_rows",
+    "linear_cross_entropy",
     "patchify",
     "resize",
     "row_exchange",

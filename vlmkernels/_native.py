@@ -81,7 +81,8 @@ def _counted(op: Any, written: list[int]) -> Callable:
 
     def run(keyset: Any, *args: Any) -> Any:
         for i in written:
-            torch.autograd.graph.increment_version(args[i])
+            if args[i] is not None:
+                torch.autograd.graph.increment_version(args[i])
         return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
     return run
@@ -245,3 +246,23 @@ def check_last_contiguous(name: str, tensor: Tensor) -> None:
             f"{name} has strides {tuple(tensor.stride())}; its last dimension must be contiguous: "
             f"pass {name}.contiguous()"
         )
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """What weight_grad="main_grad" adds to; None where no gradient is wanted, and under
+    torch.compile."""
+    if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    if (
+        not isinstance(main_grad, Tensor)
+        or main_grad.dtype != torch.float32
+        or main_grad.shape != weight.shape
+        or main_grad.device != weight.device
+        or not main_grad.is_contiguous()
+    ):
+        raise ValueError(
+            f"weight.main_grad is {describe(main_grad)}; weight_grad='main_grad' needs a "
+            f"contiguous float32 {list(weight.shape)} on {weight.device}"
+        )
+    return main_grad

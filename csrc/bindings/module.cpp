@@ -43,5 +43,6 @@ PYBIND11_MODULE(_C, m) {
   register_attention(m);
   register_embedding(m);
   register_image(m);
+  register_loss(m);
   register_optim(m);
 }

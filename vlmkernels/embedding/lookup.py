@@ -25,8 +25,8 @@ from vlmkernels._native import (
     DTYPES,
     check_tensor,
     define,
-    describe,
     launch,
+    main_grad_of,
     once,
     pointer,
     without_transforms,
@@ -382,25 +382,9 @@ def _main_grad(weight: Tensor, weight_grad: str) -> Tensor | None:
         raise ValueError(
             f"weight_grad is {weight_grad!r}; it must be 'dense', 'sparse' or 'main_grad'"
         )
-    if torch.compiler.is_compiling():
-        if weight_grad == "sparse":
-            raise ValueError("weight_grad='sparse' can't be compiled; use 'dense'")
-        return None
-    if weight_grad != "main_grad" or not (weight.requires_grad and torch.is_grad_enabled()):
-        return None
-    main_grad = getattr(weight, "main_grad", None)
-    if (
-        not isinstance(main_grad, Tensor)
-        or main_grad.dtype != torch.float32
-        or main_grad.shape != weight.shape
-        or main_grad.device != weight.device
-        or not main_grad.is_contiguous()
-    ):
-        raise ValueError(
-            f"weight.main_grad is {describe(main_grad)}; weight_grad='main_grad' needs a "
-            f"contiguous float32 {list(weight.shape)} on {weight.device}"
-        )
-    return main_grad
+    if torch.compiler.is_compiling() and weight_grad == "sparse":
+        raise ValueError("weight_grad='sparse' can't be compiled; use 'dense'")
+    return main_grad_of(weight) if weight_grad == "main_grad" else None
 
 
 # ---- public functions ----------------------------------------------------------------------------

@@ -1,0 +1,471 @@
+"""linear_cross_entropy against float64 of F.cross_entropy(F.linear(..)), whatever the chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
+from vlmkernels import _native, linear_cross_entropy
+from vlmkernels.loss import op
+from vlmkernels.loss.reference import linear_cross_entropy_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ISAS = _native.available_isas()
+IGNORE = -100
+
+
+def make(
+    tokens: int, classes: int, hidden: int, dtype: torch.dtype, share: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden, weight with logits of a few units, targets, of which `share` count."""
+    x = torch.randn(tokens, hidden).to(dtype)
+    weight = (torch.randn(classes, hidden) * 3 * hidden**-0.5).to(dtype)
+    targets = torch.randint(0, classes, (tokens,))
+    targets[torch.rand(tokens) >= share] = IGNORE
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    reduction: str = "mean",
+    ignore_index: int = IGNORE,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Stock torch, all in the dtype of hidden."""
+    logits = F.linear(hidden, weight)
+    common = dict(ignore_index=ignore_index, label_smoothing=label_smoothing)
+    losses = F.cross_entropy(logits, targets, reduction="none", **common)  # type: ignore[arg-type]
+    losses = losses + z_loss * logits.logsumexp(1).square() * (targets != ignore_index)
+    if reduction == "none":
+        return losses
+    return losses.sum() / (targets != ignore_index).sum() if reduction == "mean" else losses.sum()
+
+
+def outputs(
+    function: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    dout: Tensor,
+    **options: Any,
+) -> dict[str, Tensor]:
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss = function(hidden, weight, targets, **options)
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight), dout.to(loss.dtype))
+    return {"loss": loss.detach(), "dhidden": dhidden, "dweight": dweight}
+
+
+def compare(
+    got: dict[str, Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    dout: Tensor,
+    **options: Any,
+) -> None:
+    """Errors are at most twice those of stock torch in the same dtype. A loss is a few numbers, so
+    it may have the roundings of a target's logit, in the dtype, and of itself instead."""
+    arguments = targets, dout
+    theirs = outputs(plain, hidden, weight, *arguments, **options)
+    exact = outputs(plain, hidden.double(), weight.double(), *arguments, **options)
+    counted = (targets != options.get("ignore_index", IGNORE)).nonzero()[:, 0]
+    picked = weight.double()[targets[counted]] * hidden.double()[counted]
+    rows = torch.zeros(len(targets), dtype=torch.float64)
+    rows[counted] = torch.finfo(hidden.dtype).eps / 2 * picked.sum(1).abs()
+    reduction = options.get("reduction", "mean")
+    noise = rows if reduction == "none" else rows.norm()
+    noise = noise / len(counted) if reduction == "mean" else noise
+    noise = noise + 2**-23 * exact["loss"].abs()
+    for name in got:
+        if name == "loss":
+            results = got[name], theirs[name].float(), exact[name]
+            assert_accurate(name, *(x.reshape(-1, 1) for x in results), noise.reshape(-1, 1))
+        else:
+            assert_accurate(name, got[name], theirs[name], exact[name])
+
+
+#: bytes of a chunk: everything at once; a few rows, six times in 16 bits; there also a few columns
+#: of all rows and of a few
+CHUNKS = [op.CHUNK_BYTES, 20_000]
+CASES = [(dtype, chunk) for dtype in DTYPES for chunk in CHUNKS]
+CASES += [(dtype, chunk) for dtype in DTYPES[1:] for chunk in (7000, 1400)]
+
+
+@pytest.mark.parametrize("dtype, chunk", CASES)
+@pytest.mark.parametrize("name", ISAS)
+def test_against_float64(
+    name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
+    sizes = [(41, 257, 24), (47, 1037, 33)]
+    cases = [("mean", 0.0, 0.0, 1.0), ("sum", 0.1, 1e-2, 0.5), ("none", 0.0, 1e-2, 0.3)]
+    with isa(name), poisoned():
+        for tokens, classes, hidden in sizes:
+            for reduction, smoothing, z_loss, share in [*cases, ("none", 0.2, 0.0, 1.0)]:
+                x, weight, targets = make(tokens, classes, hidden, dtype, share)
+                targets[0] = classes - 1  # at least one counts
+                dout = torch.rand(tokens) + 0.5 if reduction == "none" else torch.ones(())
+                options = dict(reduction=reduction, label_smoothing=smoothing, z_loss=z_loss)
+                arguments = x, weight, targets, dout
+                got = outputs(linear_cross_entropy, *arguments, **options)
+                assert got["loss"].dtype == torch.float32
+                compare(got, *arguments, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_reference_is_the_documented_meaning(dtype: torch.dtype) -> None:
+    x, weight, targets = make(30, 211, 16, dtype, 0.6)
+    targets[0] = 0
+    options = dict(reduction="none", label_smoothing=0.1, z_loss=1e-2)
+    got = outputs(linear_cross_entropy_reference, x, weight, targets, torch.rand(30), **options)
+    exact = outputs(plain, x.double(), weight.double(), targets, torch.rand(30), **options)
+    torch.testing.assert_close(
+        got["loss"].double(), exact["loss"], rtol=4 * torch.finfo(dtype).eps, atol=1e-6
+    )
+
+
+def test_an_ignored_class_may_be_any_number() -> None:
+    x, weight, targets = make(30, 50, 16, torch.float32)
+    targets[3:9] = 7
+    arguments = x, weight, targets, torch.ones(())
+    compare(outputs(linear_cross_entropy, *arguments, ignore_index=7), *arguments, ignore_index=7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_logits_and_infinite_ones(dtype: torch.dtype) -> None:
+    """The statistics rise through tiles; a class may be shut out by -inf."""
+    x = torch.ones(3, 1, dtype=dtype)
+    logits = torch.linspace(-3e4, 3e4, 5000).to(dtype)[:, None]
+    logits[:1500] = -torch.inf
+    targets = torch.tensor([4999, 4998, 3000])
+    exact = F.cross_entropy(F.linear(x.double(), logits.double()), targets, reduction="none")
+    got = linear_cross_entropy(x, logits, targets, reduction="none")
+    torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_no_targets_at_all() -> None:
+    """As torch: the mean is NaN, sums are 0, gradients are zeros."""
+    for dtype in DTYPES:
+        for tokens in (0, 5):
+            x, weight, targets = make(tokens, 33, 8, dtype, 0.0)
+            for reduction in ("mean", "sum", "none"):
+                loss = linear_cross_entropy(x, weight, targets, reduction=reduction)
+                expected = F.cross_entropy(F.linear(x, weight), targets, reduction=reduction)
+                torch.testing.assert_close(loss, expected.float(), equal_nan=True)
+                with poisoned():
+                    gradients = torch.autograd.grad(loss.sum(), (x, weight))
+                assert_bitwise("dhidden", gradients[0], torch.zeros_like(x))
+                assert_bitwise("dweight", gradients[1], torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_stays_in_its_row(dtype: torch.dtype) -> None:
+    x, weight, targets = make(12, 1500, 8, dtype)
+    arguments = targets, torch.ones(12)
+    clean = outputs(linear_cross_entropy, x, weight, *arguments, reduction="none")
+    bad = x.detach().clone()
+    bad[4, 3] = torch.nan
+    got = outputs(linear_cross_entropy, bad, weight, *arguments, reduction="none")
+    others = torch.arange(12) != 4
+    for name in ("loss", "dhidden"):
+        assert got[name][4].isnan().all()
+        assert_bitwise(name, got[name][others], clean[name][others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ISAS)
+def test_the_kernel_is_deterministic(name: str, dtype: torch.dtype) -> None:
+    """The same bits with any number of threads; columns may come in several calls."""
+    logits, targets = torch.randn(9, 5000).to(dtype), torch.randint(0, 5000, (9,))
+
+    def run(threads: int, blocks: list[int]) -> tuple[Tensor, Tensor]:
+        torch.set_num_threads(threads)
+        stats = torch.zeros(4, 9)
+        stats[0] = torch.finfo(torch.float32).min
+        chunk = targets, stats, 0, 5000, 0.1, 1e-2
+        parts = list(zip(blocks, logits.clone().split(blocks, 1), strict=True))
+        first = 0
+        for size, part in parts:
+            op._cross_entropy(part.contiguous(), slice(first, first + size), None, True, *chunk)
+            first += size
+        out = logits.clone()
+        op._cross_entropy(out, slice(0, 5000), torch.rand(9, generator=generator()), False, *chunk)
+        return stats, out
+
+    def generator() -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+    with isa(name):
+        one, two = run(1, [5000]), run(2, [5000])
+        for i in range(2):
+            assert_bitwise(f"result {i}", two[i], one[i])
+        several = run(2, [2041, 1, 2958])[0]
+        torch.testing.assert_close(several, one[0], rtol=1e-6, atol=1e-4)
+
+
+# ---- what is computed, and in how much memory ----------------------------------------------------
+
+
+class _Watch(TorchDispatchMode):
+    """Products done, and the largest storage that was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.largest = 0
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if isinstance(tensor, Tensor) and tensor.numel():
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+                self.shapes.add(tuple(tensor.shape))
+        return out
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_memory(dtype: torch.dtype, main_grad: bool) -> None:
+    """Nothing made is larger than 64 MB, whatever the tokens and the vocabulary; the logits here
+    would have 430 MB in 16 bits."""
+    tokens, classes = 1400, 152_064
+    x, weight, targets = make(tokens, classes, 8, dtype)
+    into = torch.zeros(classes, 8) if main_grad else None
+    scale = torch.ones(tokens)
+    watch = _Watch()
+    with watch, torch.no_grad():
+        settings = IGNORE, 0, classes, classes, 0.0, 0.0, "", True, True
+        losses, *_ = op._run(x, weight, targets, scale, None, into, *settings)
+    assert len(losses) == tokens and losses.isfinite().all()
+    assert watch.largest <= 64 << 20
+    assert (tokens, classes) not in watch.shapes
+    assert watch.largest > 30 << 20, "the watch sees no chunk"
+
+
+@given(
+    st.integers(0, 40_000),
+    st.integers(0, 300_000),
+    st.integers(1, 9000),
+    st.sampled_from([2, 4]),
+    st.booleans(),
+)
+def test_plan(rows: int, classes: int, hidden: int, item: int, rounded: bool) -> None:
+    """Chunks fit, are no smaller than they need be, and cover everything."""
+    count, columns = op.plan(rows, classes, hidden, item, rounded)
+    assert 1 <= count and 1 <= columns
+    assert count * columns * item <= op.CHUNK_BYTES
+    assert count * hidden * 4 <= op.CHUNK_BYTES
+    by_columns = columns < classes
+    if by_columns:
+        assert rounded and rows * classes * item > op.MOST_ROUNDINGS * op.CHUNK_BYTES
+    if count < rows:
+        larger = -(-rows // max(1, -(-rows // count) - 1))  # rows in one chunk fewer
+        assert larger * max(hidden * 4, 0 if by_columns else classes * item) > op.CHUNK_BYTES
+        if rounded and not by_columns and larger * hidden * 4 <= op.CHUNK_BYTES:
+            assert -(-rows // count) <= op.MOST_ROUNDINGS
+
+
+def products(hidden: bool, weight: bool, chunk: int, **options: Any) -> tuple[int, int]:
+    """In the forward and in the backward pass."""
+    x, w, targets = make(8, 40, 4, torch.bfloat16)
+    x.requires_grad_(hidden)
+    w.requires_grad_(weight)
+    if options.get("weight_grad"):
+        w.main_grad = torch.zeros(40, 4)  # type: ignore[attr-defined]
+    counts = []
+
+    def run(*arguments: Any) -> Any:
+        with _Watch() as watch:
+            out = op._run(*arguments)
+        counts.append(watch.products)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "linear_cross_entropy", run)
+        patch.setattr(op, "CHUNK_BYTES", chunk)
+        loss = linear_cross_entropy(x, w, targets, **options)
+        if hidden or weight:
+            loss.sum().backward()
+    return counts[0], sum(counts[1:])
+
+
+def test_products_are_no_more_than_needed() -> None:
+    """Per chunk of 8 rows by 40 columns, and with 64 bytes of memory."""
+    everything, none, main = 1 << 20, {"reduction": "none"}, {"weight_grad": "main_grad"}
+    assert products(True, True, everything) == (3, 0)
+    assert products(True, False, everything) == (2, 0)
+    assert products(False, True, everything) == (2, 0)
+    assert products(False, False, everything) == (1, 0)
+    assert products(True, True, everything, **none) == (1, 3)
+    assert products(True, True, everything, grad_scale=1.0, **none) == (3, 0)
+    assert products(True, True, everything, **main) == (1, 3)
+    assert products(True, True, everything, grad_scale=1.0, **main) == (3, 0)
+    assert products(True, True, 320, grad_scale=1.0, **main) == (6, 0)  # 4 rows at a time
+    assert products(True, True, 320) == (6, 0)
+    assert products(True, True, 128) == (19, 0)  # 8 columns: the last of 5 blocks is not done again
+
+
+# ---- the incoming gradient -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_incoming_gradients(reduction: str, dtype: torch.dtype) -> None:
+    """Known beforehand or not, once or twice: the same gradients."""
+    x, weight, targets = make(20, 70, 12, dtype, 0.7)
+    targets[0] = 1
+    dout = torch.rand(20) + 0.5 if reduction == "none" else torch.tensor(1.7)
+    options: dict[str, Any] = dict(reduction=reduction)
+    for scale in (None, 1.0, 1.7, dout):
+        arguments = x, weight, targets, dout
+        got = outputs(linear_cross_entropy, *arguments, grad_scale=scale, **options)
+        compare(got, *arguments, **options)
+    if reduction != "none":  # what another gradient multiplies: its factor isn't rounded to 16 bits
+        at_1, at_17 = (
+            outputs(linear_cross_entropy, *arguments[:3], d) for d in (dout / dout, dout)
+        )
+        for name in ("dhidden", "dweight"):
+            assert_bitwise(name, at_17[name], (at_1[name].float() * dout).to(dtype))
+    loss = linear_cross_entropy(x, weight, targets, **options)
+    first = torch.autograd.grad(loss, (x, weight), dout, retain_graph=True)
+    for name, one, two in zip(
+        ("dhidden", "dweight"), first, torch.autograd.grad(loss, (x, weight), dout), strict=True
+    ):
+        assert_bitwise(name, two, one)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_main_grad(
+    scale: float | None, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(op, "_PRODUCT_BYTES", 500)
+    x, weight, targets = make(30, 211, 12, dtype, 0.8)
+    targets[0] = 1
+    weight.main_grad = torch.zeros(211, 12)  # type: ignore[attr-defined]
+    fired = []
+    weight.register_hook(lambda grad: fired.append(grad.is_sparse and grad._nnz() == 0))
+    for _ in range(2):  # it adds
+        loss = linear_cross_entropy(x, weight, targets, weight_grad="main_grad", grad_scale=scale)
+        (loss * 0.25).backward()
+    assert fired == [True, True]
+    added = {"dweight": weight.main_grad, "dhidden": x.grad}  # type: ignore[attr-defined]
+    halves = {name: (value / 2).to(dtype) for name, value in added.items()}
+    compare(halves, x.detach(), weight.detach(), targets, torch.tensor(0.25))
+
+
+def test_main_grad_was_added_for_another_gradient() -> None:
+    x, weight, targets = make(5, 9, 4, torch.float32)
+    weight.main_grad = torch.zeros(9, 4)  # type: ignore[attr-defined]
+    loss = linear_cross_entropy(x, weight, targets, weight_grad="main_grad", grad_scale=1.0)
+    with pytest.raises(ValueError, match="gradient of the loss is not grad_scale"):
+        (2 * loss).backward()
+    loss = linear_cross_entropy(x, weight, targets, weight_grad="main_grad")
+    with pytest.raises(ValueError, match="create_graph=True needs weight_grad='dense'"):
+        loss.backward(create_graph=True)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, weight, targets = make(5, 9, 4, torch.float32)
+    loss = linear_cross_entropy(x, weight, targets)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy.* once, not twice"):
+        first.square().sum().backward()
+
+
+# ---- torch.library and torch.compile -------------------------------------------------------------
+
+
+def test_opcheck() -> None:
+    x, weight, targets = (t.detach() for t in make(6, 13, 4, torch.float32, 0.6))
+    scale, settings = torch.rand(6), (IGNORE, 0, 13, 13, 0.1, 1e-2, "")
+    target = torch.ops.vlmkernels.linear_cross_entropy.default
+    stats = target(x, weight, targets, None, None, None, *settings, True, True)[1]
+    for arguments in (
+        (None, None, None, *settings, True, True),
+        (scale, None, None, *settings, True, True),
+        (scale, stats, torch.zeros(13, 4), *settings, False, True),
+    ):
+        torch.library.opcheck(target, (x, weight, targets, *arguments))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compile(reduction: str, dynamic: bool) -> None:
+    def model(hidden: Tensor, weight: Tensor, targets: Tensor, grad_scale: Any = None) -> Tensor:
+        options = dict(reduction=reduction, grad_scale=grad_scale, weight_grad="main_grad")
+        return linear_cross_entropy(hidden * 2, weight, targets, **options) * 3  # type: ignore
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for tokens in (12, 20):
+        x, weight, targets = make(tokens, 31, 8, torch.float32)
+        dout = torch.rand(tokens) + 0.5 if reduction == "none" else torch.tensor(0.7)
+        got = outputs(compiled, x, weight, targets, dout)
+        doubled = 2 * x.detach(), weight, targets, 3 * dout
+        got["dhidden"], got["loss"] = got["dhidden"] / 2, got["loss"] / 3
+        compare(got, *doubled, reduction=reduction)
+    torch._dynamo.reset()
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_targets_out_of_range() -> None:
+    x, weight, targets = make(9, 13, 4, torch.float32)
+    for bad in (13, -1, 1 << 40):
+        wrong = targets.clone()
+        wrong[2], wrong[6] = IGNORE, bad
+        with pytest.raises(ValueError, match=rf"targets\[6\] is {bad}; it must be 0 to 12, or ign"):
+            linear_cross_entropy(x, weight, wrong)
+
+
+def test_wrong_arguments() -> None:
+    x, weight, targets = make(9, 13, 4, torch.float32)
+    for arguments, options, message in (
+        (
+            (x.detach().numpy(), weight, targets),
+            {},
+            r"hidden is a ndarray; it must be a torch.Tensor",
+        ),
+        ((x.double(), weight, targets), {}, r"hidden is float64 \[9, 4\] on cpu"),
+        ((x[None], weight, targets), {}, r"hidden is float32 \[1, 9, 4\]"),
+        ((x.to("meta"), weight, targets), {}, "hidden is on meta; .* runs on the CPU only"),
+        ((x, None, targets), {}, "weight is a NoneType; it must be a torch.Tensor"),
+        ((x, weight.bfloat16(), targets), {}, "weight is bfloat16 .* it must be float32"),
+        ((x, weight[:, :3].contiguous(), targets), {}, "weight has rows of 3 elements; .* 4"),
+        ((x, weight[::2], targets), {}, "weight is not contiguous; pass weight.contiguous"),
+        ((x, weight[:0], targets), {}, "weight has no rows"),
+        (
+            (x, weight, numpy.zeros(9, numpy.int64)),
+            {},
+            "targets is a ndarray; it must be a torch.Tensor",
+        ),
+        ((x, weight, targets.int()), {}, r"targets is int32 \[9\]"),
+        ((x, weight, targets[:8]), {}, "targets has 8 entries; it must have hidden's 9 rows"),
+        ((x, weight, targets), {"reduction": "max"}, "reduction is 'max'"),
+        ((x, weight, targets), {"label_smoothing": 1.5}, "label_smoothing is 1.5"),
+        ((x, weight, targets), {"z_loss": -1.0}, "z_loss is -1.0"),
+        ((x, weight, targets), {"weight_grad": "sparse"}, "weight_grad is 'sparse'"),
+        ((x, weight, targets), {"weight_grad": "main_grad"}, "weight.main_grad is a NoneType"),
+        ((x, weight, targets), {"grad_scale": 0}, "grad_scale is 0; it must be a finite number"),
+        ((x, weight, targets), {"grad_scale": torch.ones(9)}, r"grad_scale is float32 \[9\]"),
+        ((x, weight, targets), {"vocab_range": (0, 13)}, "group is None and vocab_range"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            linear_cross_entropy(*arguments, **options)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""The last layer and its loss without logits in memory."""

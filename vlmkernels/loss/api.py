@@ -1,0 +1,236 @@
+"""`linear_cross_entropy`: arguments checked, reductions, and when gradients are computed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vlmkernels._native import DTYPES, check_tensor, main_grad_of, once, without_transforms
+from vlmkernels.loss import op
+from vlmkernels.loss.reference import Reduction
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        main_grad: Tensor | None,
+        expected: Tensor | None,
+        reduction: Reduction,
+        wanted: tuple[bool, bool],
+        *settings: Any,
+    ) -> Tensor:
+        ctx.reduction, ctx.settings, ctx.wanted = reduction, settings, wanted
+        ctx.main_grad = main_grad
+        ctx.count = (targets != settings[0]).sum()
+        ctx.now = expected is not None and any(wanted)
+        scale = _row_scale(ctx, expected, targets) if expected is not None and ctx.now else None
+        losses, stats, *gradients = op.linear_cross_entropy(
+            hidden, weight, targets, scale, None, main_grad if ctx.now else None, *settings, *wanted
+        )
+        ctx.save_for_backward(hidden, weight, targets, stats, expected, *gradients)
+        if reduction == "none":
+            return losses
+        return losses.sum() / ctx.count if reduction == "mean" else losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
+        hidden, weight, targets, stats, expected, *gradients = ctx.saved_tensors
+        if ctx.main_grad is not None and torch.is_grad_enabled():
+            raise ValueError("create_graph=True needs weight_grad='dense'")
+        # Under create_graph all is computed again, by an op that refuses to be differentiated.
+        again = not ctx.now or torch.is_grad_enabled()
+        if ctx.now and not _same(grad, expected):
+            if ctx.main_grad is not None:
+                raise ValueError(
+                    "the gradient of the loss is not grad_scale, with which weight.main_grad "
+                    "was added to in the forward pass; give the right one, or no grad_scale"
+                )
+            again = again or ctx.reduction == "none"
+            if not again:
+                gradients = [g * (grad / expected) for g in gradients]
+        if again:
+            scale = _row_scale(ctx, grad, targets)
+            arguments = (hidden, weight, targets, scale, stats, ctx.main_grad)
+            gradients = once(op.linear_cross_entropy, *arguments, *ctx.settings, *ctx.wanted)[2:]
+        dhidden, dweight = (g if w else None for g, w in zip(gradients, ctx.wanted, strict=True))
+        if ctx.wanted[1] and ctx.main_grad is not None:
+            # Hooks on the parameter fire, and nothing is added.
+            rows, values = targets.new_empty(1, 0), weight.new_empty(0, weight.shape[1])
+            dweight = torch.sparse_coo_tensor(
+                rows, values, weight.shape, is_coalesced=True, check_invariants=False
+            )
+        return dhidden, dweight, *(None,) * (5 + len(ctx.settings))
+
+
+_loss = without_transforms("linear_cross_entropy", _Loss.apply)
+
+
+def _row_scale(ctx: Any, grad: Tensor, targets: Tensor) -> Tensor:
+    """The gradient of each row's loss [T], from that of the result."""
+    return (grad / ctx.count if ctx.reduction == "mean" else grad).expand(targets.shape)
+
+
+def _same(grad: Tensor, expected: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and torch.equal(grad, expected.expand(grad.shape))
+
+
+# ---- argument checks -----------------------------------------------------------------------------
+
+
+def _check_classes(
+    hidden: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None,
+    vocab_range: tuple[int, int] | None,
+    wanted: tuple[bool, ...],
+) -> tuple[int, int, int]:
+    """First class of this rank, number of all ranks' and of the rank that has most. All ranks raise
+    the same."""
+    if (group is None) != (vocab_range is None):
+        raise ValueError(
+            f"group is {group} and vocab_range {vocab_range}; give both, or neither where weight "
+            "is the whole vocabulary"
+        )
+    if group is None or vocab_range is None:
+        if len(weight) == 0:
+            raise ValueError("weight has no rows; it must have one for each class")
+        return 0, weight.shape[0], weight.shape[0]
+    ours = torch.tensor([*vocab_range, len(weight), *hidden.shape, *wanted], device=hidden.device)
+    gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, ours, group=group)
+    ranks = [rank.tolist() for rank in gathered]
+    classes = 0
+    for first, end, rows, *rest in sorted(ranks):
+        if first != classes or end - first != rows or rest != ranks[0][3:]:
+            raise ValueError(
+                "vocab_range, rows of weight, then shape of hidden and which of hidden, weight and "
+                f"main_grad get a gradient are {'; '.join(str(rank) for rank in ranks)} on the "
+                "ranks of group; ranges must adjoin from 0 on and be as long as weight, and the "
+                "rest be the same on all"
+            )
+        classes = end
+    if classes == 0:
+        raise ValueError("weight has no rows on any rank; there must be one for each class")
+    return vocab_range[0], classes, max(rank[2] for rank in ranks)
+
+
+def _expected(
+    grad_scale: float | Tensor | None, reduction: Reduction, into_main_grad: bool, targets: Tensor
+) -> Tensor | None:
+    """The result's gradient if it is known in the forward pass."""
+    if grad_scale is None:
+        known = reduction != "none" and not into_main_grad
+        return torch.ones((), device=targets.device) if known else None
+    if not isinstance(grad_scale, Tensor):
+        if not isinstance(grad_scale, (int, float)) or not 0 < abs(grad_scale) < math.inf:
+            raise ValueError(f"grad_scale is {grad_scale!r}; it must be a finite number, not 0")
+        return torch.tensor(float(grad_scale), device=targets.device)
+    shapes = [(), tuple(targets.shape)] if reduction == "none" else [()]
+    if tuple(grad_scale.shape) not in shapes or grad_scale.dtype != torch.float32:
+        kind = str(grad_scale.dtype)[6:]
+        raise ValueError(
+            f"grad_scale is {kind} {list(grad_scale.shape)}; it must be a number or float32 "
+            + " or ".join(str(list(shape)) for shape in shapes)
+        )
+    if torch.compiler.is_compiling() and reduction == "none":
+        return None
+    return grad_scale.detach()
+
+
+# ---- public function -----------------------------------------------------------------------------
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    group: dist.ProcessGroup | None = None,
+    vocab_range: tuple[int, int] | None = None,
+    weight_grad: Literal["dense", "main_grad"] = "dense",
+    grad_scale: float | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross entropy of hidden @ weight.T, without the logits of all rows ever being in memory.
+
+    On the CPU. The largest tensor made beside the result and the gradients has 64 MB.
+
+    Args:
+        hidden: [T, h], float32, bfloat16 or float16.
+        weight: [V, h], dtype of hidden, contiguous.
+        targets: int64 [T], classes. Rows whose target is `ignore_index` are never multiplied.
+        reduction: "mean" over the rows with a target, "sum", or "none": [T], 0 where there is no
+            target.
+        group: tensor-parallel ranks, each with its rows of weight; hidden and targets are the same
+            on all. Two all-reduces of a few numbers a row, besides one of hidden's gradient:
+            **it is summed over the group here**, in float32, as megatron-core's
+            ColumnParallelLinear does, so the caller must not sum it again.
+        vocab_range: with group, (first, end): the classes of this rank, end - first == V. The
+            ranks' ranges adjoin from 0 on; padding of the vocabulary is left out (weight[:valid]).
+        weight_grad: "dense": [V, h] in the dtype of weight. In 16 bits more rows with a target than
+            6 x 64 MB / 2V (1,320 of 152,064 classes) take a fourth product a row, so that the sum
+            isn't rounded more than 6 times (up to 6 x 64 MB / 4h rows, 65,536 at h = 1,536).
+            "main_grad": added to weight.main_grad, a contiguous float32 [V, h]; autograd gets an
+            empty sparse tensor, so that Megatron's hooks fire. Under torch.compile as "dense".
+        grad_scale: the gradient that the result will get in the backward pass, if it is known: a
+            number, or float32 [] or, with "none", [T]. Gradients are then computed in the forward
+            pass: three products a row instead of four. Without it this is so for "mean" and "sum"
+            with "dense", for a gradient of 1; one of another value multiplies what is there.
+            With "main_grad" another gradient is an error: **weight.main_grad is added to in the
+            forward pass**.
+        label_smoothing: as torch.nn.functional.cross_entropy's.
+        z_loss: this times the square of the row's log-sum-exp is added to each loss.
+
+    Returns:
+        float32, [] or [T]. "mean" without any target is NaN, as torch's, its gradients are zeros.
+
+    A gradient that nobody needs costs no product. float16 products are torch's, slow on the CPU.
+
+    Raises:
+        ValueError: a wrong argument; a target that is no class, by its position.
+    """
+    check_tensor("hidden", hidden, dtypes=DTYPES, shape="[T, h]", dim=2)
+    if hidden.device.type != "cpu":
+        raise ValueError(
+            f"hidden is on {hidden.device}; linear_cross_entropy runs on the CPU only: use "
+            "F.linear and F.cross_entropy"
+        )
+    device, tokens = hidden.device, hidden.shape[0]
+    check_tensor("weight", weight, dtypes=[hidden.dtype], shape="[V, h]", dim=2, device=device)
+    if weight.shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"weight has rows of {weight.shape[1]} elements; they must be as long as hidden's, "
+            f"{hidden.shape[1]}"
+        )
+    if not weight.is_contiguous():
+        raise ValueError("weight is not contiguous; pass weight.contiguous()")
+    check_tensor("targets", targets, dtypes=[torch.int64], shape="[T]", dim=1, device=device)
+    if len(targets) != tokens:
+        raise ValueError(f"targets has {len(targets)} entries; it must have hidden's {tokens} rows")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it must be 0 to 1")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss is {z_loss}; it must be finite and not negative")
+    if weight_grad not in ("dense", "main_grad"):
+        raise ValueError(f"weight_grad is {weight_grad!r}; it must be 'dense' or 'main_grad'")
+    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    main_grad = main_grad_of(weight) if weight_grad == "main_grad" else None
+    expected = _expected(grad_scale, reduction, main_grad is not None, targets)
+    flags = *wanted, main_grad is not None
+    sizes = _check_classes(hidden, weight, group, vocab_range, flags)
+    name = "" if group is None else group.group_name
+    settings = (ignore_index, *sizes, float(label_smoothing), float(z_loss), name)
+    return _loss(hidden, weight, targets, main_grad, expected, reduction, wanted, *settings)

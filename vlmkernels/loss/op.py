@@ -1,0 +1,245 @@
+"""The op: chunks of logits between torch's products.
+
+T = tokens, N = those with a target, h = hidden size, V = classes of this rank. Logits exist for one
+chunk at a time, R rows by C classes, in the dtype of hidden and CHUNK_BYTES large at most; the
+native kernel turns them into statistics and, in place, into their gradient. Which chunks (`plan`):
+
+    rows by rows, C = V: three products a row. The weight's gradient is added to N / R times.
+    columns by columns, all rows: four products a row, because a row's softmax must be known before
+        the first gradient, and the logits of one block are all that is kept. Every sum over rows is
+        one product. FLOPs and elements moved, of N rows:
+
+                         FLOPs     weight read   gradient of the weight, read and written
+        rows             6 N V h   2 V h N / R   2 V h N / R
+        columns          8 N V h   3 V h         V h, written
+
+    The first, unless the gradient has 16 bits and would be rounded too often: k sums of equal parts
+    have sqrt((k + 1) / 2) times the error of one rounding, 1.9 for MOST_ROUNDINGS. R is 220 for
+    152,064 classes, so more than 1,320 rows go by columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vlmkernels._native import DTYPES, define, launch, pointer
+
+#: Largest tensor made beside inputs and results.
+CHUNK_BYTES = 64 << 20
+#: Of a 16-bit gradient, so that its error is less than twice that of one.
+MOST_ROUNDINGS = 6
+#: Of a 16-bit product before it is added to a float32 gradient: it stays in cache.
+_PRODUCT_BYTES = 4 << 20
+
+
+def plan(rows: int, classes: int, hidden: int, item: int, rounded: bool) -> tuple[int, int]:
+    """Rows and columns of a chunk, logits being of `item` bytes; rounded: a sum over rows has 16
+    bits. Pure, for tests."""
+    most = max(1, CHUNK_BYTES // (4 * hidden))  # rows of hidden, summed in float32
+    fitting = min(most, CHUNK_BYTES // (item * max(classes, 1)))  # rows with all columns
+    few = rows <= MOST_ROUNDINGS * fitting or fitting == most
+    if few or (fitting > 0 and not rounded):
+        return _even(rows, fitting), max(classes, 1)
+    count = _even(rows, most) if rounded else 1
+    return count, _even(classes, max(1, CHUNK_BYTES // (item * count)))
+
+
+def _even(count: int, largest: int) -> int:
+    """The size of equal parts of `count`, each of `largest` at most."""
+    return -(-count // -(-count // largest)) if count else 1
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, count)) for i in range(0, count, size)]
+
+
+def _run(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor | None,
+    stats: Tensor | None,
+    main_grad: Tensor | None,
+    ignore_index: int,
+    first_class: int,
+    classes: int,
+    widest: int,
+    label_smoothing: float,
+    z_loss: float,
+    group: str,
+    hidden_grad: bool,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses [T]; statistics [4, T], as CrossEntropyParams has them; gradients of hidden [T, h] and
+    weight [V, h], each row's times scale [T]. Without `scale`, and what nobody wants, is empty.
+
+    widest: the largest V of the group's ranks, so that all have the same rows in a chunk.
+    """
+    rows = (targets != ignore_index).nonzero()[:, 0]
+    labels = targets[rows].long()
+    _check_labels(labels, rows, classes, ignore_index)
+    process_group = dist.distributed_c10d._resolve_process_group(group) if group else None
+    backward = scale is not None and (hidden_grad or weight_grad)
+    row_scale = scale[rows].float() if scale is not None and backward else None
+    dhidden = torch.zeros_like(hidden) if backward and hidden_grad else hidden.new_empty(0)
+    dweight = weight.new_empty(0)
+    into = main_grad if backward and weight_grad else None
+    if backward and weight_grad and main_grad is None:
+        into = dweight = torch.empty_like(weight) if len(rows) else torch.zeros_like(weight)
+
+    known = stats is not None
+    if stats is not None:
+        work = stats[:, rows].float().contiguous()
+    else:
+        work = hidden.new_zeros(4, len(rows), dtype=torch.float32)
+        work[0] = torch.finfo(torch.float32).min
+
+    rounded = into is not None and into.dtype != torch.float32
+    count, columns = plan(len(rows), widest, hidden.shape[1], hidden.itemsize, rounded)
+    blocks = _parts(len(weight), columns) or [slice(0, 0)]
+    at_once = len(blocks) == 1 and process_group is None
+    buffer = hidden.new_empty(min(count, len(rows)) * min(columns, len(weight)))
+
+    for part in _parts(len(rows), count):
+        x, local = hidden[rows[part]], work[:, part]
+        part_scale = None if row_scale is None else row_scale[part]
+        chunk = labels[part], local, first_class, classes, label_smoothing, z_loss
+        if not known:
+            for block in blocks:
+                z = _logits(x, weight[block], buffer)
+                _cross_entropy(z, block, part_scale if at_once else None, True, *chunk)
+            if process_group is not None:
+                local.copy_(_over_group(local, process_group))
+        if not backward:
+            continue
+        # What blocks or ranks add up is float32.
+        summed = hidden_grad and (len(blocks) > 1 or process_group is not None)
+        total = x.new_zeros(x.shape, dtype=torch.float32) if summed else x.new_empty(0)
+        for block in reversed(blocks):
+            if known or block is not blocks[-1]:
+                z = _logits(x, weight[block], buffer)
+            if known or not at_once:
+                _cross_entropy(z, block, part_scale, False, *chunk)
+            if summed:
+                total += torch.mm(z, weight[block])
+            elif hidden_grad:
+                total = torch.mm(z, weight[block])
+            if into is not None:
+                _add_product(into[block], z, x, first=main_grad is None and part.start == 0)
+        if hidden_grad:
+            if process_group is not None:
+                dist.all_reduce(total, group=process_group)
+            dhidden[rows[part]] = total.to(hidden.dtype)
+
+    losses = hidden.new_zeros(len(targets), dtype=torch.float32)
+    losses[rows] = _losses(work, classes, label_smoothing, z_loss)
+    all_stats = hidden.new_zeros(4, len(targets), dtype=torch.float32)
+    all_stats[:, rows] = work
+    return losses, all_stats, dhidden, dweight
+
+
+def _logits(x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    out = buffer[: len(x) * len(weight)].view(len(x), len(weight))
+    return torch.mm(x, weight.t(), out=out)
+
+
+def _cross_entropy(
+    logits: Tensor,
+    block: slice,
+    scale: Tensor | None,
+    statistics: bool,
+    labels: Tensor,
+    stats: Tensor,
+    first_class: int,
+    *settings: float,
+) -> None:
+    """One pass of the native kernel over the columns `block` of a chunk; in place with `scale`."""
+    launch(
+        "cross_entropy",
+        logits,
+        logits.data_ptr(),
+        labels.data_ptr(),
+        *(row.data_ptr() for row in stats),
+        pointer(scale),
+        *logits.shape,
+        first_class + block.start,
+        *settings,
+        statistics,
+        DTYPES[logits.dtype],
+    )
+
+
+def _check_labels(labels: Tensor, rows: Tensor, classes: int, ignore_index: int) -> None:
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        i = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"targets[{int(rows[i])}] is {int(labels[i])}; it must be 0 to {classes - 1}, or "
+            f"ignore_index ({ignore_index})"
+        )
+
+
+def _over_group(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Statistics of all ranks' columns: one all-reduce of the maxima, one of the sums."""
+    largest = stats[0].clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    sums = stats[1:].clone()
+    sums[0] *= (stats[0] - largest).exp()
+    dist.all_reduce(sums, group=group)
+    return torch.cat([largest[None], sums])
+
+
+def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
+    """to = z^T x, or added to what it holds."""
+    if first:
+        torch.mm(z.t(), x, out=to)
+    elif to.dtype == z.dtype:
+        to.addmm_(z.t(), x)
+    else:
+        size = max(1, _PRODUCT_BYTES // (x.itemsize * x.shape[1]))
+        for block in _parts(len(to), size):
+            to[block] += torch.mm(z[:, block].t(), x)
+
+
+def _losses(stats: Tensor, classes: int, label_smoothing: float, z_loss: float) -> Tensor:
+    """As the head of csrc/cpu/loss/kernel.cpp says."""
+    largest, total, target, logit_sum = stats.double()
+    losses = largest - target + total.log()
+    if label_smoothing:
+        losses += label_smoothing * (target - logit_sum / classes)
+    if z_loss:
+        losses += z_loss * (largest + total.log()).square()
+    return losses.float()
+
+
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor | None,
+    stats: Tensor | None,
+    main_grad: Tensor | None,
+    *settings: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden_grad, weight_grad = settings[-2:]
+    tokens, kind = targets.shape[0], torch.float32
+    dense = scale is not None and weight_grad and main_grad is None
+    return (
+        hidden.new_empty(tokens, dtype=kind),
+        hidden.new_empty(4, tokens, dtype=kind),
+        torch.empty_like(hidden) if scale is not None and hidden_grad else hidden.new_empty(0),
+        torch.empty_like(weight) if dense else weight.new_empty(0),
+    )
+
+
+linear_cross_entropy = define(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? scale,"
+    " Tensor? stats, Tensor(a!)? main_grad, int ignore_index, SymInt first_class, SymInt classes,"
+    " SymInt widest, float label_smoothing, float z_loss, str group, bool hidden_grad,"
+    " bool weight_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run,
+    fake=_fake,
+    devices=("CPU",),
+)
