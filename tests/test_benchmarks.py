@@ -57,21 +57,21 @@ def test_measure_interleaves_until_enough_are_quiet() -> None:
 
     runs = {name: (lambda name=name: order.append(name)) for name in "abc"}
     calls = {"a": 1, "b": 2, "c": 3}
-    found = harness.measure(
+    actual = harness.measure(
         runs, repetitions=4, seconds=60, calls=calls, timer=timer, seed=1
     )  # fmt: skip
-    assert [t.kept for t in found.values()] == [4, 4, 4]
-    assert found["b"].seconds == [2.0] * 6
+    assert [t.kept for t in actual.values()] == [4, 4, 4]
+    assert actual["b"].seconds == [2.0] * 6
     rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert len(rounds) == 6 and all(sorted(r) == list("abc") for r in rounds)
     assert len({tuple(r) for r in rounds}) > 1, "always the same order"
 
 
 def test_measure_stops_in_time_but_after_three_rounds() -> None:
-    found = harness.measure(
+    actual = harness.measure(
         {"a": nothing}, repetitions=9, seconds=0, calls={"a": 1}, timer=lambda r, n: (1.0, 1.0)
     )
-    assert len(found["a"].seconds) == 3 and found["a"].kept == 0
+    assert len(actual["a"].seconds) == 3 and actual["a"].kept == 0
 
 
 def test_row_arithmetic() -> None:
@@ -90,7 +90,7 @@ def test_row_arithmetic() -> None:
         bar=2.0,
         ceiling_bar=99.0,
     )
-    found = {
+    actual = {
         "ours": timings(0.1, 0.1, 0.1),
         "slow": timings(0.5, 0.5, 0.5),
         "fast": timings(0.2, 0.2, 0.2, waited=(0, 0, 1)),
@@ -98,7 +98,7 @@ def test_row_arithmetic() -> None:
         "ceiling: far": timings(0.015, 0.015, 0.015),  # 60 ms: the tighter bound
     }
     context = Context(threads=2, memory=harness.FAULT_FREE)
-    row = harness.make_row(comparison, context, found, ["slow", "fast"], {"odd": "can't"})
+    row = harness.make_row(comparison, context, actual, ["slow", "fast"], {"odd": "can't"})
     assert row.best_peer == "fast" and row.ratio == pytest.approx(2.0)
     assert row.ours_ms == pytest.approx(100) and row.best_peer_ms == pytest.approx(200)
     assert row.ceiling == "far, 2000 GB/s" and row.percent_of_ceiling == pytest.approx(60)
@@ -322,9 +322,9 @@ def test_attention_peers_agree() -> None:
     q, k, v = (torch.randn(27, attention.HEADS, attention.HEAD_DIM) for _ in range(3))
     cu_seqlens = torch.tensor([0, 7, 19, 26, 27], dtype=torch.int32)
     expected = [attention.varlen_attention(q, k, v, cu_seqlens)]
-    found = attention.peers(lengths, "cpu", compiled=False)
-    assert len(found) >= 5
-    for name, attend in found.items():
+    actual = attention.peers(lengths, "cpu", compiled=False)
+    assert len(actual) >= 5
+    for name, attend in actual.items():
         assert attention._close(torch.float32)([attend(q, k, v)], expected) is None, name
     wrong = [expected[0] + 0.1]
     assert "differs" in attention._close(torch.float32)(wrong, expected)

@@ -53,14 +53,14 @@ loader.media_root loader.template
 
 def names(cls: type, prefix: str = "") -> list[str]:
     hints = typing.get_type_hints(cls)
-    found = []
+    actual = []
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
-            found += names(kind, f"{prefix}{field.name}.")
+            actual += names(kind, f"{prefix}{field.name}.")
         else:
-            found.append(prefix + field.name)
-    return found
+            actual.append(prefix + field.name)
+    return actual
 
 
 def test_options_of_train():

@@ -80,12 +80,12 @@ TIMELINE = {
 
 def running(text: str) -> list[str]:
     """The processes with this in their command."""
-    found = []
+    actual = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            found += [command] if text in command else []
-    return found
+            actual += [command] if text in command else []
+    return actual
 
 
 @pytest.fixture
@@ -138,11 +138,11 @@ def test_a_gpu_whose_kernels_hang_trap_and_fail(
     assert of(folder, "smoke") == {
         "good": "PASS", "hangs": "HANG", "traps": "FAIL", "fails": "FAIL"
     }  # fmt: skip
-    found = outcomes(folder)
-    assert found["smoke", "traps"]["detail"] == "vlmkernels: segment 0 is too long"
-    assert found["smoke", "fails"]["detail"] == "AssertionError: result 0: error 1, allowed 0.1"
+    actual = outcomes(folder)
+    assert actual["smoke", "traps"]["detail"] == "vlmkernels: segment 0 is too long"
+    assert actual["smoke", "fails"]["detail"] == "AssertionError: result 0: error 1, allowed 0.1"
     assert of(folder, "attention") == {"windows": "PASS", "frames": "SKIP"}
-    assert found["attention", "frames"]["detail"] == "cut off: no time was left"
+    assert actual["attention", "frames"]["detail"] == "cut off: no time was left"
     log = (folder / "log.txt").read_text()
     assert "before the hang" in log and "segment 0 is too long" in log
     said = capsys.readouterr().out
@@ -231,13 +231,13 @@ def test_tests_that_hang_fail_and_trap(tmp_path: Path, monkeypatch: pytest.Monke
     results, until = Results(tmp_path / "out"), time.monotonic() + 120
     runner = Runner(results, "accuracy", limit=3, until=until, processes=2)
     assert not runner.run(ids)
-    found = {name.split("::")[1]: o for (_, name), o in outcomes(tmp_path / "out").items()}
+    actual = {name.split("::")[1]: o for (_, name), o in outcomes(tmp_path / "out").items()}
     expected = {f"test_good[{n}]": "PASS" for n in range(4)}
     expected |= {"test_hangs": "HANG", "test_fails": "FAIL", "test_traps": "FAIL"}
-    assert {k: o["outcome"] for k, o in found.items()} == expected | {"test_skipped": "SKIP"}
-    assert "wrong" in found["test_fails"]["detail"]
-    assert found["test_traps"]["detail"] == "its process ended with -6"
-    assert "no such GPU" in found["test_skipped"]["detail"]
+    assert {k: o["outcome"] for k, o in actual.items()} == expected | {"test_skipped": "SKIP"}
+    assert "wrong" in actual["test_fails"]["detail"]
+    assert actual["test_traps"]["detail"] == "its process ended with -6"
+    assert "no such GPU" in actual["test_skipped"]["detail"]
     late = Runner(results, "late", limit=3, until=time.monotonic(), processes=1)
     assert not late.run(ids[:2])
     assert of(tmp_path / "out", "late") == dict.fromkeys(ids[:2], "SKIP")

@@ -120,8 +120,8 @@ def test_operations() -> None:
     [(167, 128, 55040, 2, 3), (96, 128, 33792, 4, 5), (79, 128, 33792, 4, 6), (28, 128, 0, 16, 16)],
 )  # of cuda_occupancy.h
 def test_blocks_of_sm(registers: int, threads: int, shared: int, sm_80: int, sm_90a: int) -> None:
-    found = [static.blocks_of_sm(a, registers, threads, shared) for a in ARCHITECTURES]
-    assert found == [sm_80, sm_90a]
+    actual = [static.blocks_of_sm(a, registers, threads, shared) for a in ARCHITECTURES]
+    assert actual == [sm_80, sm_90a]
 
 
 def machine_code_of(code: str, architecture: str, folder: Path) -> bytes:

@@ -88,12 +88,12 @@ def train(model: Path, folder: Path, log: Path, steps: int, delay: float) -> Non
 
 def losses(log: Path) -> dict[int, str]:
     """Loss and norm of each step; the same for a step that was computed again."""
-    found: dict[int, str] = {}
+    actual: dict[int, str] = {}
     for line in log.read_text().splitlines() if log.is_file() else []:
         if len(line.split()) == 3:  # a kill may cut the last line
             step, rest = line.split(" ", 1)
-            assert found.setdefault(int(step), rest) == rest, f"step {step} differs (seed {SEED})"
-    return found
+            assert actual.setdefault(int(step), rest) == rest, f"step {step} differs (seed {SEED})"
+    return actual
 
 
 def crash_training(moments: int, model: Path, work: Path) -> None:
@@ -144,7 +144,7 @@ def crash_conversion(moments: int, model: Path, work: Path) -> None:
             convert.to_hf(megatron, back, overwrite=True)
 
     chance = random.Random(SEED + 1)
-    found = 0
+    actual = 0
     for _ in range(moments):
         child = forked(both)
         time.sleep(chance.uniform(0.05, 3.0))
@@ -152,14 +152,14 @@ def crash_conversion(moments: int, model: Path, work: Path) -> None:
         os.waitpid(child, 0)
         for target in (megatron, back):
             if target.exists():
-                found += 1
+                actual += 1
                 assert compare(model, target).equal, f"{target} is not whole (seed {SEED})"
-    assert moments < 20 or found, "no conversion ever ended: nothing was shown"
+    assert moments < 20 or actual, "no conversion ever ended: nothing was shown"
     convert.to_megatron(model, megatron, layout, overwrite=True)
     convert.to_hf(megatron, back, overwrite=True)
     left = sorted(p.name for p in work.iterdir())
     assert left == ["back", "megatron"], left
-    print(f"{moments} conversions killed; {found} complete folders met, all whole", flush=True)
+    print(f"{moments} conversions killed; {actual} complete folders met, all whole", flush=True)
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def main() -> None:
             ["megatron-to-hf", "--source", f"{other}", "--target", f"{back}"],
             ["verify", "--source", f"{hf}", "--target", f"{back}", "--logits", "no"],
         ]  # fmt: skip
-        found: list[dict[str, Any]] = []
+        actual: list[dict[str, Any]] = []
         total = sum(p.stat().st_size for p in hf.glob("*.safetensors")) / 1e9
         for arguments in jobs:
             seconds, rss = timed(arguments)
@@ -92,7 +92,7 @@ def main() -> None:
                 flush=True,
             )
             assert rss < RSS_LIMIT_GB[size], f"{rss:.2f} GB is above {RSS_LIMIT_GB[size]} GB"
-            found.append(
+            actual.append(
                 dict(
                     size=size, job=arguments[0], gigabytes=total, seconds=seconds, rss=rss,
                     limit=RSS_LIMIT_GB[size], date=date.today().isoformat(), commit=commit(),
@@ -103,7 +103,7 @@ def main() -> None:
         assert filecmp.cmp(hf / "config.json", back / "config.json", shallow=False) or json.loads(
             (hf / "config.json").read_text()
         ) == json.loads((back / "config.json").read_text())
-        report.store_conversions(report.describe_machine("cpu"), size, found)
+        report.store_conversions(report.describe_machine("cpu"), size, actual)
         report.write()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

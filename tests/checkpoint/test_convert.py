@@ -63,10 +63,10 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """What safetensors' own reader finds in a folder."""
-    found = {}
+    actual = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found.update({canonical_name(n): t for n, t in load_file(file).items()})
-    return found
+        actual.update({canonical_name(n): t for n, t in load_file(file).items()})
+    return actual
 
 
 def variant(source: Path, target: Path, dtype: torch.dtype, shards: int, new_names: bool) -> Path:
@@ -344,6 +344,7 @@ def big_folder(folder: Path) -> int:
     return (folder / "model.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 def test_memory_is_a_small_multiple_of_the_largest_tensor(tmp_path):
     total = big_folder(tmp_path / "hf")
     largest = max(

@@ -78,7 +78,7 @@ def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
     """Hugging Face shapes, from what the architectures say, not from the table."""
     v, h, w = spec.vision, spec.hidden_size, spec.vision.hidden_size
     kv = spec.num_kv_heads * spec.head_dim
-    found: dict[str, list[int]] = {
+    actual: dict[str, list[int]] = {
         "model.embed_tokens.weight": [spec.vocab_size, h],
         "model.norm.weight": [h],
         "visual.patch_embed.proj.weight": [w, 3, 2, v.patch_size, v.patch_size],
@@ -89,37 +89,37 @@ def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
         "visual.merger.ln_q.weight": [w],
     }
     if not spec.tie_word_embeddings:
-        found["lm_head.weight"] = [spec.vocab_size, h]
+        actual["lm_head.weight"] = [spec.vocab_size, h]
     for i in range(spec.num_layers):
         layer = f"model.layers.{i}."
         for name, n in (("q", h), ("k", kv), ("v", kv)):
-            found[f"{layer}self_attn.{name}_proj.weight"] = [n, h]
-            found[f"{layer}self_attn.{name}_proj.bias"] = [n]
-        found[layer + "self_attn.o_proj.weight"] = [h, h]
-        found[layer + "mlp.gate_proj.weight"] = [spec.intermediate_size, h]
-        found[layer + "mlp.up_proj.weight"] = [spec.intermediate_size, h]
-        found[layer + "mlp.down_proj.weight"] = [h, spec.intermediate_size]
-        found[layer + "input_layernorm.weight"] = [h]
-        found[layer + "post_attention_layernorm.weight"] = [h]
+            actual[f"{layer}self_attn.{name}_proj.weight"] = [n, h]
+            actual[f"{layer}self_attn.{name}_proj.bias"] = [n]
+        actual[layer + "self_attn.o_proj.weight"] = [h, h]
+        actual[layer + "mlp.gate_proj.weight"] = [spec.intermediate_size, h]
+        actual[layer + "mlp.up_proj.weight"] = [spec.intermediate_size, h]
+        actual[layer + "mlp.down_proj.weight"] = [h, spec.intermediate_size]
+        actual[layer + "input_layernorm.weight"] = [h]
+        actual[layer + "post_attention_layernorm.weight"] = [h]
     for i in range(v.depth):
         block, n = f"visual.blocks.{i}.", v.intermediate_size
-        found[block + "attn.qkv.weight"], found[block + "attn.qkv.bias"] = [3 * w, w], [3 * w]
-        found[block + "attn.proj.weight"], found[block + "attn.proj.bias"] = [w, w], [w]
+        actual[block + "attn.qkv.weight"], actual[block + "attn.qkv.bias"] = [3 * w, w], [3 * w]
+        actual[block + "attn.proj.weight"], actual[block + "attn.proj.bias"] = [w, w], [w]
         linears = (
             {"gate_proj": (n, w), "up_proj": (n, w), "down_proj": (w, n)}
             if spec.family == "qwen2_5_vl"
             else {"fc1": (n, w), "fc2": (w, n)}
         )
         for name, (out, into) in linears.items():
-            found[f"{block}mlp.{name}.weight"] = [out, into]
-            found[f"{block}mlp.{name}.bias"] = [out]
+            actual[f"{block}mlp.{name}.weight"] = [out, into]
+            actual[f"{block}mlp.{name}.bias"] = [out]
         for norm in ("norm1", "norm2"):
-            found[f"{block}{norm}.weight"] = [w]
+            actual[f"{block}{norm}.weight"] = [w]
             if spec.family == "qwen2_vl":
-                found[f"{block}{norm}.bias"] = [w]
+                actual[f"{block}{norm}.bias"] = [w]
     if spec.family == "qwen2_vl":
-        found["visual.merger.ln_q.bias"] = [w]
-    return found
+        actual["visual.merger.ln_q.bias"] = [w]
+    return actual
 
 
 tensor_sizes = st.sampled_from([1, 2, 4])

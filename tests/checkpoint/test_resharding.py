@@ -22,6 +22,7 @@ from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.files import verify_manifest
 from vlmtrain.models.family import read_spec
 
+pytestmark = pytest.mark.slow
 SEED = random.SystemRandom().randrange(10**6)
 # Each of four ranks' layouts reads what the one before it wrote, and writes it again.
 CHAIN: list[tuple[str, dict[str, Any]]] = [
@@ -73,7 +74,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
         )
         for kind, family in (("tied", "qwen2_vl"), ("untied", "qwen2_5_vl"))
     }
-    untied, steps, found = models["untied"], [SEED, SEED + 1], {}
+    untied, steps, actual = models["untied"], [SEED, SEED + 1], {}
 
     # Small buckets: slices begin and end in many parameters.
     buckets = dict(bucket_size=5000, overlap=dict(overlap_grad_reduce=True))
@@ -89,7 +90,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
             before = path
         four[f"{kind} {CHAIN[0][0]}"]["steps"] = steps
         models[f"{kind} chain"] = before
-    found.update(zip(four, run_cases(WORKER, list(four.values()), 4, folder), strict=True))
+    actual.update(zip(four, run_cases(WORKER, list(four.values()), 4, folder), strict=True))
 
     # Offline: weights for two ranks, and the last checkpoint of a chain written anew.
     layout = layout_for(read_spec(untied), ParallelSection(tensor=2))
@@ -130,9 +131,9 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
     shutil.copytree(models["tied chain"], full.with_name("step-00000002"))
     half["layout"] = dict(pipeline=2)  # where rank 1 has something to write
     two["disk full"] = dict(**half, load=path, save=full, disk_full=1)
-    found.update(zip(two, run_cases(WORKER, list(two.values()), 2, folder), strict=True))
-    found["folders"] = dict(folder=folder, **models)
-    return found
+    actual.update(zip(two, run_cases(WORKER, list(two.values()), 2, folder), strict=True))
+    actual["folders"] = dict(folder=folder, **models)
+    return actual
 
 
 @pytest.mark.parametrize("name", [name for name, _ in CHAIN[1:]] + ["fewer ranks"])

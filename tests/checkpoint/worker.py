@@ -27,7 +27,7 @@ from vlmtrain.core.errors import UserError
 
 def optimizer_tensors(engine: Any, key: str) -> dict[torch.Tensor, torch.Tensor]:
     """Master weights or moments of every parameter here, shaped like it: all ranks' slices."""
-    found = {}
+    actual = {}
     for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         if part.is_stub_optimizer:
             continue
@@ -48,8 +48,8 @@ def optimizer_tensors(engine: Any, key: str) -> dict[torch.Tensor, torch.Tensor]
         flat = [torch.full((p.numel(),), float("nan")) for p in order]
         for place, start, tensor in (s for rank in of_ranks for s in rank):
             flat[place][start : start + tensor.numel()] = tensor
-        found.update({p: t.view(p.shape) for p, t in zip(order, flat, strict=True)})
-    return found
+        actual.update({p: t.view(p.shape) for p, t in zip(order, flat, strict=True)})
+    return actual
 
 
 def value_or_nan(table: dict[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:

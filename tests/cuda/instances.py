@@ -23,13 +23,13 @@ def keep_instances(code: str, instances: Sequence[tuple[int, int]]) -> str:
     """window/tile.cuh with these instances, (head_dim, keys), at most one a head_dim: the rest take
     most of the compiler's time."""
     kept = dict(instances)
-    code, found = re.subn(r" *case 128:[ \\]*\n *return launch<.*\n", "", code)
-    assert found == 1
+    code, actual = re.subn(r" *case 128:[ \\]*\n *return launch<.*\n", "", code)
+    assert actual == 1
     for dim in (64, 80, 96):
         line = re.compile(rf" *VLMK_WINDOW_KEYS\(launch, Math, {dim}, Rows\)[ \\]*\n")
         case = f"case {dim}: return launch<Math, {dim}, {kept.get(dim)}, Rows>(p, stream); \\\n"
-        code, found = line.subn(lambda _, case=case, dim=dim: case if dim in kept else "", code)
-        assert found == 1, f"head_dim {dim} is {found} times in the list of instances"
+        code, actual = line.subn(lambda _, case=case, dim=dim: case if dim in kept else "", code)
+        assert actual == 1, f"head_dim {dim} is {actual} times in the list of instances"
     return code
 
 

@@ -127,11 +127,11 @@ def single(
     """The launchers of a family that has one file."""
     source, name = SINGLE[family]
     build = build_kernels(csrc / source, folder / family, [architecture], csrc)
-    found = of_build(build, name, runtime, architecture)
+    actual = of_build(build, name, runtime, architecture)
     if family == "sm80-vision":
         lists = build_kernels(csrc / TILES[0], folder / "tiles", [architecture], csrc)
-        found.launchers["tiles"] = lists, TILES[1]
-    return found
+        actual.launchers["tiles"] = lists, TILES[1]
+    return actual
 
 
 def planted(mutant: Mutant, folder: Path, runtime: Path) -> Interpreted:

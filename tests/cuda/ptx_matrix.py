@@ -79,10 +79,10 @@ def test_random_shapes(causal: bool, instance: Built, rng: np.random.Generator) 
         scale = float(rng.choice([0.05, 0.125, -0.2]))
         print(lengths, heads, kv_heads, dim, dtype, causal, scale)
         case = Case(rng, lengths, heads, kv_heads, dim, dtype, causal, scale)
-        found = check_flash(kernels, case)
+        actual = check_flash(kernels, case)
         _, again = run_flash(kernels, case)
         for name in ("out", "dq", "dk", "dv"):
-            same_bits(again[name], found[name], f"{name}, again")
+            same_bits(again[name], actual[name], f"{name}, again")
 
 
 def test_gradients_from_statistics_of_sm90(

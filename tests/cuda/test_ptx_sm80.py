@@ -73,5 +73,5 @@ def test_a_too_long_segment_is_trapped(flash: Interpreted, rng: np.random.Genera
 def test_no_segment(flash: Interpreted, rng: np.random.Generator) -> None:
     device, _ = run_flash(flash, Case(rng, [], 1, 1, DIM, max_seqlen=0), backward=False)
     assert device.launches == []
-    device, found = run_flash(flash, Case(rng, [0, 0], 1, 1, DIM))
-    assert found["out"].size == 0
+    device, actual = run_flash(flash, Case(rng, [0, 0], 1, 1, DIM))
+    assert actual["out"].size == 0

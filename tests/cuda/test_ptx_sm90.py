@@ -50,5 +50,5 @@ def test_each_device_by_its_own_size(sm90: Interpreted, rng: np.random.Generator
 def test_no_token(sm90: Interpreted, rng: np.random.Generator) -> None:
     """No tensor map describes a tensor without elements."""
     for lengths in ([], [0, 0]):
-        _, found = run_flash(sm90, Case(rng, lengths, 1, 1, DIM, max_seqlen=0))
-        assert found["out"].size == found["dq"].size == 0
+        _, actual = run_flash(sm90, Case(rng, lengths, 1, 1, DIM, max_seqlen=0))
+        assert actual["out"].size == actual["dq"].size == 0

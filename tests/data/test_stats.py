@@ -31,13 +31,13 @@ def test_stats_by_hand(tmp_path: Path, model_folder: Path) -> None:
         conversation("Say hello.", "Hello!"),
     ]
     source = write_json(tmp_path / "c.json", records)
-    found = stats([source], model_folder, pack_length=512)
+    actual = stats([source], model_folder, pack_length=512)
     # 90x70 -> 84x56 pixels (2.5 units round to 2): 6 tokens; 70x90 -> 56x84: 6.
-    assert found.image_tokens.tolist() == [6, 12, 0]
-    assert found.packs == 1 and found.spread == 0
-    tokens = (found.text_tokens + found.image_tokens).sum()
-    assert found.fill == tokens / 512
-    assert (found.costs > found.text_tokens).all()
-    assert f"{tokens:,}" in render_stats(found)
-    assert plot_stats(found, tmp_path / "plot") == tmp_path / "plot.png"
+    assert actual.image_tokens.tolist() == [6, 12, 0]
+    assert actual.packs == 1 and actual.spread == 0
+    tokens = (actual.text_tokens + actual.image_tokens).sum()
+    assert actual.fill == tokens / 512
+    assert (actual.costs > actual.text_tokens).all()
+    assert f"{tokens:,}" in render_stats(actual)
+    assert plot_stats(actual, tmp_path / "plot") == tmp_path / "plot.png"
     assert (tmp_path / "plot.png").is_file()

@@ -68,7 +68,7 @@ def test_skip_counts_for_nothing_and_changes_no_shape(
         assert loader.skipped == loader.metrics["skipped"] == 1
         assert loader.state_dict()["skipped"] == 1
         assert len(said) == 1 and said[0].startswith("skipped: ") and "sample 'c'" in said[0]
-    found = 0
+    actual = 0
     for before, after in zip(whole, holed, strict=True):
         assert before.sample_ids == after.sample_ids
         assert torch.equal(before.grid_thw, after.grid_thw)
@@ -88,7 +88,7 @@ def test_skip_counts_for_nothing_and_changes_no_shape(
                 assert torch.equal(before.position_ids[:, part], after.position_ids[:, part])
                 assert torch.equal(before.pixel_values[pixels], after.pixel_values[pixels])
                 continue
-            found += 1
+            actual += 1
             assert after.labels[part].tolist() == [-100] * (part.stop - part.start)
             assert index_after.tolist() == [
                 *index_before[index_before >= 0].tolist(),
@@ -101,7 +101,7 @@ def test_skip_counts_for_nothing_and_changes_no_shape(
             learned = int((before.labels[part] != -100).sum())
             assert after.target_tokens == before.target_tokens - learned
         assert after.target_tokens == int((after.labels != -100).sum())
-    assert found == 1
+    assert actual == 1
 
 
 def test_the_limit(index: SampleIndex, processor: Processor, spec: ModelSpec) -> None:

@@ -59,9 +59,9 @@ def test_sampling_is_the_reference(fps: float) -> None:
 def test_the_folder_says_how_to_sample(tmp_path: Path, spec: ModelSpec) -> None:
     wanted = {"fps": 1.0, "num_frames": 6, "min_frames": 2, "max_frames": 9, "max_pixels": 200704}
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(wanted))
-    found = VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision)
-    assert (found.fps, found.num_frames, found.min_frames, found.max_frames) == (1.0, 6, 2, 9)
-    assert found.images.max_pixels == 200704
+    actual = VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision)
+    assert (actual.fps, actual.num_frames, actual.min_frames, actual.max_frames) == (1.0, 6, 2, 9)
+    assert actual.images.max_pixels == 200704
     assert VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision, fps=3).fps == 3
 
 

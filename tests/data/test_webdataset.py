@@ -340,8 +340,8 @@ print(json.dumps([seen, keys, index.get_sample_count()]))
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen, sizes, count = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(found[0] for found in seen.values()) == ["a", "b", "c", "d", "e/../x"]
-    by_id = {found[0]: found[1] for found in seen.values()}
+    assert sorted(actual[0] for actual in seen.values()) == ["a", "b", "c", "d", "e/../x"]
+    by_id = {actual[0]: actual[1] for actual in seen.values()}
     assert by_id["c"] == {
         "0.png": (pictures / "p4.png").stat().st_size,
         "1.jpg": (pictures / "p1.jpg").stat().st_size,

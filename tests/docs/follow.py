@@ -25,7 +25,7 @@ from tests.docs.pages import PATH, blocks  # noqa: E402
 @contextmanager
 def caught() -> Iterator[list[str]]:
     """What this process and those that it starts print, at the level of file descriptors."""
-    found: list[str] = []
+    actual: list[str] = []
     kept = [os.dup(1), os.dup(2)]
     with tempfile.TemporaryFile("w+") as file:
         sys.stdout.flush()
@@ -33,7 +33,7 @@ def caught() -> Iterator[list[str]]:
         for target in (1, 2):
             os.dup2(file.fileno(), target)
         try:
-            yield found
+            yield actual
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -41,7 +41,7 @@ def caught() -> Iterator[list[str]]:
                 os.dup2(copy, target)
                 os.close(copy)
             file.seek(0)
-            found.append(file.read())
+            actual.append(file.read())
 
 
 def run(command: str) -> int:
@@ -67,7 +67,7 @@ def ended(work: Callable[[], int]) -> int:
 
 
 def main(results: Path) -> None:
-    found = []
+    actual = []
     for page in PATH:
         names: dict[str, object] = {}
         for block in blocks(page):
@@ -78,13 +78,13 @@ def main(results: Path) -> None:
             elif block.language == "python":
                 with caught() as output:
                     code = ended(lambda: exec(block.body, names) or 0)  # noqa: B023
-                found.append((page, block.body, 0, code, output[0]))
+                actual.append((page, block.body, 0, code, output[0]))
             elif block.language == "sh":
                 for command, expected in block.commands:
                     with caught() as output:
                         code = run(command)
-                    found.append((page, command, expected, code, output[0]))
-    results.write_text(json.dumps(found))
+                    actual.append((page, command, expected, code, output[0]))
+    results.write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -48,11 +48,11 @@ class Block:
     @property
     def commands(self) -> list[tuple[str, int]]:
         """(command, exit code) of each line."""
-        found = []
+        actual = []
         for line in self.body.splitlines():
             code = _CODE.search(line)
-            found.append((_CODE.sub("", line).strip(), int(code[1]) if code else 0))
-        return found
+            actual.append((_CODE.sub("", line).strip(), int(code[1]) if code else 0))
+        return actual
 
 
 def blocks(page: str) -> Iterator[Block]:

@@ -47,9 +47,9 @@ def followed(tiny_folder, tmp_path_factory) -> list[tuple[str, str, int, int, st
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PATH)
 def test_commands_end_as_the_page_says(followed, page) -> None:
-    mine = [row for row in followed if row[0] == page]
-    assert mine
-    for _, line, wanted, code, output in mine:
+    local = [row for row in followed if row[0] == page]
+    assert local
+    for _, line, wanted, code, output in local:
         assert code == wanted, f"{line}\n{output}"
         if wanted:  # a mistake: one line, no traceback
             assert "vlmtrain: " in output or "problem" in output, output

@@ -31,17 +31,17 @@ def test_optimizers_dropped_right_after_a_step() -> None:
     """Each page-locks what the one before freed, while its uploads may be under way."""
     start = torch.randn(20_000_000, device="cuda").bfloat16()
     grad = torch.randn(20_000_000, device="cuda").bfloat16()
-    found = []
+    actual = []
     for _ in range(5):
         param = nn.Parameter(start.clone())
         param.grad = grad
         optimizer = HybridDeviceOptimizer([param], lr=1e-2)
         optimizer.step()
         del optimizer
-        found.append(param.detach())
-    assert not torch.equal(found[0], start)
-    for other in found[1:]:
-        assert torch.equal(other, found[0])
+        actual.append(param.detach())
+    assert not torch.equal(actual[0], start)
+    for other in actual[1:]:
+        assert torch.equal(other, actual[0])
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
@@ -70,7 +70,7 @@ def test_the_same_bits_whatever_overlaps() -> None:
     sizes = [1 << 20, 3, 70_001, 1 << 18]
     start = [torch.randn(n, device="cuda").bfloat16() for n in sizes]
     gradients = [[torch.randn(n, device="cuda") for n in sizes] for _ in range(20)]
-    found = []
+    actual = []
     for overlap in (True, False):
         params = [nn.Parameter(x.clone()) for x in start]
         optimizer = HybridDeviceOptimizer(
@@ -88,8 +88,8 @@ def test_the_same_bits_whatever_overlaps() -> None:
             optimizer.step()
             optimizer.zero_grad()
         optimizer.check_masters()
-        found.append([p.detach() for p in params])
-    for x, y in zip(*found, strict=True):
+        actual.append([p.detach() for p in params])
+    for x, y in zip(*actual, strict=True):
         assert torch.equal(x, y)
 
 
@@ -98,7 +98,7 @@ def test_steps_in_backward_have_the_same_bits() -> None:
     torch.manual_seed(0)
     start = [torch.randn(512, 512, device="cuda").bfloat16() * 0.04 for _ in range(24)]
     data = [torch.randn(256, 512, device="cuda").bfloat16() for _ in range(10)]
-    found = []
+    actual = []
     for in_backward in (True, False):
         params = [nn.Parameter(x.clone()) for x in start]
         optimizer = HybridDeviceOptimizer(
@@ -111,8 +111,8 @@ def test_steps_in_backward_have_the_same_bits() -> None:
             optimizer.step()
             optimizer.zero_grad()
         optimizer.check_masters()
-        found.append([p.detach() for p in params])
-    for x, y in zip(*found, strict=True):
+        actual.append([p.detach() for p in params])
+    for x, y in zip(*actual, strict=True):
         assert torch.equal(x, y)
 
 
@@ -122,7 +122,7 @@ def test_8_bit_moments_move_and_train() -> None:
     torch.manual_seed(0)
     start = torch.randn(10_001, device="cuda").bfloat16()
     grads = [torch.randn(10_001, device="cuda").bfloat16() for _ in range(3)]
-    found = []
+    actual = []
     for fraction in (0.0, 1.0):
         param = nn.Parameter(start.clone())
         optimizer = HybridDeviceOptimizer(
@@ -136,11 +136,11 @@ def test_8_bit_moments_move_and_train() -> None:
         for key, value in optimizer.state[param].items():
             assert key == "step" or value.device.type == ("cpu" if fraction == 0 else "cuda"), key
             assert torch.equal(value.cpu(), before[key]), key
-        found.append(before)
+        actual.append(before)
     for key, magnitude in (("exp_avg_codes", 127), ("exp_avg_sq_codes", 255)):
-        a, b = (x[key].int() & magnitude for x in found)
+        a, b = (x[key].int() & magnitude for x in actual)
         assert (a - b).abs().max() <= 1, key
-    torch.testing.assert_close(found[0]["master"], found[1]["master"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[0]["master"], actual[1]["master"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])

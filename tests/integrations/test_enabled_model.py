@@ -233,9 +233,9 @@ def test_fully_sharded(plain: Any, first: str) -> None:
         want, got = step(plain, inputs), step(ours, inputs)
         assert want.keys() == got.keys()
         for name, value in want.items():
-            mine = got[name]
-            mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
-            torch.testing.assert_close(mine, value, rtol=1e-3, atol=1e-5, msg=name)
+            local = got[name]
+            local = local.full_tensor() if hasattr(local, "full_tensor") else local
+            torch.testing.assert_close(local, value, rtol=1e-3, atol=1e-5, msg=name)
         if first == "shard":
             assert_bitwise("logits", logits(hf.disable(ours), inputs), logits(plain, inputs))
         else:

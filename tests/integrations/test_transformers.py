@@ -103,17 +103,17 @@ def check(models: tuple[Any, Any, Any], make: Any, samples: list[ref.Sample]) ->
     sizes: dict[str, float] = {}  # of the largest gradient of each layer, root mean square
     for name, value in want.items():
         sizes[layer(name)] = max(sizes.get(layer(name), 0.0), float(value.square().mean().sqrt()))
-    for name, mine in got.items():
+    for name, local in got.items():
         # Gradients behind a softmax or a norm are differences of larger terms (that of a key's bias
         # is 0), whose size those of the same layer without a difference stand for; and they are
         # sums over tens of tokens, whose roundings add up to about four.
         terms = torch.full_like(want[name], 4 * sizes[layer(name)])
-        assert_accurate(name, mine, theirs[name], want[name], terms)
+        assert_accurate(name, local, theirs[name], want[name], terms)
 
 
 def layer(name: str) -> str:
-    found = re.match(r".*\.\d+\.", name)
-    return found.group() if found else name
+    actual = re.match(r".*\.\d+\.", name)
+    return actual.group() if actual else name
 
 
 def sample(kind: str, learn: int = 5) -> ref.Sample:
@@ -198,9 +198,9 @@ def test_generate(models: tuple[Any, Any, Any], cache: str) -> None:
     inputs["mm_token_type_ids"] = (inputs["input_ids"] == ref.IMAGE).int()
     options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=ref.PAD)
     options |= dict(output_logits=True, return_dict_in_generate=True, cache_implementation=cache)
-    theirs, mine = plain.generate(**inputs, **options), ours.generate(**inputs, **options)
-    assert mine.sequences.tolist() == theirs.sequences.tolist()
-    torch.testing.assert_close(torch.stack(mine.logits), torch.stack(theirs.logits))
+    theirs, local = plain.generate(**inputs, **options), ours.generate(**inputs, **options)
+    assert local.sequences.tolist() == theirs.sequences.tolist()
+    torch.testing.assert_close(torch.stack(local.logits), torch.stack(theirs.logits))
 
 
 def test_padding_token_gets_no_gradient(models: tuple[Any, Any, Any]) -> None:
@@ -265,10 +265,10 @@ def test_wrapped_embedding(models: tuple[Any, Any, Any]) -> None:
     torch.manual_seed(5)
     model = peft.get_peft_model(copy.deepcopy(plain), config)
     theirs = step(model, inputs)
-    mine = step(hf.enable(model), inputs)
-    assert mine.keys() == theirs.keys()
+    local = step(hf.enable(model), inputs)
+    assert local.keys() == theirs.keys()
     for name, want in theirs.items():
-        torch.testing.assert_close(mine[name], want, rtol=1e-3, atol=1e-5, msg=name)
+        torch.testing.assert_close(local[name], want, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_accelerate_hooks(models: tuple[Any, Any, Any]) -> None:
@@ -302,8 +302,8 @@ def test_mixed_dtypes(models: tuple[Any, Any, Any]) -> None:
     with torch.no_grad():
         want = exact(**batch(one, dtype=torch.float64)).logits
         with torch.autocast("cpu", torch.bfloat16):
-            theirs, mine = plain(**batch(one)).logits, ours(**batch(one)).logits
-    assert_accurate("logits", mine, theirs, want)
+            theirs, local = plain(**batch(one)).logits, ours(**batch(one)).logits
+    assert_accurate("logits", local, theirs, want)
 
 
 def test_counts_are_compared(models: tuple[Any, Any, Any]) -> None:

@@ -27,12 +27,12 @@ def check(
     x, weight, targets = make(29, CLASSES, 24, dtype, 0.8)
     targets[0] = 1
     part = slice(0 if rank == 0 else ends[rank - 1], ends[rank])
-    mine = weight.detach()[part].contiguous().requires_grad_()
-    mine.main_grad = torch.zeros(mine.shape)  # type: ignore[attr-defined]
+    local = weight.detach()[part].contiguous().requires_grad_()
+    local.main_grad = torch.zeros(local.shape)  # type: ignore[attr-defined]
     dout = torch.rand(29) + 0.5 if options["reduction"] == "none" else torch.ones(())
     loss = linear_cross_entropy(
         x,
-        mine,
+        local,
         targets,
         group=dist.group.WORLD,
         vocab_range=(part.start, part.stop),
@@ -40,7 +40,7 @@ def check(
         **options,
     )
     loss.backward(dout)
-    partial = mine.main_grad if weight_grad == "main_grad" else mine.grad  # type: ignore
+    partial = local.main_grad if weight_grad == "main_grad" else local.grad  # type: ignore
     whole = torch.zeros(weight.shape)
     whole[part] = partial.float()
     dist.all_reduce(whole)

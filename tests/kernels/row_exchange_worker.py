@@ -28,10 +28,10 @@ def check(kind: str, shards: list[Any], share: float, group: dist.ProcessGroup |
     ids, weight, visual, index = make(8 * len(shards), 24, torch.bfloat16, share)
     owner = owners(kind, len(visual), len(shards))
     dout = torch.randn(len(ids), 24).bfloat16()
-    mine = visual[owner == rank].requires_grad_()
+    local = visual[owner == rank].requires_grad_()
     plan = row_exchange(index, owner, shards, rank)
     assert [len(s) for s in plan.send] == counts(index, owner, shards, rank)
-    got = exchange_rows(mine, plan, group)
+    got = exchange_rows(local, plan, group)
     assert len(got) == sum(plan.receive)
 
     everything = visual.clone().requires_grad_()
@@ -50,7 +50,7 @@ def check(kind: str, shards: list[Any], share: float, group: dist.ProcessGroup |
     if shards[rank] is None:
         assert len(got) == 0
         got.sum().backward()  # it must answer the others all the same
-    assert_bitwise("gradient of own rows", mine.grad, total[owner == rank])  # type: ignore
+    assert_bitwise("gradient of own rows", local.grad, total[owner == rank])  # type: ignore
 
 
 def counts(index: torch.Tensor, owner: torch.Tensor, shards: list[Any], rank: int) -> list[int]:

@@ -177,8 +177,8 @@ def test_gpus_with_less_shared_memory(capability, head_dim, max_seqlen, expected
     """A launch that asks for more than there is fails with "invalid argument"."""
     others = {False: "sdpa", True: "composed"}
     for vision, other in others.items():
-        found = select(gpu_of(*capability), FP16, head_dim, max_seqlen, vision=vision)
-        assert found == (other if expected == "others" else expected)
+        actual = select(gpu_of(*capability), FP16, head_dim, max_seqlen, vision=vision)
+        assert actual == (other if expected == "others" else expected)
 
 
 def test_shared_memory_is_what_the_launchers_ask_for():
@@ -186,8 +186,8 @@ def test_shared_memory_is_what_the_launchers_ask_for():
     asked: dict[tuple[str, int, int], int] = {}
     for kernels in json.loads(STATIC.read_text())["kernels"].values():
         for name, figures in kernels.items():
-            if found := re.match(r"(window|sm80|sm90)_\w+<\w+, (\d+)(?:, (\d+))?", name):
-                key = (found[1], int(found[2]), int(found[3] or 0))
+            if actual := re.match(r"(window|sm80|sm90)_\w+<\w+, (\d+)(?:, (\d+))?", name):
+                key = (actual[1], int(actual[2]), int(actual[3] or 0))
                 shared = figures["static shared bytes"] + figures["dynamic shared bytes"]
                 asked[key] = max(asked.get(key, 0), shared)
     largest = max(asked.pop(key) for key in list(asked) if key[0] == "sm90")

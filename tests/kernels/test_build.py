@@ -75,6 +75,7 @@ def test_version_is_that_of_pyproject():
     assert _native._C.build_info()["version"] == declared[1], "rebuild the native module"
 
 
+@pytest.mark.slow
 def test_best_instruction_set_is_chosen_and_can_be_overridden():
     available = _native.available_isas()
     assert available[0] == "generic"

@@ -140,9 +140,9 @@ def test_same_bits_with_any_number_of_threads():
     expected = None
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        mine = clones(params)
-        optimizer = CPUAdam(mine)
-        for p, g in zip(mine, grads, strict=True):
+        local = clones(params)
+        optimizer = CPUAdam(local)
+        for p, g in zip(local, grads, strict=True):
             p.grad = g
         optimizer.step()
         expected = expected or optimizer

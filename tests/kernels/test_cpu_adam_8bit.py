@@ -244,7 +244,7 @@ def test_convergence() -> None:
         )
         optimizer = CPUAdam(model.parameters(), lr=3e-3, weight_decay=0.0, moments=moments)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
-        found = []
+        actual = []
         for _ in range(400):
             x = torch.randn(128, 32)
             loss = (model(x) - teacher(x).detach()).square().mean()
@@ -252,8 +252,8 @@ def test_convergence() -> None:
             loss.backward()
             optimizer.step()
             schedule.step()
-            found.append(float(loss.detach()))
-        return found[0], sum(found[-20:]) / 20
+            actual.append(float(loss.detach()))
+        return actual[0], sum(actual[-20:]) / 20
 
     seed = int(torch.randint(2**31, ()))
     first, exact = final_loss(torch.float32)

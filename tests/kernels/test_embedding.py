@@ -344,9 +344,9 @@ def test_scatter_backward() -> None:
     shard = torch.autograd.grad(
         scatter_visual(embeddings[8:16], visual, index, shard=(1, 3)), visual, dout[8:16]
     )[0]
-    mine = (index >= 0) & (torch.arange(24) // 8 == 1)
+    local = (index >= 0) & (torch.arange(24) // 8 == 1)
     kept = torch.zeros_like(expected[1])
-    kept[index[mine].long()] = expected[1][index[mine].long()]
+    kept[index[local].long()] = expected[1][index[local].long()]
     assert_bitwise("dvisual of a shard", shard, kept)
 
 

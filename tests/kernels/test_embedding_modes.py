@@ -235,8 +235,8 @@ def test_contributions_add_up(dtype: torch.dtype, share: float) -> None:
             with poisoned():
                 part = visual_embedding(ids, table, rows, index, **kw)
                 part.backward(dout)
-            mine = torch.arange(24) // 8 == rank
-            others = (index >= 0) & ~mine
+            local = torch.arange(24) // 8 == rank
+            others = (index >= 0) & ~local
             assert part[others].abs().max() == 0 if others.any() else True
             total += part.detach().float()
             got = table.main_grad if mode == "main_grad" else table.grad  # type: ignore
@@ -268,11 +268,11 @@ def test_in_place(dtype: torch.dtype, hidden: int, name: str) -> None:
     third = positions // 3
     for shard in (None, (0, 3), (2, 3)):
         begin, end = (0, positions) if shard is None else (shard[0] * third, (shard[0] + 1) * third)
-        mine = embeddings[begin:end].clone()
+        local = embeddings[begin:end].clone()
         with isa(name):
-            out = scatter_visual_(mine, visual, index, shard=shard)
-        assert out is mine
-        assert_bitwise("in place", mine, whole[begin:end])
+            out = scatter_visual_(local, visual, index, shard=shard)
+        assert out is local
+        assert_bitwise("in place", local, whole[begin:end])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])

@@ -31,6 +31,6 @@ def test_bits_of_the_plain_optimizer_on_four(tmp_path):
         plain = dict(common, layout=layout)
         cases += [plain, dict(plain, delayed=True, fractions=[1.0] * 3)]
     results = run(cases, tmp_path, 4)
-    for name, expected, found in zip(LAYOUTS, results[::2], results[1::2], strict=True):
-        same(found["state"], expected["state"], name)
-        assert found["losses"] == expected["losses"], name
+    for name, expected, actual in zip(LAYOUTS, results[::2], results[1::2], strict=True):
+        same(actual["state"], expected["state"], name)
+        assert actual["losses"] == expected["losses"], name

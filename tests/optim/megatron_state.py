@@ -115,9 +115,9 @@ def main() -> None:
     for seed, fraction in enumerate((1.0, 0.0, 1.0)):
         offload(run.engine.optimizer, fraction)
         run.step(seed)
-    found = whole_state(run.engine)
+    actual = whole_state(run.engine)
     for name, tensor in after_three.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-3, atol=1e-6, equal_nan=True)
 
     run = Run(model, backend)
     run.part.buffers[0].param_dtype = torch.float16

@@ -23,8 +23,8 @@ plain_build = worker.build
 
 
 def parts(engine: Any) -> list[Any]:
-    found = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
-    return [part for part in found if not part.is_stub_optimizer]
+    actual = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    return [part for part in actual if not part.is_stub_optimizer]
 
 
 def check_share(engine: Any, fraction: float) -> None:

@@ -226,7 +226,7 @@ def test_an_optimizer_dropped_right_after_a_step_has_made_it(
     cuda, late = FakeCuda(monkeypatch), LateUploads()
     monkeypatch.setattr(torch.cuda, "synchronize", late.finish)
     start, grad = (torch.randn(100_000).to(dtype) for _ in range(2))
-    found = []
+    actual = []
     for transfers in (HostTransfers(), late):
         param = torch.nn.Parameter(start.clone())
         param.grad = grad
@@ -238,8 +238,8 @@ def test_an_optimizer_dropped_right_after_a_step_has_made_it(
         assert transfers is not late or late.pending
         del optimizer
         assert not cuda.registered and not late.pending
-        found.append(param.detach())
-    assert_bitwise("param", found[1], found[0])
+        actual.append(param.detach())
+    assert_bitwise("param", actual[1], actual[0])
 
 
 AT_THE_END = """

@@ -95,7 +95,7 @@ def test_moments_of_another_shape_are_named(
 
 def test_moments_of_another_order_in_the_same_memory() -> None:
     for transposed in (False, True):
-        found = []
+        actual = []
         for change in (False, True):
             torch.manual_seed(5)
             param = nn.Parameter(torch.randn(6, 6).t() if transposed else torch.randn(6, 6))
@@ -108,8 +108,8 @@ def test_moments_of_another_order_in_the_same_memory() -> None:
                 moment.data = moment.data.t()
                 moment.copy_(values)
             optimizer.step()
-            found.append(param.detach())
-        assert_bitwise("weights", found[1], found[0])
+            actual.append(param.detach())
+        assert_bitwise("weights", actual[1], actual[0])
 
 
 def test_scales_of_another_size_are_named(make: Callable[..., Any]) -> None:
@@ -146,7 +146,7 @@ def test_tensors_that_moved_in_memory_are_followed(
     make: Callable[..., Any], moments: torch.dtype
 ) -> None:
     """share_memory_, and clones where the originals are freed and overwritten."""
-    found = []
+    actual = []
     for moving in (False, True):
         torch.manual_seed(3)
         params = weights()
@@ -167,8 +167,8 @@ def test_tensors_that_moved_in_memory_are_followed(
             for state in optimizer.state.values():
                 for value in state.values():
                     value.data = value.data.clone()
-        found.append([p.detach() for p in params])
-    for plain, moved in zip(*found, strict=True):
+        actual.append([p.detach() for p in params])
+    for plain, moved in zip(*actual, strict=True):
         assert_bitwise("moved", moved, plain)
 
 
@@ -211,7 +211,7 @@ def test_a_default_device_is_not_where_host_memory_is(
     make: Callable[..., Any], moments: torch.dtype
 ) -> None:
     """Counters, page-locked slabs and tables of codes say where they are."""
-    found = []
+    actual = []
     for device in ("cpu", "meta"):
         torch.manual_seed(4)
         params = weights()
@@ -225,6 +225,6 @@ def test_a_default_device_is_not_where_host_memory_is(
             if isinstance(optimizer, HybridDeviceOptimizer):
                 optimizer.set_offload_fraction(0.5)
                 optimizer.step()
-        found.append([p.detach() for p in params])
-    for plain, other in zip(*found, strict=True):
+        actual.append([p.detach() for p in params])
+    for plain, other in zip(*actual, strict=True):
         assert_bitwise("weights", other, plain)

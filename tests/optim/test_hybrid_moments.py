@@ -120,7 +120,7 @@ def test_the_device_s_own_step(moments: torch.dtype):
     moments to 4 roundings, codes to one neighbour."""
     grads = [torch.randn(n) * 10.0 ** torch.randint(-6, 1, (n,)) for n in (1000, 256, 7)]
     start = [torch.randn(g.shape) for g in grads]
-    found = []
+    actual = []
     for step in (on_host, device_step.step_on_device):
         params = [nn.Parameter(x.bfloat16()) for x in start]
         masters, states = [x.clone() for x in start], []
@@ -134,10 +134,10 @@ def test_the_device_s_own_step(moments: torch.dtype):
                 for param, grad in zip(params, grads, strict=True):
                     param.grad = grad.bfloat16()
                 step({**group, "decoupled_weight_decay": True}, params, masters, states, 0.5)
-        found.append((params, masters, states))
-    for ours, theirs in zip(*(x[1] for x in found), strict=True):
+        actual.append((params, masters, states))
+    for ours, theirs in zip(*(x[1] for x in actual), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(*(x[2] for x in found), strict=True):
+    for ours, theirs in zip(*(x[2] for x in actual), strict=True):
         assert float(ours["step"]) == float(theirs["step"]) == 3
         for key in moment_keys(moments):
             a, b = ours[key], theirs[key]

@@ -38,6 +38,7 @@ def run(cases: list[dict[str, Any]], folder: Path, size: int = 2) -> list[dict[s
     return results
 
 
+@pytest.mark.slow
 def test_bits_of_the_plain_optimizer(tmp_path):
     """Two processes; fractions change at every step, copies are late and in random order, gradients
     are clipped (from norms of 1 to 4 to 0.7). A checkpoint of one fraction goes on with another."""
@@ -126,9 +127,9 @@ def test_gradients_are_copied_during_backward(tmp_path):
         if name == "weights":  # loaded into a model that was made from others
             cases[-1].update(model=other, weights=untied, gradients=torch.float32)
     results = run(cases, tmp_path)
-    for name, expected, found in zip(plain, results[::2], results[1::2], strict=True):
-        same(found["state"], expected["state"], name)
-        assert found["losses"] == expected["losses"], name
+    for name, expected, actual in zip(plain, results[::2], results[1::2], strict=True):
+        same(actual["state"], expected["state"], name)
+        assert actual["losses"] == expected["losses"], name
 
 
 def test_loading_and_moving_keep_the_steps(tmp_path):

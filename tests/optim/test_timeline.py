@@ -11,7 +11,7 @@ from benchmarks import timeline
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def actual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("timeline")
     assert timeline.main(["--microbatches=2", f"--output={folder}"]) == 0
@@ -25,8 +25,8 @@ def spans(step: dict[str, Any], name: str) -> list[timeline.Span]:
     return [timeline.Span(**s) for s in step["spans"] if s["name"] == name]
 
 
-def test_what_overlaps(found: dict[str, Any]):
-    for step in found["steps"]:
+def test_what_overlaps(actual: dict[str, Any]):
+    for step in actual["steps"]:
         forward, backward = spans(step, "forward"), spans(step, "backward")
         d2h, host, h2d = (spans(step, name) for name in ("d2h", "host", "h2d"))
         # A bucket of 1 MiB is two weights, which go up together.
@@ -45,11 +45,11 @@ def test_what_overlaps(found: dict[str, Any]):
         assert (seconds["host during passes"] > 0) == (early > 0)
 
 
-def test_memory_beside_theory(found: dict[str, Any]):
+def test_memory_beside_theory(actual: dict[str, Any]):
     n = 12 * 512 * 512
-    assert [(row["fraction"], row["bytes"]) for row in found["memory"]] == [
+    assert [(row["fraction"], row["bytes"]) for row in actual["memory"]] == [
         (0.0, 12 * n),
         (0.5, 6 * n),
         (1.0, 0),
     ]
-    assert all(row["theory"] == row["bytes"] for row in found["memory"])
+    assert all(row["theory"] == row["bytes"] for row in actual["memory"])

@@ -32,9 +32,9 @@ def compare(trainers: list[Any]) -> None:
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         results.append((losses, dict(trainer.model.named_parameters())))
-    (theirs, before), (mine, after) = results
-    assert len(mine) == 3 and mine != [mine[0]] * 3
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    (theirs, before), (local, after) = results
+    assert len(local) == 3 and local != [local[0]] * 3
+    torch.testing.assert_close(local, theirs, rtol=1e-4, atol=1e-4)
     assert before.keys() == after.keys()
     for name, weight in before.items():
         torch.testing.assert_close(after[name], weight, rtol=1e-3, atol=1e-4, msg=name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.ranks import run_ranks
 
 SCRIPT = """
@@ -53,6 +55,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_waiting_for_the_first_rank() -> None:
     ranks = run_ranks(["-c", SCRIPT], 2, timeout=120)
     for rank in ranks:

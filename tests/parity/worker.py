@@ -101,7 +101,7 @@ _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "
 def host_questions() -> Iterator[set[str]]:
     """Places in our own code that ask a tensor for its values while the block runs: on a GPU each
     would stop the host until the device has come so far."""
-    found: set[str] = set()
+    actual: set[str] = set()
 
     def watched(name: str) -> Any:
         original = getattr(torch.Tensor, name)
@@ -115,7 +115,7 @@ def host_questions() -> Iterator[set[str]]:
             place = f"{path.name}:{code.co_name}"
             ours = any(path.is_relative_to(ROOT / name) for name in ("vlmtrain", "vlmkernels"))
             if ours and not place.startswith(_HOST):
-                found.add(f"{place} {name}")
+                actual.add(f"{place} {name}")
             return original(self, *arguments, **options)
 
         return method
@@ -124,7 +124,7 @@ def host_questions() -> Iterator[set[str]]:
     for name in _ASKING:
         setattr(torch.Tensor, name, watched(name))
     try:
-        yield found
+        yield actual
     finally:
         for name, original in before.items():
             setattr(torch.Tensor, name, original)
@@ -231,11 +231,11 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         towers = [stage.vision.blocks for stage in engine.stages if stage.vision is not None]
         hooks = [tower.register_forward_hook(lambda *a: runs.append(a[0])) for tower in towers]
         packs = share(0)
-        with host_questions() as found:
+        with host_questions() as actual:
             engine._forward_backward(packs, forward_only=False)
         for hook in hooks:
             hook.remove()
-        result["host_questions"] = found
+        result["host_questions"] = actual
         result["tower_runs"] = len(runs)
         result["tower_runs_due"] = len(towers) * sum(len(pack.grid_thw) > 0 for pack in packs)
     if lora.dropout and engine.replica is not None:

@@ -41,9 +41,9 @@ def test_fit_finds_what_steps_cost(seed: int) -> None:
     clean = rows @ true
     seconds = clean * rng.normal(1, 0.01, len(rows))
     seconds[rng.permutation(len(rows))[:12]] *= 3
-    found = drift.fit(rows, seconds)
+    actual = drift.fit(rows, seconds)
     fresh = np.array([drift.features(random_work(rng), SPEC, 1) for _ in range(50)])
-    assert fresh @ found == pytest.approx(fresh @ true, rel=0.03)
+    assert fresh @ actual == pytest.approx(fresh @ true, rel=0.03)
 
 
 def test_pairs_are_a_mean_layers() -> None:
@@ -164,8 +164,8 @@ def test_efficiencies_are_those_of_the_run() -> None:
         "optimizer": 0.1,
     }
     taken = {"compute": 1.5, "padding": 0.5, "gradients": 0.8, "optimizer": 0.4 + 0.2}
-    found = drift.as_measured(gpu, planned, taken, "bf16").efficiency
-    assert found == hardware.Efficiency(
+    actual = drift.as_measured(gpu, planned, taken, "bf16").efficiency
+    assert actual == hardware.Efficiency(
         language=pytest.approx(0.25),
         vision=pytest.approx(0.19),
         link=pytest.approx(0.75 / 2),
@@ -173,8 +173,8 @@ def test_efficiencies_are_those_of_the_run() -> None:
     )
     alone = {**planned, "gradients and parameters": 0.0}
     taken = {"compute": 1.0, "padding": 0.0, "gradients": 0.001, "optimizer": 0.05}
-    found = drift.as_measured(gpu, alone, taken, "fp32").efficiency
-    assert (found.link, found.memory) == (0.75, 1.0)
+    actual = drift.as_measured(gpu, alone, taken, "fp32").efficiency
+    assert (actual.link, actual.memory) == (0.75, 1.0)
 
 
 def test_device_names_of_the_driver() -> None:

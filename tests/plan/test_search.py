@@ -49,11 +49,11 @@ def test_contiguous_is_the_best_of_all_partitions(seed: int) -> None:
             sums[-1] += head
             if ends[-2] <= len(units) - 1 and len(units) - ends[-2] <= layers or stages == 1:
                 best = min(best, max(sums))
-        found = contiguous(vision, text, layers, head, stages)
-        if found is None:
+        actual = contiguous(vision, text, layers, head, stages)
+        if actual is None:
             assert best == math.inf
             continue
-        v, t = found
+        v, t = actual
         assert sum(v) == len(vision) and sum(t) == layers
         flat = [0, *itertools.accumulate(v)]
         times = [sum(vision[a:b]) for a, b in itertools.pairwise(flat)]
@@ -166,19 +166,19 @@ def test_states_of_the_search_are_the_exact_ones(
 
 def test_the_quick_estimate_does_not_lose_the_best(seven: ModelSpec, packs: workload.Packs) -> None:
     gpu = hardware.find_gpu("a100-80")
-    found = search.search(seven, gpu, 8, packs, 32)
+    actual = search.search(seven, gpu, 8, packs, 32)
     model = costs.CostModel(seven, gpu, packs)
     fitted = [search._fit(model, option)[0] for option in search._options(model, 8, 32)]
     total = [search.predict(model, option, 8) for option in fitted if option is not None]
     assert len(total) >= 100
-    assert found.best.step_seconds <= min(p.step_seconds for p in total) * 1.001
+    assert actual.best.step_seconds <= min(p.step_seconds for p in total) * 1.001
 
 
 def test_predictions_are_consistent(seven: ModelSpec, packs: workload.Packs) -> None:
     gpu = hardware.find_gpu("h200")
-    found = search.search(seven, gpu, 32, packs, 64)
-    assert [p.step_seconds for p in found.ranked] == sorted(p.step_seconds for p in found.ranked)
-    for p in found.ranked:
+    actual = search.search(seven, gpu, 32, packs, 64)
+    assert [p.step_seconds for p in actual.ranked] == sorted(p.step_seconds for p in actual.ranked)
+    for p in actual.ranked:
         layout = p.option.layout
         assert layout.tensor * layout.pipeline * layout.data == 32
         assert p.option.microbatches * layout.data == 64
@@ -245,11 +245,11 @@ def test_thousands_of_gpus_in_seconds() -> None:
     spec = released_spec("qwen2_vl-72b")
     data = workload.make_packs(workload.typical(spec), spec, 8192)
     start = time.process_time()
-    found = search.search(spec, hardware.find_gpu("h100"), 32768, data)
+    actual = search.search(spec, hardware.find_gpu("h100"), 32768, data)
     assert time.process_time() - start < 10
-    layout = found.best.option.layout
+    layout = actual.best.option.layout
     assert layout.tensor * layout.pipeline * layout.data == 32768
-    assert found.global_batch % layout.data == 0
+    assert actual.global_batch % layout.data == 0
 
 
 def test_measured_efficiency_is_fed_back(

@@ -10,6 +10,7 @@ from tests.parity.test_parity import check_gradients
 from tests.ranks import run_cases
 
 
+@pytest.mark.slow
 def test_the_gradient_does_not_depend_on_the_deal(model, conversations, tmp_path):
     """On two ranks: full packs dealt by cost, packs in order, and a sample a pack. The samples have
     from one to many target tokens, so that a mean of means would show."""

@@ -77,10 +77,10 @@ def reference(folder: Path, data: Path) -> tuple[float, int]:
 
 def scores(output: Path) -> dict[str, Any]:
     """scores.json without what may differ: names and times."""
-    found = json.loads((output / "scores.json").read_text())
-    found.pop("model")
-    found.get("heldout", {}).pop("seconds", None)
-    return found
+    actual = json.loads((output / "scores.json").read_text())
+    actual.pop("model")
+    actual.get("heldout", {}).pop("seconds", None)
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +161,10 @@ def test_held_out_loss_is_that_of_transformers(two_ranks, model, conversations) 
     """During training (merged adapters at the end) and on its own."""
     loss, targets = reference(model, conversations)
     for name in LAYOUTS:
-        found = scores(two_ranks / name)["heldout"]
-        assert found["loss"] == pytest.approx(loss, rel=1e-6), name
-        assert found["perplexity"] == pytest.approx(torch.tensor(loss).double().exp().item())
-        assert (found["target_tokens"], found["samples"], found["skipped"]) == (targets, 12, 0)
+        actual = scores(two_ranks / name)["heldout"]
+        assert actual["loss"] == pytest.approx(loss, rel=1e-6), name
+        assert actual["perplexity"] == pytest.approx(torch.tensor(loss).double().exp().item())
+        assert (actual["target_tokens"], actual["samples"], actual["skipped"]) == (targets, 12, 0)
     watched = two_ranks / "watched"
     last = json.loads((watched / "metrics.jsonl").read_text().splitlines()[-1])
     trained, _ = reference(watched / "hf", conversations)
@@ -202,13 +202,13 @@ def test_adapters_merge_to_what_training_wrote(two_ranks, model, tmp_path) -> No
 def test_scores_survive_conversion(two_ranks, model, questions) -> None:
     """Hugging Face folder -> Megatron checkpoint -> Hugging Face folder: the same scores, bit for
     bit, and answers that do not depend on how many processes share the questions."""
-    found = []
+    actual = []
     for number in range(3):
         output = two_ranks / f"scores-{number}"
         assert sorted(path.name for path in output.iterdir()) == ["answers.jsonl", "scores.json"]
-        found.append((scores(output), (output / "answers.jsonl").read_text()))
-    assert found[0] == found[1] == found[2]
-    result, text = found[0]
+        actual.append((scores(output), (output / "answers.jsonl").read_text()))
+    assert actual[0] == actual[1] == actual[2]
+    result, text = actual[0]
     assert result["heldout"] == scores(two_ranks / "data")["heldout"]
     answers = [json.loads(line)["answer"] for line in text.splitlines()]
     answerer = Answerer(model, kernels=False)

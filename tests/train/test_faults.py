@@ -72,7 +72,8 @@ def test_without_a_launcher(fault, layout, faulty, model, conversations, tmp_pat
     fail_without_a_launcher(fault, layout, faulty, model, conversations, tmp_path / "run")
 
 
-@pytest.mark.parametrize("fault", [pytest.param("forward", marks=pytest.mark.slow), "killed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["forward", "killed"])
 def test_with_our_launcher(fault, model, conversations, tmp_path):
     output = tmp_path / "run"
     more = ["--train.steps=60", "--nproc=2", "--loader.workers=0", *LAYOUTS["multiplexed"]]

@@ -7,7 +7,8 @@ import pytest
 from tests.ranks import run_cases
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_each_medium_is_decoded_once(ranks, model, conversations, tmp_path):
     case = {"model": model, "data": conversations}
     run_cases("tests.train.pixels_worker", case, ranks, tmp_path)

@@ -156,7 +156,8 @@ def test_ctrl_c_ends_all_ranks_with_one_line(model, conversations, tmp_path):
     assert not any(rank.is_running() for rank in ranks)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nothing_moves_at_learning_rate_zero(precision, model, conversations, tmp_path):
     folder = model
     if precision == "bf16":  # weights that bf16 holds exactly

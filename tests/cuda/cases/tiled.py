@@ -52,19 +52,19 @@ def assert_no_worse(
 def check_flash(kernels: Kernels, case: Case, backward: bool = True) -> dict[str, Array]:
     """Errors at most a few roundings of the type, relative to the norm, and twice those of plain
     torch; tiles with the most work first."""
-    _, found = run_flash(kernels, case, backward)
+    _, actual = run_flash(kernels, case, backward)
     exact, plain = case.exact(), plain_torch(case)
     for name in ("out", "dq", "dk", "dv") if backward else ("out",):
         squares = exact.get(f"{name} terms")
-        assert_no_worse(case, name, found[name], plain[name], exact[name], squares)
-    assert_close(case, "out", found["out"], exact["out"])
-    assert_statistics(case, found["stats"], exact)
+        assert_no_worse(case, name, actual[name], plain[name], exact[name], squares)
+    assert_close(case, "out", actual["out"], exact["out"])
+    assert_statistics(case, actual["stats"], exact)
     if backward:
         for name in ("dq", "dk", "dv"):
-            assert_close(case, name, found[name], exact[name], exact.get(f"{name} terms"))
-    for entries, of_keys in zip(found["tiles"], (False, True), strict=True):
+            assert_close(case, name, actual[name], exact[name], exact.get(f"{name} terms"))
+    for entries, of_keys in zip(actual["tiles"], (False, True), strict=True):
         check_tiles(case, entries, of_keys)
-    return found
+    return actual
 
 
 def check_neighbours(
@@ -77,14 +77,14 @@ def check_neighbours(
     """A segment's results are the same bits when the segments beside it hold no numbers."""
     case = Case(rng, [40, 130, 100], 1, 1, dim, causal=causal)
     _, alone = run_flash(kernels, case, backward)
-    mine = slice(40, 170)
+    local = slice(40, 170)
     for array in (case.q, case.k, case.v, case.dout):
         array[:40] = from_float(np.array(np.nan), case.dtype)
         array[170:] = from_float(np.array(np.inf), case.dtype)
     _, among = run_flash(kernels, case, backward)
     for name in ("out", "dq", "dk", "dv") if backward else ("out",):
-        same_bits(among[name][mine], alone[name][mine], name)
-    same_bits(among["stats"][:, :, mine], alone["stats"][:, :, mine], "stats")
+        same_bits(among[name][local], alone[name][local], name)
+    same_bits(among["stats"][:, :, local], alone["stats"][:, :, local], "stats")
 
 
 def check_tiles(case: Case, entries: Array, of_keys: bool) -> None:

@@ -85,14 +85,14 @@ class VisionCase:
         )
         table, order = self.table.astype(np.float64), self.order
         rows = [rounded(rotate(q, table)), rounded(rotate(k, table)), v, dout]
-        found = attend(*(x[order] for x in rows), self.cu_seqlens, self.scale, False, rounded)
+        actual = attend(*(x[order] for x in rows), self.cu_seqlens, self.scale, False, rounded)
         result = {name: np.empty_like(q) for name in ("out", "dq", "dk", "dv")}
         for name in result:
-            result[name][order] = found[name]
+            result[name][order] = actual[name]
         for name in ("dq", "dk"):
             result[name] = rounded(rotate(result[name], table, back=True))
         others = ("row_max", "row_sum", "dq terms", "dk terms")
-        return result | {name: found[name] for name in others}
+        return result | {name: actual[name] for name in others}
 
 
 def check_vision(
@@ -117,9 +117,9 @@ def check_vision(
         assert error <= 2 * allowed + tiny, (
             f"{name}: error {error:.3e}, plain torch's {allowed:.3e}"
         )
-    for name, found in zip(("row_max", "row_sum"), ours["stats"], strict=True):
+    for name, actual in zip(("row_max", "row_sum"), ours["stats"], strict=True):
         # Of products of rows that were rounded.
-        error = np.abs(found - exact[name]).max(initial=0)
+        error = np.abs(actual - exact[name]).max(initial=0)
         allowed = 2 * np.abs(plain[name] - exact[name]).max(initial=0)
         assert error <= allowed + 1e-5 * np.abs(exact[name]).max(initial=0), f"{name}: {error:.2e}"
     return device

@@ -204,18 +204,18 @@ def run_attention(
 
 def check_window(kernels: Kernels, case: Case) -> Any:
     """Forward and backward; errors at most a few roundings of the type, relative to the norm."""
-    device, found = run_attention(kernels, case)
+    device, actual = run_attention(kernels, case)
     exact = case.exact()
-    assert_statistics(case, found["stats"], exact)
+    assert_statistics(case, actual["stats"], exact)
     for name in ("out", "dq", "dk", "dv"):
-        assert_close(case, name, found[name], exact[name], exact.get(f"{name} terms"))
+        assert_close(case, name, actual[name], exact[name], exact.get(f"{name} terms"))
     return device
 
 
-def assert_statistics(case: Case, found: Array, exact: dict[str, Array]) -> None:
+def assert_statistics(case: Case, actual: Array, exact: dict[str, Array]) -> None:
     """row_max and row_sum; a score's rounding, which grows with it, is in its exponential."""
     largest = np.abs(exact["row_max"]).max(initial=0) * abs(case.scale)
-    for name, ours in zip(("row_max", "row_sum"), found, strict=True):
+    for name, ours in zip(("row_max", "row_sum"), actual, strict=True):
         error = np.abs(ours - exact[name]).max(initial=0)
         relative = 1e-5 + (2.0**-24 * largest if name == "row_sum" else 0)
         allowed = relative * max(np.abs(exact[name]).max(initial=0), 1)

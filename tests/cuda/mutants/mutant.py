@@ -69,11 +69,11 @@ def plant(code: str, mutants: Iterable[tuple[str, Mutant]]) -> str:
     by_marker: dict[str, list[tuple[str, Mutant]]] = {}
     for condition, mutant in mutants:
         by_marker.setdefault(mutant.marker, []).append((condition, mutant))
-    for found in reversed(list(MARKER.finditer(code))):
-        planted = by_marker.get(found[1] or found[2], [])
+    for actual in reversed(list(MARKER.finditer(code))):
+        planted = by_marker.get(actual[1] or actual[2], [])
         if planted:
-            start, end = _expression(code, found) if found[2] else _statement(code, found)
-            code = code[:start] + _changed(code[start:end], planted, bool(found[2])) + code[end:]
+            start, end = _expression(code, actual) if actual[2] else _statement(code, actual)
+            code = code[:start] + _changed(code[start:end], planted, bool(actual[2])) + code[end:]
     return code
 
 
@@ -166,13 +166,13 @@ def _ends(line: str) -> bool:
 
 def _value(statement: str) -> tuple[int, int]:
     """Where a statement's value stands."""
-    if found := re.match(r"(?:\} )?(?:else )?(?:if|while) \((?:const \w+ \w+ =\s+)?", statement):
-        return found.end(), _end(statement, found.end(), ")")
-    if found := re.match(r"for \(", statement):
-        start = _end(statement, found.end(), ";") + 2
+    if actual := re.match(r"(?:\} )?(?:else )?(?:if|while) \((?:const \w+ \w+ =\s+)?", statement):
+        return actual.end(), _end(statement, actual.end(), ")")
+    if actual := re.match(r"for \(", statement):
+        start = _end(statement, actual.end(), ";") + 2
         return start, _end(statement, start, ";")
-    if found := re.match(r"return\s", statement):
-        return found.end(), _end(statement, found.end(), ";")
-    found = re.search(r" [-+*/|^]?=\s+", statement)
-    assert found is not None, f"{statement!r} has no value"
-    return found.end(), _end(statement, found.end(), ";")
+    if actual := re.match(r"return\s", statement):
+        return actual.end(), _end(statement, actual.end(), ";")
+    actual = re.search(r" [-+*/|^]?=\s+", statement)
+    assert actual is not None, f"{statement!r} has no value"
+    return actual.end(), _end(statement, actual.end(), ";")
