@@ -8,6 +8,8 @@ import pytest
 
 from tests.ranks import run_workers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def actual(tmp_path_factory):

@@ -44,6 +44,7 @@ def test_vision_at_head_dim_72(
         check_tiled(kernels, rng, [6], 1, 72, "float16", max_seqlen=5)
 
 
+@pytest.mark.slow
 def test_same_bits_whatever_else_is_in_the_batch(
     flash: Interpreted, rng: np.random.Generator
 ) -> None:

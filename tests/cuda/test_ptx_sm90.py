@@ -36,6 +36,7 @@ def test_accuracy_of_gradients(name: str, sm90: Interpreted, rng: np.random.Gene
     CASES["sm90-backward"][name](sm90, rng)
 
 
+@pytest.mark.slow
 def test_each_device_by_its_own_size(sm90: Interpreted, rng: np.random.Generator) -> None:
     """A block for each multiprocessor of the current device, shared memory asked for there, and
     the stream that was given: the second device has 5, the first 3."""

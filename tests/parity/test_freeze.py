@@ -61,7 +61,8 @@ def references(tmp_path_factory):
     return table
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_frozen_parts(size, references, tmp_path):
     chosen = [
         (tied, i, dict(layout))

@@ -118,6 +118,7 @@ def test_states_to_the_byte(number: int, measured: list[dict[str, Any]]) -> None
     assert states.optimizer == real["optimizer_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [i for i, case in enumerate(CASES) if "activations" in case])
 def test_activations_are_the_tensors_autograd_keeps(
     number: int, measured: list[dict[str, Any]]
