@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,23 @@ from vlmtrain.telemetry.metrics import Metrics, check_wandb
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """All cases, measured once for each number that is asked for."""
     folder = tmp_path_factory.mktemp("ledger")
     save_model(make_model("qwen2_5_vl", vision_heads=4), folder / "model")
-    return run_cases("tests.train.ledger_worker", folder / "model", 2, folder)
+
+    @functools.cache
+    def run(attempt: int) -> dict[str, Any]:
+        results = folder / str(attempt)
+        results.mkdir()
+        return run_cases("tests.train.ledger_worker", folder / "model", 2, results)
+
+    return run
+
+
+@pytest.fixture
+def measured(measure: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    return measure(0)
 
 
 def best(measured: dict[str, Any], name: str, row: str) -> tuple[float, dict[str, float]]:
@@ -52,28 +67,39 @@ PLACED = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name,row,seconds", PLACED)
-def test_delays_are_found_where_they_were_put(
-    name: str, row: str, seconds: float, measured: dict[str, Any]
-) -> None:
+def misplaced(measured: dict[str, Any], name: str, row: str, seconds: float) -> list[str]:
+    """What is wrong with a delay of `seconds` that was put in `row` of the case `name`."""
     quiet = best(measured, "quiet replicas", "compute")[0]
     actual, step = best(measured, name, row)
-    print(step, quiet)
     compute = row == "compute"
     if compute:
         actual += step["padding"]
+    least = 0.97 * seconds
     if row in ("bubble", "imbalance"):  # while one rank sleeps, the other has the cores for itself
         actual = max(one["waterfall"][row] for one in measured[name]["rows"])
-        assert actual > 0.8 * seconds
-    else:
-        assert actual > 0.97 * seconds
-    # and in no other row
+        least = 0.8 * seconds
     work = 3 * quiet + 0.05
-    assert actual < seconds + work
+    faults = [] if least < actual < seconds + work else [f"{row} {actual}, put there {seconds}"]
+    # and in no other row
     for other in set(ROWS) - {row, "compute", "padding", *(["imbalance"] if compute else [])}:
-        others = min(s["waterfall"][other] for s in measured[name]["rows"])
-        assert others < 0.4 * DELAY + 0.2 * work, other
+        others = min(one["waterfall"][other] for one in measured[name]["rows"])
+        if others >= 0.4 * DELAY + 0.2 * work:
+            faults.append(f"{other} {others}, nothing put there (a quiet step's work: {quiet})")
+    return faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,row,seconds", PLACED)
+def test_delays_are_found_where_they_were_put(
+    name: str, row: str, seconds: float, measure: Callable[[int], dict[str, Any]]
+) -> None:
+    """Other processes take the cores at times: one of three measurements must be right."""
+    for attempt in range(3):
+        faults = misplaced(measure(attempt), name, row, seconds)
+        print(attempt, faults)
+        if not faults:
+            return
+    pytest.fail("; ".join(faults))
 
 
 @pytest.mark.slow
