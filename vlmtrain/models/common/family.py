@@ -5,7 +5,7 @@ Importable without torch: the planner and `--help` read configurations only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +34,8 @@ class MediaDefaults:
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     image_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)  # least and most of an image
-    video_pixels: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)  # of a frame
+    video_pixels: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)  # of a frame, or:
+    timed_videos: bool = False  # of all frames together, and sampled as Qwen3-VL samples
 
 
 class Family:
@@ -44,6 +45,7 @@ class Family:
     name: str  # model_type in config.json
     title: str  # for people
     media = MediaDefaults()
+    system_prompt = True  # whether a conversation without one gets the usual one
     # The tower: its only activation, as transformers calls it, and its blocks.
     hidden_act: str
     gated: bool
@@ -155,6 +157,14 @@ class Family:
             text_layer=text_layer(spec),
             vision_layer=vision_layer(spec, *self.vision_mlp),
         )
+
+    def video_placeholders(self, times: Sequence[float]) -> str:
+        """What the processor writes where the chat template wrote <|video_pad|>: one <|video_pad|>
+        for each run of the video's tokens, all runs of one length.
+
+        times: the second of the file at which each temporal slice stands.
+        """
+        return "<|video_pad|>"
 
     @property
     def positions(self) -> Callable[..., Tensor]:
