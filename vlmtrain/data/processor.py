@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from vlmtrain.core.batch import IGNORE, EncodedSample
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.spec import MediaKind, ModelSpec
 from vlmtrain.data.media.images import ImageSettings, patchify, read_config
 from vlmtrain.data.media.videos import VideoSettings, load_frames, video_settings
-from vlmtrain.data.sample import Media, MediaInfo, MediaKind, Sample
+from vlmtrain.data.sample import Media, MediaInfo, Sample
 from vlmtrain.data.template import VIDEO_PAD, ChatTemplate
 from vlmtrain.models.family import family_of
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from vlmtrain.core.spec import MediaKind
 from vlmtrain.data.errors import DataError, Kind
 
 Role = Literal["system", "user", "assistant"]
-MediaKind = Literal["image", "video"]
 
 # The marks that stand for media inside a turn's text; each is replaced where it stands.
 MARKS: dict[str, MediaKind] = {"<image>": "image", "<video>": "video"}

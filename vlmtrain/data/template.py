@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.spec import MediaKind, ModelSpec
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.sample import MARK_PATTERN, MARKS, MediaKind, Sample
+from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample
 from vlmtrain.models.family import family_of
 
 VIDEO_PAD = "<|video_pad|>"

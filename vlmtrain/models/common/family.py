@@ -5,11 +5,11 @@ Importable without torch: the planner and `--help` read configurations only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from vlmtrain.core.spec import ModelConfigError, ModelSpec, VisionSpec
+from vlmtrain.core.spec import MediaKind, ModelConfigError, ModelSpec, VisionSpec
 from vlmtrain.models.common.table import (
     Norm,
     Part,
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vlmtrain.models.common.vision import VisionTower
-
 
 @dataclass(frozen=True)
 class MediaDefaults:
@@ -166,12 +165,18 @@ class Family:
         """
         return "<|video_pad|>"
 
-    @property
-    def positions(self) -> Callable[..., Tensor]:
-        """M-RoPE positions of a sample, with the arguments of `mrope_positions`."""
+    def positions(
+        self,
+        input_ids: Tensor,
+        grids: Sequence[tuple[int, int, int]],
+        kinds: Sequence[MediaKind],
+        spec: ModelSpec,
+        seconds_per_grid: Sequence[float] | None = None,
+    ) -> Tensor:
+        """M-RoPE positions of a sample: see `mrope_positions`."""
         from vlmtrain.models.common.positions import mrope_positions  # torch
 
-        return mrope_positions
+        return mrope_positions(input_ids, grids, kinds, spec, seconds_per_grid)
 
     @property
     def tower(self) -> type[VisionTower]:
