@@ -53,7 +53,8 @@ def test_gradients(dtype: torch.dtype, share: float, shape: tuple[int, ...]) -> 
         if shard is None:
             index = wanted
         source = torch.randn(shape).to(dtype).requires_grad_()
-        dout, seen = torch.randn(shape).to(dtype), []
+        dout = torch.randn(shape).to(dtype)
+        seen: list[int] = []
         hidden = source * 2
         hidden.register_hook(lambda grad, seen=seen: seen.append(grad.data_ptr()))
         kw: dict[str, Any] = {"shard": shard}

@@ -99,11 +99,8 @@ def test_torch_func_is_refused_in_one_sentence(name: str):
         with pytest.raises(RuntimeError, match=r"vlmkernels.* by torch.func .*use torch.auto"):
             transform(lambda x: function(x).sum())(x)
     many = torch.stack([x, -x])
-    if name not in (
-        "sparse table",
-        "last layer",
-        "added rows",
-    ):  # without a derivative the others map
+    # Without a derivative the others map.
+    if name not in ("sparse table", "last layer", "added rows"):
         assert torch.equal(torch.func.vmap(function)(many)[1], function(-x))
 
 

@@ -1,8 +1,8 @@
-"""Visual rows added to hidden states in place: what Qwen3-VL's DeepStack does after its first layers.
+"""Visual rows added to hidden states in place: Qwen3-VL's DeepStack, behind its first layers.
 
 S = positions of the pack, R = rows of hidden (S, or S / size with shard=(rank, size)), n = visual
-rows, h = hidden size. Only rows with a visual index are read and written, 3 n h elements in all; the
-gradient of hidden passes through as it is.
+rows, h = hidden size. Only rows with a visual index are read and written, 3 n h elements in all;
+the gradient of hidden passes through as it is.
 
 Indices out of range: as visual_embedding's.
 """

@@ -364,8 +364,8 @@ def small_suite() -> dict[str, Check]:
         "forward, far": lambda k, r: check_forward(k, Pack(r, 8, 16, "float32"), far=far),
         "forward, edges": _forward_edges,
         "scatter": _scatter_shards,
-        # 148 units: a full batch of four a lane and one that ends inside. 10 rows: three blocks.
-        "add": lambda k, r: check_add(k, Pack(r, 20, 592, "bfloat16"), shard=(1, 2)),
+        # 170 units: a full batch of four a lane and one that ends inside. 10 rows: three blocks.
+        "add": lambda k, r: check_add(k, Pack(r, 20, 680, "bfloat16"), shard=(1, 2)),
         "add, float32": lambda k, r: check_add(k, Pack(r, 6, 24, "float32", share=0.9)),
         "add, far": lambda k, r: check_add(k, Pack(r, 8, 16, "float32"), far=far),
         "add, narrow": _add_narrow,
