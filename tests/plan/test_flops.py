@@ -142,6 +142,9 @@ def test_padding_of_a_batch_does_not_count() -> None:
     assert flops.Work.of_batch(padded, spec.vision, padding=True) == wanted + tail
 
 
+KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     import transformers
@@ -150,12 +153,12 @@ def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     spec = parse_spec(config)
     text = {
         key: value
-        for key, value in config.items()
+        for key, value in config.get("text_config", config).items()
         if key not in ("vision_config", "model_type") and not key.startswith("rope")
         if "token_id" not in key
     }
     text["rope_parameters"] = {"rope_type": "default", "mrope_section": [16, 24, 24]}
-    kind = "Qwen2VL" if spec.family == "qwen2_vl" else "Qwen2_5_VL"
+    kind = KINDS[spec.family]
     real_config = getattr(transformers, f"{kind}Config")(
         text_config=text,
         vision_config=config["vision_config"],
@@ -164,15 +167,16 @@ def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):
         model = getattr(transformers, f"{kind}ForConditionalGeneration")(real_config)
     model.tie_weights()
+    visual, none = model.model.visual, torch.nn.Module()
     parts = {
-        "patch_embed": model.model.visual.patch_embed,
-        "vision": model.model.visual.blocks,
-        "merger": model.model.visual.merger,
-        "embedding": model.model.language_model.embed_tokens,
+        "patch_embed": [visual.patch_embed, getattr(visual, "pos_embed", none)],
+        "vision": [visual.blocks],
+        "merger": [visual.merger, getattr(visual, "deepstack_merger_list", none)],
+        "embedding": [model.model.language_model.embed_tokens],
     }
     counts = flops.parameter_counts(spec)
-    for part, module in parts.items():
-        assert counts[part] == sum(p.numel() for p in module.parameters()), part
+    for part, modules in parts.items():
+        assert counts[part] == sum(p.numel() for m in modules for p in m.parameters()), part
     assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
 
 

@@ -118,8 +118,8 @@ def transforms(spec: ModelSpec) -> dict[str, Transform]:
         # The rows that pad the vocabulary are zeros: added by `pad_rows`, cut off here.
         "vocab": Transform(lambda t: t[0], lambda x: [x[: spec.vocab_size]]),
         "patch_embed": Transform(
-            lambda t: t[0].reshape(vision.hidden_size, vision.patch_dim),
-            lambda x: [x.reshape(vision.hidden_size, *kernel)],
+            lambda t: t[0].flatten(1) if t[0].dim() > 1 else t[0],
+            lambda x: [x.reshape(-1, *kernel) if x.dim() > 1 else x],
         ),
         "vision_qkv": Transform(vision_qkv, vision_qkv_back, blocks=3),
         "text_qkv": Transform(text_qkv, text_qkv_back),

@@ -148,7 +148,8 @@ def patch_embed_price(spec: ModelSpec) -> Price:
 def merger_price(spec: ModelSpec) -> Price:
     """Per patch; exact because patches come in groups of `merge_unit`, of which the merger's
     widths are multiples."""
-    return Price(Work(patches=2 * table_of(spec).merger.weights // spec.vision.merge_unit))
+    weights = sum(merger.weights for merger in table_of(spec).mergers)
+    return Price(Work(patches=2 * weights // spec.vision.merge_unit))
 
 
 def head_price(spec: ModelSpec, vocab_size: int | None = None) -> Price:
@@ -335,7 +336,7 @@ def parameter_counts(spec: ModelSpec) -> dict[str, int]:
     return {
         "patch_embed": table.patch_embed.parameters,
         "vision": spec.vision.depth * table.vision_layer.parameters,
-        "merger": table.merger.parameters,
+        "merger": sum(merger.parameters for merger in table.mergers),
         "embedding": table.embedding.parameters,
         "language": spec.num_layers * table.text_layer.parameters + table.final_norm.parameters,
         "head": 0 if spec.tie_word_embeddings else table.head.parameters,

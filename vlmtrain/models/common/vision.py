@@ -121,6 +121,57 @@ class VisionInputs:
         return torch.where(index >= 0, moved, index)
 
 
+class Merger(MegatronModule):
+    """Rows of the language model's width, one of four patches: [P or P/tp, 1, D] -> [G, h].
+
+    `joined`: the norm is of the four patches side by side, not of each.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: VisionSpec,
+        groups: ProcessGroupCollection,
+        *,
+        joined: bool = False,
+    ) -> None:
+        gather, config = config.sequence_parallel, copy.copy(config)
+        config.sequence_parallel = False
+        super().__init__(config=config)
+        self.gather = gather
+        self.merged = merged = spec.merge_unit * spec.hidden_size
+        self.width = merged if joined else spec.hidden_size
+        self.norm = Norm(config, self.width, eps=1e-6)
+        self.fc1 = ColumnParallelLinear(
+            merged,
+            merged,
+            config=config,
+            init_method=config.init_method,
+            bias=True,
+            gather_output=False,
+            tp_group=groups.tp,
+        )
+        self.fc2 = RowParallelLinear(
+            merged,
+            spec.out_hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=True,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=groups.tp,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gather:
+            # Every rank merges all rows, so the gradient that comes back is whole already.
+            x = tensor_parallel.gather_from_sequence_parallel_region(
+                x, tensor_parallel_output_grad=False
+            )
+        x = self.norm(x.reshape(-1, 1, self.width)).reshape(-1, 1, self.merged)
+        return self.fc2(F.gelu(self.fc1(x)[0]))[0].squeeze(1)
+
+
 class VisionTower(MegatronModule):
     """The slice of the vision tower on one stage; the last slice ends with the merger."""
 
@@ -163,29 +214,7 @@ class VisionTower(MegatronModule):
         )
         adapt_mlps(self.blocks)
         if last:
-            merger = copy.copy(config)
-            merger.sequence_parallel = False
-            merged = spec.merge_unit * width
-            self.merger_norm = Norm(merger, width, eps=1e-6)
-            self.merger_fc1 = ColumnParallelLinear(
-                merged,
-                merged,
-                config=merger,
-                init_method=merger.init_method,
-                bias=True,
-                gather_output=False,
-                tp_group=groups.tp,
-            )
-            self.merger_fc2 = RowParallelLinear(
-                merged,
-                spec.out_hidden_size,
-                config=merger,
-                init_method=merger.output_layer_init_method,
-                bias=True,
-                input_is_parallel=True,
-                skip_bias_add=False,
-                tp_group=groups.tp,
-            )
+            self.merger = Merger(config, spec, groups)
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """x: pixel rows [patches, patch_dim] on the first slice, else hidden [P or P/tp, 1, D].
@@ -205,7 +234,7 @@ class VisionTower(MegatronModule):
             attention_mask=None,
             packed_seq_params=inputs.packed,
         )
-        return self._merge(x) if self.last else x
+        return self.merger(x) if self.last else x
 
     def _skip(self, x: Tensor, inputs: VisionInputs) -> Tensor:
         """Zeros of the output's shape. In the graph where anything learns: the stage before waits
@@ -237,13 +266,3 @@ class VisionTower(MegatronModule):
             world = parallel_state.get_tensor_model_parallel_world_size()
             pixels = pixels.chunk(world, 0)[parallel_state.get_tensor_model_parallel_rank()]
         return self.patch_embed(pixels).unsqueeze(1)
-
-    def _merge(self, x: Tensor) -> Tensor:
-        if self.config.sequence_parallel:
-            # Every rank merges all rows, so the gradient that comes back is whole already.
-            x = tensor_parallel.gather_from_sequence_parallel_region(
-                x, tensor_parallel_output_grad=False
-            )
-        x = self.merger_norm(x).reshape(-1, 1, self.spec.merge_unit * self.spec.hidden_size)
-        x = self.merger_fc2(F.gelu(self.merger_fc1(x)[0]))[0]
-        return x.squeeze(1)
