@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from vlmtrain.models.common.vision import VisionTower
 
+
 @dataclass(frozen=True)
 class MediaDefaults:
     """How pixels become patches where the model folder's processor files do not say it."""

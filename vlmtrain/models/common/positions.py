@@ -9,6 +9,7 @@ versions agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
