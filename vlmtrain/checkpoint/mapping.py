@@ -5,9 +5,10 @@ transform; all derive from the family's table (`models/common/table.py`). A whol
 is cut for one rank by `split`, and `pieces` says which slices of the Hugging Face tensors make one
 rank's piece without the rest.
 
-Hugging Face names are those written to disk by every transformers release (`visual.*`,
-`model.*`); names of transformers >= 4.52 in memory (`model.visual.*`,
-`model.language_model.*`) are folded onto them by `canonical_name`.
+Hugging Face names are those that every transformers release writes to disk for the family:
+`visual.*` and `model.*`, or `model.visual.*` and `model.language_model.*` (Qwen3-VL, and any
+family in the memory of transformers >= 4.52). `canonical_name` folds the latter onto the former:
+names are compared by it.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ _RENAMES = (
 
 
 def canonical_name(name: str) -> str:
-    """A Hugging Face tensor name as it stands in the table."""
+    """The one form of a Hugging Face tensor name."""
     for new, old in _RENAMES:
         if name.startswith(new):
             return old + name[len(new) :]

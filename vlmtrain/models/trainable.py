@@ -24,7 +24,7 @@ def freeze(stages: Iterable[Module], section: FreezeSection) -> None:
     """Mark the parameters of the frozen parts. Before gradient buffers are made."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if name.startswith("vision.merger"):
+            if name.startswith(("vision.merger.", "vision.deepstack_mergers.")):
                 frozen = section.merger
             elif name.startswith("vision."):
                 frozen = section.vision

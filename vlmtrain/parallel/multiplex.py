@@ -78,9 +78,12 @@ class VisionReplica(MegatronModule):
             parameter.tensor_model_parallel = False  # whole here, whatever the language model's TP
 
     def forward(self, pixels: Tensor, grids: Tensor) -> Tensor:
-        """Rows [G, h] in media order of pixels [P, patch_dim] with grids int64 [media, 3]."""
+        """Rows [G, sets * h] in media order (the merger's, then DeepStack's sets) of pixels
+        [P, patch_dim] with grids int64 [media, 3]."""
         inputs = VisionInputs.from_grid(grids, self.vision.spec, shards=1, device=pixels.device)
-        rows = self.vision(pixels, inputs)
+        rows, features = self.vision(pixels, inputs)
+        if features:
+            rows = torch.cat([rows, *(features[number] for number in sorted(features))], -1)
         return rows if inputs.reverse_index is None else rows[inputs.reverse_index]
 
     def sharded_state_dict(
@@ -147,13 +150,14 @@ class Multiplexer:
         if not parts:  # the others gather their updated weights at this point
             for module in self.tower.modules():
                 touch(module)
-            parts = [packs[0].pixel_values.new_empty(0, self.spec.hidden_size, dtype=self.dtype)]
+            width = self.spec.visual_sets * self.spec.hidden_size
+            parts = [packs[0].pixel_values.new_empty(0, width, dtype=self.dtype)]
         rows = self.rows.send(torch.cat(parts), self.learns)
         if self.shards[self.rank] is None:
             return packs
         return [
-            EncodedPack.of(pack, part, exchange.visual_index)
-            for pack, part, exchange in zip(packs, rows, self.rows.packs, strict=True)
+            EncodedPack.of(pack, part, index)
+            for pack, part, index in zip(packs, rows, self.rows.indices, strict=True)
         ]
 
     def backward(self, num_tokens: Tensor) -> None:

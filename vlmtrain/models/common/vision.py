@@ -28,7 +28,7 @@ from vlmkernels.integrations.megatron import VisionPackedSeqParams, VisionSelfAt
 from vlmtrain.core.spec import VisionSpec
 from vlmtrain.models.common.layers import (
     Norm,
-    adapt_mlps,
+    adapt,
     ask_for_gradient,
     block_submodules,
     init_device,
@@ -70,6 +70,7 @@ class VisionInputs:
     window_index: Tensor | None  # int64 [G]: group at each place in window order
     reverse_index: Tensor | None  # int64 [G]: place of each group in window order
     packed: VisionPackedSeqParams  # the layout of the tower's row order
+    grids: list[list[int]]  # (t, h, w) in patches of each medium
     num_patches: int  # P with padding
     padded_patches: int
     empty: bool  # no image and no video: the tower does not run
@@ -104,6 +105,7 @@ class VisionInputs:
                 cu_seqlens_kv=ordered.cu_seqlens,
                 layout=ordered,
             ),
+            grids=grid_thw.tolist(),
             num_patches=layout.num_patches,
             padded_patches=extra * spec.merge_unit,
             empty=groups == 0,
@@ -194,12 +196,13 @@ class VisionTower(MegatronModule):
             self.patch_embed = torch.nn.Linear(
                 spec.patch_dim,
                 width,
-                bias=False,
+                bias=spec.patch_bias,
                 dtype=config.params_dtype,
                 device=init_device(config),
             )
-            # Each rank embeds its own rows only: the weight's gradient is a partial sum.
-            self.patch_embed.weight.sequence_parallel = config.sequence_parallel  # type: ignore
+            # Each rank embeds its own rows only: the gradients are partial sums.
+            for parameter in self.patch_embed.parameters():
+                parameter.sequence_parallel = config.sequence_parallel  # type: ignore
         submodules = block_submodules(config, AttnMaskType.no_mask, num_layers)
         for layer in submodules.layer_specs or ():
             layer.submodules.self_attention.module = VisionSelfAttention
@@ -212,31 +215,40 @@ class VisionTower(MegatronModule):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
-        adapt_mlps(self.blocks)
+        adapt(self.blocks)
         if last:
             self.merger = Merger(config, spec, groups)
 
-    def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: VisionInputs) -> tuple[Tensor, dict[int, Tensor]]:
         """x: pixel rows [patches, patch_dim] on the first slice, else hidden [P or P/tp, 1, D].
 
         Returns hidden states [P or P/tp, 1, D], or on the last slice rows [G, h] in the order
-        that `VisionInputs.visual_index` follows. Without images these are zeros that nobody reads,
-        and neither pass computes anything.
+        that `VisionInputs.visual_index` follows; and the rows [G, h] of DeepStack's sets that this
+        slice makes, by number. Without images these are zeros that nobody reads, and neither pass
+        computes anything.
         """
         if inputs.empty:
             return self._skip(x, inputs)
         if self.first:
-            x = ask_for_gradient(self.blocks, self._embed_patches(x, inputs))
+            x = ask_for_gradient(self.blocks, self.embed_patches(x, inputs))
         else:
             self.blocks.set_input_tensor(ask_for_gradient(self.blocks, x))
-        x = self.blocks(
-            hidden_states=x,
-            attention_mask=None,
-            packed_seq_params=inputs.packed,
-        )
-        return self.merger(x) if self.last else x
+        features: dict[int, Tensor] = {}
 
-    def _skip(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+        def after_layer(layer: int, x: Tensor) -> Tensor:
+            rows = self.features_behind(layer, x)
+            if rows is not None:
+                features[self.spec.deepstack_layers.index(layer)] = rows
+            return x
+
+        x = self.blocks(hidden_states=x, packed_seq_params=inputs.packed, after_layer=after_layer)
+        return self.merger(x) if self.last else x, features
+
+    def features_behind(self, layer: int, x: Tensor) -> Tensor | None:
+        """Rows [G, h] that a family makes of the output [P or P/tp, 1, D] of a layer."""
+        return None
+
+    def _skip(self, x: Tensor, inputs: VisionInputs) -> tuple[Tensor, dict[int, Tensor]]:
         """Zeros of the output's shape. In the graph where anything learns: the stage before waits
         for a gradient, and reductions that run beside the backward pass (DDP's overlap) must hear
         that these parameters are done too."""
@@ -247,22 +259,35 @@ class VisionTower(MegatronModule):
         if config.sequence_parallel:
             world = parallel_state.get_tensor_model_parallel_world_size()
         shape: tuple[int, ...] = (inputs.num_patches // world, 1, spec.hidden_size)
+        merged = inputs.num_patches // spec.merge_unit, spec.out_hidden_size
         if self.last:
-            shape = (inputs.num_patches // spec.merge_unit, spec.out_hidden_size)
+            shape = merged
         zeros = torch.zeros(shape, dtype=config.params_dtype, device=x.device)
+        here = {layer.layer_number - 1 for layer in self.blocks.layers}
+        features = {
+            number: zeros.new_zeros(merged)
+            for number, layer in enumerate(spec.deepstack_layers)
+            if layer in here
+        }
         learns = any(parameter.requires_grad for parameter in self.parameters())
         if self.first:
             x = zeros.new_empty(0, requires_grad=learns)
-        return _Skipped.apply(x, zeros, self.on_skipped_backward if learns else None)
+        skipped = _Skipped.apply(x, zeros, self.on_skipped_backward if learns else None)
+        return skipped, features
 
-    def _embed_patches(self, pixels: Tensor, inputs: VisionInputs) -> Tensor:
+    def embed_patches(self, pixels: Tensor, inputs: VisionInputs) -> Tensor:
+        """Hidden states [P or P/tp, 1, D] of pixel rows."""
         unit, dim = self.spec.merge_unit, self.spec.patch_dim
         pixels = pixels.to(self.config.params_dtype)
         if inputs.padded_patches:
             pixels = F.pad(pixels, (0, 0, 0, inputs.padded_patches))
         if inputs.window_index is not None:
             pixels = pixels.view(-1, unit * dim)[inputs.window_index].view(-1, dim)
-        if self.config.sequence_parallel:
-            world = parallel_state.get_tensor_model_parallel_world_size()
-            pixels = pixels.chunk(world, 0)[parallel_state.get_tensor_model_parallel_rank()]
-        return self.patch_embed(pixels).unsqueeze(1)
+        return self.patch_embed(self.own_rows(pixels)).unsqueeze(1)
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Of rows of the whole tower those that this rank has."""
+        if not self.config.sequence_parallel:
+            return x
+        world = parallel_state.get_tensor_model_parallel_world_size()
+        return x.chunk(world, 0)[parallel_state.get_tensor_model_parallel_rank()]
