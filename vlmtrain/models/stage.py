@@ -280,7 +280,7 @@ class QwenVLStage(LanguageModule):
                 return x
             rows = features[layer].view(-1, self.spec.hidden_size)
             shard = self._part if self.layout.sequence else None
-            return add_visual_(x, rows, index - first, shard=shard)
+            return add_visual_(x, rows, index - first, shard=shard, allow_unused=True)
 
         cos, sin = mrope_cos_sin(batch.position_ids, self.spec)
         packed = RotaryPackedSeqParams(
