@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parity import reference
+from tests.parity.matrix import FAMILIES
 from tests.released import RELEASED, released_config, released_spec
 from vlmtrain.core.config import FreezeSection
 from vlmtrain.core.spec import ModelSpec
@@ -32,7 +33,7 @@ def _sample(rng: random.Random, grids: list[list[int]]) -> torch.Tensor:
 
 def _freeze(model: Any, freeze: FreezeSection) -> None:
     for name, parameter in model.named_parameters():
-        part = "merger" if ".merger." in name else "vision" if ".visual." in name else "language"
+        part = "merger" if "merger" in name else "vision" if ".visual." in name else "language"
         parameter.requires_grad_(not getattr(freeze, part))
 
 
@@ -63,7 +64,7 @@ def _measured(model: Any, ids: torch.Tensor, grids: list[list[int]]) -> int:
 GRIDS = [[1, 8, 8], [1, 10, 14], [1, 4, 22], [1, 18, 2]]
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_equals_torch_flop_counter(family: str, seed: int) -> None:
     rng = random.Random(seed)
     model = reference.make_model(family)
@@ -75,7 +76,7 @@ def test_equals_torch_flop_counter(family: str, seed: int) -> None:
         assert counted.total == _measured(model, ids, grids)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("frozen", range(8))
 def test_freezing_equals_torch_flop_counter(family: str, frozen: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -120,7 +121,7 @@ def test_windows_are_those_of_the_kernels(seed: int) -> None:
     assert work.window_pairs == int((layout.cu_window_seqlens.long().diff() ** 2).sum())
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_of_small_models(family: str, tied: bool) -> None:
     model = reference.make_model(family, tied=tied)

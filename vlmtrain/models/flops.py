@@ -146,10 +146,9 @@ def patch_embed_price(spec: ModelSpec) -> Price:
 
 
 def merger_price(spec: ModelSpec) -> Price:
-    """Per patch; exact because patches come in groups of `merge_unit`, of which the merger's
-    widths are multiples."""
-    weights = sum(merger.weights for merger in table_of(spec).mergers)
-    return Price(Work(patches=2 * weights // spec.vision.merge_unit))
+    """Of one merger, per patch; exact because patches come in groups of `merge_unit`, of which the
+    merger's widths are multiples."""
+    return Price(Work(patches=2 * table_of(spec).merger.weights // spec.vision.merge_unit))
 
 
 def head_price(spec: ModelSpec, vocab_size: int | None = None) -> Price:
@@ -167,7 +166,7 @@ def prices(spec: ModelSpec) -> dict[str, Price]:
     return {
         "patch_embed": patch_embed_price(spec),
         "vision": Price(weights, attention),
-        "merger": merger_price(spec),
+        "merger": Price(merger_price(spec).weights.scaled(spec.visual_sets)),
         "language": Price(
             text.weights.scaled(spec.num_layers), text.attention.scaled(spec.num_layers)
         ),

@@ -274,13 +274,14 @@ class QwenVLStage(LanguageModule):
         assert self.language_model is not None
         index = batch.pack_index if isinstance(batch, EncodedPack) else batch.visual_index
         assert index is not None
+        index = index - first if first else index
 
         def after_layer(layer: int, x: Tensor) -> Tensor:
             if layer not in features:
                 return x
             rows = features[layer].view(-1, self.spec.hidden_size)
             shard = self._part if self.layout.sequence else None
-            return add_visual_(x, rows, index - first, shard=shard)
+            return add_visual_(x, rows, index, shard=shard, allow_unused=True)
 
         cos, sin = mrope_cos_sin(batch.position_ids, self.spec)
         packed = RotaryPackedSeqParams(

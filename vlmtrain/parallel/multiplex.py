@@ -35,8 +35,7 @@ from torch import Tensor
 from vlmtrain.core.batch import EncodedPack, PackedBatch
 from vlmtrain.core.clock import Clock
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.models.common.layers import touch
-from vlmtrain.models.common.vision import VisionInputs
+from vlmtrain.models.common.vision import VisionInputs, VisionTower, touch_all
 from vlmtrain.models.family import family_of
 from vlmtrain.parallel.ddp import parameters_ready
 from vlmtrain.parallel.row_exchange import StepRows
@@ -116,6 +115,8 @@ class Multiplexer:
         # What each member embeds of a sequence.
         self.shards: list[tuple[int, int] | None] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(self.shards, part, group=self.group)
+        replica = tower if isinstance(tower, VisionReplica) else tower.module
+        self.whole: VisionTower = replica.vision
         self.learns = any(p.requires_grad for p in tower.parameters())
 
     def expect(self, inputs: StepInputs, packs: list[PackedBatch]) -> None:
@@ -148,8 +149,7 @@ class Multiplexer:
         with torch.no_grad(), tracker.fork(), self.clock.span("compute"):
             parts = [self._encode(piece) for piece in range(len(self.pieces))]
         if not parts:  # the others gather their updated weights at this point
-            for module in self.tower.modules():
-                touch(module)
+            touch_all(self.whole)
             width = self.spec.visual_sets * self.spec.hidden_size
             parts = [packs[0].pixel_values.new_empty(0, width, dtype=self.dtype)]
         rows = self.rows.send(torch.cat(parts), self.learns)
@@ -184,7 +184,7 @@ class Multiplexer:
                 start += rows.shape[0]
         tracker.set_states(now)
         if not self.pieces and self.tower.ddp_config.overlap_grad_reduce:
-            parameters_ready(self.tower, self.tower)
+            parameters_ready(self.tower, self.whole.in_order())
 
     def _encode(self, piece: int) -> Tensor:
         pixels = [self.pixels[number] for number in self.pieces[piece]]

@@ -97,8 +97,10 @@ class StepInputs:
 def vision_cost(spec: VisionSpec, t: int, h: int, w: int) -> float:
     """Forward multiply-accumulates of one image or video, up to a common factor."""
     patches, width = t * h * w, spec.hidden_size
-    gates = 3 if spec.window_size is not None else 2
+    gates = 3 if spec.gated else 2
     linear = spec.depth * (4 * width**2 + gates * width * spec.intermediate_size)
+    mergers = 1 + len(spec.deepstack_layers)
+    linear += mergers * (spec.merge_unit * width + spec.out_hidden_size) * width
     if spec.window_size is None:
         attention = spec.depth * 2 * width * h * w
     else:

@@ -8,7 +8,7 @@ Qwen2_5_VisionTransformerPretrainedModel.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,13 @@ class Merger(MegatronModule):
         return self.fc2(F.gelu(self.fc1(x)[0]))[0].squeeze(1)
 
 
+def touch_all(tower: VisionTower) -> None:
+    """As a forward pass would touch its modules, in the same order on every rank."""
+    for part in tower.in_order():
+        for module in part.modules():
+            touch(module)
+
+
 class VisionTower(MegatronModule):
     """The slice of the vision tower on one stage; the last slice ends with the merger."""
 
@@ -191,17 +198,10 @@ class VisionTower(MegatronModule):
         super().__init__(config=config)
         self.spec, self.first, self.last = spec, first, last
         self.on_skipped_backward: Callable[[], None] | None = None
-        width = spec.hidden_size
         if first:
-            self.patch_embed = torch.nn.Linear(
-                spec.patch_dim,
-                width,
-                bias=spec.patch_bias,
-                dtype=config.params_dtype,
-                device=init_device(config),
-            )
+            self.make_embeddings()
             # Each rank embeds its own rows only: the gradients are partial sums.
-            for parameter in self.patch_embed.parameters():
+            for parameter in self.parameters():
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore
         submodules = block_submodules(config, AttnMaskType.no_mask, num_layers)
         for layer in submodules.layer_specs or ():
@@ -218,6 +218,36 @@ class VisionTower(MegatronModule):
         adapt(self.blocks)
         if last:
             self.merger = Merger(config, spec, groups)
+        # DeepStack's, each on the stage of the layer behind which it stands and under its number.
+        # No ModuleDict: Megatron's checkpoints would take every tensor in it for replicated.
+        self.deepstack_mergers = MegatronModule(config)
+        for layer in self.blocks.layers:
+            if (number := layer.layer_number - 1) in spec.deepstack_layers:
+                deepstack = Merger(config, spec, groups, joined=True)
+                self.deepstack_mergers.add_module(str(number), deepstack)
+
+    def make_embeddings(self) -> None:
+        """What stands before the layers."""
+        self.patch_embed = torch.nn.Linear(
+            self.spec.patch_dim,
+            self.spec.hidden_size,
+            bias=self.spec.patch_bias,
+            dtype=self.config.params_dtype,
+            device=init_device(self.config),
+        )
+
+    def in_order(self) -> Iterator[torch.nn.Module]:
+        """Everything with parameters, in the order of a forward pass."""
+        for child in self.children():
+            if child is self.blocks:
+                for layer in self.blocks.layers:
+                    yield layer
+                    yield from filter(None, [self._merger_behind(layer.layer_number - 1)])
+            elif child is not self.deepstack_mergers:
+                yield child
+
+    def _merger_behind(self, layer: int) -> Merger | None:
+        return getattr(self.deepstack_mergers, str(layer), None)
 
     def forward(self, x: Tensor, inputs: VisionInputs) -> tuple[Tensor, dict[int, Tensor]]:
         """x: pixel rows [patches, patch_dim] on the first slice, else hidden [P or P/tp, 1, D].
@@ -236,24 +266,19 @@ class VisionTower(MegatronModule):
         features: dict[int, Tensor] = {}
 
         def after_layer(layer: int, x: Tensor) -> Tensor:
-            rows = self.features_behind(layer, x)
-            if rows is not None:
-                features[self.spec.deepstack_layers.index(layer)] = rows
+            merger = self._merger_behind(layer)
+            if merger is not None:
+                features[self.spec.deepstack_layers.index(layer)] = merger(x)
             return x
 
         x = self.blocks(hidden_states=x, packed_seq_params=inputs.packed, after_layer=after_layer)
         return self.merger(x) if self.last else x, features
 
-    def features_behind(self, layer: int, x: Tensor) -> Tensor | None:
-        """Rows [G, h] that a family makes of the output [P or P/tp, 1, D] of a layer."""
-        return None
-
     def _skip(self, x: Tensor, inputs: VisionInputs) -> tuple[Tensor, dict[int, Tensor]]:
         """Zeros of the output's shape. In the graph where anything learns: the stage before waits
         for a gradient, and reductions that run beside the backward pass (DDP's overlap) must hear
         that these parameters are done too."""
-        for module in self.modules():
-            touch(module)
+        touch_all(self)
         spec, config = self.spec, self.config
         world = 1
         if config.sequence_parallel:
@@ -263,11 +288,10 @@ class VisionTower(MegatronModule):
         if self.last:
             shape = merged
         zeros = torch.zeros(shape, dtype=config.params_dtype, device=x.device)
-        here = {layer.layer_number - 1 for layer in self.blocks.layers}
         features = {
             number: zeros.new_zeros(merged)
             for number, layer in enumerate(spec.deepstack_layers)
-            if layer in here
+            if self._merger_behind(layer) is not None
         }
         learns = any(parameter.requires_grad for parameter in self.parameters())
         if self.first:

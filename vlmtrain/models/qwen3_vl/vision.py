@@ -1,4 +1,4 @@
-"""The vision tower's own parts: a table of learned positions, and mergers behind middle layers.
+"""The tower's table of learned positions, stretched over each image.
 
 P = patches, D = tower width, side = patches along a side of the table. Reference: transformers'
 Qwen3VLVisionModel.
@@ -7,39 +7,24 @@ Qwen3VLVisionModel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from vlmtrain.models.common.layers import init_device, touch
-from vlmtrain.models.common.vision import Merger, VisionInputs, VisionTower
+from vlmtrain.models.common.vision import VisionInputs, VisionTower
 
 
 class Qwen3VLTower(VisionTower):
-    """The slice of the tower on one stage. A middle layer's merger stands on the stage of the
-    layer, under the layer's number."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        spec, config = self.spec, self.config
-        if self.first:
-            self.pos_embed = torch.nn.Embedding(
-                spec.position_side**2,
-                spec.hidden_size,
-                dtype=config.params_dtype,
-                device=init_device(config),
-            )
-            # As the patch embedding's: each rank looks up its own rows.
-            self.pos_embed.weight.sequence_parallel = config.sequence_parallel  # type: ignore
-        # Not a ModuleDict, of which Megatron's checkpoints would take every tensor for replicated.
-        self.deepstack_mergers = MegatronModule(config)
-        for layer in self.blocks.layers:
-            if (number := layer.layer_number - 1) in spec.deepstack_layers:
-                merger = Merger(config, spec, kwargs["groups"], joined=True)
-                self.deepstack_mergers.add_module(str(number), merger)
+    def make_embeddings(self) -> None:
+        super().make_embeddings()
+        self.pos_embed = torch.nn.Embedding(
+            self.spec.position_side**2,
+            self.spec.hidden_size,
+            dtype=self.config.params_dtype,
+            device=init_device(self.config),
+        )
 
     def embed_patches(self, pixels: Tensor, inputs: VisionInputs) -> Tensor:
         x = super().embed_patches(pixels, inputs)
@@ -56,10 +41,6 @@ class Qwen3VLTower(VisionTower):
             per_sample_weights=weights.to(x.device, non_blocking=True),
         )
         return x + positions.to(x.dtype).unsqueeze(1)
-
-    def features_behind(self, layer: int, x: Tensor) -> Tensor | None:
-        merger = getattr(self.deepstack_mergers, str(layer), None)
-        return None if merger is None else merger(x)
 
 
 def interpolation(
