@@ -195,6 +195,7 @@ def test_picture_is_drawn_with_right_and_wrong_answers(exported: Path, tmp_path:
         exported,
         _answers(3),
         metrics,
+        model="Qwen3-VL",
         parameters=3_000_000,
         processes=2,
         training_seconds=60.0,
