@@ -48,10 +48,8 @@ def reference(folder: Path, data: Path) -> tuple[float, int]:
     source = JsonSource(data)
     for record in source.records():
         sample = source.parse(record)
-        infos = [probe_media(media, sample, False) for media in sample.media]
-        layouts = [
-            processor.layout(m, info, sample) for m, info in zip(sample.media, infos, strict=True)
-        ]
+        sample = sample.with_infos([probe_media(media, sample, False) for media in sample.media])
+        layouts = processor.layouts(sample)
         encoded = processor.encode(sample, layouts)
         inputs: dict[str, Any] = {}
         if layouts:

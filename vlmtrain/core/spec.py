@@ -11,6 +11,8 @@ from typing import Literal
 
 from vlmtrain.core.errors import UserError
 
+MediaKind = Literal["image", "video"]
+
 
 class ModelConfigError(UserError):
     """A config.json that does not describe a model this project can train."""

@@ -5,11 +5,11 @@ Importable without torch: the planner and `--help` read configurations only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from vlmtrain.core.spec import ModelConfigError, ModelSpec, VisionSpec
+from vlmtrain.core.spec import MediaKind, ModelConfigError, ModelSpec, VisionSpec
 from vlmtrain.models.common.table import (
     Norm,
     Part,
@@ -34,7 +34,8 @@ class MediaDefaults:
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     image_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)  # least and most of an image
-    video_pixels: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)  # of a frame
+    video_pixels: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)  # of a frame, or:
+    timed_videos: bool = False  # of all frames together, and sampled as Qwen3-VL samples
 
 
 class Family:
@@ -44,6 +45,7 @@ class Family:
     name: str  # model_type in config.json
     title: str  # for people
     media = MediaDefaults()
+    system_prompt = True  # whether a conversation without one gets the usual one
     # The tower: its only activation, as transformers calls it, and its blocks.
     hidden_act: str
     gated: bool
@@ -176,12 +178,26 @@ class Family:
             ),
         )
 
-    @property
-    def positions(self) -> Callable[..., Tensor]:
-        """M-RoPE positions of a sample, with the arguments of `mrope_positions`."""
+    def video_placeholders(self, times: Sequence[float]) -> str:
+        """What the processor writes where the chat template wrote <|video_pad|>: one <|video_pad|>
+        for each run of the video's tokens, all runs of one length.
+
+        times: the second of the file at which each temporal slice stands.
+        """
+        return "<|video_pad|>"
+
+    def positions(
+        self,
+        input_ids: Tensor,
+        grids: Sequence[tuple[int, int, int]],
+        kinds: Sequence[MediaKind],
+        spec: ModelSpec,
+        seconds_per_grid: Sequence[float] | None = None,
+    ) -> Tensor:
+        """M-RoPE positions of a sample: see `mrope_positions`."""
         from vlmtrain.models.common.positions import mrope_positions  # torch
 
-        return mrope_positions
+        return mrope_positions(input_ids, grids, kinds, spec, seconds_per_grid)
 
     @property
     def tower(self) -> type[VisionTower]:

@@ -9,19 +9,18 @@ versions agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.spec import MediaKind, ModelSpec
 
 
 def mrope_positions(
     input_ids: Tensor,
     grids: Sequence[tuple[int, int, int]],
-    kinds: Sequence[Literal["image", "video"]],
+    kinds: Sequence[MediaKind],
     spec: ModelSpec,
     seconds_per_grid: Sequence[float] | None = None,
 ) -> Tensor:

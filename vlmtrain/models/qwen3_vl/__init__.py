@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlmtrain.core.spec import ModelConfigError, ModelSpec
-from vlmtrain.models.common.family import Family, MediaDefaults
+from vlmtrain.models.qwen3_vl.media import TimedVideos
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +20,8 @@ _TEXT = {"attention_bias": False, "hidden_act": "silu"}
 _ROPE = {"rope_type": "default", "mrope_interleaved": True}
 
 
-class Qwen3VL(Family):
+class Qwen3VL(TimedVideos):
     name, title = "qwen3_vl", "Qwen3-VL"
-    media = MediaDefaults(
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-        image_pixels=(256 * 256, 4096 * 4096),
-    )
     hidden_act, gated, normalization = "gelu_pytorch_tanh", False, "LayerNorm"
     vision_mlp = ("linear_fc1",), "linear_fc2"
     vision_defaults: ClassVar[dict[str, Any]] = {
