@@ -53,7 +53,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         "tied": ref.save_model(
-            ref.make_model("qwen2_vl", vision_heads=4, tied=True, seed=SEED), folder / "tied"
+            ref.make_model("qwen3_vl", vision_heads=4, tied=True, seed=SEED), folder / "tied"
         ),
         "untied": ref.save_model(
             ref.make_model("qwen2_5_vl", vision_heads=4, seed=SEED), folder / "untied"

@@ -29,12 +29,19 @@ CUT = {
         ("qwen2_5_vl", False, "mixed", "pp2 multiplexed"),
         ("qwen2_vl", True, "mixed", "tp2 sp multiplexed overlap"),
         ("qwen2_5_vl", False, "mixed", "dp2 multiplexed overlap"),
+        ("qwen3_vl", True, "mixed", "pp2 spread"),
+        ("qwen3_vl", False, "mixed", "pp2 vpp2 spread"),
+        ("qwen3_vl", False, "mixed", "tp2 sp"),
+        ("qwen3_vl", True, "mixed", "tp2 multiplexed"),
+        ("qwen3_vl", False, "mixed", "dp2 overlap"),
     ],
     4: [
         ("qwen2_5_vl", False, "mixed", "pp4 auto"),
         ("qwen2_5_vl", True, "mixed", "tp2 pp2 sp spread"),
         ("qwen2_vl", False, "mixed", "dp2 pp2 overlap"),
         ("qwen2_5_vl", False, "mixed", "dp2 pp2 multiplexed"),
+        ("qwen3_vl", False, "mixed", "pp4 empty stages"),
+        ("qwen3_vl", True, "mixed", "tp2 pp2 vpp2 sp spread"),
     ],
 }
 

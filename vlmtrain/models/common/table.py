@@ -84,8 +84,14 @@ class Norm:
         return list(self.modules.values()) * (1 + self.bias)
 
 
+@dataclass(frozen=True)
 class Lookup(Norm):
-    """A table of vectors that is looked up in: elements, but no product reads them."""
+    """A table of vectors, `inputs` wide, that is looked up in: no product reads it."""
+
+    inputs: int = 1
+
+    def sizes(self, tensor: int = 1) -> list[int]:
+        return [rows * self.inputs for rows in self.modules.values()]
 
 
 # megatron-core's order of registration, where it is not that of the table.
@@ -253,7 +259,7 @@ def patch_embed(spec: ModelSpec, hf: str) -> Part:
         ),
     )
     if vision.position_side:
-        items += (Lookup("pos_embed", {"pos_embed": vision.position_side**2 * wide}),)
+        items += (Lookup("pos_embed", {"pos_embed": vision.position_side**2}, inputs=wide),)
     return Part(hf, "vision.", items)
 
 

@@ -4,15 +4,12 @@ layers too (DeepStack, arXiv 2406.04334), and a language model that normalises q
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlmtrain.core.spec import ModelConfigError, ModelSpec
 from vlmtrain.models.qwen3_vl.media import TimedVideos
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from vlmtrain.models.common.vision import VisionTower
 
 # What the language model is like in every release: key -> the one value that is supported.
@@ -75,12 +72,6 @@ class Qwen3VL(TimedVideos):
                 f"feed as many language layers, num_hidden_layers is {spec.num_layers}"
             )
         return spec
-
-    @property
-    def positions(self) -> Callable[..., Tensor]:
-        from vlmtrain.models.qwen3_vl.positions import frame_positions  # torch
-
-        return frame_positions
 
     @property
     def tower(self) -> type[VisionTower]:

@@ -71,7 +71,6 @@ def _axis(length: int, side: int) -> tuple[Tensor, Tensor]:
     weights, [length, 2] each."""
     # In float32 and in this order, so that weights are those of transformers to the bit.
     place = torch.arange(length, dtype=torch.float32) * (side - 1) / max(length - 1, 1)
-    below = place.floor()
-    part = place - below
-    places = below.long()[:, None] + torch.arange(2)
-    return places.clamp_max(side - 1), torch.stack((1 - part, part), 1)
+    below, two = place.floor(), torch.arange(2)
+    weights = 1 - ((place - below)[:, None] - two).abs()
+    return (below.long()[:, None] + two).clamp_max(side - 1), weights
