@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,16 @@ def test_model_folder_is_what_the_demo_promises(tiny_folder: Path) -> None:
     assert spec.vision.window_size is not None
     assert photographs.LONG_SIDE > spec.vision.window_size
     assert spec.num_kv_heads < spec.num_heads
+
+
+def test_folder_of_qwen3_vl(tiny_folders: Callable[[str], Path], exported: Path) -> None:
+    folder = tiny_folders("qwen3_vl")
+    spec = read_spec(folder)
+    assert spec.family == "qwen3_vl" and spec.vision.deepstack_layers == (0, 1, 2)
+    assert (spec.vision.patch_size, spec.qk_norm, spec.interleaved_mrope) == (16, True, True)
+    model = Model(folder)
+    assert tuple(model.images.image_mean) == (0.5,) * 3 and "helpful" not in model.tokenizer.chat_template
+    assert isinstance(model.answer("<image>What?", [exported / "coffee.jpg"], 2), str)
 
 
 def test_seed_decides_the_weights(tiny_folder: Path, tmp_path: Path) -> None:
