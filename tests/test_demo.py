@@ -144,7 +144,8 @@ def test_folder_of_qwen3_vl(tiny_folders: Callable[[str], Path], exported: Path)
     assert spec.family == "qwen3_vl" and spec.vision.deepstack_layers == (0, 1, 2)
     assert (spec.vision.patch_size, spec.qk_norm, spec.interleaved_mrope) == (16, True, True)
     model = Model(folder)
-    assert tuple(model.images.image_mean) == (0.5,) * 3 and "helpful" not in model.tokenizer.chat_template
+    assert tuple(model.images.image_mean) == (0.5,) * 3
+    assert "helpful" not in model.tokenizer.chat_template
     assert isinstance(model.answer("<image>What?", [exported / "coffee.jpg"], 2), str)
 
 
