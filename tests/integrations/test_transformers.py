@@ -141,6 +141,11 @@ def test_mixture_of_experts() -> None:
     ours, exact = hf.enable(copy.deepcopy(plain)), copy.deepcopy(plain).double()
     check((plain, ours, exact), batch, [sample("image, video, image"), sample("text")])
 
+    def balanced(samples: list[ref.Sample], dtype: Any = torch.float32) -> dict[str, Any]:
+        return batch(samples, dtype=dtype) | {"output_router_logits": True}
+
+    check((plain, ours, exact), balanced, [sample("image")])
+
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_batch(models: tuple[Any, Any, Any], side: str) -> None:
@@ -176,7 +181,8 @@ def test_the_kernels_run(models: tuple[Any, Any, Any]) -> None:
         for model, expected in ((plain, {}), (ours, kernels_of(plain))):
             with _Calls() as calls, torch.no_grad():
                 model(**inputs)
-            assert {n: calls.names.count(n) for n in set(calls.names)} == expected
+            names = set(calls.names) - {"linear_cross_entropy"}
+            assert {n: calls.names.count(n) for n in names} == expected
 
 
 def kernels_of(model: Any) -> dict[str, int]:
@@ -321,7 +327,8 @@ def test_mixed_dtypes(models: tuple[Any, Any, Any]) -> None:
     with torch.no_grad():
         want = exact(**batch(one, dtype=torch.float64)).logits
         with torch.autocast("cpu", torch.bfloat16):
-            theirs, local = plain(**batch(one)).logits, ours(**batch(one)).logits
+            theirs = plain(**batch(one)).logits
+            local = ours(**batch(one), skip_logits=False).logits
     assert_accurate("logits", local, theirs, want)
 
 

@@ -233,4 +233,6 @@ def linear_cross_entropy(
     sizes = _check_classes(hidden, weight, group, vocab_range, flags)
     name = "" if group is None else group.group_name
     settings = (ignore_index, *sizes, float(label_smoothing), float(z_loss), name)
-    return _loss(hidden, weight, targets, main_grad, expected, reduction, wanted, *settings)
+    given = hidden, weight, targets, main_grad, expected, reduction, wanted
+    with torch.autocast(device.type, enabled=False):  # products are in hidden's dtype
+        return _loss(*given, *settings)
