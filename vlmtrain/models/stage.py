@@ -91,6 +91,7 @@ class QwenVLStage(LanguageModule):
                 self._table().zero_out_wgrad = False  # type: ignore[attr-defined]
         self.input_tensor: Tensor | None = None
         self.learns_before = True  # whether an earlier stage has something to train
+        self.tower_learns_before = True  # and in what the tower's hidden states have passed
         self._zeros: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
@@ -125,7 +126,10 @@ class QwenVLStage(LanguageModule):
         elif self.vision is not None:
             assert inputs is not None
             index = inputs.visual_index(batch.visual_index)
-            visual, made = self.vision(arrived[0] if arrived else batch.pixel_values, inputs)
+            hidden = arrived[0] if arrived else batch.pixel_values
+            if not self.tower_learns_before:
+                hidden = hidden.detach()
+            visual, made = self.vision(hidden, inputs)
             for number, rows in made.items():
                 features[number] = self._of_part(rows, first, shape["rows"])
             words = arrived[1].squeeze(1) if self.joint_input else None
