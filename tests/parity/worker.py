@@ -90,10 +90,11 @@ def gather_gradients(engine: Any) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
-# Where a number may be asked of a tensor inside a step: of grids, which stay in host memory, and of
-# offsets before they leave it.
+# Where a number may be asked of a tensor inside a step: of grids and labels, which stay in host
+# memory, and of offsets before they leave it.
 _HOST = ("layout.py", "step_inputs.py", "batch.py:media_pixels", "batch.py:to")
 _HOST += ("row_exchange.py:__init__", "row_exchange.py:row_exchange")
+_HOST += ("op.py:_run", "op.py:_check_labels", "op.py:_shares")
 _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 
 
