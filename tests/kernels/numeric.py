@@ -5,10 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
 from vlmkernels import _native
+
+#: Instruction sets with kernels of their own in every op; attention has more, for bf16.
+ISAS = [name for name in _native.available_isas() if name in ("generic", "avx2", "avx512")]
+#: What computes attention in its own way: instruction set, dtype. "": the machine's, with its kind
+#: of bf16 arithmetic.
+ATTENTION_GRID = [
+    pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}")
+    for name in (*_native.available_isas(), "")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if name in ISAS or dtype == torch.bfloat16
+]
+#: Those for the machine, and AMX: for what holds whatever the arithmetic.
+MACHINE_GRID = [
+    kernel
+    for kernel in ATTENTION_GRID
+    if kernel.values[0] in ("", "amx_emulated") and kernel.values[1] != torch.float16
+]
 
 
 def assert_accurate(
