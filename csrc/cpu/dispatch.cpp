@@ -53,8 +53,7 @@ bool cpu_has(Isa isa) {
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
   if (isa == Isa::kAvx512 || isa == Isa::kAmxEmulated) return avx512;
-  const bool bf16 =
-      avx512 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+  const bool bf16 = avx512 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
   return isa == Isa::kAvx512Bf16 ? bf16 : bf16 && !*why_no_tiles();
 #else
   return false;

@@ -9,8 +9,8 @@
 
 namespace vlmk {
 
-// kAmxEmulated: the kernels of kAmxBf16 on what cpu/tile.h has in place of the tile instructions. For
-// tests on machines without AMX: never chosen, only asked for by name.
+// kAmxEmulated: the kernels of kAmxBf16 on what cpu/tile.h has in place of the tile instructions.
+// For tests on machines without AMX: never chosen, only asked for by name.
 enum class Isa : int { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16, kAmxEmulated };
 
 // "generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_emulated"

@@ -1,7 +1,7 @@
-// The tile instructions of AMX-BF16; where the compiler may not use them (no __AMX_BF16__), functions
-// of the same names that compute the same bits, so that tests run the kernels on any machine with
-// AVX-512. Eight registers of 16 rows of 64 bytes, all of them always whole: rows of 16 floats, or
-// of 16 pairs of bf16. Included inside an ISA translation unit.
+// The tile instructions of AMX-BF16; where the compiler may not use them (no __AMX_BF16__),
+// functions of the same names that compute the same bits, so that tests run the kernels on any
+// machine with AVX-512. Eight registers of 16 rows of 64 bytes, all of them always whole: rows of
+// 16 floats, or of 16 pairs of bf16. Included inside an ISA translation unit.
 //
 // asm instead of the compiler's intrinsics: GCC's _tile_loadd doesn't say that it reads memory.
 #pragma once
@@ -61,11 +61,10 @@ struct TileState {
 static thread_local TileState tile_state;  // of this thread, as the registers are
 
 // An instruction on tiles without a configuration is an illegal one.
-VLMK_INLINE float (*tile_register(int number))[kTile] {
+VLMK_INLINE float (*tile_register(int number)) [kTile] {
   if (!tile_state.configured) __builtin_trap();
   return tile_state.rows[number];
-}
-VLMK_INLINE void tile_configure() {
+} VLMK_INLINE void tile_configure() {
   std::memset(&tile_state, 0, sizeof tile_state);
   tile_state.configured = true;
 }
@@ -121,8 +120,8 @@ VLMK_NOINLINE void tile_dot() {
 
 #endif
 
-// This thread's tiles while the object lives. Afterwards they are as they were at first, so that the
-// kernel saves none and other libraries find none.
+// This thread's tiles while the object lives. Afterwards they are as they were at first, so that
+// the kernel saves none and other libraries find none.
 struct TileScope {
   TileScope() { tile_configure(); }
   ~TileScope() { tile_release(); }

@@ -37,7 +37,7 @@ VLMK_INLINE void tile_block(const GemmArgs<Bf16Tiles>& g, int row, int column,
     if (kRows == 2) tile_load<2>(c(1, 0), ldc);
     if (kRows == 2 && kColumns == 2) tile_load<3>(c(1, 1), ldc);
   }
-  for (int k = 0; k < g.depth; k += kTile) {  // mutant: tile-gemm-depth
+  for (int k = 0; k < g.depth; k += kTile) {       // mutant: tile-gemm-depth
     const uint32_t* a = g.a + row * g.lda + k;     // mutant: tile-gemm-left
     const uint32_t* b = g.b + k * g.ldb + column;  // mutant: tile-gemm-right
     tile_load<4>(a, lda);
@@ -45,7 +45,7 @@ VLMK_INLINE void tile_block(const GemmArgs<Bf16Tiles>& g, int row, int column,
     tile_dot<0, 4, 6>();
     if (kColumns == 2) {
       tile_load<7>(b + kTile, ldb);  // mutant: tile-gemm-second-columns
-      tile_dot<1, 4, 7>();  // mutant: tile-gemm-dot-1
+      tile_dot<1, 4, 7>();           // mutant: tile-gemm-dot-1
     }
     if (kRows == 2) {
       tile_load<5>(a + kTile * g.lda, lda);    // mutant: tile-gemm-second-rows
@@ -92,9 +92,10 @@ __attribute__((noinline)) void gemm<Bf16Tiles, true>(const GemmArgs<Bf16Tiles>& 
       store(c, load(c) * load(g.row_scale + i));  // mutant: tile-gemm-scale
     }
   }
-  const Start start = g.start == Start::kZero ? Start::kZero : Start::kAdd;  // mutant: tile-gemm-add
-  gemm<Bf16Tiles, false>({g.b, g.ldb, g.a, g.lda, g.c, g.ldc, columns, lanes, g.depth, start, nullptr},
-                         prefetcher);
+  const Start start =
+      g.start == Start::kZero ? Start::kZero : Start::kAdd;  // mutant: tile-gemm-add
+  gemm<Bf16Tiles, false>(
+      {g.b, g.ldb, g.a, g.lda, g.c, g.ldc, columns, lanes, g.depth, start, nullptr}, prefetcher);
 }
 
 }  // namespace

@@ -21,11 +21,15 @@ ATTENTION_GRID = [
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
     if name in ISAS or dtype == torch.bfloat16
 ]
-#: Those for the machine, and AMX: for what holds whatever the arithmetic.
+#: For what holds whatever the arithmetic: the machine's, and AMX in `make test-all`.
 MACHINE_GRID = [
-    kernel
-    for kernel in ATTENTION_GRID
-    if kernel.values[0] in ("", "amx_emulated") and kernel.values[1] != torch.float16
+    pytest.param("", torch.float32, id="float32"),
+    pytest.param("", torch.bfloat16, id="bfloat16"),
+    *(
+        pytest.param(*x.values, id=x.id, marks=pytest.mark.slow)
+        for x in ATTENTION_GRID
+        if x.values[0] == "amx_emulated"
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Mutants of the attention kernels on AMX tiles, and of what stands in for the tile instructions."""
+"""Mutants of attention on AMX tiles, and of what stands in for the tile instructions."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ MUTANTS = [
     A("an element behind the row", "pack-row-left", "dim - d + 1"),
     A("an element short", "pack-row-left", "dim - d - 1"),
     A("lanes behind the queries", "pack-lanes-tokens", "i < n"),
-    A("pairs behind the row", "pack-lanes-pairs", "d < dim / 2 - 15"),
-    A("a token behind the segment", "pack-pairs-token", "token <= n ? _mm256_maskz_loadu_epi16(mask, "
-      "rows[token] + d) : _mm256_setzero_si256()"),
+    A("the last pairs", "pack-lanes-pairs", "d < dim / 2 - 15"),
+    A("a token behind the segment", "pack-pairs-token",
+      "token <= n ? _mm256_maskz_loadu_epi16(mask, rows[token] + d) : _mm256_setzero_si256()"),
     A("rows behind the queries", "pack-depth-tokens", "i < n"),
     A("all in the first block", "pack-transposed-block", "dst + i % kBlock / 2"),
     A("both halves of a block in the first", "pack-transposed-block",

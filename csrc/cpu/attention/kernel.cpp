@@ -123,8 +123,8 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
 
 int64_t forward_floats(const AttentionParams& p, int64_t max_seqlen) {
   return 2 * whole_blocks(max_seqlen) * padded(p.head_dim)  // keys, values
-         + kBlock * (padded(p.head_dim) * 2 + kBlock)  // Q^T, output, S^T
-         + 3 * kBlock;                                 // row_max, row_sum, correction
+         + kBlock * (padded(p.head_dim) * 2 + kBlock)       // Q^T, output, S^T
+         + 3 * kBlock;                                      // row_max, row_sum, correction
 }
 
 template <class T, class Math>
@@ -187,12 +187,11 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
                                      correction);
       if (window) pack_values();
       if (one_pass) invert_sums();
-      gemm<Math, true>(
-          {reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld,
-           right_ld<Math>(dim), out, result_ld<Math>(dim), static_cast<int>(queries),
-           vectors_of(dim), steps_of<Math>(n), first ? Start::kZero : Start::kScale, correction,
-           one_pass ? &results : nullptr},
-          prefetcher);
+      gemm<Math, true>({reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld,
+                        right_ld<Math>(dim), out, result_ld<Math>(dim), static_cast<int>(queries),
+                        vectors_of(dim), steps_of<Math>(n), first ? Start::kZero : Start::kScale,
+                        correction, one_pass ? &results : nullptr},
+                       prefetcher);
     }
     const int64_t first_row = item.head * p.tokens + place;
     copy(row_max, queries, p.row_max + first_row);

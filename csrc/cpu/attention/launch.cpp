@@ -52,13 +52,13 @@ bool use_bf16_dots() {
 #else
 #define VLMK_CASE_AMX_EMULATED(function, ...)
 #endif
-#define VLMK_ATTENTION_DISPATCH(dtype, function, ...) \
+#define VLMK_ATTENTION_DISPATCH(dtype, function, ...)                 \
   switch (dtype == DType::kBFloat16 ? active_isa() : Isa::kGeneric) { \
-    VLMK_CASE_AVX512_BF16(function, __VA_ARGS__) \
-    VLMK_CASE_AMX_BF16(function, __VA_ARGS__) \
-    VLMK_CASE_AMX_EMULATED(function, __VA_ARGS__) \
-    default: \
-      VLMK_DISPATCH(function, __VA_ARGS__) \
+    VLMK_CASE_AVX512_BF16(function, __VA_ARGS__)                      \
+    VLMK_CASE_AMX_BF16(function, __VA_ARGS__)                         \
+    VLMK_CASE_AMX_EMULATED(function, __VA_ARGS__)                     \
+    default:                                                          \
+      VLMK_DISPATCH(function, __VA_ARGS__)                            \
   }
 
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {

@@ -228,8 +228,9 @@ VLMK_NOINLINE void transpose_block(const float* src, int64_t n, int64_t dim, flo
   }
 }
 
-// B of a product over tokens whose A lies by columns. A block of 64 tokens begins at its first token
-// / kStep * padded(dim); right_ld is the distance of B's rows there, result_ld that of the result's.
+// B of a product over tokens whose A lies by columns. A block of 64 tokens begins at its first
+// token / kStep * padded(dim); right_ld is the distance of B's rows there, result_ld that of the
+// result's.
 template <class Math, class T>
 VLMK_INLINE void pack_right(const Rows<const T>& rows, int64_t n, int64_t dim,
                             typename Math::Element* dst) {
