@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import _native, linear_cross_entropy
+from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
+from vlmkernels import linear_cross_entropy
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import linear_cross_entropy_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ISAS = _native.available_isas()
 IGNORE = -100
 
 
