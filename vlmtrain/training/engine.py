@@ -69,6 +69,7 @@ class Engine:
         self.spec, self.layout, self.backend, self.dtype = spec, layout, backend, dtype
         self.lora, self.seed = lora or LoraSection(), seed
         self.clock = Clock(backend.is_cuda)
+        self.clock.place.chunks = layout.virtual_pipeline
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,
