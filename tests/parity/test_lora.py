@@ -16,7 +16,6 @@ CASES = {
     1: [
         ("qwen2_5_vl", {}, dict(vision=True)),
         ("qwen2_vl", {}, dict(targets=("q_proj", "v_proj"))),
-        ("qwen3_vl", {}, dict(vision=True, targets=QWEN3_VL)),
     ],
     2: [
         ("qwen2_5_vl", dict(tensor=2, sequence=True), dict(vision=True)),

@@ -85,12 +85,9 @@ class QwenVLStage(LanguageModule):
             adapt(self.language_model.decoder)
             # The merger's stage hands the decoder its input; later ones receive it.
             self.language_model.decoder.pre_process = stage == layout.merger_stage
-            if spec.tie_word_embeddings and self.pre_process and self.post_process:
-                # Both uses of the tied table add to main_grad themselves (_lookup): nobody reads
-                # the gradient for which megatron-core would clear a tensor of the table's size.
-                self._table().zero_out_wgrad = False  # type: ignore[attr-defined]
         self.input_tensor: Tensor | None = None
         self.learns_before = True  # whether an earlier stage has something to train
+        self.tower_learns_before = True  # and in what the tower's hidden states have passed
         self._zeros: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
@@ -102,7 +99,7 @@ class QwenVLStage(LanguageModule):
         return self.language_model.shared_embedding_or_output_weight()
 
     def forward(self, batch: PackedBatch, *, logits: bool = False) -> Tensor:
-        """Returns the tensor to send on, or on the last stage the per-token loss [1, S].
+        """Returns the tensor to send on, or on the last stage the sum of the losses, [].
 
         With `logits` the last stage returns [1, S, padded vocabulary / tp] instead.
         """
@@ -125,7 +122,10 @@ class QwenVLStage(LanguageModule):
         elif self.vision is not None:
             assert inputs is not None
             index = inputs.visual_index(batch.visual_index)
-            visual, made = self.vision(arrived[0] if arrived else batch.pixel_values, inputs)
+            hidden = arrived[0] if arrived else batch.pixel_values
+            if not self.tower_learns_before:
+                hidden = hidden.detach()
+            visual, made = self.vision(hidden, inputs)
             for number, rows in made.items():
                 features[number] = self._of_part(rows, first, shape["rows"])
             words = arrived[1].squeeze(1) if self.joint_input else None
@@ -294,13 +294,12 @@ class QwenVLStage(LanguageModule):
         )
         if embeddings is not None:
             embeddings = ask_for_gradient(self.language_model.decoder, embeddings.unsqueeze(1))
-        labels = batch.labels.clamp_min(0)[None] if self.post_process and not logits else None
         return self.language_model(
             batch.input_ids[None],
             batch.position_ids[:, None],
             None,
             decoder_input=embeddings,
-            labels=labels,
+            labels=batch.labels if self.post_process and not logits else None,
             packed_seq_params=packed,
             extra_block_kwargs={"after_layer": after_layer} if features else None,
         )
