@@ -80,8 +80,9 @@ class StepInputs:
             for owners, counts in zip(self.owners, self.patches, strict=True)
         ]
 
-    def message(self, stage: int, pack: int, tensor_rank: int) -> Shape:
-        """Shape of what `stage` sends to the next one, and gets a gradient of, for a pack."""
+    def message(self, stage: int, pack: int, tensor_rank: int = 0) -> Shape:
+        """Shape of what `stage` sends to the next one, and gets a gradient of, for a pack; without
+        DeepStack's features where `rows` are not known."""
         unit, shards = self.spec.vision.merge_unit, self.layout.sequence_parts
         sizes = message.parts(
             self.spec,
@@ -89,7 +90,7 @@ class StepInputs:
             stage,
             tokens=self.lengths[pack] // shards,
             patches=padded_groups(sum(self.patches[pack]) // unit, shards) * unit // shards,
-            rows=self.rows[pack][tensor_rank % shards],
+            rows=self.rows[pack][tensor_rank % shards] if self.rows else 0,
         )
         return message.shape(sizes)
 
