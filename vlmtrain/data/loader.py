@@ -137,7 +137,9 @@ class PackedLoader:
         self.skipped = 0  # samples skipped since the start of the run, on all ranks
         self.metrics: dict[str, float] = {}
         self._agree, self._log, self._once = agree, log, once
-        costs = sample_costs(index.lengths, index.media_start, index.grids, spec).sum(1)
+        costs = sample_costs(
+            index.lengths, index.target_tokens, index.media_start, index.grids, spec
+        ).sum(1)
         self._costs = np.maximum(np.rint(costs * _COST_UNIT), 1).astype(np.int64)
         self._position = _Position()
         self._plans: OrderedDict[int, Plan] = OrderedDict()
