@@ -90,7 +90,7 @@ def measure(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     )
     engine.prepare(OptimizerSection(), FreezeSection(**case.get("freeze", {})))
     batch = make_batch(spec, case["tokens"], case["grids"])
-    batch.labels[case["targets"] :], batch.target_tokens = IGNORE, case["targets"]
+    batch.labels[: -case["targets"]], batch.target_tokens = IGNORE, case["targets"]
     loss_op.linear_cross_entropy = loss_op._run  # its products, too, one by one
     stage = engine.stages[0]
     for name, parameter in stage.named_parameters():
