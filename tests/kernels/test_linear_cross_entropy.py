@@ -422,6 +422,15 @@ def test_compile(reduction: str, dynamic: bool) -> None:
     torch._dynamo.reset()
 
 
+def test_autocast_changes_nothing() -> None:
+    x, weight, targets = make(20, 70, 12, torch.float32)
+    want = outputs(linear_cross_entropy, x, weight, targets, torch.ones(()))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = outputs(linear_cross_entropy, x, weight, targets, torch.ones(()))
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 

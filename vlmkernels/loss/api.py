@@ -290,4 +290,5 @@ def linear_cross_entropy(
     name = "" if group is None else group.group_name
     settings = (ignore_index, *sizes, float(label_smoothing), float(z_loss), name)
     given = hidden, weight, targets, main_grad, expected, reduction, wanted
-    return _loss(*given, valid, *settings)
+    with torch.autocast(device.type, enabled=False):  # products are in hidden's dtype
+        return _loss(*given, valid, *settings)
