@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import ceilings
-from benchmarks.harness import Comparison, Context, Row, compare, say
+from benchmarks.harness import Comparison, Context, Row, compare
 from vlmkernels import linear_cross_entropy
 
 IGNORE = -100
@@ -66,7 +66,7 @@ def _liger(x: Inputs) -> Callable[[], Result]:
     def run() -> Result:
         rows, weight = x.hidden.detach(), x.weight.detach()
         dhidden, dweight = torch.empty_like(rows), torch.zeros_like(weight)
-        loss, count = torch.zeros(()), (x.targets != IGNORE).sum()
+        loss, count = torch.zeros((), device=rows.device), (x.targets != IGNORE).sum()
         for begin in range(0, tokens, size):
             part = slice(begin, begin + size)
             labels = x.targets[part]
@@ -166,9 +166,6 @@ def parts(context: Context) -> list[str | None]:
 
 
 def rows(context: Context) -> Iterator[Row]:
-    if context.device == "cuda":
-        say("loss: linear_cross_entropy runs on the CPU only")
-        return
     sizes = (256, 128, 8192) if context.quick else (2048, 1536, 151936)
     for part in [context.part] if context.part else parts(context):
         dtype, share = str(part).rstrip("%").split(", ")
