@@ -127,7 +127,7 @@ class Trainer:
             )
         self.first = 0 if resume is None else self._resume(resume)
         self.total = self._count_steps()
-        machine = find_machine(backend, self.engine.dtype)
+        machine = find_machine(backend, self.engine.dtype, spec, train.pack_length, layout.tensor)
         self.record: Record | None = None
         if dist.get_rank() == 0:
             config.output.mkdir(parents=True, exist_ok=True)
