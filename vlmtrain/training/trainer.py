@@ -133,7 +133,7 @@ class Trainer:
         check_plan(self.loader, self.engine)
         self.agreed = time.perf_counter() - start
         self.total = self._count_steps()
-        machine = find_machine(backend, self.engine.dtype)
+        machine = find_machine(backend, self.engine.dtype, spec, train.pack_length, layout.tensor)
         self.record: Record | None = None
         if dist.get_rank() == 0:
             config.output.mkdir(parents=True, exist_ok=True)
