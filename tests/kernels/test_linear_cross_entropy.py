@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import linear_cross_entropy
+from vlmkernels import _native, linear_cross_entropy
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import linear_cross_entropy_reference
 
