@@ -234,7 +234,7 @@ def linear_cross_entropy(
             being rank and size of the group (sequence parallelism). Only rows with a target travel:
             each to all, and its gradient back.
         weight_grad: "dense": [V, h] in the dtype of weight. In 16 bits more rows with a target than
-            6 x 64 MB / 2V (1,320 of 152,064 classes) take a fourth product a row, so that the sum
+            6 x 64 MB / V (2,646 of 152,064 classes) take a fourth product a row, so that the sum
             isn't rounded more than 6 times (up to 6 x 64 MB / 4h rows, 65,536 at h = 1,536).
             "main_grad": added to weight.main_grad, a contiguous float32 [V, h]; autograd gets an
             empty sparse tensor, so that Megatron's hooks fire. Under torch.compile as "dense".

@@ -187,7 +187,7 @@ class Trainer:
                 lr = learning_rate(config.optimizer, step, self.total)
                 place.enter("step")
                 self._offload(step)
-                result = engine.step(packs, lr, waited)
+                result = engine.step(packs, lr, waited, self.loader.reading)
                 reached = step + 1
                 self._judge(reached, packs, result)
                 place.enter("evaluation")
