@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
+from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
 from vlmkernels import _native, linear_cross_entropy
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import linear_cross_entropy_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ISAS = _native.available_isas()
 IGNORE = -100
 
 
@@ -432,6 +431,14 @@ def test_autocast_changes_nothing() -> None:
         assert torch.equal(got[name], value), name
 
 
+def test_cuda_function_takes_what_the_launcher_passes() -> None:
+    """Without a row there is nothing to launch, so the call works without a GPU as well."""
+    if not _native.has_cuda_kernels():
+        pytest.skip("vlmkernels was built without CUDA kernels")
+    settings = 0, 8, 0, 8, 0.1, 1e-2, True, _native.DTYPES[torch.bfloat16]
+    assert _native._C.cross_entropy_cuda(*[0] * 7, *settings, stream=0) is None
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -454,7 +461,7 @@ def test_wrong_arguments() -> None:
         ),
         ((x.double(), weight, targets), {}, r"hidden is float64 \[9, 4\] on cpu"),
         ((x[None], weight, targets), {}, r"hidden is float32 \[1, 9, 4\]"),
-        ((x.to("meta"), weight, targets), {}, "hidden is on meta; .* runs on the CPU only"),
+        ((x.to("meta"), weight, targets), {}, "hidden is on meta; .* runs on the CPU and on CUDA"),
         ((x, None, targets), {}, "weight is a NoneType; it must be a torch.Tensor"),
         ((x, weight.bfloat16(), targets), {}, "weight is bfloat16 .* it must be float32"),
         ((x, weight[:, :3].contiguous(), targets), {}, "weight has rows of 3 elements; .* 4"),

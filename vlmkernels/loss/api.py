@@ -256,9 +256,9 @@ def linear_cross_entropy(
         ValueError: a wrong argument; a target that is no class, by its position.
     """
     check_tensor("hidden", hidden, dtypes=DTYPES, shape="[T, h]", dim=2)
-    if hidden.device.type != "cpu":
+    if hidden.device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"hidden is on {hidden.device}; linear_cross_entropy runs on the CPU only: use "
+            f"hidden is on {hidden.device}; linear_cross_entropy runs on the CPU and on CUDA: use "
             "F.linear and F.cross_entropy"
         )
     device = hidden.device
