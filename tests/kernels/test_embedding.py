@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
+from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
 from vlmkernels import _native, scatter_visual, scatter_visual_, visual_embedding, visual_index
 from vlmkernels.embedding import add, lookup
 from vlmkernels.embedding import gradients as ops_of_gradients
 from vlmkernels.embedding.lookup import visual_embedding_reference
 from vlmkernels.embedding.visual_index import visual_index_reference
 
-# AVX-512 BF16 runs the AVX-512 kernels.
-ISAS = [name for name in _native.available_isas() if name != "avx512_bf16"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IMAGE = 3  # the placeholder's id in these tests
 VOCABULARY = 13
