@@ -212,7 +212,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of hidden @ weight.T, without the logits of all rows ever being in memory.
 
-    On the CPU. The largest tensor made beside the result and the gradients has 64 MB.
+    On the CPU and on CUDA. The largest tensors made beside the result and the gradients are two of
+    64 MB.
 
     Args:
         hidden: [T, h], float32, bfloat16 or float16.
