@@ -102,6 +102,13 @@ class SampleIndex:
     def sample_id(self, position: int) -> str:
         return self.ids[position]
 
+    def pack_grids(self, pack: np.ndarray) -> np.ndarray:
+        """int64 [m, 3]: of all media of a pack's samples, in order."""
+        start = self.media_start
+        return np.concatenate(
+            [self.grids[:0], *(self.grids[start[i] : start[i + 1]] for i in pack.tolist())]
+        )
+
     def layouts(self, position: int) -> list[MediaLayout]:
         """Grid and seconds of each medium of a sample."""
         rows = range(self.media_start[position], self.media_start[position + 1])

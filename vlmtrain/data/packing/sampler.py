@@ -76,7 +76,8 @@ class Sampler:
         ranks: int,
         once: bool = False,
     ) -> None:
-        self.index, self.policy, self.seed, self.ranks = index, policy, seed, ranks
+        self.index, self.spec, self.policy = index, spec, policy
+        self.seed, self.ranks = seed, ranks
         self.pack_length, self.global_batch, self.once = pack_length, global_batch, once
         costs = sample_costs(index.lengths, index.media_start, index.grids, spec).sum(1)
         self.costs = np.maximum(np.rint(costs * _COST_UNIT), 1).astype(np.int64)
