@@ -116,7 +116,7 @@ class PeakModel:
             if layout.vision_layers[stage]:
                 short[:, piece] = np.maximum(short[:, piece], vision.per_patch * count)
             if stage == layout.stages - 1:
-                head = model.head_transient().bytes(tokens, 0)
+                head = model.head_transient(tokens)
                 short[:, piece] = np.maximum(short[:, piece], head)
         signs = np.array([1.0 if kind == schedule.FORWARD else -1.0 for kind, *_ in order])
         after = (kept * signs).cumsum(1)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vlmtrain.checkpoint.training.checkpoint import random_state, set_random_state
 from vlmtrain.checkpoint.training.optimizer_state import set_steps
-from vlmtrain.core.batch import IGNORE, PackedBatch
+from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.clock import Clock
 from vlmtrain.core.config import (
     FreezeSection,
@@ -343,10 +343,7 @@ def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any
         return model(pack), partial(_loss, pack)
 
 
-def _loss(pack: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _loss(pack: PackedBatch, total: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum over target tokens and their number: Megatron divides by the global number."""
-    target = pack.labels != IGNORE
-    # where, not a product: a masked position's loss must not count even if it is not finite
-    losses = torch.where(target, output.float().view(-1), 0.0)
-    total = losses.sum()
-    return total, target.sum().int(), {"loss": total.detach().clone()}
+    count = total.new_full((), pack.target_tokens, dtype=torch.int32)
+    return total, count, {"loss": total.detach().clone()}

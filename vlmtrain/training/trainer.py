@@ -156,7 +156,7 @@ class Trainer:
         # While all moments are zero: before a checkpoint's are loaded.
         peaks = self._rehearse(loads, before) if train.rehearse and loads.places else []
         self.first = 0 if resume is None else self._resume(resume)
-        machine = find_machine(backend, self.engine.dtype)
+        machine = find_machine(backend, self.engine.dtype, spec, train.pack_length, layout.tensor)
         self.record: Record | None = None
         if dist.get_rank() == 0:
             config.output.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,9 @@ class Sampler:
         self.index, self.spec, self.policy = index, spec, policy
         self.seed, self.ranks = seed, ranks
         self.pack_length, self.global_batch, self.once = pack_length, global_batch, once
-        costs = sample_costs(index.lengths, index.media_start, index.grids, spec).sum(1)
+        costs = sample_costs(
+            index.lengths, index.target_tokens, index.media_start, index.grids, spec
+        ).sum(1)
         self.costs = np.maximum(np.rint(costs * _COST_UNIT), 1).astype(np.int64)
         self._plans: OrderedDict[int, Plan] = OrderedDict()
         self._lock = threading.Lock()
