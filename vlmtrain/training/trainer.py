@@ -301,7 +301,7 @@ class Trainer:
                     ranks=one.data,
                 )
                 total = train.steps or sampler.steps_for_epochs(train.epochs, position)
-                known[one.data] = sampler, Loads.of_run(sampler, position, total)
+                known[one.data] = sampler, Loads.of(sampler.steps(position, total), index)
             return known[one.data]
 
         def ids(one: Layout, peak: Peak) -> str:
