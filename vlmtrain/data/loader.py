@@ -318,7 +318,7 @@ class PackedLoader:
         packs = self.sampler.take(position).dealt[self.rank.dp_rank]
         shares: list[tuple[bool, ...] | None] = [None] * len(packs)
         if self.rank.decodes is not None:
-            shares = [*self.rank.decodes([self.grids(pack) for pack in packs])]
+            shares = [*self.rank.decodes([self.index.pack_grids(pack) for pack in packs])]
         for number, (pack, share) in enumerate(zip(packs, shares, strict=True)):
             batch, bad = self.builder.build(pack.tolist(), share)
             batches.append(batch.pin_memory() if self.rank.pin_memory else batch)
@@ -329,8 +329,3 @@ class PackedLoader:
                 for segment, error in sorted(bad.items())
             ]
         return batches, report
-
-    def grids(self, pack: np.ndarray) -> np.ndarray:
-        """int64 [m, 3]: of all media of a pack, in sequence order."""
-        start, grids = self.index.media_start, self.index.grids
-        return np.concatenate([grids[:0], *(grids[start[i] : start[i + 1]] for i in pack.tolist())])
