@@ -69,7 +69,7 @@ def on_amx() -> bool:
 
 
 def arithmetic(flops: float, dtype: torch.dtype, context: Context) -> dict[str, Ceiling]:
-    """The peak of multiply-adds at `dtype` for work of `flops`; on tiles a large product."""
+    """The peak of multiply-adds at `dtype` for `flops`; of tiles, a large product's rate."""
     if context.device == "cuda" or (dtype == torch.bfloat16 and on_amx()):
         size = 4096 if context.device == "cuda" else 2048
         a = torch.randn(size, size, device=context.device).to(dtype)
