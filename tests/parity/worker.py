@@ -137,10 +137,13 @@ def host_questions() -> Iterator[set[str]]:
             setattr(torch.Tensor, name, original)
 
 
+_LOGITS = loss_op._logits
+
+
 class Logits(TorchDispatchMode):
-    """Bytes of the largest tensor of rows by `classes` while the block runs, where the loss makes
-    logits of two tokens at a time. Seen on the last tensor-parallel rank: its number of classes is
-    no other width."""
+    """Bytes of the largest block of the loss's logits, or of any tensor of rows by `classes`, while
+    the block runs, where the loss makes logits of few tokens at a time. Seen on the last
+    tensor-parallel rank: its number of classes is no other width."""
 
     CHUNK = 2 * ref.VOCAB * 4
 
@@ -152,11 +155,17 @@ class Logits(TorchDispatchMode):
     def __enter__(self) -> Any:
         self.patch.setattr(loss_op, "linear_cross_entropy", loss_op._run)  # look inside
         self.patch.setattr(loss_op, "CHUNK_BYTES", self.CHUNK)
+        self.patch.setattr(loss_op, "_logits", self.logits)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.patch.undo()
         super().__exit__(*error)
+
+    def logits(self, *arguments: Any) -> torch.Tensor:
+        block = _LOGITS(*arguments)
+        self.largest = max(self.largest, block.nbytes)
+        return block
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
