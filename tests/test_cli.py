@@ -33,12 +33,12 @@ recompute.vision recompute.language
 checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.resume
 evaluate.every evaluate.data
 loader.packing loader.unreadable loader.skip_limit loader.workers loader.verify loader.max_samples
-loader.media_root loader.template
+loader.media_root loader.template loader.ignore_keys
 """.split()
 
 GENERATE = """
-model prompt image video system input output max_new_tokens temperature top_p repetition_penalty
-seed precision kernels
+model prompt image video system input output ignore_keys max_new_tokens temperature top_p
+repetition_penalty seed precision kernels
 """.split()
 
 EVALUATE = """
@@ -47,7 +47,7 @@ parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
 parallel.vision_layers parallel.text_layers parallel.vision
 parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overlap
 loader.packing loader.unreadable loader.skip_limit loader.workers loader.verify loader.max_samples
-loader.media_root loader.template
+loader.media_root loader.template loader.ignore_keys
 """.split()
 
 

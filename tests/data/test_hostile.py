@@ -22,7 +22,7 @@ from tests.data.test_videos import write_video
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.media import images
 from vlmtrain.data.media.videos import load_frames, probe_media
@@ -136,13 +136,13 @@ def test_hostile_records(tmp_path: Path) -> None:
         b'{"id": "x1", "messages": [{"role": "user", "content": "\\ud83d"}]}': "half a character",
         json.dumps(conversation("<image>", "a", id="x2", image="a\0b")).encode(): "a zero byte",
         json.dumps(conversation("<image>", "a", id="x3", image="http://x/y.jpg")).encode(): "a URL",
-        json.dumps(conversation("<image>", "a", id="x4", image={"a": 1})).encode(): "a file path",
+        json.dumps(conversation("<image>", "a", id="x4", image={"a": 1})).encode(): "key 'a'",
         json.dumps(conversation("<video>", "a", id="x5", video="\0")).encode(): "a zero byte",
         b'{"id": "x6", "conversations": "text"}': "must be a list",
         b'{"id": "x7", "instruction": 3}': "'instruction' must be a string",
         b'{"id": "x8", "instruction": "a", "history": [1]}': "'history' must be a list",
         b'{"id": "x9", "instruction": "a", "output": null}': "turn 1 has no text",
-        b'{"id": "y1", "instruction": "a", "output": "b", "tools": "[{}]"}': "'tools'",
+        b'{"id": "y1", "instruction": "a", "output": "b", "tools": "[3]"}': "'tools'",
     }
     path = tmp_path / "c.jsonl"
     path.write_bytes(b"\n".join([good, *bad, good]))

@@ -535,3 +535,41 @@ def test_decoding_happens_once_for_a_small_set(
     for _ in range(3 * loader.steps_per_epoch):
         loader.next_step()
     assert decoded and set(decoded.values()) == {1}
+
+
+def test_weights_of_turns_reach_the_loss(
+    tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    """Packed beside samples without weights and padded: each token's loss times its weight, over
+    the number of target tokens."""
+    from vlmtrain.training.engine import _loss
+
+    texts = ("one", "two words", "three small words")
+    for weights in ((1, 1, 1), (0.25, 1, 0), (2.0, 0.5, 1)):
+        records = []
+        for text, weight in zip(texts, weights, strict=True):
+            turns = conversation("q", text, "q", text)["conversations"]
+            turns[1]["weight"] = weight
+            records.append({"conversations": turns})
+        path = write_json(tmp_path / "c.json", records)
+        index = scan_sources([path], processor, spec, PACK)
+        with open_loader(
+            index, processor, spec, pack_length=PACK, global_batch=1, prefetch=False
+        ) as loader:
+            [pack] = loader.next_step()
+        assert (pack.loss_weights is None) == (weights == (1, 1, 1))
+        assert pack.pad_tokens and len(pack.labels) == PACK
+        losses = torch.rand(1, PACK, generator=torch.Generator().manual_seed(7))
+        total, count, _ = _loss(pack, losses)
+        expected, targets = 0.0, 0
+        for begin, end, name in zip(
+            pack.cu_seqlens, pack.cu_seqlens[1:], pack.sample_ids, strict=False
+        ):
+            weight = weights[int(name.split(":")[1])]
+            learned = [i for i in range(int(begin), int(end)) if pack.labels[i] != -100]
+            half = len(learned) // 2 if weight else 0  # both answers are the same text
+            expected += sum(losses[0, i].item() * weight for i in learned[:half])
+            expected += sum(losses[0, i].item() for i in learned[half:])
+            targets += len(learned)
+        assert count == targets == pack.target_tokens
+        torch.testing.assert_close(total.item(), expected, rtol=1e-6, atol=0)

@@ -12,7 +12,7 @@ import pytest
 from tests.data.helpers import conversation, no_media, open_loader, write_json
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
 from vlmtrain.data.formats.webdataset import ShardSource, build_shards
 from vlmtrain.data.index import scan_sources

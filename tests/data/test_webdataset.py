@@ -23,7 +23,7 @@ from tests.data.helpers import conversation, write_json
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats import webdataset as webdataset_module
-from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.formats.webdataset import ShardSource, ShardSummary, build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
@@ -90,6 +90,26 @@ def test_shards_read_like_the_json(
     two = scan_sources([tmp_path / "shards"], processor, spec, 512)
     for name in ("lengths", "target_tokens", "image_tokens", "grids", "seconds", "kinds", "infos"):
         assert getattr(one, name).tolist() == getattr(two, name).tolist(), name
+
+
+def test_weights_tools_and_objects_go_through_shards(pictures: Path, tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    turns = [
+        {"role": "user", "content": "<image>Find the <ref-object>"},
+        {"role": "assistant", "content": "<bbox>", "weight": 0.5},
+        {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0.5},
+        {"role": "tool", "content": "10"},
+        {"role": "assistant", "content": "a", "loss": False},
+    ]
+    boxes = {"ref": ["dog"], "bbox": [[0.1, 0.2, 0.3, 0.5]], "bbox_type": "norm1"}
+    record = {"messages": turns, "image": "p0.jpg", "tools": [{"name": "f"}], "objects": boxes}
+    path = write_json(tmp_path / "c.json", [record])
+    build_shards(path, tmp_path / "shards", media_root=pictures)
+    json_source, shards = JsonSource(path, pictures), ShardSource(tmp_path / "shards")
+    theirs, ours = (source.parse(next(iter(source.records()))) for source in (json_source, shards))
+    for name in ("id", "turns", "tools", "objects"):
+        assert getattr(ours, name) == getattr(theirs, name) and getattr(ours, name), name
+    assert ours.objects is not None and ours.objects.boxes[0].relative
 
 
 def test_a_shard_closes_at_its_size(source: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vlmtrain.checkpoint.mapping import WeightError
 from vlmtrain.checkpoint.model_folder import as_hf
 from vlmtrain.core.batch import IGNORE
 from vlmtrain.core.config import ParallelSection
-from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Processor
 from vlmtrain.evaluate.tasks import Scored, read_tasks, summary

@@ -194,6 +194,8 @@ class LoaderSection:
     """Folder that relative media paths start from; default: the data file's own."""
     template: str = ""
     """File with a Jinja chat template, instead of the model's own."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys and marks of records that are not looked at; others that are not read are errors."""
 
 
 @dataclass

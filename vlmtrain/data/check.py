@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import Record
+from vlmtrain.data.formats.json_source import Record
 from vlmtrain.data.formats.sources import parse_sources
 from vlmtrain.data.index import scan
 from vlmtrain.data.processor import Processor
@@ -64,6 +64,7 @@ def check(
     model: str | Path | None = None,
     pack_length: int | None = None,
     media_root: str | Path | None = None,
+    ignored: Sequence[str] = (),
 ) -> CheckReport:
     """Read all the data and collect every problem instead of stopping at the first.
 
@@ -72,6 +73,7 @@ def check(
         model: a Hugging Face folder; with it, texts are tokenized and lengths checked.
         pack_length: with a model: the longest sample allowed.
         media_root: folder that relative media paths start from.
+        ignored: keys and marks of records that are not looked at.
 
     Raises:
         DataError: the model folder cannot be used, or pack_length comes without a model.
@@ -86,7 +88,8 @@ def check(
     report = CheckReport()
     ids: dict[str, list[str]] = {}
     contents: dict[bytes, list[str]] = {}
-    for outcome in scan(parse_sources(sources, media_root=media_root), processor, pack_length):
+    listed = parse_sources(sources, media_root=media_root, ignored=ignored)
+    for outcome in scan(listed, processor, pack_length):
         report.samples += 1
         if isinstance(outcome, DataError):
             report.problems.append(str(outcome))

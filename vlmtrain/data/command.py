@@ -25,6 +25,7 @@ def build_command(
     target: Path,
     model: Path | None = None,
     media_root: Path | None = None,
+    ignore_keys: tuple[str, ...] = (),
     samples_per_shard: int = 1000,
     workers: int = 4,
     verify: bool = True,
@@ -38,6 +39,8 @@ def build_command(
         target: folder to write.
         model: Hugging Face folder; with it training starts without tokenizing everything first.
         media_root: folder that relative media paths start from; default: the source's own.
+        ignore_keys: keys and marks of records that are not looked at; others that are not read are
+            errors.
         samples_per_shard: samples in a shard, at most.
         workers: shards written at once.
         verify: decode every image and video once, to find broken ones now.
@@ -62,6 +65,7 @@ def build_command(
             samples_per_shard=samples_per_shard,
             verify=verify,
             media_root=media_root,
+            ignored=ignore_keys,
             overwrite=overwrite,
             processor=processor,
             workers=workers,
@@ -79,6 +83,7 @@ def check_command(
     model: Path | None = None,
     pack_length: int | None = None,
     media_root: Path | None = None,
+    ignore_keys: tuple[str, ...] = (),
 ) -> int:
     """Report every broken sample; duplicates are warnings.
 
@@ -87,10 +92,14 @@ def check_command(
         model: Hugging Face folder; with it lengths are checked too.
         pack_length: tokens per pack.
         media_root: folder that relative media paths start from; default: each file's own.
+        ignore_keys: keys and marks of records that are not looked at; others that are not read are
+            errors.
     """
     from vlmtrain.data.check import check
 
-    report = check(source, model=model, pack_length=pack_length, media_root=media_root)
+    report = check(
+        source, model=model, pack_length=pack_length, media_root=media_root, ignored=ignore_keys
+    )
     print(report.render())
     return 0 if report.ok else 1
 
@@ -101,6 +110,7 @@ def stats_command(
     target: Path | None = None,
     pack_length: int = 8192,
     media_root: Path | None = None,
+    ignore_keys: tuple[str, ...] = (),
 ) -> int:
     """Print, and plot, how text, images and costs are distributed.
 
@@ -110,10 +120,14 @@ def stats_command(
         target: image file for the plot, e.g. stats.png.
         pack_length: tokens per pack.
         media_root: folder that relative media paths start from; default: each file's own.
+        ignore_keys: keys and marks of records that are not looked at; others that are not read are
+            errors.
     """
     from vlmtrain.data.stats import plot_stats, render_stats, stats
 
-    figures = stats(source, model, pack_length=pack_length, media_root=media_root)
+    figures = stats(
+        source, model, pack_length=pack_length, media_root=media_root, ignored=ignore_keys
+    )
     print(render_stats(figures))
     if target is not None:
         print(f"plot: {plot_stats(figures, target)}")

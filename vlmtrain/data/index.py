@@ -21,7 +21,7 @@ import numpy as np
 
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import JsonSource, Record
+from vlmtrain.data.formats.json_source import JsonSource, Record
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
 from vlmtrain.data.formats.webdataset import ShardSource
 from vlmtrain.data.media.videos import probe_media
@@ -45,15 +45,15 @@ class Source(Protocol):
     def parse(self, record: Record) -> Sample: ...
 
 
-def open_source(path: str | Path, media_root: str | Path | None = None) -> Source:
+def open_source(spec: SourceSpec) -> Source:
     """A conversation file, or a folder written by `build_shards`."""
-    if Path(path).is_dir():
-        return ShardSource(path)
-    if Path(path).suffix.lower() == ".parquet":
+    if Path(spec.path).is_dir():
+        return ShardSource(spec.path)
+    if Path(spec.path).suffix.lower() == ".parquet":
         from vlmtrain.data.formats.parquet import ParquetSource
 
-        return ParquetSource(path, media_root)
-    return JsonSource(path, media_root)
+        return ParquetSource(spec.path, spec.media_root, spec.ignored)
+    return JsonSource(spec.path, spec.media_root, spec.ignored)
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,7 @@ class SampleIndex:
         """
         which = int(self.source[position])
         if which not in self._opened:
-            spec = self.sources[which]
-            self._opened[which] = open_source(spec.path, spec.media_root)
+            self._opened[which] = open_source(self.sources[which])
         source = self._opened[which]
         number, offset, size = (
             int(array[position]) for array in (self.number, self.offset, self.size)
@@ -193,6 +192,7 @@ def scan_sources(
     media_start = [0]
     digest = hashlib.sha256(processor.fingerprint().encode())
     digest.update(repr([source.weight for source in sources]).encode())
+    digest.update("".join(key for source in sources for key in source.ignored).encode())
     for outcome in scan(sources, processor, pack_length, verify=verify, workers=workers):
         if isinstance(outcome, DataError):
             if outcome.whole_source or not skip_limit:
@@ -272,7 +272,7 @@ def scan(
     probed: dict[object, MediaInfo] = {}  # several samples may share an image
     with ThreadPoolExecutor(workers or default_workers()) as pool:
         for number, spec in enumerate(sources):
-            source = open_source(spec.path, spec.media_root)
+            source = open_source(spec)
 
             def examine(
                 record: Record | DataError, source: Source = source, number: int = number

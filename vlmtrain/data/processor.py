@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vlmtrain.core.batch import IGNORE, EncodedSample
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.grounding import ground
 from vlmtrain.data.media.images import ImageSettings, patchify, read_config
 from vlmtrain.data.media.videos import VideoSettings, load_frames
 from vlmtrain.data.sample import Media, MediaInfo, MediaKind, Sample
@@ -135,10 +136,16 @@ class Processor:
             self.layout(media, info, sample)
             for media, info in zip(sample.media, infos, strict=True)
         )
-        encoded = self.encode(sample, layouts)
+        media = tuple(
+            replace(medium, info=info) for medium, info in zip(sample.media, infos, strict=True)
+        )
+        encoded = self.encode(replace(sample, media=media), layouts)
         targets = encoded.target_tokens
         if targets == 0:
-            raise sample.fail("it has no token to learn; give the assistant's turns some text")
+            raise sample.fail(
+                "it has no token to learn; give the assistant's turns some text, and not all of "
+                "them the weight 0"
+            )
         return Measure(
             sample.id,
             tuple(media.kind for media in sample.media),
@@ -155,13 +162,15 @@ class Processor:
         """Token ids, labels and positions of a sample.
 
         Args:
-            sample: the conversation.
+            sample: the conversation; with boxes of objects its media must know their sizes.
             layouts: one per medium, in the order of `sample.media`.
             question: the conversation waits for an answer: its header ends the ids.
 
         Raises:
             DataError: as `ChatTemplate.tokens`.
         """
+        if sample.objects is not None:
+            sample = self._grounded(sample, layouts)
         tokens = self.template.question(sample) if question else self.template.tokens(sample)
         pad_ids = self.template.pad_ids
         placeholders = np.flatnonzero(np.isin(tokens.ids, list(pad_ids.values())))
@@ -176,9 +185,10 @@ class Processor:
         visual[placeholders] = True
         ids = np.repeat(tokens.ids, repeats)
         visual = np.repeat(visual, repeats)
-        learned = np.repeat(tokens.learned, repeats) & ~visual
+        weights = np.zeros(len(ids), dtype=np.float32)  # of the next token
+        weights[:-1] = np.where(visual, 0, np.repeat(tokens.weights, repeats))[1:]
         labels = np.full(len(ids), IGNORE, dtype=np.int64)
-        labels[:-1] = np.where(learned[1:], ids[1:], IGNORE)
+        labels[:-1] = np.where(weights[:-1] > 0, ids[1:], IGNORE)
         input_ids = torch.from_numpy(ids)
         positions = family_of(self.spec).positions(
             input_ids,
@@ -188,8 +198,20 @@ class Processor:
             [layout.seconds for layout in layouts],
         )
         return EncodedSample(
-            sample.id, input_ids, torch.from_numpy(labels), positions, torch.from_numpy(visual)
+            sample.id,
+            input_ids,
+            torch.from_numpy(labels),
+            positions,
+            torch.from_numpy(visual),
+            None if np.isin(weights, (0, 1)).all() else torch.from_numpy(weights),
         )
+
+    def _grounded(self, sample: Sample, layouts: Sequence[MediaLayout]) -> Sample:
+        infos = [media.info for media in sample.media if media.info is not None]
+        assert len(infos) == len(sample.media), "boxes follow sizes: probe the media first"
+        patch = self.images.patch_size
+        sizes = [(layout.grid[1] * patch, layout.grid[2] * patch) for layout in layouts]
+        return ground(sample, infos, sizes, family_of(self.spec).media)
 
     def frames(self, media: Media, sample: Sample) -> np.ndarray:
         """Decode and resize one medium. Returns uint8 [T, H, W, 3]; T is 1 for an image.

@@ -47,6 +47,7 @@ def stats(
     *,
     pack_length: int = 8192,
     media_root: str | Path | None = None,
+    ignored: Sequence[str] = (),
 ) -> Stats:
     """Measure the data: tokens, and what the samples cost to train on.
 
@@ -55,9 +56,8 @@ def stats(
     """
     spec = read_spec(model)
     processor = Processor.from_folder(model, spec)
-    index = scan_sources(
-        parse_sources(sources, media_root=media_root), processor, spec, pack_length, verify=False
-    )
+    listed = parse_sources(sources, media_root=media_root, ignored=ignored)
+    index = scan_sources(listed, processor, spec, pack_length, verify=False)
     return measure_index(index, spec)
 
 

@@ -133,7 +133,7 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
     from vlmtrain.generate.model import Answerer, Sampling
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    tasks: list[Task] = on_first_rank(lambda: read_tasks(path))
+    tasks: list[Task] = on_first_rank(lambda: read_tasks(path, config.loader.ignore_keys))
     sampling = Sampling(max_new_tokens=config.max_new_tokens)
     console = Console(stderr=True)
 

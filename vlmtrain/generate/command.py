@@ -39,6 +39,8 @@ class GenerateConfig:
     as in training data."""
     output: Path | None = None
     """With --input: file to write, one object a line in the same order, with 'answer' added."""
+    ignore_keys: tuple[str, ...] = ()
+    """With --input: keys of its objects that are not looked at."""
     max_new_tokens: int = 512
     """Longest answer."""
     temperature: float = 0.0
@@ -88,7 +90,7 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
 
     config.validate()
     if config.input is not None:
-        questions = read_questions(config.input)
+        questions = read_questions(config.input, config.ignore_keys)
         with _answerer(config) as (answerer, sampling):
             _batch(questions, answerer, sampling, config.output)
         return 0

@@ -309,9 +309,11 @@ def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any
 
 
 def _loss(pack: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum over target tokens and their number: Megatron divides by the global number."""
+    """Sum over target tokens, weighted, and their number: Megatron divides by the global number."""
     target = pack.labels != IGNORE
     # where, not a product: a masked position's loss must not count even if it is not finite
     losses = torch.where(target, output.float().view(-1), 0.0)
+    if pack.loss_weights is not None:
+        losses = losses * pack.loss_weights
     total = losses.sum()
     return total, target.sum().int(), {"loss": total.detach().clone()}

@@ -23,6 +23,7 @@ class SourceSpec:
     weight: float = 1.0  # how often an epoch sees each of its samples; 0.25: a quarter of them
     max_samples: int | None = None  # only the first so many
     media_root: str | None = None  # where relative media paths start; default: the file's folder
+    ignored: tuple[str, ...] = ()  # keys and marks of records that are not looked at
 
 
 def parse_sources(
@@ -30,6 +31,7 @@ def parse_sources(
     *,
     max_samples: int | None = None,
     media_root: str | Path | None = None,
+    ignored: Sequence[str] = (),
 ) -> list[SourceSpec]:
     """Read `a.json,b.jsonl:0.5,shards,mix.toml`, or the same as a list.
 
@@ -39,6 +41,7 @@ def parse_sources(
 
     Args:
         max_samples, media_root: for the sources that do not set their own.
+        ignored: keys and marks of records that are not looked at.
 
     Raises:
         DataError: nothing given, a weight that is not above 0, or an unreadable list.
@@ -76,6 +79,7 @@ def parse_sources(
             source,
             max_samples=source.max_samples or max_samples or None,
             media_root=source.media_root or root,
+            ignored=source.ignored or tuple(ignored),
         )
         for source in sources
     ]

@@ -28,7 +28,7 @@ import sqlite3
 import tarfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,10 +37,10 @@ from typing import Any, BinaryIO
 from vlmtrain.core.files import write_bytes
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.energon import META_FOLDER, write_energon
-from vlmtrain.data.formats.sharegpt import JsonSource, Record
+from vlmtrain.data.formats.json_source import JsonSource, Record
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Measure, MediaLayout, Processor
-from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample, Turn
+from vlmtrain.data.sample import Box, FileRange, Media, MediaInfo, Objects, Sample, Turn
 
 INDEX_NAME = "index.jsonl"
 FORMAT = "vlmtrain-shards"
@@ -71,6 +71,7 @@ def build_shards(
     shard_bytes: int = 1 << 30,
     verify: bool = True,
     media_root: str | Path | None = None,
+    ignored: Collection[str] = (),
     overwrite: bool = False,
     processor: Processor | None = None,
     workers: int = 4,
@@ -85,6 +86,7 @@ def build_shards(
         shard_bytes: a shard is closed once it holds this many bytes of records and media.
         verify: decode every image and video once, so that a broken one is found now.
         media_root: folder that relative media paths start from; default: the source's folder.
+        ignored: keys and marks of records that are not looked at.
         overwrite: replace a finished build.
         processor: of the model to train; with it the index holds each sample's tokens and grids,
             and training with the same settings starts without a scan.
@@ -100,7 +102,7 @@ def build_shards(
             f"samples_per_shard ({samples_per_shard}), shard_bytes ({shard_bytes}) and workers "
             f"({workers}) must be at least 1"
         )
-    reader = _reader(source, media_root)
+    reader = _reader(source, media_root, ignored)
     settings = f"{VERSION} {verify} {processor.fingerprint() if processor else None}"
     shards = _cut(reader, samples_per_shard, shard_bytes, settings)  # refuses before it writes
     folder = Path(target)
@@ -236,7 +238,15 @@ class ShardSource:
             if zlib.crc32(data) != line["crc"]:
                 raise ValueError("the sample's bytes are not those that were written")
             content = json.loads(data)
-            turns = tuple(Turn(turn["role"], turn["content"]) for turn in content["messages"])
+            turns = tuple(
+                Turn(
+                    turn["role"],
+                    turn["content"],
+                    turn.get("loss_weight", 1.0),
+                    tuple(turn.get("tool_calls", ())),
+                )
+                for turn in content["messages"]
+            )
             media = tuple(
                 Media(
                     entry["kind"],
@@ -248,7 +258,11 @@ class ShardSource:
                 )
                 for entry in line["media"]
             )
-            return Sample(str(content["id"]), turns, media, self.folder)
+            tools, objects = tuple(content.get("tools", ())), content.get("objects")
+            if objects is not None:
+                boxes = tuple(Box(tuple(corners), *rest) for corners, *rest in objects["boxes"])
+                objects = Objects(tuple(objects["names"]), boxes)
+            return Sample(str(content["id"]), turns, media, self.folder, tools, objects)
         except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
             raise self._damaged(record, error) from None
 
@@ -312,7 +326,7 @@ class _Shard:
             return None
 
 
-def _reader(source: str | Path, media_root: str | Path | None) -> Any:
+def _reader(source: str | Path, media_root: str | Path | None, ignored: Collection[str]) -> Any:
     if "," in str(source) and not Path(source).exists():
         raise DataError(f"{source}: no such file; --source takes one file, each its own --target")
     if Path(source).is_dir():
@@ -320,8 +334,8 @@ def _reader(source: str | Path, media_root: str | Path | None) -> Any:
     if Path(source).suffix.lower() == ".parquet":
         from vlmtrain.data.formats.parquet import ParquetSource
 
-        return ParquetSource(source, media_root)
-    return JsonSource(source, media_root)
+        return ParquetSource(source, media_root, ignored)
+    return JsonSource(source, media_root, ignored)
 
 
 def _cut(reader: Any, samples: int, size: int, settings: str) -> list[_Shard]:
@@ -433,14 +447,19 @@ def _write_sample(
                 "info": asdict(info),
             }
         )
-    content = {
+    content: dict[str, Any] = {
         "id": sample.id,
-        "messages": [{"role": turn.role, "content": turn.text} for turn in sample.turns],
+        "messages": [_message(turn) for turn in sample.turns],
         "media": [
             {name: entry[name] for name in ("kind", "parts", "frame_list", "fps")}
             for entry in entries
         ],
     }
+    if sample.tools:
+        content["tools"] = list(sample.tools)
+    if sample.objects is not None:
+        boxes = [[list(box.corners), box.image, box.relative] for box in sample.objects.boxes]
+        content["objects"] = {"names": list(sample.objects.names), "boxes": boxes}
     data = json.dumps(content, ensure_ascii=False).encode()
     ranges = {f"{key}.json": _member(tar, file, f"{key}.json", data)}
     for name, part in members:
@@ -458,6 +477,15 @@ def _write_sample(
             for entry in entries
         ],
     }
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+    if turn.weight != 1:
+        message["loss_weight"] = turn.weight
+    if turn.calls:
+        message["tool_calls"] = list(turn.calls)
+    return message
 
 
 def _member(tar: tarfile.TarFile, file: BinaryIO, name: str, data: bytes) -> list[int]:

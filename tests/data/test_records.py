@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.helpers import conversation, save_image, write_json
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.sample import Sample, Turn
 
 
@@ -109,16 +109,16 @@ def test_video_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"type": "image", "image": "a.png", "max_pixels": 50176},
-            "image has its own 'max_pixels'",
+            "a part of turn 0 has the key 'max_pixels', a setting of its own",
         ),
         (
             {"type": "video", "video": "v.mp4", "video_start": 2.5},
-            "video has its own 'video_start'",
+            "a part of turn 0 has the key 'video_start', a setting of its own",
         ),
         ({"type": "image", "image": {"path": "a.png", "resized_height": 56}}, "'resized_height'"),
         (
-            {"type": "image", "image": "data:image/png;base64,AAAA"},
-            "is no file path but 26 characters",
+            {"type": "image", "image": "data:image/png;base64,A"},
+            "data URI data:image/png;base64,A... that cannot be decoded",
         ),
         ({"type": "video", "video": "x" * 5000}, "is no file path but 5000 characters"),
         ({"type": "video", "video": "v.mp4", "fps": 1.0}, "fps 1 was given for the video file"),
@@ -159,7 +159,7 @@ def test_array_lines_bom_and_unicode_give_the_same(tmp_path: Path) -> None:
 BAD_RECORDS: list[tuple[Any, str]] = [
     (["x"], "record 0 is a list; it must be an object"),
     ({"id": "s"}, "sample 's': it has no 'conversations'"),
-    ({"id": "s", "conversations": []}, "sample 's': 'conversations' must be a list with"),
+    ({"id": "s", "conversations": []}, "sample 's': its list of turns must be a list with"),
     ({"id": "s", "conversations": ["x"]}, "sample 's': turn 0 is not an object"),
     (
         {"id": "s", "conversations": [{"from": "bot", "value": "x"}]},
@@ -171,7 +171,7 @@ BAD_RECORDS: list[tuple[Any, str]] = [
         "sample 's': turn 0 holds a content part that is no text, image or video",
     ),
     (
-        {"id": "s", "messages": [{"role": "assistant", "content": "x"}]},
+        {"id": "s", "messages": [{"role": r, "content": "x"} for r in ("assistant", "user")]},
         "sample 's': the first turn is the assistant's; begin with a human turn",
     ),
     (conversation("x", id="s"), "sample 's': it has no assistant turn"),
