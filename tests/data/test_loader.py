@@ -573,3 +573,21 @@ def test_weights_of_turns_reach_the_loss(
             targets += len(learned)
         assert count == targets == pack.target_tokens
         torch.testing.assert_close(total.item(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "said"),
+    [(8, 1, "8 times; --train.global_batch 1 fits"), (1, 1, None), (8, 2, "use fewer ranks, or")],
+)
+def test_a_batch_larger_than_the_data_is_said(
+    batch: int, ranks: int, said: str | None, tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    records = [conversation("q", f"a {i}") for i in range(6)]
+    index = scan_sources([write_json(tmp_path / "c.json", records)], processor, spec, 1000)
+    lines: list[str] = []
+    with open_loader(
+        index, processor, spec, pack_length=1000, global_batch=batch, dp_size=ranks,
+        prefetch=False, log=lines.append,
+    ):  # fmt: skip
+        assert len(lines) == (said is not None)
+        assert said is None or said in lines[0]

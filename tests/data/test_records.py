@@ -89,6 +89,11 @@ def test_video_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         [media] = one(tmp_path, conversation(*turns, video=value)).media
         assert [Path(part.path).name for part in media.parts] == ["f0.png", "f1.png"]
         assert media.frame_list and media.fps == (4 if isinstance(value, dict) else None)
+    for i in (1, 2, 10, 11):
+        (tmp_path / "many").mkdir(exist_ok=True)
+        save_image(tmp_path / "many" / f"f{i}.png", 30, 30)
+    [media] = one(tmp_path, conversation(*turns, video="many")).media
+    assert [Path(part.path).stem for part in media.parts] == ["f1", "f2", "f10", "f11"]
     # Relative all the way: the data file, and the folder of frames beside it.
     (tmp_path / "in" / "frames").mkdir(parents=True)
     save_image(tmp_path / "in" / "frames" / "f0.png", 30, 30)

@@ -20,7 +20,7 @@ HARMLESS = frozenset(
     origin license author annotator generator model model_name version date timestamp created_at
     language lang category topic domain subject task task_type task_name question_type answer_type
     difficulty score scores rating quality tags meta metadata num_turns num_tokens n_tokens length
-    width height image_width image_height image_size duration
+    note notes comment comments width height image_width image_height image_size duration
     """.split()
 )
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -157,7 +157,9 @@ def probe_video(media: Media, sample: Sample, verify: bool) -> MediaInfo:
             )
         rate = video.stream.average_rate or video.stream.guessed_rate
         context = video.stream.codec_context
-        return MediaInfo(context.width, context.height, count, float(rate) if rate else None)
+        size = (context.width, context.height)
+        width, height = size[::-1] if video.orientation.transposed else size
+        return MediaInfo(width, height, count, float(rate) if rate else None)
 
 
 def load_video(
@@ -209,11 +211,44 @@ def load_frames(
     return load_video(media, probe_media(media, sample, verify=False), videos, sample)
 
 
+class _Orientation(NamedTuple):
+    """How the display matrix of a video (a phone held upright) moves a frame's pixels."""
+
+    transposed: bool = False
+    down: int = 1  # step through the rows; -1: from the last
+    across: int = 1  # through the columns
+
+    @classmethod
+    def of(cls, frame: Any) -> _Orientation:
+        """Raises ValueError for an angle that is not a multiple of 90 degrees."""
+        for data in frame.side_data:
+            if data.type.name == "DISPLAYMATRIX":
+                # (x, y) goes to (a x + c y, b x + d y), in units of 1/65536.
+                matrix = np.frombuffer(data, dtype=np.int32)[[0, 1, 3, 4]] / 65536
+                a, b, c, d = np.rint(matrix).astype(int).tolist()
+                exact = np.abs(matrix - [a, b, c, d]).max() < 0.01
+                if exact and abs(a * d) == 1 and b == c == 0:
+                    return cls(False, d, a)
+                if exact and abs(b * c) == 1 and a == d == 0:
+                    return cls(True, b, c)
+                raise ValueError(
+                    f"its display matrix {matrix.round(3).tolist()} is no multiple of 90 degrees; "
+                    "encode it again"
+                )
+        return cls()
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        """The upright frame of uint8 [height, width, 3]."""
+        pixels = pixels.transpose(1, 0, 2) if self.transposed else pixels
+        return np.ascontiguousarray(pixels[:: self.down, :: self.across])
+
+
 class _VideoFile:
     """An open video; every failure inside becomes a DataError that names the sample."""
 
     def __init__(self, media: Media, sample: Sample) -> None:
         self.media, self.sample = media, sample
+        self.orientation = _Orientation()  # known after `count`
 
     def __enter__(self) -> _VideoFile:
         import av
@@ -264,24 +299,27 @@ class _VideoFile:
             raise self._broken(error) from None
 
     def pixels(self, frame: Any) -> np.ndarray:
-        """uint8 [height, width, 3]"""
+        """uint8 [height, width, 3], upright"""
         import av
 
         try:
-            return frame.to_ndarray(format="rgb24")
+            return _Orientation.of(frame)(frame.to_ndarray(format="rgb24"))
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
 
     def count(self, decode: bool) -> tuple[int, int]:
-        """(packets, frames); without decoding the packets stand for the frames."""
+        """(packets, frames); without decoding (but the first) the packets stand for the frames."""
         import av
 
         packets = frames = 0
         try:
             for packet in self.container.demux(self.stream):
                 packets += packet.size > 0
-                if decode:
-                    frames += len(packet.decode())
+                if decode or not frames:
+                    decoded = packet.decode()
+                    if decoded and not frames:
+                        self.orientation = _Orientation.of(decoded[0])
+                    frames += len(decoded)
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
         return packets, frames if decode else packets
