@@ -65,7 +65,6 @@ def test_the_folder_says_how_to_sample(tmp_path: Path, spec: ModelSpec) -> None:
     actual = VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision)
     assert (actual.fps, actual.num_frames, actual.min_frames, actual.max_frames) == (1.0, 6, 2, 9)
     assert actual.images.max_pixels == 200704
-    assert VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision, fps=3).fps == 3
 
 
 def test_sampling_by_number_and_of_tiny_videos() -> None:

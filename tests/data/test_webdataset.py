@@ -20,6 +20,7 @@ import webdataset
 from PIL import Image
 
 from tests.data.helpers import conversation, write_json
+from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats import webdataset as webdataset_module
@@ -306,7 +307,9 @@ def test_with_a_model_the_index_knows_the_tokens(
     for name in ("lengths", "target_tokens", "image_tokens", "grids", "seconds", "kinds", "infos"):
         assert getattr(index, name).tolist() == getattr(plain, name).tolist(), name
     assert index.ids == plain.ids
-    larger = Processor.from_folder(model_folder, spec, min_pixels=30 * 784, max_pixels=40 * 784)
+    larger = Processor.from_folder(
+        model_folder, spec, section=MediaSection(max_pixels=40 * 784, min_pixels=30 * 784)
+    )
     other = scan_sources([tmp_path / "s"], larger, spec, 512)
     assert sorted(asked) == sorted(plain.ids) and other.grids.tolist() != plain.grids.tolist()
     with pytest.raises(DataError, match="sample 'a': it has .* tokens, .*a pack holds 20"):

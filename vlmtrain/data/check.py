@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vlmtrain.core.config import MediaSection
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import Record
 from vlmtrain.data.formats.sources import parse_sources
@@ -65,6 +66,7 @@ def check(
     pack_length: int | None = None,
     media_root: str | Path | None = None,
     ignored: Sequence[str] = (),
+    media: MediaSection | None = None,
 ) -> CheckReport:
     """Read all the data and collect every problem instead of stopping at the first.
 
@@ -74,6 +76,7 @@ def check(
         pack_length: with a model: the longest sample allowed.
         media_root: folder that relative media paths start from.
         ignored: keys and marks of records that are not looked at.
+        media: sizes of images and videos instead of the model's.
 
     Raises:
         DataError: the model folder cannot be used, or pack_length comes without a model.
@@ -84,7 +87,9 @@ def check(
         raise DataError(f"pack_length must be at least 1, got {pack_length}")
     processor = None
     if model is not None:
-        processor = Processor.from_folder(model, read_spec(model))
+        processor = Processor.from_folder(
+            model, read_spec(model), section=media, pack_length=pack_length
+        )
     report = CheckReport()
     ids: dict[str, list[str]] = {}
     contents: dict[bytes, list[str]] = {}

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import tyro
 
+from vlmtrain.core.config import MediaSection, check_ranges
+
+_MODEL_SIZES = MediaSection()
+
 
 def main(arguments: list[str]) -> int:
     return tyro.extras.subcommand_cli_from_dict(
@@ -26,6 +30,8 @@ def build_command(
     model: Path | None = None,
     media_root: Path | None = None,
     ignore_keys: tuple[str, ...] = (),
+    pack_length: int = 8192,
+    media: MediaSection = _MODEL_SIZES,
     samples_per_shard: int = 1000,
     workers: int = 4,
     verify: bool = True,
@@ -41,6 +47,8 @@ def build_command(
         media_root: folder that relative media paths start from; default: the source's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.
+        pack_length: that of the training; with a model, for the sizes that fit.
+        media: sizes of images and videos, as in training.
         samples_per_shard: samples in a shard, at most.
         workers: shards written at once.
         verify: decode every image and video once, to find broken ones now.
@@ -53,9 +61,12 @@ def build_command(
     from vlmtrain.data.processor import Processor
     from vlmtrain.models.family import read_spec
 
+    check_ranges(media, "--media.")
     processor = None
     if model is not None:
-        processor = Processor.from_folder(model, read_spec(model))
+        processor = Processor.from_folder(
+            model, read_spec(model), section=media, pack_length=pack_length
+        )
     console = Console(file=sys.stderr)
     with Progress(console=console, transient=not console.is_terminal) as bar:
         task = bar.add_task("samples", total=None)
@@ -84,6 +95,7 @@ def check_command(
     pack_length: int | None = None,
     media_root: Path | None = None,
     ignore_keys: tuple[str, ...] = (),
+    media: MediaSection = _MODEL_SIZES,
 ) -> int:
     """Report every broken sample; duplicates are warnings.
 
@@ -94,11 +106,18 @@ def check_command(
         media_root: folder that relative media paths start from; default: each file's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.
+        media: sizes of images and videos, as in training.
     """
     from vlmtrain.data.check import check
 
+    check_ranges(media, "--media.")
     report = check(
-        source, model=model, pack_length=pack_length, media_root=media_root, ignored=ignore_keys
+        source,
+        model=model,
+        pack_length=pack_length,
+        media_root=media_root,
+        ignored=ignore_keys,
+        media=media,
     )
     print(report.render())
     return 0 if report.ok else 1
@@ -111,6 +130,7 @@ def stats_command(
     pack_length: int = 8192,
     media_root: Path | None = None,
     ignore_keys: tuple[str, ...] = (),
+    media: MediaSection = _MODEL_SIZES,
 ) -> int:
     """Print, and plot, how text, images and costs are distributed.
 
@@ -122,11 +142,18 @@ def stats_command(
         media_root: folder that relative media paths start from; default: each file's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.
+        media: sizes of images and videos, as in training.
     """
     from vlmtrain.data.stats import plot_stats, render_stats, stats
 
+    check_ranges(media, "--media.")
     figures = stats(
-        source, model, pack_length=pack_length, media_root=media_root, ignored=ignore_keys
+        source,
+        model,
+        pack_length=pack_length,
+        media_root=media_root,
+        ignored=ignore_keys,
+        media=media,
     )
     print(render_stats(figures))
     if target is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from vlmtrain.data.processor import Measure, MediaLayout, Processor
 from vlmtrain.data.sample import MediaInfo, Sample
 
 _KINDS = ("image", "video")
+TooLong = Literal["error", "drop", "truncate"]
 
 
 class Source(Protocol):
@@ -156,6 +157,7 @@ def scan_sources(
     media_root: str | Path | None = None,
     max_samples: int | None = None,
     skip_limit: int = 0,
+    too_long: TooLong = "error",
     log: Callable[[str], None] | None = None,
 ) -> SampleIndex:
     """Read and check all training data before anything is trained.
@@ -171,7 +173,8 @@ def scan_sources(
         media_root: folder that relative media paths start from; default: each file's own.
         max_samples: of every source, the first so many.
         skip_limit: leave out up to this many bad samples, which `SampleIndex.skipped` lists; 0:
-            the first one is an error.
+            the first one is an error. Those that are too long do not count.
+        too_long: samples longer than a pack are an error, are dropped, or lose text at the end.
         log: called with a line of progress now and then, and with a line for each sample left out.
 
     Raises:
@@ -193,9 +196,20 @@ def scan_sources(
     digest = hashlib.sha256(processor.fingerprint().encode())
     digest.update(repr([source.weight for source in sources]).encode())
     digest.update("".join(key for source in sources for key in source.ignored).encode())
-    for outcome in scan(sources, processor, pack_length, verify=verify, workers=workers):
+    dropped = 0
+    for outcome in scan(
+        sources,
+        processor,
+        pack_length,
+        verify=verify,
+        workers=workers,
+        truncate=too_long == "truncate",
+    ):
         if isinstance(outcome, DataError):
-            if outcome.whole_source or not skip_limit:
+            if outcome.kind == "too_long" and too_long == "drop":
+                dropped += 1
+                continue
+            if outcome.whole_source or outcome.kind == "too_long" or not skip_limit:
                 raise outcome
             skipped.append(str(outcome))
             if log is not None:
@@ -221,6 +235,10 @@ def scan_sources(
         digest.update(hashlib.sha256(record.data).digest())
         if log is not None and len(ids) % 10_000 == 0:
             log(f"scanned {len(ids)} samples")
+    if dropped and log is not None:
+        log(f"{dropped} samples are longer than a pack and dropped (--loader.too_long)")
+    if not ids and dropped:
+        raise DataError(f"all samples are longer than a pack of {pack_length} tokens, or bad")
     if not ids:
         raise DataError(f"all {len(skipped)} samples are bad; the last: {skipped[-1]}")
     table = np.array(rows, dtype=np.int64).reshape(-1, 8).T
@@ -263,11 +281,13 @@ def scan(
     *,
     verify: bool = True,
     workers: int | None = None,
+    truncate: bool = False,
 ) -> Iterator[Row | DataError]:
     """Every sample in order, as a row or as the error found in it.
 
     Without a processor only the records and the media files are checked and lengths are 0.
-    A source that cannot be read at all gives one error, with `whole_source` set.
+    A source that cannot be read at all gives one error, with `whole_source` set. `truncate`: text
+    after pack_length tokens is cut off.
     """
     probed: dict[object, MediaInfo] = {}  # several samples may share an image
     with ThreadPoolExecutor(workers or default_workers()) as pool:
@@ -280,7 +300,9 @@ def scan(
                 if isinstance(record, DataError):
                     return record
                 try:
-                    return _examine(number, source, record, processor, pack_length, verify, probed)
+                    return _examine(
+                        number, source, record, processor, pack_length, verify, truncate, probed
+                    )
                 except DataError as error:
                     return error
 
@@ -299,11 +321,14 @@ def _examine(
     processor: Processor | None,
     pack_length: int | None,
     verify: bool,
+    truncate: bool,
     probed: dict[object, MediaInfo],
 ) -> Row:
     measure = None
     if processor is not None:
         measure = source.measured(record, processor.fingerprint())
+        if truncate and measure is not None and measure.length > (pack_length or 0):
+            measure = None
     where = source.path
     if measure is None:
         sample = source.parse(record)
@@ -315,13 +340,13 @@ def _examine(
         if processor is None:
             kinds = tuple(media.kind for media in sample.media)
             return Row(number, record, Measure(sample.id, kinds, infos, (), 0, 0, 0))
-        measure = processor.measure(sample, infos)
+        measure = processor.measure(sample, infos, pack_length if truncate else None)
     if pack_length is not None and measure.length > pack_length:
         raise Sample(measure.id, (), (), where).fail(
             f"it has {measure.length} tokens, {measure.image_tokens} of them image tokens, and a "
             f"pack holds {pack_length}; raise --train.pack_length (outside of training "
             f"--pack_length) to {measure.length} or more, "
-            "lower max_pixels in preprocessor_config.json, or shorten the sample",
+            "lower --media.max_pixels, or choose --loader.too_long drop or truncate",
             "too_long",
         )
     return Row(number, record, measure)

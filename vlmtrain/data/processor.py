@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from vlmtrain.core.batch import IGNORE, EncodedSample
+from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.grounding import ground
 from vlmtrain.data.media.images import ImageSettings, patchify, read_config
+from vlmtrain.data.media.limits import limited, write_settings
 from vlmtrain.data.media.videos import VideoSettings, load_frames
 from vlmtrain.data.sample import Media, MediaInfo, MediaKind, Sample
-from vlmtrain.data.template import ChatTemplate
+from vlmtrain.data.template import ChatTemplate, write_template
 from vlmtrain.models.family import family_of
 
 
@@ -66,6 +68,7 @@ class Processor:
             {}, spec.vision, ImageSettings.of(media), "defaults"
         )
         self.videos = videos or VideoSettings.default(self.images, media.video_pixels)
+        self.differs = (False, False)  # from the model folder: sizes of media, chat template
         self._fingerprint: str | None = None
 
     @classmethod
@@ -74,10 +77,8 @@ class Processor:
         folder: str | Path,
         spec: ModelSpec,
         *,
-        fps: float | None = None,
-        num_frames: int | None = None,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
+        section: MediaSection | None = None,
+        pack_length: int | None = None,
         template: str | Path | None = None,
     ) -> Processor:
         """Read tokenizer, chat template and processor settings of a Hugging Face folder.
@@ -85,26 +86,30 @@ class Processor:
         Args:
             folder: the model folder.
             spec: `read_spec(folder)`.
-            fps: frames a second taken from videos; default: the folder's, else 2.
-            num_frames: frames taken from every video, instead of fps.
-            min_pixels, max_pixels: bounds of an image's area, instead of the folder's.
+            section: sizes of images and videos instead of the folder's.
+            pack_length: sizes that `section` does not set are lowered to fit (`limited`).
             template: file with a Jinja chat template, instead of the folder's.
 
         Raises:
             DataError: no tokenizer, or settings that contradict config.json.
         """
         config, where = read_config(folder, "image_processor", "preprocessor_config.json")
-        pixel_limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        config = {
-            **config,
-            **{key: value for key, value in pixel_limits.items() if value is not None},
-        }
         media = family_of(spec).media
         images = ImageSettings.from_config(config, spec.vision, ImageSettings.of(media), where)
-        videos = VideoSettings.from_folder(
-            folder, images, spec.vision, media.video_pixels, fps=fps, num_frames=num_frames
-        )
-        return cls(ChatTemplate.from_folder(folder, spec, template), spec, images, videos)
+        videos = VideoSettings.from_folder(folder, images, spec.vision, media.video_pixels)
+        of_run = limited(images, videos, section or MediaSection(), pack_length)
+        result = cls(ChatTemplate.from_folder(folder, spec, template), spec, *of_run)
+        result.differs = of_run != (images, videos), bool(template)
+        return result
+
+    def write_settings(self, folder: Path) -> None:
+        """Put what differs from the model folder (sizes of media, chat template) into a copy of
+        it, so that the model is later asked in the form it was trained in."""
+        sizes, template = self.differs
+        if sizes:
+            write_settings(folder, self.images, self.videos)
+        if template:
+            write_template(folder, self.template.template)
 
     @property
     def pad_token_id(self) -> int:
@@ -129,7 +134,9 @@ class Processor:
         except ValueError as error:
             raise sample.fail(f"{media.name}: {error}") from None
 
-    def measure(self, sample: Sample, infos: Sequence[MediaInfo]) -> Measure:
+    def measure(
+        self, sample: Sample, infos: Sequence[MediaInfo], max_length: int | None = None
+    ) -> Measure:
         """Encode a sample only to count. Raises DataError as `layout` and `encode`, and where
         there is nothing to learn."""
         layouts = tuple(
@@ -139,7 +146,7 @@ class Processor:
         media = tuple(
             replace(medium, info=info) for medium, info in zip(sample.media, infos, strict=True)
         )
-        encoded = self.encode(replace(sample, media=media), layouts)
+        encoded = self.encode(replace(sample, media=media), layouts, max_length=max_length)
         targets = encoded.target_tokens
         if targets == 0:
             raise sample.fail(
@@ -157,7 +164,12 @@ class Processor:
         )
 
     def encode(
-        self, sample: Sample, layouts: Sequence[MediaLayout], *, question: bool = False
+        self,
+        sample: Sample,
+        layouts: Sequence[MediaLayout],
+        *,
+        question: bool = False,
+        max_length: int | None = None,
     ) -> EncodedSample:
         """Token ids, labels and positions of a sample.
 
@@ -165,9 +177,10 @@ class Processor:
             sample: the conversation; with boxes of objects its media must know their sizes.
             layouts: one per medium, in the order of `sample.media`.
             question: the conversation waits for an answer: its header ends the ids.
+            max_length: text after so many tokens is cut off. None: nothing is.
 
         Raises:
-            DataError: as `ChatTemplate.tokens`.
+            DataError: as `ChatTemplate.tokens`; or an image or video would be cut off.
         """
         if sample.objects is not None:
             sample = self._grounded(sample, layouts)
@@ -185,8 +198,18 @@ class Processor:
         visual[placeholders] = True
         ids = np.repeat(tokens.ids, repeats)
         visual = np.repeat(visual, repeats)
+        of_tokens = np.where(visual, 0, np.repeat(tokens.weights, repeats))
+        if max_length is not None and len(ids) > max_length:
+            if visual[max_length:].any():
+                raise sample.fail(
+                    f"its text cannot be cut off after {max_length} tokens, where its images and "
+                    f"videos go up to token {int(np.flatnonzero(visual)[-1]) + 1}; lower "
+                    "--media.max_pixels, or choose --loader.too_long drop",
+                    "too_long",
+                )
+            ids, visual, of_tokens = (part[:max_length] for part in (ids, visual, of_tokens))
         weights = np.zeros(len(ids), dtype=np.float32)  # of the next token
-        weights[:-1] = np.where(visual, 0, np.repeat(tokens.weights, repeats))[1:]
+        weights[:-1] = of_tokens[1:]
         labels = np.full(len(ids), IGNORE, dtype=np.int64)
         labels[:-1] = np.where(weights[:-1] > 0, ids[1:], IGNORE)
         input_ids = torch.from_numpy(ids)

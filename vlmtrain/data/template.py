@@ -353,3 +353,16 @@ def _with_vision_tokens(text: str) -> str:
     return MARK_PATTERN.sub(
         lambda mark: f"<|vision_start|><|{MARKS[mark[0]]}_pad|><|vision_end|>", text
     )
+
+
+def write_template(folder: Path, template: str) -> None:
+    """Make a chat template that of a model folder, wherever a reader looks for one."""
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    # Older readers know these places only; what they held belongs to the source's template.
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if "chat_template" in config:
+            config["chat_template"] = template
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -96,13 +96,22 @@ def _held_out(
 
     from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.checkpoint.weights import check_weights
+    from vlmtrain.data.media.limits import describe
     from vlmtrain.data.processor import Processor
     from vlmtrain.training.engine import Engine
 
-    processor = Processor.from_folder(source, spec, template=config.loader.template or None)
+    processor = Processor.from_folder(
+        source,
+        spec,
+        section=config.media,
+        pack_length=config.pack_length,
+        template=config.loader.template or None,
+    )
 
     def prepare() -> SampleIndex:
         check_weights(source, spec)
+        if processor.differs[0]:
+            say(describe(processor.images, processor.videos))
         return scan(config.data, config.loader, processor, spec, config.pack_length, say)
 
     index = on_first_rank(prepare)
@@ -138,7 +147,9 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
     console = Console(stderr=True)
 
     def work() -> list[Scored]:
-        answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
+        answerer = Answerer(
+            folder, precision=config.precision, kernels=config.kernels, section=config.media
+        )
         for task in tasks:
             answerer.check(task.sample)
         shown = track(

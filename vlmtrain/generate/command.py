@@ -7,12 +7,13 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import tyro
 
+from vlmtrain.core.config import MediaSection, check_ranges
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import writing
 
@@ -55,9 +56,11 @@ class GenerateConfig:
     """auto: bf16 on a GPU, fp32 on the CPU."""
     kernels: bool = True
     """Attend with vlmkernels; --no_kernels: with transformers' own code."""
+    media: MediaSection = field(default_factory=MediaSection)
 
     def validate(self) -> None:
         """Raise UserError for options that contradict each other."""
+        check_ranges(self)
         if self.input is not None:
             for name in ("prompt", "image", "video", "system"):
                 if getattr(self, name):
@@ -122,7 +125,9 @@ def _answerer(config: GenerateConfig) -> Iterator[tuple[Any, Any]]:
     with as_hf(config.model) as folder:
         import torch
 
-        answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
+        answerer = Answerer(
+            folder, precision=config.precision, kernels=config.kernels, section=config.media
+        )
         torch.manual_seed(config.seed)
         yield answerer, sampling
 

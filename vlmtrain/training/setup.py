@@ -83,6 +83,7 @@ def scan(
         pack_length,
         verify=section.verify,
         skip_limit=section.skip_limit if section.unreadable == "skip" else 0,
+        too_long=section.too_long,
         log=log,
     )
 

@@ -30,6 +30,7 @@ from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.media.limits import describe
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
 from vlmtrain.models.lora_costs import check_lora
@@ -98,9 +99,14 @@ class Trainer:
     ) -> None:
         self.config, self.spec = config, spec
         train, template = config.train, config.loader.template or None
-        processor = Processor.from_folder(config.model, spec, template=template)
-        # The user's template goes where the model goes.
-        self.template = processor.template.template if template else None
+        processor = Processor.from_folder(
+            config.model,
+            spec,
+            section=config.media,
+            pack_length=train.pack_length,
+            template=template,
+        )
+        self.processor = processor
         # One rank reads and judges all input; the others hear its verdict instead of a hang.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
         self.engine = self._build_engine(layout, backend)
@@ -141,7 +147,7 @@ class Trainer:
             config.model,
             keep=config.checkpoint.keep,
             keep_every=config.checkpoint.keep_every,
-            template=self.template,
+            adapt=self.processor.write_settings,
         )
 
     def loop(self) -> int:
@@ -193,7 +199,9 @@ class Trainer:
         engine.gather_weights()
         folder = config.output / "hf"
         with merged(engine.exported):
-            save_weights(engine.exported, self.spec, config.model, folder, self.template)
+            save_weights(
+                engine.exported, self.spec, config.model, folder, self.processor.write_settings
+            )
         if config.lora.rank:
             save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
         if self.record is not None:
@@ -210,6 +218,8 @@ class Trainer:
         _check_output(config, lock)
         resume = checkpoints.find(config.output / "checkpoints", config.checkpoint.resume)
         check_weights(config.model, spec)
+        if processor.differs[0]:
+            say(describe(processor.images, processor.videos))
         index = scan(config.data, config.loader, processor, spec, length, say)
         held_out = None
         if config.evaluate.data:

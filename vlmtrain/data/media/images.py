@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,10 @@ class ImageSettings:
                 f"max_pixels {settings.max_pixels}"
             )
         return settings
+
+    def lowered(self, max_pixels: int) -> ImageSettings:
+        """The settings with at most so many pixels, but not fewer than min_pixels."""
+        return replace(self, max_pixels=max(self.min_pixels, min(self.max_pixels, max_pixels)))
 
     @property
     def factor(self) -> int:

@@ -52,7 +52,6 @@ class VideoSettings:
         images: ImageSettings,
         vision: Any,
         pixels: tuple[int, int] = MediaDefaults.video_pixels,
-        **overrides: Any,
     ) -> VideoSettings:
         """Read video_preprocessor_config.json (or `video_processor` in processor_config.json).
 
@@ -65,7 +64,6 @@ class VideoSettings:
         )
         keys = ("fps", "num_frames", "min_frames", "max_frames")
         options = {key: config[key] for key in keys if config.get(key)}
-        options |= {key: value for key, value in overrides.items() if value is not None}
         settings = cls(images=frames, **options)
         if settings.fps <= 0 or not 0 < settings.min_frames <= settings.max_frames:
             raise DataError(
@@ -74,6 +72,30 @@ class VideoSettings:
             )
         if settings.num_frames is not None and settings.num_frames < 1:
             raise DataError(f"num_frames must be at least 1, got {settings.num_frames}")
+        return settings
+
+    def with_frames(self, most: int) -> VideoSettings:
+        """The settings with at most so many frames."""
+        return replace(self, max_frames=most, min_frames=min(self.min_frames, most))
+
+    def within(self, tokens: int, *, frames: bool, pixels: bool) -> VideoSettings:
+        """The settings under which no video takes more tokens, where their least values allow it.
+
+        Args:
+            frames: whether max_frames may be lowered: to as many frames as fit with the fewest
+                pixels that are allowed.
+            pixels: whether max_pixels may be: to what these frames leave.
+        """
+        settings, token = self, self.images.factor**2
+        step = self.images.temporal_patch_size
+        least = self.images.min_pixels if pixels else self.images.max_pixels
+        if frames and self.num_frames is None:
+            slices = max(tokens * token // max(least, token), 1)
+            if slices * step < self.max_frames:
+                settings = self.with_frames(slices * step)
+        if pixels:
+            slices = -(-(settings.num_frames or settings.max_frames) // step)
+            settings = replace(settings, images=self.images.lowered(tokens // slices * token))
         return settings
 
     def sample(self, info: MediaInfo) -> list[int]:
