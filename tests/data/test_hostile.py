@@ -85,6 +85,17 @@ def test_flipped_bytes(
         assert frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[3] == 3
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_more_than_8_bits_of_grey(mode: str, tmp_path: Path, processor: Processor) -> None:
+    """PIL makes them white: every value above 255 is cut off."""
+    values = np.full((40, 40), 30000, dtype={"I;16": "uint16", "I": "int32", "F": "float32"}[mode])
+    path = tmp_path / ("a.png" if mode == "I;16" else "a.tif")
+    Image.fromarray(values).save(path)
+    assert Image.open(path).convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+    with pytest.raises(DataError, match=f"a.(png|tif) has more than 8 bits .* .mode {mode}"):
+        read(path, processor)
+
+
 def test_extreme_shapes(tmp_path: Path, processor: Processor) -> None:
     frames = read(save_image(tmp_path / "one.png", 1, 1), processor)
     assert frames.shape == (1, 56, 56, 3)  # min_pixels: 4 tokens

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.helpers import conversation, save_image, write_json
+from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.sample import Sample, Turn
@@ -228,6 +229,7 @@ BAD_FILES: list[tuple[bytes, str]] = [
     (b'[{"id": 1}', "expected ',' or ']' after record 0; is the file cut short?"),
     (b'[{"id": 1}, {"id"', r"not valid JSON at line 1, column 18 (record 1)"),
     (b"[{}] x", "text after the closing ']'"),
+    ('[{"id": 1}]'.encode("utf-16"), "the file is UTF-16; write it as UTF-8"),
     (b'["\xff"]', "byte 2 is not UTF-8"),
     (b'{"data": []}', "the file holds one object with keys ['data']"),
     (b'{"messages": 1}\n{"messages"\n', "line 2 is not valid JSON"),
@@ -251,3 +253,22 @@ def test_bad_file(case: int, tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file; name a .json, .jsonl or .parquet file"):
         read(tmp_path / "none.json")
+
+
+def test_tables_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("query,response\n")
+    with pytest.raises(DataError, match="a.csv: tables of this form are not read; write it as"):
+        list(JsonSource(tmp_path / "a.csv").records())
+
+
+def test_good_records_are_written(tmp_path: Path) -> None:
+    records = [conversation("q", "größe", id="a"), conversation("q", id="b"), {"c": 1}]
+    source, target = write_json(tmp_path / "c.json", records), tmp_path / "good.jsonl"
+    report = check([source], write_good=target)
+    assert len(report.problems) == 2
+    assert [json.loads(line) for line in target.read_text().splitlines()] == records[:1]
+    assert check([target]).ok
+    (tmp_path / "other").mkdir()
+    for bad, said in ((source, "is a source"), (tmp_path / "other" / "x.jsonl", "paths of media")):
+        with pytest.raises(DataError, match=said):
+            check([source], write_good=bad)

@@ -297,9 +297,9 @@ def test_with_a_model_the_index_knows_the_tokens(
     asked: list[str] = []
     original = Processor.measure
 
-    def spy(self: Processor, sample: Any, infos: Any) -> Any:
+    def spy(self: Processor, sample: Any, *rest: Any) -> Any:
         asked.append(sample.id)
-        return original(self, sample, infos)
+        return original(self, sample, *rest)
 
     monkeypatch.setattr(Processor, "measure", spy)
     index = scan_sources([tmp_path / "s"], processor, spec, 512)

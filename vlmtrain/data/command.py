@@ -96,6 +96,7 @@ def check_command(
     media_root: Path | None = None,
     ignore_keys: tuple[str, ...] = (),
     media: MediaSection = _MODEL_SIZES,
+    write_good: Path | None = None,
 ) -> int:
     """Report every broken sample; duplicates are warnings.
 
@@ -107,6 +108,7 @@ def check_command(
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.
         media: sizes of images and videos, as in training.
+        write_good: JSONL file to write with the records that have no problem.
     """
     from vlmtrain.data.check import check
 
@@ -118,6 +120,7 @@ def check_command(
         media_root=media_root,
         ignored=ignore_keys,
         media=media,
+        write_good=write_good,
     )
     print(report.render())
     return 0 if report.ok else 1

@@ -135,7 +135,9 @@ def _folder(entry: str, fps: float | None, place: Place) -> Media:
     ]
     if not names:
         raise place.fail(f"the video folder {entry} holds no images")
-    parts = tuple(_file(str(Path(entry) / name), place) for name in sorted(names, key=_natural))
+    parts = tuple(
+        _file(str(Path(entry) / name), place) for name in sorted(names, key=natural_order)
+    )
     return Media("video", entry, parts, frame_list=True, fps=fps)
 
 
@@ -149,7 +151,7 @@ def _frames(entry: list[Any], fps: float | None, place: Place) -> Media:
     return Media("video", name, parts, frame_list=True, fps=fps)
 
 
-def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
+def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
     """Runs of digits as numbers: 2 before 10."""
     pieces = re.findall(r"\d+|\D+", name)
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces], name

@@ -47,6 +47,10 @@ class JsonSource:
             DataError: the file is missing, empty, not UTF-8, or not JSON as a whole.
         """
         data = _read(self.path)
+        if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise DataError(
+                f"{self.path}: the file is UTF-16; write it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+            )
         start = 3 if data.startswith(b"\xef\xbb\xbf") else 0  # a byte order mark
         first = data[start:].lstrip()[:1]
         if not first:
@@ -145,6 +149,11 @@ class JsonSource:
 
 
 def _read(path: str) -> bytes:
+    if Path(path).suffix.lower() in (".csv", ".tsv", ".xlsx"):
+        raise DataError(
+            f"{path}: tables of this form are not read; write it as JSON lines, for example with "
+            "pandas: read_csv(...).to_json('data.jsonl', orient='records', lines=True)"
+        )
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from vlmtrain.core.toml import read_toml
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.entries import natural_order
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d*)?|\.\d+)")
 
@@ -33,7 +35,7 @@ def parse_sources(
     media_root: str | Path | None = None,
     ignored: Sequence[str] = (),
 ) -> list[SourceSpec]:
-    """Read `a.json,b.jsonl:0.5,shards,mix.toml`, or the same as a list.
+    """Read `a.json,b.jsonl:0.5,shards,parts/*.parquet,mix.toml`, or the same as a list.
 
     A number after the last colon is the source's weight, unless a file of that whole name exists.
     A .toml file holds tables `[[source]]` with `path`, and if wanted `weight`, `max_samples`,
@@ -65,10 +67,11 @@ def parse_sources(
             sources += [replace(source, weight=source.weight * weight) for source in listed]
         else:
             sources.append(SourceSpec(name, weight))
+    sources = [one for source in sources for one in _files(source)]
     if not sources:
         raise DataError(
-            "no data given; --data takes .json, .jsonl or .parquet files, folders of shards, or a "
-            ".toml list of these"
+            "no data given; --data takes .json, .jsonl or .parquet files, folders of parquet files "
+            "or shards, patterns (data/*.parquet), or a .toml list of these"
         )
     for source in sources:
         if not 0 < source.weight < math.inf:
@@ -83,6 +86,22 @@ def parse_sources(
         )
         for source in sources
     ]
+
+
+def _files(source: SourceSpec) -> list[SourceSpec]:
+    """The source; of a pattern or a folder of parquet files each file, 2 before 10."""
+    path = Path(source.path)
+    if path.is_dir():
+        names = [str(file) for file in path.rglob("*.parquet")]
+        if not names or (path / "index.jsonl").exists():
+            return [source]
+    elif path.exists() or not glob.has_magic(source.path):
+        return [source]
+    else:
+        names = glob.glob(source.path, recursive=True)
+        if not names:
+            raise DataError(f"{source.path}: no file has such a name")
+    return [replace(source, path=name) for name in sorted(names, key=natural_order)]
 
 
 def _read_list(path: Path) -> list[SourceSpec]:

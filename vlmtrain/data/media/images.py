@@ -288,6 +288,12 @@ def _open(part: FileRange, sample: Sample, name: str) -> Image.Image:
         raise _broken(sample, name, error) from None
     if image.width * image.height > MAX_FILE_PIXELS:  # PIL's own check can be switched off
         raise sample.fail(_TOO_LARGE.format(name), "unreadable")
+    if image.mode == "F" or image.mode.startswith("I"):  # to RGB, PIL cuts off what is above 255
+        raise sample.fail(
+            f"{name} has more than 8 bits a pixel of grey (mode {image.mode}), and nearly all of "
+            "them would become white; save it with 8 bits, scaled to 0 to 255",
+            "unreadable",
+        )
     return image
 
 
