@@ -13,8 +13,9 @@ from tests.data.helpers import conversation, no_media, open_loader, write_json
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import JsonSource
+from vlmtrain.data.formats.shards import ShardSource
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
-from vlmtrain.data.formats.webdataset import ShardSource, build_shards
+from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.stats import stats

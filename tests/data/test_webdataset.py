@@ -25,7 +25,8 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats import webdataset as webdataset_module
 from vlmtrain.data.formats.json_source import JsonSource
-from vlmtrain.data.formats.webdataset import ShardSource, ShardSummary, build_shards
+from vlmtrain.data.formats.shards import ShardSource
+from vlmtrain.data.formats.webdataset import ShardSummary, build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 
@@ -111,6 +112,36 @@ def test_weights_tools_and_objects_go_through_shards(pictures: Path, tmp_path: P
     for name in ("id", "turns", "tools", "objects"):
         assert getattr(ours, name) == getattr(theirs, name) and getattr(ours, name), name
     assert ours.objects is not None and ours.objects.boxes[0].relative
+
+
+def test_bad_samples_are_left_out_by_choice(
+    source: Path, pictures: Path, tmp_path: Path, processor: Processor
+) -> None:
+    """Those of the record, of a missing file, of a broken one, without anything to learn."""
+    (pictures / "broken.jpg").write_bytes((pictures / "p0.jpg").read_bytes()[:200])
+    records = json.loads(source.read_text())
+    names = [record["id"] for record in records]
+    bad = [
+        conversation("q", id="no answer"),
+        conversation("<image>", "x", id="gone", image=str(pictures / "none.jpg")),
+        conversation("<image>", "x", id="broken", image=str(pictures / "broken.jpg")),
+        {"id": "silent", "messages": [{"role": "user", "content": "q"},
+                                      {"role": "assistant", "content": "a", "weight": 0}]},
+    ]  # fmt: skip
+    write_json(source, [*bad[:2], *records, *bad[2:]])
+    summary = build_shards(
+        source, tmp_path / "s", samples_per_shard=2, skip=True, processor=processor
+    )
+    (pictures / "broken.jpg").unlink()
+    assert (summary.samples, summary.left_out) == (len(names), 4)
+    shards = ShardSource(tmp_path / "s")
+    assert [shards.parse(record).id for record in shards.records()] == names
+    lines = (tmp_path / "s" / "left_out.jsonl").read_text().splitlines()
+    problems = [json.loads(line)["problem"] for line in lines]
+    for record, problem in zip(bad, problems, strict=True):
+        assert f"sample {record['id']!r}" in problem
+    with pytest.raises(DataError, match="sample 'no answer'"):
+        build_shards(source, tmp_path / "t", processor=processor)
 
 
 def test_a_shard_closes_at_its_size(source: Path, tmp_path: Path) -> None:

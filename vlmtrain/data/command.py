@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -35,6 +36,7 @@ def build_command(
     samples_per_shard: int = 1000,
     workers: int = 4,
     verify: bool = True,
+    unreadable: Literal["raise", "skip"] = "raise",
     overwrite: bool = False,
 ) -> int:
     """Write conversations and their media as WebDataset shards, which Megatron-Energon reads
@@ -52,12 +54,13 @@ def build_command(
         samples_per_shard: samples in a shard, at most.
         workers: shards written at once.
         verify: decode every image and video once, to find broken ones now.
+        unreadable: what a bad sample means: the end, or a line in TARGET/left_out.jsonl.
         overwrite: replace the folder if it holds a finished build.
     """
     from rich.console import Console
     from rich.progress import Progress
 
-    from vlmtrain.data.formats.webdataset import build_shards
+    from vlmtrain.data.formats.webdataset import LEFT_OUT, build_shards
     from vlmtrain.data.processor import Processor
     from vlmtrain.models.family import read_spec
 
@@ -75,6 +78,7 @@ def build_command(
             target,
             samples_per_shard=samples_per_shard,
             verify=verify,
+            skip=unreadable == "skip",
             media_root=media_root,
             ignored=ignore_keys,
             overwrite=overwrite,
@@ -86,6 +90,8 @@ def build_command(
         f"{summary.samples} samples, {summary.images} images, {summary.videos} videos in "
         f"{summary.shards} shards ({summary.bytes / 1e6:.1f} MB): {target}"
     )
+    if summary.left_out:
+        print(f"{summary.left_out} bad samples left out: {target / LEFT_OUT}")
     return 0
 
 

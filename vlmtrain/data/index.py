@@ -22,8 +22,8 @@ import numpy as np
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import JsonSource, Record
+from vlmtrain.data.formats.shards import ShardSource
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
-from vlmtrain.data.formats.webdataset import ShardSource
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Measure, MediaLayout, Processor
 from vlmtrain.data.sample import MediaInfo, Sample
