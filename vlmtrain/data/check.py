@@ -133,7 +133,7 @@ def _check_target(target: Path, sources: Sequence[SourceSpec]) -> None:
     """Raise DataError where the good records could not be read again from `target`."""
     for source in sources:
         path = Path(source.path)
-        if path.is_dir() or path.suffix.lower() == ".parquet":
+        if path.is_dir() or path.suffix.lower() in (".parquet", ".tar"):
             raise DataError(f"--write_good takes records of .json and .jsonl files, not of {path}")
         if target.exists() and target.samefile(path):
             raise DataError(f"--write_good {target} is a source; name another file")

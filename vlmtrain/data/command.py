@@ -43,7 +43,7 @@ def build_command(
     too. Run again after an error, it goes on where it stopped.
 
     Args:
-        source: conversation file (.json, .jsonl or .parquet).
+        source: conversation file (.json, .jsonl, .parquet or .tar).
         target: folder to write.
         model: Hugging Face folder; with it training starts without tokenizing everything first.
         media_root: folder that relative media paths start from; default: the source's own.

@@ -24,6 +24,7 @@ from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import JsonSource, Record
 from vlmtrain.data.formats.shards import ShardSource
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
+from vlmtrain.data.formats.tars import TarSource
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Measure, MediaLayout, Processor
 from vlmtrain.data.sample import MediaInfo, Sample
@@ -47,7 +48,9 @@ class Source(Protocol):
 
 
 def open_source(spec: SourceSpec) -> Source:
-    """A conversation file, or a folder written by `build_shards`."""
+    """A conversation file, a tar file, or a folder written by `build_shards`."""
+    if Path(spec.path).suffix.lower() == ".tar":
+        return TarSource(spec.path, spec.ignored)
     if Path(spec.path).is_dir():
         return ShardSource(spec.path)
     if Path(spec.path).suffix.lower() == ".parquet":

@@ -45,6 +45,8 @@ def listed_media(fields: Fields, kind: MediaKind) -> list[Media]:
 def one_medium(kind: MediaKind, entry: Any, place: Place) -> Media:
     """One image or video. Raises DataError for what is none, naming the sample."""
     fps = None
+    if isinstance(entry, FileRange):  # a member of a tar
+        return Media(kind, f"{Path(entry.path).name} at {entry.offset}", (entry,))
     if isinstance(entry, bytes):
         entry = ("", entry)
     if isinstance(entry, dict):

@@ -13,6 +13,8 @@ from typing import Any
 from vlmtrain.core.toml import read_toml
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import natural_order
+from vlmtrain.data.formats.shards import INDEX_NAME
+from vlmtrain.data.formats.tars import tar_files
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d*)?|\.\d+)")
 
@@ -89,11 +91,14 @@ def parse_sources(
 
 
 def _files(source: SourceSpec) -> list[SourceSpec]:
-    """The source; of a pattern or a folder of parquet files each file, 2 before 10."""
+    """The source; of a pattern, a folder of parquet or of other people's tar files each file, 2
+    before 10."""
     path = Path(source.path)
     if path.is_dir():
-        names = [str(file) for file in path.rglob("*.parquet")]
-        if not names or (path / "index.jsonl").exists():
+        if (path / INDEX_NAME).exists():
+            return [source]
+        names = [str(file) for file in path.rglob("*.parquet")] or list(map(str, tar_files(path)))
+        if not names:
             return [source]
     elif path.exists() or not glob.has_magic(source.path):
         return [source]

@@ -36,6 +36,7 @@ from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.energon import META_FOLDER, write_energon
 from vlmtrain.data.formats.json_source import JsonSource, Record
 from vlmtrain.data.formats.shards import FORMAT, INDEX_NAME, VERSION
+from vlmtrain.data.formats.tars import TarSource
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Measure, Processor
 from vlmtrain.data.sample import FileRange, MediaInfo, Sample, Turn
@@ -196,11 +197,15 @@ def _reader(source: str | Path, media_root: str | Path | None, ignored: Collecti
     if "," in str(source) and not Path(source).exists():
         raise DataError(f"{source}: no such file; --source takes one file, each its own --target")
     if Path(source).is_dir():
-        raise DataError(f"{source} is a folder; --source takes a .json, .jsonl or .parquet file")
+        raise DataError(
+            f"{source} is a folder; --source takes a .json, .jsonl, .parquet or .tar file"
+        )
     if Path(source).suffix.lower() == ".parquet":
         from vlmtrain.data.formats.parquet import ParquetSource
 
         return ParquetSource(source, media_root, ignored)
+    if Path(source).suffix.lower() == ".tar":
+        return TarSource(source, ignored)
     return JsonSource(source, media_root, ignored)
 
 
