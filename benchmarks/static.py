@@ -131,6 +131,51 @@ def order_of_products(code: bytes) -> str:
     return ", ".join(f"{n} {name}" if name in ("HGMMA", "EX2") else name for name, n in runs)
 
 
+def given_registers(code: bytes) -> int:
+    """Registers that are used where setmaxnreg has given all but 24 back: one more than the number
+    of the highest that an instruction names which can be reached from there. 0: it gives none."""
+    words = list(struct.iter_unpack("<QQ", code))
+    gives = [low & 0x1FF == 0x1C8 and high >> 8 & 3 == 1 for low, high in words]
+    todo = [i + 1 for i, here in enumerate(gives) if here]
+    seen: set[int] = set()
+    highest = -1
+    while todo:
+        at = todo.pop()
+        while at < len(words) and at not in seen:
+            seen.add(at)
+            low, high = words[at]
+            operation, always = low & 0x1FF, low >> 12 & 0xF == 7
+            if operation == 0x147:  # BRA, by a multiple of 4 bytes from the next instruction
+                distance = (low >> 34 | (high & 0x3FFFF) << 30) << 8 | low >> 16 & 0xFF
+                todo.append(at + 1 + (distance - (distance >> 55 << 56)) // 4)
+                if always and high >> 23 & 0xF == 7:
+                    break
+            elif operation in (0x14D, 0x15C) and always:  # EXIT, BPT.TRAP
+                break
+            elif operation == 0x144:  # CALL: what it uses is not known
+                return 256
+            else:
+                highest = max(highest, *named_registers(low, high))
+            at += 1
+    return highest + 1
+
+
+def named_registers(low: int, high: int) -> list[int]:
+    """The registers that an instruction names, by its fields of 8 bits; -1 for none. What is not
+    known here counts as a register."""
+    operation = low & 0x1FF
+    if 0x80 <= operation < 0x100 or operation == 0x02F:  # uniform ones, ELECT; but R2UR's source
+        return [low >> 24 & 0xFF if operation == 0x0CA and low >> 24 & 0xFF != 0xFF else -1]
+    target, fields = low >> 16 & 0xFF, [low >> 24 & 0xFF]
+    memory = operation in (0x181, 0x184, 0x186, 0x188)  # LDG, LDS, STG, STS
+    if low >> 9 & 7 == 1 or operation in (0x186, 0x188, 0x1A7):  # the second source is no constant
+        fields.append(low >> 32 & 0xFF)
+    if not memory and operation not in (0x00C, 0x01C, 0x1A7):  # ISETP, PLOP3, SYNCS
+        fields.append(high & 0xFF)
+    more = {5: 1, 6: 3}.get(high >> 9 & 7, 0) if memory else operation == 0x025  # IMAD.WIDE
+    return [-1, *(f for f in fields if f != 0xFF), *([target + more] if target != 0xFF else [])]
+
+
 def late_exponentials(order: str) -> int:
     """Exponentials that ptxas put behind the wait for the product which was started to run beside
     them: of what follows a wait for all groups but one, those behind the wait for that one."""
@@ -268,6 +313,8 @@ def measure() -> dict[str, Any]:
                     ),
                     "instructions": dict(sorted(operations(code).items())),
                 }
+                if given := given_registers(code):
+                    kernels[f"sm_{architecture}"][names[mangled]]["registers after giving"] = given
                 if order := order_of_products(code).partition("fence")[2]:
                     kernels[f"sm_{architecture}"][names[mangled]]["order"] = "fence" + order
     return {

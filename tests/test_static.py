@@ -55,6 +55,14 @@ def test_exponentials_run_beside_products(measured: dict[str, Any]) -> None:
         assert "wait 1" in order and static.late_exponentials(order) <= 4, f"{name}: {order}"
 
 
+def test_registers_that_were_given_back_are_not_used(measured: dict[str, Any]) -> None:
+    """By the producers of the kernels for sm_90a, which keep 24: the hardware does not look."""
+    name = "registers after giving"
+    given = {n: k[name] for n, k in measured["kernels"]["sm_90a"].items() if name in k}
+    assert given.keys() == {n for n in measured["kernels"]["sm_90a"] if n.startswith("sm90_")}
+    assert all(count <= 24 for count in given.values()), given
+
+
 @pytest.mark.parametrize(
     "name", ["cuda/attention/tile.cuh", "cuda/embedding/embedding.cu", "common/params.h"]
 )
@@ -107,6 +115,24 @@ def test_late_exponentials() -> None:
     for rest, late in (("wait 0, 66 EX2", 66), ("66 EX2, wait 0", 0), ("29 EX2, wait 0, 3 EX2", 3),
                        ("66 EX2, wait 0, fence, 5 HGMMA, wait 0, 8 EX2", 0)):  # fmt: skip
         assert static.late_exponentials(start + rest) == late
+
+
+def test_given_registers() -> None:
+    """Of instructions that a branch can reach, either way; by their operands, wide ones too."""
+    give, ends, skips = (0x18_0000_79C8, 0x080E_0500), (0x794D, 0x380_0000), (0x947, 0x380_0000)
+    add = 0x0000_0003_0200_7221  # FADD of R2 and R3, to the register of bits 16 to 23
+    below = [give, (add | 11 << 16, 255), (skips[0] | 4 << 16, skips[1]), ends]  # @P0 BRA past ends
+
+    def count(*rest: tuple[int, int]) -> int:
+        code = [(add | 90 << 16, 255), *below, *rest, ends, (add | 91 << 16, 255)]
+        return static.given_registers(b"".join(struct.pack("<QQ", *words) for words in code))
+
+    assert count() == 12
+    assert count((add | 30 << 16, 255)) == 31
+    assert count((add, 40)) == 41 and count((0x23 << 32 | 0x7221, 255)) == 0x24
+    assert count((0x0404_1381 & ~0x1FF | 0x181 | 20 << 16, 0x0C00)) == 24  # LDG.128 to R20
+    assert count((0x7944, 0x3C0_0000)) == 256  # CALL
+    assert static.given_registers(struct.pack("<QQ", add | 90 << 16, 255)) == 0
 
 
 def test_operations() -> None:

@@ -140,6 +140,19 @@ struct EmbeddingParams {
   DType out_dtype;
 };
 
+// out[i] += visual[visual_index[first + i]] where that index is >= 0, rounded once; other rows
+// stay.
+struct EmbeddingAddParams {
+  const int32_t* visual_index;  // [S]
+  const void* visual;           // [n, h], dtype
+  void* out;                    // [R, h], dtype
+  int64_t first;                // position of the first row of the shard
+  int64_t rows;                 // R
+  int64_t hidden;               // h
+  int64_t visual_rows;          // n
+  DType dtype;
+};
+
 // dvisual[r] = grad[i] where visual_index[first + i] == r, zero where no position names r.
 struct EmbeddingGatherParams {
   const int32_t* visual_index;  // [S]

@@ -117,7 +117,7 @@ def tiled(
 
 def of_build(build: Build, name: str, runtime: Path, architecture: str) -> Interpreted:
     """The launchers of one file; `name` is theirs, with {} for what they do."""
-    parts = ("forward", "backward", "gather", "reduce")
+    parts = ("forward", "backward", "add", "gather", "reduce")
     return Interpreted({p: (build, name.format(p)) for p in parts}, runtime, architecture)
 
 

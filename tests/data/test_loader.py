@@ -182,7 +182,7 @@ def test_once_is_every_sample_once(
                 assert (batch.labels < 0).all() and (batch.visual_index < 0).all()
         loader.close()
     assert seen == Counter(index.ids)
-    packs = len(make()._plan(0))
+    packs = len(make().sampler.epoch_plan(0))
     assert empty == -packs % global_batch > 0
 
 
@@ -345,7 +345,7 @@ def test_exactly_once_per_epoch(
     ]
     stream: list[list[str]] = []
     for epoch in range(2):
-        packs = planned(index, loaders[0]._costs, epoch, policy=policy)
+        packs = planned(index, loaders[0].sampler.costs, epoch, policy=policy)
         assert Counter(i for pack in packs for i in pack) == Counter(index.ids)
         stream += packs
     steps = len(stream) // 4
@@ -356,7 +356,7 @@ def test_exactly_once_per_epoch(
 def test_metrics_by_hand(make: Any, index: SampleIndex) -> None:
     """Of the whole global batch, the same on every rank, from the costs of the samples."""
     loaders = [make(dp_rank=r, dp_size=2, decodes=no_media) for r in range(2)]
-    cost = dict(zip(index.ids, loaders[0]._costs.tolist(), strict=True))
+    cost = dict(zip(index.ids, loaders[0].sampler.costs.tolist(), strict=True))
     length = dict(zip(index.ids, index.lengths.tolist(), strict=True))
     for _ in range(loaders[0].steps_per_epoch):
         ranks = [[batch.sample_ids for batch in loader.next_step()] for loader in loaders]
@@ -471,7 +471,7 @@ def test_a_file_that_vanishes_later_is_named_and_the_position_stays(
 
 def test_progress(make: Any, index: SampleIndex) -> None:
     loader = make(decodes=no_media)
-    plans = [planned(index, loader._costs, e) for e in range(3)]
+    plans = [planned(index, loader.sampler.costs, e) for e in range(3)]
     assert loader.steps_per_epoch == loader.steps_for_epochs(1) == -(-len(plans[0]) // 4)
     total = sum(len(plan) for plan in plans)
     assert loader.steps_for_epochs(3) == -(-total // 4)
@@ -537,13 +537,8 @@ def test_decoding_happens_once_for_a_small_set(
     assert decoded and set(decoded.values()) == {1}
 
 
-def test_weights_of_turns_reach_the_loss(
-    tmp_path: Path, processor: Processor, spec: ModelSpec
-) -> None:
-    """Packed beside samples without weights and padded: each token's loss times its weight, over
-    the number of target tokens."""
-    from vlmtrain.training.engine import _loss
-
+def test_weights_of_turns(tmp_path: Path, processor: Processor, spec: ModelSpec) -> None:
+    """Packed beside samples without weights, and padded: a factor for each target token."""
     texts = ("one", "two words", "three small words")
     for weights in ((1, 1, 1), (0.25, 1, 0), (2.0, 0.5, 1)):
         records = []
@@ -557,22 +552,22 @@ def test_weights_of_turns_reach_the_loss(
             index, processor, spec, pack_length=PACK, global_batch=1, prefetch=False
         ) as loader:
             [pack] = loader.next_step()
-        assert (pack.loss_weights is None) == (weights == (1, 1, 1))
-        assert pack.pad_tokens and len(pack.labels) == PACK
-        losses = torch.rand(1, PACK, generator=torch.Generator().manual_seed(7))
-        total, count, _ = _loss(pack, losses)
-        expected, targets = 0.0, 0
+        if weights == (1, 1, 1):
+            assert pack.loss_weights is None
+            continue
+        assert pack.loss_weights is not None and pack.pad_tokens
+        assert len(pack.labels) == len(pack.loss_weights) == PACK
+        targets = 0
         for begin, end, name in zip(
             pack.cu_seqlens, pack.cu_seqlens[1:], pack.sample_ids, strict=False
         ):
             weight = weights[int(name.split(":")[1])]
             learned = [i for i in range(int(begin), int(end)) if pack.labels[i] != -100]
             half = len(learned) // 2 if weight else 0  # both answers are the same text
-            expected += sum(losses[0, i].item() * weight for i in learned[:half])
-            expected += sum(losses[0, i].item() for i in learned[half:])
+            expected = [weight] * half + [1] * (len(learned) - half)
+            assert pack.loss_weights[learned].tolist() == expected
             targets += len(learned)
-        assert count == targets == pack.target_tokens
-        torch.testing.assert_close(total.item(), expected, rtol=1e-6, atol=0)
+        assert targets == pack.target_tokens
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import _native, linear_cross_entropy
+from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
+from vlmkernels import linear_cross_entropy
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import linear_cross_entropy_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ISAS = _native.available_isas()
 IGNORE = -100
 
 
@@ -450,7 +449,7 @@ def test_wrong_arguments() -> None:
         ((x, weight.bfloat16(), targets), {}, "weight is bfloat16 .* it must be float32"),
         ((x, weight[:, :3].contiguous(), targets), {}, "weight has rows of 3 elements; .* 4"),
         ((x, weight[::2], targets), {}, "weight is not contiguous; pass weight.contiguous"),
-        ((x, weight[:0], targets), {}, "weight has no rows"),
+        ((x, weight[:0], targets), {}, "weight has 0 rows and vocab_range is None"),
         (
             (x, weight, numpy.zeros(9, numpy.int64)),
             {},
@@ -465,7 +464,13 @@ def test_wrong_arguments() -> None:
         ((x, weight, targets), {"weight_grad": "main_grad"}, "weight.main_grad is a NoneType"),
         ((x, weight, targets), {"grad_scale": 0}, "grad_scale is 0; it must be a finite number"),
         ((x, weight, targets), {"grad_scale": torch.ones(9)}, r"grad_scale is float32 \[9\]"),
-        ((x, weight, targets), {"vocab_range": (0, 13)}, "group is None and vocab_range"),
+        (
+            (x, weight, targets),
+            {"vocab_range": (1, 13)},
+            r"vocab_range is \(1, 13\); without group",
+        ),
+        ((x, weight, targets), {"vocab_range": (0, 14)}, r"weight has 13 rows .* \(0, 14\)"),
+        ((x, weight, targets), {"shard": (0, 2)}, r"shard is \(0, 2\) and group None"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             linear_cross_entropy(*arguments, **options)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """python -m tools.gpu_check.kernels NAME [--alone]: one CUDA kernel, small, against plain torch.
 
-Errors are against the same in float64 on the GPU. --alone leaves the comparison out: for
-compute-sanitizer. --list prints the names for this GPU, as JSON.
+Errors are against the same on the GPU, in float32 of 16-bit types (most GPUs are slow at float64)
+and in float64 of float32. --alone leaves the comparison out: for compute-sanitizer. --list prints
+the names for this GPU, as JSON.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise
-from vlmkernels import HybridDeviceOptimizer, VisionLayout, visual_embedding, visual_index
+from vlmkernels import (
+    HybridDeviceOptimizer,
+    VisionLayout,
+    add_visual_,
+    visual_embedding,
+    visual_index,
+)
 from vlmkernels.attention.launch import varlen_op, vision_op
 from vlmkernels.attention.reference import varlen_attention_reference, vision_attention_reference
+from vlmkernels.embedding.add import add_visual_reference
 from vlmkernels.embedding.lookup import visual_embedding_reference
 
 Function = Callable[..., Tensor]
@@ -39,12 +47,13 @@ def results_of(function: Function, inputs: list[Tensor], backward: bool) -> list
 def check(
     ours: Function, plain: Function, inputs: list[Tensor], backward: bool, alone: bool
 ) -> None:
-    """Every result at most twice as far from float64 as plain torch's at the same dtype."""
+    """Every result at most twice as far from the exact one as plain torch's at the same dtype."""
     found = results_of(ours, inputs, backward)
     torch.cuda.synchronize()
     assert all(bool(x.isfinite().all()) for x in found), "a result is not finite"
     if not alone:
-        exact = results_of(plain, [x.double() for x in inputs], backward)
+        wide = torch.float64 if inputs[0].dtype == torch.float32 else torch.float32
+        exact = results_of(plain, [x.to(wide) for x in inputs], backward)
         expected = results_of(plain, inputs, backward)
         for i, (a, b, c) in enumerate(zip(found, expected, exact, strict=True)):
             assert_accurate(f"result {i}", a, b, c)
@@ -105,6 +114,20 @@ def embedding(long_runs: bool, backward: bool, alone: bool) -> None:
         )
 
 
+def added(backward: bool, alone: bool) -> None:
+    """Visual rows added in place, four elements at a time and one."""
+    for dtype, hidden in ((torch.bfloat16, 264), (torch.float32, 7)):
+        index = visual_index(torch.arange(400) % 3, 2).to(DEVICE)
+        inputs = [torch.randn(n, hidden, device=DEVICE).to(dtype) for n in (400, 133)]
+        check(
+            lambda x, v, index=index: add_visual_(x.clone(), v, index),
+            lambda x, v, index=index: add_visual_reference(x, v, index),
+            inputs,
+            backward,
+            alone,
+        )
+
+
 def optimizer(alone: bool) -> None:
     """Two, each dropped right after a step: the same bits with and without overlap."""
     start = torch.randn(100_000, device=DEVICE).bfloat16()
@@ -136,6 +159,7 @@ def kernels(capability: tuple[int, int]) -> dict[str, Callable[..., None]]:
         for kernel in ("window", *tiled):
             found[f"vision {kernel} {way}"] = partial(vision, kernel, backward)
         found[f"embedding {way}"] = partial(embedding, False, backward)
+        found[f"embedding {way}, added rows"] = partial(added, backward)
     found["embedding backward, long runs"] = partial(embedding, True, True)
     found["optimizer"] = optimizer
     return found

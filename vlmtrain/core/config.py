@@ -61,6 +61,8 @@ class TrainSection:
     """Steps between two progress lines; metrics.jsonl has every step."""
     wandb: str = ""
     """Weights & Biases project to log to as well; empty: none."""
+    timeout: NonNegative = 10.0
+    """Minutes without progress after which all ranks say where they are and end; 0: never."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from vlmtrain.core.batch import IGNORE, PackedBatch
+from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.clock import Clock
 from vlmtrain.core.config import (
     FreezeSection,
@@ -69,6 +69,7 @@ class Engine:
         self.spec, self.layout, self.backend, self.dtype = spec, layout, backend, dtype
         self.lora, self.seed = lora or LoraSection(), seed
         self.clock = Clock(backend.is_cuda)
+        self.clock.place.chunks = layout.virtual_pipeline
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,
@@ -308,12 +309,7 @@ def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any
         return model(pack), partial(_loss, pack)
 
 
-def _loss(pack: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _loss(pack: PackedBatch, total: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum over target tokens, weighted, and their number: Megatron divides by the global number."""
-    target = pack.labels != IGNORE
-    # where, not a product: a masked position's loss must not count even if it is not finite
-    losses = torch.where(target, output.float().view(-1), 0.0)
-    if pack.loss_weights is not None:
-        losses = losses * pack.loss_weights
-    total = losses.sum()
-    return total, target.sum().int(), {"loss": total.detach().clone()}
+    count = total.new_full((), pack.target_tokens, dtype=torch.int32)
+    return total, count, {"loss": total.detach().clone()}

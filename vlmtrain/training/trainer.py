@@ -37,11 +37,13 @@ from vlmtrain.models.lora_costs import check_lora
 from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 from vlmtrain.plan.detect import find_machine
 from vlmtrain.telemetry.metrics import check_wandb
+from vlmtrain.training.agreement import check_plan, check_program
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.evaluation import HeldOutScore, measure
 from vlmtrain.training.optimizer import learning_rate, offload_fraction
 from vlmtrain.training.record import Record
 from vlmtrain.training.setup import open_loader, run_layout, say, scan
+from vlmtrain.training.watchdog import SAVING, Watchdog
 
 
 def run(config: TrainConfig, process: Process) -> None:
@@ -55,7 +57,8 @@ def run(config: TrainConfig, process: Process) -> None:
     backend = device.setup(process.local_rank)
     if backend.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
-    connect(process, backend.process_group)
+    connect(process, backend.process_group, config.train.timeout)
+    check_program(config, spec)
     lock = FolderLock(config.output)
     try:
         trainer = Trainer(config, spec, layout, backend, lock)
@@ -132,6 +135,9 @@ class Trainer:
                 global_batch=train.global_batch,
             )
         self.first = 0 if resume is None else self._resume(resume)
+        start = time.perf_counter()
+        check_plan(self.loader, self.engine)
+        self.agreed = time.perf_counter() - start
         self.total = self._count_steps()
         machine = find_machine(backend, self.engine.dtype)
         self.record: Record | None = None
@@ -153,13 +159,16 @@ class Trainer:
     def loop(self) -> int:
         """Make steps until the last one, or SIGTERM; returns how many the run has made."""
         config, engine, reached = self.config, self.engine, self.first
-        with checkpoints.StopRequest() as stop:
+        place = engine.clock.place
+        with checkpoints.StopRequest() as stop, Watchdog(place, config.train.timeout):
             start = time.perf_counter()
             for step in range(self.first, self.total):
                 before = time.perf_counter()
+                place.begin(step + 1, self.loader.ids(self.loader.next))
                 packs = self.loader.next_step()
                 waited = time.perf_counter() - before
                 lr = learning_rate(config.optimizer, step, self.total)
+                place.enter("step")
                 self._offload(step)
                 result = engine.step(packs, lr, waited)
                 reached = step + 1
@@ -168,8 +177,10 @@ class Trainer:
                         f"step {reached}: loss is {result.loss}, gradient norm {result.grad_norm}; "
                         "lower --optimizer.lr, or look at the samples of this step"
                     )
+                place.enter("evaluation")
                 heldout = self._evaluate(reached)
                 saving = time.perf_counter()
+                place.enter(SAVING)
                 due = config.checkpoint.every and reached % config.checkpoint.every == 0
                 stopped = self.saver.poll(stop.asked)
                 if due or stopped or reached == self.total:
@@ -181,6 +192,7 @@ class Trainer:
                     self.record.step(reached, result, lr, seconds, waited, end - saving, heldout)
                 if stopped:
                     break
+            place.enter(SAVING)
             self.saver.finish()
         self.loader.close()
         return reached

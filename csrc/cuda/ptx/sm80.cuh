@@ -1,5 +1,8 @@
 // Every PTX instruction and warp intrinsic that a kernel of this project uses, one small function
-// each, so that a kernel reads as C++ and the PTX interpreter's opcode list has one source.
+// each, so that a kernel reads as C++ and the PTX interpreter's opcode list has one source. Where
+// CUTLASS has an atom for it, both are the same instructions but where it is said here
+// (tests/cuda/test_cutlass.py). They are not built on CUTLASS: that would save some 100 lines, and
+// every build would need its headers, and the fibers their own copy of its names.
 #pragma once
 
 #include <cstdint>
@@ -113,6 +116,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Starts a copy of 16 bytes from global memory, past L1; zeros and no access where `on` is false.
+// CUTLASS asks L2 for 128 bytes at once; all the bytes that a warp copies are whole rows anyway.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool on) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(on ? 16 : 0)
@@ -127,7 +131,8 @@ __device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, b
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Waits until at most kPending of this thread's groups are under way.
+// Waits until at most kPending of this thread's groups are under way. For 0 CUTLASS waits for what
+// is in no group too, which no kernel here leaves.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");  // mutant: ptx-wait-copies

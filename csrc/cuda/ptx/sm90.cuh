@@ -31,6 +31,8 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
                : "memory");
 }
 // Waits until the phase of this parity has ended; the one before the first counts as ended (1).
+// CUTLASS gives the hardware 10 ms before it must answer; without a limit it answers sooner, and the
+// loop asks again.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
   do {
@@ -50,7 +52,7 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 // Starts the copy of one box of a 3-dimensional map; its bytes arrive at `barrier`. One thread
-// issues it.
+// issues it. CUTLASS names a policy of L2 in two registers more, by default the usual one.
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier,
                                          int column, int head, int token) {
   asm volatile(
@@ -109,9 +111,10 @@ __host__ __device__ constexpr uint64_t swizzle_code(int row_bytes) {
   return row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : 3;  // mutant: ptx-swizzle-code
 }
 // Matrix descriptor of a tile that begins at `address`. kStride: bytes from 8 rows to the next 8.
-// kLeading: from one chunk of columns to the next, of a tile whose rows are the depth (only then).
+// kLeading: from one chunk of columns to the next, of a tile whose rows are the depth; else it means
+// nothing, and 16 is what CUTLASS puts there.
 template <int kRowBytes, int kLeading, int kStride>
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+__host__ __device__ constexpr uint64_t matrix_descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) |
          static_cast<uint64_t>(kLeading >> 4) << 16 | static_cast<uint64_t>(kStride >> 4) << 32 |
          swizzle_code(kRowBytes) << 62;  // mutant: ptx-descriptor

@@ -149,9 +149,9 @@ __device__ __forceinline__ void start_rows(float (&c)[kRowsB / 2], uint32_t a_ro
                                            uint32_t b_rows) {
   using R = Sm90Row<kDim>;
   // mutant: sm90-start-rows-a
-  const uint64_t a = ptx::matrix_descriptor<R::kRowBytes, 0, 8 * R::kRowBytes>(a_rows);
+  const uint64_t a = ptx::matrix_descriptor<R::kRowBytes, 16, 8 * R::kRowBytes>(a_rows);
   // mutant: sm90-start-rows-b
-  const uint64_t b = ptx::matrix_descriptor<R::kRowBytes, 0, 8 * R::kRowBytes>(b_rows);
+  const uint64_t b = ptx::matrix_descriptor<R::kRowBytes, 16, 8 * R::kRowBytes>(b_rows);
   ptx::wgmma_fence();  // mutant: sm90-start-rows-fence
 #pragma unroll
   for (int d = 0; d < R::kDepth; ++d) {  // mutant: sm90-start-rows-loop-d

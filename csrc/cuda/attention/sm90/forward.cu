@@ -119,7 +119,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const CUtensor
                                         const CUtensorMap* k, const CUtensorMap* v,
                                         const SharedStorage<kDim>& storage) {
   using S = Sm90Shape<kDim>;
-  const int group = static_cast<int>(p.heads / p.kv_heads);
+  const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   PipelineState<S::kStages> key, value;
   uint32_t parity = 0;  // of the queries' barriers
 #pragma unroll 1
