@@ -209,13 +209,12 @@ class Trainer:
                 )
             return
         engine.gather_weights()
-        folder = config.output / "hf"
+        folder, adapt = config.output / "hf", self.processor.write_settings
         with merged(engine.exported):
-            save_weights(
-                engine.exported, self.spec, config.model, folder, self.processor.write_settings
-            )
+            save_weights(engine.exported, self.spec, config.model, folder, adapt)
         if config.lora.rank:
-            save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
+            adapter = config.output / "adapter"
+            save_adapters(engine.exported, config.lora, config.model, adapter, adapt)
         if self.record is not None:
             self.record.close(finished=True)
             say(f"Hugging Face folder: {folder}")

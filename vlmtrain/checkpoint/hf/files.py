@@ -27,6 +27,10 @@ from vlmtrain.core.spec import ModelSpec
 
 # Buffers that old releases stored and every release recomputes.
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
+_PROCESSOR = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
 # Everything in a model folder but its weights travels along.
 _CARRIED = (".json", ".txt", ".jinja", ".model", ".md")
 _NOT_CARRIED = (
@@ -219,6 +223,13 @@ class SafetensorsWriter:
         """Returns the file's length and checksum."""
         assert not self._waiting, f"{self._waiting[0]} was not written"
         return self._file.close()
+
+
+def carry_processor(source: Path, target: Path) -> None:
+    """Copy what says how a model is asked: processor files and chat template."""
+    for name in _PROCESSOR:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def carry_files(
