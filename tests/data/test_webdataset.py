@@ -310,7 +310,7 @@ def test_target_rules(source: Path, tmp_path: Path) -> None:
         build_shards(source, tmp_path / "other", overwrite=True)
     with pytest.raises(DataError, match="is a file; --target must be a folder"):
         build_shards(source, source)
-    with pytest.raises(DataError, match="is a folder; --source takes a .json, .jsonl, .parquet or .tar"):
+    with pytest.raises(DataError, match="is a folder; --source takes a .json"):
         build_shards(target, tmp_path / "again")
 
 
