@@ -9,7 +9,7 @@ import numpy as np
 
 from tools.cudasim.ptx.ptxtypes import SimError
 
-from .cases import embedding, tiled, vision, window
+from .cases import embedding, loss, tiled, vision, window
 from .cases.embedding import Pack, check_add, check_forward
 from .cases.tiled import check_flash
 from .cases.vision import VisionCase, check_tiled
@@ -127,4 +127,5 @@ CASES: dict[str, dict[str, Check]] = {
     "sm90-vision": vision.tiled_suite(queries=True),
     "embedding": {"bad index": _bad_index, "bad index to add": _bad_index_to_add}
     | embedding.small_suite(),
+    "loss": loss.small_suite(),
 }

@@ -20,7 +20,10 @@ FAMILIES = {
     "sm90-backward": ("sm90", 90),
     "sm90-vision": ("sm90_vision", 90),
     "embedding": ("embedding", 80),
+    "loss": ("loss", 80),
 }
+#: Launchers whose names follow no family's.
+ALONE = {"tiles": "list_tiles", "loss": "cross_entropy"}
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Emulated:
         return Device(self.library, seed, self.mutant, self.capability)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
-        name = "list_tiles" if launcher == "tiles" else f"{self.prefix}_{launcher}"
+        name = ALONE.get(launcher, f"{self.prefix}_{launcher}")
         function = self.library.function(f"{name}_cuda")
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
-from vlmkernels import linear_cross_entropy
+from vlmkernels import _native, linear_cross_entropy
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import linear_cross_entropy_reference
 
@@ -422,6 +422,23 @@ def test_compile(reduction: str, dynamic: bool) -> None:
     torch._dynamo.reset()
 
 
+def test_autocast_changes_nothing() -> None:
+    x, weight, targets = make(20, 70, 12, torch.float32)
+    want = outputs(linear_cross_entropy, x, weight, targets, torch.ones(()))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = outputs(linear_cross_entropy, x, weight, targets, torch.ones(()))
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_cuda_function_takes_what_the_launcher_passes() -> None:
+    """Without a row there is nothing to launch, so the call works without a GPU as well."""
+    if not _native.has_cuda_kernels():
+        pytest.skip("vlmkernels was built without CUDA kernels")
+    settings = 0, 8, 0, 8, 0.1, 1e-2, True, _native.DTYPES[torch.bfloat16]
+    assert _native._C.cross_entropy_cuda(*[0] * 7, *settings, stream=0) is None
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -444,7 +461,7 @@ def test_wrong_arguments() -> None:
         ),
         ((x.double(), weight, targets), {}, r"hidden is float64 \[9, 4\] on cpu"),
         ((x[None], weight, targets), {}, r"hidden is float32 \[1, 9, 4\]"),
-        ((x.to("meta"), weight, targets), {}, "hidden is on meta; .* runs on the CPU only"),
+        ((x.to("meta"), weight, targets), {}, "hidden is on meta; .* runs on the CPU and on CUDA"),
         ((x, None, targets), {}, "weight is a NoneType; it must be a torch.Tensor"),
         ((x, weight.bfloat16(), targets), {}, "weight is bfloat16 .* it must be float32"),
         ((x, weight[:, :3].contiguous(), targets), {}, "weight has rows of 3 elements; .* 4"),

@@ -68,7 +68,7 @@ def ended(model, conversations, tmp_path_factory) -> dict[str, list[dict[str, An
         cases.append({**case, "output": str(output), "other": str(other), "more": more})
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
-    run_workers(["-m", "tests.train.stuck_worker", str(path)], 2, timeout=500)
+    run_workers(["-m", "tests.train.forked_worker", str(path)], 2, timeout=500)
     return {
         case["fault"]: [
             {"output": case["output"], **json.loads(Path(f"{case['output']}.{r}.json").read_text())}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise
@@ -20,6 +21,7 @@ from vlmkernels import (
     HybridDeviceOptimizer,
     VisionLayout,
     add_visual_,
+    linear_cross_entropy,
     visual_embedding,
     visual_index,
 )
@@ -128,6 +130,21 @@ def added(backward: bool, alone: bool) -> None:
         )
 
 
+def loss(alone: bool) -> None:
+    """The last layer in chunks: rows of all classes, and columns of all rows."""
+    targets = torch.arange(600, device=DEVICE) * 7 % 9001
+    for dtype, smoothing in ((torch.bfloat16, 0.0), (torch.float32, 0.1)):
+        inputs = [torch.randn(n, 64, device=DEVICE).to(dtype) / 8 for n in (600, 9001)]
+        options = {"reduction": "sum", "label_smoothing": smoothing}
+        check(
+            lambda h, w, o=options: linear_cross_entropy(h, w, targets, **o).to(h.dtype),
+            lambda h, w, o=options: F.cross_entropy(F.linear(h, w), targets, **o),
+            inputs,
+            True,
+            alone,
+        )
+
+
 def optimizer(alone: bool) -> None:
     """Two, each dropped right after a step: the same bits with and without overlap."""
     start = torch.randn(100_000, device=DEVICE).bfloat16()
@@ -160,6 +177,7 @@ def kernels(capability: tuple[int, int]) -> dict[str, Callable[..., None]]:
             found[f"vision {kernel} {way}"] = partial(vision, kernel, backward)
         found[f"embedding {way}"] = partial(embedding, False, backward)
         found[f"embedding {way}, added rows"] = partial(added, backward)
+    found["loss"] = loss
     found["embedding backward, long runs"] = partial(embedding, True, True)
     found["optimizer"] = optimizer
     return found

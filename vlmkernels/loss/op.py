@@ -33,7 +33,7 @@ from vlmkernels._native import DTYPES, define, launch, pointer
 CHUNK_BYTES = 64 << 20
 #: Of a 16-bit gradient, so that its error is less than twice that of one.
 MOST_ROUNDINGS = 6
-#: Of a 16-bit product before it is added to a float32 gradient: it stays in cache.
+#: Of a 16-bit product before it is added to a float32 gradient, on the CPU: it stays in cache.
 _PRODUCT_BYTES = 4 << 20
 
 
@@ -103,7 +103,10 @@ def _run(
         work = hidden.new_zeros(4, len(rows), dtype=torch.float32)
         work[0] = torch.finfo(torch.float32).min
 
-    rounded = into is not None and into.dtype != torch.float32
+    # A GPU reads and writes a float32 gradient of 16-bit products for longer than it multiplies the
+    # few rows of a chunk: docs/loss.md.
+    slow = into is not None and into.is_cuda and hidden.itemsize == 2
+    rounded = into is not None and (into.dtype != torch.float32 or slow)
     count, columns = plan(len(rows), widest, hidden.shape[1], hidden.itemsize, rounded)
     blocks = _parts(len(weight), columns) or [slice(0, 0)]
     at_once = len(blocks) == 1 and process_group is None
@@ -265,7 +268,8 @@ def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
     elif to.dtype == z.dtype:
         to.addmm_(z.t(), x)
     else:
-        size = max(1, _PRODUCT_BYTES // (x.itemsize * x.shape[1]))
+        most = CHUNK_BYTES if to.is_cuda else _PRODUCT_BYTES
+        size = max(1, most // (x.itemsize * x.shape[1]))
         for block in _parts(len(to), size):
             to[block] += torch.mm(z[:, block].t(), x)
 
@@ -308,5 +312,4 @@ linear_cross_entropy = define(
     " bool weight_grad) -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     fake=_fake,
-    devices=("CPU",),
 )

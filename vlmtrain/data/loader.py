@@ -194,12 +194,33 @@ class PackedLoader:
         self.position = step.after
         if self._prefetch is not None:
             self._pending = (step.after, self._prefetch.submit(self._build, step.after))
+        batches = self._blanked(batches, failures)
+        self.decoded += sum(sum(batch.decoded) for batch in batches)
+        self.metrics = {**step.metrics, "skipped": float(self.skipped)}
+        return batches
+
+    def build(self, step: PlannedStep) -> list[PackedBatch]:
+        """This rank's microbatches of a step to come, which the ranks need not share; the position
+        and what is counted stay. Collective."""
+        batches: list[PackedBatch] = []
+        report, error = Report(), None
+        before, log = self.skipped, self._log
+        try:
+            batches, report = self._build(step.at)
+        except Exception as caught:
+            error = caught
+        try:
+            self._log = None
+            failures = self._agreed(report, error)
+        finally:
+            self.skipped, self._log = before, log
+        return self._blanked(batches, failures)
+
+    def _blanked(self, batches: list[PackedBatch], failures: list[Failure]) -> list[PackedBatch]:
         for failure in failures:
             if failure.dp_rank == self.rank.dp_rank:
                 place = failure.microbatch
                 batches[place] = batches[place].without(failure.segment)
-        self.decoded += sum(sum(batch.decoded) for batch in batches)
-        self.metrics = {**step.metrics, "skipped": float(self.skipped)}
         return batches
 
     def _agreed(self, report: Report, error: Exception | None) -> list[Failure]:

@@ -96,7 +96,7 @@ def _held_out(
 
     from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.checkpoint.weights import check_weights
-    from vlmtrain.data.media.limits import describe
+    from vlmtrain.data.media.limits import describe_sizes
     from vlmtrain.data.processor import Processor
     from vlmtrain.training.engine import Engine
 
@@ -111,7 +111,7 @@ def _held_out(
     def prepare() -> SampleIndex:
         check_weights(source, spec)
         if processor.differs[0]:
-            say(describe(processor.images, processor.videos))
+            say(describe_sizes(processor.images, processor.videos))
         return scan(config.data, config.loader, processor, spec, config.pack_length, say)
 
     index = on_first_rank(prepare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from vlmtrain.checkpoint.training.checkpoint import random_state, set_random_state
+from vlmtrain.checkpoint.training.optimizer_state import set_steps
 from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.clock import Clock
 from vlmtrain.core.config import (
@@ -43,6 +46,7 @@ from vlmtrain.parallel.p2p_shapes import KnownShapes
 from vlmtrain.parallel.pixel_sharing import SharedPixels
 from vlmtrain.parallel.step_inputs import StepInputs
 from vlmtrain.telemetry.ledger import StepResult, Totals, gather, replica_totals
+from vlmtrain.training.guard import SpikeGuard
 from vlmtrain.training.optimizer import build_optimizer, set_learning_rate
 
 
@@ -108,6 +112,7 @@ class Engine:
             self.vision_rank = parallel_state.get_tensor_model_parallel_rank()
             if layout.tensor > 1:
                 self.shared_pixels = SharedPixels(parallel_state.get_tensor_model_parallel_group())
+        self._rehearsing = False
         self.data_rank = parallel_state.get_data_parallel_rank()
         # The rank whose counts stand for its data-parallel replica.
         self._reports = (
@@ -171,6 +176,7 @@ class Engine:
                 [*self.optimizer.chained_optimizers, *tower_optimizer.chained_optimizers]
             )
             self.multiplexer = self._multiplex(tower)
+        self.guard = SpikeGuard(self.optimizer)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.timers = self.clock
 
@@ -206,7 +212,8 @@ class Engine:
 
     def step(self, packs: list[PackedBatch], lr: float, waited: float = 0.0) -> StepResult:
         """One optimizer step over this data-parallel rank's packs (the same on its whole model
-        parallel group). The loss is the mean over the target tokens of all ranks' packs.
+        parallel group). The loss is the mean over the target tokens of all ranks' packs. No update
+        is made where `guard.withheld` says why.
 
         `waited`: seconds that this rank has waited for the packs, for the ledger.
         """
@@ -216,6 +223,26 @@ class Engine:
         with self.clock.span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         return self._result(packs, outputs, grad_norm, start, waited)
+
+    def rehearse(self, packs: list[PackedBatch]) -> StepResult:
+        """A whole step, optimizer included, that leaves every bit of weights, optimizer and random
+        state as it was. Only before the first step of a start, while all moments are zero: then
+        gradients of zero and a learning rate of zero change nothing."""
+        state = random_state()
+        self._rehearsing = True
+        try:
+            return self.step(packs, 0.0)
+        finally:
+            self._rehearsing = False
+            self.guard.forget()
+            set_steps(self.optimizer, 0)
+            set_random_state(state)
+
+    def passes_again(self, packs: list[PackedBatch]) -> None:
+        """Forward and backward of a step, for who looks on; what they leave is cleared."""
+        self._forward_backward(packs, forward_only=False)
+        self.backend.synchronize()
+        self.clock.read()
 
     def evaluate(self, packs: list[PackedBatch]) -> StepResult:
         """The same loss without a backward pass or a step. It draws no random numbers and leaves
@@ -275,6 +302,8 @@ class Engine:
         """Megatron's reduction of gradients; remembers the global number of target tokens, by
         which it has divided them."""
         with self.clock.span("gradients"):
+            if self._rehearsing:  # a mean over infinitely many tokens is zero
+                num_tokens = torch.full_like(num_tokens, math.inf, dtype=torch.float32)
             finalize_model_grads(chunks, num_tokens, **options)
             self._global_targets = num_tokens
 

@@ -222,7 +222,8 @@ def _kill(process: int) -> None:
 def where(place: Place) -> str:
     """Step, phase and microbatch."""
     total = len(place.packs) * place.chunks
-    text = f"step {place.step}, {place.phase}"
+    text = f"step {place.step}" if place.step else "rehearsal"
+    text += f", {place.phase}"
     if place.passes and total:
         counts = (f"{name} pass {done} of {total}" for name, done in place.passes.items())
         text += f" ({', '.join(counts)})"

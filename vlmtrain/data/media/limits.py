@@ -62,7 +62,7 @@ def _bounded(settings: ImageSettings, least: int, most: int) -> ImageSettings:
     return replace(settings, min_pixels=low, max_pixels=high)
 
 
-def describe(images: ImageSettings, videos: VideoSettings) -> str:
+def describe_sizes(images: ImageSettings, videos: VideoSettings) -> str:
     """A line on what a run with other settings than the model folder's does."""
     return (
         f"images have {images.min_pixels:,} to {images.max_pixels:,} pixels "

@@ -78,7 +78,9 @@ class Sampler:
     ) -> None:
         self.index, self.policy, self.seed, self.ranks = index, policy, seed, ranks
         self.pack_length, self.global_batch, self.once = pack_length, global_batch, once
-        costs = sample_costs(index.lengths, index.media_start, index.grids, spec).sum(1)
+        costs = sample_costs(
+            index.lengths, index.target_tokens, index.media_start, index.grids, spec
+        ).sum(1)
         self.costs = np.maximum(np.rint(costs * _COST_UNIT), 1).astype(np.int64)
         self._plans: OrderedDict[int, Plan] = OrderedDict()
         self._lock = threading.Lock()

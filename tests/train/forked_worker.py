@@ -1,8 +1,8 @@
 """One rank that runs several `vlmtrain train`, each in a fork of this process, which has imported
-everything once: python -m tests.train.stuck_worker CASES.json
+everything once: python -m tests.train.forked_worker CASES.json
 
 The file holds a list of {"port", "arguments", "fault", "rank", "output"}: the fault is planted in
-that rank. What each rank's process has printed and how it ended stand in OUTPUT.RANK.json.
+that rank, or in all. What each rank has printed and how it ended stand in OUTPUT.RANK.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlmtrain.training import agreement, engine
 
 
 def plant(fault: str, case: dict[str, Any]) -> None:
-    steps, slow = 0, False
+    steps, slow, peaks = 0, False, list[int]()
     original, build = engine.Engine.step, loader.PackedLoader._build
     load = index.SampleIndex.load
 
@@ -44,6 +44,20 @@ def plant(fault: str, case: dict[str, Any]) -> None:
         return load(self, position)
 
     engine.Engine.step = step
+    if fault == "peaks":  # no fault: the peak of each step, in OUTPUT.peaks.RANK.json
+
+        def measured(self, *arguments):
+            self.backend.reset_peak_memory()
+            result = original(self, *arguments)
+            if not self._rehearsing:
+                peaks.append(self.backend.peak_memory_bytes())
+                path = Path(f"{case['output']}.peaks.{os.environ['RANK']}.json")
+                path.write_text(json.dumps(peaks))
+            return result
+
+        engine.Engine.step = measured
+        # What is decoded ahead, and when, is not the engine's memory.
+        loader.PackedLoader.__init__.__kwdefaults__["prefetch"] = False
     if fault == "slow disk":
         loader.PackedLoader._build = third
         index.SampleIndex.load = waiting
@@ -63,7 +77,7 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
         os.dup2(file, 2)
         os.environ["MASTER_PORT"] = str(case["port"])
         arguments = list(case["arguments"])
-        if rank == case["rank"]:
+        if rank == case["rank"] or case["rank"] is None:
             plant(case["fault"], case)
             arguments += case.get("more", [])
         os._exit(cli.main(arguments))
