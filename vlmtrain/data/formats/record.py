@@ -1,9 +1,10 @@
 """A record (a JSON object, a row of a table) as a `Sample`, whichever form it has.
 
 Turns: `conversations` or `messages` of from/value or role/content; `conversation` of human and
-assistant; `instruction`, `input`, `output`; `query` or `prompt` and `response` or `completion`;
-`text`. Media: `image`, `images`, `video`, `videos`, or parts of a content list. Each `<image>` or
-`<video>` mark in the text takes the next image or video of the record; a part brings its own.
+assistant, `texts` of user and assistant; `instruction`, `input`, `output`; `query` or `prompt` and
+`response` or `completion`; `text`. Media: `image`, `images`, `video`, `videos`, or parts of a
+content list. Each `<image>` or `<video>` mark in the text takes the next image or video of the
+record; a part brings its own.
 Every key is read, known to be harmless, or an error (`fields.py`).
 """
 
@@ -33,7 +34,7 @@ ROLES: dict[str, Role] = {
     "tool_response": "tool",
 }
 _CALLS = ("function_call", "tool_call")  # roles of an assistant's turn that calls tools
-_LISTS = ("conversations", "messages", "conversation")
+_LISTS = ("conversations", "messages", "conversation", "texts")
 _QUESTION, _ANSWER = ("query", "prompt"), ("response", "completion")
 TURN_KEYS = (*_LISTS, "instruction", *_QUESTION, "text")
 _WEIGHTS = ("loss_weight", "loss_scale", "weight")
@@ -120,7 +121,7 @@ def _raw_turns(fields: Fields, question: bool) -> list[Any]:
                 )
             return [{"role": "assistant", "content": text}]
     if isinstance(asked, list) and isinstance(answer, list):  # messages on either side
-        given = [{**turn, "loss": False} if _answers(turn) else turn for turn in asked]
+        given = [{"loss": False, **turn} if _answers(turn) else turn for turn in asked]
         return [*given, *answer]
     turns = [{"role": "user", "content": asked}]
     if not (question and answer is None):
@@ -130,10 +131,13 @@ def _raw_turns(fields: Fields, question: bool) -> list[Any]:
 
 def _pair(item: Any) -> list[Any]:
     """A turn; where it holds a question with its answer, both."""
-    if not (isinstance(item, dict) and {"human", "assistant"} <= item.keys()):
+    asks = [key for key in ("human", "user") if isinstance(item, dict) and key in item]
+    if len(asks) != 1 or "assistant" not in item:
         return [item]
-    rest = {key: value for key, value in item.items() if key not in ("human", "assistant")}
-    asked = {"role": "user", "content": item["human"]}
+    rest = {key: value for key, value in item.items() if key not in (*asks, "assistant")}
+    if rest.keys() & {"role", "from", "content", "value"}:
+        return [item]
+    asked = {"role": "user", "content": item[asks[0]]}
     return [asked, {**rest, "role": "assistant", "content": item["assistant"]}]
 
 
