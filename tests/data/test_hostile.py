@@ -198,6 +198,9 @@ def test_hostile_records(tmp_path: Path) -> None:
                         "history",
                         "bytes",
                         "path",
+                        *("prompt", "completion", "query", "texts", "conversation", "user"),
+                        *("objects", "ref", "bbox", "tools", "tool_calls", "function"),
+                        *("name", "arguments", "loss", "weight", "image_url", "url"),
                     ]
                 )
                 | st.text(max_size=3),

@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from vlmtrain.data.formats.fields import Fields, Place
+from vlmtrain.data.formats.fields import Fields, Place, is_empty
 from vlmtrain.data.sample import FileRange, Media, MediaKind
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif"}
@@ -31,12 +31,12 @@ def listed_media(fields: Fields, kind: MediaKind) -> list[Media]:
     """The media under the singular and the plural key of a record."""
     media: list[Media] = []
     singular, plural = fields.take(kind), fields.take(f"{kind}s")
-    if singular not in (None, "", []):
+    if not is_empty(singular):
         if kind == "video" and _is_frames(singular):
             singular = [singular]  # one video, written as its frames
         for entry in singular if isinstance(singular, list) else [singular]:
             media.append(one_medium(kind, entry, fields.place))
-    if plural not in (None, "", []):
+    if not is_empty(plural):
         for entry in plural if isinstance(plural, list) else [plural]:
             media.append(one_medium(kind, entry, fields.place))
     return media

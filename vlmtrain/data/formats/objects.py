@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from vlmtrain.data.formats.fields import Place
+from vlmtrain.data.formats.fields import Place, is_empty
 from vlmtrain.data.sample import BOX_MARK, MARKS, REF_MARK, Box, Objects
 
 
@@ -21,7 +21,7 @@ def parse_objects(value: Any, texts: list[str], place: Place) -> Objects | None:
         value = json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
         value = 0
-    if value in (None, "", [], {}):
+    if is_empty(value):
         value = {}
     if not isinstance(value, dict):
         raise place.fail("'objects' must be an object with the lists 'ref' and 'bbox'")

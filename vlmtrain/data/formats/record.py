@@ -121,7 +121,7 @@ def _raw_turns(fields: Fields, question: bool) -> list[Any]:
                 )
             return [{"role": "assistant", "content": text}]
     if isinstance(asked, list) and isinstance(answer, list):  # messages on either side
-        given = [{"loss": False, **turn} if _answers(turn) else turn for turn in asked]
+        given = [{"loss": False, **turn} if _is_context(turn) else turn for turn in asked]
         return [*given, *answer]
     turns = [{"role": "user", "content": asked}]
     if not (question and answer is None):
@@ -141,12 +141,16 @@ def _pair(item: Any) -> list[Any]:
     return [asked, {**rest, "role": "assistant", "content": item["assistant"]}]
 
 
-def _answers(turn: Any) -> bool:
-    return isinstance(turn, dict) and ROLES.get(turn.get("role", "")) == "assistant"
+def _is_context(turn: Any) -> bool:
+    """Whether a turn of a prompt is an answer of which nothing is said: it is not learned."""
+    if not isinstance(turn, dict) or turn.keys() & {"loss", *_WEIGHTS}:
+        return False
+    return ROLES.get(str(turn.get("role"))) == "assistant"
 
 
 def _history(fields: Fields) -> list[dict[str, Any]]:
-    history = fields.take("history") or []
+    history = fields.take("history")
+    history = [] if is_empty(history) else history
     if not isinstance(history, list) or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in history
     ):
@@ -246,6 +250,8 @@ def _weight(fields: Fields, role: Role) -> float:
         or not 0 <= weight < math.inf
     ):
         raise place.fail(f"{where} has the weight {weight!r}; it must be a number of at least 0")
+    if loss is False and weight:
+        raise place.fail(f"{where} has 'loss' false and the weight {weight:g}; keep one")
     if role != "assistant":
         if loss or weight:
             raise place.fail(
