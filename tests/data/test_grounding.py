@@ -73,7 +73,8 @@ def test_boxes_follow_the_resize(family: str, tmp_path: Path, rng: np.random.Gen
     index = scan_sources([path], processor, spec, 20000)
     texts = []
     for position in range(2):
-        encoded = processor.encode(index.load(position), index.layouts(position))
+        sample = index.load(position)
+        encoded = processor.encode(sample, processor.layouts(sample))
         assert len(encoded.input_ids) == index.lengths[position]
         texts.append(processor.template.tokenizer.decode(encoded.input_ids[~encoded.visual_mask]))
     assert f"Find the {name}<|im_end|>" in texts[0]

@@ -18,7 +18,7 @@ from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.media.images import ImageSettings, smart_resize
 from vlmtrain.data.media.limits import limited
-from vlmtrain.data.media.videos import VideoSettings
+from vlmtrain.data.media.videos import TimedVideoSettings, VideoSettings
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import Media, MediaInfo
 from vlmtrain.models.family import read_spec
@@ -38,9 +38,20 @@ def test_what_phones_take_fits_a_pack(pack: int) -> None:
     assert (h * 14, w * 14) == expected
     assert h * w // 4 <= pack // 2
     for seconds in (1, 10, 60, 3600):
-        (t, h, w), _ = videos.layout(CLIP, MediaInfo(1920, 1080, 30 * seconds, 30.0))
+        (t, h, w), *_ = videos.layout(CLIP, MediaInfo(1920, 1080, 30 * seconds, 30.0))
         assert t * h * w // 4 <= pack // 2, (seconds, t, h, w)
     assert (videos.fps, videos.images.min_pixels) == (VIDEOS.fps, VIDEOS.images.min_pixels)
+
+
+@pytest.mark.parametrize("pack", [64, 1024, 8192, 131072])
+def test_videos_whose_frames_share_the_bounds(pack: int) -> None:
+    """Qwen3-VL's released settings."""
+    images = ImageSettings(64 * 1024, 16384 * 1024, patch_size=16)
+    timed = TimedVideoSettings.default(images, (4 * 1024, 24576 * 1024))
+    _, videos = limited(images, timed, MediaSection(), pack)
+    for seconds in (1, 60, 3600):
+        (t, h, w), *_ = videos.layout(CLIP, MediaInfo(1920, 1080, 30 * seconds, 30.0))
+        assert t * h * w // 4 <= pack // 2, (seconds, t, h, w)
 
 
 def test_what_the_run_sets() -> None:
@@ -128,7 +139,8 @@ def test_text_is_cut_off(long_samples: Path, processor: Processor, spec: ModelSp
     whole = scan_sources([long_samples], processor, spec, 10000)
     cut = scan_sources([long_samples], processor, spec, 64, too_long="truncate")
     assert whole.lengths[1] > 64 and cut.lengths.tolist() == [whole.lengths[0], 64]
-    full = processor.encode(whole.load(1), whole.layouts(1))
+    sample = whole.load(1)
+    full = processor.encode(sample, processor.layouts(sample))
     options: dict[str, Any] = {"pack_length": 64, "global_batch": 2, "prefetch": False}
     with open_loader(cut, processor, spec, too_long="truncate", **options) as loader:
         packs = {pack.sample_ids[0]: pack for pack in loader.next_step()}

@@ -18,17 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.spec import MediaKind, ModelSpec
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.sample import MARK_PATTERN, MARKS, MediaKind, Sample
+from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample
+from vlmtrain.models.family import family_of
 
+VIDEO_PAD = "<|video_pad|>"
 # Used where a folder has no template: ChatML with vision marks, the released models' layout.
-QWEN_TEMPLATE = (
-    "{% for message in messages %}"
+_SYSTEM = (
     "{% if loop.first and message['role'] != 'system' %}"
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "{% endif %}"
-    "<|im_start|>{{ message['role'] }}\n"
+)
+QWEN_TEMPLATE = (
+    "{% for message in messages %}" + _SYSTEM + "<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -68,10 +71,11 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         model_template = tokenizer.chat_template
+        usual = (
+            QWEN_TEMPLATE if family_of(spec).system_prompt else QWEN_TEMPLATE.replace(_SYSTEM, "")
+        )
         self.template: str = (
-            template
-            or (model_template if isinstance(model_template, str) else None)
-            or QWEN_TEMPLATE
+            template or (model_template if isinstance(model_template, str) else None) or usual
         )
         self.pad_ids: dict[MediaKind, int] = {
             "image": spec.image_token_id,
@@ -79,7 +83,7 @@ class ChatTemplate:
         }
         expected = {
             "<|image_pad|>": spec.image_token_id,
-            "<|video_pad|>": spec.video_token_id,
+            VIDEO_PAD: spec.video_token_id,
             "<|vision_start|>": spec.vision_start_token_id,
             "<|vision_end|>": spec.vision_end_token_id,
         }
@@ -170,15 +174,17 @@ class ChatTemplate:
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = False,
         tools: Sequence[dict[str, Any]] = (),
+        videos: Sequence[str] = (),
     ) -> str:
-        """The conversation as text."""
-        return self.tokenizer.apply_chat_template(
+        """The conversation as text; `videos`: what stands there for each <|video_pad|>."""
+        text = self.tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) or None,
             chat_template=self.template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
+        return _with_videos(text, videos)
 
     def messages(self, sample: Sample) -> list[dict[str, Any]]:
         """The sample as the `messages` that chat templates take.
@@ -209,9 +215,11 @@ class ChatTemplate:
             result.append(message)
         return result
 
-    def tokens(self, sample: Sample) -> Tokens:
+    def tokens(self, sample: Sample, videos: Sequence[str] = ()) -> Tokens:
         """Ids of the whole conversation and the weights of those the assistant must produce. An
         answer alone is a text to learn: itself and the end-of-sequence token.
+
+        `videos`: what stands in the text for each video, instead of one <|video_pad|>.
 
         The ids equal `tokenizer.apply_chat_template(messages)`. A token that begins in the header
         and ends in the answer (a newline joined with the answer's own first newline) is not
@@ -223,14 +231,14 @@ class ChatTemplate:
         """
         messages = self.messages(sample)
         if len(messages) == 1 and messages[0]["role"] == "assistant":
-            return self._plain_text(sample)
+            return self._plain_text(sample, videos)
         try:
-            text = self.render(messages, tools=sample.tools)
-            self._check_tools(sample, messages, text)
+            text = self.render(messages, tools=sample.tools, videos=videos)
+            self._check_tools(sample, messages, text, videos)
             spans = [
                 (len(head), len(upto), turn.weight)
                 for (head, upto), turn in (
-                    (self._prefixes(messages, position, text, sample), turn)
+                    (self._prefixes(messages, position, text, sample, videos), turn)
                     for position, turn in enumerate(sample.turns)
                     if turn.role == "assistant"
                 )
@@ -272,17 +280,23 @@ class ChatTemplate:
             )
         return Tokens(np.array(ids, dtype=np.int64), np.array(weights, dtype=np.float32))
 
-    def _plain_text(self, sample: Sample) -> Tokens:
+    def _plain_text(self, sample: Sample, videos: Sequence[str]) -> Tokens:
         """All of a text is learned but for what stands for its images and videos."""
         (turn,) = sample.turns
-        ids = self._encode(_with_vision_tokens(turn.text))
+        ids = self._encode(_with_videos(_with_vision_tokens(turn.text), videos))
         if self.tokenizer.eos_token_id is not None:
             ids.append(int(self.tokenizer.eos_token_id))
         array = np.array(ids, dtype=np.int64)
         given = np.isin(array, list(self.vision_tokens.values()))
         return Tokens(array, np.where(given, 0, turn.weight).astype(np.float32))
 
-    def _check_tools(self, sample: Sample, messages: list[dict[str, Any]], text: str) -> None:
+    def _check_tools(
+        self,
+        sample: Sample,
+        messages: list[dict[str, Any]],
+        text: str,
+        videos: Sequence[str],
+    ) -> None:
         """Raise DataError where the template would leave tools out in silence."""
         bare = [
             {key: value for key, value in message.items() if key != "tool_calls"}
@@ -293,9 +307,9 @@ class ChatTemplate:
             self.template
         ):
             silent = "turns of the role 'tool'"
-        elif sample.tools and text == self.render(messages):
+        elif sample.tools and text == self.render(messages, videos=videos):
             silent = "'tools'"
-        elif bare != messages and text == self.render(bare, tools=sample.tools):
+        elif bare != messages and text == self.render(bare, False, sample.tools, videos):
             silent = "'tool_calls'"
         if silent is not None:
             raise sample.fail(
@@ -303,7 +317,7 @@ class ChatTemplate:
                 "--loader.template, or drop the sample"
             )
 
-    def question(self, sample: Sample) -> Tokens:
+    def question(self, sample: Sample, videos: Sequence[str] = ()) -> Tokens:
         """Ids of a conversation that waits for an answer, the answer's header included; none of
         them is learned. They equal `apply_chat_template(messages, add_generation_prompt=True)`.
 
@@ -312,8 +326,9 @@ class ChatTemplate:
         """
         messages = self.messages(sample)
         try:
-            text = self.render(messages, add_generation_prompt=True, tools=sample.tools)
-            self._check_tools(sample, messages, self.render(messages, tools=sample.tools))
+            whole = self.render(messages, tools=sample.tools, videos=videos)
+            self._check_tools(sample, messages, whole, videos)
+            text = self.render(messages, True, sample.tools, videos)
         except DataError:
             raise
         except Exception as error:  # jinja2's and the template's own raise_exception
@@ -322,12 +337,17 @@ class ChatTemplate:
         return Tokens(ids, np.zeros(len(ids), dtype=np.float32))
 
     def _prefixes(
-        self, messages: list[dict[str, Any]], position: int, text: str, sample: Sample
+        self,
+        messages: list[dict[str, Any]],
+        position: int,
+        text: str,
+        sample: Sample,
+        videos: Sequence[str],
     ) -> tuple[str, str]:
         """The text up to and with the header of an answer, and up to the answer's end."""
-        head = self.render(messages[:position], add_generation_prompt=True, tools=sample.tools)
+        head = self.render(messages[:position], True, sample.tools, videos)
         last = position + 1 == len(messages)
-        upto = text if last else self.render(messages[: position + 1], tools=sample.tools)
+        upto = text if last else self.render(messages[: position + 1], False, sample.tools, videos)
         if not (text.startswith(upto) and upto.startswith(head)):
             raise sample.fail(
                 f"the chat template renders turn {position} differently when other turns follow; "
@@ -346,6 +366,12 @@ class ChatTemplate:
                 self._headers.clear()
             self._headers[text] = self._encode(text)
         return self._headers[text]
+
+
+def _with_videos(text: str, videos: Sequence[str]) -> str:
+    """The text with what stands there for each <|video_pad|>."""
+    placeholders = iter(videos)
+    return re.sub(re.escape(VIDEO_PAD), lambda pad: next(placeholders, pad[0]), text)
 
 
 def _with_vision_tokens(text: str) -> str:
