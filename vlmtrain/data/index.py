@@ -105,6 +105,13 @@ class SampleIndex:
         """The rows of a sample in grids, kinds and infos."""
         return slice(*self.media_start[position : position + 2].tolist())
 
+    def pack_grids(self, pack: np.ndarray) -> np.ndarray:
+        """int64 [m, 3]: of all media of a pack's samples, in order."""
+        start = self.media_start
+        return np.concatenate(
+            [self.grids[:0], *(self.grids[start[i] : start[i + 1]] for i in pack.tolist())]
+        )
+
     def load(self, position: int) -> Sample:
         """Read a sample's record again; its media carry what the scan found out about them.
 

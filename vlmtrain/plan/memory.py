@@ -44,7 +44,7 @@ _ALIGNMENT = 64  # elements at which parameters start in a buffer
 _BUCKET = 128  # elements that a buffer is a multiple of
 #: vlmkernels.attention.select.TILED_HEAD_DIMS, without its import of torch.
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
-LOSS_BYTES = 64 << 20  # vlmkernels.loss.op.CHUNK_BYTES, likewise
+LOSS_BYTES = 128 << 20  # vlmkernels.loss.op.KEPT * CHUNK_BYTES, likewise
 
 
 @dataclass(frozen=True)

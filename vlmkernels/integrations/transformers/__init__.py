@@ -26,7 +26,7 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
   **`logits` of the output is then None** (as with Liger-Kernel). `model(.., skip_logits=False)`
   gives them, skip_logits=True leaves them out in evaluation too, and enable(model, loss=False)
   keeps transformers' loss: trl's SFTTrainer reads logits. Where the head is more than a matrix
-  (adapters, hooks), the loss the user's, or on CUDA so far, transformers' own code runs.
+  (adapters, hooks, a bias) or the loss the user's, transformers' own code runs.
 
 Weights, state dicts and results stay those of the model, up to the order of float sums; outputs at
 padding positions differ, as they do between transformers' own implementations.

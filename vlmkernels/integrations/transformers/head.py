@@ -18,6 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from vlmkernels import linear_cross_entropy
+from vlmkernels._native import has_cuda_kernels
 from vlmkernels.integrations.transformers.modules import (
     Replacement,
     has_hooks,
@@ -36,15 +37,13 @@ class ModelWithLoss(Replacement):
         asked = kwargs.pop("skip_logits", None)
         with_labels = kwargs.get("labels") is not None
         skip = self.training and with_labels if asked is None else asked
-        more = _keeps(kwargs) or _balances(self, kwargs)
-        weight = _weight(self) if skip and with_labels and not more else None
+        weight = _weight(self) if skip and with_labels and not _keeps(kwargs) else None
         if weight is None:
             if asked:
                 raise ValueError(
                     "skip_logits is True, but the loss needs logits here: it takes labels, no "
-                    "logits_to_keep and no output_router_logits, transformers' own loss_function, "
-                    "and an lm_head that is a torch.nn.Linear without bias, hooks and adapters, in "
-                    "float32 or 16 bits"
+                    "logits_to_keep, transformers' own loss_function, and an lm_head that is a "
+                    "torch.nn.Linear without bias, hooks and adapters, in float32 or 16 bits"
                 )
             return original(**kwargs)
         labels = kwargs.pop("labels")
@@ -74,13 +73,6 @@ def _keeps(kwargs: dict[str, Any]) -> bool:
     return not (keep is None or (isinstance(keep, int) and keep == 0))
 
 
-def _balances(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a loss of routers comes to that of tokens."""
-    asked = kwargs.get("output_router_logits")
-    text = model.config.get_text_config()
-    return getattr(text, "output_router_logits", False) if asked is None else asked
-
-
 def _weight(model: Any) -> Tensor | None:
     """The matrix that makes all of the logits; None: the loss needs them."""
     head = model.lm_head
@@ -98,9 +90,7 @@ def _weight(model: Any) -> Tensor | None:
 
 
 def _runs_on(device: torch.device) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        "vlmkernels::linear_cross_entropy", device.type.upper()
-    )
+    return device.type == "cpu" or (device.type == "cuda" and has_cuda_kernels())
 
 
 def _loss(hidden: Tensor, weight: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
