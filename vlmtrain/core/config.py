@@ -192,7 +192,7 @@ class MediaSection:
     min_pixels: Count = 0
     """Smallest area of an image; smaller ones are enlarged."""
     video_max_pixels: Count = 0
-    """Largest area of a frame; a token is 28 x 28 pixels of two frames."""
+    """Largest area of a frame, of Qwen3-VL of all frames; a token is 28 x 28 pixels of two."""
     fps: NonNegative = 0.0
     """Frames a second taken from videos."""
     max_frames: Count = 0

@@ -64,10 +64,11 @@ def _bounded(settings: ImageSettings, least: int, most: int) -> ImageSettings:
 
 def describe_sizes(images: ImageSettings, videos: VideoSettings) -> str:
     """A line on what a run with other settings than the model folder's does."""
+    each = "in all" if videos.shared_pixels else "each"
     return (
         f"images have {images.min_pixels:,} to {images.max_pixels:,} pixels "
         f"({images.max_pixels // images.factor**2:,} tokens), videos up to {videos.max_frames} "
-        f"frames of {videos.images.max_pixels:,} (--media.max_pixels, max_frames, "
+        f"frames of {videos.images.max_pixels:,} pixels {each} (--media.max_pixels, max_frames, "
         "video_max_pixels)"
     )
 
@@ -84,8 +85,8 @@ def write_settings(folder: Path, images: ImageSettings, videos: VideoSettings) -
         path = Path(where) if Path(where).is_file() else folder / name
         config = {**config, **more}
         bounds = {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels}
-        if config.get("size"):
-            config["size"] = bounds
+        if config.get("size") or (nested == "video_processor" and videos.shared_pixels):
+            config["size"] = bounds  # Qwen3-VL's video processor reads no other
         if not config.get("size") or "min_pixels" in config or "max_pixels" in config:
             config |= {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
         config.setdefault("patch_size", settings.patch_size)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from vlmtrain.data.media.images import (
 from vlmtrain.data.sample import Media, MediaInfo, Sample
 from vlmtrain.models.common.family import MediaDefaults
 
+_TIME_TOKENS = 16  # at most, of "<3599.9 seconds>" between the marks of a slice and its neighbours
+_SLICE_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class VideoSettings:
@@ -38,6 +41,7 @@ class VideoSettings:
     num_frames: int | None = None  # sample exactly this many (or all, where there are fewer)
     min_frames: int = 4
     max_frames: int = 768
+    shared_pixels: ClassVar[bool] = False  # whether bounds of pixels are of all frames together
 
     @classmethod
     def default(
@@ -152,15 +156,20 @@ class TimedVideoSettings(VideoSettings):
 
     cap_pixels_per_frame: bool = False  # no frame above max_video_tokens or its share of max_pixels
     max_video_tokens: int = 768
+    shared_pixels: ClassVar[bool] = True
 
     def within(self, tokens: int, *, frames: bool, pixels: bool) -> VideoSettings:
-        step = self.images.temporal_patch_size
+        """As there; of the tokens, a slice's time in the text takes _TIME_TOKENS. max_frames is
+        lowered to as many as have _SLICE_TOKENS for each slice."""
         settings: VideoSettings = self
-        if frames and self.num_frames is None and self.max_frames > tokens * step:
-            settings = self.with_frames(max(tokens, 1) * step)
+        step, token = self.images.temporal_patch_size, self.images.factor**2
+        if frames and self.num_frames is None:
+            most = max(tokens // _SLICE_TOKENS, 1) * step
+            settings = self.with_frames(min(most, self.max_frames))
         if pixels:
-            most = tokens * step * self.images.factor**2
-            settings = replace(settings, images=self.images.lowered(most))
+            slices = -(-(settings.num_frames or settings.max_frames) // step)
+            left = max(tokens - slices * _TIME_TOKENS, slices) * step * token
+            settings = replace(settings, images=self.images.lowered(left))
         return settings
 
     def sample(self, info: MediaInfo) -> list[int]:
