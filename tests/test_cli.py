@@ -33,13 +33,15 @@ lora.rank lora.alpha lora.dropout lora.targets lora.vision
 recompute.vision recompute.language
 checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.resume
 evaluate.every evaluate.data
-loader.packing loader.unreadable loader.skip_limit loader.workers loader.verify loader.max_samples
-loader.media_root loader.template
+loader.packing loader.unreadable loader.too_long loader.skip_limit loader.workers loader.verify
+loader.max_samples loader.media_root loader.template loader.ignore_keys
+media.max_pixels media.min_pixels media.video_max_pixels media.fps media.max_frames
 """.split()
 
 GENERATE = """
-model prompt image video system input output max_new_tokens temperature top_p repetition_penalty
-seed precision kernels
+model prompt image video system input output ignore_keys max_new_tokens temperature top_p
+repetition_penalty seed precision kernels
+media.max_pixels media.min_pixels media.video_max_pixels media.fps media.max_frames
 """.split()
 
 EVALUATE = """
@@ -47,8 +49,9 @@ model tasks data output nproc pack_length global_batch precision max_new_tokens 
 parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
 parallel.vision_layers parallel.text_layers parallel.vision
 parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overlap
-loader.packing loader.unreadable loader.skip_limit loader.workers loader.verify loader.max_samples
-loader.media_root loader.template
+loader.packing loader.unreadable loader.too_long loader.skip_limit loader.workers loader.verify
+loader.max_samples loader.media_root loader.template loader.ignore_keys
+media.max_pixels media.min_pixels media.video_max_pixels media.fps media.max_frames
 """.split()
 
 

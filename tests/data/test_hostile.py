@@ -22,7 +22,7 @@ from tests.data.test_videos import write_video
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.media import images
 from vlmtrain.data.media.videos import load_frames, probe_media
@@ -85,6 +85,17 @@ def test_flipped_bytes(
         assert frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[3] == 3
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_more_than_8_bits_of_grey(mode: str, tmp_path: Path, processor: Processor) -> None:
+    """PIL makes them white: every value above 255 is cut off."""
+    values = np.full((40, 40), 30000, dtype={"I;16": "uint16", "I": "int32", "F": "float32"}[mode])
+    path = tmp_path / ("a.png" if mode == "I;16" else "a.tif")
+    Image.fromarray(values).save(path)
+    assert Image.open(path).convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+    with pytest.raises(DataError, match=f"a.(png|tif) has more than 8 bits .* .mode {mode}"):
+        read(path, processor)
+
+
 def test_extreme_shapes(tmp_path: Path, processor: Processor) -> None:
     frames = read(save_image(tmp_path / "one.png", 1, 1), processor)
     assert frames.shape == (1, 56, 56, 3)  # min_pixels: 4 tokens
@@ -136,13 +147,13 @@ def test_hostile_records(tmp_path: Path) -> None:
         b'{"id": "x1", "messages": [{"role": "user", "content": "\\ud83d"}]}': "half a character",
         json.dumps(conversation("<image>", "a", id="x2", image="a\0b")).encode(): "a zero byte",
         json.dumps(conversation("<image>", "a", id="x3", image="http://x/y.jpg")).encode(): "a URL",
-        json.dumps(conversation("<image>", "a", id="x4", image={"a": 1})).encode(): "a file path",
+        json.dumps(conversation("<image>", "a", id="x4", image={"a": 1})).encode(): "key 'a'",
         json.dumps(conversation("<video>", "a", id="x5", video="\0")).encode(): "a zero byte",
         b'{"id": "x6", "conversations": "text"}': "must be a list",
         b'{"id": "x7", "instruction": 3}': "'instruction' must be a string",
         b'{"id": "x8", "instruction": "a", "history": [1]}': "'history' must be a list",
         b'{"id": "x9", "instruction": "a", "output": null}': "turn 1 has no text",
-        b'{"id": "y1", "instruction": "a", "output": "b", "tools": "[{}]"}': "'tools'",
+        b'{"id": "y1", "instruction": "a", "output": "b", "tools": "[3]"}': "'tools'",
     }
     path = tmp_path / "c.jsonl"
     path.write_bytes(b"\n".join([good, *bad, good]))
@@ -187,6 +198,9 @@ def test_hostile_records(tmp_path: Path) -> None:
                         "history",
                         "bytes",
                         "path",
+                        *("prompt", "completion", "query", "texts", "conversation", "user"),
+                        *("objects", "ref", "bbox", "tools", "tool_calls", "function"),
+                        *("name", "arguments", "loss", "weight", "image_url", "url"),
                     ]
                 )
                 | st.text(max_size=3),
@@ -220,7 +234,7 @@ def test_bad_samples_are_left_out_with_a_report(
     records = [
         conversation("fine", "x", id="ok"),
         conversation("<image>", "x", id="cut", image="cut.jpg"),
-        conversation("word " * 500, "x", id="long"),
+        conversation("<video>", "x", id="gone", video="none.mp4"),
         conversation("<image>", "x", id="marks"),
         conversation("fine too", "x", id="ok2"),
     ]
@@ -228,7 +242,7 @@ def test_bad_samples_are_left_out_with_a_report(
     said: list[str] = []
     index = scan_sources([path], processor, spec, 256, skip_limit=3, log=said.append)
     assert index.ids == ["ok", "ok2"] and len(index.skipped) == 3
-    for name, line in zip(("cut", "long", "marks"), said, strict=False):
+    for name, line in zip(("cut", "gone", "marks"), said, strict=False):
         assert line.startswith("left out: ") and f"sample '{name}'" in line
     assert said[-1].endswith("3 bad samples left out")
     with pytest.raises(DataError, match="3 samples are bad, more than the 2 that --loader.skip_"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.helpers import conversation, save_image, write_json
+from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
@@ -61,7 +62,9 @@ def test_hash_follows_content_and_settings_not_the_place(
     other.mkdir()
     (other / "c.json").write_bytes(data.read_bytes())
     assert content_hash(other / "c.json") == original
-    larger = Processor.from_folder(model_folder, spec, max_pixels=40 * 784, min_pixels=30 * 784)
+    larger = Processor.from_folder(
+        model_folder, spec, section=MediaSection(max_pixels=40 * 784, min_pixels=30 * 784)
+    )
     assert content_hash(data, larger) != original
     data.write_text(data.read_text().replace("three", "threw"))
     assert content_hash(data) != original
@@ -103,7 +106,7 @@ def test_too_long_a_sample(data: Path, processor: Processor, spec: ModelSpec) ->
     assert str(caught.value) == (
         f"{data}: sample 'c.json:2': it has {longest} tokens, 27 of them image tokens, and a pack "
         f"holds {longest - 1}; raise --train.pack_length (outside of training --pack_length) to "
-        f"{longest} or more, lower max_pixels in preprocessor_config.json, or shorten the sample"
+        f"{longest} or more, lower --media.max_pixels, or choose --loader.too_long drop or truncate"
     )
 
 

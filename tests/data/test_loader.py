@@ -536,3 +536,54 @@ def test_decoding_happens_once_for_a_small_set(
     for _ in range(3 * loader.steps_per_epoch):
         loader.next_step()
     assert decoded and set(decoded.values()) == {1}
+
+
+def test_weights_of_turns(tmp_path: Path, processor: Processor, spec: ModelSpec) -> None:
+    """Packed beside samples without weights, and padded: a factor for each target token."""
+    texts = ("one", "two words", "three small words")
+    for weights in ((1, 1, 1), (0.25, 1, 0), (2.0, 0.5, 1)):
+        records = []
+        for text, weight in zip(texts, weights, strict=True):
+            turns = conversation("q", text, "q", text)["conversations"]
+            turns[1]["weight"] = weight
+            records.append({"conversations": turns})
+        path = write_json(tmp_path / "c.json", records)
+        index = scan_sources([path], processor, spec, PACK)
+        with open_loader(
+            index, processor, spec, pack_length=PACK, global_batch=1, prefetch=False
+        ) as loader:
+            [pack] = loader.next_step()
+        if weights == (1, 1, 1):
+            assert pack.loss_weights is None
+            continue
+        assert pack.loss_weights is not None and pack.pad_tokens
+        assert len(pack.labels) == len(pack.loss_weights) == PACK
+        targets = 0
+        for begin, end, name in zip(
+            pack.cu_seqlens, pack.cu_seqlens[1:], pack.sample_ids, strict=False
+        ):
+            weight = weights[int(name.split(":")[1])]
+            learned = [i for i in range(int(begin), int(end)) if pack.labels[i] != -100]
+            half = len(learned) // 2 if weight else 0  # both answers are the same text
+            expected = [weight] * half + [1] * (len(learned) - half)
+            assert pack.loss_weights[learned].tolist() == expected
+            targets += len(learned)
+        assert targets == pack.target_tokens
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "said"),
+    [(8, 1, "8 times; --train.global_batch 1 fits"), (1, 1, None), (8, 2, "use fewer ranks, or")],
+)
+def test_a_batch_larger_than_the_data_is_said(
+    batch: int, ranks: int, said: str | None, tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    records = [conversation("q", f"a {i}") for i in range(6)]
+    index = scan_sources([write_json(tmp_path / "c.json", records)], processor, spec, 1000)
+    lines: list[str] = []
+    with open_loader(
+        index, processor, spec, pack_length=1000, global_batch=batch, dp_size=ranks,
+        prefetch=False, log=lines.append,
+    ):  # fmt: skip
+        assert len(lines) == (said is not None)
+        assert said is None or said in lines[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,10 @@ from transformers.video_utils import VideoMetadata
 from tests.data.helpers import save_image, write_model_folder
 from tests.data.test_images import theirs
 from tests.data.test_videos import SAMPLE, write_video
+from vlmtrain.core.config import MediaSection
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.media.images import ImageSettings, load_image, patchify, resize
+from vlmtrain.data.media.limits import describe_sizes, limited
 from vlmtrain.data.media.videos import TimedVideoSettings, load_video, probe_media
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, FileRange, Media, MediaInfo, Sample, Turn
@@ -265,7 +268,32 @@ def test_a_template_that_thinks(processor: Processor) -> None:
     turns = [Turn("user", "x"), Turn("assistant", "A cup.")]
     tokens = template.tokens(Sample("s", tuple(turns), (), "s.json"))
     decode = template.tokenizer.decode
-    assert decode(tokens.ids[tokens.learned]) == "</think>\n\nA cup.<|im_end|>\n"
-    assert decode(tokens.ids[~tokens.learned]).endswith("<|im_start|>assistant\n<think>\n\n")
+    assert decode(tokens.ids[tokens.weights > 0]) == "</think>\n\nA cup.<|im_end|>\n"
+    assert decode(tokens.ids[tokens.weights == 0]).endswith("<|im_start|>assistant\n<think>\n\n")
     with pytest.raises(DataError, match="renders turn 1 differently when other turns follow"):
         template.tokens(Sample("s", (*turns, *turns), (), "s.json"))
+
+
+@pytest.mark.parametrize("pack", [1024, 8192, 131072])
+def test_videos_of_any_length_fit_a_pack(pack: int, processor: Processor) -> None:
+    """With their times in the text, at most half of it."""
+    released = Processor(processor.template, processor.spec)
+    images, videos = limited(released.images, released.videos, MediaSection(), pack)
+    assert images.max_pixels == min(16777216, pack // 2 * 1024)
+    for seconds in (1, 10, 60, 3600):
+        media = Media("video", "v.mp4", ())
+        (t, h, w), _, times = videos.layout(media, MediaInfo(1920, 1080, 30 * seconds, 30.0))
+        text = processor.template.tokenizer(f"<{times[-1]:.1f} seconds>")["input_ids"]
+        assert t * h * w // 4 + t * min(len(text) + 2, 16) <= pack // 2, (seconds, t, h, w)
+    assert videos.max_frames == min(768, pack // 64) and "in all" in describe_sizes(images, videos)
+
+
+def test_sizes_of_a_run_go_with_the_model(folder: Path, processor: Processor, tmp_path) -> None:
+    target = Path(shutil.copytree(folder, tmp_path / "model"))
+    (target / "video_preprocessor_config.json").unlink()
+    section = MediaSection(video_max_pixels=50 * 1024, max_frames=8)
+    of_run = Processor.from_folder(target, processor.spec, section=section)
+    of_run.write_settings(target)
+    assert Processor.from_folder(target, processor.spec).videos == of_run.videos
+    written = json.loads((target / "video_preprocessor_config.json").read_text())
+    assert written["size"] == {"shortest_edge": 4096, "longest_edge": 50 * 1024}

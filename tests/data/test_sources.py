@@ -12,9 +12,10 @@ import pytest
 from tests.data.helpers import conversation, no_media, open_loader, write_json
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.json_source import JsonSource
+from vlmtrain.data.formats.shards import ShardSource
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
-from vlmtrain.data.formats.webdataset import ShardSource, build_shards
+from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.stats import stats
@@ -213,3 +214,18 @@ def test_a_template_of_ones_own(
     with pytest.raises(DataError, match="none.jinja: the chat template cannot be read"):
         Processor.from_folder(model_folder, spec, template=tmp_path / "none.jinja")
     assert json.loads(json.dumps(index.content_hash)) == index.content_hash
+
+
+def test_patterns_and_folders_of_files(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    for number in (1, 2, 10):
+        (tmp_path / "p" / f"train-{number}.parquet").write_bytes(b"")
+    names = [str(tmp_path / "p" / f"train-{number}.parquet") for number in (1, 2, 10)]
+    for text in (f"{tmp_path}/p:0.5", f"{tmp_path}/p/train-*.parquet:0.5"):
+        sources = parse_sources(text)
+        assert [source.path for source in sources] == names
+        assert {source.weight for source in sources} == {0.5}
+    (tmp_path / "p" / "index.jsonl").write_bytes(b"")  # shards
+    assert [source.path for source in parse_sources([tmp_path / "p"])] == [str(tmp_path / "p")]
+    with pytest.raises(DataError, match=r"none-\*.json: no file has such a name"):
+        parse_sources(f"{tmp_path}/none-*.json")

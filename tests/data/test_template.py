@@ -208,3 +208,81 @@ def test_tokens_without_a_separator_between_turns(processor: Processor, spec: Mo
         ChatTemplate(processor.template.tokenizer, spec, bare).tokens(
             make_sample([("user", "a"), ("assistant", "hel"), ("user", "pful")])
         )
+
+
+# With tools in Qwen's form: calls in the answer, responses in a user's turn.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}{% for message in messages %}{% if message.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "aqi", "arguments": {"city": "Beijing"}}}
+TOOLS = ({"type": "function", "function": {"name": "aqi", "parameters": {}}},)
+AGENT = Sample(
+    "c1",
+    (Turn("user", "q"), Turn("assistant", "", 1.0, (CALL,)), Turn("tool", "10"),
+     Turn("assistant", "a", 0.0), Turn("user", "q"), Turn("assistant", "b", 0.25)),
+    (), "c.json", TOOLS,
+)  # fmt: skip
+
+
+def test_tools_and_weights(processor: Processor, spec: ModelSpec) -> None:
+    template = ChatTemplate(processor.template.tokenizer, spec, TOOLS_TEMPLATE)
+    encoded = Processor(template, spec).encode(AGENT, [])
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "10"},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "b"},
+    ]
+    expected = template.tokenizer.apply_chat_template(
+        messages, tools=list(TOOLS), chat_template=TOOLS_TEMPLATE, tokenize=True, return_dict=False
+    )
+    assert encoded.input_ids.tolist() == expected
+    call = (
+        '<tool_call>\n{"name": "aqi", "arguments": {"city": "Beijing"}}\n</tool_call><|im_end|>\n'
+    )
+    weights = encoded.loss_weights
+    assert weights is not None and sorted(set(weights.tolist())) == [0.0, 0.25, 1.0]
+    for weight, text in ((1.0, call), (0.25, "b<|im_end|>\n")):
+        assert template.tokenizer.decode(encoded.labels[weights == weight]) == text
+    assert (encoded.labels[weights == 0] == -100).all()
+    # All weights 0 or 1: labels say it all.
+    turns = (*AGENT.turns[:4], Turn("user", "q"), Turn("assistant", "b"))
+    whole = Processor(template, spec).encode(dataclasses.replace(AGENT, turns=turns), [])
+    assert whole.loss_weights is None
+
+
+@pytest.mark.parametrize(
+    ("part", "without", "said"),
+    [
+        ("message.role == 'tool'", "false", "turns of the role 'tool'"),
+        ("{% if tools %}", "{% if false %}", "'tools'"),
+        ("message.tool_calls or []", "[]", "'tool_calls'"),
+    ],
+)
+def test_what_the_template_leaves_out_is_refused(
+    part: str, without: str, said: str, processor: Processor, spec: ModelSpec
+) -> None:
+    source = TOOLS_TEMPLATE.replace(part, without)
+    template = ChatTemplate(processor.template.tokenizer, spec, source)
+    with pytest.raises(DataError, match=f"sample 'c1': it has {said}, which the chat template"):
+        template.tokens(AGENT)
+
+
+def test_a_text_alone_is_learned_whole(processor: Processor, spec: ModelSpec) -> None:
+    sample = Sample("t", (Turn("assistant", "A cup.<image> Good."),), (IMAGE,), "t.json")
+    encoded = processor.encode(sample, [MediaLayout((1, 4, 4), 0.0)])
+    tokenizer = processor.template.tokenizer
+    text = "A cup.<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|> Good.<|im_end|>"
+    assert encoded.input_ids.tolist() == tokenizer(text)["input_ids"]
+    learned = encoded.labels[encoded.labels != -100]
+    first = len(tokenizer("A cup.")["input_ids"]) - 1
+    assert tokenizer.decode(learned[first:]) == " Good.<|im_end|>"
+    assert learned[:first].tolist() == encoded.input_ids[1 : first + 1].tolist()

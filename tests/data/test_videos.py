@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import av
@@ -20,6 +21,8 @@ from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
 
 SAMPLE = Sample("clip", (), (), "videos.json")
 SETTINGS = VideoSettings(ImageSettings(**IMAGE_LIMITS))
+# Sides are multiples of 1: no resize.
+IDENTITY = VideoSettings(ImageSettings(1, 1 << 30, patch_size=1, merge_size=1))
 
 
 def write_video(path: Path, frames: int, fps: int = 8, size: tuple[int, int] = (72, 48)) -> Media:
@@ -62,7 +65,6 @@ def test_the_folder_says_how_to_sample(tmp_path: Path, spec: ModelSpec) -> None:
     actual = VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision)
     assert (actual.fps, actual.num_frames, actual.min_frames, actual.max_frames) == (1.0, 6, 2, 9)
     assert actual.images.max_pixels == 200704
-    assert VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision, fps=3).fps == 3
 
 
 def test_sampling_by_number_and_of_tiny_videos() -> None:
@@ -126,3 +128,59 @@ def test_other_bad_videos(tmp_path: Path) -> None:
         media = Media("video", name, (FileRange(str(tmp_path / name)),))
         with pytest.raises(DataError, match=f"videos.json: sample 'clip': {message}"):
             probe_media(media, SAMPLE, True)
+
+
+ONE = 1 << 16
+TURNS = {  # (a, b, c, d): (x, y) of a frame is shown at (a x + c y, b x + d y)
+    "as it is": (1, 0, 0, 1),
+    "90": (0, 1, -1, 0),  # a phone held upright
+    "180": (-1, 0, 0, -1),
+    "270": (0, -1, 1, 0),
+    "mirrored": (-1, 0, 0, 1),
+    "90, mirrored": (0, 1, 1, 0),
+}
+
+
+def set_matrix(path: Path, matrix: tuple[float, float, float, float]) -> None:
+    """Write the display matrix into the track header of an MP4."""
+    data = bytearray(path.read_bytes())
+    at = data.index(b"tkhd") + 4 + 4 + 20 + 16  # version 0
+    a, b, c, d = (round(value * ONE) for value in matrix)
+    data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_phones_videos_stand_upright(name: str, tmp_path: Path) -> None:
+    """The display matrix is applied, pixel by pixel as QuickTime defines it."""
+    media = write_video(tmp_path / "v.mp4", frames=4)
+    quarter = np.zeros((48, 72, 3), dtype=np.uint8)
+    quarter[:16, :24], quarter[:16, 24:] = 220, 90
+    with av.open(str(tmp_path / "v.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 72, 48, "yuv420p"
+        for packet in [*stream.encode(av.VideoFrame.from_ndarray(quarter)), *stream.encode()]:
+            container.mux(packet)
+    still = load_video(media, MediaInfo(72, 48, 1), IDENTITY, SAMPLE)[0]
+    a, b, c, d = TURNS[name]
+    set_matrix(tmp_path / "v.mp4", TURNS[name])
+    height, width = (48, 72) if a else (72, 48)
+    expected = np.zeros((height, width, 3), dtype=np.uint8)
+    for y in range(48):
+        for x in range(72):
+            # Modulo the size, as flipped coordinates count from the other end: -1 is the last.
+            to_x, to_y = a * x + c * y, b * x + d * y
+            to_x -= (a + c) < 0
+            to_y -= (b + d) < 0
+            expected[to_y, to_x] = still[y, x]
+    for verify in (False, True):
+        info = probe_media(media, SAMPLE, verify)
+        assert (info.width, info.height, info.frames) == (width, height, 1)
+    np.testing.assert_array_equal(load_video(media, info, IDENTITY, SAMPLE)[0], expected)
+
+
+def test_another_angle_is_refused(tmp_path: Path) -> None:
+    media = write_video(tmp_path / "v.mp4", frames=4)
+    set_matrix(tmp_path / "v.mp4", (0.866, 0.5, -0.5, 0.866))
+    with pytest.raises(DataError, match="'clip': .*is no multiple of 90 degrees; encode it again"):
+        probe_media(media, SAMPLE, False)

@@ -20,11 +20,13 @@ import webdataset
 from PIL import Image
 
 from tests.data.helpers import conversation, write_json
+from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats import webdataset as webdataset_module
-from vlmtrain.data.formats.sharegpt import JsonSource
-from vlmtrain.data.formats.webdataset import ShardSource, ShardSummary, build_shards
+from vlmtrain.data.formats.json_source import JsonSource
+from vlmtrain.data.formats.shards import ShardSource
+from vlmtrain.data.formats.webdataset import ShardSummary, build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 
@@ -90,6 +92,56 @@ def test_shards_read_like_the_json(
     two = scan_sources([tmp_path / "shards"], processor, spec, 512)
     for name in ("lengths", "target_tokens", "image_tokens", "grids", "kinds", "infos"):
         assert getattr(one, name).tolist() == getattr(two, name).tolist(), name
+
+
+def test_weights_tools_and_objects_go_through_shards(pictures: Path, tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    turns = [
+        {"role": "user", "content": "<image>Find the <ref-object>"},
+        {"role": "assistant", "content": "<bbox>", "weight": 0.5},
+        {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0.5},
+        {"role": "tool", "content": "10"},
+        {"role": "assistant", "content": "a", "loss": False},
+    ]
+    boxes = {"ref": ["dog"], "bbox": [[0.1, 0.2, 0.3, 0.5]], "bbox_type": "norm1"}
+    record = {"messages": turns, "image": "p0.jpg", "tools": [{"name": "f"}], "objects": boxes}
+    path = write_json(tmp_path / "c.json", [record])
+    build_shards(path, tmp_path / "shards", media_root=pictures)
+    json_source, shards = JsonSource(path, pictures), ShardSource(tmp_path / "shards")
+    theirs, ours = (source.parse(next(iter(source.records()))) for source in (json_source, shards))
+    for name in ("id", "turns", "tools", "objects"):
+        assert getattr(ours, name) == getattr(theirs, name) and getattr(ours, name), name
+    assert ours.objects is not None and ours.objects.boxes[0].relative
+
+
+def test_bad_samples_are_left_out_by_choice(
+    source: Path, pictures: Path, tmp_path: Path, processor: Processor
+) -> None:
+    """Those of the record, of a missing file, of a broken one, without anything to learn."""
+    (pictures / "broken.jpg").write_bytes((pictures / "p0.jpg").read_bytes()[:200])
+    records = json.loads(source.read_text())
+    names = [record["id"] for record in records]
+    bad = [
+        conversation("q", id="no answer"),
+        conversation("<image>", "x", id="gone", image=str(pictures / "none.jpg")),
+        conversation("<image>", "x", id="broken", image=str(pictures / "broken.jpg")),
+        {"id": "silent", "messages": [{"role": "user", "content": "q"},
+                                      {"role": "assistant", "content": "a", "weight": 0}]},
+    ]  # fmt: skip
+    write_json(source, [*bad[:2], *records, *bad[2:]])
+    summary = build_shards(
+        source, tmp_path / "s", samples_per_shard=2, skip=True, processor=processor
+    )
+    (pictures / "broken.jpg").unlink()
+    assert (summary.samples, summary.left_out) == (len(names), 4)
+    shards = ShardSource(tmp_path / "s")
+    assert [shards.parse(record).id for record in shards.records()] == names
+    lines = (tmp_path / "s" / "left_out.jsonl").read_text().splitlines()
+    problems = [json.loads(line)["problem"] for line in lines]
+    for record, problem in zip(bad, problems, strict=True):
+        assert f"sample {record['id']!r}" in problem
+    with pytest.raises(DataError, match="sample 'no answer'"):
+        build_shards(source, tmp_path / "t", processor=processor)
 
 
 def test_a_shard_closes_at_its_size(source: Path, tmp_path: Path) -> None:
@@ -258,7 +310,7 @@ def test_target_rules(source: Path, tmp_path: Path) -> None:
         build_shards(source, tmp_path / "other", overwrite=True)
     with pytest.raises(DataError, match="is a file; --target must be a folder"):
         build_shards(source, source)
-    with pytest.raises(DataError, match="is a folder; --source takes a .json, .jsonl or .parquet"):
+    with pytest.raises(DataError, match="is a folder; --source takes a .json"):
         build_shards(target, tmp_path / "again")
 
 
@@ -276,9 +328,9 @@ def test_with_a_model_the_index_knows_the_tokens(
     asked: list[str] = []
     original = Processor.measure
 
-    def spy(self: Processor, sample: Any, infos: Any) -> Any:
+    def spy(self: Processor, sample: Any, *rest: Any) -> Any:
         asked.append(sample.id)
-        return original(self, sample, infos)
+        return original(self, sample, *rest)
 
     monkeypatch.setattr(Processor, "measure", spy)
     index = scan_sources([tmp_path / "s"], processor, spec, 512)
@@ -286,7 +338,9 @@ def test_with_a_model_the_index_knows_the_tokens(
     for name in ("lengths", "target_tokens", "image_tokens", "grids", "kinds", "infos"):
         assert getattr(index, name).tolist() == getattr(plain, name).tolist(), name
     assert index.ids == plain.ids
-    larger = Processor.from_folder(model_folder, spec, min_pixels=30 * 784, max_pixels=40 * 784)
+    larger = Processor.from_folder(
+        model_folder, spec, section=MediaSection(max_pixels=40 * 784, min_pixels=30 * 784)
+    )
     other = scan_sources([tmp_path / "s"], larger, spec, 512)
     assert sorted(asked) == sorted(plain.ids) and other.grids.tolist() != plain.grids.tolist()
     with pytest.raises(DataError, match="sample 'a': it has .* tokens, .*a pack holds 20"):

@@ -132,6 +132,8 @@ def test_autocast(plain: Any) -> None:
     for name in ("loss", "lm_head.weight"):
         assert got[name].dtype == torch.float32
         error = (theirs[name] - exact[name]).norm()
+        if name == "loss":  # one number: transformers' may be right by chance; bfloat16 has 8 bits
+            error = torch.maximum(error, 2**-9 * exact[name])
         assert (got[name] - exact[name]).norm() <= 2 * error, name
 
 

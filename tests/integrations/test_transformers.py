@@ -370,6 +370,12 @@ def test_refusals(models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch)
             hf.enable(copy.deepcopy(plain))
     with pytest.raises(ValueError, match="model is a Linear; it must be, or contain, one of"):
         hf.enable(nn.Linear(2, 2))
+    if hasattr(plain.model.visual, "deepstack_merger_list"):
+        model = copy.deepcopy(plain)
+        model.model.compute_3d_position_ids = lambda input_ids: None  # as transformers 5.2 has it
+        with pytest.raises(ValueError, match="puts visual rows in in another way"):
+            hf.enable(model)
+        assert hf.enable(model, embedding=False) is model
     model = copy.deepcopy(plain)
     model.model.visual.blocks[1].attn.forward = lambda *args, **kwargs: None
     with pytest.raises(ValueError, match="Attention was replaced by something else"):

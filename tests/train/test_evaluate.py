@@ -20,7 +20,7 @@ from vlmtrain.checkpoint.mapping import WeightError
 from vlmtrain.checkpoint.model_folder import as_hf
 from vlmtrain.core.batch import IGNORE
 from vlmtrain.core.config import ParallelSection
-from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Processor
 from vlmtrain.evaluate.tasks import Scored, read_tasks, summary
@@ -31,7 +31,7 @@ from vlmtrain.models.family import read_spec
 # qkv rows lie in a checkpoint in the order of the ranks.
 LORA = (
     "--train.steps=3 --loader.workers=0 --parallel.tensor=2 --lora.rank=2 --lora.dropout=0.2 "
-    "--lora.vision --lora.targets q_proj o_proj up_proj down_proj qkv proj"
+    "--lora.vision --media.max_frames=10 --lora.targets q_proj o_proj up_proj down_proj qkv proj"
 ).split()
 LAYOUTS = {
     "data": [],
@@ -147,6 +147,20 @@ def two_ranks(model, conversations, questions, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+def test_sizes_of_media_go_with_the_model(two_ranks):
+    """Into the checkpoint, the Hugging Face folder and the adapters, and from there on."""
+    run = two_ranks / "plain"
+    with as_hf(run / "adapter") as converted:
+        for folder in (
+            run / "checkpoints" / "step-00000003",
+            run / "hf",
+            run / "adapter",
+            converted,
+        ):
+            config = json.loads((folder / "video_preprocessor_config.json").read_text())
+            assert config["max_frames"] == 10, folder
+
+
 def test_training_goes_on_as_if_unwatched(two_ranks) -> None:
     plain, watched = two_ranks / "plain", two_ranks / "watched"
     rows = [json.loads(line) for line in (watched / "metrics.jsonl").read_text().splitlines()]

@@ -24,6 +24,7 @@ class EncodedSample:
     labels: Tensor  # int64 [S]: shifted by one, -100 where there is no loss
     position_ids: Tensor  # int64 [3, S]
     visual_mask: Tensor  # bool [S]: placeholders
+    loss_weights: Tensor | None = None  # float32 [S]: factors of the labels' losses; None: all 1
 
     @property
     def target_tokens(self) -> int:
@@ -48,6 +49,7 @@ class PackedBatch:
     pad_token_id: int = 0
     has_pixels: tuple[bool, ...] | None = None  # [m]: media in pixel_values; None: all or none
     max_seqlen: int | None = None  # tokens of the longest segment; `to` sets it
+    loss_weights: Tensor | None = None  # float32 [S]: factors of the labels' losses; None: all 1
     rows_before: np.ndarray | None = None  # [S + 1]: visual rows before each position; so too
 
     @property
@@ -101,6 +103,7 @@ class PackedBatch:
         real = self.length - self.pad_tokens
         tail = self.pad_tokens + grown
         positions = torch.arange(tail, dtype=torch.int64).expand(3, tail)
+        weights = self.loss_weights
         offsets = self.cu_seqlens if self.pad_tokens == 0 else self.cu_seqlens[:-1]
         return replace(
             self,
@@ -111,6 +114,7 @@ class PackedBatch:
             visual_index=_extend(self.visual_index[:real], tail, -1),
             pad_tokens=tail,
             max_seqlen=None,
+            loss_weights=None if weights is None else _extend(weights[:real], tail, 1),
             rows_before=None,
         )
 
@@ -215,6 +219,11 @@ def collate(
     offsets[1:] = lengths.cumsum(0)
     mask = torch.cat([sample.visual_mask for sample in samples])
     rows = mask.cumsum(0, dtype=torch.int32) - 1
+    weights = None
+    if any(sample.loss_weights is not None for sample in samples):
+        ones = (torch.ones(len(sample.input_ids)) for sample in samples)
+        parts = zip((sample.loss_weights for sample in samples), ones, strict=True)
+        weights = torch.cat([one if given is None else given for given, one in parts])
     packed = PackedBatch(
         input_ids=torch.cat([sample.input_ids for sample in samples]),
         labels=torch.cat([sample.labels for sample in samples]),
@@ -228,6 +237,7 @@ def collate(
         image_tokens=int(mask.sum()),
         pad_tokens=0,
         pad_token_id=pad_token_id,
+        loss_weights=weights,
     )
     return packed.padded_to(pack_length)
 

@@ -183,15 +183,35 @@ class EvaluateSection:
 
 
 @dataclass
+class MediaSection:
+    """How large images and videos become. 0: as the model folder says, and in training at most so
+    large that one takes half a pack."""
+
+    max_pixels: Count = 0
+    """Largest area of an image; a token is 28 x 28 pixels (of Qwen3-VL 32 x 32)."""
+    min_pixels: Count = 0
+    """Smallest area of an image; smaller ones are enlarged."""
+    video_max_pixels: Count = 0
+    """Largest area of a frame, of Qwen3-VL of all frames; a token is 28 x 28 pixels of two."""
+    fps: NonNegative = 0.0
+    """Frames a second taken from videos."""
+    max_frames: Count = 0
+    """Frames taken from a video, at most; longer ones are sampled at a lower rate."""
+
+
+@dataclass
 class LoaderSection:
     """How `--data` is read, packed and dealt out."""
 
     packing: Literal["balanced", "best_fit", "bucket", "in_order", "none"] = "balanced"
     """balanced: full packs of even cost, dealt to the ranks by cost; the others for comparison."""
     unreadable: Literal["raise", "skip"] = "raise"
-    """What a bad sample means: the end, or a line in the log and one sample less."""
+    """What a bad sample means: the end, or a line in the log and one sample less. Samples longer
+    than a pack: too_long."""
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What a sample longer than a pack means: the end, one sample less, or its text cut off."""
     skip_limit: Count = 100
-    """With `skip`: bad samples allowed at the start, and again during the run."""
+    """With `unreadable skip`: bad samples allowed at the start, and again during the run."""
     workers: Count = 2
     """Decoder processes of each rank that needs pixels; 0: threads of the rank itself."""
     verify: bool = True
@@ -202,6 +222,8 @@ class LoaderSection:
     """Folder that relative media paths start from; default: the data file's own."""
     template: str = ""
     """File with a Jinja chat template, instead of the model's own."""
+    ignore_keys: tuple[str, ...] = ()
+    """Keys and marks of records that are not looked at; others that are not read are errors."""
 
 
 @dataclass
@@ -226,6 +248,7 @@ class TrainConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     loader: LoaderSection = field(default_factory=LoaderSection)
+    media: MediaSection = field(default_factory=MediaSection)
 
     def validate(self) -> None:
         """Raise ConfigError for the first setting that can't be used."""

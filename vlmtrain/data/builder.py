@@ -49,6 +49,7 @@ class PackBuilder:
     ) -> None:
         self.index, self.processor, self.spec, self.section = index, processor, spec, section
         self.pack_length, self.pixel_dtype = pack_length, pixel_dtype
+        self._max_length = pack_length if section.too_long == "truncate" else None
         self._frames = _FrameCache(cache_bytes)
         # Processes of their own: a crash of a decoder is an unreadable sample.
         isolate = section.workers > 0
@@ -92,7 +93,8 @@ class PackBuilder:
         for segment, position in enumerate(pack):
             try:
                 sample = self.index.load(position)
-                one = self.processor.encode(sample, self.processor.layouts(sample))
+                layouts = self.processor.layouts(sample)
+                one = self.processor.encode(sample, layouts, max_length=self._max_length)
                 if len(one.input_ids) != self.index.lengths[position]:
                     raise sample.fail("it has changed since it was scanned; start the run again")
                 media += [(segment, item, sample) for item in sample.media]

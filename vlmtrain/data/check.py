@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vlmtrain.core.config import MediaSection
+from vlmtrain.core.files import write_bytes, writing
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import Record
-from vlmtrain.data.formats.sources import parse_sources
+from vlmtrain.data.formats.json_source import Record
+from vlmtrain.data.formats.sources import SourceSpec, parse_sources
 from vlmtrain.data.index import scan
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
@@ -64,6 +66,9 @@ def check(
     model: str | Path | None = None,
     pack_length: int | None = None,
     media_root: str | Path | None = None,
+    ignored: Sequence[str] = (),
+    media: MediaSection | None = None,
+    write_good: Path | None = None,
 ) -> CheckReport:
     """Read all the data and collect every problem instead of stopping at the first.
 
@@ -72,9 +77,13 @@ def check(
         model: a Hugging Face folder; with it, texts are tokenized and lengths checked.
         pack_length: with a model: the longest sample allowed.
         media_root: folder that relative media paths start from.
+        ignored: keys and marks of records that are not looked at.
+        media: sizes of images and videos instead of the model's.
+        write_good: JSONL file to write with the records that have no problem.
 
     Raises:
-        DataError: the model folder cannot be used, or pack_length comes without a model.
+        DataError: the model folder cannot be used, pack_length comes without a model, or
+            write_good is given for what is no JSON, or for a folder where media would not be found.
     """
     if pack_length is not None and model is None:
         raise DataError("pack_length can only be checked with a model, whose tokenizer counts")
@@ -82,16 +91,25 @@ def check(
         raise DataError(f"pack_length must be at least 1, got {pack_length}")
     processor = None
     if model is not None:
-        processor = Processor.from_folder(model, read_spec(model))
+        processor = Processor.from_folder(
+            model, read_spec(model), section=media, pack_length=pack_length
+        )
     report = CheckReport()
     ids: dict[str, list[str]] = {}
     contents: dict[bytes, list[str]] = {}
-    for outcome in scan(parse_sources(sources, media_root=media_root), processor, pack_length):
+    listed = parse_sources(sources, media_root=media_root, ignored=ignored)
+    good: list[bytes] = []
+    if write_good is not None:
+        _check_target(write_good, listed)
+    for outcome in scan(listed, processor, pack_length):
         report.samples += 1
         if isinstance(outcome, DataError):
             report.problems.append(str(outcome))
             report.kinds[outcome.kind] += 1
             continue
+        if write_good is not None:
+            value = json.loads(outcome.record.data)
+            good.append(json.dumps(value, ensure_ascii=False).encode() + b"\n")
         measure = outcome.measure
         report.tokens += measure.length
         report.images += measure.kinds.count("image")
@@ -105,7 +123,25 @@ def check(
         if len(same) > 1:
             named = ", ".join(same[:_NAMED]) + (", ..." if len(same) > _NAMED else "")
             report.warnings.append(f"{len(same)} samples are the same but for their id: {named}")
+    if write_good is not None:
+        with writing(f"--write_good {write_good}"):
+            write_bytes(write_good, b"".join(good))
     return report
+
+
+def _check_target(target: Path, sources: Sequence[SourceSpec]) -> None:
+    """Raise DataError where the good records could not be read again from `target`."""
+    for source in sources:
+        path = Path(source.path)
+        if path.is_dir() or path.suffix.lower() in (".parquet", ".tar"):
+            raise DataError(f"--write_good takes records of .json and .jsonl files, not of {path}")
+        if target.exists() and target.samefile(path):
+            raise DataError(f"--write_good {target} is a source; name another file")
+        if source.media_root is None and path.resolve().parent != target.resolve().parent:
+            raise DataError(
+                f"--write_good {target}: paths of media start from the folder of {path}; write the "
+                "file there, or pass --media_root"
+            )
 
 
 def _content(record: Record) -> bytes:

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import tyro
+
+from vlmtrain.core.config import MediaSection, check_ranges
+
+_MODEL_SIZES = MediaSection()
 
 
 def main(arguments: list[str]) -> int:
@@ -25,34 +30,46 @@ def build_command(
     target: Path,
     model: Path | None = None,
     media_root: Path | None = None,
+    ignore_keys: tuple[str, ...] = (),
+    pack_length: int = 8192,
+    media: MediaSection = _MODEL_SIZES,
     samples_per_shard: int = 1000,
     workers: int = 4,
     verify: bool = True,
+    unreadable: Literal["raise", "skip"] = "raise",
     overwrite: bool = False,
 ) -> int:
     """Write conversations and their media as WebDataset shards, which Megatron-Energon reads
     too. Run again after an error, it goes on where it stopped.
 
     Args:
-        source: conversation file (.json, .jsonl or .parquet).
+        source: conversation file (.json, .jsonl, .parquet or .tar).
         target: folder to write.
         model: Hugging Face folder; with it training starts without tokenizing everything first.
         media_root: folder that relative media paths start from; default: the source's own.
+        ignore_keys: keys and marks of records that are not looked at; others that are not read are
+            errors.
+        pack_length: that of the training; with a model, for the sizes that fit.
+        media: sizes of images and videos, as in training.
         samples_per_shard: samples in a shard, at most.
         workers: shards written at once.
         verify: decode every image and video once, to find broken ones now.
+        unreadable: what a bad sample means: the end, or a line in TARGET/left_out.jsonl.
         overwrite: replace the folder if it holds a finished build.
     """
     from rich.console import Console
     from rich.progress import Progress
 
-    from vlmtrain.data.formats.webdataset import build_shards
+    from vlmtrain.data.formats.webdataset import LEFT_OUT, build_shards
     from vlmtrain.data.processor import Processor
     from vlmtrain.models.family import read_spec
 
+    check_ranges(media, "--media.")
     processor = None
     if model is not None:
-        processor = Processor.from_folder(model, read_spec(model))
+        processor = Processor.from_folder(
+            model, read_spec(model), section=media, pack_length=pack_length
+        )
     console = Console(file=sys.stderr)
     with Progress(console=console, transient=not console.is_terminal) as bar:
         task = bar.add_task("samples", total=None)
@@ -61,7 +78,9 @@ def build_command(
             target,
             samples_per_shard=samples_per_shard,
             verify=verify,
+            skip=unreadable == "skip",
             media_root=media_root,
+            ignored=ignore_keys,
             overwrite=overwrite,
             processor=processor,
             workers=workers,
@@ -71,6 +90,8 @@ def build_command(
         f"{summary.samples} samples, {summary.images} images, {summary.videos} videos in "
         f"{summary.shards} shards ({summary.bytes / 1e6:.1f} MB): {target}"
     )
+    if summary.left_out:
+        print(f"{summary.left_out} bad samples left out: {target / LEFT_OUT}")
     return 0
 
 
@@ -79,6 +100,9 @@ def check_command(
     model: Path | None = None,
     pack_length: int | None = None,
     media_root: Path | None = None,
+    ignore_keys: tuple[str, ...] = (),
+    media: MediaSection = _MODEL_SIZES,
+    write_good: Path | None = None,
 ) -> int:
     """Report every broken sample; duplicates are warnings.
 
@@ -87,10 +111,23 @@ def check_command(
         model: Hugging Face folder; with it lengths are checked too.
         pack_length: tokens per pack.
         media_root: folder that relative media paths start from; default: each file's own.
+        ignore_keys: keys and marks of records that are not looked at; others that are not read are
+            errors.
+        media: sizes of images and videos, as in training.
+        write_good: JSONL file to write with the records that have no problem.
     """
     from vlmtrain.data.check import check
 
-    report = check(source, model=model, pack_length=pack_length, media_root=media_root)
+    check_ranges(media, "--media.")
+    report = check(
+        source,
+        model=model,
+        pack_length=pack_length,
+        media_root=media_root,
+        ignored=ignore_keys,
+        media=media,
+        write_good=write_good,
+    )
     print(report.render())
     return 0 if report.ok else 1
 
@@ -101,6 +138,8 @@ def stats_command(
     target: Path | None = None,
     pack_length: int = 8192,
     media_root: Path | None = None,
+    ignore_keys: tuple[str, ...] = (),
+    media: MediaSection = _MODEL_SIZES,
 ) -> int:
     """Print, and plot, how text, images and costs are distributed.
 
@@ -110,10 +149,21 @@ def stats_command(
         target: image file for the plot, e.g. stats.png.
         pack_length: tokens per pack.
         media_root: folder that relative media paths start from; default: each file's own.
+        ignore_keys: keys and marks of records that are not looked at; others that are not read are
+            errors.
+        media: sizes of images and videos, as in training.
     """
     from vlmtrain.data.stats import plot_stats, render_stats, stats
 
-    figures = stats(source, model, pack_length=pack_length, media_root=media_root)
+    check_ranges(media, "--media.")
+    figures = stats(
+        source,
+        model,
+        pack_length=pack_length,
+        media_root=media_root,
+        ignored=ignore_keys,
+        media=media,
+    )
     print(render_stats(figures))
     if target is not None:
         print(f"plot: {plot_stats(figures, target)}")

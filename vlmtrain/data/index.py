@@ -15,20 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import JsonSource, Record
+from vlmtrain.data.formats.json_source import JsonSource, Record
+from vlmtrain.data.formats.shards import ShardSource
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
-from vlmtrain.data.formats.webdataset import ShardSource
+from vlmtrain.data.formats.tars import TarSource
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Measure, Processor
 from vlmtrain.data.sample import MediaInfo, Sample
 
 _KINDS = ("image", "video")
+TooLong = Literal["error", "drop", "truncate"]
 
 
 class Source(Protocol):
@@ -45,15 +47,17 @@ class Source(Protocol):
     def parse(self, record: Record) -> Sample: ...
 
 
-def open_source(path: str | Path, media_root: str | Path | None = None) -> Source:
-    """A conversation file, or a folder written by `build_shards`."""
-    if Path(path).is_dir():
-        return ShardSource(path)
-    if Path(path).suffix.lower() == ".parquet":
+def open_source(spec: SourceSpec) -> Source:
+    """A conversation file, a tar file, or a folder written by `build_shards`."""
+    if Path(spec.path).suffix.lower() == ".tar":
+        return TarSource(spec.path, spec.ignored)
+    if Path(spec.path).is_dir():
+        return ShardSource(spec.path)
+    if Path(spec.path).suffix.lower() == ".parquet":
         from vlmtrain.data.formats.parquet import ParquetSource
 
-        return ParquetSource(path, media_root)
-    return JsonSource(path, media_root)
+        return ParquetSource(spec.path, spec.media_root, spec.ignored)
+    return JsonSource(spec.path, spec.media_root, spec.ignored)
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,7 @@ class SampleIndex:
         """
         which = int(self.source[position])
         if which not in self._opened:
-            spec = self.sources[which]
-            self._opened[which] = open_source(spec.path, spec.media_root)
+            self._opened[which] = open_source(self.sources[which])
         source = self._opened[which]
         number, offset, size = (
             int(array[position]) for array in (self.number, self.offset, self.size)
@@ -157,6 +160,7 @@ def scan_sources(
     media_root: str | Path | None = None,
     max_samples: int | None = None,
     skip_limit: int = 0,
+    too_long: TooLong = "error",
     log: Callable[[str], None] | None = None,
 ) -> SampleIndex:
     """Read and check all training data before anything is trained.
@@ -172,7 +176,8 @@ def scan_sources(
         media_root: folder that relative media paths start from; default: each file's own.
         max_samples: of every source, the first so many.
         skip_limit: leave out up to this many bad samples, which `SampleIndex.skipped` lists; 0:
-            the first one is an error.
+            the first one is an error. Those that are too long do not count.
+        too_long: samples longer than a pack are an error, are dropped, or lose text at the end.
         log: called with a line of progress now and then, and with a line for each sample left out.
 
     Raises:
@@ -193,9 +198,21 @@ def scan_sources(
     media_start = [0]
     digest = hashlib.sha256(processor.fingerprint().encode())
     digest.update(repr([source.weight for source in sources]).encode())
-    for outcome in scan(sources, processor, pack_length, verify=verify, workers=workers):
+    digest.update("".join(key for source in sources for key in source.ignored).encode())
+    dropped = 0
+    for outcome in scan(
+        sources,
+        processor,
+        pack_length,
+        verify=verify,
+        workers=workers,
+        truncate=too_long == "truncate",
+    ):
         if isinstance(outcome, DataError):
-            if outcome.whole_source or not skip_limit:
+            if outcome.kind == "too_long" and too_long == "drop":
+                dropped += 1
+                continue
+            if outcome.whole_source or outcome.kind == "too_long" or not skip_limit:
                 raise outcome
             skipped.append(str(outcome))
             if log is not None:
@@ -221,6 +238,10 @@ def scan_sources(
         digest.update(hashlib.sha256(record.data).digest())
         if log is not None and len(ids) % 10_000 == 0:
             log(f"scanned {len(ids)} samples")
+    if dropped and log is not None:
+        log(f"{dropped} samples are longer than a pack and dropped (--loader.too_long)")
+    if not ids and dropped:
+        raise DataError(f"all samples are longer than a pack of {pack_length} tokens, or bad")
     if not ids:
         raise DataError(f"all {len(skipped)} samples are bad; the last: {skipped[-1]}")
     table = np.array(rows, dtype=np.int64).reshape(-1, 8).T
@@ -262,16 +283,18 @@ def scan(
     *,
     verify: bool = True,
     workers: int | None = None,
+    truncate: bool = False,
 ) -> Iterator[Row | DataError]:
     """Every sample in order, as a row or as the error found in it.
 
     Without a processor only the records and the media files are checked and lengths are 0.
-    A source that cannot be read at all gives one error, with `whole_source` set.
+    A source that cannot be read at all gives one error, with `whole_source` set. `truncate`: text
+    after pack_length tokens is cut off.
     """
     probed: dict[object, MediaInfo] = {}  # several samples may share an image
     with ThreadPoolExecutor(workers or default_workers()) as pool:
         for number, spec in enumerate(sources):
-            source = open_source(spec.path, spec.media_root)
+            source = open_source(spec)
 
             def examine(
                 record: Record | DataError, source: Source = source, number: int = number
@@ -279,7 +302,9 @@ def scan(
                 if isinstance(record, DataError):
                     return record
                 try:
-                    return _examine(number, source, record, processor, pack_length, verify, probed)
+                    return _examine(
+                        number, source, record, processor, pack_length, verify, truncate, probed
+                    )
                 except DataError as error:
                     return error
 
@@ -298,11 +323,14 @@ def _examine(
     processor: Processor | None,
     pack_length: int | None,
     verify: bool,
+    truncate: bool,
     probed: dict[object, MediaInfo],
 ) -> Row:
     measure = None
     if processor is not None:
         measure = source.measured(record, processor.fingerprint())
+        if truncate and measure is not None and measure.length > (pack_length or 0):
+            measure = None
     where = source.path
     if measure is None:
         sample = source.parse(record)
@@ -314,13 +342,13 @@ def _examine(
         if processor is None:
             kinds = tuple(media.kind for media in sample.media)
             return Row(number, record, Measure(sample.id, kinds, infos, (), 0, 0, 0))
-        measure = processor.measure(sample, infos)
+        measure = processor.measure(sample, infos, pack_length if truncate else None)
     if pack_length is not None and measure.length > pack_length:
         raise Sample(measure.id, (), (), where).fail(
             f"it has {measure.length} tokens, {measure.image_tokens} of them image tokens, and a "
             f"pack holds {pack_length}; raise --train.pack_length (outside of training "
             f"--pack_length) to {measure.length} or more, "
-            "lower max_pixels in preprocessor_config.json, or shorten the sample",
+            "lower --media.max_pixels, or choose --loader.too_long drop or truncate",
             "too_long",
         )
     return Row(number, record, measure)

@@ -70,7 +70,7 @@ class PackedLoader:
         threads: that decode, where `section.workers` is 0.
         cache_bytes: bound of the memory that keeps decoded, resized images (uint8).
         agree: how the ranks hear of each other's failures; see `collective_errors.across_ranks`.
-        log: called with a line for each sample skipped.
+        log: called with a line for each sample skipped, and where a step is more than an epoch.
 
     Raises:
         DataError: global_batch is no multiple of dp_size, or a sample is longer than a pack.
@@ -138,6 +138,9 @@ class PackedLoader:
             threads=threads,
             cache_bytes=cache_bytes,
         )
+        packs = len(self.sampler.epoch_plan(0))
+        if log is not None and not once and packs < global_batch:
+            log(self._too_few_packs(packs))
         self._prefetch = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._pending: tuple[Position, Future[tuple[list[PackedBatch], Report]]] | None = None
 
@@ -300,6 +303,19 @@ class PackedLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _too_few_packs(self, packs: int) -> str:
+        ranks = self.rank.dp_size
+        fitting = packs // ranks * ranks
+        advice = f"--train.global_batch {fitting} fits"
+        if not fitting:
+            length = max(int(self.index.lengths.max()), int(self.index.lengths.sum()) // ranks)
+            advice = f"use fewer ranks, or --train.pack_length of about {length}"
+        return (
+            f"warning: a step takes --train.global_batch {self.global_batch} packs and an epoch of "
+            f"this data has {packs}, so each step sees every sample about "
+            f"{self.global_batch / max(packs, 1):.3g} times; {advice}"
+        )
 
     @property
     def _packing_identity(self) -> str:

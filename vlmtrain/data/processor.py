@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from vlmtrain.core.batch import IGNORE, EncodedSample
+from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import MediaKind, ModelSpec
+from vlmtrain.data.grounding import ground
 from vlmtrain.data.media.images import ImageSettings, patchify, read_config
+from vlmtrain.data.media.limits import limited, write_settings
 from vlmtrain.data.media.videos import VideoSettings, load_frames, video_settings
 from vlmtrain.data.sample import Media, MediaInfo, Sample
-from vlmtrain.data.template import VIDEO_PAD, ChatTemplate
+from vlmtrain.data.template import VIDEO_PAD, ChatTemplate, write_template
 from vlmtrain.models.family import family_of
 
 
@@ -68,6 +71,7 @@ class Processor:
         )
         settings = video_settings(media)
         self.videos = videos or settings.default(self.images, media.video_pixels)
+        self.differs = (False, False)  # from the model folder: sizes of media, chat template
         self._fingerprint: str | None = None
 
     @classmethod
@@ -76,10 +80,8 @@ class Processor:
         folder: str | Path,
         spec: ModelSpec,
         *,
-        fps: float | None = None,
-        num_frames: int | None = None,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
+        section: MediaSection | None = None,
+        pack_length: int | None = None,
         template: str | Path | None = None,
     ) -> Processor:
         """Read tokenizer, chat template and processor settings of a Hugging Face folder.
@@ -87,26 +89,30 @@ class Processor:
         Args:
             folder: the model folder.
             spec: `read_spec(folder)`.
-            fps: frames a second taken from videos; default: the folder's, else 2.
-            num_frames: frames taken from every video, instead of fps.
-            min_pixels, max_pixels: bounds of an image's area, instead of the folder's.
+            section: sizes of images and videos instead of the folder's.
+            pack_length: sizes that `section` does not set are lowered to fit (`limited`).
             template: file with a Jinja chat template, instead of the folder's.
 
         Raises:
             DataError: no tokenizer, or settings that contradict config.json.
         """
         config, where = read_config(folder, "image_processor", "preprocessor_config.json")
-        pixel_limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        config = {
-            **config,
-            **{key: value for key, value in pixel_limits.items() if value is not None},
-        }
         media = family_of(spec).media
         images = ImageSettings.from_config(config, spec.vision, ImageSettings.of(media), where)
-        videos = video_settings(media).from_folder(
-            folder, images, spec.vision, media.video_pixels, fps=fps, num_frames=num_frames
-        )
-        return cls(ChatTemplate.from_folder(folder, spec, template), spec, images, videos)
+        videos = video_settings(media).from_folder(folder, images, spec.vision, media.video_pixels)
+        of_run = limited(images, videos, section or MediaSection(), pack_length)
+        result = cls(ChatTemplate.from_folder(folder, spec, template), spec, *of_run)
+        result.differs = of_run != (images, videos), bool(template)
+        return result
+
+    def write_settings(self, folder: Path) -> None:
+        """Put what differs from the model folder (sizes of media, chat template) into a copy of
+        it, so that the model is later asked in the form it was trained in."""
+        sizes, template = self.differs
+        if sizes:
+            write_settings(folder, self.images, self.videos)
+        if template:
+            write_template(folder, self.template.template)
 
     @property
     def pad_token_id(self) -> int:
@@ -138,14 +144,20 @@ class Processor:
                 raise sample.fail(f"{media.name}: {error}") from None
         return tuple(layouts)
 
-    def measure(self, sample: Sample, infos: Sequence[MediaInfo]) -> Measure:
+    def measure(
+        self, sample: Sample, infos: Sequence[MediaInfo], max_length: int | None = None
+    ) -> Measure:
         """Encode a sample only to count. Raises DataError as `layouts` and `encode`, and where
         there is nothing to learn."""
-        layouts = self.layouts(sample.with_infos(infos))
-        encoded = self.encode(sample, layouts)
+        sample = sample.with_infos(infos)
+        layouts = self.layouts(sample)
+        encoded = self.encode(sample, layouts, max_length=max_length)
         targets = encoded.target_tokens
         if targets == 0:
-            raise sample.fail("it has no token to learn; give the assistant's turns some text")
+            raise sample.fail(
+                "it has no token to learn; give the assistant's turns some text, and not all of "
+                "them the weight 0"
+            )
         return Measure(
             sample.id,
             tuple(media.kind for media in sample.media),
@@ -157,18 +169,26 @@ class Processor:
         )
 
     def encode(
-        self, sample: Sample, layouts: Sequence[MediaLayout], *, question: bool = False
+        self,
+        sample: Sample,
+        layouts: Sequence[MediaLayout],
+        *,
+        question: bool = False,
+        max_length: int | None = None,
     ) -> EncodedSample:
         """Token ids, labels and positions of a sample.
 
         Args:
-            sample: the conversation.
+            sample: the conversation; with boxes of objects its media must know their sizes.
             layouts: one per medium, in the order of `sample.media`.
             question: the conversation waits for an answer: its header ends the ids.
+            max_length: text after so many tokens is cut off. None: nothing is.
 
         Raises:
-            DataError: as `ChatTemplate.tokens`.
+            DataError: as `ChatTemplate.tokens`; or an image or video would be cut off.
         """
+        if sample.objects is not None:
+            sample = self._grounded(sample, layouts)
         family, pad_ids = family_of(self.spec), self.template.pad_ids
         videos: list[str] = []  # what stands in the text for each
         runs: list[int] = []  # tokens for each placeholder
@@ -192,9 +212,20 @@ class Processor:
         visual[placeholders] = True
         ids = np.repeat(tokens.ids, repeats)
         visual = np.repeat(visual, repeats)
-        learned = np.repeat(tokens.learned, repeats) & ~visual
+        of_tokens = np.where(visual, 0, np.repeat(tokens.weights, repeats))
+        if max_length is not None and len(ids) > max_length:
+            if visual[max_length:].any():
+                raise sample.fail(
+                    f"its text cannot be cut off after {max_length} tokens, where its images and "
+                    f"videos go up to token {int(np.flatnonzero(visual)[-1]) + 1}; lower "
+                    "--media.max_pixels, or choose --loader.too_long drop",
+                    "too_long",
+                )
+            ids, visual, of_tokens = (part[:max_length] for part in (ids, visual, of_tokens))
+        weights = np.zeros(len(ids), dtype=np.float32)  # of the next token
+        weights[:-1] = of_tokens[1:]
         labels = np.full(len(ids), IGNORE, dtype=np.int64)
-        labels[:-1] = np.where(learned[1:], ids[1:], IGNORE)
+        labels[:-1] = np.where(weights[:-1] > 0, ids[1:], IGNORE)
         input_ids = torch.from_numpy(ids)
         positions = family.positions(
             input_ids,
@@ -204,8 +235,20 @@ class Processor:
             [layout.seconds for layout in layouts],
         )
         return EncodedSample(
-            sample.id, input_ids, torch.from_numpy(labels), positions, torch.from_numpy(visual)
+            sample.id,
+            input_ids,
+            torch.from_numpy(labels),
+            positions,
+            torch.from_numpy(visual),
+            None if np.isin(weights, (0, 1)).all() else torch.from_numpy(weights),
         )
+
+    def _grounded(self, sample: Sample, layouts: Sequence[MediaLayout]) -> Sample:
+        infos = [media.info for media in sample.media if media.info is not None]
+        assert len(infos) == len(sample.media), "boxes follow sizes: probe the media first"
+        patch = self.images.patch_size
+        sizes = [(layout.grid[1] * patch, layout.grid[2] * patch) for layout in layouts]
+        return ground(sample, infos, sizes, family_of(self.spec).media)
 
     def frames(self, media: Media, sample: Sample) -> np.ndarray:
         """Decode and resize one medium. Returns uint8 [T, H, W, 3]; T is 1 for an image.

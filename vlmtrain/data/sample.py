@@ -7,15 +7,16 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from vlmtrain.core.spec import MediaKind
 from vlmtrain.data.errors import DataError, Kind
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 # The marks that stand for media inside a turn's text; each is replaced where it stands.
 MARKS: dict[str, MediaKind] = {"<image>": "image", "<video>": "video"}
+REF_MARK, BOX_MARK = "<ref-object>", "<bbox>"  # and these for names and boxes of objects
 MARK_PATTERN = re.compile("(" + "|".join(re.escape(mark) for mark in MARKS) + ")")
 
 
@@ -78,16 +79,38 @@ class Media:
 class Turn:
     role: Role
     text: str  # with <image> and <video> marks
+    weight: float = 1.0  # an assistant's: the factor of its tokens' loss; 0: they are not learned
+    calls: tuple[dict[str, Any], ...] = ()  # an assistant's: of tools, as chat templates take them
+
+
+@dataclass(frozen=True)
+class Box:
+    """A point (x, y) or a box (x1, y1, x2, y2) on an image."""
+
+    corners: tuple[float, ...]
+    image: int = 0  # which of the sample's images
+    relative: bool = False  # parts of its width and height; else pixels of the upright file
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What stands for the <ref-object> and <bbox> marks of a sample, in order."""
+
+    names: tuple[str, ...] = ()
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation. `media` is in the order of the marks in the turns."""
+    """A conversation, or a text to learn: then its only turn is the assistant's. `media` is in the
+    order of the marks in the turns."""
 
     id: str
     turns: tuple[Turn, ...]
     media: tuple[Media, ...]
     source: str  # the file it was read from; for messages
+    tools: tuple[dict[str, Any], ...] = ()  # that the assistant may call
+    objects: Objects | None = None
 
     def with_infos(self, infos: Sequence[MediaInfo]) -> Sample:
         """The same sample whose media carry what is known of them."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.sources import parse_sources
@@ -47,6 +48,8 @@ def stats(
     *,
     pack_length: int = 8192,
     media_root: str | Path | None = None,
+    ignored: Sequence[str] = (),
+    media: MediaSection | None = None,
 ) -> Stats:
     """Measure the data: tokens, and what the samples cost to train on.
 
@@ -54,10 +57,9 @@ def stats(
         DataError: as `scan_sources`; media are not decoded.
     """
     spec = read_spec(model)
-    processor = Processor.from_folder(model, spec)
-    index = scan_sources(
-        parse_sources(sources, media_root=media_root), processor, spec, pack_length, verify=False
-    )
+    processor = Processor.from_folder(model, spec, section=media, pack_length=pack_length)
+    listed = parse_sources(sources, media_root=media_root, ignored=ignored)
+    index = scan_sources(listed, processor, spec, pack_length, verify=False)
     return measure_index(index, spec)
 
 

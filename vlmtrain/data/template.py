@@ -42,6 +42,7 @@ QWEN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_TOOL_ROLE = re.compile(r"""["']tool["']""")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Tokens:
     """A sample's ids before the placeholders are expanded."""
 
     ids: np.ndarray  # int64 [n]: one placeholder per medium
-    learned: np.ndarray  # bool [n]: tokens the assistant must produce
+    weights: np.ndarray  # float32 [n]: of tokens the assistant must produce, of others 0
 
 
 class ChatTemplate:
@@ -100,7 +101,7 @@ class ChatTemplate:
                 f"{where}: the tokenizer has ids up to {largest} but config.json's vocab_size is "
                 f"{spec.vocab_size}; use the tokenizer that belongs to the model"
             )
-        self.vision_tokens = tuple(expected)
+        self.vision_tokens = expected
         self._special = tuple(str(token) for token in tokenizer.get_added_vocab())
         self._headers: dict[str, list[int]] = {}
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -172,17 +173,18 @@ class ChatTemplate:
         self,
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
         videos: Sequence[str] = (),
     ) -> str:
         """The conversation as text; `videos`: what stands there for each <|video_pad|>."""
         text = self.tokenizer.apply_chat_template(
             list(messages),
+            tools=list(tools) or None,
             chat_template=self.template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
-        placeholders = iter(videos)
-        return re.sub(re.escape(VIDEO_PAD), lambda pad: next(placeholders, pad[0]), text)
+        return _with_videos(text, videos)
 
     def messages(self, sample: Sample) -> list[dict[str, Any]]:
         """The sample as the `messages` that chat templates take.
@@ -199,26 +201,23 @@ class ChatTemplate:
                         "a medium belongs, and remove it elsewhere"
                     )
             pieces = [piece for piece in MARK_PATTERN.split(turn.text) if piece]
+            content: Any = turn.text
             if not self._takes_parts:
-                text = "".join(
-                    f"<|vision_start|><|{MARKS[piece]}_pad|><|vision_end|>"
-                    if piece in MARKS
-                    else piece
-                    for piece in pieces
-                )
-                result.append({"role": turn.role, "content": text})
+                content = _with_vision_tokens(turn.text)
             elif any(piece in MARKS for piece in pieces):
-                parts = [
+                content = [
                     {"type": MARKS[piece]} if piece in MARKS else {"type": "text", "text": piece}
                     for piece in pieces
                 ]
-                result.append({"role": turn.role, "content": parts})
-            else:
-                result.append({"role": turn.role, "content": turn.text})
+            message = {"role": turn.role, "content": content}
+            if turn.calls:
+                message["tool_calls"] = list(turn.calls)
+            result.append(message)
         return result
 
     def tokens(self, sample: Sample, videos: Sequence[str] = ()) -> Tokens:
-        """Ids of the whole conversation and which of them the assistant must produce.
+        """Ids of the whole conversation and the weights of those the assistant must produce. An
+        answer alone is a text to learn: itself and the end-of-sequence token.
 
         `videos`: what stands in the text for each video, instead of one <|video_pad|>.
 
@@ -231,14 +230,17 @@ class ChatTemplate:
                 ones follow, so that no span of text belongs to one turn.
         """
         messages = self.messages(sample)
+        if len(messages) == 1 and messages[0]["role"] == "assistant":
+            return self._plain_text(sample, videos)
         try:
-            text = self.render(messages, videos=videos)
+            text = self.render(messages, tools=sample.tools, videos=videos)
+            self._check_tools(sample, messages, text, videos)
             spans = [
-                (len(head), len(upto))
-                for head, upto in (
-                    self._prefixes(messages, position, text, sample, videos)
-                    for position, message in enumerate(messages)
-                    if message["role"] == "assistant"
+                (len(head), len(upto), turn.weight)
+                for (head, upto), turn in (
+                    (self._prefixes(messages, position, text, sample, videos), turn)
+                    for position, turn in enumerate(sample.turns)
+                    if turn.role == "assistant"
                 )
             ]
         except DataError:
@@ -246,13 +248,13 @@ class ChatTemplate:
         except Exception as error:  # jinja2's and the template's own raise_exception
             raise sample.fail(f"the chat template refuses it: {error}") from error
         ids: list[int] = []
-        learned: list[bool] = []
+        weights: list[float] = []
         # The text is cut before the header of every answer and after the answer. Tokenizers split
         # at added tokens in any case, so where the pieces begin with one, their ids are those of
         # the whole text.
         encode_at_once = True
         cursor = 0
-        for begin, end in spans:
+        for begin, end, weight in spans:
             header_at = max(
                 [cursor, *(text.rfind(token, cursor, begin) for token in self._special)]
             )
@@ -263,20 +265,57 @@ class ChatTemplate:
                 len(header),
             )
             ids += before + piece
-            learned += [False] * (len(before) + border) + [True] * (len(piece) - border)
+            weights += [0.0] * (len(before) + border) + [weight] * (len(piece) - border)
             encode_at_once &= cursor == 0 or text.startswith(self._special, cursor)
             cursor = end
         if cursor < len(text):
             rest = self._encode(text[cursor:])
             ids += rest
-            learned += [False] * len(rest)
+            weights += [0.0] * len(rest)
             encode_at_once &= cursor == 0 or text.startswith(self._special, cursor)
         if not encode_at_once and ids != self._encode(text):
             raise sample.fail(
                 "the chat template puts no special token between turns, so an answer's tokens "
                 "cannot be told from the next turn's; use a template that does"
             )
-        return Tokens(np.array(ids, dtype=np.int64), np.array(learned, dtype=bool))
+        return Tokens(np.array(ids, dtype=np.int64), np.array(weights, dtype=np.float32))
+
+    def _plain_text(self, sample: Sample, videos: Sequence[str]) -> Tokens:
+        """All of a text is learned but for what stands for its images and videos."""
+        (turn,) = sample.turns
+        ids = self._encode(_with_videos(_with_vision_tokens(turn.text), videos))
+        if self.tokenizer.eos_token_id is not None:
+            ids.append(int(self.tokenizer.eos_token_id))
+        array = np.array(ids, dtype=np.int64)
+        given = np.isin(array, list(self.vision_tokens.values()))
+        return Tokens(array, np.where(given, 0, turn.weight).astype(np.float32))
+
+    def _check_tools(
+        self,
+        sample: Sample,
+        messages: list[dict[str, Any]],
+        text: str,
+        videos: Sequence[str],
+    ) -> None:
+        """Raise DataError where the template would leave tools out in silence."""
+        bare = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in messages
+        ]
+        silent = None
+        if any(turn.role == "tool" for turn in sample.turns) and not _TOOL_ROLE.search(
+            self.template
+        ):
+            silent = "turns of the role 'tool'"
+        elif sample.tools and text == self.render(messages, videos=videos):
+            silent = "'tools'"
+        elif bare != messages and text == self.render(bare, False, sample.tools, videos):
+            silent = "'tool_calls'"
+        if silent is not None:
+            raise sample.fail(
+                f"it has {silent}, which the chat template does not write; give one that does with "
+                "--loader.template, or drop the sample"
+            )
 
     def question(self, sample: Sample, videos: Sequence[str] = ()) -> Tokens:
         """Ids of a conversation that waits for an answer, the answer's header included; none of
@@ -287,11 +326,15 @@ class ChatTemplate:
         """
         messages = self.messages(sample)
         try:
-            text = self.render(messages, True, videos)
+            whole = self.render(messages, tools=sample.tools, videos=videos)
+            self._check_tools(sample, messages, whole, videos)
+            text = self.render(messages, True, sample.tools, videos)
+        except DataError:
+            raise
         except Exception as error:  # jinja2's and the template's own raise_exception
             raise sample.fail(f"the chat template refuses it: {error}") from error
         ids = np.array(self._encode(text), dtype=np.int64)
-        return Tokens(ids, np.zeros(len(ids), dtype=bool))
+        return Tokens(ids, np.zeros(len(ids), dtype=np.float32))
 
     def _prefixes(
         self,
@@ -302,9 +345,9 @@ class ChatTemplate:
         videos: Sequence[str],
     ) -> tuple[str, str]:
         """The text up to and with the header of an answer, and up to the answer's end."""
-        head = self.render(messages[:position], True, videos)
+        head = self.render(messages[:position], True, sample.tools, videos)
         last = position + 1 == len(messages)
-        upto = text if last else self.render(messages[: position + 1], videos=videos)
+        upto = text if last else self.render(messages[: position + 1], False, sample.tools, videos)
         if not (text.startswith(upto) and upto.startswith(head)):
             raise sample.fail(
                 f"the chat template renders turn {position} differently when other turns follow; "
@@ -323,3 +366,29 @@ class ChatTemplate:
                 self._headers.clear()
             self._headers[text] = self._encode(text)
         return self._headers[text]
+
+
+def _with_videos(text: str, videos: Sequence[str]) -> str:
+    """The text with what stands there for each <|video_pad|>."""
+    placeholders = iter(videos)
+    return re.sub(re.escape(VIDEO_PAD), lambda pad: next(placeholders, pad[0]), text)
+
+
+def _with_vision_tokens(text: str) -> str:
+    """The text with the vision tokens that stand for its marks."""
+    return MARK_PATTERN.sub(
+        lambda mark: f"<|vision_start|><|{MARKS[mark[0]]}_pad|><|vision_end|>", text
+    )
+
+
+def write_template(folder: Path, template: str) -> None:
+    """Make a chat template that of a model folder, wherever a reader looks for one."""
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    # Older readers know these places only; what they held belongs to the source's template.
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if "chat_template" in config:
+            config["chat_template"] = template
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vlmtrain.core.config import Count, LoaderSection, ParallelSection, Positive, check_ranges
+from vlmtrain.core.config import (
+    Count,
+    LoaderSection,
+    MediaSection,
+    ParallelSection,
+    Positive,
+    check_ranges,
+)
 from vlmtrain.core.errors import UserError
 
 
@@ -37,6 +44,7 @@ class EvaluateConfig:
     """With --tasks: attend with vlmkernels; --no_kernels: with transformers' own code."""
     parallel: ParallelSection = field(default_factory=ParallelSection)
     loader: LoaderSection = field(default_factory=LoaderSection)
+    media: MediaSection = field(default_factory=MediaSection)
 
     def validate(self) -> None:
         """Raise UserError for options that can't be used."""

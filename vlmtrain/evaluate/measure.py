@@ -96,13 +96,22 @@ def _held_out(
 
     from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.checkpoint.weights import check_weights
+    from vlmtrain.data.media.limits import describe_sizes
     from vlmtrain.data.processor import Processor
     from vlmtrain.training.engine import Engine
 
-    processor = Processor.from_folder(source, spec, template=config.loader.template or None)
+    processor = Processor.from_folder(
+        source,
+        spec,
+        section=config.media,
+        pack_length=config.pack_length,
+        template=config.loader.template or None,
+    )
 
     def prepare() -> SampleIndex:
         check_weights(source, spec)
+        if processor.differs[0]:
+            say(describe_sizes(processor.images, processor.videos))
         return scan(config.data, config.loader, processor, spec, config.pack_length, say)
 
     index = on_first_rank(prepare)
@@ -133,12 +142,14 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
     from vlmtrain.generate.model import Answerer, Sampling
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    tasks: list[Task] = on_first_rank(lambda: read_tasks(path))
+    tasks: list[Task] = on_first_rank(lambda: read_tasks(path, config.loader.ignore_keys))
     sampling = Sampling(max_new_tokens=config.max_new_tokens)
     console = Console(stderr=True)
 
     def work() -> list[Scored]:
-        answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
+        answerer = Answerer(
+            folder, precision=config.precision, kernels=config.kernels, section=config.media
+        )
         for task in tasks:
             answerer.check(task.sample)
         shown = track(

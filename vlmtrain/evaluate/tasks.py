@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ VQA = "\nPlease try to answer the question with short words or phrases if possib
 YES_NO = " Please answer yes or no."
 CHOICE = "Please select the correct answer from the options above."
 CHOICE_CHINESE = "请直接回答选项字母。"
+_READ = ("task", "metric", "question", "hint", "prompt")  # keys of a line that are read here
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _is_answer(value: Any) -> bool:
     return isinstance(value, (str, int, float)) and not isinstance(value, bool)
 
 
-def read_tasks(path: Path) -> list[Task]:
+def read_tasks(path: Path, ignored: Collection[str] = ()) -> list[Task]:
     """Every question, all of them checked before the first is asked.
 
     Raises:
@@ -105,13 +106,13 @@ def read_tasks(path: Path) -> list[Task]:
     """
     tasks = []
     for number, record in read_lines(path):
-        task = _task(path, number, record)
+        task = _task(path, number, record, ignored)
         check_media(task.sample)
         tasks.append(task)
     return tasks
 
 
-def _task(path: Path, number: int, record: dict[str, Any]) -> Task:
+def _task(path: Path, number: int, record: dict[str, Any], ignored: Collection[str]) -> Task:
     def fail(problem: str) -> DataError:
         return DataError(f"{path}: line {number}: {problem}")
 
@@ -152,7 +153,7 @@ def _task(path: Path, number: int, record: dict[str, Any]) -> Task:
         name=str(record.get("task", path.stem)),
         metric=metric,
         id=str(record.get("id", number)),
-        sample=from_record(path, number, record, prompt),
+        sample=from_record(path, number, record, prompt, ignored={*_READ, *options, *ignored}),
         question=text,
         right=answers,
         options=options,

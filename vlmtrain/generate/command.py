@@ -7,12 +7,13 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import tyro
 
+from vlmtrain.core.config import MediaSection, check_ranges
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import writing
 
@@ -39,6 +40,8 @@ class GenerateConfig:
     as in training data."""
     output: Path | None = None
     """With --input: file to write, one object a line in the same order, with 'answer' added."""
+    ignore_keys: tuple[str, ...] = ()
+    """With --input: keys of its objects that are not looked at."""
     max_new_tokens: int = 512
     """Longest answer."""
     temperature: float = 0.0
@@ -53,9 +56,11 @@ class GenerateConfig:
     """auto: bf16 on a GPU, fp32 on the CPU."""
     kernels: bool = True
     """Attend with vlmkernels; --no_kernels: with transformers' own code."""
+    media: MediaSection = field(default_factory=MediaSection)
 
     def validate(self) -> None:
         """Raise UserError for options that contradict each other."""
+        check_ranges(self)
         if self.input is not None:
             for name in ("prompt", "image", "video", "system"):
                 if getattr(self, name):
@@ -88,7 +93,7 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
 
     config.validate()
     if config.input is not None:
-        questions = read_questions(config.input)
+        questions = read_questions(config.input, config.ignore_keys)
         with _answerer(config) as (answerer, sampling):
             _batch(questions, answerer, sampling, config.output)
         return 0
@@ -120,7 +125,9 @@ def _answerer(config: GenerateConfig) -> Iterator[tuple[Any, Any]]:
     with as_hf(config.model) as folder:
         import torch
 
-        answerer = Answerer(folder, precision=config.precision, kernels=config.kernels)
+        answerer = Answerer(
+            folder, precision=config.precision, kernels=config.kernels, section=config.media
+        )
         torch.manual_seed(config.seed)
         yield answerer, sampling
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vlmtrain.core.config import MediaSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import MediaLayout, Processor
@@ -95,6 +96,7 @@ class Answerer:
         folder: Hugging Face folder.
         precision: of weights and activations; "auto": bf16 on a GPU, fp32 on the CPU.
         kernels: attend in the vision tower with vlmkernels instead of transformers' own code.
+        section: sizes of images and videos instead of the folder's.
 
     Raises:
         UserError: as `load_transformers` and `Processor.from_folder`.
@@ -106,10 +108,11 @@ class Answerer:
         *,
         precision: Literal["auto", "bf16", "fp32"] = "auto",
         kernels: bool = True,
+        section: MediaSection | None = None,
     ) -> None:
         self.folder = folder
         self.spec = read_spec(folder)
-        self.processor = Processor.from_folder(folder, self.spec)
+        self.processor = Processor.from_folder(folder, self.spec, section=section)
         self.tokenizer: Any = self.processor.template.tokenizer
         cuda = torch.cuda.is_available()
         # Under torchrun each process has made its own GPU the current one.

@@ -7,22 +7,26 @@ A line is an object in one of two forms:
 
 Media (`image`, `images`, `video`, `videos`) are written as in training data. Where the prompt has
 no <image> or <video> marks they stand before it, images first; `system` sets the system prompt.
+As in training data, a key that is not read is an error; `answer` may be there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import listed_media, parse_record
+from vlmtrain.data.formats.entries import listed_media
+from vlmtrain.data.formats.fields import Place
+from vlmtrain.data.formats.record import parse_record
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample, Turn
 
 _MEDIA = ("image", "images", "video", "videos")
+ANSWER = "answer"  # of a question: carried along, not asked
 
 
 def question(
@@ -51,8 +55,9 @@ def question(
     if not MARK_PATTERN.sub("", prompt).strip():
         raise bare.fail("the prompt is empty; say what to answer")
     if not MARK_PATTERN.search(prompt):
+        fields = Place(bare, media_root).fields(record, "it")
         for mark, kind in reversed(MARKS.items()):
-            prompt = mark * len(listed_media(record, kind, media_root, bare)) + prompt
+            prompt = mark * len(listed_media(fields, kind)) + prompt
     record |= {"id": name, "messages": [{"role": "user", "content": prompt}]}
     if system:
         record["system"] = system
@@ -103,25 +108,39 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}: the file is empty; it must hold at least one line")
 
 
-def from_record(path: Path, number: int, record: dict[str, Any], prompt: str | None) -> Sample:
-    """The question of one line; `prompt` replaces the line's own text.
+def from_record(
+    path: Path,
+    number: int,
+    record: dict[str, Any],
+    prompt: str | None = None,
+    *,
+    ignored: Collection[str] = (),
+) -> Sample:
+    """The question of one line.
+
+    Args:
+        prompt: replaces the line's own text.
+        ignored: keys that are not looked at, or that the caller reads.
 
     Raises:
         DataError: names file and line.
     """
     source, name = f"{path}: line {number}", str(record.get("id", number))
+    ignored = {ANSWER, *ignored}
     if prompt is None and "prompt" not in record:
         if not {"messages", "conversations"} & record.keys():
             raise DataError(f"{source} has neither 'prompt' nor 'messages'")
-        return parse_record({**record, "id": name}, source, number, path.parent, question=True)
-    text = record["prompt"] if prompt is None else prompt
-    if not isinstance(text, str):
-        raise DataError(f"{source}: 'prompt' must be a string, it is {str(text)[:80]!r}")
-    system = record.get("system")
-    if system is not None and not isinstance(system, str):
-        raise DataError(f"{source}: 'system' must be a string, it is {str(system)[:80]!r}")
-    root = path.parent
-    return question(text, record, system=system, source=source, name=name, media_root=root)
+        record = {**record, "id": name}
+        return parse_record(record, source, number, path.parent, question=True, ignored=ignored)
+    fields = Place(Sample(name, (), (), source), path.parent, ignored).fields(record, "it")
+    own, system = fields.take("prompt"), fields.take("system")
+    media = {key: fields.take(key) for key in _MEDIA}
+    fields.finish()
+    text = own if prompt is None else prompt
+    for key, value in (("prompt", text), ("system", system or "")):
+        if not isinstance(value, str):
+            raise DataError(f"{source}: '{key}' must be a string, it is {str(value)[:80]!r}")
+    return question(text, media, system=system, source=source, name=name, media_root=path.parent)
 
 
 def check_media(sample: Sample) -> None:
@@ -130,7 +149,9 @@ def check_media(sample: Sample) -> None:
         probe_media(media, sample, verify=False)
 
 
-def read_questions(path: Path) -> list[tuple[dict[str, Any], Sample]]:
+def read_questions(
+    path: Path, ignored: Collection[str] = ()
+) -> list[tuple[dict[str, Any], Sample]]:
     """Every line and its question, all of them checked before the first is asked.
 
     Raises:
@@ -138,7 +159,7 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], Sample]]:
     """
     questions = []
     for number, record in read_lines(path):
-        sample = from_record(path, number, record, None)
+        sample = from_record(path, number, record, ignored=ignored)
         check_media(sample)
         questions.append((record, sample))
     return questions

@@ -302,6 +302,7 @@ class QwenVLStage(LanguageModule):
             labels=batch.labels if self.post_process and not logits else None,
             packed_seq_params=packed,
             extra_block_kwargs={"after_layer": after_layer} if features else None,
+            loss_mask=batch.loss_weights,
         )
 
     def sharded_state_dict(

@@ -267,7 +267,7 @@ def from_data(data: str, model: Path, spec: ModelSpec, pack_length: int) -> Leng
     from vlmtrain.data.index import scan_sources
     from vlmtrain.data.processor import Processor
 
-    processor = Processor.from_folder(model, spec)
+    processor = Processor.from_folder(model, spec, pack_length=pack_length)
     paths = data.split(",")
     index = scan_sources(paths, processor, spec, pack_length, verify=False)
     return from_index(index, data)

@@ -345,6 +345,6 @@ def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any
 
 
 def _loss(pack: PackedBatch, total: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum over target tokens and their number: Megatron divides by the global number."""
+    """Sum over target tokens, weighted, and their number: Megatron divides by the global number."""
     count = total.new_full((), pack.target_tokens, dtype=torch.int32)
     return total, count, {"loss": total.detach().clone()}

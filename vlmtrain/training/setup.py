@@ -70,7 +70,12 @@ def scan(
     Raises:
         DataError: as `scan_sources`.
     """
-    sources = parse_sources(data, max_samples=section.max_samples, media_root=section.media_root)
+    sources = parse_sources(
+        data,
+        max_samples=section.max_samples,
+        media_root=section.media_root,
+        ignored=section.ignore_keys,
+    )
     return scan_sources(
         sources,
         processor,
@@ -78,6 +83,7 @@ def scan(
         pack_length,
         verify=section.verify,
         skip_limit=section.skip_limit if section.unreadable == "skip" else 0,
+        too_long=section.too_long,
         log=log,
     )
 

@@ -32,6 +32,7 @@ from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.media.limits import describe_sizes
 from vlmtrain.data.packing.sampler import Position, Sampler
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
@@ -118,9 +119,14 @@ class Trainer:
         self.spikes = 0  # updates withheld since this start of the run
         before = backend.memory_bytes()
         train, template = config.train, config.loader.template or None
-        processor = Processor.from_folder(config.model, spec, template=template)
-        # The user's template goes where the model goes.
-        self.template = processor.template.template if template else None
+        processor = Processor.from_folder(
+            config.model,
+            spec,
+            section=config.media,
+            pack_length=train.pack_length,
+            template=template,
+        )
+        self.processor = processor
         # One rank reads and judges all input; the others hear its verdict instead of a hang.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
         loads = self._plan_memory(index, layout, backend, resume, before)
@@ -170,7 +176,7 @@ class Trainer:
             config.model,
             keep=config.checkpoint.keep,
             keep_every=config.checkpoint.keep_every,
-            template=self.template,
+            adapt=self.processor.write_settings,
         )
 
     def loop(self) -> int:
@@ -230,11 +236,12 @@ class Trainer:
                 )
             return
         engine.gather_weights()
-        folder = config.output / "hf"
+        folder, adapt = config.output / "hf", self.processor.write_settings
         with merged(engine.exported):
-            save_weights(engine.exported, self.spec, config.model, folder, self.template)
+            save_weights(engine.exported, self.spec, config.model, folder, adapt)
         if config.lora.rank:
-            save_adapters(engine.exported, config.lora, config.model, config.output / "adapter")
+            adapter = config.output / "adapter"
+            save_adapters(engine.exported, config.lora, config.model, adapter, adapt)
         if self.record is not None:
             self.record.close(finished=True)
             say(f"Hugging Face folder: {folder}")
@@ -249,6 +256,8 @@ class Trainer:
         _check_output(config, lock)
         resume = checkpoints.find(config.output / "checkpoints", config.checkpoint.resume)
         check_weights(config.model, spec)
+        if processor.differs[0]:
+            say(describe_sizes(processor.images, processor.videos))
         index = scan(config.data, config.loader, processor, spec, length, say)
         held_out = None
         if config.evaluate.data:

@@ -31,12 +31,13 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
 Weights, state dicts and results stay those of the model, up to the order of float sums; outputs at
 padding positions differ, as they do between transformers' own implementations.
 Tried with transformers 5.23.0 (the tests) and 4.57.6. It needs 4.53 or later, where attention
-became an interface, for Qwen3-VL 5.3; `enable` says so where a name it needs is missing.
+became an interface, for Qwen3-VL a later 5; `enable` says so where a name it needs is missing.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from typing import Any
 
@@ -183,13 +184,25 @@ def _vision_attentions(host: Any) -> list[nn.Module]:
 
 
 def _check_deepstack(host: Any) -> None:
-    if hasattr(host.visual, "deepstack_merger_list") and not (
-        hasattr(host, "compute_3d_position_ids")
-        and hasattr(host.language_model, "_deepstack_process")
+    """Qwen3VLModel.forward is the one that `Model` stands in for.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if not hasattr(host.visual, "deepstack_merger_list"):
+        return
+    positions = getattr(host, "compute_3d_position_ids", None)
+    result = output_class(type(host))
+    if (
+        positions is None
+        or "mm_token_type_ids" not in inspect.signature(positions).parameters
+        or not hasattr(host.language_model, "_deepstack_process")
+        or result is None
+        or "rope_deltas" in result.__dataclass_fields__
     ):
         raise ValueError(
-            f"{type(host).__name__} has no compute_3d_position_ids or no _deepstack_process: this "
-            "version of transformers is not known; use enable(model, embedding=False)"
+            f"{type(host).__name__} puts visual rows in in another way: this version of "
+            "transformers is not known; use enable(model, embedding=False)"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save
 from torch import Tensor
 
+from vlmtrain.checkpoint.hf.files import carry_processor
 from vlmtrain.core.collectives import on_first_rank
 from vlmtrain.core.config import LoraSection
 from vlmtrain.core.files import fsync_tree, replace_folder, replacing, start_folder
@@ -27,8 +28,15 @@ _MODULES = (
 )
 
 
-def save_adapters(parts: list[Any], section: LoraSection, source: Path, target: Path) -> None:
-    """Write adapter_model.safetensors and adapter_config.json to `target`. Collective.
+def save_adapters(
+    parts: list[Any],
+    section: LoraSection,
+    source: Path,
+    target: Path,
+    adapt: Callable[[Path], None] | None = None,
+) -> None:
+    """Write adapter_model.safetensors and adapter_config.json to `target`, and the processor's
+    files, changed by `adapt`. Collective.
 
     parts: what this rank exports (`Engine.exported`); source: the base model's folder.
     """
@@ -62,6 +70,9 @@ def save_adapters(parts: list[Any], section: LoraSection, source: Path, target: 
             "inference_mode": True,
         }
         (work / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        carry_processor(source, work)
+        if adapt is not None:
+            adapt(work)
         fsync_tree(work)
         replace_folder(work, target)
 

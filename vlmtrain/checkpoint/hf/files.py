@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ from vlmtrain.core.spec import ModelSpec
 
 # Buffers that old releases stored and every release recomputes.
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq$")
+_PROCESSOR = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
 # Everything in a model folder but its weights travels along.
 _CARRIED = (".json", ".txt", ".jinja", ".model", ".md")
 _NOT_CARRIED = (
@@ -226,19 +230,28 @@ class SafetensorsWriter:
         return self._file.close()
 
 
+def carry_processor(source: Path, target: Path) -> None:
+    """Copy what says how a model is asked: processor files and chat template."""
+    for name in _PROCESSOR:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
 def carry_files(
-    source: Path, target: Path, dtype: torch.dtype | None, template: str | None = None
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    adapt: Callable[[Path], None] | None = None,
 ) -> None:
     """Copy config, tokenizer, processor and generation files; the config names `dtype`.
 
-    With `template`, that is the chat template of the result wherever a reader looks for one, so
-    that the model is asked in the form it was trained in.
+    `adapt` changes in the result what a run did in another way than the source's files say.
     """
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _CARRIED and path.name not in _NOT_CARRIED:
             shutil.copyfile(path, target / path.name)
-    if template is not None:
-        _set_template(target, template)
+    if adapt is not None:
+        adapt(target)
     if dtype is None:
         return
     path = target / "config.json"
@@ -250,18 +263,6 @@ def carry_files(
                 section[key] = name
     config.setdefault("dtype" if "dtype" in config else "torch_dtype", name)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _set_template(folder: Path, template: str) -> None:
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    # Older readers know these places only; what they held belongs to the source's template.
-    (folder / "chat_template.json").unlink(missing_ok=True)
-    path = folder / "tokenizer_config.json"
-    if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if "chat_template" in config:
-            config["chat_template"] = template
-            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def finish_hf_folder(work: Path, files: Sequence[tuple[str, dict[str, int]]]) -> None:

@@ -32,10 +32,10 @@ def save_weights(
     spec: ModelSpec,
     source: str | Path,
     target: str | Path,
-    template: str | None = None,
+    adapt: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write all stages' weights to `target`, with config and tokenizer from `source`, and where it
-    is given another chat template.
+    """Write all stages' weights to `target`, with config and tokenizer from `source`, changed by
+    `adapt`.
 
     Collective: every rank calls it. Each pipeline stage's first rank writes its own safetensors
     files, tensor by tensor; the folder gets its name only when all of it is on disk.
@@ -46,7 +46,7 @@ def save_weights(
     target = Path(target)
     work = Path(on_first_rank(replacing(target)(lambda: str(start_folder(target)))))
     try:
-        _fill(stages, spec, Path(source), work, target, template)
+        _fill(stages, spec, Path(source), work, target, adapt)
     except Exception:
         if dist.get_rank() == 0:
             shutil.rmtree(work, ignore_errors=True)
@@ -59,7 +59,7 @@ def _fill(
     source: Path,
     work: Path,
     target: Path,
-    template: str | None,
+    adapt: Callable[[Path], None] | None,
 ) -> None:
     files = on_every_rank(lambda: _write(stages, spec, work, target))
     by_rank: list[list[tuple[str, dict[str, int]]]] = [[]] * dist.get_world_size()
@@ -71,7 +71,7 @@ def _fill(
         missing = {name for row in rows(spec) for name in row.hf} - present
         assert not missing, f"no rank wrote {sorted(missing)[0]}"
         finish_hf_folder(work, written)
-        carry_files(source, work, stages[0].config.params_dtype, template)
+        carry_files(source, work, stages[0].config.params_dtype, adapt)
         fsync_tree(work)
         replace_folder(work, target)
 

@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Saver:
         source: model folder whose config and tokenizer files go into each checkpoint.
         keep: newest checkpoints to keep.
         keep_every: steps whose multiples are kept for good; 0: none.
-        template: chat template that goes with them instead of the source's.
+        adapt: changes in the copies what the run does in another way than they say.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class Saver:
         *,
         keep: int,
         keep_every: int = 0,
-        template: str | None = None,
+        adapt: Callable[[Path], None] | None = None,
     ) -> None:
-        self.folder, self.source, self.template = folder, source, template
+        self.folder, self.source, self.adapt = folder, source, adapt
         self.keep, self.keep_every = keep, keep_every
         self._writer: _Writer | None = None
         if dist.get_rank() == 0 and folder.is_dir():
@@ -162,7 +163,7 @@ class Saver:
         known = {name: entry for _, files, _ in results for name, entry in files.items()}
         write_metadata(work, [chunk for chunks, _, _ in results for chunk in chunks])
         write_common(work, writer.common)
-        carry_files(self.source, work, writer.dtype, self.template)
+        carry_files(self.source, work, writer.dtype, self.adapt)
         write_json(work / MANIFEST, manifest_of(work, known))
         for path in work.iterdir():
             if path.name not in known:

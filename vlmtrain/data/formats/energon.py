@@ -36,6 +36,15 @@ __class__: CrudeWebdataset
 subflavors:
   format: vlmtrain
 """
+# `energon info` asks every dataset for a type of sample, which the class above does not take.
+_INFO = (
+    _DATASET
+    + """\
+sample_type:
+  __module__: megatron.energon
+  __class__: CrudeSample
+"""
+)
 
 
 def write_energon(folder: Path, parts: list[dict[str, Any]]) -> None:
@@ -80,6 +89,7 @@ def write_energon(folder: Path, parts: list[dict[str, Any]]) -> None:
         f"exclude: []\nsplit_parts:\n  train: {names}\n  val: []\n  test: []\n"
     )
     (meta / "dataset.yaml").write_text(_DATASET)
+    (meta / "info.yaml").write_text(_INFO)
     # Names the contents, so that the same build has the same name.
     identity = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps([counts, [s[1:] for s in samples]]))
     (meta / "index.uuid").write_text(str(identity))

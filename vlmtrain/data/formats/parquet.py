@@ -11,12 +11,13 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import Record, parse_record
+from vlmtrain.data.formats.json_source import Record
+from vlmtrain.data.formats.record import parse_record
 from vlmtrain.data.sample import Sample
 
 if TYPE_CHECKING:
@@ -29,8 +30,13 @@ class ParquetSource:
     """A parquet file; same interface as `JsonSource`. A record's bytes are its row as JSON, with a
     hash in place of bytes."""
 
-    def __init__(self, path: str | Path, media_root: str | Path | None = None) -> None:
-        self.path = str(path)
+    def __init__(
+        self,
+        path: str | Path,
+        media_root: str | Path | None = None,
+        ignored: Collection[str] = (),
+    ) -> None:
+        self.path, self.ignored = str(path), ignored
         self.media_root = Path(media_root) if media_root is not None else Path(path).parent
         self._file: Any = None
         self._groups: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
@@ -59,7 +65,8 @@ class ParquetSource:
 
     def parse(self, record: Record) -> Sample:
         """The sample of one row. Raises DataError as `parse_record`."""
-        return parse_record(self._row(record.number), self.path, record.number, self.media_root)
+        row = self._row(record.number)
+        return parse_record(row, self.path, record.number, self.media_root, ignored=self.ignored)
 
     def _open(self) -> Any:
         if self._file is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ from typing import Any
 
 from vlmtrain.core.toml import read_toml
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.entries import natural_order
+from vlmtrain.data.formats.shards import INDEX_NAME
+from vlmtrain.data.formats.tars import tar_files
 
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d*)?|\.\d+)")
 
@@ -23,6 +27,7 @@ class SourceSpec:
     weight: float = 1.0  # how often an epoch sees each of its samples; 0.25: a quarter of them
     max_samples: int | None = None  # only the first so many
     media_root: str | None = None  # where relative media paths start; default: the file's folder
+    ignored: tuple[str, ...] = ()  # keys and marks of records that are not looked at
 
 
 def parse_sources(
@@ -30,8 +35,9 @@ def parse_sources(
     *,
     max_samples: int | None = None,
     media_root: str | Path | None = None,
+    ignored: Sequence[str] = (),
 ) -> list[SourceSpec]:
-    """Read `a.json,b.jsonl:0.5,shards,mix.toml`, or the same as a list.
+    """Read `a.json,b.jsonl:0.5,shards,parts/*.parquet,mix.toml`, or the same as a list.
 
     A number after the last colon is the source's weight, unless a file of that whole name exists.
     A .toml file holds tables `[[source]]` with `path`, and if wanted `weight`, `max_samples`,
@@ -39,6 +45,7 @@ def parse_sources(
 
     Args:
         max_samples, media_root: for the sources that do not set their own.
+        ignored: keys and marks of records that are not looked at.
 
     Raises:
         DataError: nothing given, a weight that is not above 0, or an unreadable list.
@@ -62,10 +69,11 @@ def parse_sources(
             sources += [replace(source, weight=source.weight * weight) for source in listed]
         else:
             sources.append(SourceSpec(name, weight))
+    sources = [one for source in sources for one in _files(source)]
     if not sources:
         raise DataError(
-            "no data given; --data takes .json, .jsonl or .parquet files, folders of shards, or a "
-            ".toml list of these"
+            "no data given; --data takes .json, .jsonl or .parquet files, folders of parquet files "
+            "or shards, patterns (data/*.parquet), or a .toml list of these"
         )
     for source in sources:
         if not 0 < source.weight < math.inf:
@@ -76,9 +84,29 @@ def parse_sources(
             source,
             max_samples=source.max_samples or max_samples or None,
             media_root=source.media_root or root,
+            ignored=source.ignored or tuple(ignored),
         )
         for source in sources
     ]
+
+
+def _files(source: SourceSpec) -> list[SourceSpec]:
+    """The source; of a pattern, a folder of parquet or of other people's tar files each file, 2
+    before 10."""
+    path = Path(source.path)
+    if path.is_dir():
+        if (path / INDEX_NAME).exists():
+            return [source]
+        names = [str(file) for file in path.rglob("*.parquet")] or list(map(str, tar_files(path)))
+        if not names:
+            return [source]
+    elif path.exists() or not glob.has_magic(source.path):
+        return [source]
+    else:
+        names = glob.glob(source.path, recursive=True)
+        if not names:
+            raise DataError(f"{source.path}: no file has such a name")
+    return [replace(source, path=name) for name in sorted(names, key=natural_order)]
 
 
 def _read_list(path: Path) -> list[SourceSpec]:

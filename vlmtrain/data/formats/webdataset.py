@@ -1,4 +1,4 @@
-"""WebDataset shards: written once from a conversation file, read by byte offset.
+"""WebDataset shards, written once from a conversation file (read by shards.py).
 
 A folder holds `shard-000000.tar`, `shard-000001.tar`, ... and `index.jsonl`. In a shard each
 sample is `<key>.json` followed by its media, `<key>.0.jpg`, `<key>.1.png`, ..., the original
@@ -11,9 +11,6 @@ what Megatron-Energon needs to read the same shards (energon.py).
 The shards are cut first, from the sizes of the files, and then written side by side. Each leaves
 a `.part` file when it is done; a build that is run again keeps the shards whose part says that
 they were made of the same bytes.
-
-Nothing is ever unpacked to disk and no member name is ever used as a path: only byte ranges of
-the shards that stand beside the index are read.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import sqlite3
 import tarfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,18 +34,17 @@ from typing import Any, BinaryIO
 from vlmtrain.core.files import write_bytes
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.energon import META_FOLDER, write_energon
-from vlmtrain.data.formats.sharegpt import JsonSource, Record
+from vlmtrain.data.formats.json_source import JsonSource, Record
+from vlmtrain.data.formats.shards import FORMAT, INDEX_NAME, VERSION
+from vlmtrain.data.formats.tars import TarSource
 from vlmtrain.data.media.videos import probe_media
-from vlmtrain.data.processor import Measure, MediaLayout, Processor
-from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample, Turn
+from vlmtrain.data.processor import Measure, Processor
+from vlmtrain.data.sample import FileRange, MediaInfo, Sample, Turn
 
-INDEX_NAME = "index.jsonl"
-FORMAT = "vlmtrain-shards"
-VERSION = 2
+LEFT_OUT = "left_out.jsonl"
 _OWN_FILES = re.compile(
-    r"(shard-\d{6}\.(tar|tar\.idx|part)|index\.jsonl)(\.tmp|\.incomplete)?|\.nv-meta"
+    r"(shard-\d{6}\.(tar|tar\.idx|part)|index\.jsonl|left_out\.jsonl)(\.tmp|\.incomplete)?|\.nv-meta"
 )
-_SHARD = re.compile(r"shard-\d{6}\.tar")
 _HEADER = 512  # bytes of a member's header in a USTAR archive
 
 
@@ -61,6 +57,7 @@ class ShardSummary:
     videos: int
     shards: int
     bytes: int
+    left_out: int = 0  # bad samples, which the folder's left_out.jsonl lists
 
 
 def build_shards(
@@ -70,7 +67,9 @@ def build_shards(
     samples_per_shard: int = 1000,
     shard_bytes: int = 1 << 30,
     verify: bool = True,
+    skip: bool = False,
     media_root: str | Path | None = None,
+    ignored: Collection[str] = (),
     overwrite: bool = False,
     processor: Processor | None = None,
     workers: int = 4,
@@ -84,7 +83,9 @@ def build_shards(
         samples_per_shard: samples in a shard, at most.
         shard_bytes: a shard is closed once it holds this many bytes of records and media.
         verify: decode every image and video once, so that a broken one is found now.
+        skip: leave bad samples out and list them in the folder's left_out.jsonl.
         media_root: folder that relative media paths start from; default: the source's folder.
+        ignored: keys and marks of records that are not looked at.
         overwrite: replace a finished build.
         processor: of the model to train; with it the index holds each sample's tokens and grids,
             and training with the same settings starts without a scan.
@@ -100,9 +101,11 @@ def build_shards(
             f"samples_per_shard ({samples_per_shard}), shard_bytes ({shard_bytes}) and workers "
             f"({workers}) must be at least 1"
         )
-    reader = _reader(source, media_root)
-    settings = f"{VERSION} {verify} {processor.fingerprint() if processor else None}"
-    shards = _cut(reader, samples_per_shard, shard_bytes, settings)  # refuses before it writes
+    reader = _reader(source, media_root, ignored)
+    settings = f"{VERSION} {verify} {skip} {processor.fingerprint() if processor else None}"
+    left_out: list[str] | None = [] if skip else None
+    # Refuses before it writes.
+    shards = _cut(reader, samples_per_shard, shard_bytes, settings, left_out)
     folder = Path(target)
     created = _prepare(folder, overwrite, len(shards))
     counted, total, lock = 0, sum(len(shard.records) for shard in shards), threading.Lock()
@@ -132,7 +135,7 @@ def build_shards(
             return shard.number >= limit
 
         try:
-            return _write_shard(shard, folder, reader, processor, verify, count, given_up)
+            return _write_shard(shard, folder, reader, processor, verify, skip, count, given_up)
         except BaseException:
             give_up(shard.number)
             raise
@@ -148,7 +151,7 @@ def build_shards(
             if errors:
                 raise errors[0]  # the first in file order: nothing before it was given up
             parts = [job.result() for job in jobs]
-        return _finish(folder, parts, processor)
+        return _finish(folder, parts, processor, left_out or [])
     except BaseException as error:
         for path in folder.glob("*.tmp"):
             path.unlink()
@@ -161,128 +164,6 @@ def build_shards(
                 "shards that are finished"
             ) from error
         raise
-
-
-class ShardSource:
-    """A folder written by `build_shards`; same interface as `JsonSource`."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = str(folder)
-        self.path = str(Path(folder) / INDEX_NAME)
-        self._shards: list[tuple[str, int]] | None = None
-        self._processor: str | None = None
-
-    def records(self) -> Iterator[Record]:
-        """Every sample's index line, in order.
-
-        Raises:
-            DataError: unfinished or foreign folder, or a shard that is missing or cut short.
-        """
-        shards = self._header()
-        for path, size in shards:
-            actual = os.path.getsize(path) if os.path.isfile(path) else None
-            if actual != size:
-                state = "is missing" if actual is None else f"has {actual} bytes"
-                raise DataError(
-                    f"{path} {state} where {self.path} says {size} bytes; build the shards again"
-                )
-        with open(self.path, "rb") as file:
-            offset = len(file.readline())
-            for number, line in enumerate(file):
-                yield Record(number, offset, line)
-                offset += len(line)
-
-    def read(self, number: int, offset: int, size: int) -> Record:
-        """One index line again. Raises OSError."""
-        with open(self.path, "rb") as file:
-            file.seek(offset)
-            return Record(number, offset, file.read(size))
-
-    def measured(self, record: Record, fingerprint: str) -> Measure | None:
-        """What the build wrote about a sample, if its processor was the one asked about."""
-        shards = self._header()
-        if self._processor != fingerprint:
-            return None
-        try:
-            line = json.loads(record.data)
-            for media in line["media"]:
-                for part in (line["json"], *media["parts"]):
-                    _range(*shards[int(line["shard"])], part)
-            known = line["measure"]
-            return Measure(
-                str(line["id"]),
-                tuple(media["kind"] for media in line["media"]),
-                tuple(MediaInfo(**media["info"]) for media in line["media"]),
-                tuple(MediaLayout((t, h, w), seconds) for t, h, w, seconds in known["layouts"]),
-                int(known["length"]),
-                int(known["target_tokens"]),
-                int(known["image_tokens"]),
-            )
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise self._damaged(record, error) from None
-
-    def parse(self, record: Record) -> Sample:
-        """The sample of an index line; reads its JSON member from the shard.
-
-        Raises:
-            DataError: the line or the shard is damaged.
-        """
-        shards = self._header()
-        try:
-            line = json.loads(record.data)
-            path, size = shards[int(line["shard"])]
-            where = _range(path, size, line["json"])
-            data = where.read()
-            if zlib.crc32(data) != line["crc"]:
-                raise ValueError("the sample's bytes are not those that were written")
-            content = json.loads(data)
-            turns = tuple(Turn(turn["role"], turn["content"]) for turn in content["messages"])
-            media = tuple(
-                Media(
-                    entry["kind"],
-                    f"{Path(path).name}:{entry['name']}",
-                    tuple(_range(path, size, part) for part in entry["parts"]),
-                    entry["frame_list"],
-                    entry["fps"],
-                    MediaInfo(**entry["info"]),
-                )
-                for entry in line["media"]
-            )
-            return Sample(str(content["id"]), turns, media, self.folder)
-        except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
-            raise self._damaged(record, error) from None
-
-    def _damaged(self, record: Record, error: Exception) -> DataError:
-        return DataError(
-            f"{self.path}: entry {record.number} is damaged ({error}); build the shards again"
-        )
-
-    def _header(self) -> list[tuple[str, int]]:
-        """(path, bytes) of every shard."""
-        if self._shards is not None:
-            return self._shards
-        if not os.path.isfile(self.path):
-            raise DataError(
-                f"{self.folder} has no {INDEX_NAME}: it is no folder of shards, or its build was "
-                "interrupted; run 'vlmtrain data build' (again)"
-            )
-        try:
-            with open(self.path, "rb") as file:
-                header = json.loads(file.readline())
-            if header["format"] != FORMAT or header["version"] not in (1, VERSION):
-                raise ValueError(f"format {header['format']} version {header['version']}")
-            names = [(str(shard["name"]), int(shard["bytes"])) for shard in header["shards"]]
-            for name, _ in names:
-                if not _SHARD.fullmatch(name):
-                    raise ValueError(f"shard name {name!r}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{self.path} is no index of shards that this version reads ({error}); build the "
-                "shards again"
-            ) from None
-        self._shards = [(str(Path(self.folder) / name), size) for name, size in names]
-        self._processor = header.get("processor")
-        return self._shards
 
 
 class _GivenUp(Exception):
@@ -312,20 +193,27 @@ class _Shard:
             return None
 
 
-def _reader(source: str | Path, media_root: str | Path | None) -> Any:
+def _reader(source: str | Path, media_root: str | Path | None, ignored: Collection[str]) -> Any:
     if "," in str(source) and not Path(source).exists():
         raise DataError(f"{source}: no such file; --source takes one file, each its own --target")
     if Path(source).is_dir():
-        raise DataError(f"{source} is a folder; --source takes a .json, .jsonl or .parquet file")
+        raise DataError(
+            f"{source} is a folder; --source takes a .json, .jsonl, .parquet or .tar file"
+        )
     if Path(source).suffix.lower() == ".parquet":
         from vlmtrain.data.formats.parquet import ParquetSource
 
-        return ParquetSource(source, media_root)
-    return JsonSource(source, media_root)
+        return ParquetSource(source, media_root, ignored)
+    if Path(source).suffix.lower() == ".tar":
+        return TarSource(source, ignored)
+    return JsonSource(source, media_root, ignored)
 
 
-def _cut(reader: Any, samples: int, size: int, settings: str) -> list[_Shard]:
-    """Divide the records among shards. Raises DataError for a bad record or a missing file."""
+def _cut(
+    reader: Any, samples: int, size: int, settings: str, left_out: list[str] | None
+) -> list[_Shard]:
+    """Divide the records among shards. A bad record or a missing file goes to `left_out`, or
+    raises DataError where there is none."""
     shards: list[_Shard] = []
     records: list[tuple[int, int, int]] = []
     digest, filled, first = hashlib.sha256(settings.encode()), 0, 0
@@ -337,29 +225,40 @@ def _cut(reader: Any, samples: int, size: int, settings: str) -> list[_Shard]:
         records, digest, filled = [], hashlib.sha256(settings.encode()), 0
 
     for record in reader.records():
-        if isinstance(record, DataError):
-            raise record
-        sample = reader.parse(record)
+        try:
+            if isinstance(record, DataError):
+                raise record
+            sizes = _sizes(reader.parse(record))
+        except DataError as error:
+            if left_out is None:
+                raise
+            left_out.append(str(error))
+            continue
         records.append((record.number, record.offset, len(record.data)))
         digest.update(hashlib.sha256(record.data).digest())
-        filled += len(record.data)
-        for media in sample.media:
-            for part in media.parts:
-                try:
-                    bytes_ = len(part.data) if part.data is not None else os.path.getsize(part.path)
-                except OSError:
-                    raise sample.fail(
-                        f"the file {part.path} is missing; put it there or correct the path in "
-                        "the sample",
-                        "unreadable",
-                    ) from None
-                digest.update(f"{bytes_} ".encode())
-                filled += bytes_
+        digest.update("".join(f"{size} " for size in sizes).encode())
+        filled += len(record.data) + sum(sizes)
         if len(records) >= samples or filled >= size:
             close()
     if records:
         close()
+    if not shards:
+        raise DataError(f"{reader.path}: all samples are bad; the last: {(left_out or [''])[-1]}")
     return shards
+
+
+def _sizes(sample: Sample) -> list[int]:
+    """Bytes of a sample's files. Raises DataError where one is missing."""
+    sizes = []
+    for part in (part for media in sample.media for part in media.parts):
+        try:
+            sizes.append(len(part.data) if part.data is not None else os.path.getsize(part.path))
+        except OSError:
+            raise sample.fail(
+                f"the file {part.path} is missing; put it there or correct the path in the sample",
+                "unreadable",
+            ) from None
+    return sizes
 
 
 def _write_shard(
@@ -368,11 +267,13 @@ def _write_shard(
     reader: Any,
     processor: Processor | None,
     verify: bool,
+    skip: bool,
     count: Callable[[int], None],
     given_up: Callable[[], bool],
 ) -> dict[str, Any]:
     """Write one shard, its energon index and, last, its part; returns the part."""
     lines: list[dict[str, Any]] = []
+    left_out: list[str] = []
     path = folder / f"{shard.name}.tmp"
     if given_up():
         raise _GivenUp
@@ -381,13 +282,20 @@ def _write_shard(
             for place, position in enumerate(shard.records):
                 if given_up():
                     raise _GivenUp
-                sample = reader.parse(_again(reader, position))
-                infos = [probe_media(media, sample, verify) for media in sample.media]
-                key = f"{shard.first + place:09d}"
-                line = _write_sample(tar, file, key, sample, infos)
-                if processor is not None:
-                    line["measure"] = _measured(processor.measure(sample, infos))
-                lines.append({**line, "shard": shard.number})
+                try:
+                    sample = reader.parse(_again(reader, position))
+                    infos = [probe_media(media, sample, verify) for media in sample.media]
+                    measure = processor.measure(sample, infos) if processor is not None else None
+                except DataError as error:
+                    if not skip:
+                        raise
+                    left_out.append(str(error))
+                else:
+                    key = f"{shard.first + place:09d}"
+                    line = _write_sample(tar, file, key, sample, infos)
+                    if measure is not None:
+                        line["measure"] = _measured(measure)
+                    lines.append({**line, "shard": shard.number})
                 count(1)
             end = file.tell()
         file.flush()
@@ -399,6 +307,7 @@ def _write_shard(
         "bytes": (folder / shard.name).stat().st_size,
         "end": end,
         "lines": lines,
+        "left_out": left_out,
     }
     write_bytes(folder / f"shard-{shard.number:06d}.part", json.dumps(part).encode())
     return part
@@ -433,14 +342,19 @@ def _write_sample(
                 "info": asdict(info),
             }
         )
-    content = {
+    content: dict[str, Any] = {
         "id": sample.id,
-        "messages": [{"role": turn.role, "content": turn.text} for turn in sample.turns],
+        "messages": [_message(turn) for turn in sample.turns],
         "media": [
             {name: entry[name] for name in ("kind", "parts", "frame_list", "fps")}
             for entry in entries
         ],
     }
+    if sample.tools:
+        content["tools"] = list(sample.tools)
+    if sample.objects is not None:
+        boxes = [[list(box.corners), box.image, box.relative] for box in sample.objects.boxes]
+        content["objects"] = {"names": list(sample.objects.names), "boxes": boxes}
     data = json.dumps(content, ensure_ascii=False).encode()
     ranges = {f"{key}.json": _member(tar, file, f"{key}.json", data)}
     for name, part in members:
@@ -458,6 +372,15 @@ def _write_sample(
             for entry in entries
         ],
     }
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+    if turn.weight != 1:
+        message["loss_weight"] = turn.weight
+    if turn.calls:
+        message["tool_calls"] = list(turn.calls)
+    return message
 
 
 def _member(tar: tarfile.TarFile, file: BinaryIO, name: str, data: bytes) -> list[int]:
@@ -479,7 +402,9 @@ def _measured(measure: Measure) -> dict[str, Any]:
     }
 
 
-def _finish(folder: Path, parts: list[dict[str, Any]], processor: Processor | None) -> ShardSummary:
+def _finish(
+    folder: Path, parts: list[dict[str, Any]], processor: Processor | None, left_out: list[str]
+) -> ShardSummary:
     """Write energon's files and then the index, which makes the build valid."""
     write_energon(folder, parts)
     lines = [line for part in parts for line in part["lines"]]
@@ -490,8 +415,10 @@ def _finish(folder: Path, parts: list[dict[str, Any]], processor: Processor | No
         "shards": [{"name": part["name"], "bytes": part["bytes"]} for part in parts],
         "processor": processor.fingerprint() if processor else None,
     }
-    data = [json.dumps(item, ensure_ascii=False).encode() + b"\n" for item in [header, *lines]]
-    write_bytes(folder / INDEX_NAME, b"".join(data))
+    left_out = left_out + [problem for part in parts for problem in part["left_out"]]
+    if left_out:
+        write_bytes(folder / LEFT_OUT, _json_lines({"problem": one} for one in left_out))
+    write_bytes(folder / INDEX_NAME, _json_lines([header, *lines]))
     for part in parts:
         (folder / part["name"]).with_suffix(".part").unlink()
     kinds = [media["kind"] for line in lines for media in line["media"]]
@@ -501,7 +428,12 @@ def _finish(folder: Path, parts: list[dict[str, Any]], processor: Processor | No
         kinds.count("video"),
         len(parts),
         sum(part["bytes"] for part in parts),
+        len(left_out),
     )
+
+
+def _json_lines(items: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(item, ensure_ascii=False).encode() + b"\n" for item in items)
 
 
 def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
@@ -538,10 +470,3 @@ def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
 def _suffix(path: str) -> str:
     suffix = Path(path).suffix.lower()
     return suffix if re.fullmatch(r"\.[a-z0-9]{1,8}", suffix) else ".bin"
-
-
-def _range(path: str, size: int, part: Any) -> FileRange:
-    offset, length = int(part[0]), int(part[1])
-    if offset < 0 or length < 0 or offset + length > size:
-        raise ValueError(f"bytes {offset} to {offset + length} lie outside the shard")
-    return FileRange(path, offset, length)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +133,10 @@ class ImageSettings:
                 f"max_pixels {settings.max_pixels}"
             )
         return settings
+
+    def lowered(self, max_pixels: int) -> ImageSettings:
+        """The settings with at most so many pixels, but not fewer than min_pixels."""
+        return replace(self, max_pixels=max(self.min_pixels, min(self.max_pixels, max_pixels)))
 
     @property
     def factor(self) -> int:
@@ -296,6 +300,12 @@ def _open(part: FileRange, sample: Sample, name: str) -> Image.Image:
         raise _broken(sample, name, error) from None
     if image.width * image.height > MAX_FILE_PIXELS:  # PIL's own check can be switched off
         raise sample.fail(_TOO_LARGE.format(name), "unreadable")
+    if image.mode == "F" or image.mode.startswith("I"):  # to RGB, PIL cuts off what is above 255
+        raise sample.fail(
+            f"{name} has more than 8 bits a pixel of grey (mode {image.mode}), and nearly all of "
+            "them would become white; save it with 8 bits, scaled to 0 to 255",
+            "unreadable",
+        )
     return image
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from vlmtrain.data.media.images import (
 from vlmtrain.data.sample import Media, MediaInfo, Sample
 from vlmtrain.models.common.family import MediaDefaults
 
+_TIME_TOKENS = 16  # at most, of "<3599.9 seconds>" between the marks of a slice and its neighbours
+_SLICE_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class VideoSettings:
@@ -38,6 +41,7 @@ class VideoSettings:
     num_frames: int | None = None  # sample exactly this many (or all, where there are fewer)
     min_frames: int = 4
     max_frames: int = 768
+    shared_pixels: ClassVar[bool] = False  # whether bounds of pixels are of all frames together
 
     @classmethod
     def default(
@@ -53,7 +57,6 @@ class VideoSettings:
         images: ImageSettings,
         vision: Any,
         pixels: tuple[int, int] = MediaDefaults.video_pixels,
-        **overrides: Any,
     ) -> VideoSettings:
         """Read video_preprocessor_config.json (or `video_processor` in processor_config.json).
 
@@ -66,7 +69,6 @@ class VideoSettings:
         )
         keys = [field.name for field in fields(cls) if field.name != "images"]
         options = {key: config[key] for key in keys if config.get(key)}
-        options |= {key: value for key, value in overrides.items() if value is not None}
         settings = cls(images=frames, **options)
         if settings.fps <= 0 or not 0 < settings.min_frames <= settings.max_frames:
             raise DataError(
@@ -75,6 +77,30 @@ class VideoSettings:
             )
         if settings.num_frames is not None and settings.num_frames < 1:
             raise DataError(f"num_frames must be at least 1, got {settings.num_frames}")
+        return settings
+
+    def with_frames(self, most: int) -> VideoSettings:
+        """The settings with at most so many frames."""
+        return replace(self, max_frames=most, min_frames=min(self.min_frames, most))
+
+    def within(self, tokens: int, *, frames: bool, pixels: bool) -> VideoSettings:
+        """The settings under which no video takes more tokens, where their least values allow it.
+
+        Args:
+            frames: whether max_frames may be lowered: to as many frames as fit with the fewest
+                pixels that are allowed.
+            pixels: whether max_pixels may be: to what these frames leave.
+        """
+        settings, token = self, self.images.factor**2
+        step = self.images.temporal_patch_size
+        least = self.images.min_pixels if pixels else self.images.max_pixels
+        if frames and self.num_frames is None:
+            slices = max(tokens * token // max(least, token), 1)
+            if slices * step < self.max_frames:
+                settings = self.with_frames(slices * step)
+        if pixels:
+            slices = -(-(settings.num_frames or settings.max_frames) // step)
+            settings = replace(settings, images=self.images.lowered(tokens // slices * token))
         return settings
 
     def sample(self, info: MediaInfo) -> list[int]:
@@ -130,6 +156,21 @@ class TimedVideoSettings(VideoSettings):
 
     cap_pixels_per_frame: bool = False  # no frame above max_video_tokens or its share of max_pixels
     max_video_tokens: int = 768
+    shared_pixels: ClassVar[bool] = True
+
+    def within(self, tokens: int, *, frames: bool, pixels: bool) -> VideoSettings:
+        """As there; of the tokens, a slice's time in the text takes _TIME_TOKENS. max_frames is
+        lowered to as many as have _SLICE_TOKENS for each slice."""
+        settings: VideoSettings = self
+        step, token = self.images.temporal_patch_size, self.images.factor**2
+        if frames and self.num_frames is None:
+            most = max(tokens // _SLICE_TOKENS, 1) * step
+            settings = self.with_frames(min(most, self.max_frames))
+        if pixels:
+            slices = -(-(settings.num_frames or settings.max_frames) // step)
+            left = max(tokens - slices * _TIME_TOKENS, slices) * step * token
+            settings = replace(settings, images=self.images.lowered(left))
+        return settings
 
     def sample(self, info: MediaInfo) -> list[int]:
         total = info.frames
@@ -211,7 +252,9 @@ def probe_video(media: Media, sample: Sample, verify: bool) -> MediaInfo:
             )
         rate = video.stream.average_rate or video.stream.guessed_rate
         context = video.stream.codec_context
-        return MediaInfo(context.width, context.height, count, float(rate) if rate else None)
+        size = (context.width, context.height)
+        width, height = size[::-1] if video.orientation.transposed else size
+        return MediaInfo(width, height, count, float(rate) if rate else None)
 
 
 def load_video(
@@ -265,11 +308,44 @@ def load_frames(
     return load_video(media, probe_media(media, sample, verify=False), videos, sample)
 
 
+class _Orientation(NamedTuple):
+    """How the display matrix of a video (a phone held upright) moves a frame's pixels."""
+
+    transposed: bool = False
+    down: int = 1  # step through the rows; -1: from the last
+    across: int = 1  # through the columns
+
+    @classmethod
+    def of(cls, frame: Any) -> _Orientation:
+        """Raises ValueError for an angle that is not a multiple of 90 degrees."""
+        for data in frame.side_data:
+            if data.type.name == "DISPLAYMATRIX":
+                # (x, y) goes to (a x + c y, b x + d y), in units of 1/65536.
+                matrix = np.frombuffer(data, dtype=np.int32)[[0, 1, 3, 4]] / 65536
+                a, b, c, d = np.rint(matrix).astype(int).tolist()
+                exact = np.abs(matrix - [a, b, c, d]).max() < 0.01
+                if exact and abs(a * d) == 1 and b == c == 0:
+                    return cls(False, d, a)
+                if exact and abs(b * c) == 1 and a == d == 0:
+                    return cls(True, b, c)
+                raise ValueError(
+                    f"its display matrix {matrix.round(3).tolist()} is no multiple of 90 degrees; "
+                    "encode it again"
+                )
+        return cls()
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        """The upright frame of uint8 [height, width, 3]."""
+        pixels = pixels.transpose(1, 0, 2) if self.transposed else pixels
+        return np.ascontiguousarray(pixels[:: self.down, :: self.across])
+
+
 class _VideoFile:
     """An open video; every failure inside becomes a DataError that names the sample."""
 
     def __init__(self, media: Media, sample: Sample) -> None:
         self.media, self.sample = media, sample
+        self.orientation = _Orientation()  # known after `count`
 
     def __enter__(self) -> _VideoFile:
         import av
@@ -320,24 +396,27 @@ class _VideoFile:
             raise self._broken(error) from None
 
     def pixels(self, frame: Any) -> np.ndarray:
-        """uint8 [height, width, 3]"""
+        """uint8 [height, width, 3], upright"""
         import av
 
         try:
-            return frame.to_ndarray(format="rgb24")
+            return _Orientation.of(frame)(frame.to_ndarray(format="rgb24"))
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
 
     def count(self, decode: bool) -> tuple[int, int]:
-        """(packets, frames); without decoding the packets stand for the frames."""
+        """(packets, frames); without decoding (but the first) the packets stand for the frames."""
         import av
 
         packets = frames = 0
         try:
             for packet in self.container.demux(self.stream):
                 packets += packet.size > 0
-                if decode:
-                    frames += len(packet.decode())
+                if decode or not frames:
+                    decoded = packet.decode()
+                    if decoded and not frames:
+                        self.orientation = _Orientation.of(decoded[0])
+                    frames += len(decoded)
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
         return packets, frames if decode else packets

@@ -36,6 +36,10 @@ class MediaDefaults:
     image_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)  # least and most of an image
     video_pixels: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)  # of a frame, or:
     timed_videos: bool = False  # of all frames together, and sampled as Qwen3-VL samples
+    # How boxes are written: in 1 / box_scale of the image's sides, or None: in pixels of the
+    # resized image; between special tokens, or as a JSON list.
+    box_scale: int | None = 1000
+    box_tokens: bool = False
 
 
 class Family:

@@ -24,9 +24,16 @@ class LanguageModel(GPTModel):
         super().__init__(*args, **kwargs)
         self.true_vocab_size = spec.vocab_size
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **options: Any) -> Any:
-        """Of hidden_states [S or S/tp, 1, h]: with labels [S] the sum of the losses, else what
-        GPTModel returns."""
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        *,
+        labels: Tensor | None,
+        loss_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Of hidden_states [S or S/tp, 1, h]: with labels [S] the sum of the losses, each times
+        its loss_mask [S] where that is given; else what GPTModel returns."""
         if labels is None:
             return super()._postprocess(hidden_states=hidden_states, labels=None, **options)
         tied = self.share_embeddings_and_output_weights
@@ -34,15 +41,17 @@ class LanguageModel(GPTModel):
         touch(self.output_layer)
         group = self.pg_collection.tp
         ends = [min(len(weight) * i, self.true_vocab_size) for i in range(group.size() + 1)]
-        return linear_cross_entropy(
+        losses = linear_cross_entropy(
             hidden_states[:, 0],
             weight,
             labels,
-            reduction="sum",
+            reduction="sum" if loss_mask is None else "none",
             group=group if group.size() > 1 else None,
             vocab_range=list(itertools.pairwise(ends)) if group.size() > 1 else (0, ends[1]),
             shard=(group.rank(), group.size()) if self.config.sequence_parallel else None,
             # Megatron's wrapper gives a parameter a main_grad: then no gradient of its size is made
             weight_grad="main_grad" if hasattr(weight, "main_grad") else "dense",
-            grad_scale=1.0,  # bf16 and float32 are trained without a loss scale
+            # bf16 and float32 are trained without a loss scale
+            grad_scale=1.0 if loss_mask is None else loss_mask,
         )
+        return losses if loss_mask is None else (losses * loss_mask).sum()

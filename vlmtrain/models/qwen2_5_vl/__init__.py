@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmtrain.models.common.family import Family
+from vlmtrain.models.common.family import Family, MediaDefaults
 
 
 class Qwen2_5VL(Family):
     name, title = "qwen2_5_vl", "Qwen2.5-VL"
     hidden_act, gated, normalization = "silu", True, "RMSNorm"
     vision_mlp = ("gate_proj", "up_proj"), "down_proj"
+    media = MediaDefaults(box_scale=None)
 
     def tower_sizes(self, vision: dict[str, Any], text_hidden: int) -> dict[str, Any]:
         full = vision.get("fullatt_block_indexes", (7, 15, 23, 31))

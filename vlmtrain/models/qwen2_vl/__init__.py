@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmtrain.models.common.family import Family
+from vlmtrain.models.common.family import Family, MediaDefaults
 
 
 class Qwen2VL(Family):
     name, title = "qwen2_vl", "Qwen2-VL"
     hidden_act, gated, normalization = "quick_gelu", False, "LayerNorm"
     vision_mlp = ("fc1",), "fc2"
+    media = MediaDefaults(box_tokens=True)
 
     def tower_sizes(self, vision: dict[str, Any], text_hidden: int) -> dict[str, Any]:
         # Here the tower's width is embed_dim, and hidden_size the merger's output.

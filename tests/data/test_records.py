@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.data.helpers import conversation, save_image, write_json
+from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.formats.sharegpt import JsonSource
+from vlmtrain.data.formats.json_source import JsonSource
 from vlmtrain.data.sample import Sample, Turn
 
 
@@ -89,6 +90,11 @@ def test_video_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         [media] = one(tmp_path, conversation(*turns, video=value)).media
         assert [Path(part.path).name for part in media.parts] == ["f0.png", "f1.png"]
         assert media.frame_list and media.fps == (4 if isinstance(value, dict) else None)
+    for i in (1, 2, 10, 11):
+        (tmp_path / "many").mkdir(exist_ok=True)
+        save_image(tmp_path / "many" / f"f{i}.png", 30, 30)
+    [media] = one(tmp_path, conversation(*turns, video="many")).media
+    assert [Path(part.path).stem for part in media.parts] == ["f1", "f2", "f10", "f11"]
     # Relative all the way: the data file, and the folder of frames beside it.
     (tmp_path / "in" / "frames").mkdir(parents=True)
     save_image(tmp_path / "in" / "frames" / "f0.png", 30, 30)
@@ -109,16 +115,16 @@ def test_video_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"type": "image", "image": "a.png", "max_pixels": 50176},
-            "image has its own 'max_pixels'",
+            "a part of turn 0 has the key 'max_pixels', a setting of its own",
         ),
         (
             {"type": "video", "video": "v.mp4", "video_start": 2.5},
-            "video has its own 'video_start'",
+            "a part of turn 0 has the key 'video_start', a setting of its own",
         ),
         ({"type": "image", "image": {"path": "a.png", "resized_height": 56}}, "'resized_height'"),
         (
-            {"type": "image", "image": "data:image/png;base64,AAAA"},
-            "is no file path but 26 characters",
+            {"type": "image", "image": "data:image/png;base64,A"},
+            "data URI data:image/png;base64,A... that cannot be decoded",
         ),
         ({"type": "video", "video": "x" * 5000}, "is no file path but 5000 characters"),
         ({"type": "video", "video": "v.mp4", "fps": 1.0}, "fps 1 was given for the video file"),
@@ -159,7 +165,7 @@ def test_array_lines_bom_and_unicode_give_the_same(tmp_path: Path) -> None:
 BAD_RECORDS: list[tuple[Any, str]] = [
     (["x"], "record 0 is a list; it must be an object"),
     ({"id": "s"}, "sample 's': it has no 'conversations'"),
-    ({"id": "s", "conversations": []}, "sample 's': 'conversations' must be a list with"),
+    ({"id": "s", "conversations": []}, "sample 's': its list of turns must be a list with"),
     ({"id": "s", "conversations": ["x"]}, "sample 's': turn 0 is not an object"),
     (
         {"id": "s", "conversations": [{"from": "bot", "value": "x"}]},
@@ -171,7 +177,7 @@ BAD_RECORDS: list[tuple[Any, str]] = [
         "sample 's': turn 0 holds a content part that is no text, image or video",
     ),
     (
-        {"id": "s", "messages": [{"role": "assistant", "content": "x"}]},
+        {"id": "s", "messages": [{"role": r, "content": "x"} for r in ("assistant", "user")]},
         "sample 's': the first turn is the assistant's; begin with a human turn",
     ),
     (conversation("x", id="s"), "sample 's': it has no assistant turn"),
@@ -223,6 +229,7 @@ BAD_FILES: list[tuple[bytes, str]] = [
     (b'[{"id": 1}', "expected ',' or ']' after record 0; is the file cut short?"),
     (b'[{"id": 1}, {"id"', r"not valid JSON at line 1, column 18 (record 1)"),
     (b"[{}] x", "text after the closing ']'"),
+    ('[{"id": 1}]'.encode("utf-16"), "the file is UTF-16; write it as UTF-8"),
     (b'["\xff"]', "byte 2 is not UTF-8"),
     (b'{"data": []}', "the file holds one object with keys ['data']"),
     (b'{"messages": 1}\n{"messages"\n', "line 2 is not valid JSON"),
@@ -246,3 +253,22 @@ def test_bad_file(case: int, tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file; name a .json, .jsonl or .parquet file"):
         read(tmp_path / "none.json")
+
+
+def test_tables_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("query,response\n")
+    with pytest.raises(DataError, match="a.csv: tables of this form are not read; write it as"):
+        list(JsonSource(tmp_path / "a.csv").records())
+
+
+def test_good_records_are_written(tmp_path: Path) -> None:
+    records = [conversation("q", "größe", id="a"), conversation("q", id="b"), {"c": 1}]
+    source, target = write_json(tmp_path / "c.json", records), tmp_path / "good.jsonl"
+    report = check([source], write_good=target)
+    assert len(report.problems) == 2
+    assert [json.loads(line) for line in target.read_text().splitlines()] == records[:1]
+    assert check([target]).ok
+    (tmp_path / "other").mkdir()
+    for bad, said in ((source, "is a source"), (tmp_path / "other" / "x.jsonl", "paths of media")):
+        with pytest.raises(DataError, match=said):
+            check([source], write_good=bad)

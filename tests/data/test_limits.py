@@ -1,0 +1,155 @@
+"""Sizes of media: the model folder's, the run's, what fits a pack; and what longer samples mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoImageProcessor
+
+from tests.data.helpers import conversation, open_loader, save_image, write_json, write_model_folder
+from vlmtrain.core.config import MediaSection
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.check import check
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.index import scan_sources
+from vlmtrain.data.media.images import ImageSettings, smart_resize
+from vlmtrain.data.media.limits import limited
+from vlmtrain.data.media.videos import TimedVideoSettings, VideoSettings
+from vlmtrain.data.processor import Processor
+from vlmtrain.data.sample import Media, MediaInfo
+from vlmtrain.models.family import read_spec
+
+TOKEN = 28 * 28
+RELEASED = ImageSettings(3136, 12845056)  # preprocessor_config.json of the released folders
+VIDEOS = VideoSettings.default(RELEASED)
+CLIP = Media("video", "v.mp4", ())
+
+
+@pytest.mark.parametrize("pack", [1024, 2048, 8192, 32768, 131072])
+def test_what_phones_take_fits_a_pack(pack: int) -> None:
+    """12 megapixels, and videos of any length: each at most half a pack, on the defaults."""
+    images, videos = limited(RELEASED, VIDEOS, MediaSection(), pack)
+    _, h, w = images.grid(3024, 4032)
+    expected = smart_resize(3024, 4032, 28, 3136, min(12845056, pack // 2 * TOKEN))
+    assert (h * 14, w * 14) == expected
+    assert h * w // 4 <= pack // 2
+    for seconds in (1, 10, 60, 3600):
+        (t, h, w), *_ = videos.layout(CLIP, MediaInfo(1920, 1080, 30 * seconds, 30.0))
+        assert t * h * w // 4 <= pack // 2, (seconds, t, h, w)
+    assert (videos.fps, videos.images.min_pixels) == (VIDEOS.fps, VIDEOS.images.min_pixels)
+
+
+@pytest.mark.parametrize("pack", [64, 1024, 8192, 131072])
+def test_videos_whose_frames_share_the_bounds(pack: int) -> None:
+    """Qwen3-VL's released settings."""
+    images = ImageSettings(64 * 1024, 16384 * 1024, patch_size=16)
+    timed = TimedVideoSettings.default(images, (4 * 1024, 24576 * 1024))
+    _, videos = limited(images, timed, MediaSection(), pack)
+    for seconds in (1, 60, 3600):
+        (t, h, w), *_ = videos.layout(CLIP, MediaInfo(1920, 1080, 30 * seconds, 30.0))
+        assert t * h * w // 4 <= pack // 2, (seconds, t, h, w)
+
+
+def test_what_the_run_sets() -> None:
+    section = MediaSection(
+        max_pixels=100 * TOKEN, video_max_pixels=50 * TOKEN, fps=1.0, max_frames=10
+    )
+    for pack in (None, 64, 8192):  # what is set is not lowered
+        images, videos = limited(RELEASED, VIDEOS, section, pack)
+        assert (images.min_pixels, images.max_pixels) == (3136, 100 * TOKEN)
+        assert (videos.images.min_pixels, videos.images.max_pixels) == (50 * TOKEN, 50 * TOKEN)
+        assert (videos.fps, videos.max_frames, videos.min_frames) == (1.0, 10, 4)
+    assert limited(RELEASED, VIDEOS, MediaSection(), None) == (RELEASED, VIDEOS)
+    one, _ = limited(RELEASED, VIDEOS, MediaSection(min_pixels=20000 * TOKEN), None)
+    assert one.min_pixels == one.max_pixels == 20000 * TOKEN
+    _, half = limited(RELEASED, VIDEOS, MediaSection(video_max_pixels=256 * TOKEN), 8192)
+    assert (half.max_frames, half.images.max_pixels) == (2 * 4096 // 256, 256 * TOKEN)
+    with pytest.raises(DataError, match="--media.min_pixels 9 is above --media.max_pixels 8"):
+        limited(RELEASED, VIDEOS, MediaSection(max_pixels=8, min_pixels=9), None)
+
+
+@pytest.mark.parametrize("files", ["old", "size", "nested", "none"])
+def test_settings_go_with_the_model(files: str, tmp_path: Path) -> None:
+    """A folder that the run leaves reads as the run did: here, and by transformers."""
+    folder = write_model_folder(tmp_path / "model")
+    spec = read_spec(folder)
+    limits = {"min_pixels": 4 * TOKEN, "max_pixels": 64 * TOKEN}
+    edges = {"size": {"shortest_edge": 4 * TOKEN, "longest_edge": 64 * TOKEN}}
+    kind = {"image_processor_type": "Qwen2VLImageProcessor"}
+    contents: dict[str, Any] = {
+        "old": {"preprocessor_config.json": kind | limits},
+        "size": {"preprocessor_config.json": kind | edges, "video_preprocessor_config.json": edges},
+        "nested": {"processor_config.json": {"image_processor": kind | edges, "other": 1}},
+        "none": {},
+    }[files]
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (folder / name).unlink()
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content))
+    section = MediaSection(max_pixels=10 * TOKEN, video_max_pixels=6 * TOKEN, fps=1, max_frames=8)
+    processor = Processor.from_folder(folder, spec, section=section)
+    assert processor.differs == (True, False)
+    processor.write_settings(folder)
+    again = Processor.from_folder(folder, spec)
+    assert (again.images, again.videos) == (processor.images, processor.videos)
+    assert again.fingerprint() == processor.fingerprint() and again.differs == (False, False)
+    if files == "nested":
+        assert json.loads((folder / "processor_config.json").read_text())["other"] == 1
+    if files in ("old", "size"):
+        theirs = AutoImageProcessor.from_pretrained(folder, use_fast=False)
+        assert theirs.size == {"shortest_edge": 4 * TOKEN, "longest_edge": 10 * TOKEN}
+
+
+LONG = " ".join(["word"] * 60)
+
+
+@pytest.fixture
+def long_samples(tmp_path: Path) -> Path:
+    save_image(tmp_path / "a.png", 112, 112)  # 16 tokens
+    return write_json(
+        tmp_path / "c.json",
+        [
+            conversation("q", "short", id="short"),
+            conversation("<image>q", LONG, id="answer", image="a.png"),
+            conversation(LONG, "a", id="question"),
+            conversation(LONG + "<image>", "a", id="image", image="a.png"),
+        ],
+    )
+
+
+def test_longer_samples(long_samples: Path, processor: Processor, spec: ModelSpec) -> None:
+    pack, lines = 64, []
+    with pytest.raises(DataError, match="'answer': it has .* --loader.too_long drop or truncate"):
+        scan_sources([long_samples], processor, spec, pack, skip_limit=9)  # no unreadable sample
+    index = scan_sources([long_samples], processor, spec, pack, too_long="drop", log=lines.append)
+    assert index.ids == ["short"] and not index.skipped
+    assert lines[0] == "3 samples are longer than a pack and dropped (--loader.too_long)"
+    report = check([long_samples], model=None)
+    assert report.ok
+
+
+def test_text_is_cut_off(long_samples: Path, processor: Processor, spec: ModelSpec) -> None:
+    """The first tokens of the whole sample, with their labels; never a part of an image."""
+    records = json.loads(long_samples.read_text())
+    write_json(long_samples, records[:2])
+    whole = scan_sources([long_samples], processor, spec, 10000)
+    cut = scan_sources([long_samples], processor, spec, 64, too_long="truncate")
+    assert whole.lengths[1] > 64 and cut.lengths.tolist() == [whole.lengths[0], 64]
+    sample = whole.load(1)
+    full = processor.encode(sample, processor.layouts(sample))
+    options: dict[str, Any] = {"pack_length": 64, "global_batch": 2, "prefetch": False}
+    with open_loader(cut, processor, spec, too_long="truncate", **options) as loader:
+        packs = {pack.sample_ids[0]: pack for pack in loader.next_step()}
+    pack = packs["answer"]
+    assert torch.equal(pack.input_ids, full.input_ids[:64])
+    assert torch.equal(pack.labels[:63], full.labels[:63]) and pack.labels[63] == -100
+    assert torch.equal(pack.position_ids, full.position_ids[:, :64])
+    assert pack.target_tokens == int((pack.labels != -100).sum()) == cut.target_tokens[1]
+    for number, said in ((2, "it has no token to learn"), (3, "cannot be cut off after 64 tokens")):
+        write_json(long_samples, records[number : number + 1])
+        with pytest.raises(DataError, match=said):
+            scan_sources([long_samples], processor, spec, 64, too_long="truncate")

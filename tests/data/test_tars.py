@@ -1,0 +1,121 @@
+"""Shards that webdataset and energon's users write: read for what they hold, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset
+
+from tests.data.helpers import conversation
+from vlmtrain.data.check import check
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sources import parse_sources
+from vlmtrain.data.formats.tars import TarSource
+from vlmtrain.data.index import scan_sources
+from vlmtrain.data.processor import Processor
+from vlmtrain.data.sample import Sample, Turn
+
+
+def write(path: Path, samples: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with webdataset.TarWriter(str(path)) as writer:
+        for number, sample in enumerate(samples):
+            writer.write({"__key__": f"sample{number:04d}", **sample})
+    return path
+
+
+def samples(path: Path) -> list[Sample]:
+    source = TarSource(path)
+    return [source.parse(record) for record in source.records()]
+
+
+@pytest.fixture
+def jpg(pictures: Path) -> bytes:
+    return (pictures / "p0.jpg").read_bytes()
+
+
+def test_records_and_captions(jpg: bytes, pictures: Path, tmp_path: Path) -> None:
+    png = (pictures / "p4.png").read_bytes()
+    two = conversation("<image> or <image>?", "a", id="two")
+    named = conversation("<image> or <image>?", "a", images=["1.png", "sample0002.0.jpg"])
+    crawled = {"caption": "a cat", "url": "http://x/y.jpg", "status": "success", "width": 80}
+    path = write(tmp_path / "a.tar", [
+        {"jpg": jpg, "txt": "a cat", "json": crawled},
+        {"1.png": png, "0.jpg": jpg, "json": two},
+        {"0.jpg": jpg, "1.png": png, "json": named},
+        {"json": conversation("q", "a")},
+    ])  # fmt: skip
+    caption, first, second, text = samples(path)
+    assert caption.turns == (Turn("assistant", "<image>a cat"),)
+    assert (caption.id, first.id, text.media) == ("sample0000", "two", ())
+    for sample, expected in ((caption, [jpg]), (first, [jpg, png]), (second, [png, jpg])):
+        assert [media.parts[0].read() for media in sample.media] == expected
+
+
+def test_scanned_and_loaded_like_any_source(
+    jpg: bytes, tmp_path: Path, processor: Processor
+) -> None:
+    for number in (10, 2):
+        write(tmp_path / "s" / f"part-{number}.tar", [{"jpg": jpg, "txt": f"picture {number}"}] * 2)
+    index = scan_sources([tmp_path / "s"], processor, processor.spec, 200)
+    assert [Path(source.path).name for source in index.sources] == ["part-2.tar", "part-10.tar"]
+    assert [index.load(i).turns[0].text for i in (0, 3)] == [
+        "<image>picture 2",
+        "<image>picture 10",
+    ]
+    assert index.load(3).media[0].info is not None
+    assert check([tmp_path / "s" / "part-2.tar"]).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "turns"),
+    [
+        ("CaptioningSample", {"image": "jpg", "caption": "json[meta][caption]"},
+         (Turn("assistant", "<image>a cat"),)),
+        ("VQASample", {"image": "jpg", "context": "json[qa][0]", "answers": "json[answers]",
+                       "answer_weights": "json[weights]"},
+         (Turn("user", "<image>what?"), Turn("assistant", "a cat"))),
+        ("TextSample", {"text": "txt"}, (Turn("assistant", "only text"),)),
+    ],
+)  # fmt: skip
+def test_energons_types(
+    kind: str, fields: dict[str, str], turns: Any, jpg: bytes, tmp_path: Path
+) -> None:
+    values = {"meta": {"caption": "a cat"}, "qa": ["what?"], "answers": ["cat", "a cat"],
+              "weights": [0.1, 0.9]}  # fmt: skip
+    for number in range(4):
+        write(tmp_path / f"shard_{number}.tar", [{"jpg": jpg, "json": values, "txt": "only text"}])
+    meta = tmp_path / ".nv-meta"
+    meta.mkdir()
+    config = {"sample_type": {"__module__": "megatron.energon", "__class__": kind}}
+    (meta / "dataset.yaml").write_text(json.dumps({**config, "field_map": fields}))
+    (meta / "split.yaml").write_text(
+        "split_parts:\n  train: ['shard_{0..2}.tar']\n  val: [shard_3.tar]\n"
+    )
+    names = [Path(source.path).name for source in parse_sources([tmp_path])]
+    assert names == ["shard_0.tar", "shard_1.tar", "shard_2.tar"]  # not what is held out
+    [sample] = samples(tmp_path / names[0])
+    assert sample.turns == turns and len(sample.media) == (kind != "TextSample")
+
+
+def test_refusals(jpg: bytes, tmp_path: Path) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"jpg": jpg, "txt": "a", "cls": b"3"}, "KEY.cls is not read"),
+        ({"jpg": jpg, "txt": "a", "json": {"caption": "b"}}, "'caption' in KEY.json differ"),
+        ({"jpg": jpg, "json": conversation("<image>", "a", image="x.jpg")}, "KeyError"),
+        ({"jpg": jpg, "json": conversation("q", "a")}, "0 <image> marks but 1 image"),
+        ({"jpg": jpg, "json": conversation("<image>", "a", foo=1)}, "the key 'foo', which is not"),
+    ]
+    path = write(tmp_path / "a.tar", [sample for sample, _ in bad])
+    report = check([path])
+    for number, (problem, (_, said)) in enumerate(zip(report.problems, bad, strict=True)):
+        assert f"sample 'sample{number:04d}'" in problem and said in problem
+    (tmp_path / "b.tar").write_bytes(b"no tar")
+    assert "no readable tar file" in check([tmp_path / "b.tar"]).problems[0]
+    (tmp_path / ".nv-meta").mkdir()
+    (tmp_path / ".nv-meta" / "dataset.yaml").write_text("sample_type: {__class__: OCRSample}")
+    with pytest.raises(DataError, match="samples of the type OCRSample, or read by code"):
+        TarSource(path)

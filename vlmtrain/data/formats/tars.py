@@ -1,0 +1,210 @@
+"""Reads WebDataset shards that others wrote: tar files whose samples are members of one name.
+
+A sample is `KEY.json` with a record, or a caption in `KEY.txt`, beside its media, `KEY.jpg`,
+`KEY.0.png`, ... Media that the record does not name take its marks in order; a caption is a text to
+learn after its media. Folders that Megatron-Energon prepared say in .nv-meta/dataset.yaml what
+their members are: CaptioningSample, VQASample and TextSample are read. Nothing is unpacked to disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import tarfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.entries import IMAGE_SUFFIXES, natural_order
+from vlmtrain.data.formats.json_source import Record
+from vlmtrain.data.formats.record import TURN_KEYS, parse_record
+from vlmtrain.data.sample import FileRange, Sample
+
+if TYPE_CHECKING:
+    from vlmtrain.data.processor import Measure
+
+_VIDEO_SUFFIXES = {".mp4", ".avi", ".mkv", ".mov", ".webm", ".m4v"}
+_META = ".nv-meta"
+# What img2dataset writes beside a caption.
+_HARMLESS = set(
+    "url status error_message original_width original_height exif sha256 similarity".split()
+)
+_STEP = re.compile(r"\[(\w+)\]")
+
+
+class TarSource:
+    """One tar file; same interface as `JsonSource`. A record's bytes say where its members lie."""
+
+    def __init__(self, path: str | Path, ignored: Collection[str] = ()) -> None:
+        self.path, self.ignored = str(path), {*ignored, *_HARMLESS}
+        self._records: list[Record] | None = None
+        self._map = field_map(Path(path).parent)
+
+    def records(self) -> Iterator[Record]:
+        """Every sample in order.
+
+        Raises:
+            DataError: no readable tar file, or one without samples.
+        """
+        if self._records is None:
+            self._records = list(self._scan())
+        if not self._records:
+            raise DataError(f"{self.path}: the tar file holds no samples")
+        yield from self._records
+
+    def read(self, number: int, offset: int, size: int) -> Record:
+        """One sample again."""
+        if self._records is None:
+            self._records = list(self._scan())
+        return self._records[number]
+
+    def measured(self, record: Record, fingerprint: str) -> Measure | None:
+        return None
+
+    def parse(self, record: Record) -> Sample:
+        """The sample of a record. Raises DataError as `parse_record`, and for a member that is
+        neither a record, a caption nor a medium."""
+        line = json.loads(record.data)
+        key, parts = line["key"], {n: FileRange(self.path, *at) for n, at in line["parts"].items()}
+        try:
+            value = self._value(key, parts)
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise self._fail(key, f"its members cannot be read: {error!r}") from None
+        return parse_record(
+            value, self.path, record.number, Path(self.path).parent, ignored=self.ignored
+        )
+
+    def _value(self, key: str, parts: dict[str, FileRange]) -> dict[str, Any]:
+        """The record that a sample's members make up."""
+        if self._map is not None:
+            return {"id": key, **_mapped(self._map, parts)}
+        value = json.loads(parts.pop("json").read()) if "json" in parts else {}
+        if not isinstance(value, dict):
+            raise ValueError("KEY.json holds no object")
+        caption = parts.pop("txt").read().decode() if "txt" in parts else value.pop("caption", None)
+        if "caption" in value and value.pop("caption") not in (caption, None):
+            raise ValueError("KEY.txt and 'caption' in KEY.json differ")
+        images = [n for n in parts if Path(f"x.{n}").suffix.lower() in IMAGE_SUFFIXES]
+        videos = [n for n in parts if Path(f"x.{n}").suffix.lower() in _VIDEO_SUFFIXES]
+        for name in parts:
+            if name not in (*images, *videos) and name not in self.ignored:
+                raise ValueError(
+                    f"KEY.{name} is not read; name {name} in ignore_keys if it says nothing"
+                )
+        if caption is not None:
+            if value.keys() & set(TURN_KEYS):
+                raise ValueError("it has a caption and a conversation; keep one")
+            value["text"] = "<image>" * len(images) + "<video>" * len(videos) + caption
+        for kind, names in (("image", images), ("video", videos)):
+            listed = value.pop(kind, None), value.pop(f"{kind}s", None)
+            entries = [e for one in listed for e in (one if isinstance(one, list) else [one]) if e]
+            if entries:  # by their names, whole or without the key
+                entries = [parts[str(entry).removeprefix(f"{key}.")] for entry in entries]
+                if len(entries) != len(names):
+                    raise ValueError(f"it names {len(entries)} of its {len(names)} {kind}s")
+            value[f"{kind}s"] = entries or [parts[n] for n in sorted(names, key=natural_order)]
+        return {"id": key, **value}
+
+    def _scan(self) -> Iterator[Record]:
+        try:
+            with tarfile.open(self.path, "r:") as tar:
+                members: list[tuple[str, str, list[int]]] = []
+                for member in tar:
+                    if member.isfile():
+                        folder, _, name = member.name.rpartition("/")
+                        stem, _, kind = name.partition(".")
+                        key = f"{folder}/{stem}" if folder else stem
+                        members.append((key, kind, [member.offset_data, member.size]))
+        except FileNotFoundError:
+            raise DataError(f"{self.path}: no such file") from None
+        except (OSError, tarfile.TarError) as error:
+            raise DataError(
+                f"{self.path}: no readable tar file ({error}); is it compressed?"
+            ) from None
+        for number, (key, group) in enumerate(itertools.groupby(members, key=lambda m: m[0])):
+            parts = {kind: at for _, kind, at in group}
+            yield Record(number, number, json.dumps({"key": key, "parts": parts}).encode())
+
+    def _fail(self, key: str, problem: str) -> DataError:
+        return Sample(key, (), (), self.path).fail(problem)
+
+
+def tar_files(folder: Path) -> list[Path]:
+    """The tar files of a folder to train on: those that energon's split says, else all."""
+    split = folder / _META / "split.yaml"
+    if not split.exists():
+        return sorted(folder.glob("*.tar"), key=lambda path: natural_order(path.name))
+    parts = _yaml(split).get("split_parts", {}).get("train", [])
+    return [folder / name for part in parts for name in _braces(str(part))]
+
+
+def _braces(pattern: str) -> list[str]:
+    """`a-{000..002}.tar` as three names."""
+    match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern)
+    if match is None:
+        return [pattern]
+    head, first, last, tail = match.groups()
+    numbers = range(int(first), int(last) + 1)
+    return [f"{head}{number:0{len(first)}d}{tail}" for number in numbers]
+
+
+def field_map(folder: Path) -> dict[str, str] | None:
+    """What energon's dataset.yaml says of a folder's members: the type of sample under "", and of
+    each of its fields the member (`json[question]`); None where there is no such file.
+
+    Raises:
+        DataError: another type of sample, or one made by code.
+    """
+    path = folder / _META / "dataset.yaml"
+    if not path.exists():
+        return None
+    config = _yaml(path)
+    kind = str((config.get("sample_type") or {}).get("__class__") or config.get("__class__"))
+    kind = kind.replace("Webdataset", "Sample")
+    if kind == "CrudeSample":
+        return None
+    if kind not in ("CaptioningSample", "VQASample", "TextSample") or not config.get("field_map"):
+        raise DataError(
+            f"{path}: samples of the type {kind}, or read by code (sample_loader), are not read; "
+            "read are CaptioningSample, VQASample, TextSample with a field_map, and CrudeSample"
+        )
+    return {"": kind, **{str(name): str(at) for name, at in config["field_map"].items()}}
+
+
+def _mapped(fields: dict[str, str], parts: dict[str, FileRange]) -> dict[str, Any]:
+    """The record of a sample of one of energon's types."""
+
+    def field(name: str) -> Any:
+        at = fields[name]
+        member = _STEP.sub("", at)
+        suffix = f".{member.rpartition('.')[2]}".lower()
+        if suffix in IMAGE_SUFFIXES:
+            return parts[member]
+        text = parts[member].read().decode()
+        value = json.loads(text) if suffix == ".json" else text
+        for step in _STEP.findall(at):
+            value = value[int(step) if isinstance(value, list) else step]
+        return value
+
+    if fields[""] == "TextSample":
+        return {"text": field("text")}
+    if fields[""] == "CaptioningSample":
+        return {"text": f"<image>{field('caption')}", "images": [field("image")]}
+    answers = field("answers")
+    if isinstance(answers, list):  # the heaviest, as energon's users draw it
+        weights = field("answer_weights") if "answer_weights" in fields else [1] * len(answers)
+        answers = answers[max(range(len(answers)), key=lambda i: weights[i])]
+    question = f"<image>{field('context')}"
+    return {"query": question, "response": answers, "images": [field("image")]}
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    return config if isinstance(config, dict) else {}
