@@ -40,10 +40,19 @@ CASES = [
     _case("qwen2_vl", 1, 0, recompute=["full", "selective"], activations=ACTIVATIONS),
     _case("qwen2_5_vl", 2, 1, layout={"tensor": 2}, activations=ACTIVATIONS),
     _case("qwen2_vl", 6, 4, layout={"tensor": 2, "sequence": True}, activations=ACTIVATIONS),
+    _case("qwen3_vl", 1, 0, activations=ACTIVATIONS),
+    _case("qwen3_vl", 1, 0, precision="fp32", tied=True, activations=ACTIVATIONS),
+    _case("qwen3_vl", 2, 1, layout={"tensor": 2, "sequence": True}, activations=ACTIVATIONS),
+    _case("qwen3_vl", 1, 0, recompute=["full", "selective"], activations=ACTIVATIONS),
+    _case("qwen3_vl", 6, 3, layout={"pipeline": 2, "virtual_pipeline": 2}, bucket=40_000),
+    _case("qwen3_vl", 8, 5, layout={"pipeline": 4, "multiplexed": True}),
     *(
         _case(family, 1, 0, precision=precision, activations=ACTIVATIONS, **what)
         for family, precision, what in (
             ("qwen2_5_vl", "bf16", {"freeze": {"vision": True}}),
+            ("qwen3_vl", "fp32", {"freeze": {"vision": True}}),
+            ("qwen3_vl", "bf16", {"freeze": {"language": True}}),
+            ("qwen3_vl", "bf16", {"lora": LORA}),
             ("qwen2_vl", "fp32", {"freeze": {"vision": True, "merger": True}}),
             ("qwen2_vl", "bf16", {"freeze": {"language": True}}),
             ("qwen2_5_vl", "bf16", {"freeze": {"vision": True, "language": True}}),
@@ -66,6 +75,7 @@ CASES = [
     _case("qwen2_vl", 2, 1, bucket=None),
     _case("qwen2_5_vl", 4, 1, layout={"pipeline": 2, "multiplexed": True}, lora=LORA),
     *(_case("qwen2_5_vl", 12, rank, layout=UNEVEN) for rank in (1, 5, 11)),
+    *(_case("qwen3_vl", 12, rank, layout=UNEVEN) for rank in (1, 5)),
     *(_case("qwen2_vl", 12, rank, layout=UNEVEN, tied=True) for rank in (2, 10)),
     *(
         _case(
