@@ -32,9 +32,9 @@ VLMK_INLINE __m512i interleave(__m256i a, __m256i b) {
 // Two vectors rounded to bf16: lane by lane, `even`'s below `odd`'s.
 VLMK_INLINE Vec pair_bf16(Vec even, Vec odd) {
 #if defined(__AVX512BF16__)
-  const __m512i in_turn = interleave(
-      _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-      _mm256_setr_epi16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31));
+  const __m512i in_turn =
+      interleave(_mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                 _mm256_setr_epi16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31));
   const auto halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_turn, halves));
 #else
