@@ -66,7 +66,7 @@ def test_a_walk_over_the_order(pipeline: int, virtual: int, recompute: str) -> N
                         (activations.layer_transient(vision=True) + extra).bytes(0, patches[number])
                     )
                 if stage == layout.stages - 1:
-                    short.append(activations.head_transient().bytes(512, 0))
+                    short.append(activations.head_transient(512))
                 held += kept if kind == schedule.FORWARD else 0.0
                 most = max(most, held + max(short))
                 held -= kept if kind == schedule.BACKWARD else 0.0
