@@ -47,7 +47,6 @@ def make_index(samples: int) -> SampleIndex:
         media_start=np.concatenate(([0], images.cumsum())),
         grids=grids,
         kinds=np.zeros(len(grids), dtype=np.uint8),
-        seconds=np.zeros(len(grids)),
         infos=np.zeros((len(grids), 4)),
         pack_length=PACK,
         content_hash="random",

@@ -92,6 +92,14 @@ def test_the_readme_names_every_page() -> None:
         assert f"docs/{page}" in readme
 
 
+def test_the_page_of_families_names_files_that_exist() -> None:
+    text = (DOCS / "new-family.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`([\w/]+(?:\.py|/))`", text.partition("outside\n")[2])
+    assert len(paths) > 25
+    for path in paths:
+        assert (ROOT / path).exists() or (ROOT / "vlmtrain" / path).exists(), path
+
+
 def test_what_counts_as_printed() -> None:
     assert printed("step 4/4  loss ...", "x\nstep 4/4  loss 1.2 grad")
     assert printed("a ... b ...", "a x b y")

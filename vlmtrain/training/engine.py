@@ -162,7 +162,8 @@ class Engine:
             for chunk in self.chunks:
                 tower = chunk.module.vision
                 if tower is not None:
-                    tower.on_skipped_backward = partial(ddp.parameters_ready, chunk, tower)
+                    parts = list(tower.in_order())
+                    tower.on_skipped_backward = partial(ddp.parameters_ready, chunk, parts)
         self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
         self.multiplexer: Multiplexer | None = None
         if self.replica is not None:
