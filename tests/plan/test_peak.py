@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.step_plans import make_index
 from tests.parity.reference import make_model
 from vlmtrain.core.config import RecomputeSection, TrainConfig, TrainSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.layout import Layout
-from vlmtrain.data.packing.sampler import Position
+from vlmtrain.data.packing.sampler import PlannedStep, Position
 from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
+from vlmtrain.parallel.step_inputs import StepInputs
 from vlmtrain.plan import memory, schedule
 from vlmtrain.plan.peak import PeakModel
 from vlmtrain.training.fit import fit, fullest
@@ -66,7 +68,7 @@ def test_a_walk_over_the_order(pipeline: int, virtual: int, recompute: str) -> N
                         (activations.layer_transient(vision=True) + extra).bytes(0, patches[number])
                     )
                 if stage == layout.stages - 1:
-                    short.append(activations.head_transient().bytes(512, 0))
+                    short.append(activations.head_transient(512))
                 held += kept if kind == schedule.FORWARD else 0.0
                 most = max(most, held + max(short))
                 held -= kept if kind == schedule.BACKWARD else 0.0
@@ -127,3 +129,18 @@ def test_what_makes_it_fit() -> None:
             tried(room, "refuse")
     with pytest.raises(UserError, match="no recomputation, offload or layout of 2 processes"):
         tried(1.0, "auto")
+
+
+def test_what_each_rank_encodes() -> None:
+    """Of packs with and without media, by the deal of multiplexed vision."""
+    layout = make_layout(SPEC, world_size=4, pipeline=2, multiplexed=True)
+    index = make_index(200)
+    packs = [np.arange(i, i + 4) for i in range(0, 40, 4)]
+    packs[3] = np.flatnonzero(np.diff(index.media_start) == 0)[:2]
+    step = PlannedStep(Position(), Position(1), [packs[:5], packs[5:]], {})
+    of = Loads.of([step], index, SPEC, layout)
+    for replica, share in enumerate(step.dealt):
+        inputs = StepInputs(SPEC, layout, [index.pack_grids(pack) for pack in share])
+        whole = sum(sum(patches) for patches in inputs.patches)
+        assert of.encoded is not None and of.encoded[0, replica].sum() == whole  # two ranks
+        assert of.patches[0, replica].tolist() == [sum(patches) for patches in inputs.patches]

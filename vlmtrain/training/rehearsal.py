@@ -29,6 +29,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.packing.sampler import PlannedStep, Position
+from vlmtrain.parallel.step_inputs import StepInputs
 from vlmtrain.plan.peak import PeakModel
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.spikes import examine
@@ -79,17 +80,42 @@ class Loads:
     places: list[Position]
     patches: np.ndarray  # [steps, replicas, microbatches]
     largest: np.ndarray  # [steps, replicas]: patches of the largest medium
+    # Patches that each rank of a replica encodes, where vision is multiplexed; the fullest of those
+    # behind the embedding's ranks last: [steps, replicas, tensor + 1].
+    encoded: np.ndarray | None = None
 
     @classmethod
-    def of(cls, steps: Iterable[PlannedStep], index: SampleIndex) -> Loads:
+    def of(
+        cls,
+        steps: Iterable[PlannedStep],
+        index: SampleIndex,
+        spec: ModelSpec | None = None,
+        layout: Layout | None = None,
+    ) -> Loads:
+        """spec, layout: where vision may be multiplexed."""
         patches, places = Patches(index), []
+        encoded: list[list[np.ndarray]] = []
         counts: list[list[np.ndarray]] = []
         largest: list[list[float]] = []
         for step in steps:
             places.append(step.at)
             counts.append([patches.of(packs) for packs in step.dealt])
             largest.append([patches.largest(packs) for packs in step.dealt])
-        return cls(places, np.array(counts), np.array(largest))
+            if spec is not None and layout is not None and layout.multiplexed:
+                encoded.append([_encoded(index, spec, layout, packs) for packs in step.dealt])
+        own = np.array(encoded) if encoded else None
+        return cls(places, np.array(counts), np.array(largest), own)
+
+
+def _encoded(
+    index: SampleIndex, spec: ModelSpec, layout: Layout, packs: list[np.ndarray]
+) -> np.ndarray:
+    inputs = StepInputs(spec, layout, [index.pack_grids(pack) for pack in packs])
+    ranks = np.zeros(layout.tensor * layout.pipeline)
+    for owners, patches in zip(inputs.owners, inputs.patches, strict=True):
+        for owner, count in zip(owners, patches, strict=True):
+            ranks[owner] += count
+    return np.append(ranks[: layout.tensor], ranks[layout.tensor :].max(initial=0))
 
 
 def heaviest(loads: Loads, models: list[PeakModel]) -> list[list[Position]]:
@@ -100,6 +126,8 @@ def heaviest(loads: Loads, models: list[PeakModel]) -> list[list[Position]]:
     for replica in range(loads.patches.shape[1]):
         of, most = loads.patches[:, replica], loads.largest[:, replica]
         keys = [*(model.peaks(of, most) for model in models), of.sum(1), of.max(1), most]
+        if loads.encoded is not None:
+            keys += list(loads.encoded[:, replica].T)
         chosen = dict.fromkeys(int(key.argmax()) for key in keys)
         found.append([loads.places[i] for i in chosen])
     return found

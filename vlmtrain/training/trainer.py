@@ -310,7 +310,8 @@ class Trainer:
                     ranks=one.data,
                 )
                 total = train.steps or sampler.steps_for_epochs(train.epochs, position)
-                known[one.data] = sampler, Loads.of(sampler.steps(position, total), index)
+                steps = sampler.steps(position, total)
+                known[one.data] = sampler, Loads.of(steps, index, self.spec, one)
             return known[one.data]
 
         def ids(one: Layout, peak: Peak) -> str:
