@@ -18,6 +18,7 @@ FAMILIES = {
     "sm80-vision": ("sm80_vision", 80),
     "sm90-forward": ("sm90", 90),
     "sm90-backward": ("sm90", 90),
+    "sm90-fused": ("sm90", 90),
     "sm90-vision": ("sm90_vision", 90),
     "embedding": ("embedding", 80),
 }

@@ -119,6 +119,11 @@ class Kernel:
         return slots
 
     @cached_property
+    def waits_for_blocks(self) -> bool:
+        """Whether blocks wait for each other."""
+        return any("acquire" in i.modifiers and i.opcode == "ld" for i in self.instructions)
+
+    @cached_property
     def has_barriers(self) -> bool:
         """Whether threads wait for each other other than all at once."""
         return any(i.opcode == "mbarrier" for i in self.instructions)
