@@ -116,6 +116,7 @@ void register_attention(py::module_& m) {
   backward_cuda("sm80_backward_cuda", sm80_backward_cuda);
   forward_cuda("sm90_forward_cuda", sm90_forward_cuda);
   backward_cuda("sm90_backward_cuda", sm90_backward_cuda);
+  backward_cuda("sm90_fused_backward_cuda", sm90_fused_backward_cuda);
   forward_cuda("sm80_vision_forward_cuda", sm80_vision_forward_cuda);
   backward_cuda("sm80_vision_backward_cuda", sm80_vision_backward_cuda);
   forward_cuda("sm90_vision_forward_cuda", sm90_vision_forward_cuda);

@@ -102,8 +102,8 @@ SM90_BACKWARD: dict[str, Check] = {
 SM90_FUSED: dict[str, Check] = {
     "one": _flash([70], fused=True),
     "tiles": _flash([150], fused=True),
-    "many tiles": _flash([400], fused=True),
-    "rounds": _flash([260, 65], fused=True),
+    "many tiles": _flash([270], fused=True),
+    "rounds": _flash([150, 65], fused=True),
     "causal": _flash([200], causal=True, fused=True),
     "groups": _flash([30], 4, 2, fused=True),
     "causal groups": _flash([140], 2, 1, causal=True, fused=True),
@@ -132,6 +132,11 @@ CASES: dict[str, dict[str, Check]] = {
     "sm90-forward": {"stale": _stale("trap")} | SM90_FORWARD | tiled.sm90_suite(),
     "sm90-backward": SM90_BACKWARD | tiled.sm90_grad_suite(),
     "sm90-fused": SM90_FUSED | tiled.sm90_grad_suite(fused=True),
-    "sm90-vision": vision.tiled_suite(queries=True),
+    "sm90-vision": vision.tiled_suite(queries=True)
+    | {
+        "one backward kernel": lambda k, r: check_tiled(
+            k, r, [70], 1, DIM, queries=True, fused=True
+        )
+    },
     "embedding": {"bad index": _bad_index} | embedding.small_suite(),
 }

@@ -40,6 +40,8 @@ class Emulated:
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
         name = "list_tiles" if launcher == "tiles" else f"{self.prefix}_{launcher}"
+        if name == "sm90_backward" and params.dq_sum:
+            name = "sm90_fused_backward"
         function = self.library.function(f"{name}_cuda")
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
 

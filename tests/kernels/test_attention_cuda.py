@@ -289,7 +289,7 @@ def _vision(dtype: torch.dtype = BF16, dim: int = 80) -> tuple:
 
 @needs_cuda_kernels
 @needs_no_gpu
-@pytest.mark.parametrize("kernel", ["window", "sm80", "sm90"])
+@pytest.mark.parametrize("kernel", ["window", "sm80", "sm90", "sm90-fused"])
 def test_arguments_reach_the_runtime(kernel, monkeypatch):
     """The binding takes what the launchers pass: without a GPU the runtime is what refuses."""
     native = Native(monkeypatch, record=False)
@@ -313,7 +313,7 @@ def test_arguments_reach_the_runtime(kernel, monkeypatch):
 
 def test_a_kernel_of_another_device_is_refused():
     q, cu = torch.randn(10, 2, 80), torch.tensor([0, 10], dtype=torch.int32)
-    for kernel in ("window", "sm80", "sm90", "sdpa"):
+    for kernel in ("window", "sm80", "sm90", "sm90-fused", "sdpa"):
         with pytest.raises(
             ValueError, match=f"kernel is '{kernel}', which takes no tensors on cpu"
         ):

@@ -1,7 +1,8 @@
 """python -m tools.gpu_check.kernels NAME [--alone]: one CUDA kernel, small, against plain torch.
 
 Errors are against the same on the GPU, in float32 of 16-bit types (most GPUs are slow at float64)
-and in float64 of float32. --alone leaves the comparison out: for compute-sanitizer. --list prints the names for this GPU, as JSON.
+and in float64 of float32. --alone leaves the comparison out: for compute-sanitizer. --list prints
+the names for this GPU, as JSON.
 """
 
 from __future__ import annotations

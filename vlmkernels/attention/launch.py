@@ -36,9 +36,12 @@ NATIVE = {
     for kernel, ops in {
         "cpu": ("attention", "attention"),
         **{name: (name, f"{name}_vision") for name in ("window", "sm80", "sm90")},
-        "sm90-fused": ("sm90", "sm90_vision"),  # by its workspace
     }.items()
 }
+#: vision_attention's backward of sm90 is the one that there is workspace for.
+NATIVE["sm90-fused"] = (
+    "sm90_forward", "sm90_fused_backward", "sm90_vision_forward", "sm90_vision_backward"
+)  # fmt: skip
 
 # ---- argument checks -----------------------------------------------------------------------------
 

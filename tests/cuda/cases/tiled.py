@@ -89,8 +89,8 @@ def check_neighbours(
 
 
 def check_tiles(case: Case, entries: Array, of_keys: bool) -> None:
-    """Every tile of every segment once, those with more work before those with less, and a segment's
-    tiles of keys in their order."""
+    """Every tile of every segment once, those with more work before those with less; of keys a
+    segment's tiles in their order."""
     expected, work = [], []
     for begin, length in zip(case.cu_seqlens, case.lengths, strict=False):
         for first in range(0, length, TILE_ROWS):

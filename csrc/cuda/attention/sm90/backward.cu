@@ -581,7 +581,6 @@ int sm90_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
   if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff) return cudaErrorInvalidValue;
   if (f.segments == 0) return cudaSuccess;
-  if (p.dq_sum != nullptr) return sm90_fused_backward_cuda(p, stream);
   VLMK_INSTANCES(launch_backward, f.dtype, f.head_dim)
 }
 

@@ -59,7 +59,7 @@ struct FusedShape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kWork = kLseDelta + kStages * kLseDeltaBytes;
   static constexpr int kWorkBytes = 32;
   static constexpr int kBarriers = kWork + kWorkBytes;
-  static constexpr int kShared = kBarriers + (5 + 3 * kStages + 2 * kParts) * 8;
+  static constexpr int kShared = kBarriers + (4 + 3 * kStages + 2 * kParts) * 8;
   // Warps that take tiles from the one thread that has taken them from the list.
   static constexpr int kTakers = Sm90Block::kConsumerWarps + 3;
 };
@@ -90,27 +90,25 @@ struct FusedStorage {
   // them any more.
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + S::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t resident_full() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t resident_ready() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t resident_empty() const { return barrier(2); }
-  __device__ __forceinline__ uint32_t work_full() const { return barrier(3); }
-  __device__ __forceinline__ uint32_t work_empty() const { return barrier(4); }
-  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(5 + stage); }
+  __device__ __forceinline__ uint32_t resident_empty() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t work_full() const { return barrier(2); }
+  __device__ __forceinline__ uint32_t work_empty() const { return barrier(3); }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(4 + stage); }
   __device__ __forceinline__ uint32_t ready(int stage) const {
-    return barrier(5 + S::kStages + stage);
+    return barrier(4 + S::kStages + stage);
   }
   __device__ __forceinline__ uint32_t empty(int stage) const {
-    return barrier(5 + 2 * S::kStages + stage);
+    return barrier(4 + 2 * S::kStages + stage);
   }
   __device__ __forceinline__ uint32_t part_full(int stage) const {
-    return barrier(5 + 3 * S::kStages + stage);
+    return barrier(4 + 3 * S::kStages + stage);
   }
   __device__ __forceinline__ uint32_t part_empty(int stage) const {
-    return barrier(5 + 3 * S::kStages + S::kParts + stage);
+    return barrier(4 + 3 * S::kStages + S::kParts + stage);
   }
 
   __device__ __forceinline__ void init() const {
     ptx::barrier_init(resident_full(), 1);
-    ptx::barrier_init(resident_ready(), 1);
     ptx::barrier_init(resident_empty(), S::kConsumerWarps);  // mutant: sm90-fused-init-resident
     ptx::barrier_init(work_full(), 1);
     ptx::barrier_init(work_empty(), S::kTakers);  // mutant: sm90-fused-init-work
@@ -244,7 +242,8 @@ __device__ __forceinline__ void produce(const AttentionGradParams& params,
 }
 
 // Two warps, `which` 0 and 1: each sees to one of the tensors that stream, to the queries' lse or
-// delta, and the first to the keys past the segment's end, which are the next segment's.
+// delta, and the first, before them, to the keys past the segment's end, which are the next
+// segment's.
 template <int kDim>
 __device__ __forceinline__ void follow(const AttentionGradParams& params,
                                        const FusedStorage<kDim>& storage, int which) {
@@ -264,7 +263,6 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
       ptx::barrier_wait(storage.resident_full(), taken ^ 1);
       // mutant: sm90-fused-follower-zero-keys
       if (keys < kTileRows) zero_rows<kDim, kTileRows>(storage.resident(0), keys);
-      release(storage.resident_ready());
     }
     const int all = work.tile.length - work.first;
     const int64_t first_row = which * p.heads + work.head * work.group;
@@ -314,10 +312,9 @@ __device__ __forceinline__ void add_parts(const AttentionGradParams& params,
       int64_t place = part_at(p, work.tile, work.head * work.group + head, work.first);
 #pragma unroll 1
       for (int step = 0; step < work.steps; ++step, ++place) {
-        // mutant: sm90-fused-add-wait-full
-        ptx::barrier_wait(storage.part_full(parts.stage), parts.parity);
-        __syncwarp();  // mutant: sm90-fused-add-syncwarp
         if (threadIdx.x % kWarpSize == 0) {
+          // mutant: sm90-fused-add-wait-full
+          ptx::barrier_wait(storage.part_full(parts.stage), parts.parity);
           int* const done = params.done + 1 + place;
           ptx::wait_count(done, turn);      // mutant: sm90-fused-add-wait-turn
           ptx::fence_async_proxy_global();  // mutant: sm90-fused-add-fence
@@ -469,8 +466,8 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
           ptx::Wgmma<Math, kColumns>::deep(reinterpret_cast<float (&)[kColumns / 2]>(dq),
                                            a + n * 128, b + n * S::kRowBytes, n > 0);
         }
+        ptx::wgmma_commit();
       }
-      ptx::wgmma_commit();
     };
     // dQ goes to the warp that adds it.
     const auto hand_over = [&] {
@@ -498,7 +495,6 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
       start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, storage.stream(0, ring.stage));
     };
 
-    ptx::barrier_wait(storage.resident_ready(), taken ^ 1);  // mutant: sm90-fused-wait-resident
     start_scores();
     ptx::wgmma_wait<0>();  // mutant: sm90-fused-wait-first
     ptx::wgmma_results(s);
@@ -645,7 +641,7 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
 
 int sm90_fused_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
-  if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff || f.heads > 0x7fff) {
+  if (f.dtype == DType::kFloat32 || f.tokens > 0x7fffffff || !p.dq_sum || !p.done) {
     return cudaErrorInvalidValue;
   }
   if (f.segments == 0) return cudaSuccess;
