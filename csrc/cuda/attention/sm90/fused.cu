@@ -495,6 +495,8 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
       start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, storage.stream(0, ring.stage));
     };
 
+    // Over before the first step is ready; without this branch ptxas waits for each product.
+    ptx::barrier_wait(storage.resident_full(), taken ^ 1);
     start_scores();
     ptx::wgmma_wait<0>();  // mutant: sm90-fused-wait-first
     ptx::wgmma_results(s);
