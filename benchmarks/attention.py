@@ -54,6 +54,12 @@ BARS = {
     (True, "bfloat16", True): 3.2,
 }
 CEILING_BARS = {(False, "float32", False): 85.0, (False, "float32", True): 85.0}
+if ceilings.on_amx():  # torch's products run there too
+    BARS |= {(False, "bfloat16", False): 1.3, (False, "bfloat16", True): 1.5}
+    BARS |= {(True, "bfloat16", False): 3.0, (True, "bfloat16", True): 3.0}
+    CEILING_BARS |= {(False, "bfloat16", False): 45.0, (False, "bfloat16", True): 45.0}
+#: The same of vision_attention in windows, on AMX in bf16: backward -> bar.
+VISION_BARS = {False: 6.0, True: 5.0}
 
 #: Name -> grid of the images, patches; window_size makes Qwen2.5-VL's windows of it.
 GRIDS: dict[str, list[list[int]]] = {
@@ -303,6 +309,8 @@ def vision_comparison(
         q, k, v = qkv.unbind(1)
         return attend(rotate(q, table), rotate(k, table), v.contiguous())
 
+    on_tiles = context.device == "cpu" and dtype == torch.bfloat16 and ceilings.on_amx()
+    barred = on_tiles and window and not context.quick
     flops = 4.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths) * (3.5 if backward else 1)
     if context.device == "cuda" and window:  # bound by memory: qkv, out, their gradients; the table
         traffic = dout.numel() * dout.element_size() * (4 + (8 if backward else 0))
@@ -321,6 +329,7 @@ def vision_comparison(
         },
         ceilings=limits,
         check=_close(dtype),
+        bar=VISION_BARS[backward] if barred else None,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch  # first: the compiled file then shares torch's OpenMP runtime
 
 from benchmarks.harness import ROOT, Ceiling, Context, say
+from vlmkernels import _native
 
 SOURCE = Path(__file__).with_name("ceilings.cpp")
 PREFETCH = 512  # floats: 2 KB ahead
@@ -62,11 +63,16 @@ def _cpu_flags() -> bytes:
     return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
 
 
+def on_amx() -> bool:
+    """Whether bf16 is multiplied on AMX tiles, by us and by torch."""
+    return bool(_native._C.isa() == "amx_bf16")
+
+
 def arithmetic(flops: float, dtype: torch.dtype, context: Context) -> dict[str, Ceiling]:
-    """The peak of multiply-adds at `dtype` for work of `flops`."""
-    if context.device == "cuda":
-        size = 4096
-        a = torch.randn(size, size, device="cuda").to(dtype)
+    """The peak of multiply-adds at `dtype` for `flops`; of tiles, a large product's rate."""
+    if context.device == "cuda" or (dtype == torch.bfloat16 and on_amx()):
+        size = 4096 if context.device == "cuda" else 2048
+        a = torch.randn(size, size, device=context.device).to(dtype)
         work = 2.0 * size**3
         matmul = functools.partial(torch.matmul, a, a)
         return {f"{size}^3 matmul": Ceiling(matmul, flops / work, work * 1e-9, "GFLOP/s")}

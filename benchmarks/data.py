@@ -36,7 +36,9 @@ def mix(spec: ModelSpec, samples: int) -> tuple[np.ndarray, np.ndarray]:
     start = np.cumsum([0, *(len(sample) for sample in data.grids)])
     grids = np.array([grid for sample in data.grids for grid in sample])
     lengths = np.array(data.tokens)
-    costs = np.rint(16 * sample_costs(lengths, start, grids, spec).sum(1)).astype(np.int64)
+    targets = np.array(data.targets)
+    exact = sample_costs(lengths, targets, start, grids, spec).sum(1)
+    costs = np.rint(16 * exact).astype(np.int64)
     copies = -(-samples // len(lengths))
     return np.tile(lengths, copies)[:samples], np.tile(costs, copies)[:samples]
 

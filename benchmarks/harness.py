@@ -9,6 +9,7 @@ ratio is the median of the ratios within rounds, not a quotient of medians taken
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import random
@@ -212,6 +213,8 @@ class Comparison:
     tokens: int | None = None  # tokens a call, for tokens/s
     bar: float | None = None  # the ratio to reach
     ceiling_bar: float | None = None  # the percentage of the ceiling to reach
+    results_bytes: int | None = None  # if known: the memory needed beside them is measured
+    memory_bar: float | None = None  # how many times as much the best peer must need
 
 
 @dataclass
@@ -240,6 +243,15 @@ class Row:
     peer_tokens_per_second: float | None = None
     bar: float | None = None
     ceiling_bar: float | None = None
+    extra_mb: dict[str, float] | None = None  # "ours" and peers: most memory beside results
+    memory_bar: float | None = None
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Best peer's / ours."""
+        if not self.extra_mb or self.best_peer is None:
+            return None
+        return self.extra_mb[self.best_peer] / max(self.extra_mb["ours"], 1e-3)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -346,7 +358,37 @@ def compare(comparison: Comparison, context: Context) -> Row:
         calls=calls,
         timer=timer,
     )
-    return make_row(comparison, context, timings, peers, skipped)
+    row = make_row(comparison, context, timings, peers, skipped)
+    # Where glibc never gives memory back there is nothing to be seen.
+    if comparison.results_bytes is not None and context.memory != FAULT_FREE:
+        row.extra_mb = {
+            name: (peak_memory(runs[name], context.device) - comparison.results_bytes) / 1e6
+            for name in ["ours", *peers]
+        }
+        row.memory_bar = comparison.memory_bar
+    return row
+
+
+def peak_memory(run: Run, device: str = "cpu") -> int:
+    """Bytes by which this process (Linux), or what torch holds on the GPU, grows at most while
+    `run` runs."""
+    if device == "cuda":
+        import torch
+
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(x for x in lines if x.startswith(name)).split()[1])
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    run()
+    return status("VmHWM") - before
 
 
 def make_row(

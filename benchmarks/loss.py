@@ -1,11 +1,10 @@
-"""linear_cross_entropy beside F.linear and F.cross_entropy, torch's F.linear_cross_entropy and
-Liger's chunks of rows. `python -m benchmarks.loss` prints the memory that each needs.
+"""linear_cross_entropy beside F.linear and F.cross_entropy, torch's F.linear_cross_entropy, Liger's
+chunks of rows and Megatron's vocabulary-parallel loss, time and memory.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import ceilings
-from benchmarks.harness import Comparison, Context, Row, compare, say
+from benchmarks.harness import FAULT_FREE, Ceiling, Comparison, Context, Row, compare, say
 from vlmkernels import linear_cross_entropy
 
 IGNORE = -100
@@ -66,7 +65,7 @@ def _liger(x: Inputs) -> Callable[[], Result]:
     def run() -> Result:
         rows, weight = x.hidden.detach(), x.weight.detach()
         dhidden, dweight = torch.empty_like(rows), torch.zeros_like(weight)
-        loss, count = torch.zeros(()), (x.targets != IGNORE).sum()
+        loss, count = torch.zeros((), device=rows.device), (x.targets != IGNORE).sum()
         for begin in range(0, tokens, size):
             part = slice(begin, begin + size)
             labels = x.targets[part]
@@ -85,11 +84,42 @@ def _liger(x: Inputs) -> Callable[[], Result]:
     return run
 
 
+def _megatron(x: Inputs) -> Callable[[], Result]:
+    """megatron-core's VocabParallelCrossEntropy on one rank, losses masked as its trainer does."""
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy as Parts
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+            logits, largest = Parts.calculate_logits_max(logits)
+            classes = logits.shape[-1]
+            mask, picked, predicted, total, exp = Parts.calculate_predicted_logits(
+                logits, targets, largest, 0, classes
+            )
+            softmax, loss = Parts.calculate_cross_entropy_loss(exp, predicted, total)
+            ctx.save_for_backward(softmax, mask, picked)
+            return loss
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            softmax, mask, picked = ctx.saved_tensors
+            rows, places, update, out = Parts.prepare_gradient_calculation_operands(softmax, mask)
+            return Parts.calculate_gradients(rows, places, picked, update, out, grad), None
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        counted = (targets != IGNORE).float()
+        return (Loss.apply(F.linear(hidden, weight), targets) * counted).sum() / counted.sum()
+
+    return _step(x, loss)
+
+
 def peers(x: Inputs) -> dict[str, Callable[[], Result]]:
     found = {
         "F.linear, F.cross_entropy": _step(x, lambda h, w, t: F.cross_entropy(F.linear(h, w), t)),
         "Liger's chunks": _liger(x),
     }
+    if importlib.util.find_spec("megatron") is not None:
+        found["Megatron's"] = _megatron(x)
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13
         options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
         found["F.linear_cross_entropy"] = _step(x, F.linear_cross_entropy)
@@ -97,6 +127,10 @@ def peers(x: Inputs) -> dict[str, Callable[[], Result]]:
             x, lambda h, w, t: F.linear_cross_entropy(h, w, t, options=options)
         )
     return found
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _same(theirs: Result, ours: Result) -> str | None:
@@ -114,6 +148,7 @@ def dense(x: Inputs, context: Context, bar: float) -> Comparison:
         ours=_step(x, linear_cross_entropy),
         peers=peers(x),
         check=_same,
+        results_bytes=_bytes(x.hidden, x.weight),
         **_common(x, context, bar),
     )
 
@@ -145,6 +180,7 @@ def into_main_grad(x: Inputs, context: Context, bar: float) -> Comparison:
         ours=ours,
         peers={f"{name}; add": added(step) for name, step in peers(x).items()},
         check=same,
+        results_bytes=_bytes(x.hidden),
         **_common(x, context, bar),
     )
 
@@ -155,57 +191,73 @@ def _common(x: Inputs, context: Context, bar: float) -> dict[str, Any]:
     return dict(
         shape=f"[{tokens}, {hidden}], {x.counted / tokens:.0%} targets, {classes} classes",
         dtype=str(dtype)[6:],
-        ceilings=ceilings.arithmetic(6.0 * x.counted * hidden * classes, dtype, context),
+        ceilings=products(x)
+        | ceilings.arithmetic(6.0 * x.counted * hidden * classes, dtype, context),
         bar=None if context.quick else bar,
+        memory_bar=None if context.quick else 8.0,
     )
+
+
+def products(x: Inputs) -> dict[str, Ceiling]:
+    """The three products that no formulation can do without, by torch and of at most 512 rows: what
+    ours would take if the kernel and the chunks cost nothing."""
+    rows = min(512, x.counted)
+    hidden, weight = x.hidden.detach()[:rows], x.weight.detach()
+    logits = torch.zeros(rows, len(weight), dtype=weight.dtype, device=weight.device)
+    dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def run() -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(logits, weight, out=dhidden)
+        torch.mm(logits.t(), hidden, out=dweight)
+
+    work = 6e-9 * rows * weight.numel()
+    return {f"{rows} rows' products": Ceiling(run, x.counted / rows, work, "GFLOP/s")}
+
+
+#: Tokens and hidden size of the larger models, measured once, as memory comes.
+LARGER = {"8192 tokens": (8192, 1536), "h 3584": (2048, 3584)}
+CLASSES = 151936
+
+
+def _needed(tokens: int, hidden: int, item: int) -> int:
+    """Bytes of the hungriest peer: logits and their gradient, in float32 where Megatron's are, the
+    weight, two gradients of it and the ceiling's."""
+    return tokens * CLASSES * (item + 8) + 4 * CLASSES * hidden * item + 512 * CLASSES * item
 
 
 def parts(context: Context) -> list[str | None]:
     """A process each: gradients of gigabytes must not stay for the next."""
-    return [f"{dtype}, {share}%" for dtype in ("float32", "bfloat16") for share in (100, 25)]
+    found: list[str | None] = []
+    for share in (100, 25):
+        found += [f"{dtype}, {share}%" for dtype in ("float32", "bfloat16")]
+        if context.memory != FAULT_FREE and not context.quick:
+            found += [f"bfloat16, {share}%, {size}" for size in LARGER]
+    return found
 
 
 def rows(context: Context) -> Iterator[Row]:
-    if context.device == "cuda":
-        say("loss: linear_cross_entropy runs on the CPU only")
-        return
-    sizes = (256, 128, 8192) if context.quick else (2048, 1536, 151936)
     for part in [context.part] if context.part else parts(context):
-        dtype, share = str(part).rstrip("%").split(", ")
-        x = make(*sizes, getattr(torch, dtype), int(share) / 100)
+        dtype, share, *size = str(part).replace("%", "").split(", ")
         bar = 1.15 if share == "100" else 3.0
+        tokens, hidden = LARGER[size[0]] if size else (2048, 1536)
+        kind = getattr(torch, dtype)
+        if context.quick:
+            tokens, hidden, classes = 256, 128, 8192
+        else:
+            classes = CLASSES
+            if (missing := _needed(tokens, hidden, kind.itemsize) - available(context.device)) > 0:
+                say(f"loss, {part}: left out, {missing / 1e9:.1f} GB of memory are missing")
+                continue
+        x = make(tokens, hidden, classes, kind, int(share) / 100, context.device)
         yield compare(dense(x, context, bar), context)
-        if dtype == "bfloat16":
+        if dtype == "bfloat16" and not size:
             yield compare(into_main_grad(x, context, bar), context)
 
 
-# ---- memory --------------------------------------------------------------------------------------
-
-
-def peak_memory(run: Callable[[], Any]) -> int:
-    """Bytes by which this process grew at most while `run` ran (Linux)."""
-
-    def status(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * int(next(x for x in lines if x.startswith(name)).split()[1])
-
-    run()
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    run()
-    return status("VmHWM") - before
-
-
-def memory(tokens: int) -> None:
-    """A line for each contestant: the most that it needs beside inputs and gradients, in MB."""
-    for dtype in (torch.float32, torch.bfloat16):
-        x = make(tokens, 1536, 151936, dtype, 1.0)
-        gradients = sum(t.numel() * t.element_size() for t in (x.hidden, x.weight))
-        for name, run in {"ours": _step(x, linear_cross_entropy), **peers(x)}.items():
-            extra = (peak_memory(run) - gradients) / 1e6
-            print(f"{str(dtype)[6:]:9} {tokens} tokens  {name:32} {extra:8.0f} MB", flush=True)
-
-
-if __name__ == "__main__":
-    memory(int(sys.argv[1]) if len(sys.argv) > 1 else 2048)
+def available(device: str) -> int:
+    """Bytes of memory that are free (Linux), or free on the GPU."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * int(next(x for x in lines if x.startswith("MemAvailable")).split()[1])

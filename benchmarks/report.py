@@ -192,6 +192,9 @@ def line(row: Row) -> str:
     if row.tokens_per_second:
         peer = _number(row.peer_tokens_per_second, 0)
         tokens = f"  {row.tokens_per_second:.0f} tokens/s, peer {peer}"
+    if row.extra_mb:
+        others = _number(row.extra_mb.get(row.best_peer or ""), 0)
+        tokens += f"  {row.extra_mb['ours']:.0f} MB, peer {others}"
     return (
         f"{row.op:<40} {row.shape:<44} {row.dtype:<9} {row.threads:>3} "
         f"{_milliseconds(row.ours_ms):>7} ms {_milliseconds(row.best_peer_ms):>7} ms "
@@ -207,9 +210,12 @@ def _verdict(row: Row) -> str:
     percent = row.percent_of_ceiling
     if row.ceiling_bar is not None and (percent is None or percent < row.ceiling_bar):
         missed.append(f"{row.ceiling_bar:g}%")
+    if row.memory_bar is not None and (row.memory_ratio or 0) < row.memory_bar:
+        missed.append(f"1/{row.memory_bar:g} of the memory")
     if missed:
         return "misses " + " and ".join(missed)
-    return "met" if row.bar is not None or row.ceiling_bar is not None else ""
+    bars = row.bar, row.ceiling_bar, row.memory_bar
+    return "met" if any(bar is not None for bar in bars) else ""
 
 
 def _table(rows: list[Row]) -> list[str]:
@@ -257,6 +263,16 @@ def _training(rows: list[Row]) -> list[str]:
             f"{_number(row.peer_tokens_per_second, 0)} tokens/s; ratio {_number(row.ratio, 2)}."
             + (WHOLE_STEP if (row.best_peer or "").endswith("one padded batch a step") else "")
         )
+    return ["", *out] if out else []
+
+
+def _memory(rows: list[Row]) -> list[str]:
+    """The most memory beside results, where a row has it."""
+    out = []
+    for row in rows:
+        if row.extra_mb:
+            each = ", ".join(f"{name} {mb:.0f}" for name, mb in row.extra_mb.items())
+            out.append(f"- {row.op}, {row.shape}, {row.dtype}: MB beside results: {each}.")
     return ["", *out] if out else []
 
 
@@ -378,6 +394,7 @@ def render(
         for memory, text in _TITLES.items():
             if chosen := [row for row in rows if row.memory == memory]:
                 out += ["", f"### {text}", "", *_table(chosen), *_training(chosen)]
+                out += _memory(chosen)
         out += _others(rows)
     out += _checks(checks or {})
     out += _timelines(timelines or {})

@@ -239,8 +239,11 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
     return seen
 
 
-def embedding_launch(kernel: str) -> tuple[int, int]:
-    """The same of a kernel of embedding.cu: kThreads, or kLongThreads with that many sums."""
+def other_launch(kernel: str) -> tuple[int, int]:
+    """The same of a kernel of cross_entropy.cu, kMostThreads and a word a warp, or of embedding.cu:
+    kThreads, or kLongThreads with that many sums."""
+    if kernel.startswith("cross_entropy"):
+        return 512, 512 // 32 * 4
     if not kernel.startswith("reduce_long_runs"):
         return 128, 0
     sums = next(n for name, n in (("Fp32x4", 4), ("x8", 8), ("x1", 1)) if name in kernel)
@@ -302,7 +305,7 @@ def measure() -> dict[str, Any]:
                 static = re.search(r"(\d+) bytes smem", rest)
                 shared = int(static[1]) if static else 0
                 assert not launched or mangled in launched, f"no launch of {names[mangled]}"
-                threads, dynamic = launched.get(mangled) or embedding_launch(names[mangled])
+                threads, dynamic = launched.get(mangled) or other_launch(names[mangled])
                 code = codes[architecture][mangled]
                 kernels[f"sm_{architecture}"][names[mangled]] = {
                     "registers": int(registers),

@@ -140,6 +140,30 @@ def test_compare_leaves_out_wrong_failing_and_hopeless_peers() -> None:
     assert row.ratio is not None and row.ratio > 0  # its value is the machine's
 
 
+def test_memory_beside_results() -> None:
+    """What a contestant holds at most and gives back, less its results."""
+
+    def needs(megabytes: int) -> Any:
+        return lambda: torch.ones(megabytes, 250_000).sum()
+
+    comparison = Comparison(
+        op="op",
+        shape="s",
+        dtype="float32",
+        ours=needs(40),  # glibc keeps what is below 32 MB
+        peers={"peer": needs(160)},
+        results_bytes=1_000_000,
+        memory_bar=8.0,
+    )
+    row = harness.compare(comparison, Context(quick=True, seconds=0.5))
+    assert row.extra_mb is not None and row.memory_ratio is not None
+    assert 38.5 <= row.extra_mb["ours"] < 45 and 158.5 <= row.extra_mb["peer"] < 165
+    assert 3.4 < row.memory_ratio < 4.4 and "misses 1/8 of the memory" in report._verdict(row)
+    assert "MB beside results: ours " in report._memory([row])[1]
+    fault_free = Context(quick=True, seconds=0.5, memory=harness.FAULT_FREE)
+    assert harness.compare(comparison, fault_free).extra_mb is None
+
+
 def test_run_delay_counts_up() -> None:
     first = harness.run_delay()
     assert first >= 0

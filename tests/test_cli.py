@@ -21,7 +21,8 @@ from vlmtrain.telemetry import command as report_command
 OPTIONS = """
 model data output nproc
 train.steps train.epochs train.pack_length train.global_batch train.precision train.seed
-train.log_every train.wandb
+train.log_every train.wandb train.rehearse train.fit
+train.on_spike train.timeout
 optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay optimizer.beta1
 optimizer.beta2 optimizer.eps optimizer.clip optimizer.offload_fraction optimizer.offload_schedule
 parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence

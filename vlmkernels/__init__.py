@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch as _torch  # noqa: F401  first: the native module then shares torch's OpenMP runtime
 
 from .attention.api import varlen_attention, vision_attention
+from .embedding.add import add_visual_
 from .embedding.lookup import scatter_visual, scatter_visual_, visual_embedding
 from .embedding.row_exchange import exchange_rows, row_exchange
 from .embedding.visual_index import visual_index
@@ -19,6 +20,7 @@ __all__ = [
     "HybridDeviceOptimizer",
     "PinnedArena",
     "VisionLayout",
+    "add_visual_",
     "exchange_rows",
     "linear_cross_entropy",
     "patchify",

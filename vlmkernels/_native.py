@@ -174,13 +174,14 @@ def once(op: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def set_isa(name: str) -> None:
-    """For tests: run "generic", "avx2", "avx512" or "avx512_bf16" kernels from here on; "": those
-    chosen for this machine."""
+    """For tests: run the kernels of one of available_isas() from here on; "": those chosen for this
+    machine."""
     _C.set_isa(name)
 
 
 def available_isas() -> list[str]:
-    """The instruction sets compiled in that this machine runs, plainest first."""
+    """The instruction sets compiled in that this machine runs, plainest first; "amx_emulated", the
+    kernels of "amx_bf16" for tests on any AVX-512, is the last and never chosen by itself."""
     return _C.available_isas()
 
 

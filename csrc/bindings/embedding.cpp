@@ -31,6 +31,19 @@ EmbeddingParams embedding_params(uintptr_t ids, uintptr_t visual_index, uintptr_
           static_cast<DType>(out_dtype)};
 }
 
+EmbeddingAddParams embedding_add_params(uintptr_t visual_index, uintptr_t visual, uintptr_t out,
+                                        int64_t first, int64_t rows, int64_t hidden,
+                                        int64_t visual_rows, int dtype) {
+  return {pointer<const int32_t>(visual_index),
+          pointer<const void>(visual),
+          pointer<void>(out),
+          first,
+          rows,
+          hidden,
+          visual_rows,
+          static_cast<DType>(dtype)};
+}
+
 EmbeddingGatherParams embedding_gather_params(uintptr_t visual_index, uintptr_t grad,
                                               uintptr_t inverse, uintptr_t dvisual, int64_t first,
                                               int64_t rows, int64_t hidden, int64_t visual_rows,
@@ -72,6 +85,10 @@ void register_embedding(py::module_& m) {
           "rows"_a, "hidden"_a, "vocab_start"_a, "vocab_rows"_a, "visual_rows"_a, "partial"_a,
           "table_dtype"_a, "visual_dtype"_a, "out_dtype"_a, device..., VLMK_NO_GIL);
   };
+  const auto add = [&](const char* name, auto function, auto... device) {
+    m.def(name, function, "visual_index"_a, "visual"_a, "out"_a, "first"_a, "rows"_a, "hidden"_a,
+          "visual_rows"_a, "dtype"_a, device..., VLMK_NO_GIL);
+  };
   const auto gather = [&](const char* name, auto function, auto... device) {
     m.def(name, function, "visual_index"_a, "grad"_a, "inverse"_a, "dvisual"_a, "first"_a, "rows"_a,
           "hidden"_a, "visual_rows"_a, "grad_dtype"_a, "dvisual_dtype"_a, device..., VLMK_NO_GIL);
@@ -82,10 +99,12 @@ void register_embedding(py::module_& m) {
           VLMK_NO_GIL);
   };
   forward("embedding_forward", on_cpu(embedding_params, embedding_forward));
+  add("embedding_add", on_cpu(embedding_add_params, embedding_add));
   gather("embedding_gather", on_cpu(embedding_gather_params, embedding_gather));
   reduce("embedding_reduce", on_cpu(embedding_reduce_params, embedding_reduce));
 #ifdef VLMKERNELS_WITH_CUDA
   forward("embedding_forward_cuda", on_cuda(embedding_params, embedding_forward_cuda), "stream"_a);
+  add("embedding_add_cuda", on_cuda(embedding_add_params, embedding_add_cuda), "stream"_a);
   gather("embedding_gather_cuda", on_cuda(embedding_gather_params, embedding_gather_cuda),
          "stream"_a);
   reduce("embedding_reduce_cuda", on_cuda(embedding_reduce_params, embedding_reduce_cuda),

@@ -2,6 +2,10 @@
 
 #include "bindings/bindings.h"
 
+#ifdef VLMKERNELS_WITH_CUDA
+#include "cuda/loss/cross_entropy.h"
+#endif
+
 namespace vlmk {
 namespace {
 
@@ -31,10 +35,16 @@ CrossEntropyParams cross_entropy_params(uintptr_t logits, uintptr_t targets, uin
 }  // namespace
 
 void register_loss(py::module_& m) {
-  m.def("cross_entropy", on_cpu(cross_entropy_params, cross_entropy), "logits"_a, "targets"_a,
-        "row_max"_a, "row_sum"_a, "target_logit"_a, "logit_sum"_a, "scale"_a, "rows"_a, "columns"_a,
-        "first_class"_a, "classes"_a, "label_smoothing"_a, "z_loss"_a, "statistics"_a, "dtype"_a,
-        VLMK_NO_GIL);
+  // `device...` is the stream on CUDA, and nothing on the CPU.
+  const auto add = [&](const char* name, auto function, auto... device) {
+    m.def(name, function, "logits"_a, "targets"_a, "row_max"_a, "row_sum"_a, "target_logit"_a,
+          "logit_sum"_a, "scale"_a, "rows"_a, "columns"_a, "first_class"_a, "classes"_a,
+          "label_smoothing"_a, "z_loss"_a, "statistics"_a, "dtype"_a, device..., VLMK_NO_GIL);
+  };
+  add("cross_entropy", on_cpu(cross_entropy_params, cross_entropy));
+#ifdef VLMKERNELS_WITH_CUDA
+  add("cross_entropy_cuda", on_cuda(cross_entropy_params, cross_entropy_cuda), "stream"_a);
+#endif
 }
 
 }  // namespace vlmk

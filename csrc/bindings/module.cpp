@@ -8,7 +8,7 @@ namespace {
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
-  for (int i = 0; i <= static_cast<int>(Isa::kAvx512Bf16); ++i) {
+  for (int i = 0; i <= static_cast<int>(Isa::kAmxEmulated); ++i) {
     const auto isa = static_cast<Isa>(i);
     if (isa_available(isa)) names.emplace_back(isa_name(isa));
   }
@@ -38,6 +38,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   m.def("isa", [] { return std::string(isa_name(active_isa())); });
   m.def("available_isas", &available_isas);
+  m.def("why_no_amx", &why_no_amx);
   m.def("set_isa", &set_isa, "name"_a);
   m.def("poison_scratch", &poison_scratch, "on"_a);
   register_attention(m);

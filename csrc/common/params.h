@@ -143,6 +143,19 @@ struct EmbeddingParams {
   DType out_dtype;
 };
 
+// out[i] += visual[visual_index[first + i]] where that index is >= 0, rounded once; other rows
+// stay.
+struct EmbeddingAddParams {
+  const int32_t* visual_index;  // [S]
+  const void* visual;           // [n, h], dtype
+  void* out;                    // [R, h], dtype
+  int64_t first;                // position of the first row of the shard
+  int64_t rows;                 // R
+  int64_t hidden;               // h
+  int64_t visual_rows;          // n
+  DType dtype;
+};
+
 // dvisual[r] = grad[i] where visual_index[first + i] == r, zero where no position names r.
 struct EmbeddingGatherParams {
   const int32_t* visual_index;  // [S]
@@ -178,6 +191,27 @@ struct EmbeddingReduceParams {
   DType grad_dtype;
   DType dweight_dtype;
   bool accumulate;  // add the sum, in fp32, to what dweight holds; rows without a key stay
+};
+
+// Rows of logits to statistics and, in their place, gradients. N = rows, C = columns, which are
+// classes [first_class, first_class + C). A row's statistics may be of many calls: each adds its
+// columns. Gradients take them as they are then.
+struct CrossEntropyParams {
+  void* logits;            // [N, C], dtype
+  const int64_t* targets;  // [N], a class; one of other columns than these adds nothing
+  float* row_max;          // [N], at first the lowest float
+  float* row_sum;          // [N], sum of exp(logit - row_max), at first 0
+  float* target_logit;     // [N], at first 0
+  float* logit_sum;        // [N], at first 0; used with label_smoothing only
+  const float* scale;      // [N]: factor of each row's gradient, or null: logits are not written
+  int64_t rows;            // N
+  int64_t columns;         // C
+  int64_t first_class;
+  int64_t classes;  // in all, for label_smoothing
+  double label_smoothing;
+  double z_loss;
+  bool statistics;  // add these columns to the statistics first
+  DType dtype;
 };
 
 // out[row] = table[channel][pixel], rows in the order (slice, y/merge, x/merge, merge, merge),

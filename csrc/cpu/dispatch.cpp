@@ -8,11 +8,37 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace vlmk {
 namespace {
 
-constexpr Isa kAll[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16};
+constexpr Isa kAll[] = {Isa::kGeneric,    Isa::kAvx2,    Isa::kAvx512,
+                        Isa::kAvx512Bf16, Isa::kAmxBf16, Isa::kAmxEmulated};
+
+// "" if this process may use the tile registers and the processor multiplies bf16 there.
+const char* why_no_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  static const char* const why = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || ~edx & (kAmxBf16 | kAmxTile)) {
+      return "this processor, or its hypervisor, offers none";
+    }
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, asm/prctl.h
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) {
+      return "Linux refuses the tile registers (arch_prctl; they need Linux 5.16)";
+    }
+    return "";
+  }();
+  return why;
+#else
+  return "not an x86-64 Linux";
+#endif
+}
 
 bool cpu_has(Isa isa) {
   if (isa == Isa::kGeneric) return true;
@@ -26,8 +52,9 @@ bool cpu_has(Isa isa) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (isa == Isa::kAvx512) return avx512;
-  return avx512 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+  if (isa == Isa::kAvx512 || isa == Isa::kAmxEmulated) return avx512;
+  const bool bf16 = avx512 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 5 & 1);
+  return isa == Isa::kAvx512Bf16 ? bf16 : bf16 && !*why_no_tiles();
 #else
   return false;
 #endif
@@ -55,6 +82,18 @@ bool compiled(Isa isa) {
 #else
       return false;
 #endif
+    case Isa::kAmxBf16:
+#if defined(VLMKERNELS_HAVE_AVX512) && defined(VLMKERNELS_HAVE_AMX_BF16)
+      return true;
+#else
+      return false;
+#endif
+    case Isa::kAmxEmulated:
+#if defined(VLMKERNELS_HAVE_AVX512) && defined(VLMKERNELS_HAVE_AMX_EMULATED)
+      return true;
+#else
+      return false;
+#endif
   }
   return false;
 }
@@ -75,7 +114,7 @@ Isa choose() {
   if (name && *name) return parse(name, "VLMKERNELS_ISA");
   Isa best = Isa::kGeneric;
   for (Isa isa : kAll) {
-    if (isa_available(isa)) best = isa;
+    if (isa != Isa::kAmxEmulated && isa_available(isa)) best = isa;
   }
   return best;
 }
@@ -86,11 +125,16 @@ std::atomic<bool> forced{false};
 }  // namespace
 
 const char* isa_name(Isa isa) {
-  static constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16"};
+  static constexpr const char* kNames[] = {"generic",     "avx2",     "avx512",
+                                           "avx512_bf16", "amx_bf16", "amx_emulated"};
   return kNames[static_cast<int>(isa)];
 }
 
 bool isa_available(Isa isa) { return compiled(isa) && cpu_has(isa); }
+
+const char* why_no_amx() {
+  return compiled(Isa::kAmxBf16) ? why_no_tiles() : "the compiler of this build has no tiles";
+}
 
 Isa active_isa() {
   int isa = active.load(std::memory_order_relaxed);

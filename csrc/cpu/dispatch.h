@@ -9,12 +9,19 @@
 
 namespace vlmk {
 
-enum class Isa : int { kGeneric = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+// kAmxEmulated: the kernels of kAmxBf16 on what cpu/tile.h has in place of the tile instructions.
+// For tests on machines without AMX: never chosen, only asked for by name.
+enum class Isa : int { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16, kAmxEmulated };
 
-const char* isa_name(Isa isa);  // "generic", "avx2", "avx512", "avx512_bf16"
+// "generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_emulated"
+const char* isa_name(Isa isa);
 
-// Compiled in and supported by this CPU and operating system.
+// Compiled in and supported by this CPU and operating system. Of AMX, the first call asks Linux for
+// leave to use the tile registers, which holds for the process and its children.
 bool isa_available(Isa isa);
+
+// "" if kAmxBf16 is available, else why not.
+const char* why_no_amx();
 
 // The best available one, or VLMKERNELS_ISA's. Throws std::invalid_argument for an unknown name or
 // one that this machine can't run.
@@ -40,13 +47,15 @@ void set_isa(const char* name);
 #define VLMK_CASE_AVX512(function, ...) \
   case ::vlmk::Isa::kAvx512:            \
   case ::vlmk::Isa::kAvx512Bf16:        \
+  case ::vlmk::Isa::kAmxBf16:           \
+  case ::vlmk::Isa::kAmxEmulated:       \
     return avx512::function(__VA_ARGS__);
 #else
 #define VLMK_CASE_AVX512(function, ...)
 #endif
 
 // Calls generic::function, avx2::function or avx512::function. An op with kernels for AVX-512 BF16
-// writes its own switch.
+// or AMX writes its own switch.
 #define VLMK_DISPATCH(function, ...)         \
   switch (::vlmk::active_isa()) {            \
     VLMK_CASE_AVX512(function, __VA_ARGS__)  \

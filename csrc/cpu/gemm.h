@@ -16,21 +16,39 @@ namespace {
 // What one step of the depth is. An element of A is broadcast, one of B stands in each lane.
 struct Fp32 {
   using Element = float;
-  static constexpr int kStep = 1;  // of the depth, per element
+  static constexpr int kStep = 1;        // of the depth, per element
+  static constexpr bool kTiled = false;  // see tile_gemm.h
   static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) { return fma(x, y, sum); }
   static VLMK_MEMBER Vec broadcast(const float* p) { return set1(*p); }
 };
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(VLMK_TILES)
+#define VLMK_BF16_PANELS
 // Words of a and b alternating: a's lane i below b's lane i.
 VLMK_INLINE __m512i interleave(__m256i a, __m256i b) {
   const __m512i wide = _mm512_cvtepu16_epi32(a);
   return _mm512_or_si512(wide, _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
 }
 
+// Two vectors rounded to bf16: lane by lane, `even`'s below `odd`'s.
+VLMK_INLINE Vec pair_bf16(Vec even, Vec odd) {
+#if defined(__AVX512BF16__)
+  const __m512i in_turn = interleave(
+      _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+      _mm256_setr_epi16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31));
+  const auto halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+  return _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_turn, halves));
+#else
+  return _mm512_castsi512_ps(interleave(narrow(even, BFloat16{}), narrow(odd, BFloat16{})));
+#endif
+}
+#endif
+
+#if defined(__AVX512BF16__)
 // Two bf16 values of consecutive depth in each element, products summed in fp32.
 struct Bf16Pairs {
   using Element = uint32_t;
   static constexpr int kStep = 2;
+  static constexpr bool kTiled = false;
   static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y));
   }
@@ -39,11 +57,7 @@ struct Bf16Pairs {
     std::memcpy(&bits, p, sizeof bits);
     return _mm512_castsi512_ps(_mm512_set1_epi32(bits));
   }
-  // Two vectors rounded to bf16: lane by lane, `even`'s below `odd`'s.
-  static VLMK_MEMBER Vec pair(Vec even, Vec odd) {
-    return _mm512_castsi512_ps(interleave(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(even)),
-                                          reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(odd))));
-  }
+  static VLMK_MEMBER Vec pair(Vec even, Vec odd) { return pair_bf16(even, odd); }
 };
 #endif
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from tools.cudasim.ptx.ptxtypes import SimError
 
-from .cases import embedding, tiled, vision, window
-from .cases.embedding import Pack, check_forward
+from .cases import embedding, loss, tiled, vision, window
+from .cases.embedding import Pack, check_add, check_forward
 from .cases.tiled import check_flash
 from .cases.vision import VisionCase, check_tiled
 from .cases.window import Case, run_attention
@@ -41,6 +41,12 @@ def _bad_index(kernels: Any, rng: np.random.Generator) -> None:
     pack = Pack(rng, 10, 16, "float32", share=1.0)
     pack.index[4] = pack.visual_rows
     _refused(f"visual_index[4] is {pack.visual_rows}", check_forward, kernels, pack)
+
+
+def _bad_index_to_add(kernels: Any, rng: np.random.Generator) -> None:
+    pack = Pack(rng, 10, 16, "float32", share=1.0)
+    pack.index[9] = pack.visual_rows
+    _refused(f"add_visual_: visual_index[9] is {pack.visual_rows}", check_add, kernels, pack)
 
 
 def _gap(case: Callable[[np.random.Generator], Any], tiled: bool = False) -> Check:
@@ -138,5 +144,7 @@ CASES: dict[str, dict[str, Check]] = {
             k, r, [70], 1, DIM, queries=True, fused=True
         )
     },
-    "embedding": {"bad index": _bad_index} | embedding.small_suite(),
+    "embedding": {"bad index": _bad_index, "bad index to add": _bad_index_to_add}
+    | embedding.small_suite(),
+    "loss": loss.small_suite(),
 }

@@ -21,7 +21,10 @@ FAMILIES = {
     "sm90-fused": ("sm90", 90),
     "sm90-vision": ("sm90_vision", 90),
     "embedding": ("embedding", 80),
+    "loss": ("loss", 80),
 }
+#: Launchers whose names follow no family's.
+ALONE = {"tiles": "list_tiles", "loss": "cross_entropy"}
 
 
 @dataclass
@@ -39,7 +42,7 @@ class Emulated:
         return Device(self.library, seed, self.mutant, self.capability)
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
-        name = "list_tiles" if launcher == "tiles" else f"{self.prefix}_{launcher}"
+        name = ALONE.get(launcher, f"{self.prefix}_{launcher}")
         if name == "sm90_backward" and params.dq_sum:
             name = "sm90_fused_backward"
         function = self.library.function(f"{name}_cuda")

@@ -15,7 +15,7 @@ import numpy as np
 from tools.cudasim import CSRC
 from tools.cudasim.fibers.build import build
 
-from .cases import embedding, tiled, vision, window
+from .cases import embedding, loss, tiled, vision, window
 from .cases.vision import VisionCase, check_vision
 from .cases.window import Case, check_window
 from .emulated import kernels_of
@@ -31,6 +31,7 @@ def main(schedules: int) -> None:
         for schedule in range(schedules):
             suites = [
                 ("embedding", embedding.small_suite()),
+                ("loss", loss.small_suite()),
                 ("window", window.small_suite()),
                 ("window-vision", vision.small_suite()),
             ]

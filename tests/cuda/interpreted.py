@@ -38,6 +38,7 @@ SINGLE = {
     "window-vision": ("cuda/attention/window/vision.cu", "window_vision_{}_cuda"),
     "sm80-vision": ("cuda/attention/sm80/vision.cu", "sm80_vision_{}_cuda"),
     "embedding": ("cuda/embedding/embedding.cu", "embedding_{}_cuda"),
+    "loss": ("cuda/loss/cross_entropy.cu", "cross_entropy_cuda"),
 }
 
 
@@ -118,7 +119,7 @@ def tiled(
 
 def of_build(build: Build, name: str, runtime: Path, architecture: str) -> Interpreted:
     """The launchers of one file; `name` is theirs, with {} for what they do."""
-    parts = ("forward", "backward", "gather", "reduce")
+    parts = ("forward", "backward", "add", "gather", "reduce", "loss")
     return Interpreted({p: (build, name.format(p)) for p in parts}, runtime, architecture)
 
 

@@ -22,6 +22,7 @@ def params_struct(name: str) -> type[ctypes.Structure]:
         "bool": ctypes.c_bool,
         "DType": ctypes.c_int,
         "float": ctypes.c_float,
+        "double": ctypes.c_double,
     }
     fields: list[Any] = []
     for line in body.group(1).splitlines():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tests.kernels import tile_mutants
+
 from .checks import CASES
 from .mutants import CATALOGUE
 from .mutants.mutant import CSRC, Mutant, markers, plant
@@ -15,7 +17,7 @@ def test_markers_and_mutants_name_each_other() -> None:
     count = Counter(marker for code in sources for marker in markers(code))
     assert sum(count.values()) == sum(code.count("mutant: ") for code in sources), "a bad marker"
     assert not [m for m, n in count.items() if n > 1], "markers that stand twice"
-    used = {m.marker for m in CATALOGUE}
+    used = {m.marker for m in (*CATALOGUE, *tile_mutants.MUTANTS)}
     assert not set(count) - used, "markers that no mutant uses"
     assert not used - set(count), "mutants without a marker"
 

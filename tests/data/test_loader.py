@@ -182,7 +182,7 @@ def test_once_is_every_sample_once(
                 assert (batch.labels < 0).all() and (batch.visual_index < 0).all()
         loader.close()
     assert seen == Counter(index.ids)
-    packs = len(make()._plan(0))
+    packs = len(make().sampler.epoch_plan(0))
     assert empty == -packs % global_batch > 0
 
 
@@ -345,7 +345,7 @@ def test_exactly_once_per_epoch(
     ]
     stream: list[list[str]] = []
     for epoch in range(2):
-        packs = planned(index, loaders[0]._costs, epoch, policy=policy)
+        packs = planned(index, loaders[0].sampler.costs, epoch, policy=policy)
         assert Counter(i for pack in packs for i in pack) == Counter(index.ids)
         stream += packs
     steps = len(stream) // 4
@@ -356,7 +356,7 @@ def test_exactly_once_per_epoch(
 def test_metrics_by_hand(make: Any, index: SampleIndex) -> None:
     """Of the whole global batch, the same on every rank, from the costs of the samples."""
     loaders = [make(dp_rank=r, dp_size=2, decodes=no_media) for r in range(2)]
-    cost = dict(zip(index.ids, loaders[0]._costs.tolist(), strict=True))
+    cost = dict(zip(index.ids, loaders[0].sampler.costs.tolist(), strict=True))
     length = dict(zip(index.ids, index.lengths.tolist(), strict=True))
     for _ in range(loaders[0].steps_per_epoch):
         ranks = [[batch.sample_ids for batch in loader.next_step()] for loader in loaders]
@@ -471,7 +471,7 @@ def test_a_file_that_vanishes_later_is_named_and_the_position_stays(
 
 def test_progress(make: Any, index: SampleIndex) -> None:
     loader = make(decodes=no_media)
-    plans = [planned(index, loader._costs, e) for e in range(3)]
+    plans = [planned(index, loader.sampler.costs, e) for e in range(3)]
     assert loader.steps_per_epoch == loader.steps_for_epochs(1) == -(-len(plans[0]) // 4)
     total = sum(len(plan) for plan in plans)
     assert loader.steps_for_epochs(3) == -(-total // 4)

@@ -122,7 +122,7 @@ def test_balance_fill_and_speed(family: str) -> None:
     grids = [grid for sample in data.grids for grid in sample]
     start = np.cumsum([0, *(len(sample) for sample in data.grids)])
     lengths = np.array(data.tokens)
-    costs = sample_costs(lengths, start, np.array(grids), spec).sum(1)
+    costs = sample_costs(lengths, np.array(data.targets), start, np.array(grids), spec).sum(1)
     whole = np.rint(16 * costs).astype(np.int64)
     began = time.process_time()
     plan = plan_epoch(lengths, 8192, 0, 0, "h", costs=whole)
@@ -186,11 +186,11 @@ def test_costs_are_the_counted_flops(family: str) -> None:
     samples = [(70, []), (900, [(1, 34, 50)]), (3000, [(4, 20, 30), (1, 62, 6)]), (1, [])]
     start = np.array([0, 0, 1, 3, 3])
     grids = np.array([grid for _, media in samples for grid in media])
-    costs = sample_costs(np.array([n for n, _ in samples]), start, grids, spec)
-    token = count(spec, Work(tokens=1))
-    unit = (token.forward["language"] + token.forward["head"]) / 0.5
-    for row, (length, media) in zip(costs, samples, strict=True):
-        forward = count(spec, Work.of([length], media, spec.vision)).forward
+    targets = np.array([50, 20, 0, 1])
+    costs = sample_costs(np.array([n for n, _ in samples]), targets, start, grids, spec)
+    unit = count(spec, Work(tokens=1)).forward["language"] / 0.5
+    for row, (length, media), learned in zip(costs, samples, targets, strict=True):
+        forward = count(spec, Work.of([length], media, spec.vision, targets=int(learned))).forward
         language = (forward["language"] + forward["head"]) / 0.5
         vision = sum(forward[name] for name in ("patch_embed", "vision", "merger")) / 0.38
         np.testing.assert_allclose(row, [language / unit, vision / unit], rtol=1e-12)

@@ -265,6 +265,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_hear_of_it(index: SampleIndex, model_folder: Path) -> None:
     """What one rank alone cannot read, both leave out, or both end by, said once."""
     folder = Path(index.sources[0].path).parent

@@ -21,6 +21,7 @@ from tests.kernels.test_embedding import (
 )
 from vlmkernels import (
     _native,
+    add_visual_,
     scatter_visual,
     scatter_visual_,
     visual_embedding,
@@ -117,6 +118,25 @@ def test_scatter_in_place(dtype: torch.dtype) -> None:
         scatter_visual_(ours, *to_gpu(visual, index), shard=(size - 1, size))
         want = scatter_visual(embeddings[rows], visual, index, shard=(size - 1, size))
         assert_bitwise("in place", ours.cpu(), want)
+
+
+@pytest.mark.parametrize("hidden", [7, 264, 2048])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_add(dtype: torch.dtype, hidden: int) -> None:
+    """The sums and the gradients of the CPU, whole and in a part."""
+    _, _, visual, index = make(600, hidden, dtype)
+    before, dout = (torch.randn(600, hidden).to(dtype) for _ in range(2))
+    for size in (1, 3):
+        rows = slice(600 // size * (size - 1), 600)
+        results = []
+        for device in ("cuda", "cpu"):
+            added = visual.to(device).requires_grad_()
+            out = before[rows].to(device, copy=True)
+            add_visual_(out, added, index.to(device), shard=(size - 1, size))
+            out.backward(dout[rows].to(device))
+            results.append((out.detach().cpu(), added.grad.cpu()))  # type: ignore[union-attr]
+        for name, a, b in zip(("sum", "dvisual"), *results, strict=True):
+            assert_bitwise(name, a, b)
 
 
 def test_views_that_are_not_aligned() -> None:

@@ -132,7 +132,7 @@ def test_saved_config_and_disable(plain: Any, attention: str, tmp_path: Path) ->
 
 
 def test_models_that_share_a_config(plain: Any) -> None:
-    one, other = (type(plain)(plain.config) for _ in range(2))
+    one, other = (type(plain)(plain.config).eval() for _ in range(2))
     assert one.config is other.config is plain.config
     inputs = packed([sample("image"), sample("text")])
     hf.enable(one)

@@ -5,10 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
 from vlmkernels import _native
+
+#: Instruction sets with kernels of their own in every op; attention has more, for bf16.
+ISAS = [name for name in _native.available_isas() if name in ("generic", "avx2", "avx512")]
+#: What computes attention in its own way: instruction set, dtype. "": the machine's, with its kind
+#: of bf16 arithmetic.
+ATTENTION_GRID = [
+    pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}")
+    for name in (*_native.available_isas(), "")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if name in ISAS or dtype == torch.bfloat16
+]
+#: For what holds whatever the arithmetic: the machine's, and AMX in `make test-all`.
+MACHINE_GRID = [
+    pytest.param("", torch.float32, id="float32"),
+    pytest.param("", torch.bfloat16, id="bfloat16"),
+    *(
+        pytest.param(*x.values, id=x.id, marks=pytest.mark.slow)
+        for x in ATTENTION_GRID
+        if x.values[0] == "amx_emulated"
+    ),
+]
 
 
 def assert_accurate(

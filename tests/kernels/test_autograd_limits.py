@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from vlmkernels import (
     VisionLayout,
+    add_visual_,
     linear_cross_entropy,
     patchify,
     resize,
@@ -50,6 +51,7 @@ TWICE: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
         (4, 4),
     ),
     "scattered rows": (lambda x: scatter_visual(torch.ones(4, 4), x, INDEX), (2, 4)),
+    "added rows": (lambda x: add_visual_(torch.ones(4, 4), x, INDEX), (2, 4)),
 }
 
 
@@ -97,7 +99,8 @@ def test_torch_func_is_refused_in_one_sentence(name: str):
         with pytest.raises(RuntimeError, match=r"vlmkernels.* by torch.func .*use torch.auto"):
             transform(lambda x: function(x).sum())(x)
     many = torch.stack([x, -x])
-    if name not in ("sparse table", "last layer"):  # without a derivative the others map
+    # Without a derivative the others map.
+    if name not in ("sparse table", "last layer", "added rows"):
         assert torch.equal(torch.func.vmap(function)(many)[1], function(-x))
 
 
@@ -111,6 +114,7 @@ def _written() -> dict[str, tuple[Tensor, Callable[[Tensor], object]]]:
             lambda out: resize(frames, 7, 7, out=out),
         ),
         "scatter_visual_": (torch.ones(4, 4), lambda x: scatter_visual_(x, rows, INDEX)),
+        "add_visual_": (torch.ones(4, 4), lambda x: add_visual_(x, rows, INDEX)),
         "its op": (torch.ones(4, 4), lambda x: ops.scatter_visual_(x, rows, INDEX, 0, False)),
         "main_grad": (
             torch.ones(9, 4),

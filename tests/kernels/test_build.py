@@ -19,7 +19,7 @@ import vlmkernels
 from vlmkernels import _native, info
 
 ROOT = Path(__file__).resolve().parents[2]
-ORDER = ["generic", "avx2", "avx512", "avx512_bf16"]
+ORDER = ["generic", "avx2", "avx512", "avx512_bf16", "amx_bf16", "amx_emulated"]
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -82,7 +82,7 @@ def test_best_instruction_set_is_chosen_and_can_be_overridden():
     assert available == sorted(available, key=ORDER.index)
     code = "from vlmkernels import _native; print(_native._C.isa())"
     chosen = run_python(code, VLMKERNELS_ISA="")
-    assert chosen.stdout.strip() == available[-1]
+    assert chosen.stdout.strip() == [n for n in available if n != "amx_emulated"][-1]
     assert run_python(code, VLMKERNELS_ISA="generic").stdout.strip() == "generic"
     bad = run_python(code, VLMKERNELS_ISA="avx1024")
     assert bad.returncode != 0
@@ -107,7 +107,7 @@ def test_isa_files_share_no_symbols():
         path
         for folder in (ROOT / "build").glob("cmake-*")
         for path in folder.rglob("*kernel.cpp.o")
-        if re.search(r"vlmkernels_avx(2|512|512_bf16)\.dir", str(path))
+        if re.search(r"vlmkernels_(avx|amx)\w*\.dir", str(path))
     ]
     if not objects:
         pytest.skip("the package was not built in this source tree")
@@ -131,6 +131,7 @@ def test_info_tells_what_is_on_and_why_something_is_off():
     assert lines["vlmkernels"].startswith(vlmkernels.__version__)
     assert lines["CPU kernels"].startswith(_native._C.isa())
     assert lines["available"] == ", ".join(_native.available_isas())
+    assert (lines["AMX"][:3] == "on,") == ("amx_bf16" in _native.available_isas())
     if _native.has_cuda_kernels():
         assert re.match(r"sm_80, sm_90a and PTX, by nvcc \d+", lines["CUDA kernels"])
         long = r"bfloat16, head_dim 64, 80, 96: window up to 128, sm[89]0 above"

@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
+from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
 from vlmkernels import _native, scatter_visual, scatter_visual_, visual_embedding, visual_index
+from vlmkernels.embedding import add, lookup
 from vlmkernels.embedding import gradients as ops_of_gradients
-from vlmkernels.embedding import lookup
 from vlmkernels.embedding.lookup import visual_embedding_reference
 from vlmkernels.embedding.visual_index import visual_index_reference
 
-# AVX-512 BF16 runs the AVX-512 kernels.
-ISAS = [name for name in _native.available_isas() if name != "avx512_bf16"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IMAGE = 3  # the placeholder's id in these tests
 VOCABULARY = 13
@@ -554,7 +552,7 @@ def test_cuda_functions_take_what_the_launchers_pass(monkeypatch: pytest.MonkeyP
         names.append(name)
         getattr(_native._C, name + "_cuda")(*args, 0)
 
-    for module in (lookup, ops_of_gradients):
+    for module in (add, lookup, ops_of_gradients):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(ops_of_gradients, "CLEARS_ROWS", ())
     ops = torch.ops.vlmkernels
@@ -564,6 +562,7 @@ def test_cuda_functions_take_what_the_launchers_pass(monkeypatch: pytest.MonkeyP
     assert (out.dtype, out.shape) == (kind, (0, 8))
     assert ops.scatter_visual(none, visual, index, 0, True).shape == (0, 8)
     assert ops.scatter_visual_(none, visual, index, 0, True) is None
+    assert ops.add_visual_(none, visual, index, 0, True) is None
     assert ops.visual_embedding_visual_grad(none, index, 0, 0, kind).shape == (0, 8)
     arguments = (ids, index, 0, 13, 0, -1, kind)
     with poisoned():
@@ -571,7 +570,8 @@ def test_cuda_functions_take_what_the_launchers_pass(monkeypatch: pytest.MonkeyP
     assert ops.visual_embedding_weight_grad_sparse(none, *arguments)[1].shape == (0, 8)
     into = (weight.float(), none, ids, index, 0, 0, -1)
     assert ops.visual_embedding_weight_grad_into(*into) is None
-    assert names == ["embedding_forward"] * 3 + ["embedding_gather"] + ["embedding_reduce"] * 3
+    once = ["embedding_add", "embedding_gather"]
+    assert names == ["embedding_forward"] * 3 + once + ["embedding_reduce"] * 3
 
 
 # ---- any shape -------------------------------------------------------------------------------

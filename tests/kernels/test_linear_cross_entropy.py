@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
+from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
 from vlmkernels import _native, linear_cross_entropy
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import linear_cross_entropy_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ISAS = _native.available_isas()
 IGNORE = -100
 
 
@@ -423,6 +422,23 @@ def test_compile(reduction: str, dynamic: bool) -> None:
     torch._dynamo.reset()
 
 
+def test_autocast_changes_nothing() -> None:
+    x, weight, targets = make(20, 70, 12, torch.float32)
+    want = outputs(linear_cross_entropy, x, weight, targets, torch.ones(()))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = outputs(linear_cross_entropy, x, weight, targets, torch.ones(()))
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_cuda_function_takes_what_the_launcher_passes() -> None:
+    """Without a row there is nothing to launch, so the call works without a GPU as well."""
+    if not _native.has_cuda_kernels():
+        pytest.skip("vlmkernels was built without CUDA kernels")
+    settings = 0, 8, 0, 8, 0.1, 1e-2, True, _native.DTYPES[torch.bfloat16]
+    assert _native._C.cross_entropy_cuda(*[0] * 7, *settings, stream=0) is None
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -445,12 +461,12 @@ def test_wrong_arguments() -> None:
         ),
         ((x.double(), weight, targets), {}, r"hidden is float64 \[9, 4\] on cpu"),
         ((x[None], weight, targets), {}, r"hidden is float32 \[1, 9, 4\]"),
-        ((x.to("meta"), weight, targets), {}, "hidden is on meta; .* runs on the CPU only"),
+        ((x.to("meta"), weight, targets), {}, "hidden is on meta; .* runs on the CPU and on CUDA"),
         ((x, None, targets), {}, "weight is a NoneType; it must be a torch.Tensor"),
         ((x, weight.bfloat16(), targets), {}, "weight is bfloat16 .* it must be float32"),
         ((x, weight[:, :3].contiguous(), targets), {}, "weight has rows of 3 elements; .* 4"),
         ((x, weight[::2], targets), {}, "weight is not contiguous; pass weight.contiguous"),
-        ((x, weight[:0], targets), {}, "weight has no rows"),
+        ((x, weight[:0], targets), {}, "weight has 0 rows and vocab_range is None"),
         (
             (x, weight, numpy.zeros(9, numpy.int64)),
             {},
@@ -465,7 +481,13 @@ def test_wrong_arguments() -> None:
         ((x, weight, targets), {"weight_grad": "main_grad"}, "weight.main_grad is a NoneType"),
         ((x, weight, targets), {"grad_scale": 0}, "grad_scale is 0; it must be a finite number"),
         ((x, weight, targets), {"grad_scale": torch.ones(9)}, r"grad_scale is float32 \[9\]"),
-        ((x, weight, targets), {"vocab_range": (0, 13)}, "group is None and vocab_range"),
+        (
+            (x, weight, targets),
+            {"vocab_range": (1, 13)},
+            r"vocab_range is \(1, 13\); without group",
+        ),
+        ((x, weight, targets), {"vocab_range": (0, 14)}, r"weight has 13 rows .* \(0, 14\)"),
+        ((x, weight, targets), {"shard": (0, 2)}, r"shard is \(0, 2\) and group None"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             linear_cross_entropy(*arguments, **options)  # type: ignore[arg-type]

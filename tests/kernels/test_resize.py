@@ -14,11 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.numeric import assert_bitwise
+from tests.kernels.numeric import ISAS, assert_bitwise
 from vlmkernels import _native, resize
 from vlmkernels.image.resize import pillow_major, resize_reference
-
-ISAS = [name for name in _native.available_isas() if name != "avx512_bf16"]  # the same as avx512
 
 
 @pytest.fixture(params=ISAS)

@@ -13,15 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, poisoned
+from tests.kernels.numeric import (
+    ATTENTION_GRID,
+    ISAS,
+    MACHINE_GRID,
+    assert_accurate,
+    assert_bitwise,
+    isa,
+    poisoned,
+)
 from tests.kernels.test_attention import rounding_noise
-from vlmkernels import VisionLayout, _native, vision_attention
+from vlmkernels import VisionLayout, vision_attention
 from vlmkernels.attention.api import _composed
 from vlmkernels.attention.reference import vision_attention_reference
 from vlmkernels.rotary import rotate
 
-ISAS = [*_native.available_isas(), ""]  # "": the machine's, with its kind of bf16 arithmetic
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Windows of 64, 48, 32 and 24 patches; an image, a video of 2 frames, one unit.
 GRID = [[1, 12, 20], [2, 10, 8], [1, 2, 2]]
 
@@ -67,8 +73,7 @@ def noise_of(
     return {name: torch.empty_like(x).index_copy(0, order, x) for name, x in noise.items()}
 
 
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("name, dtype", ATTENTION_GRID)
 @pytest.mark.parametrize("dim", [64, 72, 80, 20])
 @pytest.mark.parametrize("window", [True, False])
 def test_accuracy(name, dtype, dim, window):
@@ -79,7 +84,7 @@ def test_accuracy(name, dtype, dim, window):
 
 @settings(max_examples=20)
 @given(
-    name=st.sampled_from(ISAS),
+    kernel=st.sampled_from(ATTENTION_GRID),
     units=st.lists(
         st.tuples(st.integers(1, 2), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=3
     ),
@@ -90,10 +95,11 @@ def test_accuracy(name, dtype, dim, window):
     scale=st.sampled_from([None, 0.3, -0.2]),
     number=st.integers(0, 2**31 - 1),
 )
-def test_any_shape(name, units, side, heads, quarter, window, scale, number):
+def test_any_shape(kernel, units, side, heads, quarter, window, scale, number):
     torch.manual_seed(number)
+    name, dtype = kernel.values
     grid = [[t, 2 * h, 2 * w] for t, h, w in units]
-    layout, qkv, dout = make(grid, heads, 4 * quarter, window_size=28 * side)
+    layout, qkv, dout = make(grid, heads, 4 * quarter, dtype, window_size=28 * side)
     with isa(name), poisoned():
         check(layout, qkv, dout, window=window, scale=scale)
 
@@ -125,17 +131,18 @@ def test_equals_transformers(window):
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_reading_through_the_permutation_changes_no_bit(dtype):
+@pytest.mark.parametrize("name, dtype", MACHINE_GRID)
+def test_reading_through_the_permutation_changes_no_bit(name, dtype):
     layout, qkv, dout = make(GRID, 3, 80, dtype)
     assert layout.window_order is not None
     order = layout.window_order.long()
-    ours = outputs(vision_attention, qkv, dout, layout, window=True)
     permuted = qkv.detach()[order].requires_grad_()
     ordered = layout.in_window_order()
-    expected = outputs(vision_attention, permuted, dout[order], ordered, window=True)
-    for name in expected:
-        assert_bitwise(name, ours[name][order], expected[name])
+    with isa(name):
+        ours = outputs(vision_attention, qkv, dout, layout, window=True)
+        expected = outputs(vision_attention, permuted, dout[order], ordered, window=True)
+    for result in expected:
+        assert_bitwise(result, ours[result][order], expected[result])
 
 
 def test_a_layout_in_window_order_has_the_same_angles():
@@ -152,8 +159,7 @@ def test_a_layout_in_window_order_has_the_same_angles():
     assert plain.in_window_order() is plain
 
 
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("name, dtype", ATTENTION_GRID)
 def test_megatrons_projection_is_read_in_place(name, dtype):
     """[P, H, 3, D]: the same bits, and a gradient in the same order."""
     layout, qkv, dout = make(GRID, 4, 80, dtype)
@@ -179,7 +185,7 @@ def test_megatrons_projection_is_read_in_place(name, dtype):
     assert op is not None and dqkv.stride() == view.stride()
 
 
-@pytest.mark.parametrize("name", [n for n in ISAS if n.startswith("avx512")] or ISAS[-2:])
+@pytest.mark.parametrize("name", ISAS[-1:])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_results_past_the_caches_are_the_same(name, interleaved):
     """Above 16 MB they are written by other instructions, and rows are fetched ahead."""
@@ -194,18 +200,20 @@ def test_results_past_the_caches_are_the_same(name, interleaved):
         assert_bitwise(result, large[result][:, 4:6], small[result])
 
 
+@pytest.mark.parametrize("name, dtype", [g for g in MACHINE_GRID if g.values[1] == torch.bfloat16])
 @pytest.mark.parametrize("window", [True, False])
-def test_bitwise_repeatable_with_any_number_of_threads(window):
+def test_bitwise_repeatable_with_any_number_of_threads(name, dtype, window):
     """With one head the keys of the longer frames are dealt out to several items."""
-    layout, qkv, dout = make([[1, 24, 26], [3, 8, 8]], 8, 80, torch.bfloat16)
-    torch.set_num_threads(1)
-    whole = outputs(vision_attention, qkv, dout, layout, window=window)
+    layout, qkv, dout = make([[1, 24, 26], [3, 8, 8]], 8, 80, dtype)
     one, one_dout = qkv.detach()[:, :, 3:4].clone().requires_grad_(), dout[:, 3:4]
-    for threads in (1, 2, 3, 2, 1):
-        torch.set_num_threads(threads)
-        result = outputs(vision_attention, one, one_dout, layout, window=window)
-        for name in result:
-            assert_bitwise(f"{name} with {threads} threads", result[name], whole[name][:, 3:4])
+    with isa(name):
+        torch.set_num_threads(1)
+        whole = outputs(vision_attention, qkv, dout, layout, window=window)
+        for threads in (1, 2, 3, 2, 1):
+            torch.set_num_threads(threads)
+            parts = outputs(vision_attention, one, one_dout, layout, window=window)
+            for part in parts:
+                assert_bitwise(f"{part}, {threads} threads", parts[part], whole[part][:, 3:4])
 
 
 @pytest.mark.parametrize("window", [True, False])

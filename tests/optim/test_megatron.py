@@ -132,6 +132,7 @@ def test_gradients_are_copied_during_backward(tmp_path):
         assert actual["losses"] == expected["losses"], name
 
 
+@pytest.mark.slow
 def test_loading_and_moving_keep_the_steps(tmp_path):
     """Megatron's own load_state_dict after `offload`; an inner optimizer that counts by group."""
     (rank,) = run_ranks(["tests/optim/megatron_state.py", str(tmp_path)], 1)

@@ -197,6 +197,8 @@ def check(
         loss, gradients, losses, after = references.get(case.family, case.tied, case.stream)
         asked = result.get("host_questions")  # of tensors that may be on a device
         assert not asked, f"{asked}; {case}"
+        if "chunks" in result:
+            assert 0 < result["chunks"] <= 1, f"logits of {result['chunks']} chunks; {case}"
         # a pack without images costs nothing in the tower
         assert result.get("tower_runs") == result.get("tower_runs_due"), case
         assert result["loss"] == pytest.approx(loss, rel=1e-6), case

@@ -48,5 +48,5 @@ def test_layouts(size, references, tmp_path):
             more = dict(case.more, recompute=_RECOMPUTE[case.name])
             cases.append(case._replace(name=f"{case.name} recompute", more=more))
         if case.stream == "mixed":
-            case.more["host_questions"] = True
+            case.more["host_questions"] = True  # and where logits are made
     check(cases, size, references, tmp_path)

@@ -103,9 +103,9 @@ class TestOneProcess:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        {},
         pytest.param(dict(pipeline=2), marks=pytest.mark.slow),
-        dict(tensor=2),
+        pytest.param(dict(tensor=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity import reference as ref
 from tests.ranks import ROOT
 from tests.worker import serve
+from vlmkernels.loss import op as loss_op
 from vlmtrain.core import device
 from vlmtrain.core.config import (
     FreezeSection,
@@ -28,6 +31,7 @@ from vlmtrain.core.config import (
     ParallelSection,
     RecomputeSection,
 )
+from vlmtrain.core.spec import padded_vocab_size
 from vlmtrain.cpu import shim
 from vlmtrain.models.family import read_spec
 from vlmtrain.parallel.layout import make_layout
@@ -90,10 +94,11 @@ def gather_gradients(engine: Any) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
-# Where a number may be asked of a tensor inside a step: of grids, which stay in host memory, and of
-# offsets before they leave it.
+# Where a number may be asked of a tensor inside a step: of grids and labels, which stay in host
+# memory, and of offsets before they leave it.
 _HOST = ("layout.py", "step_inputs.py", "batch.py:media_pixels", "batch.py:to")
 _HOST += ("row_exchange.py:__init__", "row_exchange.py:row_exchange")
+_HOST += ("op.py:_run", "op.py:_check_labels", "op.py:_shares")
 _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 
 
@@ -128,6 +133,35 @@ def host_questions() -> Iterator[set[str]]:
     finally:
         for name, original in before.items():
             setattr(torch.Tensor, name, original)
+
+
+class Logits(TorchDispatchMode):
+    """Bytes of the largest tensor of rows by `classes` while the block runs, where the loss makes
+    logits of two tokens at a time. Seen on the last tensor-parallel rank: its number of classes is
+    no other width."""
+
+    CHUNK = 2 * ref.VOCAB * 4
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.classes, self.largest = classes, 0
+        self.patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Any:
+        self.patch.setattr(loss_op, "linear_cross_entropy", loss_op._run)  # look inside
+        self.patch.setattr(loss_op, "CHUNK_BYTES", self.CHUNK)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.patch.undo()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if torch.is_tensor(tensor) and not func.is_view and self.classes in tensor.shape[1:]:
+                self.largest = max(self.largest, tensor.nbytes)
+        return out
 
 
 def replicas_agree(engine: Any) -> bool:
@@ -231,8 +265,13 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         towers = [stage.vision.blocks for stage in engine.stages if stage.vision is not None]
         hooks = [tower.register_forward_hook(lambda *a: runs.append(a[0])) for tower in towers]
         packs = share(0)
-        with host_questions() as actual:
+        rank, size = engine.groups.tp.rank(), engine.groups.tp.size()
+        first = padded_vocab_size(spec.vocab_size, size) // size * rank
+        with Logits(spec.vocab_size - first) as watch, host_questions() as actual:
             engine._forward_backward(packs, forward_only=False)
+        largest: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(largest, watch.largest)
+        result["chunks"] = max(largest) / Logits.CHUNK
         for hook in hooks:
             hook.remove()
         result["host_questions"] = actual

@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parity.reference import make_model
 from tests.plan.megatron_worker import make_batch
+from vlmkernels.loss import op as loss_op
 from vlmtrain.core import device
+from vlmtrain.core.batch import IGNORE
 from vlmtrain.core.config import FreezeSection, LoraSection, OptimizerSection, RecomputeSection
 from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
@@ -88,6 +90,8 @@ def measure(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     )
     engine.prepare(OptimizerSection(), FreezeSection(**case.get("freeze", {})))
     batch = make_batch(spec, case["tokens"], case["grids"])
+    batch.labels[: -case["targets"]], batch.target_tokens = IGNORE, case["targets"]
+    loss_op.linear_cross_entropy = loss_op._run  # its products, too, one by one
     stage = engine.stages[0]
     for name, parameter in stage.named_parameters():
         if "adapters" in name:  # B starts at 0, and with it the gradient of A

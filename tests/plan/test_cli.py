@@ -37,6 +37,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_72b_on_256_h100(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = time.process_time()
     assert plan(large, 256, "h100", output=tmp_path) == 0

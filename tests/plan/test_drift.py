@@ -61,6 +61,7 @@ class _Index:
     def __init__(self, count: int) -> None:
         self.lengths = np.full(count, 1200)
         self.lengths[7] = 2000
+        self.target_tokens = np.full(count, 400)
         self.media_start = np.arange(count + 1)
         self.grids = np.tile([[1, 40, 60]], (count, 1))
 

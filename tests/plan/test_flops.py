@@ -70,7 +70,7 @@ def test_equals_torch_flop_counter(family: str, seed: int) -> None:
     spec = _spec(model)
     for grids in (GRIDS, rng.sample(GRIDS, 2), []):
         ids = _sample(rng, grids)
-        work = flops.Work.of([ids.shape[1]], grids, spec.vision, causal=False)
+        work = flops.Work.of([ids.shape[1]], grids, spec.vision, targets=ids.shape[1], causal=False)
         counted = flops.count(spec, work)
         assert counted.total == _measured(model, ids, grids)
 
@@ -85,7 +85,7 @@ def test_freezing_equals_torch_flop_counter(family: str, frozen: int, seed: int)
     spec = _spec(model)
     grids = rng.sample(GRIDS, 2)
     ids = _sample(rng, grids)
-    work = flops.Work.of([ids.shape[1]], grids, spec.vision, causal=False)
+    work = flops.Work.of([ids.shape[1]], grids, spec.vision, targets=ids.shape[1], causal=False)
     assert flops.count(spec, work, freeze).total == _measured(model, ids, grids)
 
 
@@ -93,7 +93,7 @@ def test_causal_pairs_are_those_of_row_by_row_attention() -> None:
     """Every query times just the keys it sees, counted by torch."""
     lengths, heads, dim = [5, 1, 9], 3, 8
     spec = _spec(reference.make_model("qwen2_vl"))
-    work = flops.Work.of(lengths, [], spec.vision)
+    work = flops.Work.of(lengths, [], spec.vision, targets=0)
     counter = FlopCounterMode(display=False)
     with counter:
         for length in lengths:
@@ -114,7 +114,7 @@ def test_windows_are_those_of_the_kernels(seed: int) -> None:
     ]
     layout = VisionLayout.from_grid(grids, window_size=spec.vision.window_size)
     assert layout.cu_window_seqlens is not None
-    work = flops.Work.of([], grids, spec.vision)
+    work = flops.Work.of([], grids, spec.vision, targets=0)
     assert work.patches == layout.num_patches
     assert work.frame_pairs == int((layout.cu_seqlens.long().diff() ** 2).sum())
     assert work.window_pairs == int((layout.cu_window_seqlens.long().diff() ** 2).sum())
@@ -135,7 +135,7 @@ def test_padding_of_a_batch_does_not_count() -> None:
     grids = [[1, 8, 12], [2, 4, 6]]
     batch = make_batch(spec, 100, grids)
     padded = batch.padded_to(130)
-    wanted = flops.Work.of([100], grids, spec.vision)
+    wanted = flops.Work.of([100], grids, spec.vision, targets=100)
     assert flops.Work.of_batch(batch, spec.vision) == wanted
     assert flops.Work.of_batch(padded, spec.vision) == wanted
     tail = flops.Work(tokens=30, causal_pairs=30 * 31 // 2)
@@ -182,13 +182,15 @@ def test_figures_of_the_cost_model() -> None:
     large = released_spec("qwen2_vl-72b")
     assert round(table_of(small).text_layer.weights / 1e6, 2) == 233.05
     assert round(table_of(large).text_layer.weights / 1e6, 2) == 877.66
-    work = flops.Work.of([1478] * 5 + [802], [[1, 62, 62]] * 5, small.vision)
+    work = flops.Work.of(
+        [1478] * 5 + [802], [[1, 62, 62]] * 5, small.vision, targets=5 * 1478 + 802
+    )
     assert flops.count(small, work).total / work.tokens == pytest.approx(57.6e9, rel=0.05)
 
 
 def test_hardware_flops_add_what_is_recomputed() -> None:
     spec = released_spec("qwen2_5_vl-7b")
-    work = flops.Work.of([900, 1100], [[1, 44, 60]], spec.vision)
+    work = flops.Work.of([900, 1100], [[1, 44, 60]], spec.vision, targets=700)
     counted = flops.count(spec, work)
     plain = flops.hardware_flops(counted, attention_recompute=False)
     assert plain == counted.total

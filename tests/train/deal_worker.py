@@ -45,7 +45,7 @@ def run(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     # packs for each rank.
     longest = int(index.lengths.max())
     for length in range(2 * longest, 4 * longest):
-        packs = {p: len(loader(p, length, size)._plan(0)) for p in case["policies"]}
+        packs = {p: len(loader(p, length, size).sampler.epoch_plan(0)) for p in case["policies"]}
         if not any(count % size for count in packs.values()):
             break
     layout = make_layout(spec, world_size=size, pack_length=length, microbatches=1)

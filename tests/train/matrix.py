@@ -1,10 +1,12 @@
-"""Each fault on each layout and rank, and LoRA resumed on more layouts: the part of
-`make test-layouts` that runs `vlmtrain train`; see test_faults.py and test_layouts.py."""
+"""Each fault on each layout and rank, LoRA resumed and rehearsals on more layouts: the part of
+`make test-layouts` that runs `vlmtrain train`; see test_faults.py, test_layouts.py and
+test_rehearsal.py."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.train import mixed, test_rehearsal
 from tests.train.test_faults import FEW, LAYOUTS, fail_without_a_launcher
 from tests.train.test_layouts import resume_lora
 
@@ -22,6 +24,15 @@ CASES = [
 @pytest.mark.parametrize(("fault", "layout", "faulty"), CASES)
 def test_fault(fault, layout, faulty, model, conversations, tmp_path):
     fail_without_a_launcher(fault, layout, faulty, model, conversations, tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_rehearsals(number, seed, model, tmp_path):
+    """Five data sets, each on every layout."""
+    test_rehearsal.run(model, mixed.write(tmp_path, seed), tmp_path, test_rehearsal.LAYOUTS)
+    for layout in test_rehearsal.LAYOUTS:
+        test_rehearsal.check_bits(tmp_path, layout)
+        test_rehearsal.check_peaks(tmp_path, layout)
 
 
 @pytest.mark.parametrize(

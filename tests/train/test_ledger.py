@@ -184,16 +184,16 @@ def test_totals_are_those_of_the_packs(seed: int) -> None:
     assert totals.target_tokens == 90
     assert totals.causal_pairs == 60 * 61 / 2 + 30 * 31 / 2
     assert totals.pad_pairs == 10 * 11 / 2 + 40 * 41 / 2
-    work = flops.Work.of([60, 30], [[1, 8, 12], [2, 4, 6], [1, 4, 4]], spec.vision)
-    assert (totals.patches, totals.frame_pairs, totals.window_pairs) == work.values()[2:]
+    work = flops.Work.of([60, 30], [[1, 8, 12], [2, 4, 6], [1, 4, 4]], spec.vision, targets=90)
+    assert (totals.patches, totals.frame_pairs, totals.window_pairs) == work.values()[2:5]
 
 
 @pytest.mark.slow
 def test_padding_and_utilization_of_a_row(measured: dict[str, Any]) -> None:
     """40 tokens of 50 count: the share of FLOPs that padding takes, and MFU below HFU."""
     spec = parse_spec(make_model("qwen2_5_vl", vision_heads=4).config.to_dict())
-    useful = flops.count(spec, flops.Work.of([40], [[1, 8, 8]], spec.vision)).total
-    padded = flops.count(spec, flops.Work.of([40, 10], [[1, 8, 8]], spec.vision)).total
+    useful = flops.count(spec, flops.Work.of([40], [[1, 8, 8]], spec.vision, targets=40)).total
+    padded = flops.count(spec, flops.Work.of([40, 10], [[1, 8, 8]], spec.vision, targets=40)).total
     for step in measured["quiet replicas"]["rows"]:
         assert step["model_flops"] == 2 * PACKS * useful
         parts = step["waterfall"]
@@ -206,7 +206,7 @@ def test_padding_and_utilization_of_a_row(measured: dict[str, Any]) -> None:
         )
         # the padded step, and the scores that the backward pass computes again
         again = flops.hardware_flops(
-            flops.count(spec, flops.Work.of([40, 10], [[1, 8, 8]], spec.vision))
+            flops.count(spec, flops.Work.of([40, 10], [[1, 8, 8]], spec.vision, targets=40))
         )
         assert step["hardware_flops"] == 2 * PACKS * again
         assert step["tokens_per_second_per_gpu"] == pytest.approx(PACKS * 40 / step["seconds"])

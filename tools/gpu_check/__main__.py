@@ -70,6 +70,7 @@ class Check:
             "attention": (150, self.attention),
             "accuracy": (240, self.accuracy),
             "embedding": (80, partial(self.benchmark, "embedding")),
+            "loss": (120, partial(self.benchmark, "loss")),
             "optimizer": (150, partial(self.benchmark, "offload")),
             "timeline": (80, self.timeline),
             "sanitizer": (540, self.sanitizer),

@@ -13,12 +13,21 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise
-from vlmkernels import HybridDeviceOptimizer, VisionLayout, visual_embedding, visual_index
+from vlmkernels import (
+    HybridDeviceOptimizer,
+    VisionLayout,
+    add_visual_,
+    linear_cross_entropy,
+    visual_embedding,
+    visual_index,
+)
 from vlmkernels.attention.launch import varlen_op, vision_op
 from vlmkernels.attention.reference import varlen_attention_reference, vision_attention_reference
+from vlmkernels.embedding.add import add_visual_reference
 from vlmkernels.embedding.lookup import visual_embedding_reference
 
 Function = Callable[..., Tensor]
@@ -107,6 +116,35 @@ def embedding(long_runs: bool, backward: bool, alone: bool) -> None:
         )
 
 
+def added(backward: bool, alone: bool) -> None:
+    """Visual rows added in place, four elements at a time and one."""
+    for dtype, hidden in ((torch.bfloat16, 264), (torch.float32, 7)):
+        index = visual_index(torch.arange(400) % 3, 2).to(DEVICE)
+        inputs = [torch.randn(n, hidden, device=DEVICE).to(dtype) for n in (400, 133)]
+        check(
+            lambda x, v, index=index: add_visual_(x.clone(), v, index),
+            lambda x, v, index=index: add_visual_reference(x, v, index),
+            inputs,
+            backward,
+            alone,
+        )
+
+
+def loss(alone: bool) -> None:
+    """The last layer in chunks: rows of all classes, and columns of all rows."""
+    targets = torch.arange(600, device=DEVICE) * 7 % 9001
+    for dtype, smoothing in ((torch.bfloat16, 0.0), (torch.float32, 0.1)):
+        inputs = [torch.randn(n, 64, device=DEVICE).to(dtype) / 8 for n in (600, 9001)]
+        options = {"reduction": "sum", "label_smoothing": smoothing}
+        check(
+            lambda h, w, o=options: linear_cross_entropy(h, w, targets, **o).to(h.dtype),
+            lambda h, w, o=options: F.cross_entropy(F.linear(h, w), targets, **o),
+            inputs,
+            True,
+            alone,
+        )
+
+
 def optimizer(alone: bool) -> None:
     """Two, each dropped right after a step: the same bits with and without overlap."""
     start = torch.randn(100_000, device=DEVICE).bfloat16()
@@ -141,6 +179,8 @@ def kernels(capability: tuple[int, int]) -> dict[str, Callable[..., None]]:
         for kernel in ("window", *tiled):
             found[f"vision {kernel} {way}"] = partial(vision, kernel, backward)
         found[f"embedding {way}"] = partial(embedding, False, backward)
+        found[f"embedding {way}, added rows"] = partial(added, backward)
+    found["loss"] = loss
     found["embedding backward, long runs"] = partial(embedding, True, True)
     found["optimizer"] = optimizer
     return found

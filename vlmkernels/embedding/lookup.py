@@ -84,7 +84,7 @@ def scatter_visual_reference(
 # ---- launchers -----------------------------------------------------------------------------------
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors may share memory: where their ranges of addresses do."""
 
     def ends(x: Tensor) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def _run(
     )
 
 
-def _check_used(visual: Tensor | None, visual_index: Tensor, allow_unused: bool) -> None:
+def check_used(visual: Tensor | None, visual_index: Tensor, allow_unused: bool) -> None:
     """On the CPU only: a device would have to be waited for."""
     if allow_unused or visual is None or visual.device.type != "cpu":
         return
@@ -149,7 +149,7 @@ def _run_embedding(
     dtype: torch.dtype,
     allow_unused: bool,
 ) -> Tensor:
-    _check_used(visual, visual_index, allow_unused)
+    check_used(visual, visual_index, allow_unused)
     weight = weight.contiguous()
     out = weight.new_empty(rows, weight.shape[1], dtype=dtype)
     _run(input_ids, weight, visual, visual_index, out, first, vocab_start, partial)
@@ -163,7 +163,7 @@ def _run_scatter(
     first: int,
     allow_unused: bool,
 ) -> Tensor:
-    _check_used(visual, visual_index, allow_unused)
+    check_used(visual, visual_index, allow_unused)
     embeddings = embeddings.contiguous()
     out = torch.empty_like(embeddings)
     _run(None, embeddings, visual, visual_index, out, first)
@@ -173,8 +173,8 @@ def _run_scatter(
 def _run_scatter_in_place(
     embeddings: Tensor, visual: Tensor, visual_index: Tensor, first: int, allow_unused: bool
 ) -> None:
-    _check_used(visual, visual_index, allow_unused)
-    if _overlap(embeddings, visual):
+    check_used(visual, visual_index, allow_unused)
+    if overlap(embeddings, visual):
         raise ValueError(
             "visual lies in the memory of embeddings, which is written; pass visual.clone()"
         )
@@ -325,20 +325,30 @@ _scatter_with_gradients = without_transforms("scatter_visual_", _ScatterInPlace.
 # ---- argument checks -----------------------------------------------------------------------------
 
 
-def _check_index(visual_index: Tensor, device: torch.device) -> None:
+def check_index(visual_index: Tensor, device: torch.device) -> None:
     check_tensor(
         "visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1, device=device
     )
 
 
-def _check_visual(visual: Tensor, like: Tensor, name: str, *, any_dtype: bool = False) -> None:
+def check_visual(visual: Tensor, like: Tensor, name: str, *, any_dtype: bool = False) -> None:
     dtypes = DTYPES if any_dtype else [like.dtype]
     check_tensor("visual", visual, dtypes=dtypes, shape="[n, h]", dim=2, device=like.device)
-    if visual.shape[1] != like.shape[1]:
+    if visual.shape[1] != like.shape[-1]:
         raise ValueError(
             f"visual has rows of {visual.shape[1]} elements; they must be as long as {name}'s, "
-            f"{like.shape[1]}"
+            f"{like.shape[-1]}"
         )
+
+
+def check_in_place(name: str, x: Tensor, instead: str) -> None:
+    because = None
+    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+        because = "a leaf that requires a gradient"
+    elif not x.is_contiguous():
+        because = "not contiguous"
+    if because:
+        raise ValueError(f"{name} is {because}, so it can't be written in place; {instead}")
 
 
 def _check_scatter(
@@ -346,8 +356,8 @@ def _check_scatter(
 ) -> int:
     """The first position of the shard."""
     check_tensor("embeddings", embeddings, dtypes=DTYPES, shape="[S, h]", dim=2)
-    _check_index(visual_index, embeddings.device)
-    _check_visual(visual, embeddings, "embeddings")
+    check_index(visual_index, embeddings.device)
+    check_visual(visual, embeddings, "embeddings")
     first, rows = shard_rows(shard, visual_index.shape[0])
     if embeddings.shape[0] != rows:
         raise ValueError(
@@ -456,7 +466,7 @@ def visual_embedding(
         raise ValueError("weight is not contiguous; pass weight.contiguous()")
     device = weight.device
     check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1, device=device)
-    _check_index(visual_index, device)
+    check_index(visual_index, device)
     if input_ids.shape != visual_index.shape:
         raise ValueError(
             f"input_ids has {input_ids.shape[0]} positions and visual_index "
@@ -465,7 +475,7 @@ def visual_embedding(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}; it must be float32, bfloat16 or float16")
     if visual is not None:
-        _check_visual(visual, weight, "weight", any_dtype=dtype is not None)
+        check_visual(visual, weight, "weight", any_dtype=dtype is not None)
     start = 0
     if vocab_range is not None:
         start, end = vocab_range
@@ -554,15 +564,7 @@ def scatter_visual_(
         ValueError: as `scatter_visual`, or embeddings can't be written in place.
     """
     first = _check_scatter(embeddings, visual, visual_index, shard)
-    if embeddings.is_leaf and embeddings.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "embeddings is a leaf that requires a gradient, so it can't be written in place; use "
-            "scatter_visual"
-        )
-    if not embeddings.is_contiguous():
-        raise ValueError(
-            "embeddings is not contiguous, so it can't be written in place; use scatter_visual"
-        )
+    check_in_place("embeddings", embeddings, "use scatter_visual")
     allow_unused = allow_unused or shard is not None
     if torch.compiler.is_compiling():  # which traces no autograd.Function that writes its input
         return embeddings.copy_(_scatter(embeddings, visual, visual_index, first, allow_unused))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from vlmkernels._native import DTYPES, check_tensor, main_grad_of, once, without_transforms
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import Reduction
+
+#: first and end of a rank's classes, or of each rank's.
+VocabRange = tuple[int, int] | Sequence[tuple[int, int]]
 
 
 class _Loss(torch.autograd.Function):
@@ -25,15 +30,18 @@ class _Loss(torch.autograd.Function):
         expected: Tensor | None,
         reduction: Reduction,
         wanted: tuple[bool, bool],
+        valid: int,
         *settings: Any,
     ) -> Tensor:
-        ctx.reduction, ctx.settings, ctx.wanted = reduction, settings, wanted
-        ctx.main_grad = main_grad
+        ctx.reduction, ctx.settings, ctx.wanted, ctx.valid = reduction, settings, wanted, valid
+        ctx.main_grad = main_grad = main_grad if main_grad is None else main_grad[:valid]
         ctx.count = (targets != settings[0]).sum()
         ctx.now = expected is not None and any(wanted)
         scale = _row_scale(ctx, expected, targets) if expected is not None and ctx.now else None
         losses, stats, *gradients = op.linear_cross_entropy(
-            hidden, weight, targets, scale, None, main_grad if ctx.now else None, *settings, *wanted
+            *(hidden, weight[:valid], targets, scale, None, main_grad if ctx.now else None),
+            *settings,
+            *wanted,
         )
         ctx.save_for_backward(hidden, weight, targets, stats, expected, *gradients)
         if reduction == "none":
@@ -47,18 +55,22 @@ class _Loss(torch.autograd.Function):
             raise ValueError("create_graph=True needs weight_grad='dense'")
         # Under create_graph all is computed again, by an op that refuses to be differentiated.
         again = not ctx.now or torch.is_grad_enabled()
-        if ctx.now and not _same(grad, expected):
-            if ctx.main_grad is not None:
-                raise ValueError(
-                    "the gradient of the loss is not grad_scale, with which weight.main_grad "
-                    "was added to in the forward pass; give the right one, or no grad_scale"
-                )
+        if ctx.now and ctx.main_grad is not None:
+            message = (
+                "the gradient of the loss is not grad_scale, with which weight.main_grad "
+                "was added to in the forward pass; give the right one, or no grad_scale"
+            )
+            if grad.is_cuda:  # seen there, and not waited for
+                torch._assert_async((grad == expected).all(), message)
+            elif not _same(grad, expected):
+                raise ValueError(message)
+        elif ctx.now and ((grad.is_cuda and grad.dim() == 0) or not _same(grad, expected)):
             again = again or ctx.reduction == "none"
             if not again:
                 gradients = [g * (grad / expected) for g in gradients]
         if again:
             scale = _row_scale(ctx, grad, targets)
-            arguments = (hidden, weight, targets, scale, stats, ctx.main_grad)
+            arguments = (hidden, weight[: ctx.valid], targets, scale, stats, ctx.main_grad)
             gradients = once(op.linear_cross_entropy, *arguments, *ctx.settings, *ctx.wanted)[2:]
         dhidden, dweight = (g if w else None for g, w in zip(gradients, ctx.wanted, strict=True))
         if ctx.wanted[1] and ctx.main_grad is not None:
@@ -67,7 +79,9 @@ class _Loss(torch.autograd.Function):
             dweight = torch.sparse_coo_tensor(
                 rows, values, weight.shape, is_coalesced=True, check_invariants=False
             )
-        return dhidden, dweight, *(None,) * (5 + len(ctx.settings))
+        elif dweight is not None and ctx.valid < len(weight):
+            dweight = F.pad(dweight, (0, 0, 0, len(weight) - ctx.valid))
+        return dhidden, dweight, *(None,) * (6 + len(ctx.settings))
 
 
 _loss = without_transforms("linear_cross_entropy", _Loss.apply)
@@ -89,50 +103,83 @@ def _check_classes(
     hidden: Tensor,
     weight: Tensor,
     group: dist.ProcessGroup | None,
-    vocab_range: tuple[int, int] | None,
+    vocab_range: VocabRange | None,
     wanted: tuple[bool, ...],
-) -> tuple[int, int, int]:
-    """First class of this rank, number of all ranks' and of the rank that has most. All ranks raise
-    the same."""
-    if (group is None) != (vocab_range is None):
-        raise ValueError(
-            f"group is {group} and vocab_range {vocab_range}; give both, or neither where weight "
-            "is the whole vocabulary"
-        )
-    if group is None or vocab_range is None:
-        if len(weight) == 0:
-            raise ValueError("weight has no rows; it must have one for each class")
-        return 0, weight.shape[0], weight.shape[0]
-    ours = torch.tensor([*vocab_range, len(weight), *hidden.shape, *wanted], device=hidden.device)
-    gathered = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, ours, group=group)
-    ranks = [rank.tolist() for rank in gathered]
-    classes = 0
-    for first, end, rows, *rest in sorted(ranks):
-        if first != classes or end - first != rows or rest != ranks[0][3:]:
+) -> tuple[int, int, int, int]:
+    """Classes of this rank, the first, number of all ranks' and of the rank that has most. All
+    ranks raise the same."""
+    if group is None:
+        first, end = (0, len(weight)) if vocab_range is None else vocab_range
+        if first != 0 or not 0 < end <= len(weight):  # type: ignore[operator]
             raise ValueError(
-                "vocab_range, rows of weight, then shape of hidden and which of hidden, weight and "
-                f"main_grad get a gradient are {'; '.join(str(rank) for rank in ranks)} on the "
-                "ranks of group; ranges must adjoin from 0 on and be as long as weight, and the "
-                "rest be the same on all"
+                f"weight has {len(weight)} rows and vocab_range is {vocab_range}; without group it "
+                "must be (0, classes), and weight have a row for each class"
             )
+        return end, 0, end, end  # type: ignore[return-value]
+    if vocab_range is None:
+        raise ValueError("group is given and vocab_range is None; give this rank's (first, end)")
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if isinstance(vocab_range[0], int):
+        ours = torch.tensor(
+            [*vocab_range, len(weight), *hidden.shape, *wanted], device=hidden.device
+        )
+        gathered = [torch.empty_like(ours) for _ in range(world)]
+        dist.all_gather(gathered, ours, group=group)
+        ranks = [x.tolist() for x in gathered]
+        shown = (
+            "vocab_range, rows of weight, then shape of hidden and which of hidden, weight and "
+            f"main_grad get a gradient are {'; '.join(str(x) for x in ranks)} on the ranks of group"
+        )
+    else:
+        ranks = [list(part) for part in vocab_range]  # type: ignore[arg-type]
+        shown = f"vocab_range is {vocab_range} and weight has {len(weight)} rows on rank {rank}"
+        if len(ranks) == world:
+            ranks[rank].append(len(weight))
+    classes, right = 0, len(ranks) == world
+    for first, end, *rest in sorted(ranks):
+        right &= first == classes and end >= first and rest[1:] in ([], ranks[0][3:])
+        right &= not rest or end - first <= rest[0]
         classes = end
-    if classes == 0:
-        raise ValueError("weight has no rows on any rank; there must be one for each class")
-    return vocab_range[0], classes, max(rank[2] for rank in ranks)
+    if not right or classes == 0:
+        raise ValueError(
+            f"{shown}; the {world} ranges must adjoin from 0 on, hold a class and be no longer "
+            "than weight, and the rest be the same on all"
+        )
+    first, end = ranks[rank][:2]
+    return end - first, first, classes, max(end - first for first, end, *_ in ranks)
+
+
+def _check_shard(
+    shard: tuple[int, int] | None, group: dist.ProcessGroup | None, hidden: Tensor, targets: Tensor
+) -> None:
+    parts = 1
+    if shard is not None:
+        if group is None:
+            raise ValueError(f"shard is {shard} and group None; give its ranks")
+        here = dist.get_rank(group), dist.get_world_size(group)
+        if tuple(shard) != here:
+            raise ValueError(f"shard is {shard}; on this rank of group it must be {here}")
+        parts = shard[1]
+    if len(targets) != parts * len(hidden):
+        needs = (f"{parts} x " if parts > 1 else "") + f"hidden's {len(hidden)} rows"
+        raise ValueError(f"targets has {len(targets)} entries; it must have {needs}")
 
 
 def _expected(
-    grad_scale: float | Tensor | None, reduction: Reduction, into_main_grad: bool, targets: Tensor
+    grad_scale: float | Tensor | None,
+    reduction: Reduction,
+    into_main_grad: bool,
+    targets: Tensor,
+    device: torch.device,
 ) -> Tensor | None:
     """The result's gradient if it is known in the forward pass."""
     if grad_scale is None:
         known = reduction != "none" and not into_main_grad
-        return torch.ones((), device=targets.device) if known else None
+        return torch.ones((), device=device) if known else None
     if not isinstance(grad_scale, Tensor):
         if not isinstance(grad_scale, (int, float)) or not 0 < abs(grad_scale) < math.inf:
             raise ValueError(f"grad_scale is {grad_scale!r}; it must be a finite number, not 0")
-        return torch.tensor(float(grad_scale), device=targets.device)
+        return torch.full((), float(grad_scale), device=device)
     shapes = [(), tuple(targets.shape)] if reduction == "none" else [()]
     if tuple(grad_scale.shape) not in shapes or grad_scale.dtype != torch.float32:
         kind = str(grad_scale.dtype)[6:]
@@ -156,7 +203,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     group: dist.ProcessGroup | None = None,
-    vocab_range: tuple[int, int] | None = None,
+    vocab_range: VocabRange | None = None,
+    shard: tuple[int, int] | None = None,
     weight_grad: Literal["dense", "main_grad"] = "dense",
     grad_scale: float | Tensor | None = None,
     label_smoothing: float = 0.0,
@@ -169,15 +217,22 @@ def linear_cross_entropy(
     Args:
         hidden: [T, h], float32, bfloat16 or float16.
         weight: [V, h], dtype of hidden, contiguous.
-        targets: int64 [T], classes. Rows whose target is `ignore_index` are never multiplied.
+        targets: int64 [T], classes. Rows whose target is `ignore_index` are never multiplied. In
+            host memory: then a GPU is not waited for.
         reduction: "mean" over the rows with a target, "sum", or "none": [T], 0 where there is no
             target.
         group: tensor-parallel ranks, each with its rows of weight; hidden and targets are the same
             on all. Two all-reduces of a few numbers a row, besides one of hidden's gradient:
             **it is summed over the group here**, in float32, as megatron-core's
             ColumnParallelLinear does, so the caller must not sum it again.
-        vocab_range: with group, (first, end): the classes of this rank, end - first == V. The
-            ranks' ranges adjoin from 0 on; padding of the vocabulary is left out (weight[:valid]).
+        vocab_range: (first, end): the classes of this rank; the ranks compare them, which waits for
+            a GPU. Or those of all ranks in group's order, [(first, end), ..]: nothing is compared,
+            hidden, targets and what gets a gradient must be alike. Ranges adjoin from 0 on. Rows of
+            weight from end - first on are padding: not multiplied, their gradient is 0. Without
+            group (0, classes).
+        shard: with group, (i, k): hidden is part i of k equal ones of the tokens, [T/k, h], i and k
+            being rank and size of the group (sequence parallelism). Only rows with a target travel:
+            each to all, and its gradient back.
         weight_grad: "dense": [V, h] in the dtype of weight. In 16 bits more rows with a target than
             6 x 64 MB / 2V (1,320 of 152,064 classes) take a fourth product a row, so that the sum
             isn't rounded more than 6 times (up to 6 x 64 MB / 4h rows, 65,536 at h = 1,536).
@@ -201,12 +256,12 @@ def linear_cross_entropy(
         ValueError: a wrong argument; a target that is no class, by its position.
     """
     check_tensor("hidden", hidden, dtypes=DTYPES, shape="[T, h]", dim=2)
-    if hidden.device.type != "cpu":
+    if hidden.device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"hidden is on {hidden.device}; linear_cross_entropy runs on the CPU only: use "
+            f"hidden is on {hidden.device}; linear_cross_entropy runs on the CPU and on CUDA: use "
             "F.linear and F.cross_entropy"
         )
-    device, tokens = hidden.device, hidden.shape[0]
+    device = hidden.device
     check_tensor("weight", weight, dtypes=[hidden.dtype], shape="[V, h]", dim=2, device=device)
     if weight.shape[1] != hidden.shape[1]:
         raise ValueError(
@@ -215,9 +270,10 @@ def linear_cross_entropy(
         )
     if not weight.is_contiguous():
         raise ValueError("weight is not contiguous; pass weight.contiguous()")
-    check_tensor("targets", targets, dtypes=[torch.int64], shape="[T]", dim=1, device=device)
-    if len(targets) != tokens:
-        raise ValueError(f"targets has {len(targets)} entries; it must have hidden's {tokens} rows")
+    check_tensor("targets", targets, dtypes=[torch.int64], shape="[T]", dim=1)
+    if targets.device not in (device, torch.device("cpu")):
+        raise ValueError(f"targets is on {targets.device}; it must be on {device} or the CPU")
+    _check_shard(shard, group, hidden, targets)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
     if not 0 <= label_smoothing <= 1:
@@ -228,9 +284,11 @@ def linear_cross_entropy(
         raise ValueError(f"weight_grad is {weight_grad!r}; it must be 'dense' or 'main_grad'")
     wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     main_grad = main_grad_of(weight) if weight_grad == "main_grad" else None
-    expected = _expected(grad_scale, reduction, main_grad is not None, targets)
+    expected = _expected(grad_scale, reduction, main_grad is not None, targets, device)
     flags = *wanted, main_grad is not None
-    sizes = _check_classes(hidden, weight, group, vocab_range, flags)
+    valid, *sizes = _check_classes(hidden, weight, group, vocab_range, flags)
     name = "" if group is None else group.group_name
     settings = (ignore_index, *sizes, float(label_smoothing), float(z_loss), name)
-    return _loss(hidden, weight, targets, main_grad, expected, reduction, wanted, *settings)
+    given = hidden, weight, targets, main_grad, expected, reduction, wanted
+    with torch.autocast(device.type, enabled=False):  # products are in hidden's dtype
+        return _loss(*given, valid, *settings)

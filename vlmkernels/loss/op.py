@@ -20,6 +20,9 @@ native kernel turns them into statistics and, in place, into their gradient. Whi
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +33,7 @@ from vlmkernels._native import DTYPES, define, launch, pointer
 CHUNK_BYTES = 64 << 20
 #: Of a 16-bit gradient, so that its error is less than twice that of one.
 MOST_ROUNDINGS = 6
-#: Of a 16-bit product before it is added to a float32 gradient: it stays in cache.
+#: Of a 16-bit product before it is added to a float32 gradient, on the CPU: it stays in cache.
 _PRODUCT_BYTES = 4 << 20
 
 
@@ -76,11 +79,15 @@ def _run(
     weight [V, h], each row's times scale [T]. Without `scale`, and what nobody wants, is empty.
 
     widest: the largest V of the group's ranks, so that all have the same rows in a chunk.
+    hidden may be a part of the T tokens, the same number on each rank of the group, in its order.
+    targets in host memory: nothing here waits for the device.
     """
     rows = (targets != ignore_index).nonzero()[:, 0]
     labels = targets[rows].long()
     _check_labels(labels, rows, classes, ignore_index)
     process_group = dist.distributed_c10d._resolve_process_group(group) if group else None
+    shares = _shares(rows, len(hidden), len(targets))
+    rows, labels = (x.to(hidden.device, non_blocking=True) for x in (rows, labels))
     backward = scale is not None and (hidden_grad or weight_grad)
     row_scale = scale[rows].float() if scale is not None and backward else None
     dhidden = torch.zeros_like(hidden) if backward and hidden_grad else hidden.new_empty(0)
@@ -96,14 +103,17 @@ def _run(
         work = hidden.new_zeros(4, len(rows), dtype=torch.float32)
         work[0] = torch.finfo(torch.float32).min
 
-    rounded = into is not None and into.dtype != torch.float32
+    # A GPU reads and writes a float32 gradient of 16-bit products for longer than it multiplies the
+    # few rows of a chunk: docs/loss.md.
+    slow = into is not None and into.is_cuda and hidden.itemsize == 2
+    rounded = into is not None and (into.dtype != torch.float32 or slow)
     count, columns = plan(len(rows), widest, hidden.shape[1], hidden.itemsize, rounded)
     blocks = _parts(len(weight), columns) or [slice(0, 0)]
     at_once = len(blocks) == 1 and process_group is None
     buffer = hidden.new_empty(min(count, len(rows)) * min(columns, len(weight)))
 
     for part in _parts(len(rows), count):
-        x, local = hidden[rows[part]], work[:, part]
+        x, local = _gather(hidden, rows, part, shares, process_group), work[:, part]
         part_scale = None if row_scale is None else row_scale[part]
         chunk = labels[part], local, first_class, classes, label_smoothing, z_loss
         if not known:
@@ -129,9 +139,7 @@ def _run(
             if into is not None:
                 _add_product(into[block], z, x, first=main_grad is None and part.start == 0)
         if hidden_grad:
-            if process_group is not None:
-                dist.all_reduce(total, group=process_group)
-            dhidden[rows[part]] = total.to(hidden.dtype)
+            _scatter(total, dhidden, rows, part, shares, process_group)
 
     losses = hidden.new_zeros(len(targets), dtype=torch.float32)
     losses[rows] = _losses(work, classes, label_smoothing, z_loss)
@@ -181,6 +189,68 @@ def _check_labels(labels: Tensor, rows: Tensor, classes: int, ignore_index: int)
         )
 
 
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def _shares(rows: Tensor, shard: int, tokens: int) -> list[slice]:
+    """Which of the rows with a target each rank's `shard` of the tokens has; []: all have all."""
+    if shard == tokens:
+        return []
+    ends = torch.arange(shard, tokens + 1, shard, device=rows.device)
+    cuts = [0, *torch.searchsorted(rows, ends).tolist()]
+    return [slice(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def _inside(part: slice, shares: list[slice]) -> Iterator[tuple[int, slice, slice]]:
+    """Ranks with rows in `part`: which rows, counted from the first of `part` and of all."""
+    for rank, share in enumerate(shares):
+        start, stop = max(share.start, part.start), min(share.stop, part.stop)
+        if start < stop:
+            yield rank, slice(start - part.start, stop - part.start), slice(start, stop)
+
+
+def _gather(
+    hidden: Tensor,
+    rows: Tensor,
+    part: slice,
+    shares: list[slice],
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Rows `part` of those with a target [R, h], each from the rank that has it."""
+    if not shares:
+        return hidden[rows[part]]
+    x = hidden.new_empty(part.stop - part.start, hidden.shape[1])
+    for rank, local, which in _inside(part, shares):
+        if rank == dist.get_rank(group):
+            x[local] = hidden[rows[which] - rank * len(hidden)]
+        dist.broadcast(x[local], _global_rank(group, rank), group=group)
+    return x
+
+
+def _scatter(
+    total: Tensor,
+    dhidden: Tensor,
+    rows: Tensor,
+    part: slice,
+    shares: list[slice],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """The gradient of rows `part` [R, h], summed over the group, to the ranks that have them."""
+    if shares:
+        for rank, local, which in _inside(part, shares):
+            dist.reduce(total[local], _global_rank(group, rank), group=group)
+            if rank == dist.get_rank(group):
+                dhidden[rows[which] - rank * len(dhidden)] = total[local].to(dhidden.dtype)
+        return
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    dhidden[rows[part]] = total.to(dhidden.dtype)
+
+
+def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
 def _over_group(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Statistics of all ranks' columns: one all-reduce of the maxima, one of the sums."""
     largest = stats[0].clone()
@@ -198,7 +268,8 @@ def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
     elif to.dtype == z.dtype:
         to.addmm_(z.t(), x)
     else:
-        size = max(1, _PRODUCT_BYTES // (x.itemsize * x.shape[1]))
+        most = CHUNK_BYTES if to.is_cuda else _PRODUCT_BYTES
+        size = max(1, most // (x.itemsize * x.shape[1]))
         for block in _parts(len(to), size):
             to[block] += torch.mm(z[:, block].t(), x)
 
@@ -241,5 +312,4 @@ linear_cross_entropy = define(
     " bool weight_grad) -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     fake=_fake,
-    devices=("CPU",),
 )

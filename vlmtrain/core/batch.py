@@ -34,7 +34,7 @@ class PackedBatch:
     """One microbatch = one pack."""
 
     input_ids: Tensor  # int64 [S]
-    labels: Tensor  # int64 [S]: shifted by one inside each sample, -100 where no loss
+    labels: Tensor  # int64 [S]: shifted by one inside each sample, -100: no loss; in host memory
     position_ids: Tensor  # int64 [3, S]: M-RoPE time, height, width, counted per sample
     cu_seqlens: Tensor  # int32 [n + 1]: offsets of segments; a padded tail is a segment of its own
     visual_index: Tensor  # int32 [S]: row of the merged visual features, -1 for text
@@ -131,13 +131,13 @@ class PackedBatch:
         return replace(self, target_tokens=self.target_tokens - targets)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        """The same batch with its tensors on `device`, but for the grids: shapes and offsets follow
-        from them on the host, which must not wait for a device to know them."""
+        """The same batch with its tensors on `device`, but for grids and labels: shapes
+        and target rows follow from them on the host, which must not wait for a device."""
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
         max_seqlen = self.max_seqlen
         if max_seqlen is None:
             max_seqlen = int(self.cu_seqlens.diff().max())
-        return replace(moved, grid_thw=self.grid_thw, max_seqlen=max_seqlen)
+        return replace(moved, grid_thw=self.grid_thw, labels=self.labels, max_seqlen=max_seqlen)
 
     def pin_memory(self) -> PackedBatch:
         """The same batch with its tensors in page-locked host memory."""

@@ -1,15 +1,17 @@
 """Errors that one rank meets and all ranks must end by, printed once.
 
-Two collectives around work that reads input: what fails on one rank is raised on every rank,
-marked so that only rank 0 prints it.
+Two collectives around work that reads input, and one that compares what all must have alike: what
+fails on one rank is raised on every rank, marked so that only rank 0 prints it.
 """
 
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -119,6 +121,29 @@ def on_every_rank(work: Callable[[], T]) -> T:
         if message is not None:
             raise shared_error(message)
     return value
+
+
+def check_same(facts: Mapping[str, str], remedy: str) -> None:
+    """Collective: all ranks must have the same facts.
+
+    Where they differ, what most ranks have is right; of equally many, what the lowest has.
+
+    Raises:
+        UserError: on all ranks, the first fact that differs, the ranks that are alone with theirs,
+            and the `remedy`.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), dict(facts)))
+    for name in {name: None for _, known in everyone for name in known}:
+        values = [known.get(name, "nothing") for _, known in everyone]
+        usual = Counter(values).most_common(1)[0][0]
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if odd:
+            more = f" and {len(odd) - 1} more ranks" if len(odd) > 1 else ""
+            raise shared_error(
+                f"rank {odd[0]} on {everyone[odd[0]][0]}{more} would hang the run: {name} is "
+                f"{values[odd[0]]} there and {usual} on rank {values.index(usual)}; {remedy}"
+            )
 
 
 def shared_error(message: str) -> UserError:

@@ -61,6 +61,14 @@ class TrainSection:
     """Steps between two progress lines; metrics.jsonl has every step."""
     wandb: str = ""
     """Weights & Biases project to log to as well; empty: none."""
+    rehearse: bool = True
+    """Make the heaviest steps of the run before step 1, to see that they fit; changes nothing."""
+    fit: Literal["refuse", "auto", "ignore"] = "refuse"
+    """Where the heaviest step will not fit: say what would; recompute and offload; or try."""
+    on_spike: Literal["stop", "skip"] = "stop"
+    """Gradients that are not finite, or 100 times the usual: end, or leave out that update."""
+    timeout: NonNegative = 10.0
+    """Minutes without progress after which all ranks say where they are and end; 0: never."""
 
 
 @dataclass

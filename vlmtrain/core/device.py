@@ -9,7 +9,9 @@ import resource
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import torch
 
 from vlmtrain.cpu import shim
@@ -31,11 +33,36 @@ class Backend:
             torch.cuda.synchronize(self.device)
 
     def peak_memory_bytes(self) -> int:
-        """Peak device memory on CUDA; peak resident set of this process on CPU."""
+        """Since the last reset: peak device memory on CUDA; peak resident set of this process on
+        CPU."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+    def reset_peak_memory(self) -> None:
+        """Raises OSError on a CPU whose system keeps the peak of a process (Linux does not)."""
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel's word for it
+
+    def memory_bytes(self) -> int:
+        """In use now, as `peak_memory_bytes` counts."""
+        if self.is_cuda:
+            return torch.cuda.memory_allocated(self.device)
+        return psutil.Process().memory_info().rss
+
+    def capacity_bytes(self, processes: int) -> int:
+        """What there is for this process: of the device what other programs leave; of a machine's
+        memory, or the control group's, the share of one of `processes`."""
+        if self.is_cuda:
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return free + torch.cuda.memory_reserved(self.device)
+        total = psutil.virtual_memory().total
+        limit = Path("/sys/fs/cgroup/memory.max")
+        text = limit.read_text().strip() if limit.is_file() else "max"
+        return min(total, int(text) if text.isdigit() else total) // processes
 
 
 def model_code() -> AbstractContextManager[object]:

@@ -23,7 +23,7 @@ import psutil
 
 from vlmtrain.core.errors import UserError
 
-# A peer that stops answering for this long ends the run instead of hanging it.
+# A peer that stops answering for this long ends the run where no watchdog has before.
 _TIMEOUT = timedelta(minutes=30)
 _LAUNCHER = "VLMTRAIN_LAUNCHER"  # to the processes of `start`: the process that started them
 # How gloo, NCCL and torch's store say that the process at the other end has ended.
@@ -86,8 +86,9 @@ def joined() -> Process | None:
     return process
 
 
-def connect(process: Process, backend: str) -> None:
-    """Initialise torch.distributed for this process; alone it opens no port."""
+def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
+    """Initialise torch.distributed for this process; alone it opens no port. `minutes`: how long
+    a watchdog waits before it speaks; the process group waits longer."""
     import torch.distributed as dist
 
     where = {"store": dist.HashStore()} if process.world_size == 1 else {}
@@ -95,7 +96,7 @@ def connect(process: Process, backend: str) -> None:
         backend,
         rank=process.rank,
         world_size=process.world_size,
-        timeout=_TIMEOUT,
+        timeout=max(_TIMEOUT, timedelta(minutes=2 * minutes)),
         **where,
     )
 
@@ -235,12 +236,17 @@ def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: in
     except KeyboardInterrupt:  # our launcher says it itself
         return _leave(130 if process.rank or launched() else _failed("interrupted", 130))
     except Exception as error:
-        if any(sign in str(error) for sign in _PEER_GONE):
+        if peer_gone(error):
             return _leave(_failed(f"rank {process.rank} ends: another rank is gone", 1))
         print(f"vlmtrain: rank {process.rank} failed:", file=sys.stderr)
         traceback.print_exc()
         return _leave(1)
     return 0
+
+
+def peer_gone(error: BaseException) -> bool:
+    """Whether an error says that the process at the other end has ended."""
+    return any(sign in str(error) for sign in _PEER_GONE)
 
 
 def _connected() -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from vlmtrain.core.collectives import check_same
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -31,6 +33,7 @@ class Report:
 
     failures: list[Failure] = field(default_factory=list)
     error: str | None = None  # what ends the run
+    digest: int = 0  # of the step as planned, the same on every rank
 
 
 Agree = Callable[[Report], list[Report]]
@@ -40,14 +43,18 @@ def across_ranks(device: torch.device | str) -> Agree:
     """All ranks' reports, for `PackedLoader(agree=...)`; an empty list where none has anything.
 
     Every rank of the default process group must call it once a step. `device` is where the
-    group's backend takes tensors.
+    group's backend takes tensors. Ranks that have planned another step are named.
     """
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
 
     def agree(report: Report) -> list[Report]:
-        flag.fill_(bool(report.failures or report.error))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if not flag.item():
+        bad = bool(report.failures or report.error)
+        flags = torch.tensor([bad, report.digest, -report.digest], device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        anything, most, least = flags.tolist()
+        if most != -least:
+            planned = {"the plan of this step": f"{report.digest:08x}"}
+            check_same(planned, "its memory or its numpy is not to be trusted")
+        if not anything:
             return []
         reports: list[Report | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, report)

@@ -1,15 +1,11 @@
 """Hands out packed microbatches: deterministic, resumable anywhere, decoding ahead of the compute.
 
-The packs of epoch 0, 1, 2, ... form one endless stream. Optimizer step k takes the next
-`global_batch` packs of it, which are dealt to the data-parallel ranks by cost. The position in
-the stream is all the state there is, so a run resumes exactly, on another dp_size too.
+Which packs a step takes is the sampler's to say (packing/sampler.py). The position in its stream is
+all the state there is, so a run resumes exactly, on another dp_size too.
 """
 
 from __future__ import annotations
 
-import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,8 +23,9 @@ from vlmtrain.data.builder import PackBuilder
 from vlmtrain.data.collective_errors import Agree, Failure, Report
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex
-from vlmtrain.data.packing.costs import COST_VERSION, sample_costs
-from vlmtrain.data.packing.plan import PLAN_VERSION, Plan, deal, epoch_entries, plan_epoch
+from vlmtrain.data.packing.costs import COST_VERSION
+from vlmtrain.data.packing.plan import PLAN_VERSION
+from vlmtrain.data.packing.sampler import PlannedStep, Position, Sampler
 from vlmtrain.data.processor import Processor
 
 # What must be unchanged for a saved position to mean the same samples.
@@ -39,7 +36,6 @@ _IDENTITY = {
     "packing": "another way of packing",
     "index_hash": "other data or other image settings",
 }
-_COST_UNIT = 16  # costs are whole numbers of 1/16 token, so that every machine plans the same
 
 
 @dataclass(frozen=True)
@@ -52,24 +48,6 @@ class LoaderRank:
     decodes: Callable[[Sequence[np.ndarray]], list[tuple[bool, ...]]] | None = None
     pixel_dtype: torch.dtype = torch.float32  # or bfloat16, where the model casts to it anyway
     pin_memory: bool = False  # page-locked tensors, for copies to a GPU
-
-
-@dataclass(frozen=True)
-class _Position:
-    """A place in the stream of packs."""
-
-    step: int = 0  # optimizer steps handed out
-    epoch: int = 0
-    pack: int = 0  # packs of this epoch already handed out
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One optimizer step as planned."""
-
-    packs: list[np.ndarray]  # of this rank
-    after: _Position
-    metrics: dict[str, float]
 
 
 class PackedLoader:
@@ -136,12 +114,18 @@ class PackedLoader:
         self.decoded = 0  # images and videos whose pixels this rank has handed out
         self.skipped = 0  # samples skipped since the start of the run, on all ranks
         self.metrics: dict[str, float] = {}
-        self._agree, self._log, self._once = agree, log, once
-        costs = sample_costs(index.lengths, index.media_start, index.grids, spec).sum(1)
-        self._costs = np.maximum(np.rint(costs * _COST_UNIT), 1).astype(np.int64)
-        self._position = _Position()
-        self._plans: OrderedDict[int, Plan] = OrderedDict()
-        self._plan_lock = threading.Lock()
+        self._agree, self._log = agree, log
+        self.sampler = Sampler(
+            index,
+            spec,
+            section.packing,
+            pack_length=pack_length,
+            global_batch=global_batch,
+            seed=seed,
+            ranks=dp_size,
+            once=once,
+        )
+        self.position = Position()
         self.builder = PackBuilder(
             index,
             processor,
@@ -153,34 +137,31 @@ class PackedLoader:
             cache_bytes=cache_bytes,
         )
         self._prefetch = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
-        self._pending: tuple[_Position, Future[tuple[list[PackedBatch], Report]]] | None = None
+        self._pending: tuple[Position, Future[tuple[list[PackedBatch], Report]]] | None = None
 
     @property
     def step(self) -> int:
         """Optimizer steps handed out since the start of the run."""
-        return self._position.step
+        return self.position.step
+
+    @property
+    def next(self) -> PlannedStep:
+        """The step that `next_step` hands out."""
+        return self.sampler.take(self.position)
 
     @property
     def epoch(self) -> float:
         """Epochs handed out, with the fraction of the current one."""
-        position = self._position
-        return position.epoch + position.pack / max(len(self._plan(position.epoch)), 1)
+        return self.sampler.epochs_done(self.position)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps that see every sample of the first epoch."""
-        return math.ceil(len(self._plan(0)) / self.global_batch)
+        return self.sampler.steps_per_epoch
 
     def steps_for_epochs(self, epochs: float) -> int:
-        """The least number of steps from the start of the run that covers `epochs` epochs: those
-        made until now, perhaps with another global_batch, and those that are left."""
-        whole = int(epochs)
-        packs = float(sum(len(self._plan(epoch)) for epoch in range(whole)))
-        if epochs > whole:
-            packs += (epochs - whole) * len(self._plan(whole))
-        position = self._position
-        packs -= sum(len(self._plan(epoch)) for epoch in range(position.epoch)) + position.pack
-        return position.step + max(math.ceil(packs / self.global_batch - 1e-9), 0)
+        """See `Sampler.steps_for_epochs`."""
+        return self.sampler.steps_for_epochs(epochs, self.position)
 
     def next_step(self) -> list[PackedBatch]:
         """This rank's global_batch / dp_size microbatches of the next optimizer step.
@@ -193,7 +174,7 @@ class PackedLoader:
             DataError: a file has gone or changed since the scan. The position stays, so the call
                 can be repeated. With `agree` every rank raises what one has met.
         """
-        start = self._position
+        start = self.position
         pending, self._pending = self._pending, None
         batches: list[PackedBatch] = []
         report, error = Report(), None
@@ -204,17 +185,39 @@ class PackedLoader:
                 batches, report = self._build(start)
         except Exception as caught:
             error = caught
+        step = self.sampler.take(start)
+        report.digest = step.digest()
         failures = self._agreed(report, error)
-        step = self._take(start)
-        self._position = step.after
+        self.position = step.after
         if self._prefetch is not None:
             self._pending = (step.after, self._prefetch.submit(self._build, step.after))
+        batches = self._blanked(batches, failures)
+        self.decoded += sum(sum(batch.decoded) for batch in batches)
+        self.metrics = {**step.metrics, "skipped": float(self.skipped)}
+        return batches
+
+    def build(self, step: PlannedStep) -> list[PackedBatch]:
+        """This rank's microbatches of a step to come, which the ranks need not share; the position
+        and what is counted stay. Collective."""
+        batches: list[PackedBatch] = []
+        report, error = Report(), None
+        before, log = self.skipped, self._log
+        try:
+            batches, report = self._build(step.at)
+        except Exception as caught:
+            error = caught
+        try:
+            self._log = None
+            failures = self._agreed(report, error)
+        finally:
+            self.skipped, self._log = before, log
+        return self._blanked(batches, failures)
+
+    def _blanked(self, batches: list[PackedBatch], failures: list[Failure]) -> list[PackedBatch]:
         for failure in failures:
             if failure.dp_rank == self.rank.dp_rank:
                 place = failure.microbatch
                 batches[place] = batches[place].without(failure.segment)
-        self.decoded += sum(sum(batch.decoded) for batch in batches)
-        self.metrics = {**step.metrics, "skipped": float(self.skipped)}
         return batches
 
     def _agreed(self, report: Report, error: Exception | None) -> list[Failure]:
@@ -252,9 +255,9 @@ class PackedLoader:
         """The position after the last step handed out; the same on every rank, plain values."""
         return {
             "version": PLAN_VERSION,
-            "step": self._position.step,
-            "epoch": self._position.epoch,
-            "pack": self._position.pack,
+            "step": self.position.step,
+            "epoch": self.position.epoch,
+            "pack": self.position.pack,
             "seed": self.seed,
             "pack_length": self.pack_length,
             "global_batch": self.global_batch,
@@ -278,7 +281,7 @@ class PackedLoader:
                     f"{current[key]}); restore it, or start a new run from its weights: --model "
                     "CHECKPOINT and another --output"
                 )
-        self._position = _Position(int(state["step"]), int(state["epoch"]), int(state["pack"]))
+        self.position = Position(int(state["step"]), int(state["epoch"]), int(state["pack"]))
         self.skipped = int(state.get("skipped", 0))
         self._pending = None
 
@@ -301,65 +304,18 @@ class PackedLoader:
         packing = self.section.packing
         return f"{packing}/{COST_VERSION}" if packing == "balanced" else packing
 
-    def _plan(self, epoch: int) -> Plan:
-        with self._plan_lock:
-            if epoch not in self._plans:
-                index = self.index
-                weights = [1.0 if self._once else source.weight for source in index.sources]
-                self._plans[epoch] = plan_epoch(
-                    index.lengths,
-                    self.pack_length,
-                    self.seed,
-                    epoch,
-                    index.content_hash,
-                    costs=self._costs,
-                    policy=self.section.packing,
-                    entries=epoch_entries(
-                        index.source, weights, self.seed, epoch, index.content_hash
-                    ),
-                )
-                while len(self._plans) > 4:
-                    self._plans.popitem(last=False)
-            return self._plans[epoch]
+    def ids(self, step: PlannedStep) -> list[list[str]]:
+        """The sample ids of each pack of this rank's share of a step."""
+        packs = step.dealt[self.rank.dp_rank]
+        return [[self.index.ids[i] for i in pack.tolist()] for pack in packs]
 
-    def _take(self, position: _Position) -> _Step:
-        """The step at `position`: the composition of the global batch, and this rank's share."""
-        packs: list[np.ndarray] = []
-        costs: list[int] = []
-        tokens = 0
-        epoch, pack = position.epoch, position.pack
-        while len(packs) < self.global_batch:
-            if self._once and epoch > 0:
-                packs.append(np.empty(0, dtype=np.int64))
-                costs.append(0)
-                continue
-            plan = self._plan(epoch)
-            if not len(plan):  # small weights: not every epoch has a sample
-                epoch += 1
-                continue
-            packs.append(plan.packs[pack])
-            costs.append(int(plan.costs[pack]))
-            tokens += int(plan.tokens[pack])
-            pack += 1
-            if pack == len(plan):
-                epoch, pack = epoch + 1, 0
-        dealt = deal(np.array(costs), self.rank.dp_size, self.section.packing)
-        heaviest = max(sum(costs[i] for i in share) for share in dealt)
-        metrics = {
-            "fill": tokens / (self.global_batch * self.pack_length),
-            "rank_balance": heaviest * self.rank.dp_size / max(sum(costs), 1),
-            "microbatch_balance": max(costs) * len(costs) / max(sum(costs), 1),
-        }
-        local = [packs[i] for i in dealt[self.rank.dp_rank]]
-        return _Step(local, _Position(position.step + 1, epoch, pack), metrics)
-
-    def _build(self, position: _Position) -> tuple[list[PackedBatch], Report]:
+    def _build(self, position: Position) -> tuple[list[PackedBatch], Report]:
         report = Report()
         batches = []
-        packs = self._take(position).packs
+        packs = self.sampler.take(position).dealt[self.rank.dp_rank]
         shares: list[tuple[bool, ...] | None] = [None] * len(packs)
         if self.rank.decodes is not None:
-            shares = [*self.rank.decodes([self._grids(pack) for pack in packs])]
+            shares = [*self.rank.decodes([self.grids(pack) for pack in packs])]
         for number, (pack, share) in enumerate(zip(packs, shares, strict=True)):
             batch, bad = self.builder.build(pack.tolist(), share)
             batches.append(batch.pin_memory() if self.rank.pin_memory else batch)
@@ -371,7 +327,7 @@ class PackedLoader:
             ]
         return batches, report
 
-    def _grids(self, pack: np.ndarray) -> np.ndarray:
+    def grids(self, pack: np.ndarray) -> np.ndarray:
         """int64 [m, 3]: of all media of a pack, in sequence order."""
         start, grids = self.index.media_start, self.index.grids
         return np.concatenate([grids[:0], *(grids[start[i] : start[i + 1]] for i in pack.tolist())])

@@ -62,7 +62,9 @@ def stats(
 
 
 def measure_index(index: SampleIndex, spec: ModelSpec) -> Stats:
-    costs = sample_costs(index.lengths, index.media_start, index.grids, spec).sum(1)
+    costs = sample_costs(
+        index.lengths, index.target_tokens, index.media_start, index.grids, spec
+    ).sum(1)
     weights = [source.weight for source in index.sources]
     entries = epoch_entries(index.source, weights, 0, 0, index.content_hash)
     if not len(entries):

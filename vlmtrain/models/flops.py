@@ -11,11 +11,13 @@ multiply:
 - A backward product costs as much as its forward one for the input's gradient and as much again
   for the weight's. Frozen weights have no second part; where nothing below is trained there is no
   backward at all. Pixels need no gradient.
+- The head counts 2NhV and twice that backward: only tokens with a target have logits
+  (`vlmkernels.linear_cross_entropy`), however they are made in chunks.
 - Adapters (LoRA) are products with two small weights that are trained, beside a frozen one.
 - *Model* FLOPs (MFU) leave out recomputation; `hardware_flops` (HFU) adds it.
 
 Sizes as in the released configurations: h = language width, q and kv = widths of queries and of
-keys, f = MLP width, V = vocabulary, D = tower width, P = patches, T = tokens.
+keys, f = MLP width, V = vocabulary, D = tower width, P = patches, T = tokens, N = target tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ from vlmtrain.core.spec import ModelSpec, VisionSpec
 from vlmtrain.models import lora_costs
 from vlmtrain.models.family import table_of
 
+#: A typical pack, where the data is not known: tokens of images and videos among all, and tokens
+#: with a target among the others.
+IMAGE_SHARE, TARGET_SHARE = 0.70, 0.67
+
 PARTS = ("patch_embed", "vision", "merger", "language", "head")
 
 
@@ -36,7 +42,7 @@ PARTS = ("patch_embed", "vision", "merger", "language", "head")
 class Work:
     """What decides the cost of a batch; add up as many as you like.
 
-    The same five numbers also serve as prices: a part's FLOPs are `price @ work`.
+    The same six numbers also serve as prices: a part's FLOPs are `price @ work`.
     """
 
     tokens: int = 0  # through the language model
@@ -44,6 +50,7 @@ class Work:
     patches: int = 0  # through the vision tower
     frame_pairs: int = 0  # pairs of a vision layer that attends to the whole frame
     window_pairs: int = 0  # pairs of a vision layer that attends within windows
+    targets: int = 0  # tokens with a target, through the head
 
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
@@ -64,6 +71,7 @@ class Work:
         grids: Iterable[Sequence[int]],
         vision: VisionSpec,
         *,
+        targets: int,
         causal: bool = True,
     ) -> Work:
         """The work of segments of tokens and of images and videos.
@@ -72,6 +80,7 @@ class Work:
             segments: tokens of each sample (of each padded tail too, if it is to count).
             grids: (t, h, w) in patches of each image or video.
             vision: the tower they go through.
+            targets: tokens with a target.
             causal: count t (t + 1) / 2 pairs for a segment of t tokens, not t^2.
         """
         tokens = pairs = patches = frame_pairs = window_pairs = 0
@@ -84,7 +93,7 @@ class Work:
             patches += frames * height * width
             frame_pairs += frames * (height * width) ** 2
             window_pairs += frames * window_pairs_of_frame(height, width, vision)
-        return cls(tokens, pairs, patches, frame_pairs, window_pairs)
+        return cls(tokens, pairs, patches, frame_pairs, window_pairs, targets)
 
     @classmethod
     def of_batch(cls, batch: Any, vision: VisionSpec, *, padding: bool = False) -> Work:
@@ -92,7 +101,7 @@ class Work:
         lengths = batch.cu_seqlens.diff().tolist()
         if batch.pad_tokens and not padding:
             lengths = lengths[:-1]
-        return cls.of(lengths, batch.grid_thw.tolist(), vision)
+        return cls.of(lengths, batch.grid_thw.tolist(), vision, targets=batch.target_tokens)
 
 
 def window_pairs_of_frame(height: int, width: int, vision: VisionSpec) -> int:
@@ -151,9 +160,9 @@ def merger_price(spec: ModelSpec) -> Price:
     return Price(Work(patches=2 * table_of(spec).merger.weights // spec.vision.merge_unit))
 
 
-def head_price(spec: ModelSpec, vocab_size: int | None = None) -> Price:
-    """Logits of every token; `vocab_size` replaces the model's own, e.g. by the padded one."""
-    return Price(Work(tokens=2 * spec.hidden_size * (vocab_size or spec.vocab_size)))
+def head_price(spec: ModelSpec) -> Price:
+    """Logits of the target tokens."""
+    return Price(Work(targets=2 * spec.hidden_size * spec.vocab_size))
 
 
 def prices(spec: ModelSpec) -> dict[str, Price]:

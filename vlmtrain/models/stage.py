@@ -85,10 +85,6 @@ class QwenVLStage(LanguageModule):
             adapt_mlps(self.language_model.decoder)
             # The merger's stage hands the decoder its input; later ones receive it.
             self.language_model.decoder.pre_process = stage == layout.merger_stage
-            if spec.tie_word_embeddings and self.pre_process and self.post_process:
-                # Both uses of the tied table add to main_grad themselves (_lookup): nobody reads
-                # the gradient for which megatron-core would clear a tensor of the table's size.
-                self._table().zero_out_wgrad = False  # type: ignore[attr-defined]
         self.input_tensor: Tensor | None = None
         self.learns_before = True  # whether an earlier stage has something to train
         self._zeros: Tensor | None = None
@@ -102,7 +98,7 @@ class QwenVLStage(LanguageModule):
         return self.language_model.shared_embedding_or_output_weight()
 
     def forward(self, batch: PackedBatch, *, logits: bool = False) -> Tensor:
-        """Returns the tensor to send on, or on the last stage the per-token loss [1, S].
+        """Returns the tensor to send on, or on the last stage the sum of the losses, [].
 
         With `logits` the last stage returns [1, S, padded vocabulary / tp] instead.
         """
@@ -242,13 +238,12 @@ class QwenVLStage(LanguageModule):
         )
         if embeddings is not None:
             embeddings = ask_for_gradient(self.language_model.decoder, embeddings)
-        labels = batch.labels.clamp_min(0)[None] if self.post_process and not logits else None
         return self.language_model(
             batch.input_ids[None],
             batch.position_ids[:, None],
             None,
             decoder_input=embeddings,
-            labels=labels,
+            labels=batch.labels if self.post_process and not logits else None,
             packed_seq_params=packed,
         )
 

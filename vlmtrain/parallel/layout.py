@@ -10,6 +10,7 @@ from vlmtrain.core.layout import Layout, LayoutError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import Split, contiguous
 from vlmtrain.models.family import table_of
+from vlmtrain.models.flops import IMAGE_SHARE, TARGET_SHARE
 
 Layers = Sequence[int] | Literal["auto"]
 
@@ -243,11 +244,13 @@ def _check_counts(
 def _prices(spec: ModelSpec) -> tuple[float, float, float]:
     """What a vision layer, a language layer and the head cost.
 
-    In matmul weights a token passes: a vision layer counts 4 patches per image token and 70% image
-    tokens, a typical pack; the head counts as hidden x vocabulary.
+    In matmul weights a token of a typical pack passes: a vision layer counts 4 patches per image
+    token, the head its target tokens alone.
     """
-    table = table_of(spec)
-    return 4 * 0.7 * table.vision_layer.weights, table.text_layer.weights, table.head.weights
+    table, patches = table_of(spec), 4 * IMAGE_SHARE
+    targets = (1 - IMAGE_SHARE) * TARGET_SHARE
+    vision, head = patches * table.vision_layer.weights, targets * table.head.weights
+    return vision, table.text_layer.weights, head
 
 
 def _balanced_text_layers(spec: ModelSpec, vision: Sequence[int], stages: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Seconds of every stage as a linear function of a pack's work, and bytes of every rank.
 
-A row of costs is [5]: seconds per token, causal pair, patch, frame pair and window pair, in the
-order of `flops.Work`; times of many packs are one matrix product. Communication of tensor
-parallelism stands beside compute because the driver does not overlap the two.
+A row of costs is [6]: seconds per token, causal pair, patch, frame pair, window pair and target
+token, in the order of `flops.Work`; times of many packs are one matrix product. Communication of
+tensor parallelism stands beside compute because the driver does not overlap the two.
 
 Per layer and microbatch a group of t ranks moves (t-1)/t of the hidden states, 2sh bytes, 4 times
 forward and 6 times backward with sequence parallelism, 4 and 4 times without.
@@ -23,11 +23,11 @@ from vlmtrain.models.family import table_of
 from vlmtrain.models.lora_costs import adapter_parameters
 from vlmtrain.plan import memory, schedule
 from vlmtrain.plan.hardware import Gpu
-from vlmtrain.plan.workload import Packs
+from vlmtrain.plan.workload import COLUMNS, Packs
 
 # Rows of a cost block: compute and communication, forward and backward.
 COMPUTE_F, COMPUTE_B, COMM_F, COMM_B = range(4)
-TOKENS, PAIRS, PATCHES, FRAMES, WINDOWS = range(5)
+TOKENS, PAIRS, PATCHES, FRAMES, WINDOWS, TARGETS = range(COLUMNS)
 PIECE_PATCHES = 16384  # encoded at once by a multiplexed tower, as in parallel/multiplex.py
 
 
@@ -78,7 +78,7 @@ class CostModel:
     # --- seconds ------------------------------------------------------------------------------
 
     def units(self, tensor: int, sequence: bool) -> dict[str, np.ndarray]:
-        """Blocks [4, 5] of patch_embed, merger, text, head; vision is [depth + 1, 4, 5], sums of
+        """Blocks [4, 6] of patch_embed, merger, text, head; vision is [depth + 1, 4, 6], sums of
         the first i layers."""
         key = (tensor, sequence)
         if key in self._units:
@@ -91,7 +91,7 @@ class CostModel:
         def block(price: flops.Price, part: str, seconds: float) -> np.ndarray:
             weights = np.array(price.weights.values(), dtype=float) * seconds
             pairs = np.array(price.attention.values(), dtype=float) * seconds
-            result = np.zeros((4, 5))
+            result = np.zeros((4, COLUMNS))
             result[COMPUTE_F] = weights + pairs
             result[COMPUTE_B] = weights * factors[part][0] + pairs * factors[part][1]
             return result
@@ -102,7 +102,9 @@ class CostModel:
             result[COMPUTE_F, column] += small
             result[COMPUTE_B, column] += 2 * small
 
-        def exchange(result: np.ndarray, column: int, width: float, calls: tuple[int, int]) -> None:
+        def exchange(
+            result: np.ndarray, column: int, width: float, calls: tuple[float, float]
+        ) -> None:
             """Add `calls` collectives, forward and backward, over rows of `width` elements."""
             if tensor == 1:
                 return
@@ -119,19 +121,22 @@ class CostModel:
         text = block(flops.text_layer_price(spec), "language", language)
         adapt(text, TOKENS, language)
         exchange(text, TOKENS, spec.hidden_size, per_layer)
-        padded = padded_vocab_size(spec.vocab_size, tensor)
-        head = block(flops.head_price(spec, padded), "head", language)
-        exchange(head, TOKENS, spec.hidden_size, (1, 2))
+        head = block(flops.head_price(spec), "head", language)
+        # The loss computes its gradients in the forward pass, those of hidden in float32.
+        head[COMPUTE_F] += head[COMPUTE_B]
+        head[COMPUTE_B] = 0
+        float32 = 4 / self.element
+        exchange(head, TARGETS, spec.hidden_size, (1 + float32 if sequence else 2 * float32, 0))
         merger = block(flops.merger_price(spec), "merger", tower)
         exchange(merger, PATCHES, vision.hidden_size, (1, 1))
         exchange(merger, PATCHES, 2 * vision.out_hidden_size / vision.merge_unit, (1, 1))
         # Computed again by selective recomputation: an MLP, and half a layer's collectives.
-        text_mlp, vision_mlp = np.zeros((4, 5)), np.zeros((4, 5))
+        text_mlp, vision_mlp = np.zeros((4, COLUMNS)), np.zeros((4, COLUMNS))
         text_mlp[COMPUTE_F, TOKENS] = flops.mlp_price(spec, vision=False).tokens * language
         vision_mlp[COMPUTE_F, PATCHES] = flops.mlp_price(spec, vision=True).patches * tower
         exchange(text_mlp, TOKENS, spec.hidden_size, (2, 0))
         exchange(vision_mlp, PATCHES, vision.hidden_size, (2, 0))
-        layers = [np.zeros((4, 5))]
+        layers = [np.zeros((4, COLUMNS))]
         for i in range(vision.depth):
             layer = block(flops.vision_layer_price(spec, i), "vision", tower)
             adapt(layer, PATCHES, tower)
@@ -170,19 +175,19 @@ class CostModel:
         return sum(adapter_parameters(self.spec, self.lora, 1, vision))
 
     def adapter_flops(self, work: np.ndarray) -> float:
-        """Of all adapters, forward and backward, for (mean) work [5]."""
+        """Of all adapters, forward and backward, for (mean) work [6]."""
         text = self.spec.num_layers * self._adapter_products(vision=False) * work[TOKENS]
         tower = self.spec.vision.depth * self._adapter_products(vision=True) * work[PATCHES]
         return 6.0 * float(text + tower)
 
     def text_cost(self, tensor: int, sequence: bool, recompute: str) -> np.ndarray:
-        """[4, 5] of a language layer."""
+        """[4, 6] of a language layer."""
         units = self.units(tensor, sequence)
         again = {"none": 0 * units["text"], "selective": units["text_mlp"], "full": units["text"]}
         return _again(units["text"], again[recompute])
 
     def vision_costs(self, tensor: int, sequence: bool, recompute: str) -> np.ndarray:
-        """[depth + 1, 4, 5]: the first i vision layers."""
+        """[depth + 1, 4, 6]: the first i vision layers."""
         units = self.units(tensor, sequence)
         tower = units["vision"]
         number = np.arange(len(tower))[:, None, None]
@@ -190,7 +195,7 @@ class CostModel:
         return _again(tower, again[recompute])
 
     def stage_costs(self, option: Option, *, with_vision: bool = True) -> np.ndarray:
-        """[stages, 4, 5]; multiplexed vision is left out (see `multiplexed_seconds`)."""
+        """[stages, 4, 6]; multiplexed vision is left out (see `multiplexed_seconds`)."""
         layout = option.layout
         sizes = layout.tensor, layout.sequence
         units = self.units(*sizes)
@@ -429,7 +434,7 @@ class CostModel:
             (np.array(layout.text_layers) > 0) * text.bytes(tokens, 0),
             has_vision * vision.bytes(0, patches),
         )
-        result[-1] = max(result[-1], model.head_transient().bytes(tokens, 0))
+        result[-1] = max(result[-1], model.head_transient(self.mean[TARGETS]))
         return result
 
 

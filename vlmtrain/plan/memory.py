@@ -18,6 +18,7 @@ by tensor. e = bytes per element, t = tensor-parallel size, s = t under sequence
                            (vision on the CPU, and in bf16 on CUDA at the head widths of its
                            kernels: the fused projection and the output, 4eh/t, and one table a
                            stage: vision_attention rotates as it reads)
+    2eh/s + 16             of the last stage: the loss's input and its gradient, statistics
     5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product; on the CPU 3ef
 
 A frozen weight does not keep its input; where nothing below learns, nothing is kept at all. An
@@ -43,6 +44,7 @@ _ALIGNMENT = 64  # elements at which parameters start in a buffer
 _BUCKET = 128  # elements that a buffer is a multiple of
 #: vlmkernels.attention.select.TILED_HEAD_DIMS, without its import of torch.
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
+LOSS_BYTES = 64 << 20  # vlmkernels.loss.op.CHUNK_BYTES, likewise
 
 
 @dataclass(frozen=True)
@@ -389,13 +391,12 @@ class ActivationModel:
         return Kept(per_patch=kept)
 
     def head(self) -> Kept:
-        """Final norm and the float32 softmax of the loss."""
-        trained = self.learning.language
+        """Final norm, the loss's input and its gradient, statistics and labels."""
         width = self.spec.hidden_size
+        trained = self.learning.language
         norm = self._norm(width, self.shards, layer_norm=False, trained=trained)
-        norm += self.element * width / self.shards if trained else 0.0
-        columns = padded_vocab_size(self.spec.vocab_size, self.tensor) / self.tensor
-        return Kept(per_token=norm + 4 * columns + 9)
+        labels = 0 if self.cuda else 8
+        return Kept(per_token=norm + 2 * self.element * width / self.shards + 16 + labels)
 
     def embedding(self) -> Kept:
         return Kept(per_token=12)
@@ -407,10 +408,10 @@ class ActivationModel:
     def vision_input(self) -> Kept:
         return Kept(per_patch=self.element * self.spec.vision.hidden_size / self.shards)
 
-    def head_transient(self) -> Kept:
-        """Logits in the run's precision beside their float32 copy, or their gradient."""
+    def head_transient(self, targets: float) -> float:
+        """Bytes of a chunk of logits of so many target tokens."""
         columns = padded_vocab_size(self.spec.vocab_size, self.tensor) / self.tensor
-        return Kept(per_token=self.element * columns)
+        return min(self.element * columns * targets, LOSS_BYTES)
 
     def layer_transient(self, *, vision: bool) -> Kept:
         """Largest gradients of a layer's backward: of the MLP's input and output, gathered."""

@@ -438,7 +438,7 @@ def predict(model: CostModel, option: Option, gpus: int) -> Prediction:
 
 
 def step_flops(model: CostModel, work: np.ndarray) -> float:
-    """Model FLOPs, forward and backward, of (mean) work [5]."""
+    """Model FLOPs, forward and backward, of (mean) work [6]."""
     factors = model.backward_factors()
     total = 0.0
     for name, price in flops.prices(model.spec).items():

@@ -5,6 +5,8 @@ A length histogram is a JSON file in one of three forms:
     [812, 1530, ...]                                  tokens of each sample
     [{"tokens": 812, "grids": [[1, 38, 52]]}, ...]    with its images; "image_tokens": 494 will do
     {"lengths": [512, 1024], "counts": [100, 40], "image_share": 0.7}
+
+An entry may have its "target_tokens", else TARGET_SHARE of what is not an image counts in the loss.
 """
 
 from __future__ import annotations
@@ -13,28 +15,28 @@ import difflib
 import json
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.models.flops import Work
+from vlmtrain.models.flops import IMAGE_SHARE, TARGET_SHARE, Work
 from vlmtrain.plan.hardware import PlanError
 
-IMAGE_SHARE = 0.70  # assumed where a histogram has lengths only
 _SAMPLES = 20_000  # more samples than this are thinned: packs to simulate come from these
-_COLUMNS = 5  # fields of Work
+COLUMNS = len(fields(Work))
 
 Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Samples: tokens of each, and the grids of its images and videos."""
+    """Samples: tokens of each, those with a target, and the grids of its images and videos."""
 
     tokens: list[int]
+    targets: list[int]
     grids: list[list[Grid]]
     origin: str  # for people: where it comes from
 
@@ -44,7 +46,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Packs:
-    """Packs of a fixed length; `work` is float64 [packs, 5] in the order of Work's fields."""
+    """Packs of a fixed length; `work` is float64 [packs, COLUMNS] in the order of Work's fields."""
 
     work: np.ndarray  # as computed: the padded tail included
     useful: np.ndarray  # without padding
@@ -88,9 +90,10 @@ def make_packs(lengths: Lengths, spec: ModelSpec, pack_length: int) -> Packs:
     if len(lengths) > _SAMPLES:
         chosen = sorted(random.Random(0).sample(chosen, _SAMPLES))  # type: ignore[assignment]
     tokens = np.array([lengths.tokens[i] for i in chosen], dtype=np.int64)
-    rows = np.zeros((len(tokens), _COLUMNS))
+    rows = np.zeros((len(tokens), COLUMNS))
     for place, i in enumerate(chosen):
-        rows[place] = Work.of([lengths.tokens[i]], lengths.grids[i], spec.vision).values()
+        sample = [lengths.tokens[i]], lengths.grids[i]
+        rows[place] = Work.of(*sample, spec.vision, targets=lengths.targets[i]).values()
     copies = 1
     if tokens.sum() < 64 * pack_length:  # a handful of samples: repeat them to fill some packs
         copies = math.ceil(64 * pack_length / int(tokens.sum()))
@@ -135,7 +138,7 @@ def typical(spec: ModelSpec, pack_length: int = 8192) -> Lengths:
         (0.05, (3, 12), 700, 0.35, 1600, 380),
         (0.20, (0, 0), 0, 0.0, 0, 420),
     )
-    tokens, grids = [], []
+    tokens, targets, grids = [], [], []
     for _ in range(6000):
         kind = rng.choices(kinds, [k[0] for k in kinds])[0]
         _, number, median, spread, most, text = kind
@@ -146,13 +149,14 @@ def typical(spec: ModelSpec, pack_length: int = 8192) -> Lengths:
         if visual + words > min(pack_length, 8000):
             continue
         tokens.append(visual + words)
+        targets.append(round(TARGET_SHARE * words))
         grids.append(images)
     if not any(grids):
         raise PlanError(
             f"--pack_length {pack_length} is too short for a typical mix of images and text; pass "
             "--length_histogram, or 512 tokens or more"
         )
-    return Lengths(tokens, grids, "a typical mix of images and text (no data was given)")
+    return Lengths(tokens, targets, grids, "a typical mix of images and text (no data was given)")
 
 
 def read_histogram(path: Path, spec: ModelSpec) -> Lengths:
@@ -179,15 +183,10 @@ def read_histogram(path: Path, spec: ModelSpec) -> Lengths:
             f"--length_histogram {path} must be a list of token counts, or an object with "
             f'"lengths" and "counts"; it is {_show(value)}'
         )
-    tokens: list[int] = []
-    grids: list[list[Grid]] = []
-    for number, entry in enumerate(value):
-        length, sample_grids = _entry(
-            entry, share, f"--length_histogram {path}: entry {number}", spec
-        )
-        tokens.append(length)
-        grids.append(sample_grids)
-    return Lengths(tokens, grids, f"{path} ({len(tokens):,} samples)")
+    where = f"--length_histogram {path}: entry"
+    samples = [_entry(x, share, f"{where} {i}", spec) for i, x in enumerate(value)]
+    tokens, targets, grids = (list(column) for column in zip(*samples, strict=True))
+    return Lengths(tokens, targets, grids, f"{path} ({len(tokens):,} samples)")
 
 
 def _expand(value: dict[str, Any], path: Path) -> tuple[list[int], float]:
@@ -212,18 +211,21 @@ def _expand(value: dict[str, Any], path: Path) -> tuple[list[int], float]:
     return [n for n, r in zip(lengths, repeats, strict=True) for _ in range(r)], float(share)
 
 
-def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, list[Grid]]:
+def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, int, list[Grid]]:
+    """Tokens, those with a target, and grids."""
     if _is_int(entry):
         entry = {"tokens": entry, "image_tokens": int(entry * share)}
     if not isinstance(entry, dict) or not _is_int(entry.get("tokens")) or entry["tokens"] < 1:
         raise PlanError(f"{where} must have tokens of at least 1; it is {_show(entry)}")
-    merge = spec.vision.spatial_merge_size
+    merge, tokens = spec.vision.spatial_merge_size, entry["tokens"]
     grids = entry.get("grids")
+    for name in ("image_tokens", "target_tokens"):
+        number = entry.get(name, 0)
+        if not _is_int(number) or not 0 <= number <= tokens:
+            raise PlanError(f"{where}: {name} must be from 0 to tokens; it is {number!r}")
     if grids is None:
         visual = entry.get("image_tokens", 0)
-        if not _is_int(visual) or not 0 <= visual <= entry["tokens"]:
-            raise PlanError(f"{where}: image_tokens must be from 0 to tokens; it is {visual!r}")
-        return entry["tokens"], _grids_of(visual, merge)
+        return tokens, _targets(entry, visual), _grids_of(visual, merge)
     checked: list[Grid] = []
     for grid in grids if isinstance(grids, list) else [grids]:
         ok = isinstance(grid, list) and len(grid) == 3 and all(_is_int(x) and x > 0 for x in grid)
@@ -234,11 +236,13 @@ def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, 
             )
         checked.append((grid[0], grid[1], grid[2]))
     visual = sum(t * h * w for t, h, w in checked) // merge**2
-    if visual > entry["tokens"]:
-        raise PlanError(
-            f"{where}: its grids are {visual} tokens, more than its tokens, {entry['tokens']}"
-        )
-    return entry["tokens"], checked
+    if visual > tokens:
+        raise PlanError(f"{where}: its grids are {visual} tokens, more than its tokens, {tokens}")
+    return tokens, _targets(entry, visual), checked
+
+
+def _targets(entry: dict[str, Any], visual: int) -> int:
+    return entry.get("target_tokens", round(TARGET_SHARE * (entry["tokens"] - visual)))
 
 
 def _grids_of(visual: int, merge: int) -> list[Grid]:
@@ -279,7 +283,8 @@ def from_index(index: Any, origin: str) -> Lengths:
     for sample in chosen.tolist():
         media = index.grids[index.media_start[sample] : index.media_start[sample + 1]]
         grids.append([(int(t), int(h), int(w)) for t, h, w in media.tolist()])
-    return Lengths(index.lengths[chosen].tolist(), grids, f"{origin} ({len(index):,} samples)")
+    lengths, targets = index.lengths[chosen].tolist(), index.target_tokens[chosen].tolist()
+    return Lengths(lengths, targets, grids, f"{origin} ({len(index):,} samples)")
 
 
 def _similar(path: Path) -> Path | None:

@@ -76,7 +76,8 @@ def describe(plan: Prediction, gpu: Gpu) -> str:
 
 
 def features(work: Work, spec: ModelSpec, replicas: int) -> np.ndarray:
-    """[5] of a step: 1, T, pairs of tokens, P, pairs of patches (a mean layer's), per replica."""
+    """[5] of a step: 1, T, pairs of tokens, P, pairs of patches (a mean layer's), per replica.
+    Target tokens, which only the head sees, are as good as proportional to T."""
     vision = spec.vision
     depth = max(vision.depth, 1)
     full_layers = depth if vision.window_size is None else len(vision.full_attention_layers)

@@ -186,7 +186,7 @@ def gather(
     counted = len(fields(Totals))
     total = Totals(*columns[:counted].sum(1).tolist())
     vision = int(total.patches), int(total.frame_pairs), int(total.window_pairs)
-    work = Work(int(total.tokens), int(total.causal_pairs), *vision)
+    work = Work(int(total.tokens), int(total.causal_pairs), *vision, int(total.target_tokens))
     return StepResult(
         loss=total.loss / max(total.target_tokens, 1.0),
         grad_norm=grad_norm,

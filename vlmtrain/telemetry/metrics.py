@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.utils.tensorboard import SummaryWriter
+
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import write_text, writing
 from vlmtrain.telemetry.ledger import StepResult
@@ -35,8 +37,6 @@ class Metrics:
         Raises:
             UserError: a file can't be written, or Weights & Biases does not let the run in.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
         self.path = output / "metrics.jsonl"
         self.total_steps, self.log_every = total_steps, log_every
         kept = []

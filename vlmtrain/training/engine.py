@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,9 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from vlmtrain.core.batch import IGNORE, PackedBatch
+from vlmtrain.checkpoint.training.checkpoint import random_state, set_random_state
+from vlmtrain.checkpoint.training.optimizer_state import set_steps
+from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.clock import Clock
 from vlmtrain.core.config import (
     FreezeSection,
@@ -43,6 +46,7 @@ from vlmtrain.parallel.p2p_shapes import KnownShapes
 from vlmtrain.parallel.pixel_sharing import SharedPixels
 from vlmtrain.parallel.step_inputs import StepInputs
 from vlmtrain.telemetry.ledger import StepResult, Totals, gather, replica_totals
+from vlmtrain.training.guard import SpikeGuard
 from vlmtrain.training.optimizer import build_optimizer, set_learning_rate
 
 
@@ -69,6 +73,7 @@ class Engine:
         self.spec, self.layout, self.backend, self.dtype = spec, layout, backend, dtype
         self.lora, self.seed = lora or LoraSection(), seed
         self.clock = Clock(backend.is_cuda)
+        self.clock.place.chunks = layout.virtual_pipeline
         parallel_state.initialize_model_parallel(
             layout.tensor,
             layout.pipeline,
@@ -107,6 +112,7 @@ class Engine:
             self.vision_rank = parallel_state.get_tensor_model_parallel_rank()
             if layout.tensor > 1:
                 self.shared_pixels = SharedPixels(parallel_state.get_tensor_model_parallel_group())
+        self._rehearsing = False
         self.data_rank = parallel_state.get_data_parallel_rank()
         # The rank whose counts stand for its data-parallel replica.
         self._reports = (
@@ -170,6 +176,7 @@ class Engine:
                 [*self.optimizer.chained_optimizers, *tower_optimizer.chained_optimizers]
             )
             self.multiplexer = self._multiplex(tower)
+        self.guard = SpikeGuard(self.optimizer)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.timers = self.clock
 
@@ -205,7 +212,8 @@ class Engine:
 
     def step(self, packs: list[PackedBatch], lr: float, waited: float = 0.0) -> StepResult:
         """One optimizer step over this data-parallel rank's packs (the same on its whole model
-        parallel group). The loss is the mean over the target tokens of all ranks' packs.
+        parallel group). The loss is the mean over the target tokens of all ranks' packs. No update
+        is made where `guard.withheld` says why.
 
         `waited`: seconds that this rank has waited for the packs, for the ledger.
         """
@@ -215,6 +223,26 @@ class Engine:
         with self.clock.span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         return self._result(packs, outputs, grad_norm, start, waited)
+
+    def rehearse(self, packs: list[PackedBatch]) -> StepResult:
+        """A whole step, optimizer included, that leaves every bit of weights, optimizer and random
+        state as it was. Only before the first step of a start, while all moments are zero: then
+        gradients of zero and a learning rate of zero change nothing."""
+        state = random_state()
+        self._rehearsing = True
+        try:
+            return self.step(packs, 0.0)
+        finally:
+            self._rehearsing = False
+            self.guard.forget()
+            set_steps(self.optimizer, 0)
+            set_random_state(state)
+
+    def passes_again(self, packs: list[PackedBatch]) -> None:
+        """Forward and backward of a step, for who looks on; what they leave is cleared."""
+        self._forward_backward(packs, forward_only=False)
+        self.backend.synchronize()
+        self.clock.read()
 
     def evaluate(self, packs: list[PackedBatch]) -> StepResult:
         """The same loss without a backward pass or a step. It draws no random numbers and leaves
@@ -274,6 +302,8 @@ class Engine:
         """Megatron's reduction of gradients; remembers the global number of target tokens, by
         which it has divided them."""
         with self.clock.span("gradients"):
+            if self._rehearsing:  # a mean over infinitely many tokens is zero
+                num_tokens = torch.full_like(num_tokens, math.inf, dtype=torch.float32)
             finalize_model_grads(chunks, num_tokens, **options)
             self._global_targets = num_tokens
 
@@ -308,10 +338,7 @@ def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any
         return model(pack), partial(_loss, pack)
 
 
-def _loss(pack: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _loss(pack: PackedBatch, total: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum over target tokens and their number: Megatron divides by the global number."""
-    target = pack.labels != IGNORE
-    # where, not a product: a masked position's loss must not count even if it is not finite
-    losses = torch.where(target, output.float().view(-1), 0.0)
-    total = losses.sum()
-    return total, target.sum().int(), {"loss": total.detach().clone()}
+    count = total.new_full((), pack.target_tokens, dtype=torch.int32)
+    return total, count, {"loss": total.detach().clone()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from vlmtrain.telemetry.drift import DriftMonitor
 from vlmtrain.telemetry.ledger import Ledger, StepResult
 from vlmtrain.telemetry.metrics import Metrics
 from vlmtrain.training.engine import Engine
+from vlmtrain.training.rehearsal import RankPeak
 
 
 class Record:
@@ -23,6 +25,7 @@ class Record:
         machine: `find_machine`'s answer.
         first, total: steps done before this start of the run, and of the whole run.
         resume: the checkpoint that it goes on from.
+        peaks: of all ranks in rehearsal; empty: there was none.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Record:
         first: int,
         total: int,
         resume: Path | None,
+        peaks: list[RankPeak],
     ) -> None:
         gpu, peak = machine
         spec, layout, train = engine.spec, engine.layout, config.train
@@ -45,7 +49,7 @@ class Record:
         self._loader = loader
         self._ledger = Ledger(spec, layout, peak, config.freeze, config.lora, config.recompute)
         self._drift = DriftMonitor(config, spec, layout, gpu, peak, loader.index)
-        facts = self._drift.facts()
+        facts = {**self._drift.facts(), "rehearsal": [asdict(peak) for peak in peaks]}
         self._metrics = Metrics(
             config.output, first, total, train.log_every, wandb=train.wandb, facts=facts
         )
@@ -58,10 +62,11 @@ class Record:
         seconds: float,
         waited: float,
         saving: float,
-        heldout: dict[str, float],
+        more: dict[str, float],
     ) -> None:
-        """The row of a step that took `seconds`, of which it waited for data, saved, evaluated."""
-        row = self._ledger.row(result, seconds, saving, heldout.get("heldout_seconds", 0.0))
+        """The row of a step that took `seconds`, of which it waited for data, saved, evaluated;
+        with `more` in it, what was measured on held-out data for one."""
+        row = self._ledger.row(result, seconds, saving, more.get("heldout_seconds", 0.0))
         self._metrics.step(
             step,
             result,
@@ -72,7 +77,7 @@ class Record:
             **row,
             **self._loader.metrics,
             **self._drift.step(step, result, seconds, row),
-            **heldout,
+            **more,
         )
 
     def close(self, *, finished: bool) -> None:

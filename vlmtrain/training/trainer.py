@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,6 +22,7 @@ from vlmtrain.checkpoint.load import load_weights
 from vlmtrain.checkpoint.training import checkpoint as checkpoints
 from vlmtrain.checkpoint.weights import check_weights
 from vlmtrain.core import device
+from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.collectives import on_every_rank, on_first_rank, shared_error
 from vlmtrain.core.config import TrainConfig, to_dict
 from vlmtrain.core.errors import UserError
@@ -30,17 +32,32 @@ from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.packing.sampler import Position, Sampler
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
 from vlmtrain.models.lora_costs import check_lora
 from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overlap
 from vlmtrain.plan.detect import find_machine
+from vlmtrain.telemetry.ledger import StepResult
 from vlmtrain.telemetry.metrics import check_wandb
+from vlmtrain.training.agreement import check_plan, check_program
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.evaluation import HeldOutScore, measure
+from vlmtrain.training.fit import Peak, fit
 from vlmtrain.training.optimizer import learning_rate, offload_fraction
 from vlmtrain.training.record import Record
+from vlmtrain.training.rehearsal import (
+    Loads,
+    RankPeak,
+    capacity_here,
+    check_fits,
+    describe,
+    rehearse,
+    shown,
+)
 from vlmtrain.training.setup import open_loader, run_layout, say, scan
+from vlmtrain.training.spikes import examine
+from vlmtrain.training.watchdog import SAVING, Watchdog
 
 
 def run(config: TrainConfig, process: Process) -> None:
@@ -54,7 +71,8 @@ def run(config: TrainConfig, process: Process) -> None:
     backend = device.setup(process.local_rank)
     if backend.is_cuda:
         torch.backends.cuda.matmul.allow_tf32 = config.train.precision == "bf16"
-    connect(process, backend.process_group)
+    connect(process, backend.process_group, config.train.timeout)
+    check_program(config, spec)
     lock = FolderLock(config.output)
     try:
         trainer = Trainer(config, spec, layout, backend, lock)
@@ -97,12 +115,16 @@ class Trainer:
         lock: FolderLock,
     ) -> None:
         self.config, self.spec = config, spec
+        self.spikes = 0  # updates withheld since this start of the run
+        before = backend.memory_bytes()
         train, template = config.train, config.loader.template or None
         processor = Processor.from_folder(config.model, spec, template=template)
         # The user's template goes where the model goes.
         self.template = processor.template.template if template else None
         # One rank reads and judges all input; the others hear its verdict instead of a hang.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
+        loads = self._plan_memory(index, layout, backend, resume, before)
+        config = self.config
         self.engine = self._build_engine(layout, backend)
         self.offloaded = config.optimizer.offload_fraction
         self.loader = open_loader(
@@ -125,16 +147,23 @@ class Trainer:
                 pack_length=train.pack_length,
                 global_batch=train.global_batch,
             )
-        self.first = 0 if resume is None else self._resume(resume)
+        if resume is not None:
+            state = on_first_rank(lambda: checkpoints.loader_state(resume))
+            if state is not None:
+                on_every_rank(lambda: self.loader.load_state_dict(state))
         self.total = self._count_steps()
-        machine = find_machine(backend, self.engine.dtype)
+        check_plan(self.loader, self.engine)
+        # While all moments are zero: before a checkpoint's are loaded.
+        peaks = self._rehearse(loads, before) if train.rehearse and loads.places else []
+        self.first = 0 if resume is None else self._resume(resume)
+        machine = find_machine(backend, self.engine.dtype, spec, train.pack_length, layout.tensor)
         self.record: Record | None = None
         if dist.get_rank() == 0:
             config.output.mkdir(parents=True, exist_ok=True)
             if resume is not None:
                 checkpoints.go_on_from(resume)
             self.record = Record(
-                config, self.engine, self.loader, machine, self.first, self.total, resume
+                config, self.engine, self.loader, machine, self.first, self.total, resume, peaks
             )
         self.saver = checkpoints.Saver(
             config.output / "checkpoints",
@@ -147,23 +176,24 @@ class Trainer:
     def loop(self) -> int:
         """Make steps until the last one, or SIGTERM; returns how many the run has made."""
         config, engine, reached = self.config, self.engine, self.first
-        with checkpoints.StopRequest() as stop:
+        place = engine.clock.place
+        with checkpoints.StopRequest() as stop, Watchdog(place, config.train.timeout):
             start = time.perf_counter()
             for step in range(self.first, self.total):
                 before = time.perf_counter()
+                place.begin(step + 1, self.loader.ids(self.loader.next))
                 packs = self.loader.next_step()
                 waited = time.perf_counter() - before
                 lr = learning_rate(config.optimizer, step, self.total)
+                place.enter("step")
                 self._offload(step)
                 result = engine.step(packs, lr, waited)
                 reached = step + 1
-                if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
-                    raise shared_error(
-                        f"step {reached}: loss is {result.loss}, gradient norm {result.grad_norm}; "
-                        "lower --optimizer.lr, or look at the samples of this step"
-                    )
+                self._judge(reached, packs, result)
+                place.enter("evaluation")
                 heldout = self._evaluate(reached)
                 saving = time.perf_counter()
+                place.enter(SAVING)
                 due = config.checkpoint.every and reached % config.checkpoint.every == 0
                 stopped = self.saver.poll(stop.asked)
                 if due or stopped or reached == self.total:
@@ -172,9 +202,18 @@ class Trainer:
                 end = time.perf_counter()
                 seconds, start = end - start, end
                 if self.record is not None:
-                    self.record.step(reached, result, lr, seconds, waited, end - saving, heldout)
+                    self.record.step(
+                        reached,
+                        result,
+                        lr,
+                        seconds,
+                        waited,
+                        end - saving,
+                        {**heldout, "spikes": self.spikes},
+                    )
                 if stopped:
                     break
+            place.enter(SAVING)
             self.saver.finish()
         self.loader.close()
         return reached
@@ -232,11 +271,72 @@ class Trainer:
         engine.prepare(config.optimizer, config.freeze, config.parallel)
         return engine
 
+    def _plan_memory(
+        self,
+        index: SampleIndex,
+        layout: Layout,
+        backend: device.Backend,
+        resume: Path | None,
+        before: int,
+    ) -> Loads:
+        """What each step will hold; changes the configuration where `--train.fit` says so."""
+        train = self.config.train
+        if train.fit == "ignore" and not train.rehearse:
+            return Loads([], np.empty(0), np.empty(0))
+        state = None if resume is None else on_first_rank(lambda: checkpoints.loader_state(resume))
+        position = Position()
+        if state is not None:
+            position = Position(*(int(state[name]) for name in ("step", "epoch", "pack")))
+        known: dict[int, tuple[Sampler, Loads]] = {}
+
+        def of(one: Layout) -> tuple[Sampler, Loads]:
+            if one.data not in known:
+                sampler = Sampler(
+                    index,
+                    self.spec,
+                    self.config.loader.packing,
+                    pack_length=train.pack_length,
+                    global_batch=train.global_batch,
+                    seed=train.seed,
+                    ranks=one.data,
+                )
+                total = train.steps or sampler.steps_for_epochs(train.epochs, position)
+                known[one.data] = sampler, Loads.of_run(sampler, position, total)
+            return known[one.data]
+
+        def ids(one: Layout, peak: Peak) -> str:
+            sampler, loads = of(one)
+            step, replica = peak.place
+            packs = sampler.take(loads.places[step]).dealt[replica]
+            return shown([index.ids[i] for number in peak.window for i in packs[number].tolist()])
+
+        if train.fit != "ignore" and of(layout)[1].places:
+            rooms: list[float] = [0.0] * dist.get_world_size()
+            dist.all_gather_object(rooms, capacity_here(backend) - before)
+            room, cuda = min(rooms), backend.is_cuda
+            self.config, changed = on_first_rank(
+                lambda: fit(self.config, self.spec, layout, lambda one: of(one)[1], room, ids, cuda)
+            )
+            if changed and dist.get_rank() == 0:
+                say(changed)
+        return of(layout)[1]
+
+    def _rehearse(self, loads: Loads, before: int) -> list[RankPeak]:
+        start = time.perf_counter()
+        with Watchdog(self.engine.clock.place, self.config.train.timeout):
+            peaks = rehearse(self.config, self.engine, self.loader, loads, before)
+        if dist.get_rank() == 0:
+            seconds = time.perf_counter() - start
+            say(f"rehearsed the heaviest steps in {seconds:.1f} s; nothing was changed")
+            say("\n".join(describe(peaks)))
+        if self.config.train.fit != "ignore":
+            check_fits(peaks)
+        return peaks
+
     def _resume(self, checkpoint: Path) -> int:
         """Take up a checkpoint's state; returns the number of its step."""
         lora = self.config.lora
         extra = checkpoints.load(checkpoint, self.engine.parts, self.engine.optimizer)
-        on_every_rank(lambda: self.loader.load_state_dict(extra["loader"]))
         alpha = extra.get("config", {}).get("lora", {}).get("alpha", lora.alpha)
         if lora.rank and alpha != lora.alpha:
             raise shared_error(
@@ -265,6 +365,23 @@ class Trainer:
         self.offloaded = fraction
         if dist.get_rank() == 0:
             say(f"step {step + 1}: {fraction:.0%} of the optimizer is offloaded")
+
+    def _judge(self, step: int, packs: list[PackedBatch], result: StepResult) -> None:
+        """What a step whose update was withheld, or whose loss is no number, means."""
+        train, withheld = self.config.train, self.engine.guard.withheld
+        if not withheld and math.isfinite(result.loss):
+            return
+        spike = examine(self.engine, packs, step, withheld or f"the loss is {result.loss}")
+        self.spikes += 1
+        if dist.get_rank() == 0:
+            spike.write(self.config.output)
+        if train.on_spike == "stop" or not withheld:
+            raise shared_error(
+                f"{spike.describe()}; look at these samples, lower --optimizer.lr, or leave out "
+                "such updates with --train.on_spike skip"
+            )
+        if dist.get_rank() == 0:
+            say(f"{spike.describe()}; no update was made")
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """The held-out loss where one is due after `step`."""

@@ -1,5 +1,5 @@
 // Packed variable-length attention on the CPU, fp32 arithmetic for every storage type but bf16 on
-// processors with fast bf16 dot products.
+// processors with fast bf16 dot products or with AMX.
 // Method: FlashAttention-2's online softmax (Dao 2023, arXiv:2307.08691) with transposed scores.
 #pragma once
 #include <cstdint>
@@ -13,7 +13,8 @@ namespace vlmk {
 // after the other, block by block of queries, so that every sum has the order that one item gives.
 struct SharedDq {
   int64_t rows;   // keys of an item, a multiple of 64; the last one may have fewer
-  float* dq;      // [heads / kv_heads, length, padded head_dim]
+  float* dq;      // [heads / kv_heads, length, padded head_dim], in blocks of 64 rows; on tiles
+                  // each of them is transposed
   int32_t* done;  // [heads / kv_heads, blocks of 64 queries]: items that have added, atomic
 };
 
@@ -47,6 +48,15 @@ namespace avx512_bf16 {
 void attention_forward_items(const AttentionParams&, const AttentionWork&);
 void attention_backward_items(const AttentionGradParams&, const AttentionWork&);
 }  // namespace avx512_bf16
+// For bf16 only, on the tiles of AMX and on what stands in for them (cpu/tile.h).
+namespace amx_bf16 {
+void attention_forward_items(const AttentionParams&, const AttentionWork&);
+void attention_backward_items(const AttentionGradParams&, const AttentionWork&);
+}  // namespace amx_bf16
+namespace amx_emulated {
+void attention_forward_items(const AttentionParams&, const AttentionWork&);
+void attention_backward_items(const AttentionGradParams&, const AttentionWork&);
+}  // namespace amx_emulated
 
 // Throws std::runtime_error when memory is short. Arguments are the launcher's to check
 // (vlmkernels/attention/launch.py), but for cu_seqlens: std::invalid_argument unless 0 <= ... <= T,

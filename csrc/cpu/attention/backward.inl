@@ -31,8 +31,8 @@ VLMK_NOINLINE void row_dots(const Rows<T>& outs, const Rows<T>& douts, int64_t n
 template <class Math>
 struct Gradients {
   float* st;                      // [keys, 64] scores -> P^T
-  float* dpt;                     // [keys, 64] dP^T -> dS^T / scale; Bf16Pairs: pairs along keys
-  typename Math::Element* p_row;  // Bf16Pairs: [keys, 32] P^T, pairs along queries; Fp32: st
+  float* dpt;                     // [keys, 64] dP^T -> dS^T / scale; of bf16: pairs along keys
+  typename Math::Element* p_row;  // of bf16: [keys, 32] P^T, pairs along queries; Fp32: st
   typename Math::Element* ds_row;
   int row_ld;
 };
@@ -75,6 +75,7 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vect
         const Vec pairs = Math::pair(ds[0], ds[1]);
         store(g.dpt + i / 2 * kBlock + j * kWidth, pairs);
       }
+      if (Math::kTiled) clear_tile_rows(g.dpt + j * kWidth, keys);  // mutant: backward-clear
     }
   }
 }
@@ -107,7 +108,7 @@ void store_rotated_back(const AttentionParams& p, float* src, int64_t place, int
 
 int64_t backward_floats(const AttentionParams& p, int64_t max_rows) {
   const int64_t ld = padded(p.head_dim);
-  return 5 * (max_rows + 1) * ld                // keys in two layouts, values, dk, dv
+  return 5 * whole_blocks(max_rows) * ld        // keys in two layouts, values, dk, dv
          + kBlock * (5 * ld + 3 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, pairs, 3 rows
 }
 
@@ -127,7 +128,8 @@ struct DqSemaphore {
     done = shared.done + head * blocks + q0 / kBlock;
     before = static_cast<int32_t>(item.rows_begin / shared.rows);
     last = before == (end - 1) / shared.rows;
-    dq = shared.dq + (head * item.length + q0) * padded(p.head_dim);
+    // mutant: shared-dq
+    dq = shared.dq + (head * whole_blocks(item.length) + q0) * padded(p.head_dim);
   }
   // Ends: those before have been taken by a thread that waits for earlier ones only.
   void wait() const {
@@ -148,7 +150,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
   const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;
   const int64_t keys_begin = item.rows_begin, keys = item.rows_end - keys_begin;
   const int64_t keys_place = item.begin + keys_begin;
-  const int64_t group = p.heads / p.kv_heads, rows_ld = (keys + 1) * ld;
+  const int64_t group = p.heads / p.kv_heads, rows_ld = whole_blocks(keys) * ld;
   const int columns = vectors_of(dim), depth = steps_of<Math>(dim);
   float* dk = memory;  // [keys, ld]
   float* dv = dk + rows_ld;
@@ -181,14 +183,14 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
     key = pack_both(p, k_rows, keys_place, keys, key_depth);
   } else {
     with_rotated<Math>(p, k_rows, keys_place, keys, key_buffer, [&](const auto& rows) {
-      pack_depth(rows, keys, dim, key_depth);
+      pack_right<Math>(rows, keys, dim, key_depth);
       key = pack_rows(Math{}, rows, keys, dim, key_buffer);
     });
   }
   const Panel<Math> value = pack_rows(Math{}, rows_of<const T>(p.v, p.order, keys_place, kv_head),
                                       keys, dim, value_buffer);
   // Sums that are complete after one product leave from there.
-  const bool one_block = length <= kBlock && group == 1;
+  const bool one_block = length <= kBlock && group == 1 && !Math::kTiled;
   const float one = 1.f;
   const RowEpilogue<true, T> dk_rows{rows_of<T>(g.dk, p.order, keys_place, kv_head), dim, &p.scale,
                                      non_temporal};
@@ -198,7 +200,10 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int64_t q0 = p.causal ? keys_begin : 0; q0 < length; q0 += kBlock) {
       const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
-      const int lanes = vectors_of(queries), rows = static_cast<int>(queries);
+      const int rows = static_cast<int>(queries);
+      // The sums over queries read whole tiles of pairs.
+      const int64_t whole = Math::kTiled ? (queries + 31) / 32 * 32 : queries;
+      const int lanes = vectors_of(whole);  // mutant: backward-lanes
       const Rows<const T> q = rows_of<const T>(p.q, p.order, place, head);
       const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
       if constexpr (Math::kStep == 1) {
@@ -224,7 +229,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
       const DqSemaphore semaphore(item, p, head - kv_head * group, q0, queries);
       float* dq = item.shared_dq ? semaphore.dq : local_dq;
       const int64_t key_end = p.causal ? minimum(q0 + queries - keys_begin, keys) : keys;
-      const bool one_pass = key_end <= kBlock && !p.rotary && !item.shared_dq;
+      const bool one_pass = key_end <= kBlock && !p.rotary && !item.shared_dq && !Math::kTiled;
       const RowEpilogue<true, T> dq_rows{rows_of<T>(g.dq, p.order, place, head), dim, &p.scale,
                                          non_temporal};
       for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
@@ -252,12 +257,14 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
                           prefetcher);
         if (k0 == 0) semaphore.wait();
         gemm<Math, true>(
-            {reinterpret_cast<const Element*>(dpt), kBlock, key_depth + k0 / Math::kStep * ld, ld,
-             dq, ld, rows, columns, steps_of<Math>(n), k == 0 ? Start::kZero : Start::kAdd, nullptr,
-             one_pass ? &dq_rows : nullptr},
+            {reinterpret_cast<const Element*>(dpt), kBlock, key_depth + k0 / Math::kStep * ld,
+             right_ld<Math>(dim), dq, result_ld<Math>(dim), rows, columns, steps_of<Math>(n),
+             k == 0 ? Start::kZero : Start::kAdd, nullptr, one_pass ? &dq_rows : nullptr},
             prefetcher);
       }
-      if (!one_pass && semaphore.last) store_rotated_back(p, dq, place, queries, dq_rows);
+      if (!one_pass && semaphore.last) {
+        store_rotated_back(p, result_rows<Math>(dq, queries, dim, qt), place, queries, dq_rows);
+      }
       semaphore.release();
     }
   }

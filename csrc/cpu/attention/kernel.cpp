@@ -7,8 +7,9 @@
 //   forward   S^T = K Q^T   O += P V
 //   backward  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q   dQ += dS K
 // Math = Fp32: storage types are converted while packing, all arithmetic is fp32. Math = Bf16Pairs
-// (AVX-512 BF16 only): products of bf16 summed in fp32; P and dS are rounded to bf16 before their
-// products, as plain torch does.
+// (AVX-512 BF16) and Bf16Tiles (AMX): products of bf16 summed in fp32; P and dS are rounded to bf16
+// before their products, as plain torch does. On tiles the two products whose left operand has
+// queries in lanes give their transposes, O^T = V^T P^T and dQ^T = K^T dS^T.
 //
 // Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2
 // (about 12 operations) per pair: GEMM-bound for every D >= 64, if the rows arrive in time; see
@@ -52,6 +53,13 @@ VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int
       const int first = static_cast<int>(k0 + i - q0) - j * kWidth;
       if (first > 0) store(at, keep_from(first, load(at), set1(-__builtin_inff())));
     }
+  }
+}
+
+// Zeros behind `keys` rows of pairs, up to a whole tile.
+VLMK_INLINE void clear_tile_rows(float* column, int keys) {
+  for (int i = (keys + 1) / 2; i % 16 != 0; ++i) {  // mutant: clear-rows
+    store(column + i * kBlock, set1(0.f));
   }
 }
 
@@ -101,6 +109,7 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
         store(column + i / 2 * kBlock, Math::pair(e, set1(0.f)));
       }
     }
+    if (Math::kTiled) clear_tile_rows(column, keys);  // mutant: forward-clear
     Vec sum = sum0 + sum1;
     if (!first) {
       const Vec moved = exp2(old_max * c + shift);
@@ -113,9 +122,9 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
 }
 
 int64_t forward_floats(const AttentionParams& p, int64_t max_seqlen) {
-  return 2 * max_seqlen * padded(p.head_dim)           // keys, values
-         + kBlock * (padded(p.head_dim) * 2 + kBlock)  // Q^T, output, S^T
-         + 3 * kBlock;                                 // row_max, row_sum, correction
+  return 2 * whole_blocks(max_seqlen) * padded(p.head_dim)  // keys, values
+         + kBlock * (padded(p.head_dim) * 2 + kBlock)       // Q^T, output, S^T
+         + 3 * kBlock;                                      // row_max, row_sum, correction
 }
 
 template <class T, class Math>
@@ -127,8 +136,8 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
   const int64_t keys = p.causal ? item.rows_end : item.length;
   const int depth = steps_of<Math>(dim);
   auto* key_buffer = reinterpret_cast<Element*>(memory);
-  Element* values = key_buffer + keys * ld;                // [keys / kStep, ld]
-  Element* qt = values + keys * ld;                        // [depth, 64]
+  Element* values = key_buffer + whole_blocks(keys) * ld;  // [keys / kStep, ld]
+  Element* qt = values + whole_blocks(keys) * ld;          // [depth, 64]
   auto* out = reinterpret_cast<float*>(qt) + ld * kBlock;  // [64, ld]
   float* s = out + ld * kBlock;                            // [64 keys, 64 queries]
   float* row_max = s + kBlock * kBlock;                    // [64]
@@ -140,7 +149,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
       p, rows_of<const T>(p.k, p.order, item.begin, kv_head), item.begin, keys, key_buffer,
       [&](const auto& rows) { key = pack_rows(Math{}, rows, keys, dim, key_buffer); });
   const auto pack_values = [&] {
-    pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
+    pack_right<Math>(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
   };
   // Of a window the queries have been used when the values are wanted: in their place, values are
   // written to lines that a first-level cache still holds.
@@ -166,7 +175,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
       }
     };
     const int64_t key_end = p.causal ? q0 + queries : keys;
-    const bool one_pass = key_end <= kBlock;
+    const bool one_pass = key_end <= kBlock && !Math::kTiled;  // results leave from the product
     for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
       const int n = static_cast<int>(minimum(kBlock, key_end - k0));
       const bool first = k0 == 0;
@@ -178,18 +187,19 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
                                      correction);
       if (window) pack_values();
       if (one_pass) invert_sums();
-      gemm<Math, true>(
-          {reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld, ld, out, ld,
-           static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
-           first ? Start::kZero : Start::kScale, correction, one_pass ? &results : nullptr},
-          prefetcher);
+      gemm<Math, true>({reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld,
+                        right_ld<Math>(dim), out, result_ld<Math>(dim), static_cast<int>(queries),
+                        vectors_of(dim), steps_of<Math>(n), first ? Start::kZero : Start::kScale,
+                        correction, one_pass ? &results : nullptr},
+                       prefetcher);
     }
     const int64_t first_row = item.head * p.tokens + place;
     copy(row_max, queries, p.row_max + first_row);
     copy(row_sum, queries, p.row_sum + first_row);
     if (one_pass) continue;
     invert_sums();
-    store_rows<false>(out, ld, queries, dim, correction, results.rows, non_temporal);
+    store_rows<false>(result_rows<Math>(out, queries, dim, qt), ld, queries, dim, correction,
+                      results.rows, non_temporal);
   }
 }
 
@@ -236,6 +246,9 @@ void run_items(const Params& params, const AttentionWork& work, int64_t floats, 
       return chunk;
     };
     Prefetcher prefetcher;
+#if defined(VLMK_TILES)
+    const TileScope tiles;
+#endif
     int64_t next = 0;
     for (int64_t chunk = out_of_memory ? chunks : take(); chunk < chunks;
          chunk = prefetches ? next : take()) {
@@ -256,17 +269,25 @@ void run_items(const Params& params, const AttentionWork& work, int64_t floats, 
 
 }  // namespace
 
-#if defined(__AVX512BF16__)
+#if defined(VLMK_BF16_PANELS)
 
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
+#if defined(VLMK_TILES)
+  const auto run = forward_item<BFloat16, Bf16Tiles>;
+#else
   const auto run =
       work.bf16_dots ? forward_item<BFloat16, Bf16Pairs> : forward_item<BFloat16, Fp32>;
+#endif
   run_items(p, work, forward_floats(p, work.max_seqlen), false, run, prefetch_forward<BFloat16>);
 }
 
 void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
+#if defined(VLMK_TILES)
+  const auto run = backward_item<BFloat16, Bf16Tiles>;
+#else
   const auto run =
       work.bf16_dots ? backward_item<BFloat16, Bf16Pairs> : backward_item<BFloat16, Fp32>;
+#endif
   run_items(g, work, backward_floats(g.forward, work.max_rows), false, run,
             prefetch_backward<BFloat16>);
 }

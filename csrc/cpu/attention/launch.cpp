@@ -16,12 +16,6 @@ namespace vlmk {
 
 namespace {
 
-#if defined(VLMKERNELS_HAVE_AVX512_BF16)
-bool use_avx512_bf16(DType dtype) {
-  return dtype == DType::kBFloat16 && active_isa() == Isa::kAvx512Bf16;
-}
-#endif
-
 // Whether bf16 is multiplied by dot products where there are some. Zen 4 and 5 do twice the work of
 // FMAs by them, Intel's cores a quarter (measured on Sapphire Rapids without AMX): there only when
 // the instruction set was asked for by name.
@@ -36,18 +30,43 @@ bool use_bf16_dots() {
 
 }  // namespace
 
-void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
-#if defined(VLMKERNELS_HAVE_AVX512_BF16)
-  if (use_avx512_bf16(p.dtype)) return avx512_bf16::attention_forward_items(p, work);
+// The instruction sets for bf16 alone; the others follow in VLMK_DISPATCH.
+#ifdef VLMKERNELS_HAVE_AVX512_BF16
+#define VLMK_CASE_AVX512_BF16(function, ...) \
+  case Isa::kAvx512Bf16:                     \
+    return avx512_bf16::function(__VA_ARGS__);
+#else
+#define VLMK_CASE_AVX512_BF16(function, ...)
 #endif
-  VLMK_DISPATCH(attention_forward_items, p, work)
+#ifdef VLMKERNELS_HAVE_AMX_BF16
+#define VLMK_CASE_AMX_BF16(function, ...) \
+  case Isa::kAmxBf16:                     \
+    return amx_bf16::function(__VA_ARGS__);
+#else
+#define VLMK_CASE_AMX_BF16(function, ...)
+#endif
+#ifdef VLMKERNELS_HAVE_AMX_EMULATED
+#define VLMK_CASE_AMX_EMULATED(function, ...) \
+  case Isa::kAmxEmulated:                     \
+    return amx_emulated::function(__VA_ARGS__);
+#else
+#define VLMK_CASE_AMX_EMULATED(function, ...)
+#endif
+#define VLMK_ATTENTION_DISPATCH(dtype, function, ...)                 \
+  switch (dtype == DType::kBFloat16 ? active_isa() : Isa::kGeneric) { \
+    VLMK_CASE_AVX512_BF16(function, __VA_ARGS__)                      \
+    VLMK_CASE_AMX_BF16(function, __VA_ARGS__)                         \
+    VLMK_CASE_AMX_EMULATED(function, __VA_ARGS__)                     \
+    default:                                                          \
+      VLMK_DISPATCH(function, __VA_ARGS__)                            \
+  }
+
+void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
+  VLMK_ATTENTION_DISPATCH(p.dtype, attention_forward_items, p, work)
 }
 
 void attention_backward_items(const AttentionGradParams& p, const AttentionWork& work) {
-#if defined(VLMKERNELS_HAVE_AVX512_BF16)
-  if (use_avx512_bf16(p.forward.dtype)) return avx512_bf16::attention_backward_items(p, work);
-#endif
-  VLMK_DISPATCH(attention_backward_items, p, work)
+  VLMK_ATTENTION_DISPATCH(p.forward.dtype, attention_backward_items, p, work)
 }
 
 namespace {
@@ -146,6 +165,8 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
           use_bf16_dots()};
 }
 
+int64_t whole_blocks(int64_t n) { return (n + 63) / 64 * 64; }
+
 // The dq of each segment and head whose items, which follow each other in `items`, share it.
 class SharedDqs {
  public:
@@ -156,8 +177,8 @@ class SharedDqs {
     for (const AttentionItem& item : items) {
       if (!split(item) || item.rows_begin != 0) continue;
       sums_.push_back({item.rows_end, nullptr, nullptr});
-      floats += group * item.length * ld;
-      blocks += group * ((item.length + 63) / 64);
+      floats += group * whole_blocks(item.length) * ld;
+      blocks += group * whole_blocks(item.length) / 64;
     }
     if (sums_.empty()) return;
     dq_.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(floats) * 4)));
@@ -172,8 +193,8 @@ class SharedDqs {
         ++sums;
         sums->dq = dq;
         sums->done = done;
-        dq += group * item.length * ld;
-        done += group * ((item.length + 63) / 64);
+        dq += group * whole_blocks(item.length) * ld;
+        done += group * whole_blocks(item.length) / 64;
       }
       item.shared_dq = sums;
     }

@@ -1,15 +1,21 @@
-// How q, k, v and dout lie in the panels that gemm() reads, for both kinds of Math, and how results
+// How q, k, v and dout lie in the panels that gemm() reads, for each kind of Math, and how results
 // leave. Included by kernel.cpp only.
 //
 //   pack_rows   [n tokens, dim], A of a product over dim: one element per step of dim, broadcast
 //   pack_lanes  [dim, 64 tokens], B of a product over dim: tokens in lanes
 //   pack_depth  [n tokens, dim], B of a product over tokens: dim in lanes
+//   pack_right  the same, where A lies by columns: Bf16Tiles takes B transposed
 //
-// Fp32 panels hold floats, whatever the storage type was; Bf16Pairs panels hold pairs of what is
-// multiplied and added in one step.
+// Fp32 panels hold floats, whatever the storage type was; those of Bf16Pairs and Bf16Tiles hold
+// pairs of what is multiplied and added in one step, and zeros up to a multiple of 32 tokens and of
+// 32 elements of dim, where tiles read.
 #pragma once
 #include "common/params.h"
+#if defined(VLMK_TILES)
+#include "cpu/tile_gemm.h"
+#else
 #include "cpu/gemm.h"
+#endif
 
 namespace vlmk {
 namespace VLMK_ISA {
@@ -24,6 +30,9 @@ VLMK_INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
 VLMK_INLINE int vectors_of(int64_t n) { return static_cast<int>((n + kWidth - 1) / kWidth); }
 // Leading dimension of packed rows: whole cache lines.
 VLMK_INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
+VLMK_INLINE int64_t whole_blocks(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
+// The same of a row of pairs: whole tiles.
+VLMK_INLINE int64_t padded_pairs(int64_t dim) { return (dim + 31) / 32 * 16; }
 template <class Math>
 VLMK_INLINE int steps_of(int64_t n) {
   return static_cast<int>((n + Math::kStep - 1) / Math::kStep);
@@ -111,21 +120,25 @@ VLMK_NOINLINE void pack_lanes(const Rows<T>& rows, int64_t n, int64_t dim, float
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(VLMK_BF16_PANELS)
 // Up to 32 bf16 of a row from element d on, zeros behind dim.
 VLMK_INLINE __m512i load_row(const BFloat16* row, int64_t d, int64_t dim) {
-  const int64_t left = dim - d;
+  const int64_t left = dim - d;  // mutant: pack-row-left
   const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
   return _mm512_maskz_loadu_epi16(mask, row + d);
 }
 
-VLMK_INLINE Panel<Bf16Pairs> pack_rows(Bf16Pairs, const Rows<const BFloat16>& rows, int64_t n,
-                                       int64_t dim, uint32_t* dst) {
-  const bool dense = rows.stride == padded(dim);
-  if ((n <= kInPlaceRows || dense) && dim % 2 == 0 && rows.stride % 2 == 0 && !rows.order) {
-    return {reinterpret_cast<const uint32_t*>(rows.data), rows.stride / 2};
+// rows may lie where they are packed to, 2 * padded_pairs(dim) apart.
+template <class Math>
+VLMK_INLINE Panel<Math> pack_rows(Math, const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
+                                  uint32_t* dst) {
+  const int64_t ld = padded_pairs(dim);
+  if constexpr (!Math::kTiled) {
+    const bool dense = rows.stride == 2 * ld;
+    if ((n <= kInPlaceRows || dense) && dim % 2 == 0 && rows.stride % 2 == 0 && !rows.order) {
+      return {reinterpret_cast<const uint32_t*>(rows.data), rows.stride / 2};
+    }
   }
-  const int64_t ld = padded(steps_of<Bf16Pairs>(dim));
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t d = 0; d < ld; d += 16) {
       _mm512_storeu_si512(dst + i * ld + d, load_row(rows[i], minimum(2 * d, dim), dim));
@@ -134,14 +147,13 @@ VLMK_INLINE Panel<Bf16Pairs> pack_rows(Bf16Pairs, const Rows<const BFloat16>& ro
   return {dst, ld};
 }
 
-// dst [dim / 2, 64]: pairs along dim.
+// dst [padded_pairs(dim), 64]: pairs along dim.
 VLMK_NOINLINE void pack_lanes(const Rows<const BFloat16>& rows, int64_t n, int64_t dim, float sign,
                               uint32_t* dst) {
   const __m512i flip = _mm512_set1_epi32(sign < 0 ? static_cast<int>(0x80008000u) : 0);
-  const int64_t pairs = steps_of<Bf16Pairs>(dim);
-  for (int64_t i = 0; i < n; i += kWidth) {
+  for (int64_t i = 0; i < (n + 31) / 32 * 32; i += kWidth) {  // mutant: pack-lanes-tokens
     const int64_t present = minimum(kWidth, n - i);
-    for (int64_t d = 0; d < pairs; d += kWidth) {
+    for (int64_t d = 0; d < padded_pairs(dim); d += kWidth) {  // mutant: pack-lanes-pairs
       Vec r[kWidth];
       for (int j = 0; j < kWidth; ++j) {
         r[j] = j < present
@@ -149,32 +161,103 @@ VLMK_NOINLINE void pack_lanes(const Rows<const BFloat16>& rows, int64_t n, int64
                    : set1(0.f);
       }
       transpose(r);
-      const int64_t columns = minimum(kWidth, pairs - d);
-      for (int j = 0; j < columns; ++j) {
+      for (int j = 0; j < kWidth; ++j) {
         _mm512_storeu_ps(reinterpret_cast<float*>(dst + (d + j) * kBlock + i), r[j]);
       }
     }
   }
 }
 
+// Elements [d, d + 16) of the rows of tokens i and i + 1, in pairs.
+VLMK_INLINE __m512i load_pairs(const Rows<const BFloat16>& rows, int64_t n, int64_t i, int64_t d,
+                               int64_t dim) {
+  const __mmask16 mask = first_lanes(static_cast<int>(minimum(kWidth, dim - d)));
+  const auto load_half = [&](int64_t token) {
+    // mutant: pack-pairs-token
+    return token < n ? _mm256_maskz_loadu_epi16(mask, rows[token] + d) : _mm256_setzero_si256();
+  };
+  return interleave(load_half(i), load_half(i + 1));
+}
+
 // dst [n / 2, padded(dim)]: pairs along the tokens.
 VLMK_NOINLINE void pack_depth(const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
                               uint32_t* dst) {
   const int64_t ld = padded(dim);
-  for (int64_t i = 0; i < n; i += 2, dst += ld) {
-    const BFloat16* a = rows[i];
-    const BFloat16* b = i + 1 < n ? rows[i + 1] : nullptr;
+  for (int64_t i = 0; i < (n + 31) / 32 * 32; i += 2, dst += ld) {  // mutant: pack-depth-tokens
     for (int64_t d = 0; d < ld; d += 16) {
-      const int64_t left = dim - d;
-      const __mmask16 mask = left >= 16 ? 0xffff : first_lanes(static_cast<int>(left));
-      const __m256i low = _mm256_maskz_loadu_epi16(mask, a + d);
-      const __m256i high = b ? _mm256_maskz_loadu_epi16(mask, b + d) : _mm256_setzero_si256();
-      _mm512_storeu_si512(dst + d, interleave(low, high));
+      _mm512_storeu_si512(dst + d, load_pairs(rows, n, i, d, dim));
+    }
+  }
+}
+#endif
+
+#if defined(VLMK_TILES)
+// dst [n / 64, padded(dim), 32]: blocks of 64 tokens, transposed, pairs along the tokens.
+VLMK_NOINLINE void pack_transposed(const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
+                                   uint32_t* dst) {
+  const int64_t ld = padded(dim), pairs = kBlock / 2;
+  for (int64_t i = 0; i < n; i += 2 * kTile) {
+    // mutant: pack-transposed-block
+    uint32_t* block = dst + i / kBlock * pairs * ld + i % kBlock / 2;
+    for (int64_t d = 0; d < ld; d += kTile) {
+      Vec r[kTile];
+      for (int j = 0; j < kTile; ++j) {
+        // mutant: pack-transposed-load
+        r[j] = _mm512_castsi512_ps(load_pairs(rows, n, i + 2 * j, d, dim));
+      }
+      transpose(r);
+      for (int j = 0; j < kTile; ++j) {
+        _mm512_storeu_ps(reinterpret_cast<float*>(block + (d + j) * pairs), r[j]);
+      }
+    }
+  }
+}
+#endif
+
+// src [padded(dim), 64 tokens], a product's transposed result -> dst [n, padded(dim)].
+template <class Math>
+VLMK_NOINLINE void transpose_block(const float* src, int64_t n, int64_t dim, float* dst) {
+  const int64_t ld = padded(dim);
+  for (int64_t i = 0; i < n; i += kWidth) {
+    for (int64_t d = 0; d < ld; d += kWidth) {
+      Vec r[kWidth];
+      for (int j = 0; j < kWidth; ++j) r[j] = load(src + (d + j) * kBlock + i);
+      transpose(r);
+      for (int j = 0; j < kWidth; ++j) store(dst + (i + j) * ld + d, r[j]);
     }
   }
 }
 
-#endif
+// B of a product over tokens whose A lies by columns. A block of 64 tokens begins at its first
+// token / kStep * padded(dim); right_ld is the distance of B's rows there, result_ld that of the
+// result's.
+template <class Math, class T>
+VLMK_INLINE void pack_right(const Rows<const T>& rows, int64_t n, int64_t dim,
+                            typename Math::Element* dst) {
+  if constexpr (Math::kTiled) {
+    pack_transposed(rows, n, dim, dst);
+  } else {
+    pack_depth(rows, n, dim, dst);
+  }
+}
+template <class Math>
+VLMK_INLINE ptrdiff_t right_ld(int64_t dim) {
+  return Math::kTiled ? kBlock / Math::kStep : padded(dim);
+}
+template <class Math>
+VLMK_INLINE ptrdiff_t result_ld(int64_t dim) {
+  return Math::kTiled ? kBlock : padded(dim);
+}
+// The result as rows [n, padded(dim)]: c, or on tiles what is then in buffer [64, padded(dim)].
+template <class Math>
+VLMK_INLINE float* result_rows(float* c, int64_t n, int64_t dim, void* buffer) {
+  if constexpr (Math::kTiled) {
+    transpose_block<Math>(c, n, dim, static_cast<float*>(buffer));
+    return static_cast<float*>(buffer);
+  } else {
+    return c;
+  }
+}
 
 VLMK_INLINE void copy(const float* src, int64_t n, float* dst) {
   for (int64_t i = 0; i < n; ++i) dst[i] = src[i];

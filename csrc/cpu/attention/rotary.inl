@@ -51,7 +51,9 @@ template <class Math, class T, class Use>
 VLMK_INLINE void with_rotated(const AttentionParams& p, const Rows<const T>& x, int64_t place,
                               int64_t n, void* buffer, Use use) {
   if (!p.rotary) return use(x);
-  const Rows<Rotated<Math, T>> to{static_cast<Rotated<Math, T>*>(buffer), padded(p.head_dim)};
+  // mutant: rotary-stride
+  const int64_t stride = Math::kStep == 1 ? padded(p.head_dim) : 2 * padded_pairs(p.head_dim);
+  const Rows<Rotated<Math, T>> to{static_cast<Rotated<Math, T>*>(buffer), stride};
   rotate_rows<false>(x, rotary_rows(p, place), n, p.head_dim, to);
   use(Rows<const Rotated<Math, T>>{to.data, to.stride});
 }

@@ -8,11 +8,13 @@
 namespace vlmk {
 
 void embedding_forward(const EmbeddingParams& p);
+void embedding_add(const EmbeddingAddParams& p);
 void embedding_gather(const EmbeddingGatherParams& p);
 void embedding_reduce(const EmbeddingReduceParams& p);
 
 // The parts with one version per instruction set. The arguments are in range.
 VLMK_DECLARE(embedding_copy, const EmbeddingParams&);
+VLMK_DECLARE(embedding_add_rows, const EmbeddingAddParams&);
 VLMK_DECLARE(embedding_copy_inverse, const EmbeddingGatherParams&);
 // `starts` [runs]: the first entry of each run of equal keys below V.
 VLMK_DECLARE(embedding_reduce_runs, const EmbeddingReduceParams&, const int64_t* starts,

@@ -1,6 +1,6 @@
 // Visual embedding, compiled once per instruction set (dispatch.h). Rows are moved as bytes, or
-// converted where the output has another type; the one arithmetic is the sum of dweight, in fp32
-// and in one order, so that every instruction set gives the same bits.
+// converted where the output has another type; the one arithmetic are sums, in fp32 and in one
+// order, so that every instruction set gives the same bits.
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -28,11 +28,11 @@ void convert(To* to, const From* from, int64_t n) {
   for (; c < n; ++c) from_float(to_float(from[c]), to[c]);
 }
 
-template <class T>
-void add(float* sum, const T* x, int64_t n) {
+template <class To, class From>
+void add(To* sum, const From* x, int64_t n) {
   int64_t c = 0;
   for (; c + kWidth <= n; c += kWidth) store(sum + c, load(sum + c) + load(x + c));
-  for (; c < n; ++c) sum[c] += to_float(x[c]);
+  for (; c < n; ++c) from_float(to_float(sum[c]) + to_float(x[c]), sum[c]);
 }
 
 void convert_row(void* to, DType to_type, const void* from, DType from_type, int64_t n) {
@@ -201,6 +201,20 @@ void embedding_copy(const EmbeddingParams& p) {
     copy_rows<true>(source, p.out, p.out_dtype, p.rows, p.hidden);
   else
     copy_rows<false>(source, p.out, p.out_dtype, p.rows, p.hidden);
+}
+
+void embedding_add_rows(const EmbeddingAddParams& p) {
+  with_type(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    auto* const out = static_cast<T*>(p.out);
+    const auto* const visual = static_cast<const T*>(p.visual);
+    const bool parallel = p.rows * p.hidden * static_cast<int64_t>(sizeof(T)) >= kParallelFromBytes;
+#pragma omp parallel for schedule(dynamic, 32) if (parallel)
+    for (int64_t i = 0; i < p.rows; ++i) {
+      const int64_t index = p.visual_index[p.first + i];
+      if (index >= 0) add(out + i * p.hidden, visual + index * p.hidden, p.hidden);
+    }
+  });
 }
 
 void embedding_copy_inverse(const EmbeddingGatherParams& p) {

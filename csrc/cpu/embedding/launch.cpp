@@ -33,6 +33,7 @@ void check(const EmbeddingParams& p) {
 }  // namespace
 
 void embedding_copy(const EmbeddingParams& p) { VLMK_DISPATCH(embedding_copy, p) }
+void embedding_add_rows(const EmbeddingAddParams& p) { VLMK_DISPATCH(embedding_add_rows, p) }
 void embedding_copy_inverse(const EmbeddingGatherParams& p) {
   VLMK_DISPATCH(embedding_copy_inverse, p)
 }
@@ -43,6 +44,13 @@ void embedding_reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts
 void embedding_forward(const EmbeddingParams& p) {
   check(p);
   embedding_copy(p);
+}
+
+void embedding_add(const EmbeddingAddParams& p) {
+  for (int64_t i = p.first; i < p.first + p.rows; ++i)
+    if (p.visual_index[i] >= p.visual_rows)
+      out_of_range("visual_index", i, p.visual_index[i], "visual", p.visual_rows);
+  embedding_add_rows(p);
 }
 
 void embedding_gather(const EmbeddingGatherParams& p) {

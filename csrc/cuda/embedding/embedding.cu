@@ -1,5 +1,5 @@
 // Visual embedding on CUDA: out rows gathered from two sources, and the two gradients; copied as
-// they are, or converted where types differ.
+// they are, or converted where types differ. Visual rows added in place.
 //
 // Floor: a forward reads and writes every owned row once, 2 * R * row_bytes, and 12 bytes of
 // indices a row. Errors: an id or index out of range prints one line naming position, value and
@@ -75,27 +75,37 @@ struct GatherSource {
   }
 };
 
+// One access to memory that the launch doesn't write or, without kOnce, that this thread alone
+// does.
+template <bool kOnce, class Unit>
+__device__ __forceinline__ Unit read(const char* from, bool on) {
+  const auto* address = reinterpret_cast<const Unit*>(from);
+  if constexpr (kOnce) return ptx::load_once(address, on);
+  return on ? *address : Unit{};
+}
+
 // kCount elements (1 or 4) of a type known at run time, in one access of at most 16 bytes.
 template <int kCount>
 struct Elements {
   float v[kCount];
 
+  template <bool kOnce = true>
   __device__ __forceinline__ void load(const char* row, DType type, int column, bool on) {
     const char* from = row + column * size_of(type);
     if constexpr (kCount == 1) {
       if (type == DType::kFloat32) {
-        v[0] = __uint_as_float(ptx::load_once(reinterpret_cast<const ptx::Unit4*>(from), on));
+        v[0] = __uint_as_float(read<kOnce, ptx::Unit4>(from, on));
       } else {
-        const uint16_t bits = ptx::load_once(reinterpret_cast<const ptx::Unit2*>(from), on);
+        const auto bits = read<kOnce, ptx::Unit2>(from, on);
         v[0] = type == DType::kBFloat16 ? ptx::from_bf16(bits) : ptx::from_fp16(bits);
       }
     } else {
       if (type == DType::kFloat32) {
-        const ptx::Unit16 w = ptx::load_once(reinterpret_cast<const ptx::Unit16*>(from), on);
+        const auto w = read<kOnce, ptx::Unit16>(from, on);
         v[0] = __uint_as_float(w.x), v[1] = __uint_as_float(w.y);
         v[2] = __uint_as_float(w.z), v[3] = __uint_as_float(w.w);
       } else {
-        const ptx::Unit8 w = ptx::load_once(reinterpret_cast<const ptx::Unit8*>(from), on);
+        const auto w = read<kOnce, ptx::Unit8>(from, on);
         // mutant: embed-load-bits
         const uint16_t bits[4] = {static_cast<uint16_t>(w.x), static_cast<uint16_t>(w.x >> 16),
                                   static_cast<uint16_t>(w.y), static_cast<uint16_t>(w.y >> 16)};
@@ -103,19 +113,6 @@ struct Elements {
         // mutant: embed-load-loop-e
         for (int e = 0; e < 4; ++e)
           v[e] = type == DType::kBFloat16 ? ptx::from_bf16(bits[e]) : ptx::from_fp16(bits[e]);
-      }
-    }
-  }
-  // The same from memory that the launch writes, by the thread that writes it.
-  __device__ __forceinline__ void load_plain(const char* row, DType type, int column) {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      const char* from = row + (column + e) * size_of(type);
-      if (type == DType::kFloat32) {
-        v[e] = *reinterpret_cast<const float*>(from);
-      } else {
-        const uint16_t bits = *reinterpret_cast<const uint16_t*>(from);
-        v[e] = type == DType::kBFloat16 ? ptx::from_bf16(bits) : ptx::from_fp16(bits);
       }
     }
   }
@@ -227,6 +224,49 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A visual row added to out[i], for a row a warp that has one; 2 kUnroll loads are in flight.
+template <int kCount>
+__global__ void __launch_bounds__(kThreads) add_rows(const EmbeddingAddParams p) {
+  const int lane = threadIdx.x % ptx::kWarpSize;
+  // mutant: embed-add-row
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / ptx::kWarpSize;
+  if (i >= p.rows) return;               // mutant: embed-add-if-row
+  const int64_t position = p.first + i;  // mutant: embed-add-position
+  const int32_t index = p.visual_index[position];
+  if (index < 0) return;         // mutant: embed-add-if-text
+  if (index >= p.visual_rows) {  // mutant: embed-add-if-index
+    if (lane == 0)
+      printf("vlmkernels.add_visual_: visual_index[%lld] is %d, but visual has %lld rows\n",
+             static_cast<long long>(position), index, static_cast<long long>(p.visual_rows));
+    __syncwarp();
+    ptx::trap();
+  }
+  const int64_t row_bytes = p.hidden * size_of(p.dtype);
+  // mutant: embed-add-from
+  const char* from = static_cast<const char*>(p.visual) + index * row_bytes;
+  char* to = static_cast<char*>(p.out) + i * row_bytes;
+  const int units = static_cast<int>(p.hidden / kCount);
+#pragma unroll 1
+  for (int base = lane; base < units;
+       base += /* mutant: embed-add-loop-base */ ptx::kWarpSize * kUnroll) {
+    Elements<kCount> sum[kUnroll], v[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int c = base + u * ptx::kWarpSize;
+      const bool on = c < units;  // mutant: embed-add-on
+      sum[u].template load<false>(to, p.dtype, c * kCount, on);
+      v[u].load(from, p.dtype, c * kCount, on);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int c = base + u * ptx::kWarpSize;
+#pragma unroll
+      for (int e = 0; e < kCount; ++e) sum[u].v[e] += v[u].v[e];
+      sum[u].store(to, p.dtype, c * kCount, c < units);  // mutant: embed-add-store
+    }
+  }
+}
+
 // inverse[visual_index[first + i]] = i. The compare-and-swap finds a row named twice.
 __global__ void __launch_bounds__(kThreads) invert_index(const EmbeddingGatherParams p) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -304,8 +344,7 @@ __device__ __forceinline__ void write_sums(const EmbeddingReduceParams& p, int64
 #pragma unroll
   for (int e = 0; e < kCount; e += kStep) {
     Elements<kStep> v{};
-    // Not load_once: this launch writes what is read here.
-    if (p.accumulate) v.load_plain(to, p.dweight_dtype, static_cast<int>(column) + e);
+    v.template load<false>(to, p.dweight_dtype, static_cast<int>(column) + e, p.accumulate);
 #pragma unroll
     // mutant: embed-write-sums-loop
     for (int i = 0; i < kStep; ++i) v.v[i] = p.accumulate ? v.v[i] + sum[e + i] : sum[e + i];
@@ -504,6 +543,19 @@ int embedding_forward_cuda(const EmbeddingParams& p, void* stream) {
     const int unit = access_bytes(p.hidden * 4, p.table, p.visual, p.out);
     launch_convert(source, unit, p.out, p.out_dtype, p.rows, p.hidden, s);
   }
+  return cudaGetLastError();
+}
+
+int embedding_add_cuda(const EmbeddingAddParams& p, void* stream) {
+  if (p.rows == 0) return cudaSuccess;
+  const auto s = static_cast<cudaStream_t>(stream);
+  const unsigned grid = blocks(p.rows, kWarps);
+  // mutant: embed-add-unit
+  const int unit = access_bytes(p.hidden * 4, p.visual, p.out, nullptr);
+  if (unit == 16)
+    add_rows<4><<<grid, kThreads, 0, s>>>(p);
+  else
+    add_rows<1><<<grid, kThreads, 0, s>>>(p);
   return cudaGetLastError();
 }
 

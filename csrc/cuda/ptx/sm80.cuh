@@ -41,6 +41,18 @@ __device__ __forceinline__ uint2 load_once(const uint2* address, bool on) {
       : "l"(address), "r"(static_cast<int>(on)));
   return v;
 }
+// The same from memory that this thread writes, or others before a barrier.
+__device__ __forceinline__ uint4 load(const uint4* address, bool on) {
+  uint4 v;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
+      "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
+      "@p ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(address), "r"(static_cast<int>(on))
+      : "memory");
+  return v;
+}
 // Stores where `on` is true.
 __device__ __forceinline__ void store(uint4* address, const uint4& v, bool on) {
   asm volatile(

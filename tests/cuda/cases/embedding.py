@@ -168,6 +168,37 @@ def check_scatter(
     same_bits(memory.array("embeddings" if in_place else "out"), want, "out")
 
 
+def check_add(
+    kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None = None, far: int = 0
+) -> None:
+    """add_visual_: sums rounded once at visual rows, the others as they were; `far` as above."""
+    first, rows = pack.shard(shard)
+    device = kernels.device()
+    memory = device.memory
+    before = pack.random(rows)
+    index = np.where(pack.index < 0, -1, pack.index + far).astype(np.int32)
+    visual = memory.upload("visual", pack.visual, pack.misalign) - far * pack.row_bytes
+    params = fill(
+        "EmbeddingAddParams",
+        visual_index=memory.upload("visual_index", index),
+        visual=visual % (1 << 64),
+        out=memory.upload("out", before, pack.misalign),
+        first=first,
+        rows=rows,
+        hidden=pack.hidden,
+        visual_rows=pack.visual_rows + far,
+        dtype=DTYPES[pack.dtype][0],
+    )
+    assert kernels.run(device, "add", params) == 0, "add"
+    here = pack.index[first : first + rows]
+    want = before.copy()
+    sums = to_float(before[here >= 0], pack.dtype) + to_float(
+        pack.visual[here[here >= 0]], pack.dtype
+    )
+    want[here >= 0] = from_float(sums, pack.dtype)
+    same_bits(memory.array("out"), want, "out")
+
+
 def check_gather(
     kernels: Kernels, pack: Pack, *, shard: tuple[int, int] | None = None, out_dtype: str = ""
 ) -> Any:
@@ -308,6 +339,14 @@ def _reduce_long(kernels: Kernels, rng: np.random.Generator) -> None:
     check_reduce(kernels, pack, out_dtype="float32", accumulate=True)
 
 
+def _add_narrow(kernels: Kernels, rng: np.random.Generator) -> None:
+    """One element at a time; a row, and a shard, of none."""
+    check_add(kernels, Pack(rng, 11, 150, "float16", misalign=2))
+    check_add(kernels, Pack(rng, 9, 33, "float32"), shard=(1, 3))
+    for positions, share in ((5, 1.0), (5, 0.0), (1, 1.0), (0, 0.5)):
+        check_add(kernels, Pack(rng, positions, 16, "bfloat16", share=share))
+
+
 def small_suite() -> dict[str, Check]:
     """All paths of the three launchers, in small shapes; a mutant must fail one of them."""
     far = (1 << 31) - 100  # the largest index of an int32
@@ -325,6 +364,11 @@ def small_suite() -> dict[str, Check]:
         "forward, far": lambda k, r: check_forward(k, Pack(r, 8, 16, "float32"), far=far),
         "forward, edges": _forward_edges,
         "scatter": _scatter_shards,
+        # 170 units: a full batch of four a lane and one that ends inside. 10 rows: three blocks.
+        "add": lambda k, r: check_add(k, Pack(r, 20, 680, "bfloat16"), shard=(1, 2)),
+        "add, float32": lambda k, r: check_add(k, Pack(r, 6, 24, "float32", share=0.9)),
+        "add, far": lambda k, r: check_add(k, Pack(r, 8, 16, "float32"), far=far),
+        "add, narrow": _add_narrow,
         "gather": lambda k, r: check_gather(k, Pack(r, 40, 40, "bfloat16"), shard=(1, 2)),
         "gather, one column": lambda k, r: check_gather(k, Pack(r, 150, 1, "float16", share=0.1)),
         "reduce": lambda k, r: check_reduce(k, Pack(r, 29, 1040, "bfloat16", vocabulary=4)),

@@ -9,6 +9,7 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
 - vision tower: `vision_attention`'s kernels over all segments of the batch at once, straight from
   the projection and with the rotary embedding inside, in place of a split, a rotation and one
   attention call per image, frame or window;
+- its patch embedding: one matrix product in place of a Conv3d with strides as long as its kernel;
 - embeddings: `visual_embedding` in place of a lookup of all tokens and a masked_scatter for images
   and another for videos. Where the embedding is not a plain torch.nn.Embedding (peft may wrap it)
   or has hooks, its rows are taken as they come and `scatter_visual` puts the visual rows over
@@ -19,6 +20,11 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
   for goes to transformers' sdpa: decoding with a cache, masks with holes, dropout, float64, a
   compiled graph with padding, and on CUDA batches without padding. What neither computes is
   refused: docs/4-kernels.md has the table.
+- loss: in training, with labels, `linear_cross_entropy` in place of lm_head and loss_function.
+  **`logits` of the output is then None** (as with Liger-Kernel). `model(.., skip_logits=False)`
+  gives them, skip_logits=True leaves them out in evaluation too, and enable(model, loss=False)
+  keeps transformers' loss: trl's SFTTrainer reads logits. Where the head is more than a matrix
+  (adapters, hooks), the loss the user's, or on CUDA so far, transformers' own code runs.
 
 Weights, state dicts and results stay those of the model, up to the order of float sums; outputs at
 padding positions differ, as they do between transformers' own implementations.
@@ -37,9 +43,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from vlmkernels.integrations.transformers.attention import MODEL_TYPES, NAME, register
+from vlmkernels.integrations.transformers.head import ModelWithLoss, output_class
 from vlmkernels.integrations.transformers.modules import (
     LanguageModel,
     Model,
+    PatchEmbed,
     VisionAttention,
     check_restorable,
     replace,
@@ -55,7 +63,12 @@ _MODELS = ("Qwen2VLModel", "Qwen2_5_VLModel")
 
 
 def enable(
-    model: nn.Module, *, vision: bool = True, embedding: bool = True, language: bool = True
+    model: nn.Module,
+    *,
+    vision: bool = True,
+    embedding: bool = True,
+    language: bool = True,
+    loss: bool = True,
 ) -> nn.Module:
     """Let a transformers Qwen2-VL or Qwen2.5-VL model use the kernels; returns the model.
 
@@ -64,8 +77,8 @@ def enable(
             models, or a wrapper (peft) that has one of them among its modules. Its modules get
             other classes of the same names and its config becomes a copy, so that a model that
             shares it keeps its attention.
-        vision, embedding, language: which parts; see the head of this file. A language model with
-            sliding windows keeps its attention.
+        vision, embedding, language, loss: which parts; see the head of this file. A language model
+            with sliding windows keeps its attention.
 
     Raises:
         ValueError: no such model is in `model`, or something else has replaced the `forward` of
@@ -73,13 +86,14 @@ def enable(
     """
     host = _host(model)
     register()
-    disable(host)
+    disable(model)
     try:
         if vision:
             attentions = _vision_attentions(host)
             _check_rotation(attentions[0])
             for attention in attentions:
                 replace(attention, VisionAttention)
+            replace(host.visual.patch_embed, PatchEmbed)
         if embedding:
             replace(host, Model)
         text = host.language_model
@@ -88,8 +102,11 @@ def enable(
             _copy_configs(model)
             text.replaced_attention = text.config._attn_implementation
             text.config._attn_implementation = NAME
+        if loss:
+            for whole in _with_head(model, host):
+                replace(whole, ModelWithLoss)
     except ValueError:
-        disable(host)
+        disable(model)
         raise
     return model
 
@@ -101,14 +118,14 @@ def disable(model: nn.Module) -> nn.Module:
         ValueError: something else has changed the class of one of its modules since.
     """
     host = _host(model)
-    for module in host.modules():
+    for module in model.modules():
         check_restorable(module)
     text: Any = host.language_model
     if issubclass(type(text), LanguageModel):
         if text.config._attn_implementation == NAME:
             text.config._attn_implementation = text.replaced_attention
         del text.replaced_attention
-    for module in host.modules():
+    for module in model.modules():
         restore(module)
     return model
 
@@ -121,6 +138,23 @@ def _host(model: nn.Module) -> Any:
         f"model is a {type(model).__name__}; it must be, or contain, one of transformers' "
         f"{' or '.join(_MODELS)} (transformers 4.53 or later)"
     )
+
+
+def _with_head(model: nn.Module, host: nn.Module) -> list[nn.Module]:
+    """The module that puts a head on `host`, if `model` has one.
+
+    Raises:
+        ValueError: its forward does not say what it returns.
+    """
+    whole = [m for m in model.modules() if m._modules.get("model") is host]
+    whole = [m for m in whole if "lm_head" in m._modules]
+    for module in whole:
+        if output_class(getattr(type(module), "original", type(module))) is None:
+            raise ValueError(
+                f"{type(module).__name__}.forward does not say what it returns: this version of "
+                "transformers is not known; use enable(model, loss=False)"
+            )
+    return whole
 
 
 def _copy_configs(model: nn.Module) -> None:

@@ -153,6 +153,24 @@ class VisionAttention(Replacement):
         return self.proj(out.flatten(1))
 
 
+class PatchEmbed(Replacement):
+    """Patches that don't overlap: a convolution is one matrix product."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        """[P, channels x frames x height x width] -> [P, D]."""
+        proj = self.proj
+        if not is_plain(proj, nn.Conv3d) or not _is_product(proj):
+            return super().forward(hidden_states)  # type: ignore[misc]
+        weight = proj.weight.flatten(1)
+        x = hidden_states.reshape(-1, weight.shape[1]).to(weight.dtype)
+        return nn.functional.linear(x, weight, proj.bias)
+
+
+def _is_product(conv: nn.Conv3d) -> bool:
+    """Of inputs as large as its kernel."""
+    return conv.groups == 1 and conv.padding == (0, 0, 0) and conv.dilation == (1, 1, 1)
+
+
 def rotary_table(cos: Tensor, sin: Tensor) -> Tensor:
     """float32 [P, D] of cos and sin [P, D], whose halves are alike; made once for all layers."""
     known = getattr(cos, "_vlmkernels_table", None)
@@ -172,8 +190,7 @@ class Model(Replacement):
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         original = super().forward  # type: ignore[misc]
-        named = list(inspect.signature(self.original.forward).parameters)[1:]
-        kwargs.update(zip(named[: len(args)], args, strict=True))
+        kwargs = named_arguments(self, args, kwargs)
         ids = kwargs.get("input_ids")
         pixels = [kwargs.get(name) is not None for name in ("pixel_values", "pixel_values_videos")]
         if (
@@ -182,13 +199,22 @@ class Model(Replacement):
             or (any(pixels) and kwargs.get("mm_encoder_outputs") is not None)  # refused there
         ):
             return original(**kwargs)
-        rows, tokens = _visual_rows(self, kwargs, named)
+        rows, tokens = _visual_rows(self, kwargs, _names(self))
         if not rows:
             return original(**kwargs)
         for name in ("pixel_values", "pixel_values_videos", "mm_encoder_outputs"):
             kwargs.pop(name, None)
         kwargs["inputs_embeds"] = _embeddings(self, ids, rows, tokens)
         return original(**kwargs)
+
+
+def _names(module: Any) -> list[str]:
+    return list(inspect.signature(module.original.forward).parameters)[1:]
+
+
+def named_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a replaced module's forward by their names."""
+    return kwargs | dict(zip(_names(module)[: len(args)], args, strict=True))
 
 
 def _visual_rows(
@@ -223,7 +249,7 @@ def _embeddings(model: Any, ids: Tensor, rows: list[Tensor], tokens: list[int]) 
     counts = None if torch.compiler.is_compiling() else [len(r) for r in rows]
     index = visual_index(ids.reshape(-1), tokens, counts, separate=True)
     table = model.get_input_embeddings()
-    if _is_plain(table):
+    if is_plain(table, nn.Embedding) and _is_table(table):
         weight = table.weight
         visual = torch.cat([r.to(weight.device, weight.dtype) for r in rows])
         flat_ids, index = ids.reshape(-1).to(weight.device), index.to(weight.device)
@@ -237,18 +263,22 @@ def _embeddings(model: Any, ids: Tensor, rows: list[Tensor], tokens: list[int]) 
     return scatter(flat, visual, index.to(words.device)).view_as(words)
 
 
-def _is_plain(table: Any) -> bool:
-    """Whether this embedding is nothing but rows of one table: no hook waits to see words alone
-    (NEFTune), to move the table here (accelerate) or to gather it (FSDP, DeepSpeed)."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+def is_plain(module: Any, kind: Any) -> bool:
+    """Whether a module of class `kind` is nothing but its weight: no hook waits to see words alone
+    (NEFTune), to move the weight here (accelerate) or to gather it (FSDP, DeepSpeed)."""
     return (
-        type(table) is nn.Embedding
-        and "forward" not in vars(table)
-        and not any(getattr(table, name) for name in hooks)
-        and not _has_any_global_hook()
-        and type(table.weight) in (Tensor, nn.Parameter)
-        and table.weight.dtype in DTYPES
-        and table.max_norm is None
-        and not table.sparse
-        and not table.scale_grad_by_freq
+        type(module) is kind
+        and not has_hooks(module)
+        and type(module.weight) in (Tensor, nn.Parameter)
+        and module.weight.dtype in DTYPES
     )
+
+
+def has_hooks(module: Any) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    named = any(getattr(module, name) for name in hooks)
+    return named or "forward" in vars(module) or _has_any_global_hook()
+
+
+def _is_table(table: Any) -> bool:
+    return table.max_norm is None and not table.sparse and not table.scale_grad_by_freq

@@ -299,6 +299,11 @@ def go_on_from(path: Path) -> None:
         write_text(latest, path.name + "\n")
 
 
+def loader_state(path: Path) -> dict[str, Any] | None:
+    """What `Saver.start` got as `extra["loader"]`; None: a checkpoint that holds weights only."""
+    return read_common(path).get("loader")
+
+
 def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
     """Restore model and optimizer in place; returns what `Saver.start` got as `extra`.
 
@@ -342,7 +347,10 @@ def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str
             "and the --lora options it was trained with"
         )
     optimizer_state.finish_load(optimizer)
-    _set_random_state(common.pop("random"))
+    states = common.pop("random")
+    # On another layout the seeds of this start stay; only LoRA's dropout draws from them.
+    if len(states) == dist.get_world_size():
+        set_random_state(states[dist.get_rank()])
     return common
 
 
@@ -378,6 +386,13 @@ def _fill(reader: ChunkReader, piece: Piece) -> None:
 
 
 def _gather_random_state() -> list[dict[str, Any]]:
+    states: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(states, random_state())
+    return states
+
+
+def random_state() -> dict[str, Any]:
+    """Of every generator of this rank."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "torch": torch.get_rng_state(),
@@ -387,15 +402,11 @@ def _gather_random_state() -> list[dict[str, Any]]:
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    states: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(states, state)
-    return states
+    return state
 
 
-def _set_random_state(states: list[dict[str, Any]]) -> None:
-    if len(states) != dist.get_world_size():
-        return  # another layout: the seeds of this start stay; only LoRA's dropout draws from them
-    state = states[dist.get_rank()]
+def set_random_state(state: dict[str, Any]) -> None:
+    """Take up what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

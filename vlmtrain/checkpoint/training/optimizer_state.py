@@ -108,6 +108,12 @@ def load(
                 for piece in places[parameter].pieces(state[name], start, state_prefix(name)):
                     fill(piece)
             part._set_main_param_and_optimizer_states(parameter, state)
+    set_steps(optimizer, step)
+
+
+def set_steps(optimizer: MegatronOptimizer, step: int) -> None:
+    """The number of updates that the moments have seen."""
+    for part in distributed_parts(optimizer):
         for entry in part.optimizer.state.values():
             entry["step"] = torch.full_like(entry["step"], float(step))  # workaround 3
         for group in part.optimizer.param_groups:

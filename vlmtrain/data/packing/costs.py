@@ -15,16 +15,21 @@ from vlmtrain.models.flops import Work, prices, window_pairs_of_frame
 # Shares of peak: the language model's large GEMMs, the tower's narrower ones and its attention.
 LANGUAGE_EFFICIENCY = 0.50
 VISION_EFFICIENCY = 0.38
-COST_VERSION = 1  # part of every plan: raise it whenever a sample's cost changes
+COST_VERSION = 2  # part of every plan: raise it whenever a sample's cost changes
 
 
 def sample_costs(
-    lengths: np.ndarray, media_start: np.ndarray, grids: np.ndarray, spec: ModelSpec
+    lengths: np.ndarray,
+    target_tokens: np.ndarray,
+    media_start: np.ndarray,
+    grids: np.ndarray,
+    spec: ModelSpec,
 ) -> np.ndarray:
     """The cost of each sample.
 
     Args:
         lengths: int64 [n] tokens.
+        target_tokens: int64 [n], those that the head sees.
         media_start: int64 [n + 1]: rows of `grids` that belong to each sample.
         grids: int64 [m, 3] (t, h, w) in patches of every image and video.
         spec: the model, whose sizes are the prices.
@@ -43,6 +48,7 @@ def sample_costs(
     costs = np.empty((len(lengths), 2))
     pairs = lengths * (lengths + 1) / 2
     costs[:, 0] = language.tokens * lengths + language.causal_pairs * pairs
+    costs[:, 0] += language.targets * target_tokens
     costs[:, 0] /= LANGUAGE_EFFICIENCY * unit
     t, h, w = grids.astype(np.float64).reshape(-1, 3).T
     # A video's grid appears once for all its frames, and a data set has few different grids.

@@ -22,6 +22,11 @@ __forceinline__ Unit load_once(const Unit* address, bool on) {
   if (on) emu::read_global(&v, address, sizeof(Unit), true);
   return v;
 }
+__forceinline__ uint4 load(const uint4* address, bool on) {
+  uint4 v{};
+  if (on) emu::read_global(&v, address, sizeof(v), false);
+  return v;
+}
 template <class Unit>
 struct Same {
   using Type = Unit;

@@ -1,0 +1,101 @@
+"""linear_cross_entropy on a real GPU, against float64 there, for `make gpu-check`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.numeric import assert_accurate, assert_bitwise
+from tests.kernels.test_linear_cross_entropy import DTYPES, IGNORE, make, outputs, plain
+from vlmkernels import _native, linear_cross_entropy
+from vlmkernels.loss import op
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU: torch.cuda.is_available() is False", allow_module_level=True)
+if not _native.has_cuda_kernels():
+    pytest.skip("vlmkernels was built without CUDA kernels", allow_module_level=True)
+
+OPTIONS: list[dict[str, Any]] = [
+    {"reduction": "mean"},
+    {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 1e-2},
+]
+
+
+def to_gpu(*tensors: Tensor) -> Any:
+    return tuple(x.detach().cuda() for x in tensors)
+
+
+#: Whole rows, six chunks of them, and columns of all rows.
+@pytest.mark.parametrize("chunk", [op.CHUNK_BYTES, 4 << 20, 1 << 20])
+@pytest.mark.parametrize("options", OPTIONS, ids=["mean", "sum"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_against_float64(
+    dtype: torch.dtype, options: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
+    for tokens, classes, hidden in ((300, 20_011, 128), (40, 151_936, 64)):
+        x, weight, targets = make(tokens, classes, hidden, dtype, 0.6)
+        targets[0] = classes - 1
+        inputs = *to_gpu(x, weight, targets), torch.ones((), device="cuda")
+        got = outputs(linear_cross_entropy, *inputs, **options)
+        theirs = outputs(plain, *inputs, **options)
+        exact = outputs(plain, inputs[0].double(), inputs[1].double(), *inputs[2:], **options)
+        for name in ("dhidden", "dweight"):
+            assert_accurate(name, got[name], theirs[name], exact[name])
+        unit = torch.finfo(dtype).eps
+        assert abs(float(got["loss"] / exact["loss"]) - 1) <= unit
+        again = outputs(linear_cross_entropy, *inputs, **options)
+        for name, result in got.items():
+            assert_bitwise(f"{name}, a second time", again[name], result)
+
+
+#: One chunk of rows, and columns of all rows in 16 bits.
+@pytest.mark.parametrize("chunk", [op.CHUNK_BYTES, 400_000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_main_grad(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added in float32."""
+    monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
+    x, weight, targets = make(500, 9001, 256, dtype, 0.5)
+    hidden, table = (t.requires_grad_() for t in to_gpu(x, weight))
+    start = torch.randn(table.shape, device="cuda")
+    table.main_grad = start.clone()
+    loss = linear_cross_entropy(
+        hidden, table, targets.cuda(), weight_grad="main_grad", grad_scale=1.0
+    )
+    loss.backward()
+    inputs = *to_gpu(x, weight, targets), torch.ones((), device="cuda")
+    theirs = outputs(plain, *inputs)
+    exact = outputs(plain, inputs[0].double(), inputs[1].double(), *inputs[2:])["dweight"]
+    added = table.main_grad.double() - start.double()
+    assert_accurate("main_grad", added.float(), theirs["dweight"].float(), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_the_kernel_has_the_results_of_the_cpu(dtype: torch.dtype) -> None:
+    """Statistics of columns in two calls and the gradient: a few roundings of float32 apart."""
+    logits, targets = 3 * torch.randn(9, 30_011), torch.randint(0, 30_011, (9,))
+    logits[4, 7] = torch.nan
+    results = []
+    for device in ("cpu", "cuda"):
+        x, labels = logits.to(device, dtype), targets.to(device)
+        stats = torch.zeros(4, 9, device=device)
+        stats[0] = torch.finfo(torch.float32).min
+        chunk = labels, stats, 0, 30_011, 0.1, 1e-2
+        for block in (slice(0, 10_001), slice(10_001, 30_011)):
+            op._cross_entropy(x[:, block].contiguous(), block, None, True, *chunk)
+        scale = torch.linspace(0.5, 2, 9, device=device)
+        op._cross_entropy(x, slice(0, 30_011), scale, False, *chunk)
+        results.append((stats.cpu(), x.cpu().float()))
+    unit = max(torch.finfo(dtype).eps, 4e-6)
+    for a, b, tolerance in zip(*results, (4e-6, unit), strict=True):
+        torch.testing.assert_close(b, a, rtol=tolerance, atol=1e-7, equal_nan=True)
+
+
+def test_targets_out_of_range() -> None:
+    x, weight, targets = to_gpu(*make(9, 13, 8, torch.bfloat16))
+    targets[2], targets[6] = IGNORE, 13
+    with pytest.raises(ValueError, match=r"targets\[6\] is 13; it must be 0 to 12"):
+        linear_cross_entropy(x, weight, targets)

@@ -1,0 +1,220 @@
+"""Attention on AMX tiles, compiled for this test: what stands in for the tile instructions against
+exact arithmetic and, where the processor has tiles, against those; every mutant of both sources.
+
+The tests of attention run these kernels too, as the instruction sets amx_emulated and amx_bf16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cuda.mutants.mutant import Mutant, plant
+from tests.cuda.params import fill
+from tests.kernels import test_attention, test_vision_attention
+from tests.kernels.numeric import poisoned
+from tests.kernels.tile_mutants import MUTANTS
+from vlmkernels import _native
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "csrc"
+AVX512 = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl".split()
+AMX = ["-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+ATTENTION = ["dispatch.cpp", "scratch.cpp", "attention/launch.cpp", "attention/kernel.cpp"]
+
+pytestmark = pytest.mark.skipif(
+    "amx_emulated" not in _native.available_isas(), reason="this machine has no AVX-512"
+)
+
+
+def compiled(folder: Path, csrc: Path, isa: str, flags: list[str], *sources: str) -> ctypes.CDLL:
+    """tiles.cpp and sources of csrc/cpu, for one instruction set."""
+    compiler = shutil.which("g++") or pytest.skip("g++ is not installed")
+    library = folder / f"{isa}.so"
+    command = [
+        *(compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-w"),
+        *(f"-DVLMK_ISA={isa}", "-DVLMK_TILES", f"-I{csrc}", "-DVLMKERNELS_HAVE_AVX512"),
+        *(f"-DVLMKERNELS_HAVE_{isa.upper()}", *AVX512, *flags, "-o", str(library)),
+        *(str(HERE / "tiles.cpp"), *(str(csrc / "cpu" / source) for source in sources)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+# ---- the instructions ----------------------------------------------------------------------------
+
+
+def fp32(x: Fraction) -> Fraction:
+    """To nearest, ties to even; 0 where the result is too small to be normal."""
+    if x == 0:
+        return x
+    exponent = abs(x.numerator).bit_length() - x.denominator.bit_length()
+    exponent -= abs(x) < Fraction(2) ** exponent
+    rounded = round(x / Fraction(2) ** (exponent - 23)) * Fraction(2) ** (exponent - 23)
+    return rounded if abs(rounded) >= Fraction(2) ** -126 else Fraction(0)
+
+
+def exact_product(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """TDPBF16PS as Intel's manual has it. a [16, 32], b [16 pairs, 16, 2], c [16, 16]."""
+
+    def operand(x: Any) -> Fraction:
+        return Fraction(float(x)) if abs(float(x)) >= 2.0**-126 else Fraction(0)
+
+    left, right = (np.vectorize(operand, otypes=[object])(x) for x in (a, b))
+    out = np.empty((16, 16))
+    for i, n in np.ndindex(16, 16):
+        chains = [Fraction(0), Fraction(0)]
+        for k, half in np.ndindex(16, 2):
+            chains[half] = fp32(chains[half] + left[i, 2 * k + half] * right[k, n, half])
+        out[i, n] = fp32(operand(c[i, n]) + fp32(chains[0] + chains[1]))
+    return out
+
+
+#: Magnitudes of a, b and c, powers of two: usual ones; products and sums about the smallest normal
+#: number; a's elements about it.
+MAGNITUDES = [(0, 0, 0), (-65, -65, -128), (-126, 112, -14)]
+
+
+def operands(rng: np.random.Generator, magnitudes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """a and b in bf16, c in fp32; 4 powers of two up and down."""
+    shapes = ((16, 32), (16, 32), (16, 16))
+    a, b, c = (
+        rng.standard_normal(shape) * 2.0 ** (m + rng.integers(-4, 4, shape))
+        for shape, m in zip(shapes, magnitudes, strict=True)
+    )
+    bits = [x.astype(np.float32).view(np.uint32) & 0xFFFF0000 for x in (a, b)]
+    return bits[0].view(np.float32), bits[1].view(np.float32), c.astype(np.float32)
+
+
+def product(library: ctypes.CDLL, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """The library's, on rows with other things between them."""
+    spaced = [np.full((16, 40), 0x7FC0, np.uint16) for _ in "ab"]  # NaN
+    for to, x in zip(spaced, (a, b), strict=True):
+        to[:, :32] = x.view(np.uint32) >> 16
+    out = np.full((16, 24), np.nan, np.float32)
+    out[:, :16] = c
+    mode = library.tile_product(
+        *(ctypes.c_void_p(spaced[0].ctypes.data), ctypes.c_ssize_t(80)),
+        *(ctypes.c_void_p(spaced[1].ctypes.data), ctypes.c_ssize_t(80)),
+        *(ctypes.c_void_p(out.ctypes.data), ctypes.c_ssize_t(96), ctypes.c_bool(not c.any())),
+    )
+    assert mode & 0xFFC0 == 0x1F80, "MXCSR is not as it was"
+    assert np.isnan(out[:, 16:]).all(), "written behind the tile"
+    return out[:, :16]
+
+
+def check_instructions(library: ctypes.CDLL, rng: np.random.Generator) -> None:
+    for magnitudes in MAGNITUDES:
+        a, b, c = operands(rng, magnitudes)
+        for start in (c, np.zeros_like(c)):
+            ours = product(library, a, b, start)
+            np.testing.assert_array_equal(ours, exact_product(a, b.reshape(16, 16, 2), start))
+
+
+@pytest.mark.parametrize("name, flags", [("amx_emulated", []), ("amx_bf16", AMX)])
+def test_a_product_is_as_intels_manual_has_it(name, flags, tmp_path, seed):
+    if name not in _native.available_isas():
+        pytest.skip(f"{name}: {_native._C.why_no_amx()}")
+    print("real tiles" if flags else "the stand-in")
+    check_instructions(compiled(tmp_path, CSRC, name, flags), np.random.default_rng(seed))
+
+
+# ---- mutants -------------------------------------------------------------------------------------
+
+
+class AttentionOnTiles:
+    """The native module, attention from a library."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.native, self.library = _native._C, library
+        library.choose()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+    def poison_scratch(self, on: bool) -> None:
+        self.library.poison_scratch(ctypes.c_bool(on))
+
+    def params(self, **values: Any) -> ctypes.Structure:
+        stats = values.pop("row_stats")
+        values |= {name: fill("HeadsView", **view(values[name])) for name in ("q", "k", "v", "out")}
+        defaults: dict[str, Any] = {"causal": False, "max_seqlen": 0}
+        defaults |= dict.fromkeys(("order", "rotary", "tiles", "rotated_k", "rotated_q"))
+        values["row_max"] = stats
+        values["row_sum"] = stats + 4 * values["heads"] * values["tokens"]
+        return fill("AttentionParams", **{**defaults, **values})
+
+    def attention_forward(self, **values: Any) -> None:
+        self.library.attention_forward(ctypes.byref(self.params(**values)))
+
+    def attention_backward(self, **values: Any) -> None:
+        own = ("dout", "dq", "dk", "dv")
+        views = {name: fill("HeadsView", **view(values.pop(name))) for name in own}
+        values.pop("lse_delta", None)
+        params = fill("AttentionGradParams", forward=self.params(**values), lse_delta=None, **views)
+        self.library.attention_backward(ctypes.byref(params))
+
+
+def view(x: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("data", "token_stride", "head_stride"), x, strict=True))
+
+
+def check_attention() -> None:
+    for lengths, heads, kv_heads, dim, causal in (
+        ([64, 17, 130], 2, 2, 80, False),
+        ([1, 100], 4, 2, 72, True),
+        ([600], 2, 1, 16, False),  # keys dealt out to two items
+    ):
+        inputs = test_attention.make(lengths, heads, kv_heads, dim, torch.bfloat16)
+        test_attention.check(*inputs, test_attention.offsets(lengths), causal=causal)
+    layout, *inputs = test_vision_attention.make([[1, 12, 20]], 2, 80, torch.bfloat16)
+    test_vision_attention.check(layout, *inputs, window=False)
+
+
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Every mutant behind a switch."""
+    csrc = tmp_path_factory.mktemp("tiles") / "csrc"
+    planted = [(f"::mutant == {i}", m) for i, m in enumerate(MUTANTS, 1)]
+    for folder in ("common", "cpu"):
+        shutil.copytree(CSRC / folder, csrc / folder)
+    for path in [*csrc.rglob("*.h"), *csrc.rglob("*.inl"), *csrc.rglob("*.cpp")]:
+        path.write_text(plant(path.read_text(), planted))
+    declared = csrc / "mutant.h"
+    declared.write_text('extern "C" int mutant;\n')
+    flags = ["-DVLMK_WITH_ATTENTION", "-include", str(declared)]
+    return compiled(csrc, csrc, "amx_emulated", flags, *ATTENTION)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [None, *MUTANTS], ids=str)
+def test_mutant_is_noticed(
+    mutant: Mutant | None, mutants: ctypes.CDLL, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "_C", AttentionOnTiles(mutants))
+
+    def check() -> None:
+        if mutant is None or mutant.family == "instructions":
+            check_instructions(mutants, np.random.default_rng(seed))
+        if mutant is None or mutant.family == "attention":
+            with poisoned():
+                check_attention()
+
+    number = ctypes.c_int.in_dll(mutants, "mutant")
+    number.value = 0 if mutant is None else 1 + MUTANTS.index(mutant)
+    try:
+        if mutant is None:
+            return check()
+        with pytest.raises(AssertionError):
+            check()
+    finally:
+        number.value = 0

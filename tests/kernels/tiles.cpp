@@ -1,0 +1,49 @@
+// The library of test_tiles.py: a product on tiles, and attention of these kernels alone.
+#include "cpu/attention/attention.h"
+#include "cpu/scratch.h"
+#include "cpu/tile.h"
+
+extern "C" {
+int mutant = 0;  // the number of the one that is on
+
+// c [16, 16] += a [16, 16 pairs] b [16 pairs, 16], rows that many bytes apart; or = with from_zero.
+// What the processor's floating point mode is afterwards.
+unsigned tile_product(const void* a, ptrdiff_t a_row, const void* b, ptrdiff_t b_row, float* c,
+                      ptrdiff_t c_row, bool from_zero) {
+  using namespace vlmk::VLMK_ISA;
+  const TileScope tiles;
+  if (from_zero) {
+    tile_zero<3>();
+  } else {
+    tile_load<3>(c, c_row);
+  }
+  tile_load<5>(a, a_row);
+  tile_load<7>(b, b_row);
+  tile_dot<3, 5, 7>();
+  tile_store<3>(c, c_row);
+  return _mm_getcsr();
+}
+
+#ifdef VLMK_WITH_ATTENTION
+void choose() { vlmk::set_isa("amx_emulated"); }
+void poison_scratch(bool on) { vlmk::poison_scratch(on); }
+void attention_forward(const vlmk::AttentionParams& p) { vlmk::attention_forward(p); }
+void attention_backward(const vlmk::AttentionGradParams& p) { vlmk::attention_backward(p); }
+#endif
+}
+
+#ifdef VLMK_WITH_ATTENTION
+#define VLMK_MISSING(isa)                                                           \
+  namespace isa {                                                                   \
+  void attention_forward_items(const AttentionParams&, const AttentionWork&) {      \
+    __builtin_trap();                                                               \
+  }                                                                                 \
+  void attention_backward_items(const AttentionGradParams&, const AttentionWork&) { \
+    __builtin_trap();                                                               \
+  }                                                                                 \
+  }
+namespace vlmk {
+VLMK_MISSING(generic)
+VLMK_MISSING(avx512)
+}  // namespace vlmk
+#endif

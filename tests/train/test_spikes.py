@@ -1,0 +1,91 @@
+"""Gradients that are not finite: which samples and which part of the model, and no update."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import losses, options
+from vlmtrain import cli
+from vlmtrain.data.builder import PackBuilder
+from vlmtrain.models.stage import QwenVLStage
+from vlmtrain.training.guard import SpikeGuard
+
+
+@pytest.mark.slow
+def test_a_bad_sample_costs_its_step(model, conversations, tmp_path, monkeypatch, capsys):
+    """One sample's pixels are no numbers; another's loss has a gradient that is none."""
+    records = json.loads(conversations.read_text())
+    pixels, gradient = (str(record["id"]) for record in records[:2])
+    build, forward = PackBuilder.build, QwenVLStage.forward
+
+    def bad_pixels(self: Any, pack: list[int], decode: Any) -> Any:
+        batch, bad = build(self, pack, decode)
+        if pixels in batch.sample_ids:
+            batch = replace(batch, pixel_values=batch.pixel_values * math.nan)
+        return batch, bad
+
+    def bad_gradient(self: Any, batch: Any, **more: Any) -> Any:
+        output = forward(self, batch, **more)
+        if gradient in batch.sample_ids and pixels not in batch.sample_ids:
+            output.register_hook(lambda g: g * math.nan)
+        return output
+
+    monkeypatch.setattr(PackBuilder, "build", bad_pixels)
+    monkeypatch.setattr(QwenVLStage, "forward", bad_gradient)
+    more = ["--train.steps=8", "--loader.workers=0", "--train.global_batch=1"]
+    common = options(model, conversations, tmp_path / "run", *more)
+    assert cli.main([*common, "--train.on_spike=skip"]) == 0
+    said = capsys.readouterr().out
+    spikes = [json.loads(line) for line in (tmp_path / "run" / "spikes.jsonl").open()]
+    found = {pixels: (0, "vision tower"), gradient: (1, "language model")}
+    named = set()
+    for spike in spikes:
+        origin = spike["origin"]
+        ids = spike["packs"][0][0]
+        cause = pixels if pixels in ids else gradient
+        assert cause in ids and origin["samples"] == ids and origin["microbatch"] == 1
+        assert (origin["direction"], origin["part"]) == found[cause], spike
+        named.add(cause)
+        assert f"step {spike['step']}: the gradient norm is nan; the first value" in said
+    assert named == {pixels, gradient}
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["spikes"] == len(spikes) < 8
+    bad = {spike["step"] - 1 for spike in spikes if pixels in spike["packs"][0][0]}
+    for step, loss in enumerate(losses(tmp_path / "run")):
+        assert math.isfinite(loss) == (step not in bad)
+    stopped = options(model, conversations, tmp_path / "stop", *more)
+    assert cli.main(stopped) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "--train.on_spike skip" in said and " of replica 0" in said
+
+
+class Steps:
+    """Megatron's ChainedOptimizer as far as the guard knows it."""
+
+    def __init__(self, norms: list[float]) -> None:
+        self.norms, self.made = iter(norms), 0
+
+    def get_grad_norm(self) -> float:
+        return next(self.norms)
+
+    def step_with_ready_grads(self) -> bool:
+        self.made += 1
+        return True
+
+
+def test_what_a_spike_is() -> None:
+    """A hundred times the median of at least 20 steps, and what is no number."""
+    norms = [1.0] * 19 + [101.0, 99.0, 101.0, math.inf, 1.0]
+    optimizer = Steps(norms)
+    guard = SpikeGuard(optimizer)
+    made = []
+    for _ in norms:
+        optimizer.get_grad_norm()
+        made.append(optimizer.step_with_ready_grads())
+    assert made == [True] * 21 + [False, False, True] and optimizer.made == 22
+    assert not guard.withheld

@@ -1,0 +1,112 @@
+"""The loss of a model with a head, without its logits: `linear_cross_entropy` in the place of
+lm_head and loss_function.
+
+B = batch, S = positions of a row, h = hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import ModelOutput
+
+from vlmkernels import linear_cross_entropy
+from vlmkernels.integrations.transformers.modules import (
+    Replacement,
+    has_hooks,
+    is_plain,
+    named_arguments,
+)
+
+
+class ModelWithLoss(Replacement):
+    """In training the loss comes without logits. `skip_logits` of a call says otherwise: False
+    gives them, True leaves them out in evaluation too."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = super().forward  # type: ignore[misc]
+        kwargs = named_arguments(self, args, kwargs)
+        asked = kwargs.pop("skip_logits", None)
+        with_labels = kwargs.get("labels") is not None
+        skip = self.training and with_labels if asked is None else asked
+        weight = _weight(self) if skip and with_labels and not _keeps(kwargs) else None
+        if weight is None:
+            if asked:
+                raise ValueError(
+                    "skip_logits is True, but the loss needs logits here: it takes labels, no "
+                    "logits_to_keep, transformers' own loss_function, and an lm_head that is a "
+                    "torch.nn.Linear without bias, hooks and adapters, in float32 or 16 bits"
+                )
+            return original(**kwargs)
+        labels = kwargs.pop("labels")
+        kwargs.pop("logits_to_keep", None)
+        return_dict = kwargs.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        outputs = self.model(**kwargs, return_dict=True)
+        kind = output_class(self.original)
+        assert kind is not None
+        values = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(kind)}
+        values |= {"loss": _loss(outputs.last_hidden_state, weight, labels, kwargs), "logits": None}
+        result = kind(**values)
+        return result if return_dict else (result.loss, None, *result.to_tuple()[1:])
+
+
+def output_class(original: Any) -> Any:
+    """What the forward of a class returns, a ModelOutput; None: it does not say so."""
+    options = typing.get_args(inspect.signature(original.forward).return_annotation)
+    kinds = [c for c in options if isinstance(c, type) and issubclass(c, ModelOutput)]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _keeps(kwargs: dict[str, Any]) -> bool:
+    """Whether only some positions are to have logits."""
+    keep = kwargs.get("logits_to_keep")
+    return not (keep is None or (isinstance(keep, int) and keep == 0))
+
+
+def _weight(model: Any) -> Tensor | None:
+    """The matrix that makes all of the logits; None: the loss needs them."""
+    head = model.lm_head
+    if type(head).__name__ == "ModulesToSaveWrapper" and not has_hooks(head):  # peft's
+        names = [] if head.disable_adapters else head.active_adapters
+        saved = [head.modules_to_save[name] for name in names if name in head.modules_to_save]
+        head = saved[0] if saved else head.original_module
+    if not is_plain(head, nn.Linear) or head.bias is not None:
+        return None
+    weight = head.weight
+    own_loss = model.loss_function is not ForCausalLMLoss
+    if own_loss or not weight.is_contiguous() or not _runs_on(weight.device):
+        return None
+    return weight
+
+
+def _runs_on(device: torch.device) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        "vlmkernels::linear_cross_entropy", device.type.upper()
+    )
+
+
+def _loss(hidden: Tensor, weight: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """What ForCausalLMLoss makes of the logits of hidden [B, S, h] and labels [B, S]."""
+    ignore_index = kwargs.get("ignore_index", -100)
+    shifted = kwargs.get("shift_labels")
+    if shifted is None:
+        shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    x, weight = hidden.flatten(0, -2).to(weight.device, dtype), weight.to(dtype)
+    targets, count = shifted.reshape(-1).to(x.device), kwargs.get("num_items_in_batch")
+    if count is None:
+        return linear_cross_entropy(x, weight, targets, ignore_index=ignore_index)
+    count = count.to(x.device) if isinstance(count, Tensor) else count
+    scale = (torch.ones((), device=x.device) / count).float().reshape(())
+    options: Any = dict(ignore_index=ignore_index, reduction="sum", grad_scale=scale)
+    return linear_cross_entropy(x, weight, targets, **options) / count

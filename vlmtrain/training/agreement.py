@@ -1,0 +1,134 @@
+"""What all ranks must have alike, compared before step 1: the program, its settings, the data files
+and the plan of the next epoch. A rank that has another would send other messages than the others
+wait for, and the run would hang; so it is named instead.
+
+After that each step's packs and deal are compared with the loader's own word to the other ranks
+(`data/collective_errors.py`), at no message of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import numpy as np
+import torch
+
+import vlmkernels
+import vlmtrain
+from vlmtrain.core.collectives import check_same
+from vlmtrain.core.config import TrainConfig, to_dict
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.errors import DataError
+from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.loader import PackedLoader
+from vlmtrain.parallel.step_inputs import StepInputs
+from vlmtrain.training.engine import Engine
+
+# Options that say where things are on a machine; what is there is compared.
+_PLACES = ("model", "data", "output", "nproc", "loader.media_root", "loader.template")
+_SAMPLES = 64  # read on every rank
+_PACKS = 1024  # whose messages are compared
+_REMEDY = "start all ranks with the same program, options and files"
+
+
+def check_program(config: TrainConfig, spec: ModelSpec) -> None:
+    """Collective; first of all, because the layout follows from the options.
+
+    Raises:
+        UserError: a rank with another version, option or model, on all ranks.
+    """
+    options = {
+        f"--{name}": str(value) for name, value in _flat(to_dict(config), "") if name not in _PLACES
+    }
+    facts = {
+        "the version of torch": torch.__version__,
+        "the version of megatron-core": megatron.core.__version__,
+        "the version of numpy": np.__version__,
+        "the source of vlmtrain": _sources(vlmtrain),
+        "the source of vlmkernels": _sources(vlmkernels),
+        "the model's config.json": str(asdict(spec)),
+    }
+    check_same(options | facts, _REMEDY)
+
+
+def check_plan(loader: PackedLoader, engine: Engine) -> None:
+    """Collective; before the first step of a start or a resumption.
+
+    Raises:
+        UserError: a rank with other data files or another plan, on all ranks.
+    """
+    state = {f"the loader's {name}": str(value) for name, value in loader.state_dict().items()}
+    state["the tokenizer or the image settings"] = loader.builder.processor.fingerprint()
+    check_same(state | _data(loader.index) | _plan(loader, engine), _REMEDY)
+
+
+def _flat(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _flat(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, inner
+
+
+def _sources(package: Any) -> str:
+    """Its version and a checksum of its Python files."""
+    value, folder = 0, Path(package.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).as_posix()
+        value = zlib.crc32(path.read_bytes(), zlib.crc32(name.encode(), value))
+    return f"{vlmkernels.__version__}, checksum {value:08x}"
+
+
+def _data(index: SampleIndex) -> dict[str, str]:
+    """The data as this rank's file system shows it: the size of each source, and some samples, read
+    and compared with their checksums, with the sizes of their media."""
+    facts = {}
+    for number, source in enumerate(index.sources):
+        facts[f"data source {number + 1}"] = _size(source.path)
+    for place in np.unique(np.linspace(0, len(index) - 1, _SAMPLES).astype(int)).tolist():
+        try:
+            parts = [part for medium in index.load(place).media for part in medium.parts]
+            said = ", ".join(_size(part.path) for part in parts if part.data is None)
+        except DataError as error:
+            said = f"unreadable ({error})"
+        facts[f"sample {index.ids[place]!r}"] = f"as scanned, media of {said or 'no file'}"
+    return facts
+
+
+def _size(path: str) -> str:
+    try:
+        return "a folder" if os.path.isdir(path) else f"{os.path.getsize(path):,} bytes"
+    except OSError as error:
+        return str(error.strerror)
+
+
+def _plan(loader: PackedLoader, engine: Engine) -> dict[str, str]:
+    """The packs of the next epoch; of the first _PACKS of them who decodes what and the shape of
+    every message between stages. The rest of these follows from packs, program and settings."""
+    packs, inputs, count = 0, 0, 0
+    layout = engine.layout
+    for step in loader.sampler.steps(loader.position, loader.step + loader.steps_per_epoch):
+        packs = zlib.crc32(step.digest().to_bytes(4, "little"), packs)
+        if count >= _PACKS:
+            continue
+        for share in step.dealt:
+            count += len(share)
+            one = StepInputs(
+                engine.spec,
+                layout,
+                [loader.grids(pack) for pack in share],
+                [loader.pack_length] * len(share),
+            )
+            stages = range(layout.stages - 1)
+            messages = [[one.message(stage, i) for stage in stages] for i in range(len(share))]
+            inputs = zlib.crc32(repr((one.owners, messages)).encode(), inputs)
+    return {
+        "the digest of the packs of the next epoch": f"{packs:08x}",
+        "the digest of their messages": f"{inputs:08x}",
+    }

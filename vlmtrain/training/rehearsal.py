@@ -1,0 +1,221 @@
+"""The heaviest steps of the whole run, made once before step 1: a run that gets through them gets
+through.
+
+The packs of a run follow from data and seed, so each replica knows the steps in which one of its
+ranks is fullest. Replicas rehearse each its own at the same time, forward, backward and optimizer;
+nothing is changed (`Engine.rehearse`).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from vlmtrain.core.collectives import shared_error
+from vlmtrain.core.config import TrainConfig
+from vlmtrain.core.device import Backend
+from vlmtrain.core.errors import UserError
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.loader import PackedLoader
+from vlmtrain.data.packing.sampler import PlannedStep, Position, Sampler
+from vlmtrain.plan.peak import PeakModel
+from vlmtrain.training.engine import Engine
+from vlmtrain.training.spikes import examine
+
+_PACKS = 2_000_000  # looked at, at most: some seconds
+_LINES = 16  # ranks that get a line; of more the fullest of each stage
+_IDS = 6
+ADVICE = (
+    "take --train.fit auto, more of --recompute.vision, --recompute.language, --parallel.tensor or "
+    "--parallel.pipeline, or a shorter --train.pack_length"
+)
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """One rank's peak; bytes."""
+
+    rank: int
+    stage: int  # pipeline rank
+    planned: float
+    measured: float
+    capacity: float
+    step: int  # from 1: the step that was fullest
+    samples: list[str]  # of the packs between forward and backward at its planned peak
+
+
+class Patches:
+    """Patches of an index's samples and packs."""
+
+    def __init__(self, index: SampleIndex) -> None:
+        media = index.grids.prod(1)
+        total = np.concatenate(([0], media.cumsum()))
+        self._sums = total[index.media_start[1:]] - total[index.media_start[:-1]]
+        self._most = np.array([media[a:b].max(initial=0) for a, b in pairwise(index.media_start)])
+
+    def of(self, packs: Iterable[np.ndarray]) -> np.ndarray:
+        """Of each pack."""
+        return np.array([self._sums[pack].sum() for pack in packs], dtype=np.float64)
+
+    def largest(self, packs: Iterable[np.ndarray]) -> float:
+        """Of the largest medium."""
+        return float(max(self._most[pack].max(initial=0) for pack in packs))
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What each step of a run holds, as far as its memory depends on it."""
+
+    places: list[Position]
+    patches: np.ndarray  # [steps, replicas, microbatches]
+    largest: np.ndarray  # [steps, replicas]: patches of the largest medium
+
+    @classmethod
+    def of(cls, steps: Iterable[PlannedStep], index: SampleIndex) -> Loads:
+        patches, places = Patches(index), []
+        counts: list[list[np.ndarray]] = []
+        largest: list[list[float]] = []
+        for step in steps:
+            places.append(step.at)
+            counts.append([patches.of(packs) for packs in step.dealt])
+            largest.append([patches.largest(packs) for packs in step.dealt])
+        return cls(places, np.array(counts), np.array(largest))
+
+    @classmethod
+    def of_run(cls, sampler: Sampler, position: Position, total: int) -> Loads:
+        """From `position` to step `total`, or as far as is looked ahead."""
+        until = min(total, position.step + max(1, _PACKS // sampler.global_batch))
+        return cls.of(sampler.steps(position, until), sampler.index)
+
+
+def heaviest(loads: Loads, models: list[PeakModel]) -> list[list[Position]]:
+    """For each replica the steps that are planned to fill one of the pipeline's ranks most, and
+    those with the most patches in a step, in a pack and in a medium: what the plan may have wrong
+    is a factor of these."""
+    found: list[list[Position]] = []
+    for replica in range(loads.patches.shape[1]):
+        of, most = loads.patches[:, replica], loads.largest[:, replica]
+        keys = [*(model.peaks(of, most) for model in models), of.sum(1), of.max(1), most]
+        chosen = dict.fromkeys(int(key.argmax()) for key in keys)
+        found.append([loads.places[i] for i in chosen])
+    return found
+
+
+def peak_models(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, *, cuda: bool
+) -> list[PeakModel]:
+    """Of each rank of a pipeline."""
+    return [PeakModel(config, spec, layout, rank, cuda=cuda) for rank in range(layout.pipeline)]
+
+
+def rehearse(
+    config: TrainConfig, engine: Engine, loader: PackedLoader, loads: Loads, before: int
+) -> list[RankPeak]:
+    """Make the heaviest steps of a run. Collective.
+
+    Args:
+        loads: of the steps to come.
+        before: bytes in use before the model was built; on a CPU the program itself.
+
+    Returns:
+        The peak of every rank.
+
+    Raises:
+        UserError: a loss that is not finite, or a rank without room for its peak; on all ranks.
+    """
+    backend = engine.backend
+    models = peak_models(config, engine.spec, engine.layout, cuda=backend.is_cuda)
+    places = heaviest(loads, models)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    model, patches = models[stage], Patches(loader.index)
+    best: RankPeak | None = None
+    capacity = capacity_here(backend)
+    own = places[engine.data_rank]
+    for number in range(max(map(len, places))):
+        step = loader.sampler.take(own[number % len(own)])  # one with fewer begins again
+        engine.clock.place.begin(0, loader.ids(step))
+        packs = loader.build(step)
+        backend.reset_peak_memory()
+        try:
+            result = engine.rehearse(packs)
+        except torch.cuda.OutOfMemoryError as error:
+            raise UserError(
+                f"rank {dist.get_rank()} has no room for step {step.at.step + 1} of this run: "
+                f"{str(error).splitlines()[0]} Its packs hold "
+                f"{shown([name for pack in loader.ids(step) for name in pack])}; {ADVICE}"
+            ) from error
+        if engine.guard.withheld or not np.isfinite(result.loss):
+            cause = engine.guard.withheld or f"the loss is {result.loss}"
+            spike = examine(engine, packs, step.at.step + 1, cause)
+            raise shared_error(
+                f"{spike.describe()}; nothing is learnt yet, so look at the weights in --model, or "
+                "at these samples"
+            )
+        measured = backend.peak_memory_bytes()
+        del packs
+        if best is None or measured > best.measured:
+            share = step.dealt[engine.data_rank]
+            counts = patches.of(share)
+            planned = model.peaks(counts[None], np.array([patches.largest(share)]))[0]
+            window = [loader.ids(step)[i] for i in model.window(counts)]
+            best = RankPeak(
+                dist.get_rank(),
+                stage,
+                before + planned,
+                measured,
+                capacity,
+                step.at.step + 1,
+                [name for pack in window for name in pack],
+            )
+    peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, best)
+    return peaks
+
+
+def capacity_here(backend: Backend) -> int:
+    """Bytes that this rank may use. Collective."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return backend.capacity_bytes(Counter(hosts)[socket.gethostname()])
+
+
+def check_fits(peaks: list[RankPeak]) -> None:
+    """Raises UserError, on all ranks, where one has measured more than it has."""
+    worst = max(peaks, key=lambda peak: peak.measured / peak.capacity)
+    if worst.measured > worst.capacity:
+        raise shared_error(
+            f"rank {worst.rank} needs {worst.measured / 1e9:.1f} GB in step {worst.step} of this "
+            f"run and has {worst.capacity / 1e9:.1f}; the packs at its peak hold "
+            f"{shown(worst.samples)}; {ADVICE}"
+        )
+
+
+def shown(ids: list[str]) -> str:
+    more = f" and {len(ids) - _IDS} more" if len(ids) > _IDS else ""
+    return f"{', '.join(ids[:_IDS])}{more}"
+
+
+def describe(peaks: list[RankPeak]) -> list[str]:
+    """A line for each rank."""
+    chosen = peaks
+    if len(peaks) > _LINES:
+        fullest = {p.stage: p for p in sorted(peaks, key=lambda p: p.measured)}
+        chosen = [fullest[stage] for stage in sorted(fullest)]
+    lines = []
+    for p in chosen:
+        lines.append(
+            f"  rank {p.rank}: peak {p.planned / 1e9:.2f} GB planned, {p.measured / 1e9:.2f} GB "
+            f"measured of {p.capacity / 1e9:.1f}, in step {p.step} by {shown(p.samples)}"
+        )
+    return lines
