@@ -120,8 +120,9 @@ class Kernel:
 
     @cached_property
     def waits_for_blocks(self) -> bool:
-        """Whether blocks wait for each other."""
-        return any("acquire" in i.modifiers and i.opcode == "ld" for i in self.instructions)
+        """Whether blocks wait for each other, or count for others."""
+        ordered = {("ld", "acquire"), ("red", "release")}
+        return any((i.opcode, m) in ordered for i in self.instructions for m in i.modifiers)
 
     @cached_property
     def has_barriers(self) -> bool:
