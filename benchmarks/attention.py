@@ -251,10 +251,13 @@ def comparison(
     }
     if kernel == "tiled" and torch.cuda.get_device_capability(device) == (9, 0):
 
-        def mma_sync(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return varlen_attention(q, k, v, cu_seqlens, max_seqlen=max_seqlen, backend="sm80")
+        def by(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return varlen_attention(q, k, v, cu_seqlens, max_seqlen=max_seqlen, backend=backend)
 
-        calls["ours by mma.sync"] = partial(_call, mma_sync, q, k, v, grad)
+        calls["ours by mma.sync"] = partial(_call, partial(by, "sm80"), q, k, v, grad)
+        if backward:
+            one = partial(by, "sm90-fused")
+            calls["ours, backward of one kernel"] = partial(_call, one, q, k, v, grad)
     key = (windows, str(dtype)[6:], backward)
     on_cpu = device == "cpu" and not context.quick
     return Comparison(

@@ -61,7 +61,9 @@ HEAD = ("toolkit", "sources")
 #: capabilities).
 SHARED_OF_SM = {"80": 164 << 10, "90a": 228 << 10}
 #: What other architectures have as a trap that no launcher reaches.
-ONLY_ON = dict.fromkeys(("sm90_forward", "sm90_backward_dkdv", "sm90_backward_dq"), "90a")
+ONLY_ON = dict.fromkeys(
+    ("sm90_forward", "sm90_backward_dkdv", "sm90_backward_dq", "sm90_backward_fused"), "90a"
+)
 REGISTERS_OF_PARTITION, PARTITIONS, WARPS_OF_SM, BLOCKS_OF_SM = 16384, 4, 64, 32
 
 
@@ -168,9 +170,10 @@ def named_registers(low: int, high: int) -> list[int]:
         return [low >> 24 & 0xFF if operation == 0x0CA and low >> 24 & 0xFF != 0xFF else -1]
     target, fields = low >> 16 & 0xFF, [low >> 24 & 0xFF]
     memory = operation in (0x181, 0x184, 0x186, 0x188)  # LDG, LDS, STG, STS
-    if low >> 9 & 7 == 1 or operation in (0x186, 0x188, 0x1A7):  # the second source is no constant
+    counts = operation in (0x1A7, 0x1A8, 0x18E)  # SYNCS, ATOMG, REDG
+    if low >> 9 & 7 == 1 or operation in (0x186, 0x188) or counts:  # the second source: no constant
         fields.append(low >> 32 & 0xFF)
-    if not memory and operation not in (0x00C, 0x01C, 0x1A7):  # ISETP, PLOP3, SYNCS
+    if not memory and not counts and operation not in (0x00C, 0x01C):  # ISETP, PLOP3
         fields.append(high & 0xFF)
     more = {5: 1, 6: 3}.get(high >> 9 & 7, 0) if memory else operation == 0x025  # IMAD.WIDE
     return [-1, *(f for f in fields if f != 0xFF), *([target + more] if target != 0xFF else [])]
@@ -229,7 +232,7 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
                 p.rotary = rotary
                 p.q.data = p.k.data = p.v.data = 256
                 if "Grad" in struct:
-                    params.dout.data = 256
+                    params.dout.data = params.dq_sum = params.done = 256
                 getattr(handle, launcher)(ctypes.byref(params), None)
     finally:
         fake.fakecuda_set_callback(kind(0))

@@ -50,17 +50,20 @@ def test_exponentials_run_beside_products(measured: dict[str, Any]) -> None:
     """In the loops of the kernels for sm_90a, all but a few of the 66 or 32 in an iteration stand
     before the wait for the product that they overlap."""
     orders = {n: k["order"] for n, k in measured["kernels"]["sm_90a"].items() if "order" in k}
-    assert len(orders) == 30
+    assert len(orders) == 40
     for name, order in orders.items():
         assert "wait 1" in order and static.late_exponentials(order) <= 4, f"{name}: {order}"
 
 
 def test_registers_that_were_given_back_are_not_used(measured: dict[str, Any]) -> None:
-    """By the producers of the kernels for sm_90a, which keep 24: the hardware does not look."""
+    """By the producers of the kernels for sm_90a, which keep 24, of the backward of one kernel 32:
+    the hardware does not look."""
     name = "registers after giving"
     given = {n: k[name] for n, k in measured["kernels"]["sm_90a"].items() if name in k}
-    assert given.keys() == {n for n in measured["kernels"]["sm_90a"] if n.startswith("sm90_")}
-    assert all(count <= 24 for count in given.values()), given
+    kernels = {n for n in measured["kernels"]["sm_90a"] if n.startswith("sm90_")}
+    assert given.keys() == {n for n in kernels if not n.startswith("sm90_backward_sum")}
+    for kernel, count in given.items():
+        assert count <= (32 if "fused" in kernel else 24), f"{kernel}: {count}"
 
 
 @pytest.mark.parametrize(

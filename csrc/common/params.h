@@ -61,6 +61,9 @@ struct AttentionGradParams {
   HeadsView dv;             // [T, Hkv, D]
   float* lse_delta;  // workspace on CUDA as `tiles` is, [2, H, T]: log2 of each softmax row's
                      // sum of exponentials; sum of out * dout
+  // Workspace of the backward of one kernel for compute capability 9.0; null: of two.
+  float* dq_sum;  // [H, T / 64 + n, 64 D], 16-byte aligned: dq, as threads hold it
+  int32_t* done;  // [1 + H (T / 64 + n)], 0 on entry: tiles taken; added to each part of dq_sum
 };
 
 // Where the patches of images and videos lie: P patches in units of merge_size^2, G units.

@@ -64,11 +64,11 @@ def _gap(case: Callable[[np.random.Generator], Any], tiled: bool = False) -> Che
     return check
 
 
-def _stale(message: str) -> Check:
+def _stale(message: str, **more: Any) -> Check:
     """Lists of tiles of [0, 5, 11] are not taken for [0, 4, 11]."""
 
     def check(kernels: Any, rng: np.random.Generator) -> None:
-        case = Case(rng, [5, 6], 1, 1, DIM, written=np.array([0, 4, 11], np.int32))
+        case = Case(rng, [5, 6], 1, 1, DIM, written=np.array([0, 4, 11], np.int32), **more)
         _refused(message, run_attention, kernels, case, tiled=True)
 
     return check
@@ -104,6 +104,19 @@ SM90_BACKWARD: dict[str, Check] = {
     "causal groups": _flash([140], 2, 1, causal=True),
     "causal rounds": _flash([130] * 2, 2, 1, causal=True),
 }
+#: Of the backward of one kernel.
+SM90_FUSED: dict[str, Check] = {
+    "one": _flash([70], fused=True),
+    "tiles": _flash([150], fused=True),
+    "many tiles": _flash([270], fused=True),
+    "rounds": _flash([150, 65], fused=True),
+    "causal": _flash([200], causal=True, fused=True),
+    "groups": _flash([30], 4, 2, fused=True),
+    "causal groups": _flash([140], 2, 1, causal=True, fused=True),
+    "negative": _flash([40], scale=-0.3, fused=True),
+    "idle": _flash([30] * 5, fused=True),
+    "stale": _stale("trap", fused=True),
+}
 SM80: dict[str, Check] = {
     "ragged": _flash([150]),
     "two segments": _flash([5, 131]),
@@ -124,7 +137,13 @@ CASES: dict[str, dict[str, Check]] = {
     },
     "sm90-forward": {"stale": _stale("trap")} | SM90_FORWARD | tiled.sm90_suite(),
     "sm90-backward": SM90_BACKWARD | tiled.sm90_grad_suite(),
-    "sm90-vision": vision.tiled_suite(queries=True),
+    "sm90-fused": SM90_FUSED | tiled.sm90_grad_suite(fused=True),
+    "sm90-vision": vision.tiled_suite(queries=True)
+    | {
+        "one backward kernel": lambda k, r: check_tiled(
+            k, r, [70], 1, DIM, queries=True, fused=True
+        )
+    },
     "embedding": {"bad index": _bad_index, "bad index to add": _bad_index_to_add}
     | embedding.small_suite(),
     "loss": loss.small_suite(),

@@ -18,6 +18,7 @@ FAMILIES = {
     "sm80-vision": ("sm80_vision", 80),
     "sm90-forward": ("sm90", 90),
     "sm90-backward": ("sm90", 90),
+    "sm90-fused": ("sm90", 90),
     "sm90-vision": ("sm90_vision", 90),
     "embedding": ("embedding", 80),
     "loss": ("loss", 80),
@@ -42,6 +43,8 @@ class Emulated:
 
     def run(self, device: Device, launcher: str, params: ctypes.Structure) -> int:
         name = ALONE.get(launcher, f"{self.prefix}_{launcher}")
+        if name == "sm90_backward" and params.dq_sum:
+            name = "sm90_fused_backward"
         function = self.library.function(f"{name}_cuda")
         return device.call(function, ctypes.byref(params), ctypes.c_void_p(None))
 

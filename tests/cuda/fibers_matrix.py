@@ -40,6 +40,7 @@ def main(schedules: int) -> None:
                     ("sm80", tiled.small_suite(dim)),
                     ("sm90-forward", tiled.sm90_suite(dim)),
                     ("sm90-backward", tiled.sm90_grad_suite(dim)),
+                    ("sm90-fused", tiled.sm90_grad_suite(dim, fused=True)),
                     ("sm80-vision", vision.tiled_suite(dim)),
                     ("sm90-vision", vision.tiled_suite(dim, queries=True)),
                 ]

@@ -29,6 +29,7 @@ TILED = {
         "forward": ("cuda/attention/sm90/forward.cu", "sm90_forward_cuda"),
         "backward": ("cuda/attention/sm90/backward.cu", "sm90_backward_cuda"),
     },
+    "fused": {"backward": ("cuda/attention/sm90/fused.cu", "sm90_fused_backward_cuda")},
 }
 TILES = ("cuda/attention/schedule.cu", "list_tiles_cuda")
 #: The file of a family that has one, and its launchers.
@@ -142,4 +143,5 @@ def planted(mutant: Mutant, folder: Path, runtime: Path) -> Interpreted:
     csrc = copy_csrc(folder, dim=dim, types=types, mutants=[mutant])
     if family in SINGLE:
         return single(family, csrc, folder, runtime)
-    return tiled(csrc, folder, runtime, "80" if family == "sm80" else "90a")
+    more = {"backward": "fused"} if family == "sm90-fused" else {}
+    return tiled(csrc, folder, runtime, "80" if family == "sm80" else "90a", **more)

@@ -94,6 +94,16 @@ def test_gradients_from_statistics_of_sm90(
     check_flash(kernels, Case(rng, [140, 20], 2, 1, 80, causal=True, scale=-0.3))
 
 
+@pytest.mark.parametrize("dim", DIMS)
+def test_one_backward_kernel(
+    dim: int, fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    csrc = copy_csrc(tmp_path, dim=dim)
+    kernels = tiled(csrc, tmp_path, fake_runtime, "90a", backward="fused")
+    for check in sm90_grad_suite(dim, fused=True).values():
+        check(kernels, rng)
+
+
 # ---- vision_attention
 
 

@@ -21,6 +21,9 @@ from .checks import CASES
 from .emulated import Emulated, kernels_of
 from .mutants import ON_FIBERS, Mutant
 
+#: Of the backward of one kernel, whose runs are long.
+QUICK = ("one", "causal groups", "stale")
+
 
 def test_window_attention_128_keys(library: Library, rng: np.random.Generator) -> None:
     check_window(
@@ -111,7 +114,12 @@ def test_traps(library: Library, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(
     ("family", "case"),
-    [(f, c) for f, cases in CASES.items() for c in cases if (f, c) != ("sm80-vision", "dim 72")],
+    [
+        pytest.param(f, c, marks=pytest.mark.slow if f == "sm90-fused" and c not in QUICK else ())
+        for f, cases in CASES.items()
+        for c in cases
+        if (f, c) != ("sm80-vision", "dim 72")
+    ],
 )
 def test_case(family: str, case: str, library: Library, rng: np.random.Generator) -> None:
     """Without a mutant it passes."""
@@ -122,7 +130,13 @@ def planted(mutant: Mutant, library: Library, rng: np.random.Generator) -> Emula
     return kernels_of(library, rng, mutant.family, 1 + ON_FIBERS.index(mutant))
 
 
-@pytest.mark.parametrize("mutant", ON_FIBERS, ids=str)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(m, id=str(m), marks=pytest.mark.slow if m.family == "sm90-fused" else ())
+        for m in ON_FIBERS
+    ],
+)
 def test_mutant_is_noticed(mutant: Mutant, library: Library, rng: np.random.Generator) -> None:
     """Under one of 10 schedules: a wait that is missing shows where what it waits for is late."""
     kernels = planted(mutant, library, rng)

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .cases.tiled import run_flash
+from tools.cudasim.floats import same_bits
+
+from .cases.tiled import check_flash, run_flash
 from .cases.window import Case
 from .checks import CASES
 from .interpreted import Interpreted, copy_csrc, tiled
@@ -34,6 +36,18 @@ def test_accuracy(name: str, sm90: Interpreted, rng: np.random.Generator) -> Non
 @pytest.mark.parametrize("name", sorted({*QUICK_GRADIENTS, *canary_cases("sm90-backward")}))
 def test_accuracy_of_gradients(name: str, sm90: Interpreted, rng: np.random.Generator) -> None:
     CASES["sm90-backward"][name](sm90, rng)
+
+
+@pytest.mark.slow
+def test_one_backward_kernel(fake_runtime: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Its blocks run together, and their sums of dq are the same bits in any order of running."""
+    csrc = copy_csrc(tmp_path, dim=DIM, types=("Bf16Math",))
+    kernels = tiled(csrc, tmp_path, fake_runtime, "90a", backward="fused")
+    CASES["sm90-fused"]["causal groups"](kernels, rng)
+    case = Case(rng, [270], 1, 1, DIM, fused=True)
+    actual = check_flash(kernels, case)
+    _, again = run_flash(kernels, case)
+    same_bits(again["dq"], actual["dq"], "dq, again")
 
 
 @pytest.mark.slow

@@ -64,7 +64,8 @@ def test_accuracy(kernel, lengths, heads, kv_heads, dim, dtype, causal):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("dim", TILED_HEAD_DIMS)
 def test_both_tiled_kernels(dim, dtype, causal):
-    """By mma.sync and, on compute capability 9.0, by wgmma: results, and what the backward needs.
+    """By mma.sync and, on compute capability 9.0, by wgmma, the backward by two kernels and by one:
+    results, and what the backward needs.
     Many tiles a block, inputs that are parts of one tensor, a negative scale, and segments of NaN
     beside others."""
     lengths = [2000, 129, 0, 1, 64, 513, 300, 128, 1000]
@@ -83,7 +84,8 @@ def test_both_tiled_kernels(dim, dtype, causal):
     plain = outputs(varlen_attention_reference, *leaves, gradient, cu, **kw)
     noise = rounding_noise(q, k, v, dout, cu, scale, causal)
     ops, options = torch.ops.vlmkernels, (max(lengths), causal, scale)
-    kernels = ["sm80", "sm90"] if torch.cuda.get_device_capability() == (9, 0) else ["sm80"]
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    kernels = ["sm80", "sm90", "sm90-fused"] if is_hopper else ["sm80"]
 
     def run(kernel, *inputs):
         *qkv, dout = inputs
@@ -109,9 +111,15 @@ def test_both_tiled_kernels(dim, dtype, causal):
 
 @pytest.mark.parametrize(
     ("kernel", "lengths", "heads", "kv_heads"),
-    [("window", [64] * 300, 16, 16), ("tiled", [256] * 40 + [4000, 1300], 16, 4)],
+    [
+        ("window", [64] * 300, 16, 16),
+        ("tiled", [256] * 40 + [4000, 1300], 16, 4),
+        ("sm90-fused", [256] * 40 + [4000, 1300], 16, 4),
+    ],
 )
 def test_bitwise_repeatable(kernel, lengths, heads, kv_heads):
+    if kernel == "sm90-fused" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this GPU's compute capability is not 9.0")
     q, k, v, dout = (x.detach().cuda() for x in make(lengths, heads, kv_heads, 80, torch.bfloat16))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     kw = {"max_seqlen": max(lengths), "backend": kernel}

@@ -289,7 +289,7 @@ def _vision(dtype: torch.dtype = BF16, dim: int = 80) -> tuple:
 
 @needs_cuda_kernels
 @needs_no_gpu
-@pytest.mark.parametrize("kernel", ["window", "sm80", "sm90"])
+@pytest.mark.parametrize("kernel", ["window", "sm80", "sm90", "sm90-fused"])
 def test_arguments_reach_the_runtime(kernel, monkeypatch):
     """The binding takes what the launchers pass: without a GPU the runtime is what refuses."""
     native = Native(monkeypatch, record=False)
@@ -311,9 +311,26 @@ def test_arguments_reach_the_runtime(kernel, monkeypatch):
     assert len(native.calls) == 4
 
 
+def test_one_backward_kernel_gets_its_workspace(monkeypatch):
+    """Room for parts of 64 rows of each segment, and counts that are 0."""
+    native, made, real = Native(monkeypatch, record=True), {}, launch._workspace
+    monkeypatch.setattr(launch, "_workspace", lambda *a: made.update(real(*a)) or dict(made))
+    q, cu = torch.randn(430, 2, 80).bfloat16(), torch.tensor([0, 130, 430], dtype=torch.int32)
+    options = (cu, q, torch.empty(2, 2, 430), 300, False, 0.1)
+    for kernel, name in (("sm90", "sm90_backward"), ("sm90-fused", "sm90_fused_backward")):
+        assert not made.keys() & {"dq_sum", "done"}
+        varlen_backward(q, q, q, q, *options, kernel)
+        assert native.calls[-1][0] == name
+    parts = 2 * (430 // 64 + 2)
+    assert made["dq_sum"].shape == (parts, 64, 80) and made["dq_sum"].dtype == torch.float32
+    assert made["done"].dtype == torch.int32 and made["done"].tolist() == [0] * (1 + parts)
+    named = native.calls[-1][1]
+    assert all(named[x] == made[x].data_ptr() for x in ("dq_sum", "done"))
+
+
 def test_a_kernel_of_another_device_is_refused():
     q, cu = torch.randn(10, 2, 80), torch.tensor([0, 10], dtype=torch.int32)
-    for kernel in ("window", "sm80", "sm90", "sdpa"):
+    for kernel in ("window", "sm80", "sm90", "sm90-fused", "sdpa"):
         with pytest.raises(
             ValueError, match=f"kernel is '{kernel}', which takes no tensors on cpu"
         ):

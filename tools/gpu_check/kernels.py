@@ -169,6 +169,9 @@ def kernels(capability: tuple[int, int]) -> dict[str, Callable[..., None]]:
     """Name -> check, of a GPU's kernels; those of which more depends come first."""
     tiled = ["sm80", "sm90"] if capability == (9, 0) else ["sm80"]
     found: dict[str, Callable[..., None]] = {}
+    if "sm90" in tiled:
+        found["sm90-fused backward"] = partial(segments, "sm90-fused", True)
+        found["vision sm90-fused backward"] = partial(vision, "sm90-fused", True)
     for backward in (False, True):
         way = "backward" if backward else "forward"
         for kernel in ("window 64", *tiled, "window 128"):

@@ -24,9 +24,10 @@ from vlmkernels._native import (
     once,
     pointer,
 )
-from vlmkernels.attention.select import MAX_HEAD_DIM
+from vlmkernels.attention.select import MAX_HEAD_DIM, SM90
 
-#: Rows of a tile of sm80 and sm90.
+#: Kernels for segments of any length, and rows of a tile of theirs.
+TILED = ("sm80", *SM90)
 TILE_ROWS = 128
 
 #: Native functions of a kernel: varlen_attention's forward and backward, vision_attention's.
@@ -37,6 +38,10 @@ NATIVE = {
         **{name: (name, f"{name}_vision") for name in ("window", "sm80", "sm90")},
     }.items()
 }
+#: vision_attention's backward of sm90 is the one that there is workspace for.
+NATIVE["sm90-fused"] = (
+    "sm90_forward", "sm90_fused_backward", "sm90_vision_forward", "sm90_vision_backward"
+)  # fmt: skip
 
 # ---- argument checks -----------------------------------------------------------------------------
 
@@ -119,7 +124,7 @@ def _upstream(dout: Tensor, like: Tensor, shape: str, kernel: str) -> Tensor:
     """dout as the kernel can read it."""
     check_tensor("dout", dout, dtypes=(like.dtype,), shape=shape, dim=3, device=like.device)
     # sum().backward() expands a scalar; TMA reads no expanded tensor at all.
-    if dout.stride(-1) != 1 or (kernel == "sm90" and 0 in dout.stride()):
+    if dout.stride(-1) != 1 or (kernel in SM90 and 0 in dout.stride()):
         dout = dout.contiguous()
     return dout if kernel == "cpu" else aligned(dout)
 
@@ -170,19 +175,26 @@ def _list_tiles(
     return tiles
 
 
-def _workspace(kernel: str, q: Tensor, rotary: bool, backward: bool) -> dict[str, Tensor]:
+def _workspace(
+    kernel: str, q: Tensor, segments: int, rotary: bool, backward: bool
+) -> dict[str, Tensor]:
     """Of the kernels for long segments (csrc/common/params.h): in the backward float32 [2, H, T],
-    lse and delta of each row; for vision_attention [H, T, D], k rotated (then q), and in sm90
-    another, q rotated."""
+    lse and delta of each row, and for one kernel sums of dq, [H, T / 64 + n, 64, D], and counts of
+    what was added; for vision_attention [H, T, D], k rotated (then q), and in sm90 another, q
+    rotated."""
     tokens, heads, head_dim = q.shape
     workspace = {}
     if backward:
         lse_delta = torch.empty((2, heads, tokens), dtype=torch.float32, device=q.device)
         workspace["lse_delta"] = lse_delta
+    if backward and kernel == "sm90-fused":
+        parts = heads * (tokens // 64 + segments)
+        workspace["dq_sum"] = q.new_empty((parts, 64, head_dim), dtype=torch.float32)
+        workspace["done"] = q.new_zeros(1 + parts, dtype=torch.int32)
     if rotary:
         rotated = torch.empty((heads, tokens, head_dim), dtype=q.dtype, device=q.device)
         workspace["rotated_k"] = rotated
-        if kernel == "sm90":
+        if kernel in SM90:
             workspace["rotated_q"] = torch.empty_like(rotated)
     return workspace
 
@@ -212,13 +224,13 @@ def _run(
             "of tokens"
         )
     table, order = rotary or (None, None)
-    if order is not None and kernel in ("sm80", "sm90"):
+    if order is not None and kernel in TILED:
         raise ValueError(f"window_order is given; {kernel} takes no order")
     table, order = (None if x is None else x.contiguous() for x in (table, order))
     # Held by this name until the kernel is launched.
     workspace = {}
-    if kernel in ("sm80", "sm90"):
-        workspace = _workspace(kernel, q, rotary is not None, bool(gradients))
+    if kernel in TILED:
+        workspace = _workspace(kernel, q, segments, rotary is not None, bool(gradients))
         workspace["tiles"] = _list_tiles(q, cu_seqlens, max_seqlen, causal, rotary is not None)
     cu_seqlens = cu_seqlens.contiguous()
     launch(

@@ -4,6 +4,7 @@
     window      ours, CUDA: a segment's keys whole in the shared memory of one thread block
     sm80        ours, CUDA: FlashAttention-2, tiles of 128 by mma.sync, segments of any length
     sm90        ours, CUDA: FlashAttention-3, wgmma and TMA, compute capability 9.0
+    sm90-fused  the same with a backward of one kernel, only where it is asked for: not measured yet
     flash-attn  the package of that name
     sdpa        torch's scaled_dot_product_attention, one segment after another
     composed    rotation and permutation in torch, then varlen_attention
@@ -32,8 +33,10 @@ VARLEN: tuple[str, ...] = ("cpu", "window", "flash-attn", "sm90", "sm80", "sdpa"
 #: attention to frames of up to 3,700 patches at the full rate of its tensor cores
 #: (docs/attention-cuda.md).
 VISION: tuple[str, ...] = ("cpu", "window", "sm90", "sm80", "composed")
+#: Those for compute capability 9.0.
+SM90 = ("sm90", "sm90-fused")
 #: "tiled" is sm90 or sm80, whichever the GPU has.
-BACKENDS = (*VARLEN, "tiled")
+BACKENDS = (*VARLEN, "sm90-fused", "tiled")
 
 #: Bytes of shared memory that a thread block needs, the forward's or the backward's (benchmarks/
 #: static.json): of the window kernels' instances by head_dim and longest segment, of sm80's by
@@ -143,7 +146,7 @@ def select(
         candidates = VISION if vision else VARLEN
     elif backend == "tiled":
         candidates = ("sm90", "sm80")
-    elif backend in VARLEN:
+    elif backend in BACKENDS:
         candidates = (backend,)
     else:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
@@ -186,10 +189,10 @@ def obstacle(
         return ("head_dim is {}, it has {}", head_dim, ", ".join(map(str, instances)))
     if max_seqlen is None:
         return ("max_seqlen is not known",)
-    if kernel == "sm90" and machine.capability != (9, 0) or machine.capability < (8, 0):
-        needed = "9.0" if kernel == "sm90" else "8.0"
+    if kernel in SM90 and machine.capability != (9, 0) or machine.capability < (8, 0):
+        needed = "9.0" if kernel in SM90 else "8.0"
         return ("it needs compute capability {}, this is {}.{}", needed, *machine.capability)
-    if not machine.has_code or kernel == "sm90" and "90a" not in machine.archs:
+    if not machine.has_code or kernel in SM90 and "90a" not in machine.archs:
         archs = ", ".join(machine.archs)
         return ("vlmkernels was built for {}, this is {}.{}", archs, *machine.capability)
     if kernel == "window":
@@ -204,7 +207,7 @@ def obstacle(
         text = "at head_dim {} it needs {} bytes of shared memory a thread block, this GPU has {}"
         return (text, head_dim, SM80_SHARED[head_dim], machine.shared_memory)
     # A TMA tensor map has positive strides (an expanded tensor's are 0) of less than 2^40 bytes.
-    if kernel == "sm90" and not all(0 < stride < 1 << 39 for stride in strides):
+    if kernel in SM90 and not all(0 < stride < 1 << 39 for stride in strides):
         return ("strides are {}, TMA takes positive ones below 2^39", strides)
     return ()
 

@@ -31,6 +31,9 @@ int sm80_backward_cuda(const AttentionGradParams& p, void* stream);
 // rotates dq and dk back.
 int sm90_forward_cuda(const AttentionParams& p, void* stream);
 int sm90_backward_cuda(const AttentionGradParams& p, void* stream);
+// The same by one kernel, with workspace for it; sm90_vision_backward_cuda takes this one where
+// there is workspace.
+int sm90_fused_backward_cuda(const AttentionGradParams& p, void* stream);
 
 // The same with rotary, without order; as many key heads as query heads.
 int sm80_vision_forward_cuda(const AttentionParams& p, void* stream);

@@ -16,7 +16,8 @@ inline constexpr int kScheduleShared = (kBuckets + 1) * 4;
 // Writes the lists, tiles with the most work first, so that the last blocks to start are short
 // ones: a sort by counting. Block 0 lists tiles of queries, block 1 of keys, behind it. With causal
 // attention the last query of a segment sees most keys, and the first key is seen by most queries.
-// Tiles of equal work come in any order: no result depends on it.
+// Tiles of equal work come in any order, but a segment's tiles of keys from its first on:
+// sm90/fused.cu adds to dq in that order.
 //
 // Bad cu_seqlens print a line and trap, see find_window.
 __global__ void __launch_bounds__(kScheduleThreads) list_tiles(const TileListParams p) {
@@ -48,13 +49,24 @@ __global__ void __launch_bounds__(kScheduleThreads) list_tiles(const TileListPar
         const int length = ptx::broadcast(mine.length, source);
         const int tiles = (length + kTileRows - 1) / kTileRows;  // mutant: tiles-list-tiles-tiles
 #pragma unroll 1
-        for (int i = lane; i < tiles; i += kWarpSize) {
+        for (int chunk = 0; chunk < tiles; chunk += kWarpSize) {
+          const int i = chunk + lane;
           // mutant: tiles-list-tiles-work
           const int work = !p.causal ? tiles : of_keys ? tiles - i : i + 1;
           // mutant: tiles-list-tiles-bucket
           const int bucket = work < kBuckets ? kBuckets - work : 0;
-          const int slot = ptx::add_shared(counts + bucket * 4, 1);
-          if (pass == 1) {
+          // Of keys, tiles with as much work as the chunk's first follow it: lane 0 takes their
+          // slots.
+          const int last = p.causal ? tiles - kBuckets : tiles - 1;
+          // mutant: tiles-list-tiles-alike
+          const int alike = of_keys ? min(last + 1 - chunk, kWarpSize) : 0;
+          int slot = 0;
+          if (lane < alike ? lane == 0 : i < tiles) {
+            slot = ptx::add_shared(counts + bucket * 4, lane < alike ? alike : 1);
+          }
+          const int first = ptx::broadcast(slot, 0);
+          if (lane < alike) slot = first + lane;
+          if (pass == 1 && i < tiles) {
             const uint4 entry = {static_cast<uint32_t>(begin), static_cast<uint32_t>(length),
                                  static_cast<uint32_t>(i * kTileRows),
                                  static_cast<uint32_t>(base + source)};

@@ -31,8 +31,8 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
                : "memory");
 }
 // Waits until the phase of this parity has ended; the one before the first counts as ended (1).
-// CUTLASS gives the hardware 10 ms before it must answer; without a limit it answers sooner, and the
-// loop asks again.
+// CUTLASS gives the hardware 10 ms before it must answer; without a limit it answers sooner, and
+// the loop asks again.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
   do {
@@ -66,6 +66,49 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, ui
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+// ---- sums in global memory to which blocks add one after another
+
+// Starts a copy of shared memory, `bytes` of them, to global memory, or the addition of its fp32
+// numbers to those there. Addresses and bytes are multiples of 16. One thread issues it.
+__device__ __forceinline__ void store_bulk(float* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void add_bulk(float* to, uint32_t from, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void commit_bulk() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until this thread's groups have read shared memory; and until they have written global memory.
+__device__ __forceinline__ void wait_bulk_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void wait_bulk() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+// Orders what this thread knows of global memory and what TMA does there for it next.
+__device__ __forceinline__ void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+// Waits until *count is `value`, and knows what those knew that counted up to it.
+__device__ __forceinline__ void wait_count(const int* count, int value) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
+  } while (now != value);  // mutant: ptx-wait-count
+}
+// Adds 1, and releases what this thread knows.
+__device__ __forceinline__ void count_up(int* count) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+}
+// The numbers from 0 on, each to one thread of the grid.
+__device__ __forceinline__ int next_number(int* counter) { return atomicAdd(counter, 1); }
 
 // ---- warpgroups: every instruction is reached by all four warps
 
@@ -111,8 +154,8 @@ __host__ __device__ constexpr uint64_t swizzle_code(int row_bytes) {
   return row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : 3;  // mutant: ptx-swizzle-code
 }
 // Matrix descriptor of a tile that begins at `address`. kStride: bytes from 8 rows to the next 8.
-// kLeading: from one chunk of columns to the next, of a tile whose rows are the depth; else it means
-// nothing, and 16 is what CUTLASS puts there.
+// kLeading: from one chunk of columns to the next, of a tile whose rows are the depth; else it
+// means nothing, and 16 is what CUTLASS puts there.
 template <int kRowBytes, int kLeading, int kStride>
 __host__ __device__ constexpr uint64_t matrix_descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) |
@@ -126,16 +169,20 @@ __host__ __device__ constexpr uint64_t matrix_descriptor(uint32_t address) {
 //   rows: c [64, kColumns] (+)= a [64, 16] b [kColumns, 16]^T, both in shared memory.
 //   columns: c [64, kColumns] += a b [16, kColumns], a in registers as mma.sync's, b in shared
 //   memory.
+//   deep: c [64, kColumns] (+)= a [16, 64]^T b [16, kColumns], both in shared memory.
 template <class Math, int kColumns>
 struct Wgmma;
 
 // clang-format off
 #define VLMK_C8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
                    "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define VLMK_C16 VLMK_C8(0), VLMK_C8(8)
 #define VLMK_C32 VLMK_C8(0), VLMK_C8(8), VLMK_C8(16), VLMK_C8(24)
 #define VLMK_C40 VLMK_C32, VLMK_C8(32)
 #define VLMK_C48 VLMK_C40, VLMK_C8(40)
 #define VLMK_C64 VLMK_C48, VLMK_C8(48), VLMK_C8(56)
+#define VLMK_N16 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define VLMK_N32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -146,17 +193,20 @@ struct Wgmma;
 #define VLMK_N64 VLMK_N48 ", " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 // kColumns, half of it, and the numbers of the operands after c.
-#define VLMK_WGMMA(Math, type, width, half, n0, n1, n2, n3, n4)                                  \
-  template <>                                                                                      \
-  struct Wgmma<Math, width> {                                                                    \
-    static __device__ __forceinline__ void rows(float (&c)[half], uint64_t a, uint64_t b, bool add) { \
+#define VLMK_WGMMA_SHARED(name, type, width, half, n0, n1, n2, deep)                             \
+    static __device__ __forceinline__ void name(float (&c)[half], uint64_t a, uint64_t b, bool add) { \
       asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #n2 ", 0;\n\t"                       \
                    "wgmma.mma_async.sync.aligned.m64n" #width "k16.f32." #type "." #type         \
-                   " {" VLMK_N##half "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 0;\n\t}"                  \
+                   " {" VLMK_N##half "}, %" #n0 ", %" #n1 ", p, 1, 1, " deep ";\n\t}"             \
                    : VLMK_C##half                                                                  \
                    : "l"(a), "l"(b), "r"(static_cast<int>(add))                                    \
                    : "memory");                                                                    \
-    }                                                                                              \
+    }
+#define VLMK_WGMMA(Math, type, width, half, n0, n1, n2, n3, n4)                                  \
+  template <>                                                                                      \
+  struct Wgmma<Math, width> {                                                                    \
+    VLMK_WGMMA_SHARED(rows, type, width, half, n0, n1, n2, "0, 0")                              \
+    VLMK_WGMMA_SHARED(deep, type, width, half, n0, n1, n2, "1, 1")                              \
     static __device__ __forceinline__ void columns(float (&c)[half], const uint32_t (&a)[4],      \
                                                     uint64_t b) {                                  \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #width "k16.f32." #type "." #type         \
@@ -167,6 +217,8 @@ struct Wgmma;
                    : "memory");                                                                    \
     }                                                                                              \
   };
+VLMK_WGMMA(Bf16Math, bf16, 32, 16, 16, 17, 18, 19, 20)
+VLMK_WGMMA(Fp16Math, f16, 32, 16, 16, 17, 18, 19, 20)
 VLMK_WGMMA(Bf16Math, bf16, 64, 32, 32, 33, 34, 35, 36)
 VLMK_WGMMA(Fp16Math, f16, 64, 32, 32, 33, 34, 35, 36)
 VLMK_WGMMA(Bf16Math, bf16, 80, 40, 40, 41, 42, 43, 44)
@@ -176,11 +228,14 @@ VLMK_WGMMA(Fp16Math, f16, 96, 48, 48, 49, 50, 51, 52)
 VLMK_WGMMA(Bf16Math, bf16, 128, 64, 64, 65, 66, 67, 68)
 VLMK_WGMMA(Fp16Math, f16, 128, 64, 64, 65, 66, 67, 68)
 #undef VLMK_WGMMA
+#undef VLMK_WGMMA_SHARED
 #undef VLMK_C8
+#undef VLMK_C16
 #undef VLMK_C32
 #undef VLMK_C40
 #undef VLMK_C48
 #undef VLMK_C64
+#undef VLMK_N16
 #undef VLMK_N32
 #undef VLMK_N40
 #undef VLMK_N48

@@ -73,9 +73,10 @@ def check_neighbours(
     dim: int,
     causal: bool = False,
     backward: bool = False,
+    **more: Any,
 ) -> None:
     """A segment's results are the same bits when the segments beside it hold no numbers."""
-    case = Case(rng, [40, 130, 100], 1, 1, dim, causal=causal)
+    case = Case(rng, [40, 130, 100], 1, 1, dim, causal=causal, **more)
     _, alone = run_flash(kernels, case, backward)
     local = slice(40, 170)
     for array in (case.q, case.k, case.v, case.dout):
@@ -88,7 +89,8 @@ def check_neighbours(
 
 
 def check_tiles(case: Case, entries: Array, of_keys: bool) -> None:
-    """Every tile of every segment once, those with more work before those with less."""
+    """Every tile of every segment once, those with more work before those with less; of keys a
+    segment's tiles in their order."""
     expected, work = [], []
     for begin, length in zip(case.cu_seqlens, case.lengths, strict=False):
         for first in range(0, length, TILE_ROWS):
@@ -96,6 +98,9 @@ def check_tiles(case: Case, entries: Array, of_keys: bool) -> None:
     used = [tuple(int(x) for x in entry[:3]) for entry in entries if entry[1]]
     assert not entries[len(used) :].any(), "an empty entry is not at the end"
     assert sorted(used) == expected, f"tiles {sorted(used)}, expected {expected}"
+    if of_keys:
+        of_segments = sorted(used, key=lambda tile: tile[0])  # stable
+        assert of_segments == expected, f"tiles of keys {used}"
     for _, length, first in used:
         tiles = -(-length // TILE_ROWS)
         place = first // TILE_ROWS
@@ -124,17 +129,17 @@ def sm90_suite(dim: int = 80) -> dict[str, Check]:
     }
 
 
-def sm90_grad_suite(dim: int = 80) -> dict[str, Check]:
-    """Every path of the backward for sm_90a: its rings have 3 or 4 stages of 64 rows."""
+def sm90_grad_suite(dim: int = 80, **more: Any) -> dict[str, Check]:
+    """Every path of a backward for sm_90a: its rings have 3 or 4 stages of 64 rows."""
     return {
         "causal, negative scale, groups": lambda k, r: check_flash(
-            k, Case(r, [20, 140], 2, 1, dim, "float16", causal=True, scale=-0.3)
+            k, Case(r, [20, 140], 2, 1, dim, "float16", causal=True, scale=-0.3, **more)
         ),
-        "ragged, rounds": lambda k, r: check_flash(k, Case(r, [1, 0, 260, 65], 1, 1, dim)),
+        "ragged, rounds": lambda k, r: check_flash(k, Case(r, [1, 0, 260, 65], 1, 1, dim, **more)),
         "groups, scores far below zero": lambda k, r: check_flash(
-            k, Case(r, [40], 4, 2, dim, scale=0.12, shift=4.0)
+            k, Case(r, [40], 4, 2, dim, scale=0.12, shift=4.0, **more)
         ),
-        "neighbours": lambda k, r: check_neighbours(k, r, dim, backward=True),
+        "neighbours": lambda k, r: check_neighbours(k, r, dim, backward=True, **more),
     }
 
 

@@ -40,6 +40,7 @@ class VisionCase:
     max_seqlen: int | None = None
     causal: ClassVar[bool] = False
     written: ClassVar[None] = None
+    fused: bool = False
 
     def __post_init__(self) -> None:
         self.tokens, self.kv_heads = sum(self.lengths), self.heads

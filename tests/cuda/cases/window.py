@@ -32,6 +32,7 @@ class Case:
     max_seqlen: int | None = None
     shift: float = 0.0  # of q up and of k down: scores far below zero
     written: Array | None = None  # to cu_seqlens after tiles were listed
+    fused: bool = False  # the backward of one kernel
     permuted: ClassVar[bool] = False
     table: ClassVar[None] = None
 
@@ -189,12 +190,16 @@ def run_attention(
         for name, address in workspace("backward").items():
             setattr(forward, name, address)
         sums = memory.reserve("lse_delta", stats_shape, np.float32) if tiled else None
+        parts = case.heads * (case.tokens // 64 + len(case.lengths))
+        shape = (parts, 64, case.dim)
         grads = fill(
             "AttentionGradParams",
             forward=forward,
             dout=view(memory.upload("dout", case.dout), case.heads, case.dim),
             **case.gradients(memory),
             lse_delta=sums,
+            dq_sum=memory.reserve("dq_sum", shape, np.float32) if case.fused else None,
+            done=memory.upload("done", np.zeros(1 + parts, np.int32)) if case.fused else None,
         )
         code = kernels.run(device, "backward", grads)
         assert code == 0, f"backward returned cudaError_t {code}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import embedding, loss, sm80, sm90_backward, sm90_forward, sm90_vision, window
+from . import embedding, loss, sm80, sm90_backward, sm90_forward, sm90_fused, sm90_vision, window
 from .mutant import Mutant
 
 __all__ = ["CATALOGUE", "ON_FIBERS", "Mutant", "canary_cases"]
@@ -12,6 +12,7 @@ CATALOGUE: list[Mutant] = [
     *sm80.MUTANTS,
     *sm90_forward.MUTANTS,
     *sm90_backward.MUTANTS,
+    *sm90_fused.MUTANTS,
     *sm90_vision.MUTANTS,
     *embedding.MUTANTS,
     *loss.MUTANTS,

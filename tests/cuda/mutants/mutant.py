@@ -37,7 +37,7 @@ class Mutant:
             of nvcc's code sees.
         canary: planted on the interpreter too, one of its class.
         quick: on the interpreter in `make test`; without it in `make test-all`. On the fibers all
-            are in `make test`.
+            are in `make test`, but for those of sm90-fused.
     """
 
     family: str

@@ -94,6 +94,7 @@ void begin_block_hopper() {
 void end_thread_hopper() {
   const Fiber& f = *current;
   if (!f.products.empty()) fail("the thread ends with wgmmas under way");
+  if (!f.bulks.empty()) fail("the thread ends with %zu bulk copies under way", f.bulks.size());
   bool last = true;
   for (int i = 0; i < block_threads(); ++i) last &= fiber(i).done || &fiber(i) == current;
   if (last && !h.copies.empty())
@@ -243,6 +244,64 @@ void fence_async_proxy() {
   ++f.clock[f.number];
 }
 
+// ---- bulk copies, and counts by which blocks order them
+
+void copy_bulk(float* to, uint32_t from, uint32_t bytes, bool adds) {
+  EMU_HERE();
+  if (reinterpret_cast<uintptr_t>(to) % 16 || bytes % 16 || bytes == 0)
+    fail("a bulk copy of %u bytes to %p: multiples of 16", bytes, static_cast<void*>(to));
+  if (current->unfenced) fail("a bulk copy after wait_count without a fence_async_proxy_global");
+  for (uint32_t i = 0; i < bytes; i += 16) check_bulk(from + i);
+  current->bulks.push_back({to, from, bytes, adds, false, {}});
+}
+
+void commit_bulk() {
+  EMU_HERE();
+  for (Bulk& b : current->bulks) b.committed = true;
+}
+
+void wait_bulk(bool read) {
+  EMU_HERE();
+  std::vector<Bulk> left;
+  for (Bulk& b : current->bulks) {
+    if (b.committed && b.data.empty()) {
+      b.data.resize(b.bytes / 4);
+      for (uint32_t i = 0; i < b.bytes; i += 16)
+        std::memcpy(&b.data[i / 4], check_shared(b.from + i, 16, Access::kRead, "bulk copy"), 16);
+    }
+    for (size_t i = 0; b.committed && !read && i < b.data.size(); ++i) {
+      if (b.adds) check_global(b.to + i, 4, Access::kRead);
+      check_global(b.to + i, 4, Access::kWrite);
+      b.to[i] = b.adds ? b.to[i] + b.data[i] : b.data[i];
+    }
+    if (!b.committed || read) left.push_back(std::move(b));
+  }
+  current->bulks = std::move(left);
+}
+
+void fence_async_proxy_global() { current->unfenced = false; }
+
+void wait_count(const int* count, int value) {
+  EMU_HERE();
+  check_global(count, 4, Access::kAtomic);
+  if (*count != value)
+    fail("deadlock: a count is %d, and a thread waits for %d, which no block before it reached",
+         *count, value);
+  current->unfenced = true;
+}
+
+void count_up(int* count) {
+  EMU_HERE();
+  check_global(count, 4, Access::kAtomic);
+  ++*count;
+}
+
+int next_number(int* counter) {
+  EMU_HERE();
+  check_global(counter, 4, Access::kAtomic);
+  return (*counter)++;
+}
+
 // ---- registers
 
 void set_registers(int count, bool more) {
@@ -279,7 +338,7 @@ struct Multiply {
   float* c;
   const uint32_t* a;
   uint64_t a_matrix, b_matrix;
-  bool add;
+  bool add, deep;
 };
 
 // The unit of 16 bytes of a matrix behind a descriptor: depth contiguous, unit `half` of row `row`;
@@ -340,8 +399,8 @@ void multiply_group(void** slots) {
           (contiguous ? to[r][u * 8 + e] : to[u * 8 + e][r]) = number(any.type, halves[e]);
       }
   };
-  if (!any.a) read(a, any.a_matrix, true, 64);
-  read(b, any.b_matrix, !any.a, any.columns);
+  if (!any.a) read(a, any.a_matrix, !any.deep, 64);
+  read(b, any.b_matrix, !any.deep, any.columns);
   for (int t = 0; any.a && t < kGroupLanes; ++t) {  // as in mma.sync, 16 rows of each warp
     const auto& m = *static_cast<Multiply*>(slots[t]);
     for (int i = 0; i < 4; ++i)
@@ -383,13 +442,16 @@ void wgmma_fence() {
 }
 
 void wgmma(Half type, int columns, float* c, const uint32_t* a, uint64_t a_matrix,
-           uint64_t b_matrix, bool add) {
+           uint64_t b_matrix, bool add, bool deep) {
   EMU_HERE();
   if (columns % 8 || columns < 8 || columns > 256) fail("wgmma of %d columns", columns);
-  Multiply mine{type, columns, c, a, a_matrix, b_matrix, add};
-  static char names[2][33][32];
-  char* name = names[a != nullptr][columns / 8];
-  std::snprintf(name, sizeof names[0][0], "wgmma.m64n%dk16%s", columns, a ? ", registers" : "");
+  Multiply mine{type, columns, c, a, a_matrix, b_matrix, add, deep};
+  static char names[3][33][32];
+  char* name = names[a ? 2 : deep][columns / 8];
+  std::snprintf(name, sizeof names[0][0], "wgmma.m64n%dk16%s", columns,
+                a      ? ", registers"
+                : deep ? ", deep"
+                       : "");
   meet(name, &mine, multiply_group, kGroupLanes);
 }
 

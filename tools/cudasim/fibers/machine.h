@@ -38,6 +38,13 @@ struct Copy {  // one cp.async
   int bytes, from_bytes;
 };
 
+struct Bulk {  // one bulk copy
+  float* to;
+  uint32_t from, bytes;
+  bool adds, committed = false;
+  std::vector<float> data;  // once it was read
+};
+
 struct Product {  // one wgmma under way, of one thread
   float* c;
   std::vector<float> result;
@@ -60,6 +67,8 @@ struct Fiber {
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
   std::vector<Product> products;
+  std::vector<Bulk> bulks;
+  bool unfenced = false;             // wait_count since the last fence_async_proxy_global
   uint32_t committed = 0, over = 0;  // groups of products
   bool fenced = false;               // wgmma.fence since the last wait
 
@@ -108,6 +117,8 @@ void arrive(uint32_t address, const void* data);
 // A product of the running thread's warpgroup, whose threads all know `clock`, reads until the
 // warpgroup's `group` is over.
 const char* read_matrix(uint32_t address, const Clock& clock, uint32_t group);
+// A bulk copy of the running thread is about to read 16 bytes.
+void check_bulk(uint32_t address);
 // The bytes of an mbarrier are no longer ordinary memory.
 void take_barrier(uint32_t address);
 

@@ -360,6 +360,18 @@ const char* read_matrix(uint32_t address, const Clock& clock, uint32_t group) {
   return shared + address;
 }
 
+void check_bulk(uint32_t address) {
+  check_unit(address, "bulk copy");
+  for (uint32_t i = address / kGranule; kChecked && i < (address + 16) / kGranule; ++i) {
+    const SharedCell& c = shared_cells[i];
+    check_settled(c, "bulk copy", i * kGranule);
+    if (c.writer < 0)
+      fail("bulk copy of byte %u of shared memory, which was never written", i * kGranule);
+    check_after_write(c, *current, "bulk copy", i * kGranule);
+    check_visible(c, current->clock, "bulk copy", i * kGranule);
+  }
+}
+
 void take_barrier(uint32_t address) {
   check_shared(address, 8, Access::kWrite, "mbarrier.init");
   for (uint32_t i = address / kGranule; kChecked && i < (address + 8) / kGranule; ++i)

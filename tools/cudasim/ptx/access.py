@@ -7,6 +7,7 @@ import struct
 
 import numpy as np
 
+from .bulk import acquire
 from .machine import Block, Lanes, handles
 from .memory import LocalMemory
 from .parser import Address, Instruction, Operand, Symbol, Vector
@@ -52,6 +53,9 @@ def _call_parameter(block: Block, operand: Operand, size: int) -> tuple[Array, i
 
 @handles("ld")
 def load(block: Block, instruction: Instruction, lanes: Lanes) -> None:
+    if "acquire" in instruction.modifiers:
+        acquire(block, instruction, lanes)
+        return
     space, count = _shape(instruction)
     element = size_of(instruction.type)
     size = element * count

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import access, arithmetic, hopper, matrix  # noqa: F401  they register the instructions
+from . import access, arithmetic, bulk, hopper, matrix  # noqa: F401  they register the instructions
 from .machine import launch
 from .memory import GlobalMemory
 from .parser import Module, parse_ptx

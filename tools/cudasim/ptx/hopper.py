@@ -88,6 +88,8 @@ def fence(block: Block, instruction: Instruction, lanes: Lanes) -> None:
         block.barriers.fence_initialisation(threads)
     elif modifiers in (("proxy", "async"), ("proxy", "async", "shared::cta")):
         block.order.fence(threads)
+    elif modifiers == ("proxy", "async", "global"):
+        block.memory.fence(block.number)
     else:
         raise SimError(f"{instruction.text} is not interpreted")
 

@@ -4,14 +4,15 @@ Threads that branched apart run in turns, the lowest instruction first, and meet
 program counters do. An instruction that needs its whole warp, or warpgroup, parks the threads that
 arrived until the rest comes; if it never comes, that is the divergence the hardware would hang on.
 A kernel with mbarriers runs its warps in an order drawn from Python's `random`, and a tensor copy
-arrives when nothing else can go on.
+arrives when nothing else can go on. So do blocks that wait for each other, which run together.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,6 +33,9 @@ from .parser import (
 from .products import Products
 from .ptxtypes import TYPES, UNSIGNED, Array, SimError
 from .shared import SharedMemory
+
+if TYPE_CHECKING:
+    from .bulk import Bulk
 
 #: Where the kernel's parameters lie in the generic address space.
 PARAMETER_WINDOW = 1 << 51
@@ -103,6 +107,7 @@ class Block:
         self.products = Products(self)
         self.barriers = Barriers(self)
         self._watched = kernel.product_registers
+        self.bulks: list[Bulk] = []  # bulk copies under way
         self.call_parameters: dict[str, Array] = {}
         self.steps = 0
         self._pc = np.zeros(self.threads, np.int64)
@@ -233,28 +238,32 @@ class Block:
     def wake(self, threads: Array) -> None:
         self._state[threads] = READY
 
-    def run(self) -> None:
-        """Runs the block to its end."""
-        while not (self._state == DONE).all():
-            ready = self._state == READY
-            if not ready.any():
-                self._go_on()
-                continue
-            runnable = ready | (self._state == PARKED)
-            if self._slow is not None:
-                if (ready & ~self._slow).any():
-                    ready, runnable = ready & ~self._slow, runnable & ~self._slow
-                elif self.barriers.copy_arrives():
-                    continue
-            current = self._next(ready)
-            chosen = runnable & (self._pc == current)
-            self._state[chosen] = READY
-            later = runnable & (self._pc > current)
-            limit = int(self._pc[later].min()) if later.any() else 1 << 60
-            self._run_together(current, limit, chosen)
-        self.barriers.end()
-        self.products.end()
-        self.shared.end()
+    def go_on(self) -> bool:
+        """Runs threads of the block until they part or wait; whether any are left."""
+        if (self._state == DONE).all():
+            self.barriers.end()
+            self.products.end()
+            self.shared.end()
+            if self.bulks:
+                raise SimError(f"the kernel ended with {len(self.bulks)} bulk copies under way")
+            return False
+        ready = self._state == READY
+        if not ready.any():
+            self._unblock()
+            return True
+        runnable = ready | (self._state == PARKED)
+        if self._slow is not None:
+            if (ready & ~self._slow).any():
+                ready, runnable = ready & ~self._slow, runnable & ~self._slow
+            elif self.barriers.copy_arrives():
+                return True
+        current = self._next(ready)
+        chosen = runnable & (self._pc == current)
+        self._state[chosen] = READY
+        later = runnable & (self._pc > current)
+        limit = int(self._pc[later].min()) if later.any() else 1 << 60
+        self._run_together(current, limit, chosen)
+        return True
 
     def _next(self, ready: Array) -> int:
         """The instruction to go on at: the lowest, now and then the lowest of any one warp."""
@@ -263,7 +272,7 @@ class Block:
             ready = ready & (self._all // WARP == thread // WARP)
         return int(self._pc[ready].min())
 
-    def _go_on(self) -> None:
+    def _unblock(self) -> None:
         """Nothing can run: a barrier opens, a copy arrives, or this is a deadlock."""
         waiting = self._state == AT_BARRIER
         if waiting.any() and (waiting | (self._state == DONE)).all():
@@ -363,22 +372,16 @@ def launch(
     if len(parameters) != kernel.parameter_bytes:
         raise SimError(f"{len(parameters)} parameter bytes, but {kernel.parameter_bytes} wanted")
     memory.begin_launch()
+    arguments = kernel, memory, symbols, parameters, grid, block
+    indices = ((x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0]))
+    blocks = (Block(*arguments, index, printed, dynamic_shared) for index in indices)
     steps = 0
-    for z in range(grid[2]):
-        for y in range(grid[1]):
-            for x in range(grid[0]):
-                index = (x, y, z)
-                running = Block(
-                    kernel,
-                    memory,
-                    symbols,
-                    parameters,
-                    grid,
-                    block,
-                    index,
-                    printed,
-                    dynamic_shared,
-                )
-                running.run()
-                steps += running.steps
+    # Blocks that wait for each other are on the device together, others one after another.
+    running = list(blocks if kernel.waits_for_blocks else itertools.islice(blocks, 1))
+    while running:
+        chosen = random.choice(running)
+        if not chosen.go_on():
+            running.remove(chosen)
+            steps += chosen.steps
+            running += itertools.islice(blocks, 1)
     return steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .bulk import end_group, start_bulk
 from .hopper import copy_box
 from .machine import WARP, Barrier, Block, Lanes, handles
 from .parser import Immediate, Instruction, Operand, Vector
@@ -57,8 +58,11 @@ def barrier(block: Block, instruction: Instruction, lanes: Lanes) -> None:
 def copy_async(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     modifiers = instruction.modifiers
     threads = block.numbers(lanes)
-    if modifiers[:2] == ("async", "bulk"):
-        copy_box(block, instruction, lanes)
+    if modifiers[:2] == ("async", "bulk") or modifiers[0] == "reduce":
+        is_group = modifiers[2] in ("commit_group", "wait_group")
+        is_box = "tensor" in modifiers
+        copy = end_group if is_group else copy_box if is_box else start_bulk
+        copy(block, instruction, lanes)
         return
     if modifiers == ("async", "commit_group"):
         block.shared.commit(threads)

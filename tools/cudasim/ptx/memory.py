@@ -9,6 +9,7 @@ bytes belong to an allocation, which were ever written, and by which block of th
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,10 @@ class GlobalMemory:
         self._written = np.zeros(size, np.bool_)
         self._writer = np.full(size, -1, np.int32)  # block that wrote it in this launch
         self._reader = np.full(size, -1, np.int32)  # block that read it; -2: several
+        self._epoch = np.zeros(size, np.int32)  # the writer's when it wrote
+        self._known: dict[int, Counter[int]] = {}  # of each block: epochs of blocks it knows
+        self._released: dict[int, Counter[int]] = {}  # of each count: what those knew who counted
+        self._unfenced: set[int] = set()  # blocks that acquired since their last fence
         self._end = _GUARD
         self._buffers: dict[str, tuple[int, Any, tuple[int, ...]]] = {}
 
@@ -84,6 +89,9 @@ class GlobalMemory:
         """Launches on one stream are ordered: what an earlier one wrote is settled."""
         self._writer[:] = -1
         self._reader[:] = -1
+        self._known.clear()
+        self._released.clear()
+        self._unfenced.clear()
 
     def load(self, addresses: Array, size: int, block: int, read_only: bool = False) -> Array:
         """uint8 [lanes, size]. `read_only`: ld.global.nc, which must see no write of its launch."""
@@ -120,6 +128,55 @@ class GlobalMemory:
         if not self._written[at].all():
             raise SimError(f"atomic on never-written bytes of {self._where(address)}")
         return self._bytes[at[0] : at[0] + size]
+
+    # ---- blocks that wait for each other: by counts, for sums
+
+    def _knowledge(self, block: int) -> Counter[int]:
+        return self._known.setdefault(block, Counter({block: 1}))
+
+    def acquire(self, address: int, size: int, block: int) -> Array:
+        """The bytes of a count, after what those did who counted."""
+        known = self._knowledge(block)
+        known |= self._released.get(address, Counter())
+        self._known[block] = known
+        self._unfenced.add(block)
+        return self.atomic(address, size).copy()
+
+    def release(self, address: int, size: int, block: int) -> Array:
+        """A view of the bytes of a count, to be added to."""
+        known = self._knowledge(block)
+        self._released[address] = self._released.get(address, Counter()) | known
+        known[block] += 1
+        return self.atomic(address, size)
+
+    def fence(self, block: int) -> None:
+        """fence.proxy.async.global"""
+        self._unfenced.discard(block)
+
+    def check_fence(self, block: int) -> None:
+        if block in self._unfenced:
+            raise SimError("a bulk copy to global memory after an acquire without a fence between")
+
+    def land(self, addresses: Array, data: Array, block: int, adds: bool) -> None:
+        """A bulk copy's units of 16 bytes arrive, or are added as fp32 numbers."""
+        at = self._checked(addresses, 16, "bulk write")
+        writer = self._writer[at]
+        known = self._knowledge(block)
+        others = writer[(writer >= 0) & (writer != block)]
+        if len(others):
+            epochs = self._epoch[at][(writer >= 0) & (writer != block)]
+            if (epochs > np.array([known[int(w)] for w in others])).any():
+                raise SimError("race: a bulk write of bytes that another block writes, out of turn")
+        if (self._reader[at] != -1).any():
+            raise SimError("race: a bulk write of bytes that this launch reads")
+        if adds:
+            if not self._written[at].all():
+                raise SimError("a bulk sum onto never-written bytes")
+            sums = self._bytes[at].view(np.float32) + np.ascontiguousarray(data).view(np.float32)
+            data = sums.view(np.uint8)
+        self._bytes[at] = data
+        self._written[at] = True
+        self._writer[at], self._epoch[at] = block, known[block]
 
     def _checked(self, addresses: Array, size: int, what: str) -> Array:
         """int64 [lanes, size]: the places in the arena of every byte of the access."""

@@ -119,6 +119,12 @@ class Kernel:
         return slots
 
     @cached_property
+    def waits_for_blocks(self) -> bool:
+        """Whether blocks wait for each other, or count for others."""
+        ordered = {("ld", "acquire"), ("red", "release")}
+        return any((i.opcode, m) in ordered for i in self.instructions for m in i.modifiers)
+
+    @cached_property
     def has_barriers(self) -> bool:
         """Whether threads wait for each other other than all at once."""
         return any(i.opcode == "mbarrier" for i in self.instructions)

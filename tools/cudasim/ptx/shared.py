@@ -151,6 +151,14 @@ class SharedMemory:
         self._read.reshape(self.order.readers, -1, 16)[agent, rows] = group
         return self._bytes.reshape(-1, 16)[rows]
 
+    def check_bulk(self, addresses: Array, warp: int) -> None:
+        """A bulk copy of `warp` is about to read units of 16 bytes."""
+        rows = self._rows(addresses, 16, "bulk copy")
+        if (self._state.reshape(-1, 16)[rows] != _WRITTEN).any():
+            self._refuse(rows, 16, "bulk copy")
+        self._after_writes(rows, 16, np.full(len(rows), warp), "bulk copy")
+        self._through_fence(rows, warp, "bulk copy")
+
     def make_barrier(self, address: int, thread: int) -> None:
         """The 8 bytes of an mbarrier are no longer ordinary memory."""
         rows = self._rows(np.array([address], np.int64), 8, "mbarrier.init")

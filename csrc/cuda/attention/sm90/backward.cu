@@ -244,20 +244,6 @@ __device__ __forceinline__ void pass(const GradSharedStorage<kDim>& storage,
   ring.advance();
 }
 
-// A warp's rows of a gradient, times `factor`, from `token` on; rotated back if there is a table.
-template <class Math, int kDim>
-__device__ __forceinline__ void store_gradient(float (&c)[Sm90Row<kDim>::kWide / 2], float factor,
-                                               uint32_t staging, int length, const HeadsView& to,
-                                               int64_t token, int head, const float* table) {
-  const float factors[1][2] = {{factor, factor}};
-  if (table != nullptr) {
-    store_rows_back<Math, kDim>(blocks_of<kDim>(c), factors, staging, length, to, token, head,
-                                table);
-  } else {
-    store_rows<Math, kDim>(blocks_of<kDim>(c), factors, staging, length, to, token, head);
-  }
-}
-
 // ---- dk and dv
 
 template <class Math, int kDim>

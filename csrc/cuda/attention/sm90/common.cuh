@@ -123,10 +123,10 @@ __device__ __forceinline__ void specialise(const Storage& storage, const Produce
   const int warp = ptx::broadcast(static_cast<int>(threadIdx.x / kWarpSize), 0);
   constexpr int kWarps = kWarpgroupSize / kWarpSize;
   if (warp < kWarps) {
-    ptx::give_registers<Sm90Block::kProducerRegisters>();  // mutant: sm90-specialise-registers
+    ptx::give_registers<Storage::S::kProducerRegisters>();  // mutant: sm90-specialise-registers
     produce(warp);
   } else {
-    ptx::take_registers<Sm90Block::kConsumerRegisters>();
+    ptx::take_registers<Storage::S::kConsumerRegisters>();
     consume(warp / kWarps - 1);
   }
 #else
@@ -189,6 +189,20 @@ __device__ __forceinline__ void pack(uint32_t (&a)[kColumns / 16][4], float (&c)
   for (int n = 0; n < kColumns / 16; ++n) {
     // mutant: sm90-pack
     as_operand<Math>(reinterpret_cast<uint32_t (&)[1][4]>(a[n]), blocks_of<kColumns>(c), n * 2);
+  }
+}
+
+// A warp's rows of a gradient, times `factor`, from `token` on; rotated back if there is a table.
+template <class Math, int kDim>
+__device__ __forceinline__ void store_gradient(float (&c)[Sm90Row<kDim>::kWide / 2], float factor,
+                                               uint32_t staging, int length, const HeadsView& to,
+                                               int64_t token, int head, const float* table) {
+  const float factors[1][2] = {{factor, factor}};
+  if (table != nullptr) {
+    store_rows_back<Math, kDim>(blocks_of<kDim>(c), factors, staging, length, to, token, head,
+                                table);
+  } else {
+    store_rows<Math, kDim>(blocks_of<kDim>(c), factors, staging, length, to, token, head);
   }
 }
 

@@ -1,6 +1,6 @@
 // vision_attention of segments of any length on compute capability 9.0. TMA brings rows as they
 // are, so queries and keys are rotated beforehand, into workspace; then the kernels of
-// sm90/forward.cu and sm90/backward.cu run.
+// sm90/forward.cu and sm90/backward.cu run, or where there is workspace for it sm90/fused.cu's.
 #include <cuda_runtime.h>
 
 #include "cuda/attention/attention.h"
@@ -31,7 +31,8 @@ int sm90_vision_backward_cuda(const AttentionGradParams& p, void* stream) {
   rotated.forward.q = rotated_view(f, f.rotated_q);  // mutant: sm90-vision-backward-q
   rotated.forward.k = rotated_view(f, f.rotated_k);  // mutant: sm90-vision-backward-k
   if (const int error = rotate_both(f, f.rotated_q, f.rotated_k, stream)) return error;
-  return sm90_backward_cuda(rotated, stream);
+  return p.dq_sum != nullptr ? sm90_fused_backward_cuda(rotated, stream)
+                             : sm90_backward_cuda(rotated, stream);
 }
 
 }  // namespace vlmk

@@ -100,15 +100,28 @@ void load_box(uint32_t to, const void* map, uint32_t barrier, int column, int he
 // Makes the running thread's writes to shared memory visible to load_box and wgmma.
 void fence_async_proxy();
 
+// Bulk copies of shared memory to global memory, or sums of fp32 numbers there. They read at the
+// wait for that and write at the wait for all.
+void copy_bulk(float* to, uint32_t from, uint32_t bytes, bool adds);
+void commit_bulk();
+void wait_bulk(bool read);
+// Asked for between a wait_count and a bulk copy.
+void fence_async_proxy_global();
+// Counts in global memory. Blocks run one after another here: a count that only a later block would
+// reach is a deadlock.
+void wait_count(const int* count, int value);
+void count_up(int* count);
+int next_number(int* counter);
+
 // setmaxnreg; a warpgroup that wants more than there are waits.
 void set_registers(int count, bool more);
 
 // c [64, columns] (+)= a b, sums exact and rounded once; a in registers as for mma.sync, otherwise
-// null and a matrix in shared memory, b [columns, 16]; with a in registers b is [16, columns]. c
-// holds NaN until the wait and may not be changed, nor may a.
+// null and a matrix in shared memory. Matrices are [64, 16] and [columns, 16], if `deep` [16, 64]
+// and [16, columns]. c holds NaN until the wait and may not be changed, nor may a.
 void wgmma_fence();
 void wgmma(Half type, int columns, float* c, const uint32_t* a, uint64_t a_matrix,
-           uint64_t b_matrix, bool add);
+           uint64_t b_matrix, bool add, bool deep);
 void wgmma_commit();
 void wgmma_wait(int pending);
 

@@ -31,6 +31,20 @@ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, uint32_t barr
 }
 __forceinline__ void fence_async_proxy() { emu::fence_async_proxy(); }
 
+__forceinline__ void store_bulk(float* to, uint32_t from, uint32_t bytes) {
+  emu::copy_bulk(to, from, bytes, false);
+}
+__forceinline__ void add_bulk(float* to, uint32_t from, uint32_t bytes) {
+  emu::copy_bulk(to, from, bytes, true);
+}
+__forceinline__ void commit_bulk() { emu::commit_bulk(); }
+__forceinline__ void wait_bulk_read() { emu::wait_bulk(true); }
+__forceinline__ void wait_bulk() { emu::wait_bulk(false); }
+__forceinline__ void fence_async_proxy_global() { emu::fence_async_proxy_global(); }
+__forceinline__ void wait_count(const int* count, int value) { emu::wait_count(count, value); }
+__forceinline__ void count_up(int* count) { emu::count_up(count); }
+__forceinline__ int next_number(int* counter) { return emu::next_number(counter); }
+
 template <int kRegisters>
 __forceinline__ void give_registers() {
   emu::set_registers(kRegisters, false);
@@ -70,11 +84,14 @@ inline constexpr emu::Half kHalf<Fp16Math> = emu::Half::kFloat16;
 template <class Math, int kColumns>
 struct Wgmma {
   static __forceinline__ void rows(float (&c)[kColumns / 2], uint64_t a, uint64_t b, bool add) {
-    emu::wgmma(kHalf<Math>, kColumns, c, nullptr, a, b, add);
+    emu::wgmma(kHalf<Math>, kColumns, c, nullptr, a, b, add, false);
+  }
+  static __forceinline__ void deep(float (&c)[kColumns / 2], uint64_t a, uint64_t b, bool add) {
+    emu::wgmma(kHalf<Math>, kColumns, c, nullptr, a, b, add, true);
   }
   static __forceinline__ void columns(float (&c)[kColumns / 2], const uint32_t (&a)[4],
                                       uint64_t b) {
-    emu::wgmma(kHalf<Math>, kColumns, c, a, 0, b, true);
+    emu::wgmma(kHalf<Math>, kColumns, c, a, 0, b, true, true);
   }
 };
 
