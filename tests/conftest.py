@@ -11,10 +11,12 @@ import os
 # Before torch starts its threads: tests run side by side on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import functools
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy
@@ -60,12 +62,21 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model folder, random weights; not to be written to."""
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The demo's model folder of a family, random weights; not to be written to."""
     from vlmtrain.demo import command, tiny_model
 
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    return tiny_model.write_folder(folder, command.training_texts())
+    @functools.cache
+    def folder(family: Any) -> Path:
+        path = tmp_path_factory.mktemp("tiny") / "model"
+        return tiny_model.write_folder(path, command.training_texts(), family=family)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_folders: Callable[[str], Path]) -> Path:
+    return tiny_folders("qwen2_5_vl")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.family import parse_spec
 
-# hidden, layers, heads, key/value heads, MLP, vocabulary, tied, vision MLP (None: Qwen2-VL)
+# hidden, layers, heads, key/value heads, MLP, vocabulary, tied, vision MLP (None: Qwen2-VL's)
 RELEASED = {
     "qwen2_vl-2b": (1536, 28, 12, 2, 8960, 151936, True, None),
     "qwen2_vl-7b": (3584, 28, 28, 4, 18944, 152064, False, None),
@@ -16,11 +16,17 @@ RELEASED = {
     "qwen2_5_vl-7b": (3584, 28, 28, 4, 18944, 152064, False, 3420),
     "qwen2_5_vl-32b": (5120, 64, 40, 8, 27648, 152064, False, 3456),
     "qwen2_5_vl-72b": (8192, 80, 64, 8, 29568, 152064, False, 3456),
+    "qwen3_vl-2b": (2048, 28, 16, 8, 6144, 151936, True, 4096),
+    "qwen3_vl-4b": (2560, 36, 32, 8, 9728, 151936, True, 4096),
+    "qwen3_vl-8b": (4096, 36, 32, 8, 12288, 151936, False, 4304),
+    "qwen3_vl-32b": (5120, 64, 64, 8, 25600, 151936, False, 4304),
 }
 
 
 def released_config(name: str) -> dict[str, Any]:
     hidden, layers, heads, kv, mlp, vocab, tied, vision_mlp = RELEASED[name]
+    if name.startswith("qwen3_vl"):
+        return _qwen3_vl(hidden, layers, heads, kv, mlp, vocab, tied, vision_mlp)
     vision: dict[str, Any] = {"depth": 32, "num_heads": 16, "patch_size": 14, "in_chans": 3}
     if vision_mlp is None:
         vision |= {"embed_dim": 1280, "hidden_size": hidden, "mlp_ratio": 4}
@@ -47,6 +53,55 @@ def released_config(name: str) -> dict[str, Any]:
         "vision_start_token_id": 151652,
         "vision_end_token_id": 151653,
         "vision_config": vision,
+    }
+
+
+def _qwen3_vl(
+    hidden: int, layers: int, heads: int, kv: int, mlp: int, vocab: int, tied: bool, vision_mlp: int
+) -> dict[str, Any]:
+    small = vision_mlp == 4096
+    return {
+        "model_type": "qwen3_vl",
+        "tie_word_embeddings": tied,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "text_config": {
+            "attention_bias": False,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": hidden,
+            "intermediate_size": mlp,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_text",
+            "num_attention_heads": heads,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": kv,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": {
+                "mrope_interleaved": True,
+                "mrope_section": [24, 20, 20],
+                "rope_type": "default",
+            },
+            "rope_theta": 5000000,
+            "vocab_size": vocab,
+        },
+        "vision_config": {
+            "deepstack_visual_indexes": [5, 11, 17] if small else [8, 16, 24],
+            "depth": 24 if small else 27,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1024 if small else 1152,
+            "in_channels": 3,
+            "intermediate_size": vision_mlp,
+            "model_type": "qwen3_vl",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": hidden,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,6 +138,17 @@ def test_model_folder_is_what_the_demo_promises(tiny_folder: Path) -> None:
     assert spec.num_kv_heads < spec.num_heads
 
 
+def test_folder_of_qwen3_vl(tiny_folders: Callable[[str], Path], exported: Path) -> None:
+    folder = tiny_folders("qwen3_vl")
+    spec = read_spec(folder)
+    assert spec.family == "qwen3_vl" and spec.vision.deepstack_layers == (0, 1, 2)
+    assert (spec.vision.patch_size, spec.qk_norm, spec.interleaved_mrope) == (16, True, True)
+    model = Model(folder)
+    assert tuple(model.images.image_mean) == (0.5,) * 3
+    assert "helpful" not in model.tokenizer.chat_template
+    assert isinstance(model.answer("<image>What?", [exported / "coffee.jpg"], 2), str)
+
+
 def test_seed_decides_the_weights(tiny_folder: Path, tmp_path: Path) -> None:
     texts = command.training_texts()
     weights = [
@@ -195,6 +207,7 @@ def test_picture_is_drawn_with_right_and_wrong_answers(exported: Path, tmp_path:
         exported,
         _answers(3),
         metrics,
+        model="Qwen3-VL",
         parameters=3_000_000,
         processes=2,
         training_seconds=60.0,

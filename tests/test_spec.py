@@ -1,4 +1,4 @@
-"""Sizes are read from config.json: the seven released shapes, flat and nested, and what is not."""
+"""Sizes are read from config.json: the released shapes, flat and nested, and what is not."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ def test_released_shapes(name):
     assert (spec.num_kv_heads, spec.intermediate_size, spec.vocab_size) == (kv, mlp, vocab)
     assert spec.head_dim == 128 and spec.tie_word_embeddings == tied
     vision = spec.vision
-    assert (vision.depth, vision.hidden_size, vision.head_dim, vision.patch_dim) == (
-        32,
-        1280,
-        80,
-        1176,
-    )
     assert vision.intermediate_size == (vision_mlp or 5120)
     assert vision.out_hidden_size == hidden
-    assert vision.window_size == (None if vision_mlp is None else 112)
-    assert vision.full_attention_layers == (() if vision_mlp is None else (7, 15, 23, 31))
+    sizes = (vision.depth, vision.hidden_size, vision.head_dim, vision.patch_dim)
+    windows = vision.window_size, vision.full_attention_layers
+    if spec.family == "qwen3_vl":
+        small = vision_mlp == 4096
+        assert sizes == ((24, 1024, 64, 1536) if small else (27, 1152, 72, 1536))
+        assert vision.deepstack_layers == ((5, 11, 17) if small else (8, 16, 24))
+        assert vision.position_side == 48 and windows == (None, ())
+        assert not spec.qkv_bias and spec.qk_norm and spec.interleaved_mrope
+        return
+    assert sizes == (32, 1280, 80, 1176)
+    assert windows == ((None, ()) if vision_mlp is None else (112, (7, 15, 23, 31)))
+    assert spec.qkv_bias and not spec.qk_norm and not vision.deepstack_layers
 
 
 def test_nested_form_says_the_same():
@@ -57,6 +61,7 @@ def test_nested_form_says_the_same():
     ("change", "words"),
     [
         ({"model_type": "llava"}, ["llava", "qwen2_vl"]),
+        ({"model_type": "qwen3_5"}, ["qwen3_5", "qwen3_vl"]),
         ({"hidden_size": None}, ["hidden_size", "missing"]),
         ({"num_attention_heads": 27}, ["3584", "27"]),
         ({"rope_scaling": {"mrope_section": [16, 24]}}, ["mrope_section", "128"]),
@@ -69,6 +74,27 @@ def test_refused(change, words, tmp_path):
     with pytest.raises(ModelConfigError) as error:
         read_spec(tmp_path)
     for word in ["config.json", *words]:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "words"),
+    [
+        ("text_config", {"attention_bias": True}, ["attention_bias is True", "False"]),
+        ("text_config", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
+        ("text_config", {"rope_parameters": {"rope_type": "yarn"}}, ["rope_type", "default"]),
+        ("text_config", {"num_hidden_layers": 2}, ["deepstack_visual_indexes", "is 2"]),
+        ("vision_config", {"num_position_embeddings": 2300}, ["2300", "2209"]),
+        ("vision_config", {"deepstack_visual_indexes": [8, 27]}, ["[8, 27]", "0 to 26"]),
+        ("vision_config", {"deepstack_visual_indexes": [16, 8]}, ["[16, 8]", "ascending"]),
+        ("vision_config", {"out_hidden_size": 3584}, ["3584", "4096"]),
+    ],
+)
+def test_qwen3_vl_refused(section, change, words):
+    config = released_config("qwen3_vl-8b")
+    with pytest.raises(ModelConfigError) as error:
+        parse_spec({**config, section: {**config[section], **change}})
+    for word in words:
         assert word in str(error.value)
 
 

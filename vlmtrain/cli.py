@@ -12,7 +12,7 @@ from vlmtrain.core.errors import UserError
 
 _USAGE = """usage: vlmtrain COMMAND [options]
 
-  train      train a Qwen2-VL or Qwen2.5-VL model from and to a Hugging Face folder
+  train      train a Qwen2-VL, Qwen2.5-VL or Qwen3-VL model from and to a Hugging Face folder
   data       build: conversations to WebDataset shards; check: report broken samples; stats
   convert    Hugging Face folders to Megatron checkpoints and back; verify compares two
   plan       the best layouts for a model on GPUs that are not rented yet

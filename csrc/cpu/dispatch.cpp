@@ -1,7 +1,9 @@
 #include "cpu/dispatch.h"
 
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -22,7 +24,7 @@ constexpr Isa kAll[] = {Isa::kGeneric,    Isa::kAvx2,    Isa::kAvx512,
 // "" if this process may use the tile registers and the processor multiplies bf16 there.
 const char* why_no_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
-  static const char* const why = [] {
+  static const std::string why = []() -> std::string {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || ~edx & (kAmxBf16 | kAmxTile)) {
@@ -30,11 +32,13 @@ const char* why_no_tiles() {
     }
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, asm/prctl.h
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) {
-      return "Linux refuses the tile registers (arch_prctl; they need Linux 5.16)";
+      return std::string(
+                 "Linux refuses the tile registers, which it has since 5.16 (arch_prctl: ") +
+             std::strerror(errno) + ")";
     }
     return "";
   }();
-  return why;
+  return why.c_str();
 #else
   return "not an x86-64 Linux";
 #endif

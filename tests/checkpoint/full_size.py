@@ -32,10 +32,10 @@ MODELS = {"2B": "qwen2_vl-2b", "7B": "qwen2_5_vl-7b"}
 RSS_LIMIT_GB = {"2B": 1.5, "7B": 3.0}
 
 
-def make(folder: Path, size: str) -> None:
-    """A folder with random bf16 weights of a released size."""
+def make(folder: Path, config: dict[str, Any]) -> None:
+    """A folder with random bf16 weights of a model."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(released_config(MODELS[size]), indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     spec = read_spec(folder)
     table = shapes_of(spec)
     plan: list[list[str]] = [[]]
@@ -74,7 +74,7 @@ def main() -> None:
     folder, size = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "2B"
     hf, megatron, other, back = (folder / n for n in ("hf", "megatron", "resharded", "back"))
     try:
-        make(hf, size)
+        make(hf, released_config(MODELS[size]))
         jobs = [
             ["hf-to-megatron", "--source", f"{hf}", "--target", f"{megatron}",
              "--parallel.tensor", "2", "--parallel.pipeline", "2"],

@@ -47,13 +47,16 @@ LAYOUTS = [
 ]
 
 
+PROCESSOR_FILES = "preprocessor_config", "video_preprocessor_config", "processor_config"
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     print(f"seed {SEED}")
     folder = tmp_path_factory.mktemp("models")
     return {
         "tied": ref.save_model(
-            ref.make_model("qwen2_vl", vision_heads=4, tied=True, seed=SEED), folder / "tied"
+            ref.make_model("qwen3_vl", vision_heads=4, tied=True, seed=SEED), folder / "tied"
         ),
         "untied": ref.save_model(
             ref.make_model("qwen2_5_vl", vision_heads=4, seed=SEED), folder / "untied"
@@ -107,12 +110,16 @@ def layout_of(folder: Path, section: ParallelSection):
 def test_round_trip_is_bitwise(kind, dtype, shards, new_names, models, tmp_path):
     """HF -> A -> B -> HF over random layouts, then what transformers' own reader finds."""
     source = variant(models[kind], tmp_path / "source", dtype, shards, new_names)
+    others = {f"{n}.json": json.dumps({n: [SEED]}).encode() for n in PROCESSOR_FILES}
+    for name, content in others.items():
+        (source / name).write_bytes(content)
     a, b = random.Random(SEED).sample(LAYOUTS, 2)
     where = f"{a} {b} (seed {SEED})"
     convert.to_megatron(source, tmp_path / "a", layout_of(source, a))
     convert.to_megatron(tmp_path / "a", tmp_path / "b", layout_of(source, b))
     check_weights(tmp_path / "b", read_spec(tmp_path / "b"))
     convert.to_hf(tmp_path / "b", tmp_path / "back", shard_bytes=10**6)
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in others} == others
     before, after = tensors(source), tensors(tmp_path / "back")
     assert after.keys() == before.keys(), where
     for name, tensor in before.items():

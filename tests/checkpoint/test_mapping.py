@@ -28,18 +28,20 @@ from vlmtrain.parallel.layout import make_layout
 
 @st.composite
 def specs(draw: Any, tensor: int = 1) -> ModelSpec:
-    """A model of either family whose sizes `tensor` divides."""
-    gated = draw(st.booleans())
+    """A model of any family whose sizes `tensor` divides."""
+    family = draw(st.sampled_from(["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]))
+    gated, third = family == "qwen2_5_vl", family == "qwen3_vl"
+    depth = draw(st.integers(1, 3))
     vision_heads = tensor * draw(st.integers(1, 3))
     vision_dim = 4 * draw(st.integers(1, 3))
     groups = tensor * draw(st.integers(1, 2))
     head_dim = 2 * draw(st.integers(1, 4))
     heads = groups * draw(st.integers(1, 3))
-    hidden = heads * head_dim
+    hidden = heads * head_dim * (2 if third else 1)
     return ModelSpec(
-        family="qwen2_5_vl" if gated else "qwen2_vl",
+        family=family,
         vision=VisionSpec(
-            depth=draw(st.integers(1, 3)),
+            depth=depth,
             hidden_size=vision_heads * vision_dim,
             num_heads=vision_heads,
             intermediate_size=tensor * draw(st.integers(1, 7)),
@@ -54,6 +56,9 @@ def specs(draw: Any, tensor: int = 1) -> ModelSpec:
             window_size=112 if gated else None,
             full_attention_layers=(),
             tokens_per_second=None,
+            patch_bias=third,
+            position_side=3 if third else 0,
+            deepstack_layers=(0, depth - 1)[:depth] if third else (),
         ),
         vocab_size=draw(st.integers(5, 300)),
         hidden_size=hidden,
@@ -71,31 +76,46 @@ def specs(draw: Any, tensor: int = 1) -> ModelSpec:
         video_token_id=1,
         vision_start_token_id=2,
         vision_end_token_id=3,
+        qkv_bias=not third,
+        qk_norm=third,
     )
 
 
 def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
     """Hugging Face shapes, from what the architectures say, not from the table."""
     v, h, w = spec.vision, spec.hidden_size, spec.vision.hidden_size
-    kv = spec.num_kv_heads * spec.head_dim
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    third = spec.family == "qwen3_vl"
     actual: dict[str, list[int]] = {
         "model.embed_tokens.weight": [spec.vocab_size, h],
         "model.norm.weight": [h],
         "visual.patch_embed.proj.weight": [w, 3, 2, v.patch_size, v.patch_size],
-        "visual.merger.mlp.0.weight": [4 * w, 4 * w],
-        "visual.merger.mlp.0.bias": [4 * w],
-        "visual.merger.mlp.2.weight": [h, 4 * w],
-        "visual.merger.mlp.2.bias": [h],
-        "visual.merger.ln_q.weight": [w],
     }
+    mergers = {"visual.merger.": w}
+    if third:
+        actual["visual.patch_embed.proj.bias"] = [w]
+        actual["visual.pos_embed.weight"] = [9, w]
+        for n in range(len(v.deepstack_layers)):
+            mergers[f"visual.deepstack_merger_list.{n}."] = 4 * w
+    fc1, fc2, norm = ("linear_fc1", "linear_fc2", "norm") if third else ("mlp.0", "mlp.2", "ln_q")
+    for name, width in mergers.items():
+        actual |= {f"{name}{fc1}.weight": [4 * w, 4 * w], f"{name}{fc1}.bias": [4 * w]}
+        actual |= {f"{name}{fc2}.weight": [h, 4 * w], f"{name}{fc2}.bias": [h]}
+        actual[f"{name}{norm}.weight"] = [width]
+        if spec.family != "qwen2_5_vl":
+            actual[f"{name}{norm}.bias"] = [width]
     if not spec.tie_word_embeddings:
         actual["lm_head.weight"] = [spec.vocab_size, h]
     for i in range(spec.num_layers):
         layer = f"model.layers.{i}."
-        for name, n in (("q", h), ("k", kv), ("v", kv)):
+        for name, n in (("q", q), ("k", kv), ("v", kv)):
             actual[f"{layer}self_attn.{name}_proj.weight"] = [n, h]
-            actual[f"{layer}self_attn.{name}_proj.bias"] = [n]
-        actual[layer + "self_attn.o_proj.weight"] = [h, h]
+            if not third:
+                actual[f"{layer}self_attn.{name}_proj.bias"] = [n]
+        if third:
+            actual[layer + "self_attn.q_norm.weight"] = [spec.head_dim]
+            actual[layer + "self_attn.k_norm.weight"] = [spec.head_dim]
+        actual[layer + "self_attn.o_proj.weight"] = [h, q]
         actual[layer + "mlp.gate_proj.weight"] = [spec.intermediate_size, h]
         actual[layer + "mlp.up_proj.weight"] = [spec.intermediate_size, h]
         actual[layer + "mlp.down_proj.weight"] = [h, spec.intermediate_size]
@@ -105,20 +125,18 @@ def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
         block, n = f"visual.blocks.{i}.", v.intermediate_size
         actual[block + "attn.qkv.weight"], actual[block + "attn.qkv.bias"] = [3 * w, w], [3 * w]
         actual[block + "attn.proj.weight"], actual[block + "attn.proj.bias"] = [w, w], [w]
-        linears = (
-            {"gate_proj": (n, w), "up_proj": (n, w), "down_proj": (w, n)}
-            if spec.family == "qwen2_5_vl"
-            else {"fc1": (n, w), "fc2": (w, n)}
-        )
+        linears = {
+            "qwen2_vl": {"fc1": (n, w), "fc2": (w, n)},
+            "qwen2_5_vl": {"gate_proj": (n, w), "up_proj": (n, w), "down_proj": (w, n)},
+            "qwen3_vl": {"linear_fc1": (n, w), "linear_fc2": (w, n)},
+        }[spec.family]
         for name, (out, into) in linears.items():
             actual[f"{block}mlp.{name}.weight"] = [out, into]
             actual[f"{block}mlp.{name}.bias"] = [out]
         for norm in ("norm1", "norm2"):
             actual[f"{block}{norm}.weight"] = [w]
-            if spec.family == "qwen2_vl":
+            if spec.family != "qwen2_5_vl":
                 actual[f"{block}{norm}.bias"] = [w]
-    if spec.family == "qwen2_vl":
-        actual["visual.merger.ln_q.bias"] = [w]
     return actual
 
 
@@ -131,15 +149,15 @@ def test_split_join_and_slices(data, size):
     """HF -> whole -> pieces -> whole -> HF is bitwise; slices read alone make the same pieces."""
     spec = data.draw(specs(size))
     named = transforms(spec)
-    shapes = shapes_of(spec)
+    shapes = shapes_of(spec)  # under canonical names
     seen = set()
     for row in rows(spec):
         transform = named[row.transform]
         whole_hf = [
             torch.arange(torch.Size(shapes[n]).numel()).view(shapes[n]) + 1000 * k
-            for k, n in enumerate(row.hf)
+            for k, n in enumerate(map(canonical_name, row.hf))
         ]
-        seen |= set(row.hf)
+        seen |= set(map(canonical_name, row.hf))
         whole = transform.to_megatron(whole_hf)
         assert hf_shapes(transform, whole.shape) == [list(t.shape) for t in whole_hf]
         if row.transform == "vocab":

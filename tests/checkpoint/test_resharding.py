@@ -72,7 +72,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
         kind: ref.save_model(
             ref.make_model(family, vision_heads=4, tied=kind == "tied", seed=SEED), folder / kind
         )
-        for kind, family in (("tied", "qwen2_vl"), ("untied", "qwen2_5_vl"))
+        for kind, family in (("tied", "qwen3_vl"), ("untied", "qwen2_5_vl"))
     }
     untied, steps, actual = models["untied"], [SEED, SEED + 1], {}
 

@@ -30,8 +30,14 @@ IMAGE_LIMITS = {"min_pixels": 4 * 28 * 28, "max_pixels": 24 * 28 * 28}
 def config(family: str, ids: dict[str, int], vocab_size: int) -> dict[str, Any]:
     """A config.json with odd small sizes."""
     vision: dict[str, Any] = {"depth": 2, "num_heads": 3, "patch_size": 14}
+    rope: dict[str, Any] = {"type": "mrope", "mrope_section": [4, 6, 6]}
     if family == "qwen2_vl":
         vision |= {"embed_dim": 48, "hidden_size": 192}
+    elif family == "qwen3_vl":
+        vision |= {"patch_size": 16, "hidden_size": 48, "out_hidden_size": 192}
+        vision |= {"intermediate_size": 68, "num_position_embeddings": 9}
+        vision |= {"deepstack_visual_indexes": [0]}
+        rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     else:
         vision |= {"hidden_size": 48, "out_hidden_size": 192, "tokens_per_second": 2}
         vision |= {"intermediate_size": 68, "fullatt_block_indexes": [1]}
@@ -43,7 +49,7 @@ def config(family: str, ids: dict[str, int], vocab_size: int) -> dict[str, Any]:
         "num_hidden_layers": 2,
         "intermediate_size": 128,
         "vocab_size": vocab_size,
-        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+        "rope_scaling": rope,
         "tie_word_embeddings": False,
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],

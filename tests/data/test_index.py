@@ -40,7 +40,8 @@ def test_layouts(data: Path, processor: Processor, spec: ModelSpec) -> None:
     assert index.media_start.tolist() == [0, 1, 1, 3]
     assert index.image_tokens.tolist() == [6, 0, 27]
     for i in range(3):
-        encoded = processor.encode(index.load(i), index.layouts(i))
+        sample = index.load(i)
+        encoded = processor.encode(sample, processor.layouts(sample))
         assert len(encoded.input_ids) == index.lengths[i]
         assert encoded.target_tokens == index.target_tokens[i]
         assert encoded.id == index.ids[i]

@@ -194,7 +194,8 @@ def test_segments_are_the_samples_on_their_own(
         offsets = batch.cu_seqlens.tolist()
         for sample_id, a, b in zip(batch.sample_ids, offsets, offsets[1:], strict=False):
             i = index.ids.index(sample_id)
-            sample, layouts = index.load(i), index.layouts(i)
+            sample = index.load(i)
+            layouts = processor.layouts(sample)
             alone = processor.encode(sample, layouts)
             assert torch.equal(batch.input_ids[a:b], alone.input_ids)
             assert torch.equal(batch.labels[a:b], alone.labels)

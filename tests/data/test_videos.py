@@ -81,8 +81,9 @@ def test_decodes_the_sampled_frames(suffix: str, tmp_path: Path) -> None:
     # 20 frames at 8 a second, 2 a second wanted: 5, rounded down to the even 4.
     assert SETTINGS.sample(info) == [0, 5, 10, 15]
     frames = load_video(media, info, SETTINGS, SAMPLE)
-    grid, seconds = SETTINGS.layout(media, info)
+    grid, seconds, times = SETTINGS.layout(media, info)
     assert grid == (2, 4, 6) and frames.shape == (4, 56, 84, 3)
+    assert times == ((0 + 5) / 8 / 2, (10 + 15) / 8 / 2)
     assert seconds == 2 / (4 / 20 * 8)  # sampled at 1.6 frames a second, 2 frames a slice
     # mpeg4 is lossy: flat greys come back within a few values.
     means = frames.astype(float).mean(axis=(1, 2, 3))
@@ -95,7 +96,7 @@ def test_frame_list_uses_every_frame(tmp_path: Path) -> None:
     )
     media = Media("video", "clip", parts, frame_list=True, fps=4.0)
     info = probe_media(media, SAMPLE, True)
-    assert SETTINGS.layout(media, info) == ((2, 4, 6), 0.5)
+    assert SETTINGS.layout(media, info) == ((2, 4, 6), 0.5, (0.125, 0.5))
     frames = load_video(media, info, SETTINGS, SAMPLE)
     for i, frame in enumerate(frames):
         expected = Image.open(parts[i].path).resize((84, 56), Image.Resampling.BICUBIC)

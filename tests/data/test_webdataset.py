@@ -88,7 +88,7 @@ def test_shards_read_like_the_json(
             assert x.info is not None and y.info is None
     one = scan_sources([source], processor, spec, 512)
     two = scan_sources([tmp_path / "shards"], processor, spec, 512)
-    for name in ("lengths", "target_tokens", "image_tokens", "grids", "seconds", "kinds", "infos"):
+    for name in ("lengths", "target_tokens", "image_tokens", "grids", "kinds", "infos"):
         assert getattr(one, name).tolist() == getattr(two, name).tolist(), name
 
 
@@ -283,7 +283,7 @@ def test_with_a_model_the_index_knows_the_tokens(
     monkeypatch.setattr(Processor, "measure", spy)
     index = scan_sources([tmp_path / "s"], processor, spec, 512)
     assert asked == []
-    for name in ("lengths", "target_tokens", "image_tokens", "grids", "seconds", "kinds", "infos"):
+    for name in ("lengths", "target_tokens", "image_tokens", "grids", "kinds", "infos"):
         assert getattr(index, name).tolist() == getattr(plain, name).tolist(), name
     assert index.ids == plain.ids
     larger = Processor.from_folder(model_folder, spec, min_pixels=30 * 784, max_pixels=40 * 784)

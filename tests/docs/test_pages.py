@@ -80,7 +80,7 @@ def test_links_and_options_exist(page) -> None:
     sections = {name.split(".")[0] for name in names(TrainConfig) if "." in name}
     for option in re.findall(r"--((?:\w+)\.(?:\w+))", text):
         if option.split(".")[0] in sections:
-            assert option in names(TrainConfig), option
+            assert option.replace(".no_", ".") in names(TrainConfig), option
     for block in blocks(page):
         assert block.language in LANGUAGES, block.language
         assert block.skipped is None or len(block.skipped) > 10, "say why it is not run"
@@ -90,6 +90,14 @@ def test_the_readme_names_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for page in PATH:
         assert f"docs/{page}" in readme
+
+
+def test_the_page_of_families_names_files_that_exist() -> None:
+    text = (DOCS / "new-family.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`([\w/]+(?:\.py|/))`", text.partition("outside\n")[2])
+    assert len(paths) > 25
+    for path in paths:
+        assert (ROOT / path).exists() or (ROOT / "vlmtrain" / path).exists(), path
 
 
 def test_what_counts_as_printed() -> None:

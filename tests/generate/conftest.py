@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,18 @@ from vlmtrain.demo import tiny_model
 from vlmtrain.generate.model import Answerer
 
 
-@pytest.fixture(scope="session")
-def folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="session", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)]
+)
+def folder(
+    request: pytest.FixtureRequest,
+    tiny_folders: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """The demo's model with weights so large that what it says depends on what it sees. It never
     says a special token: neither an end, which would come at random, nor a placeholder."""
     folder = tmp_path_factory.mktemp("loud") / "model"
-    shutil.copytree(tiny_folder, folder)
+    shutil.copytree(tiny_folders(request.param), folder)
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(torch.initial_seed() % 2**31)
     for tensor in weights.values():

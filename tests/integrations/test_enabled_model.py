@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from tests.conftest import RUN_SEED
-from tests.integrations.test_transformers import FAMILIES, batch, packed, sample, step
+from tests.integrations.test_transformers import FAMILIES, batch, kernels_of, packed, sample, step
 from tests.kernels.numeric import assert_bitwise
 from tests.kernels.test_embedding import _Calls
 from tests.parity import reference as ref
@@ -43,9 +43,6 @@ def ops(model: Any, inputs: dict[str, Any]) -> dict[str, int]:
     return {name: calls.names.count(name) for name in set(calls.names)}
 
 
-ALL = {"vision_attention": 4, "varlen_attention": 4, "visual_embedding": 1}
-
-
 def _child(pipe: Any) -> None:
     """Of a spawned process: nothing of vlmkernels was imported before the model came."""
     torch.set_num_threads(1)
@@ -58,7 +55,7 @@ def test_copies(plain: Any) -> None:
     expected = logits(ours, inputs)
     for model in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours), torch_load(ours)):
         assert_bitwise("logits", logits(model, inputs), expected)
-        assert ops(model, inputs) == ALL
+        assert ops(model, inputs) == kernels_of(plain)
         hf.disable(model)
         assert_bitwise("disabled", logits(model, inputs), logits(plain, inputs))
 
@@ -74,7 +71,7 @@ def test_spawned_process() -> None:
     got, names = here.recv()
     process.join()
     assert_bitwise("of the process", torch.from_numpy(got), logits(ours, inputs))
-    assert names == ALL
+    assert names == kernels_of(ours)
 
 
 def torch_load(model: nn.Module) -> nn.Module:
@@ -136,10 +133,10 @@ def test_models_that_share_a_config(plain: Any) -> None:
     assert one.config is other.config is plain.config
     inputs = packed([sample("image"), sample("text")])
     hf.enable(one)
-    assert "varlen_attention" not in ops(other, inputs) and ops(one, inputs) == ALL
+    assert "varlen_attention" not in ops(other, inputs) and ops(one, inputs) == kernels_of(plain)
     hf.enable(other)
     hf.disable(one)
-    assert ops(other, inputs) == ALL and ops(one, inputs) == ops(plain, inputs) == {}
+    assert ops(other, inputs) == kernels_of(plain) and ops(one, inputs) == ops(plain, inputs) == {}
     assert one.config.text_config is one.model.language_model.config is one.model.config.text_config
 
 
@@ -229,7 +226,7 @@ def test_fully_sharded(plain: Any, first: str) -> None:
             fully_shard(module, mesh=mesh)
         if first == "shard":
             hf.enable(ours)
-        assert ops(ours, inputs) == ALL
+        assert ops(ours, inputs) == kernels_of(plain)
         want, got = step(plain, inputs), step(ours, inputs)
         assert want.keys() == got.keys()
         for name, value in want.items():

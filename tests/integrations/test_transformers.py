@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from tests.conftest import RUN_SEED
@@ -16,7 +17,7 @@ from tests.kernels.numeric import assert_accurate, assert_bitwise
 from tests.parity import reference as ref
 from vlmkernels.integrations import transformers as hf
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = (pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen2_5_vl", "qwen3_vl")
 KINDS = {
     "image": [5, ("image", (1, 6, 10)), 9],
     "two images": [3, ("image", (1, 4, 6)), 4, ("image", (1, 12, 18)), 7],
@@ -126,6 +127,26 @@ def test_step(models: tuple[Any, Any, Any], kind: str) -> None:
     check(models, batch, [sample(kind)])
 
 
+def test_mixture_of_experts() -> None:
+    """Qwen3-VL's; every expert takes part, so that no rounding chooses another."""
+    config = ref.make_model("qwen3_vl").config.to_dict()
+    for name in ("text_config", "vision_config"):
+        config[name].pop("model_type")
+    config.pop("model_type")
+    config["text_config"] |= dict(num_experts=3, num_experts_per_tok=3, moe_intermediate_size=20)
+    config["text_config"] |= dict(decoder_sparse_step=1, mlp_only_layers=[1])
+    made = transformers.Qwen3VLMoeConfig(**config)
+    made._attn_implementation, made._experts_implementation = "sdpa", "eager"
+    plain = transformers.Qwen3VLMoeForConditionalGeneration(made).train()
+    ours, exact = hf.enable(copy.deepcopy(plain)), copy.deepcopy(plain).double()
+    check((plain, ours, exact), batch, [sample("image, video, image"), sample("text")])
+
+    def balanced(samples: list[ref.Sample], dtype: Any = torch.float32) -> dict[str, Any]:
+        return batch(samples, dtype=dtype) | {"output_router_logits": True}
+
+    check((plain, ours, exact), balanced, [sample("image")])
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_batch(models: tuple[Any, Any, Any], side: str) -> None:
     samples = [sample(kind) for kind in ("image", "text", "image, video, image", "video")]
@@ -157,15 +178,19 @@ def test_the_kernels_run(models: tuple[Any, Any, Any]) -> None:
     plain, ours, _ = models
     both = [sample("two images"), sample("text")]
     for inputs in (batch(both[:1]), batch(both), batch(both, "left"), packed(both)):
-        for model, expected in (
-            (plain, {}),
-            (ours, {"vision_attention": 4, "varlen_attention": 4, "visual_embedding": 1}),
-        ):
+        for model, expected in ((plain, {}), (ours, kernels_of(plain))):
             with _Calls() as calls, torch.no_grad():
                 model(**inputs)
-            wanted = ("vision_attention", "varlen_attention", "visual_embedding")
-            names = [n for n in calls.names if n in wanted]
-            assert {n: names.count(n) for n in names} == expected
+            names = set(calls.names) - {"linear_cross_entropy"}
+            assert {n: calls.names.count(n) for n in names} == expected
+
+
+def kernels_of(model: Any) -> dict[str, int]:
+    """How often each op runs in a forward of the enabled model, with images."""
+    calls = {"vision_attention": 4, "varlen_attention": 4, "visual_embedding": 1}
+    if levels := len(getattr(model.config.vision_config, "deepstack_visual_indexes", ())):
+        calls["add_visual_"] = levels
+    return calls
 
 
 def classes(model: nn.Module) -> list[type]:

@@ -268,12 +268,15 @@ def test_plan(rows: int, classes: int, hidden: int, item: int, rounded: bool) ->
     assert 1 <= count and 1 <= columns
     assert count * columns * item <= op.CHUNK_BYTES
     assert count * hidden * 4 <= op.CHUNK_BYTES
-    by_columns = columns < classes
+    part = -(-classes // op.KEPT)
+    by_columns = columns < part
     if by_columns:
-        assert rounded and rows * classes * item > op.MOST_ROUNDINGS * op.CHUNK_BYTES
+        assert rounded and rows > op.MOST_ROUNDINGS * (op.CHUNK_BYTES // (item * part))
+    elif columns < classes:
+        assert columns == part and count * classes * item > op.CHUNK_BYTES
     if count < rows:
         larger = -(-rows // max(1, -(-rows // count) - 1))  # rows in one chunk fewer
-        assert larger * max(hidden * 4, 0 if by_columns else classes * item) > op.CHUNK_BYTES
+        assert larger * max(hidden * 4, 0 if by_columns else part * item) > op.CHUNK_BYTES
         if rounded and not by_columns and larger * hidden * 4 <= op.CHUNK_BYTES:
             assert -(-rows // count) <= op.MOST_ROUNDINGS
 
@@ -313,9 +316,12 @@ def test_products_are_no_more_than_needed() -> None:
     assert products(True, True, everything, grad_scale=1.0, **none) == (3, 0)
     assert products(True, True, everything, **main) == (1, 3)
     assert products(True, True, everything, grad_scale=1.0, **main) == (3, 0)
-    assert products(True, True, 320, grad_scale=1.0, **main) == (6, 0)  # 4 rows at a time
+    # 4 rows at a time, and 8 in two blocks.
+    assert products(True, True, 160, grad_scale=1.0, **main) == (12, 0)
+    assert products(True, True, 160) == (12, 0)
     assert products(True, True, 320) == (6, 0)
-    assert products(True, True, 128) == (19, 0)  # 8 columns: the last of 5 blocks is not done again
+    # 4 rows by 8 columns: the last two of 5 blocks are not done again.
+    assert products(True, True, 64) == (36, 0)
 
 
 # ---- the incoming gradient -----------------------------------------------------------------------

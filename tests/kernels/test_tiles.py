@@ -1,5 +1,6 @@
-"""Attention on AMX tiles, compiled for this test: what stands in for the tile instructions against
-exact arithmetic and, where the processor has tiles, against those; every mutant of both sources.
+"""Attention on AMX tiles, compiled for this test: the stand-in of the tile instructions against
+exact arithmetic; the real instructions against the stand-in, where the processor has none by traps;
+every mutant of both sources.
 
 The tests of attention run these kernels too, as the instruction sets amx_emulated and amx_bf16.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,30 +23,39 @@ import torch
 from tests.cuda.mutants.mutant import Mutant, plant
 from tests.cuda.params import fill
 from tests.kernels import test_attention, test_vision_attention
-from tests.kernels.numeric import poisoned
+from tests.kernels.numeric import assert_bitwise, isa, poisoned
 from tests.kernels.tile_mutants import MUTANTS
-from vlmkernels import _native
+from vlmkernels import _native, varlen_attention, vision_attention
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 AVX512 = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl".split()
 AMX = ["-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
-ATTENTION = ["dispatch.cpp", "scratch.cpp", "attention/launch.cpp", "attention/kernel.cpp"]
+#: Set -> its name in dispatch.h.
+SETS = {"amx_emulated": "kAmxEmulated", "amx_bf16": "kAmxBf16"}
+ATTENTION = [
+    CSRC / "cpu" / name for name in ("scratch.cpp", "attention/launch.cpp", "attention/kernel.cpp")
+]
 
 pytestmark = pytest.mark.skipif(
     "amx_emulated" not in _native.available_isas(), reason="this machine has no AVX-512"
 )
 
 
-def compiled(folder: Path, csrc: Path, isa: str, flags: list[str], *sources: str) -> ctypes.CDLL:
-    """tiles.cpp and sources of csrc/cpu, for one instruction set."""
+def compiled(
+    folder: Path, name: str, *sources: Path, csrc: Path = CSRC, include: Path | None = None
+) -> ctypes.CDLL:
+    """tiles.cpp and sources, for one instruction set."""
     compiler = shutil.which("g++") or pytest.skip("g++ is not installed")
-    library = folder / f"{isa}.so"
+    library = folder / f"{name}.so"
     command = [
-        *(compiler, "-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-w"),
-        *(f"-DVLMK_ISA={isa}", "-DVLMK_TILES", f"-I{csrc}", "-DVLMKERNELS_HAVE_AVX512"),
-        *(f"-DVLMKERNELS_HAVE_{isa.upper()}", *AVX512, *flags, "-o", str(library)),
-        *(str(HERE / "tiles.cpp"), *(str(csrc / "cpu" / source) for source in sources)),
+        *(compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-w"),
+        *(f"-DVLMK_ISA={name}", f"-DVLMK_TEST_ISA={SETS[name]}", "-DVLMK_TILES", f"-I{csrc}"),
+        *(f"-DVLMKERNELS_HAVE_{name.upper()}", "-DVLMKERNELS_HAVE_AVX512", *AVX512),
+        *(AMX if name == "amx_bf16" else []),
+        *(["-DVLMK_WITH_ATTENTION"] if sources else []),
+        *(["-include", str(include)] if include else []),
+        *("-o", str(library), str(HERE / "tiles.cpp"), *map(str, sources)),
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -120,15 +132,11 @@ def check_instructions(library: ctypes.CDLL, rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(ours, exact_product(a, b.reshape(16, 16, 2), start))
 
 
-@pytest.mark.parametrize("name, flags", [("amx_emulated", []), ("amx_bf16", AMX)])
-def test_a_product_is_as_intels_manual_has_it(name, flags, tmp_path, seed):
-    if name not in _native.available_isas():
-        pytest.skip(f"{name}: {_native._C.why_no_amx()}")
-    print("real tiles" if flags else "the stand-in")
-    check_instructions(compiled(tmp_path, CSRC, name, flags), np.random.default_rng(seed))
+def test_the_stand_in_multiplies_as_intels_manual_has_it(tmp_path, seed):
+    check_instructions(compiled(tmp_path, "amx_emulated"), np.random.default_rng(seed))
 
 
-# ---- mutants -------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 class AttentionOnTiles:
@@ -136,7 +144,6 @@ class AttentionOnTiles:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.native, self.library = _native._C, library
-        library.choose()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)
@@ -168,16 +175,70 @@ def view(x: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("data", "token_stride", "head_stride"), x, strict=True))
 
 
-def check_attention() -> None:
+def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A module of tests, arguments of its check and outputs."""
     for lengths, heads, kv_heads, dim, causal in (
         ([64, 17, 130], 2, 2, 80, False),
         ([1, 100], 4, 2, 72, True),
         ([600], 2, 1, 16, False),  # keys dealt out to two items
     ):
-        inputs = test_attention.make(lengths, heads, kv_heads, dim, torch.bfloat16)
-        test_attention.check(*inputs, test_attention.offsets(lengths), causal=causal)
-    layout, *inputs = test_vision_attention.make([[1, 12, 20]], 2, 80, torch.bfloat16)
-    test_vision_attention.check(layout, *inputs, window=False)
+        q, k, v, dout = test_attention.make(lengths, heads, kv_heads, dim, torch.bfloat16)
+        cu = test_attention.offsets(lengths)
+        yield test_attention, {"q": q, "k": k, "v": v, "dout": dout, "cu": cu, "causal": causal}
+    layout, qkv, dout = test_vision_attention.make([[1, 12, 20]], 2, 80, torch.bfloat16)
+    yield test_vision_attention, {"layout": layout, "qkv": qkv, "dout": dout, "window": False}
+
+
+def check_attention() -> None:
+    with poisoned():
+        for module, arguments in cases():
+            module.check(**arguments)
+
+
+def results(module: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    if module is test_attention:
+        positional = [arguments[name] for name in ("q", "k", "v", "dout", "cu")]
+        return module.outputs(varlen_attention, *positional, causal=arguments["causal"])
+    positional = [arguments[name] for name in ("qkv", "dout", "layout")]
+    return module.outputs(vision_attention, *positional, window=arguments["window"])
+
+
+@contextmanager
+def trapped(folder: Path) -> Iterator[None]:
+    """Tile instructions by the signal handler of tile_traps.cpp."""
+    library = folder / "tile_traps.so"
+    flags = "-std=c++17 -O2 -mfma -ffp-contract=off -fPIC -shared".split()
+    command = ["g++", *flags, str(HERE / "tile_traps.cpp"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    traps = ctypes.CDLL(str(library))
+    traps.trap_tile_instructions(ctypes.c_bool(True))
+    try:
+        yield
+    finally:
+        traps.trap_tile_instructions(ctypes.c_bool(False))
+
+
+@pytest.mark.slow
+def test_the_instructions_give_the_bits_of_the_stand_in(tmp_path, seed, monkeypatch):
+    """The machine code for AMX itself: configuration, operands, strides."""
+    if "avx512_bf16" not in _native.available_isas():
+        pytest.skip("this machine has no AVX-512 BF16, which the kernels for AMX use too")
+    library = compiled(tmp_path, "amx_bf16", *ATTENTION)
+    real = not _native._C.why_no_amx()
+    print("real tiles" if real else "no tiles here: each instruction is trapped and carried out")
+    with nullcontext() if real else trapped(tmp_path):
+        check_instructions(library, np.random.default_rng(seed))
+        for module, arguments in cases():
+            with isa("amx_emulated"):
+                expected = results(module, arguments)
+            with monkeypatch.context() as patch, poisoned():
+                patch.setattr(_native, "_C", AttentionOnTiles(library))
+                ours = results(module, arguments)
+            for name in expected:
+                assert_bitwise(name, ours[name], expected[name])
+
+
+# ---- mutants -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +252,8 @@ def mutants(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         path.write_text(plant(path.read_text(), planted))
     declared = csrc / "mutant.h"
     declared.write_text('extern "C" int mutant;\n')
-    flags = ["-DVLMK_WITH_ATTENTION", "-include", str(declared)]
-    return compiled(csrc, csrc, "amx_emulated", flags, *ATTENTION)
+    sources = [csrc / source.relative_to(CSRC) for source in ATTENTION]
+    return compiled(csrc, "amx_emulated", *sources, csrc=csrc, include=declared)
 
 
 @pytest.mark.slow
@@ -206,8 +267,7 @@ def test_mutant_is_noticed(
         if mutant is None or mutant.family == "instructions":
             check_instructions(mutants, np.random.default_rng(seed))
         if mutant is None or mutant.family == "attention":
-            with poisoned():
-                check_attention()
+            check_attention()
 
     number = ctypes.c_int.in_dll(mutants, "mutant")
     number.value = 0 if mutant is None else 1 + MUTANTS.index(mutant)

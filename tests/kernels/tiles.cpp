@@ -25,7 +25,6 @@ unsigned tile_product(const void* a, ptrdiff_t a_row, const void* b, ptrdiff_t b
 }
 
 #ifdef VLMK_WITH_ATTENTION
-void choose() { vlmk::set_isa("amx_emulated"); }
 void poison_scratch(bool on) { vlmk::poison_scratch(on); }
 void attention_forward(const vlmk::AttentionParams& p) { vlmk::attention_forward(p); }
 void attention_backward(const vlmk::AttentionGradParams& p) { vlmk::attention_backward(p); }
@@ -33,17 +32,21 @@ void attention_backward(const vlmk::AttentionGradParams& p) { vlmk::attention_ba
 }
 
 #ifdef VLMK_WITH_ATTENTION
-#define VLMK_MISSING(isa)                                                           \
-  namespace isa {                                                                   \
-  void attention_forward_items(const AttentionParams&, const AttentionWork&) {      \
-    __builtin_trap();                                                               \
-  }                                                                                 \
-  void attention_backward_items(const AttentionGradParams&, const AttentionWork&) { \
-    __builtin_trap();                                                               \
-  }                                                                                 \
-  }
 namespace vlmk {
+
+Isa active_isa() { return Isa::VLMK_TEST_ISA; }
+bool isa_is_forced() { return true; }
+
+// Other instruction sets, which nothing here asks for.
+#define VLMK_MISSING(isa)                                                                          \
+  namespace isa {                                                                                  \
+  void attention_forward_items(const AttentionParams&, const AttentionWork&) { __builtin_trap(); } \
+  void attention_backward_items(const AttentionGradParams&, const AttentionWork&) {                \
+    __builtin_trap();                                                                              \
+  }                                                                                                \
+  }
 VLMK_MISSING(generic)
 VLMK_MISSING(avx512)
+
 }  // namespace vlmk
 #endif

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.reference import make_model
 from vlmtrain.checkpoint.mapping import canonical_name
-from vlmtrain.models.common.table import Linear
+from vlmtrain.models.common.table import Linear, Lookup
 from vlmtrain.models.family import FAMILIES, parse_spec, table_of
 
 
@@ -22,8 +22,8 @@ def test_every_tensor_of_the_model_is_in_the_table_once(family: str, tied: bool)
         for layer in range(layers or 1):
             for item in part.items:
                 for module, rows in item.modules.items():
-                    name = part.hf.replace("{i}", str(layer)) + module
-                    columns = [item.inputs] if isinstance(item, Linear) else []
+                    name = canonical_name(part.hf.replace("{i}", str(layer)) + module)
+                    columns = [item.inputs] if isinstance(item, Linear | Lookup) else []
                     assert name + ".weight" not in table
                     table[name + ".weight"] = [rows, *columns]
                     if item.bias:

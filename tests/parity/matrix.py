@@ -3,7 +3,7 @@ the loss to 1e-6, each gradient to 1e-5, and the losses of three optimizer steps
 1e-5, all relative.
 
 `make test-layouts` runs all of `CASES`: every layout, with overlapped gradient reduction too where
-there are data-parallel ranks, for both families and three streams of data. `test_layouts.py` runs
+there are data-parallel ranks, for all families and three streams of data. `test_layouts.py` runs
 a cut of them in `make test`. Layouts of one number of processes share a start-up.
 """
 
@@ -22,7 +22,7 @@ from tests.parity import reference as ref
 from tests.ranks import run_cases
 from vlmtrain.checkpoint.mapping import canonical_name
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 STREAMS = ("image", "mixed", "text")
 STEPS = 3
 SEED = int(os.environ["VLMKERNELS_TEST_SEED"]) % 10**6  # set by tests/conftest.py

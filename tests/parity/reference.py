@@ -1,4 +1,4 @@
-"""Random-weight models of both families, hand-made samples, and what transformers says of them.
+"""Random-weight models of every family, hand-made samples, and what transformers says of them.
 
 Nothing here uses vlmtrain's data code or kernels: sequences, labels and packs are laid out by
 hand, so that they are an independent reference.
@@ -55,6 +55,17 @@ def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: 
             **ids,
         )
         cls = transformers.Qwen2VLForConditionalGeneration
+    elif family == "qwen3_vl":
+        # More and fewer positions than the grids of the samples have.
+        vision = dict(depth=4, hidden_size=width, num_heads=vision_heads, intermediate_size=68)
+        vision |= dict(out_hidden_size=96, patch_size=14, num_position_embeddings=49)
+        rope = dict(rope_type="default", mrope_section=[6, 3, 3], rope_theta=1e6)
+        config = transformers.Qwen3VLConfig(
+            text_config=text | dict(head_dim=24, rope_parameters=rope),
+            vision_config=vision | dict(deepstack_visual_indexes=[0, 2, 3]),
+            **ids,
+        )
+        cls = transformers.Qwen3VLForConditionalGeneration
     else:
         config = transformers.Qwen2_5_VLConfig(
             text_config=text,

@@ -9,8 +9,8 @@ from tests.parity.matrix import Case, check, layouts, references
 __all__ = ["references"]  # a fixture
 
 _RECOMPUTE = {
-    "tp2 sp": dict(vision="full", language="selective"),
-    "pp2": dict(vision="selective", language="full"),
+    "tp2 sp": dict(vision="full", language="full"),
+    "pp2": dict(vision="selective", language="selective"),
 }
 CUT = {
     2: [
@@ -29,12 +29,18 @@ CUT = {
         ("qwen2_5_vl", False, "mixed", "pp2 multiplexed"),
         ("qwen2_vl", True, "mixed", "tp2 sp multiplexed overlap"),
         ("qwen2_5_vl", False, "mixed", "dp2 multiplexed overlap"),
+        ("qwen3_vl", True, "mixed", "pp2 vpp2 spread"),
+        ("qwen3_vl", False, "mixed", "tp2 sp"),
+        ("qwen3_vl", False, "mixed", "tp2 multiplexed"),
+        ("qwen3_vl", False, "mixed", "dp2 overlap"),
     ],
     4: [
         ("qwen2_5_vl", False, "mixed", "pp4 auto"),
         ("qwen2_5_vl", True, "mixed", "tp2 pp2 sp spread"),
         ("qwen2_vl", False, "mixed", "dp2 pp2 overlap"),
         ("qwen2_5_vl", False, "mixed", "dp2 pp2 multiplexed"),
+        ("qwen3_vl", False, "mixed", "pp4 empty stages"),
+        ("qwen3_vl", True, "mixed", "tp2 pp2 vpp2 sp spread"),
     ],
 }
 

@@ -10,6 +10,7 @@ from tests.parity.matrix import BOTH, SEED, relative, run
 from tests.parity.test_parity import from_disk
 
 STEPS = 3
+QWEN3_VL = ("qkv", "proj", "linear_fc1", "linear_fc2", "q_proj", "v_proj", "up_proj")
 # family, layout, LoRA options
 CASES = {
     1: [
@@ -22,6 +23,11 @@ CASES = {
             "qwen2_vl",
             dict(tensor=2),
             dict(vision=True, targets=("qkv", "proj", "fc1", "fc2", "q_proj", "up_proj", "o_proj")),
+        ),
+        (
+            "qwen3_vl",
+            dict(pipeline=2, vision_layers=(2, 2), text_layers=(0, 4)),
+            dict(vision=True, targets=QWEN3_VL),
         ),
         ("qwen2_5_vl", dict(pipeline=2), {}),  # the stage of the tower has nothing to train
         ("qwen2_5_vl", dict(pipeline=2, multiplexed=True), dict(vision=True)),

@@ -110,7 +110,7 @@ class TestOneProcess:
     ids=str,
 )
 def test_hf_to_megatron_to_hf_is_bitwise(layout, tmp_path):
-    """Every tensor, both families, tied and untied; and transformers misses none."""
+    """Every tensor, all families, tied and untied; and transformers misses none."""
     from safetensors.torch import load_file
 
     cases = []

@@ -23,6 +23,7 @@ from tests.parity import reference as ref
 from tests.ranks import ROOT
 from tests.worker import serve
 from vlmkernels.loss import op as loss_op
+from vlmtrain.checkpoint.mapping import canonical_name
 from vlmtrain.core import device
 from vlmtrain.core.config import (
     FreezeSection,
@@ -97,6 +98,7 @@ def gather_gradients(engine: Any) -> None:
 # Where a number may be asked of a tensor inside a step: of grids and labels, which stay in host
 # memory, and of offsets before they leave it.
 _HOST = ("layout.py", "step_inputs.py", "batch.py:media_pixels", "batch.py:to")
+_HOST += ("vision.py:from_grid", "batch.py:_rows_before")
 _HOST += ("row_exchange.py:__init__", "row_exchange.py:row_exchange")
 _HOST += ("op.py:_run", "op.py:_check_labels", "op.py:_shares")
 _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
@@ -246,7 +248,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         gather_gradients(engine)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, dict(gathered(engine.exported, spec, gradient)))
-        return loss, {n: t for part in everyone for n, t in part.items()}
+        return loss, {canonical_name(n): t for part in everyone for n, t in part.items()}
 
     if lora.rank:
         save_adapters(engine.exported, lora, case["model"], case["adapter"] / "before")

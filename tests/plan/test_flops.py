@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parity import reference
+from tests.parity.matrix import FAMILIES
 from tests.released import RELEASED, released_config, released_spec
 from vlmtrain.core.config import FreezeSection
 from vlmtrain.core.spec import ModelSpec
@@ -32,7 +33,7 @@ def _sample(rng: random.Random, grids: list[list[int]]) -> torch.Tensor:
 
 def _freeze(model: Any, freeze: FreezeSection) -> None:
     for name, parameter in model.named_parameters():
-        part = "merger" if ".merger." in name else "vision" if ".visual." in name else "language"
+        part = "merger" if "merger" in name else "vision" if ".visual." in name else "language"
         parameter.requires_grad_(not getattr(freeze, part))
 
 
@@ -63,7 +64,7 @@ def _measured(model: Any, ids: torch.Tensor, grids: list[list[int]]) -> int:
 GRIDS = [[1, 8, 8], [1, 10, 14], [1, 4, 22], [1, 18, 2]]
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_equals_torch_flop_counter(family: str, seed: int) -> None:
     rng = random.Random(seed)
     model = reference.make_model(family)
@@ -75,7 +76,7 @@ def test_equals_torch_flop_counter(family: str, seed: int) -> None:
         assert counted.total == _measured(model, ids, grids)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("frozen", range(8))
 def test_freezing_equals_torch_flop_counter(family: str, frozen: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -120,7 +121,7 @@ def test_windows_are_those_of_the_kernels(seed: int) -> None:
     assert work.window_pairs == int((layout.cu_window_seqlens.long().diff() ** 2).sum())
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_of_small_models(family: str, tied: bool) -> None:
     model = reference.make_model(family, tied=tied)
@@ -142,6 +143,9 @@ def test_padding_of_a_batch_does_not_count() -> None:
     assert flops.Work.of_batch(padded, spec.vision, padding=True) == wanted + tail
 
 
+KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     import transformers
@@ -150,12 +154,12 @@ def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     spec = parse_spec(config)
     text = {
         key: value
-        for key, value in config.items()
+        for key, value in config.get("text_config", config).items()
         if key not in ("vision_config", "model_type") and not key.startswith("rope")
         if "token_id" not in key
     }
     text["rope_parameters"] = {"rope_type": "default", "mrope_section": [16, 24, 24]}
-    kind = "Qwen2VL" if spec.family == "qwen2_vl" else "Qwen2_5_VL"
+    kind = KINDS[spec.family]
     real_config = getattr(transformers, f"{kind}Config")(
         text_config=text,
         vision_config=config["vision_config"],
@@ -164,15 +168,16 @@ def test_parameters_of_released_sizes_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):
         model = getattr(transformers, f"{kind}ForConditionalGeneration")(real_config)
     model.tie_weights()
+    visual, none = model.model.visual, torch.nn.Module()
     parts = {
-        "patch_embed": model.model.visual.patch_embed,
-        "vision": model.model.visual.blocks,
-        "merger": model.model.visual.merger,
-        "embedding": model.model.language_model.embed_tokens,
+        "patch_embed": [visual.patch_embed, getattr(visual, "pos_embed", none)],
+        "vision": [visual.blocks],
+        "merger": [visual.merger, getattr(visual, "deepstack_merger_list", none)],
+        "embedding": [model.model.language_model.embed_tokens],
     }
     counts = flops.parameter_counts(spec)
-    for part, module in parts.items():
-        assert counts[part] == sum(p.numel() for p in module.parameters()), part
+    for part, modules in parts.items():
+        assert counts[part] == sum(p.numel() for m in modules for p in m.parameters()), part
     assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.parity.reference import make_model
 from tests.plan.worker import results
 from vlmkernels.attention.select import TILED_HEAD_DIMS
-from vlmkernels.loss.op import CHUNK_BYTES
+from vlmkernels.loss.op import CHUNK_BYTES, KEPT
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
@@ -40,10 +40,19 @@ CASES = [
     _case("qwen2_vl", 1, 0, recompute=["full", "selective"], activations=ACTIVATIONS),
     _case("qwen2_5_vl", 2, 1, layout={"tensor": 2}, activations=ACTIVATIONS),
     _case("qwen2_vl", 6, 4, layout={"tensor": 2, "sequence": True}, activations=ACTIVATIONS),
+    _case("qwen3_vl", 1, 0, activations=ACTIVATIONS),
+    _case("qwen3_vl", 1, 0, precision="fp32", tied=True, activations=ACTIVATIONS),
+    _case("qwen3_vl", 2, 1, layout={"tensor": 2, "sequence": True}, activations=ACTIVATIONS),
+    _case("qwen3_vl", 1, 0, recompute=["full", "selective"], activations=ACTIVATIONS),
+    _case("qwen3_vl", 6, 3, layout={"pipeline": 2, "virtual_pipeline": 2}, bucket=40_000),
+    _case("qwen3_vl", 8, 5, layout={"pipeline": 4, "multiplexed": True}),
     *(
         _case(family, 1, 0, precision=precision, activations=ACTIVATIONS, **what)
         for family, precision, what in (
             ("qwen2_5_vl", "bf16", {"freeze": {"vision": True}}),
+            ("qwen3_vl", "fp32", {"freeze": {"vision": True}}),
+            ("qwen3_vl", "bf16", {"freeze": {"language": True}}),
+            ("qwen3_vl", "bf16", {"lora": LORA}),
             ("qwen2_vl", "fp32", {"freeze": {"vision": True, "merger": True}}),
             ("qwen2_vl", "bf16", {"freeze": {"language": True}}),
             ("qwen2_5_vl", "bf16", {"freeze": {"vision": True, "language": True}}),
@@ -66,6 +75,7 @@ CASES = [
     _case("qwen2_vl", 2, 1, bucket=None),
     _case("qwen2_5_vl", 4, 1, layout={"pipeline": 2, "multiplexed": True}, lora=LORA),
     *(_case("qwen2_5_vl", 12, rank, layout=UNEVEN) for rank in (1, 5, 11)),
+    *(_case("qwen3_vl", 12, rank, layout=UNEVEN) for rank in (1, 5)),
     *(_case("qwen2_vl", 12, rank, layout=UNEVEN, tied=True) for rank in (2, 10)),
     *(
         _case(
@@ -155,7 +165,7 @@ def test_shards_of_all_ranks_are_the_parameters() -> None:
 
 def test_vision_on_cuda_keeps_rotated_copies_only_where_no_kernel_rotates() -> None:
     assert memory.FUSED_HEAD_DIMS == TILED_HEAD_DIMS
-    assert memory.LOSS_BYTES == CHUNK_BYTES
+    assert memory.LOSS_BYTES == KEPT * CHUNK_BYTES
     spec = parse_spec(make_model("qwen2_5_vl").config.to_dict())
 
     def kept(heads: int, element: int) -> float:

@@ -156,7 +156,7 @@ LEARNING = [
 ]
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl-2b", "qwen2_5_vl-7b"])
+@pytest.mark.parametrize("name", ["qwen2_vl-2b", "qwen2_5_vl-7b", "qwen3_vl-8b"])
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
 @pytest.mark.parametrize("freeze,lora", LEARNING)
 def test_states_of_the_search_are_the_exact_ones(
@@ -166,6 +166,8 @@ def test_states_of_the_search_are_the_exact_ones(
     arguments = dict(LAYOUTS[number])
     if name.endswith("2b"):  # two key/value heads
         arguments["tensor"] = min(2, arguments.get("tensor", 1))
+    if name == "qwen3_vl-8b" and "vision_layers" in arguments:  # DeepStack's on stages 0, 1 and 2
+        arguments |= {"vision_layers": [9, 8, 10, 0], "text_layers": [0, 0, 2, 34]}
     layout = make_layout(spec, world_size=64, **arguments)
     data = workload.make_packs(workload.typical(spec), spec, 8192)
     model = costs.CostModel(spec, hardware.find_gpu("h100"), data, freeze, lora)

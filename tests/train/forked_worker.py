@@ -7,6 +7,7 @@ that rank, or in all. What each rank has printed and how it ended stand in OUTPU
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,13 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vlmtrain import cli
 from vlmtrain.data import index, loader
 from vlmtrain.training import agreement, engine
 
 
 def plant(fault: str, case: dict[str, Any]) -> None:
-    steps, slow, peaks = 0, False, list[int]()
+    steps, slow = 0, False
+    peaks: dict[str, list[int]] = {"rehearsal": [], "steps": []}
     original, build = engine.Engine.step, loader.PackedLoader._build
     load = index.SampleIndex.load
 
@@ -47,17 +51,17 @@ def plant(fault: str, case: dict[str, Any]) -> None:
     if fault == "peaks":  # no fault: the peak of each step, in OUTPUT.peaks.RANK.json
 
         def measured(self, *arguments):
-            self.backend.reset_peak_memory()
-            result = original(self, *arguments)
-            if not self._rehearsing:
-                peaks.append(self.backend.peak_memory_bytes())
-                path = Path(f"{case['output']}.peaks.{os.environ['RANK']}.json")
-                path.write_text(json.dumps(peaks))
+            with torch.profiler.profile(profile_memory=True) as profile:
+                result = original(self, *arguments)
+            events = profile.profiler.kineto_results.events()
+            changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+            held = itertools.accumulate(size for _, size in sorted(changes))
+            peaks["rehearsal" if self._rehearsing else "steps"].append(max(held))
+            path = Path(f"{case['output']}.peaks.{os.environ['RANK']}.json")
+            path.write_text(json.dumps(peaks))
             return result
 
         engine.Engine.step = measured
-        # What is decoded ahead, and when, is not the engine's memory.
-        loader.PackedLoader.__init__.__kwdefaults__["prefetch"] = False
     if fault == "slow disk":
         loader.PackedLoader._build = third
         index.SampleIndex.load = waiting

@@ -39,6 +39,13 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(
+    scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)]
+)
+def model(request, tiny_folders) -> Path:
+    return tiny_folders(request.param)
+
+
 def reference(folder: Path, data: Path) -> tuple[float, int]:
     """Loss and target tokens by a plain transformers loop, one sample at a time, in float32."""
     spec = read_spec(folder)
@@ -48,14 +55,13 @@ def reference(folder: Path, data: Path) -> tuple[float, int]:
     source = JsonSource(data)
     for record in source.records():
         sample = source.parse(record)
-        infos = [probe_media(media, sample, False) for media in sample.media]
-        layouts = [
-            processor.layout(m, info, sample) for m, info in zip(sample.media, infos, strict=True)
-        ]
+        sample = sample.with_infos([probe_media(media, sample, False) for media in sample.media])
+        layouts = processor.layouts(sample)
         encoded = processor.encode(sample, layouts)
         inputs: dict[str, Any] = {}
         if layouts:
-            rows = [torch.empty(t * h * w, 1176) for t, h, w in (one.grid for one in layouts)]
+            width = spec.vision.patch_dim
+            rows = [torch.empty(t * h * w, width) for t, h, w in (one.grid for one in layouts)]
             for media, out in zip(sample.media, rows, strict=True):
                 processor.pixels(media, processor.frames(media, sample), out)
             inputs["pixel_values"] = torch.cat(rows)

@@ -25,6 +25,7 @@ from vlmtrain.models.family import parse_spec
 from vlmtrain.telemetry import ledger
 from vlmtrain.telemetry.ledger import ROWS, Ranks, waterfall
 from vlmtrain.telemetry.metrics import Metrics, check_wandb
+from vlmtrain.telemetry.stragglers import Stragglers, describe
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,33 @@ def test_waiting_that_shows_up_in_the_optimizer() -> None:
     assert parts["gradients"] == pytest.approx((0.0 + 0.5) / 2)
     assert parts["bubble"] == 0
     assert sum(parts.values()) == pytest.approx(10.0)
+
+
+def test_who_the_others_wait_for() -> None:
+    """Four ranks, by hand: rank 2 computes 0.4 s longer, in every fifth step rank 1 reads for 1 s;
+    steps of 2 s. After fifty steps in which rank 3 is late, the first ones are forgotten."""
+    stragglers, quiet = Stragglers(), np.zeros(4)
+    for step in range(10):
+        reading = np.array([0, (step % 5 == 4) * 1.0, 0, 0])
+        row = stragglers.step(reading, np.array([1, 1, 1.4, 1]), 2.0)
+    assert row["straggler_rank"] == 2 and row["straggler_phase"] == "compute"
+    assert row["straggler_seconds"] == pytest.approx(0.4)
+    assert "the others waited for rank 2 computing, 0.4 s a step" in describe(row)
+    for _ in range(50):
+        row = stragglers.step(np.array([0, 0, 0, 0.2]), quiet, 2.0)
+    assert row["straggler_rank"] == 3 and row["straggler_phase"] == "reading"
+    assert row["straggler_seconds"] == pytest.approx(0.2)
+    for _ in range(50):
+        row = stragglers.step(np.array([0, 0, 0, 0.09]), quiet, 2.0)
+    assert row == {} and describe(row) == ""
+    assert Stragglers().step(np.array([0.0]), np.array([1.0]), 2.0) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a slow replica", "a slow stage"])
+def test_the_slow_rank_is_named(name: str, measured: dict[str, Any]) -> None:
+    row = measured[name]["rows"][-1]
+    assert (row["straggler_rank"], row["straggler_phase"]) == (1, "compute"), row
 
 
 # --- counts -----------------------------------------------------------------------------------

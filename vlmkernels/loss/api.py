@@ -212,7 +212,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of hidden @ weight.T, without the logits of all rows ever being in memory.
 
-    On the CPU. The largest tensor made beside the result and the gradients has 64 MB.
+    On the CPU and on CUDA. The largest tensors made beside the result and the gradients are two of
+    64 MB.
 
     Args:
         hidden: [T, h], float32, bfloat16 or float16.
@@ -234,7 +235,7 @@ def linear_cross_entropy(
             being rank and size of the group (sequence parallelism). Only rows with a target travel:
             each to all, and its gradient back.
         weight_grad: "dense": [V, h] in the dtype of weight. In 16 bits more rows with a target than
-            6 x 64 MB / 2V (1,320 of 152,064 classes) take a fourth product a row, so that the sum
+            6 x 64 MB / V (2,646 of 152,064 classes) take a fourth product a row, so that the sum
             isn't rounded more than 6 times (up to 6 x 64 MB / 4h rows, 65,536 at h = 1,536).
             "main_grad": added to weight.main_grad, a contiguous float32 [V, h]; autograd gets an
             empty sparse tensor, so that Megatron's hooks fire. Under torch.compile as "dense".

@@ -1,21 +1,23 @@
 """The op: chunks of logits between torch's products.
 
-T = tokens, N = those with a target, h = hidden size, V = classes of this rank. Logits exist for one
-chunk at a time, R rows by C classes, in the dtype of hidden and CHUNK_BYTES large at most; the
-native kernel turns them into statistics and, in place, into their gradient. Which chunks (`plan`):
+T = tokens, N = those with a target, h = hidden size, V = classes of this rank. Logits exist for R
+rows by C classes at a time, a block, in the dtype of hidden and CHUNK_BYTES large at most, and for
+KEPT blocks; the native kernel turns them into statistics and, in place, into their gradient. Which
+(`plan`):
 
-    rows by rows, C = V: three products a row. The weight's gradient is added to N / R times.
+    rows by rows, C = V / KEPT, or V where N rows of it fit: three products a row. The weight's
+        gradient is added to N / R times.
     columns by columns, all rows: four products a row, because a row's softmax must be known before
-        the first gradient, and the logits of one block are all that is kept. Every sum over rows is
-        one product. FLOPs and elements moved, of N rows:
+        the first gradient, and the logits of KEPT blocks are all that is kept. Every sum over rows
+        is one product. FLOPs and elements moved, of N rows:
 
                          FLOPs     weight read   gradient of the weight, read and written
         rows             6 N V h   2 V h N / R   2 V h N / R
         columns          8 N V h   3 V h         V h, written
 
     The first, unless the gradient has 16 bits and would be rounded too often: k sums of equal parts
-    have sqrt((k + 1) / 2) times the error of one rounding, 1.9 for MOST_ROUNDINGS. R is 220 for
-    152,064 classes, so more than 1,320 rows go by columns.
+    have sqrt((k + 1) / 2) times the error of one rounding, 1.9 for MOST_ROUNDINGS. R is 441 for
+    152,064 classes, so more than 2,646 rows go by columns.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from vlmkernels._native import DTYPES, define, launch, pointer
 
 #: Largest tensor made beside inputs and results.
 CHUNK_BYTES = 64 << 20
+#: Blocks of logits that exist at a time. Two: half as many passes over the weight and its gradient.
+KEPT = 2
 #: Of a 16-bit gradient, so that its error is less than twice that of one.
 MOST_ROUNDINGS = 6
 #: Of a 16-bit product before it is added to a float32 gradient, on the CPU: it stays in cache.
@@ -41,10 +45,13 @@ def plan(rows: int, classes: int, hidden: int, item: int, rounded: bool) -> tupl
     """Rows and columns of a chunk, logits being of `item` bytes; rounded: a sum over rows has 16
     bits. Pure, for tests."""
     most = max(1, CHUNK_BYTES // (4 * hidden))  # rows of hidden, summed in float32
-    fitting = min(most, CHUNK_BYTES // (item * max(classes, 1)))  # rows with all columns
+    classes = max(classes, 1)
+    part = -(-classes // KEPT)
+    fitting = min(most, CHUNK_BYTES // (item * part))  # rows with all columns, in KEPT blocks
     few = rows <= MOST_ROUNDINGS * fitting or fitting == most
     if few or (fitting > 0 and not rounded):
-        return _even(rows, fitting), max(classes, 1)
+        count = _even(rows, fitting)
+        return count, classes if item * count * classes <= CHUNK_BYTES else part
     count = _even(rows, most) if rounded else 1
     return count, _even(classes, max(1, CHUNK_BYTES // (item * count)))
 
@@ -103,22 +110,20 @@ def _run(
         work = hidden.new_zeros(4, len(rows), dtype=torch.float32)
         work[0] = torch.finfo(torch.float32).min
 
-    # A GPU reads and writes a float32 gradient of 16-bit products for longer than it multiplies the
-    # few rows of a chunk: docs/loss.md.
-    slow = into is not None and into.is_cuda and hidden.itemsize == 2
-    rounded = into is not None and (into.dtype != torch.float32 or slow)
+    rounded = into is not None and into.dtype != torch.float32
     count, columns = plan(len(rows), widest, hidden.shape[1], hidden.itemsize, rounded)
     blocks = _parts(len(weight), columns) or [slice(0, 0)]
     at_once = len(blocks) == 1 and process_group is None
-    buffer = hidden.new_empty(min(count, len(rows)) * min(columns, len(weight)))
+    size = min(count, len(rows)) * min(columns, len(weight))
+    buffers = [hidden.new_empty(size) for _ in blocks[:KEPT]]
 
     for part in _parts(len(rows), count):
         x, local = _gather(hidden, rows, part, shares, process_group), work[:, part]
         part_scale = None if row_scale is None else row_scale[part]
         chunk = labels[part], local, first_class, classes, label_smoothing, z_loss
         if not known:
-            for block in blocks:
-                z = _logits(x, weight[block], buffer)
+            for i, block in enumerate(blocks):
+                z = _logits(x, weight[block], buffers[i % KEPT])
                 _cross_entropy(z, block, part_scale if at_once else None, True, *chunk)
             if process_group is not None:
                 local.copy_(_over_group(local, process_group))
@@ -127,9 +132,8 @@ def _run(
         # What blocks or ranks add up is float32.
         summed = hidden_grad and (len(blocks) > 1 or process_group is not None)
         total = x.new_zeros(x.shape, dtype=torch.float32) if summed else x.new_empty(0)
-        for block in reversed(blocks):
-            if known or block is not blocks[-1]:
-                z = _logits(x, weight[block], buffer)
+        for i, block in reversed(list(enumerate(blocks))):
+            z = _logits(x, weight[block], buffers[i % KEPT], known or i < len(blocks) - KEPT)
             if known or not at_once:
                 _cross_entropy(z, block, part_scale, False, *chunk)
             if summed:
@@ -148,9 +152,10 @@ def _run(
     return losses, all_stats, dhidden, dweight
 
 
-def _logits(x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, buffer: Tensor, make: bool = True) -> Tensor:
+    """In `buffer`, where they are already unless `make`."""
     out = buffer[: len(x) * len(weight)].view(len(x), len(weight))
-    return torch.mm(x, weight.t(), out=out)
+    return torch.mm(x, weight.t(), out=out) if make else out
 
 
 def _cross_entropy(

@@ -211,16 +211,11 @@ def stage_of(megatron: str, layout: Layout) -> int:
     _, layer = checkpoint_key(megatron)
     vision = megatron.startswith("vision.")
     if layer is not None:
-        if vision and layout.multiplexed:
-            return 0
-        counts = layout.vision_layers if vision else layout.text_layers
-        for stage, count in enumerate(counts):
-            if layer < count:
-                return stage
-            layer -= count
-        raise AssertionError(f"{megatron} is on no stage of {counts}")
+        return layout.stage_of(layer, vision=vision)
     if vision:
-        return 0 if ".patch_embed." in megatron else layout.merger_stage
+        if megatron.startswith("vision.deepstack_mergers."):  # behind a layer, which names it
+            return layout.stage_of(int(megatron.split(".")[2]), vision=True)
+        return layout.merger_stage if megatron.startswith("vision.merger.") else 0
     return layout.embedding_stage if ".embedding." in megatron else layout.stages - 1
 
 

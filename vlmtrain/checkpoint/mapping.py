@@ -5,9 +5,10 @@ transform; all derive from the family's table (`models/common/table.py`). A whol
 is cut for one rank by `split`, and `pieces` says which slices of the Hugging Face tensors make one
 rank's piece without the rest.
 
-Hugging Face names are those written to disk by every transformers release (`visual.*`,
-`model.*`); names of transformers >= 4.52 in memory (`model.visual.*`,
-`model.language_model.*`) are folded onto them by `canonical_name`.
+Hugging Face names are those that every transformers release writes to disk for the family:
+`visual.*` and `model.*`, or `model.visual.*` and `model.language_model.*` (Qwen3-VL, and any
+family in the memory of transformers >= 4.52). `canonical_name` folds the latter onto the former:
+names are compared by it.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def transforms(spec: ModelSpec) -> dict[str, Transform]:
         # The rows that pad the vocabulary are zeros: added by `pad_rows`, cut off here.
         "vocab": Transform(lambda t: t[0], lambda x: [x[: spec.vocab_size]]),
         "patch_embed": Transform(
-            lambda t: t[0].reshape(vision.hidden_size, vision.patch_dim),
-            lambda x: [x.reshape(vision.hidden_size, *kernel)],
+            lambda t: t[0].flatten(1) if t[0].dim() > 1 else t[0],
+            lambda x: [x.reshape(-1, *kernel) if x.dim() > 1 else x],
         ),
         "vision_qkv": Transform(vision_qkv, vision_qkv_back, blocks=3),
         "text_qkv": Transform(text_qkv, text_qkv_back),
@@ -190,7 +191,7 @@ _RENAMES = (
 
 
 def canonical_name(name: str) -> str:
-    """A Hugging Face tensor name as it stands in the table."""
+    """The one form of a Hugging Face tensor name."""
     for new, old in _RENAMES:
         if name.startswith(new):
             return old + name[len(new) :]

@@ -140,7 +140,7 @@ def from_peft(folder: Path, base: Path) -> MergedSource:
             raise WeightError(f"{path}: {name} is no tensor of a LoRA adapter on a linear")
         pairs.setdefault(canonical_name(module + ".weight"), {})[letter] = tensor
     spec = read_spec(base)
-    known = {name for row in rows(spec) for name in row.hf}
+    known = {canonical_name(name) for row in rows(spec) for name in row.hf}
     for name, pair in pairs.items():
         if name not in known or len(pair) != 2:
             raise WeightError(
@@ -150,7 +150,7 @@ def from_peft(folder: Path, base: Path) -> MergedSource:
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
 
     def adapters(name: str) -> tuple[Tensor, Tensor] | None:
-        pair = pairs.get(name)
+        pair = pairs.get(canonical_name(name))
         return None if pair is None else (pair["A"], pair["B"])
 
     return MergedSource(open_weights(base, spec), adapters, scale)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class PackedBatch:
     pad_token_id: int = 0
     has_pixels: tuple[bool, ...] | None = None  # [m]: media in pixel_values; None: all or none
     max_seqlen: int | None = None  # tokens of the longest segment; `to` sets it
+    rows_before: np.ndarray | None = None  # [S + 1]: visual rows before each position; so too
 
     @property
     def length(self) -> int:
@@ -64,6 +66,16 @@ class PackedBatch:
         if self.has_pixels is not None:
             return self.has_pixels
         return (len(self.pixel_values) > 0,) * len(self.grid_thw)
+
+    def visual_rows(self, part: int, parts: int) -> tuple[int, int]:
+        """The first visual row and their number in one of `parts` equal parts of the sequence."""
+        before = self._rows_before() if self.rows_before is None else self.rows_before
+        size = self.length // parts
+        first, end = int(before[part * size]), int(before[(part + 1) * size])
+        return first, end - first
+
+    def _rows_before(self) -> np.ndarray:
+        return np.concatenate([[0], (self.visual_index.numpy() >= 0).cumsum()])
 
     def media_pixels(self) -> list[Tensor | None]:
         """The rows of pixel_values of each medium; None: they are not in this batch."""
@@ -99,6 +111,7 @@ class PackedBatch:
             visual_index=_extend(self.visual_index[:real], tail, -1),
             pad_tokens=tail,
             max_seqlen=None,
+            rows_before=None,
         )
 
     def without(self, segment: int) -> PackedBatch:
@@ -128,16 +141,19 @@ class PackedBatch:
                 here = torch.tensor(self.has_pixels)
                 patches, of_sample = patches[here], of_sample[here]
             self.pixel_values[of_sample.repeat_interleave(patches)] = 0
-        return replace(self, target_tokens=self.target_tokens - targets)
+        return replace(self, target_tokens=self.target_tokens - targets, rows_before=None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """The same batch with its tensors on `device`, but for grids and labels: shapes
         and target rows follow from them on the host, which must not wait for a device."""
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-        max_seqlen = self.max_seqlen
+        max_seqlen, rows = self.max_seqlen, self.rows_before
         if max_seqlen is None:
             max_seqlen = int(self.cu_seqlens.diff().max())
-        return replace(moved, grid_thw=self.grid_thw, labels=self.labels, max_seqlen=max_seqlen)
+        if rows is None:
+            rows = self._rows_before()
+        kept = dict(grid_thw=self.grid_thw, labels=self.labels)
+        return replace(moved, **kept, max_seqlen=max_seqlen, rows_before=rows)
 
     def pin_memory(self) -> PackedBatch:
         """The same batch with its tensors in page-locked host memory."""
@@ -222,12 +238,14 @@ def _extend(values: Tensor, count: int, fill: int) -> Tensor:
 
 @dataclass
 class EncodedPack(PackedBatch):
-    """A pack whose images are encoded, on a rank that embeds words: the rows that it writes.
+    """A pack whose images are encoded, on a rank that embeds words: the rows that it writes, in the
+    order of their positions.
 
     Where another rank writes a visual row, visual_index is -1 and the id that of no word.
     """
 
-    visual_rows: Tensor | None = None  # [n, h]
+    encoded: Tensor | None = None  # [n, h], or with DeepStack's features behind it [n, sets * h]
+    pack_index: Tensor | None = None  # visual_index of the pack
 
     @classmethod
     def of(cls, pack: PackedBatch, rows: Tensor, index: Tensor) -> EncodedPack:
@@ -235,4 +253,4 @@ class EncodedPack(PackedBatch):
         kept = {f.name: getattr(pack, f.name) for f in fields(pack)}
         kept["input_ids"] = pack.input_ids.masked_fill((pack.visual_index >= 0) & (index < 0), -1)
         kept["visual_index"] = index
-        return cls(**kept, visual_rows=rows)
+        return cls(**kept, encoded=rows, pack_index=pack.visual_index)

@@ -6,7 +6,10 @@ microbatch visits them: `stage = chunk * pipeline + pipeline_rank`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from vlmtrain.core.errors import UserError
 
@@ -34,12 +37,33 @@ class Layout:
         return self.pipeline * self.virtual_pipeline
 
     @property
+    def sequence_parts(self) -> int:
+        """Parts of a pack that the ranks of a tensor-parallel group have."""
+        return self.tensor if self.sequence else 1
+
+    @property
     def merger_stage(self) -> int:
         """The stage that feeds the language model: the last one with vision layers and the
         merger, or stage 0 where vision is multiplexed."""
         if self.multiplexed:
             return 0
         return max(i for i, n in enumerate(self.vision_layers) if n)
+
+    def stage_of(self, layer: int, *, vision: bool) -> int:
+        """The stage of a tower's layer; a multiplexed tower's rows come in at stage 0."""
+        if vision and self.multiplexed:
+            return 0
+        counts = self.vision_layers if vision else self.text_layers
+        return bisect_right(list(accumulate(counts)), layer)
+
+    def carried(self, deepstack: Sequence[int], stage: int) -> list[int]:
+        """Which of DeepStack's sets `stage` sends on: made behind vision layer deepstack[n] by then
+        and added behind language layer n later."""
+        return [
+            n
+            for n, layer in enumerate(deepstack)
+            if self.stage_of(layer, vision=True) <= stage < self.stage_of(n, vision=False)
+        ]
 
     def stage(self, pipeline_rank: int, chunk: int | None) -> int:
         return (chunk or 0) * self.pipeline + pipeline_rank

@@ -11,6 +11,8 @@ from typing import Literal
 
 from vlmtrain.core.errors import UserError
 
+MediaKind = Literal["image", "video"]
+
 
 class ModelConfigError(UserError):
     """A config.json that does not describe a model this project can train."""
@@ -35,6 +37,9 @@ class VisionSpec:
     window_size: int | None = None  # pixels; None: every layer attends to the whole image
     full_attention_layers: tuple[int, ...] = ()  # those without windows, where there are windows
     tokens_per_second: float | None = None  # M-RoPE time steps per second of video; None: slices
+    patch_bias: bool = False  # of the patch embedding
+    position_side: int = 0  # of the square table of learned positions; 0: there is none
+    deepstack_layers: tuple[int, ...] = ()  # whose outputs the first language layers add, in order
 
     @property
     def head_dim(self) -> int:
@@ -73,6 +78,14 @@ class ModelSpec:
     video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
+    qkv_bias: bool = True
+    qk_norm: bool = False  # RMSNorm of each head's query and key
+    interleaved_mrope: bool = False  # frequencies take turns between the axes: t h w t h w ...
+
+    @property
+    def visual_sets(self) -> int:
+        """Rows of features that each visual token has: the merger's, and DeepStack's."""
+        return 1 + len(self.vision.deepstack_layers)
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:

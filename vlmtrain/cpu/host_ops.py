@@ -98,6 +98,24 @@ class _QuickGelu(torch.autograd.Function):
         return dx, _bias_gradient(dx) if ctx.has_bias else None
 
 
+class _GeluTanh(torch.autograd.Function):
+    """gelu(x + bias) by a tanh; adds the bias to its input, which nobody else reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None:
+            x.detach().add_(bias)
+        ctx.save_for_backward(x)
+        ctx.has_bias = bias is not None
+        return F.gelu(x, approximate="tanh")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        dx = aten.gelu_backward(grad, x, approximate="tanh")
+        return dx, _bias_gradient(dx) if ctx.has_bias else None
+
+
 def _bias_gradient(grad: Tensor) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0)
 
@@ -110,6 +128,11 @@ def swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
 def quick_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     """quick_gelu(x + bias), same shape. x itself gets the bias."""
     return _QuickGelu.apply(x, bias)
+
+
+def gelu_tanh(x: Tensor, bias: Tensor | None) -> Tensor:
+    """gelu(x + bias) by a tanh, same shape. x itself gets the bias."""
+    return _GeluTanh.apply(x, bias)
 
 
 class _AddInPlace(torch.autograd.Function):

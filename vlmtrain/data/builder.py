@@ -88,26 +88,24 @@ class PackBuilder:
 
         encoded: list[EncodedSample] = []
         media: list[tuple[int, Media | None, Sample | None]] = []
-        layouts = [self.index.layouts(position) for position in pack]
-        for segment, (position, layout) in enumerate(zip(pack, layouts, strict=True)):
+        rows = [self.index.media(position) for position in pack]
+        for segment, position in enumerate(pack):
             try:
                 sample = self.index.load(position)
-                one = self.processor.encode(sample, layout)
+                one = self.processor.encode(sample, self.processor.layouts(sample))
                 if len(one.input_ids) != self.index.lengths[position]:
                     raise sample.fail("it has changed since it was scanned; start the run again")
                 media += [(segment, item, sample) for item in sample.media]
             except DataError as error:
                 note(segment, error)
                 one = self._blank(position)
-                media += [(segment, None, None)] * len(layout)
+                media += [(segment, None, None)] * len(self.index.kinds[rows[segment]])
             encoded.append(one)
-        grids = torch.tensor(
-            [layout.grid for group in layouts for layout in group], dtype=torch.int64
-        ).reshape(-1, 3)
+        grids = torch.from_numpy(np.concatenate([self.index.grids[part] for part in rows]))
         wanted = decode if decode is not None else (True,) * len(grids)
         counts = grids.prod(1).tolist()
-        rows = sum(count for count, here in zip(counts, wanted, strict=True) if here)
-        pixels = torch.empty(rows, self.spec.vision.patch_dim, dtype=self.pixel_dtype)
+        patches = sum(count for count, here in zip(counts, wanted, strict=True) if here)
+        pixels = torch.empty(patches, self.spec.vision.patch_dim, dtype=self.pixel_dtype)
         self._decode(media, counts, wanted, pixels, note)
         pad = self.processor.pad_token_id
         batch = collate(encoded, grids, pixels, self.pack_length, pad)
@@ -148,7 +146,7 @@ class PackBuilder:
         length = int(self.index.lengths[position])
         visual = torch.arange(length) < int(self.index.image_tokens[position])
         ids = torch.full((length,), self.processor.pad_token_id)
-        media = slice(*self.index.media_start[position : position + 2])
+        media = self.index.media(position)
         tokens = self.index.grids[media].prod(1) // self.spec.vision.merge_unit
         kinds = torch.tensor([self.spec.image_token_id, self.spec.video_token_id])
         kind = torch.from_numpy(self.index.kinds[media].astype(np.int64))

@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -25,7 +25,7 @@ from vlmtrain.data.formats.sharegpt import JsonSource, Record
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
 from vlmtrain.data.formats.webdataset import ShardSource
 from vlmtrain.data.media.videos import probe_media
-from vlmtrain.data.processor import Measure, MediaLayout, Processor
+from vlmtrain.data.processor import Measure, Processor
 from vlmtrain.data.sample import MediaInfo, Sample
 
 _KINDS = ("image", "video")
@@ -79,10 +79,9 @@ class SampleIndex:
     lengths: np.ndarray  # int64 [n]: tokens
     target_tokens: np.ndarray  # int64 [n]
     image_tokens: np.ndarray  # int64 [n]: language tokens of images and videos
-    media_start: np.ndarray  # int64 [n + 1]: rows of grids, kinds, seconds
+    media_start: np.ndarray  # int64 [n + 1]: rows of grids, kinds, infos
     grids: np.ndarray  # int64 [m, 3]
     kinds: np.ndarray  # uint8 [m]: 0 image, 1 video
-    seconds: np.ndarray  # float64 [m]
     infos: np.ndarray  # float64 [m, 4]: width, height, frames, fps (0: unknown) of the files
     pack_length: int
     content_hash: str  # of every record, its layout and the processor's settings, not of paths
@@ -102,14 +101,16 @@ class SampleIndex:
     def sample_id(self, position: int) -> str:
         return self.ids[position]
 
-    def layouts(self, position: int) -> list[MediaLayout]:
-        """Grid and seconds of each medium of a sample."""
-        rows = range(self.media_start[position], self.media_start[position + 1])
-        return [
-            MediaLayout((int(t), int(h), int(w)), float(self.seconds[row]))
-            for row in rows
-            for t, h, w in [self.grids[row]]
-        ]
+    def media(self, position: int) -> slice:
+        """The rows of a sample in grids, kinds and infos."""
+        return slice(*self.media_start[position : position + 2].tolist())
+
+    def pack_grids(self, pack: np.ndarray) -> np.ndarray:
+        """int64 [m, 3]: of all media of a pack's samples, in order."""
+        start = self.media_start
+        return np.concatenate(
+            [self.grids[:0], *(self.grids[start[i] : start[i + 1]] for i in pack.tolist())]
+        )
 
     def load(self, position: int) -> Sample:
         """Read a sample's record again; its media carry what the scan found out about them.
@@ -137,13 +138,12 @@ class SampleIndex:
                 f"{source.path}: sample {self.ids[position]!r} has changed since the file was "
                 "scanned; start the run again"
             )
-        sample = source.parse(record)
-        infos = self.infos[self.media_start[position] : self.media_start[position + 1]].tolist()
-        media = tuple(
-            replace(medium, info=MediaInfo(int(width), int(height), int(frames), fps or None))
-            for medium, (width, height, frames, fps) in zip(sample.media, infos, strict=True)
+        return source.parse(record).with_infos(
+            [
+                MediaInfo(int(width), int(height), int(frames), fps or None)
+                for width, height, frames, fps in self.infos[self.media(position)].tolist()
+            ]
         )
-        return replace(sample, media=media)
 
 
 def scan_sources(
@@ -241,7 +241,6 @@ def scan_sources(
         media_start=np.array(media_start, dtype=np.int64),
         grids=np.ascontiguousarray(grids[:, :3]),
         kinds=grids[:, 3].astype(np.uint8),
-        seconds=np.array(seconds, dtype=np.float64),
         infos=np.array(infos, dtype=np.float64).reshape(-1, 4),
         pack_length=pack_length,
         content_hash=digest.hexdigest(),

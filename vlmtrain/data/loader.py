@@ -6,6 +6,7 @@ all the state there is, so a run resumes exactly, on another dp_size too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class PackedLoader:
         self.pack_length, self.global_batch = pack_length, global_batch
         self.decoded = 0  # images and videos whose pixels this rank has handed out
         self.skipped = 0  # samples skipped since the start of the run, on all ranks
+        self.reading = 0.0  # seconds that the last step's packs were waited for, others' not
         self.metrics: dict[str, float] = {}
         self._agree, self._log = agree, log
         self.sampler = Sampler(
@@ -174,7 +176,7 @@ class PackedLoader:
             DataError: a file has gone or changed since the scan. The position stays, so the call
                 can be repeated. With `agree` every rank raises what one has met.
         """
-        start = self.position
+        start, before = self.position, time.perf_counter()
         pending, self._pending = self._pending, None
         batches: list[PackedBatch] = []
         report, error = Report(), None
@@ -185,6 +187,7 @@ class PackedLoader:
                 batches, report = self._build(start)
         except Exception as caught:
             error = caught
+        self.reading = time.perf_counter() - before
         step = self.sampler.take(start)
         report.digest = step.digest()
         failures = self._agreed(report, error)
@@ -315,7 +318,7 @@ class PackedLoader:
         packs = self.sampler.take(position).dealt[self.rank.dp_rank]
         shares: list[tuple[bool, ...] | None] = [None] * len(packs)
         if self.rank.decodes is not None:
-            shares = [*self.rank.decodes([self.grids(pack) for pack in packs])]
+            shares = [*self.rank.decodes([self.index.pack_grids(pack) for pack in packs])]
         for number, (pack, share) in enumerate(zip(packs, shares, strict=True)):
             batch, bad = self.builder.build(pack.tolist(), share)
             batches.append(batch.pin_memory() if self.rank.pin_memory else batch)
@@ -326,8 +329,3 @@ class PackedLoader:
                 for segment, error in sorted(bad.items())
             ]
         return batches, report
-
-    def grids(self, pack: np.ndarray) -> np.ndarray:
-        """int64 [m, 3]: of all media of a pack, in sequence order."""
-        start, grids = self.index.media_start, self.index.grids
-        return np.concatenate([grids[:0], *(grids[start[i] : start[i + 1]] for i in pack.tolist())])

@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from vlmtrain.core.batch import IGNORE, EncodedSample
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.spec import MediaKind, ModelSpec
 from vlmtrain.data.media.images import ImageSettings, patchify, read_config
-from vlmtrain.data.media.videos import VideoSettings, load_frames
-from vlmtrain.data.sample import Media, MediaInfo, MediaKind, Sample
-from vlmtrain.data.template import ChatTemplate
+from vlmtrain.data.media.videos import VideoSettings, load_frames, video_settings
+from vlmtrain.data.sample import Media, MediaInfo, Sample
+from vlmtrain.data.template import VIDEO_PAD, ChatTemplate
 from vlmtrain.models.family import family_of
 
 
 @dataclass(frozen=True)
 class MediaLayout:
-    """What one medium becomes: its grid in patches, and the seconds per temporal slice."""
+    """What one medium becomes: its grid in patches, the seconds per temporal slice, and the second
+    of the file at which each slice of a video stands."""
 
     grid: tuple[int, int, int]
     seconds: float
+    times: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Processor:
         self.images = images or ImageSettings.from_config(
             {}, spec.vision, ImageSettings.of(media), "defaults"
         )
-        self.videos = videos or VideoSettings.default(self.images, media.video_pixels)
+        settings = video_settings(media)
+        self.videos = videos or settings.default(self.images, media.video_pixels)
         self._fingerprint: str | None = None
 
     @classmethod
@@ -100,7 +103,7 @@ class Processor:
         }
         media = family_of(spec).media
         images = ImageSettings.from_config(config, spec.vision, ImageSettings.of(media), where)
-        videos = VideoSettings.from_folder(
+        videos = video_settings(media).from_folder(
             folder, images, spec.vision, media.video_pixels, fps=fps, num_frames=num_frames
         )
         return cls(ChatTemplate.from_folder(folder, spec, template), spec, images, videos)
@@ -119,22 +122,26 @@ class Processor:
             self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
         return self._fingerprint
 
-    def layout(self, media: Media, info: MediaInfo, sample: Sample) -> MediaLayout:
-        """Grid and seconds of a medium. Raises DataError for an impossible size."""
-        try:
-            if media.kind == "image":
-                return MediaLayout(self.images.grid(info.height, info.width), 0.0)
-            return MediaLayout(*self.videos.layout(media, info))
-        except ValueError as error:
-            raise sample.fail(f"{media.name}: {error}") from None
+    def layouts(self, sample: Sample) -> tuple[MediaLayout, ...]:
+        """What a sample's media become, which must carry their infos. Raises DataError for an
+        impossible size."""
+        layouts = []
+        for media in sample.media:
+            info = media.info
+            assert info is not None
+            try:
+                if media.kind == "image":
+                    layouts.append(MediaLayout(self.images.grid(info.height, info.width), 0.0))
+                else:
+                    layouts.append(MediaLayout(*self.videos.layout(media, info)))
+            except ValueError as error:
+                raise sample.fail(f"{media.name}: {error}") from None
+        return tuple(layouts)
 
     def measure(self, sample: Sample, infos: Sequence[MediaInfo]) -> Measure:
-        """Encode a sample only to count. Raises DataError as `layout` and `encode`, and where
+        """Encode a sample only to count. Raises DataError as `layouts` and `encode`, and where
         there is nothing to learn."""
-        layouts = tuple(
-            self.layout(media, info, sample)
-            for media, info in zip(sample.media, infos, strict=True)
-        )
+        layouts = self.layouts(sample.with_infos(infos))
         encoded = self.encode(sample, layouts)
         targets = encoded.target_tokens
         if targets == 0:
@@ -162,16 +169,25 @@ class Processor:
         Raises:
             DataError: as `ChatTemplate.tokens`.
         """
-        tokens = self.template.question(sample) if question else self.template.tokens(sample)
-        pad_ids = self.template.pad_ids
+        family, pad_ids = family_of(self.spec), self.template.pad_ids
+        videos: list[str] = []  # what stands in the text for each
+        runs: list[int] = []  # tokens for each placeholder
+        for media, layout in zip(sample.media, layouts, strict=False):
+            count = 1
+            if media.kind == "video":
+                videos.append(family.video_placeholders(layout.times))
+                count = videos[-1].count(VIDEO_PAD)
+            runs += [self.images.tokens(layout.grid) // count] * count
+        template = self.template
+        tokens = template.question(sample, videos) if question else template.tokens(sample, videos)
         placeholders = np.flatnonzero(np.isin(tokens.ids, list(pad_ids.values())))
-        if len(placeholders) != len(layouts):
+        if len(placeholders) != len(runs):
             raise sample.fail(
                 f"the chat template wrote {len(placeholders)} placeholders for {len(layouts)} "
                 "images and videos; it must write <|image_pad|> or <|video_pad|> once for each"
             )
         repeats = np.ones(len(tokens.ids), dtype=np.int64)
-        repeats[placeholders] = [self.images.tokens(layout.grid) for layout in layouts]
+        repeats[placeholders] = runs
         visual = np.zeros(len(tokens.ids), dtype=bool)
         visual[placeholders] = True
         ids = np.repeat(tokens.ids, repeats)
@@ -180,7 +196,7 @@ class Processor:
         labels = np.full(len(ids), IGNORE, dtype=np.int64)
         labels[:-1] = np.where(learned[1:], ids[1:], IGNORE)
         input_ids = torch.from_numpy(ids)
-        positions = family_of(self.spec).positions(
+        positions = family.positions(
             input_ids,
             [layout.grid for layout in layouts],
             [media.kind for media in sample.media],

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from vlmtrain.core.spec import MediaKind
 from vlmtrain.data.errors import DataError, Kind
 
 Role = Literal["system", "user", "assistant"]
-MediaKind = Literal["image", "video"]
 
 # The marks that stand for media inside a turn's text; each is replaced where it stands.
 MARKS: dict[str, MediaKind] = {"<image>": "image", "<video>": "video"}
@@ -87,6 +88,11 @@ class Sample:
     turns: tuple[Turn, ...]
     media: tuple[Media, ...]
     source: str  # the file it was read from; for messages
+
+    def with_infos(self, infos: Sequence[MediaInfo]) -> Sample:
+        """The same sample whose media carry what is known of them."""
+        pairs = zip(self.media, infos, strict=True)
+        return replace(self, media=tuple(replace(media, info=info) for media, info in pairs))
 
     def fail(self, problem: str, kind: Kind = "format") -> DataError:
         """The error to raise for this sample: `problem` says what is wrong and what to do."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.spec import MediaKind, ModelSpec
 from vlmtrain.data.errors import DataError
-from vlmtrain.data.sample import MARK_PATTERN, MARKS, MediaKind, Sample
+from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample
+from vlmtrain.models.family import family_of
 
+VIDEO_PAD = "<|video_pad|>"
 # Used where a folder has no template: ChatML with vision marks, the released models' layout.
-QWEN_TEMPLATE = (
-    "{% for message in messages %}"
+_SYSTEM = (
     "{% if loop.first and message['role'] != 'system' %}"
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "{% endif %}"
-    "<|im_start|>{{ message['role'] }}\n"
+)
+QWEN_TEMPLATE = (
+    "{% for message in messages %}" + _SYSTEM + "<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -66,10 +70,11 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         model_template = tokenizer.chat_template
+        usual = (
+            QWEN_TEMPLATE if family_of(spec).system_prompt else QWEN_TEMPLATE.replace(_SYSTEM, "")
+        )
         self.template: str = (
-            template
-            or (model_template if isinstance(model_template, str) else None)
-            or QWEN_TEMPLATE
+            template or (model_template if isinstance(model_template, str) else None) or usual
         )
         self.pad_ids: dict[MediaKind, int] = {
             "image": spec.image_token_id,
@@ -77,7 +82,7 @@ class ChatTemplate:
         }
         expected = {
             "<|image_pad|>": spec.image_token_id,
-            "<|video_pad|>": spec.video_token_id,
+            VIDEO_PAD: spec.video_token_id,
             "<|vision_start|>": spec.vision_start_token_id,
             "<|vision_end|>": spec.vision_end_token_id,
         }
@@ -164,15 +169,20 @@ class ChatTemplate:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def render(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        videos: Sequence[str] = (),
     ) -> str:
-        """The conversation as text."""
-        return self.tokenizer.apply_chat_template(
+        """The conversation as text; `videos`: what stands there for each <|video_pad|>."""
+        text = self.tokenizer.apply_chat_template(
             list(messages),
             chat_template=self.template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
+        placeholders = iter(videos)
+        return re.sub(re.escape(VIDEO_PAD), lambda pad: next(placeholders, pad[0]), text)
 
     def messages(self, sample: Sample) -> list[dict[str, Any]]:
         """The sample as the `messages` that chat templates take.
@@ -207,8 +217,10 @@ class ChatTemplate:
                 result.append({"role": turn.role, "content": turn.text})
         return result
 
-    def tokens(self, sample: Sample) -> Tokens:
+    def tokens(self, sample: Sample, videos: Sequence[str] = ()) -> Tokens:
         """Ids of the whole conversation and which of them the assistant must produce.
+
+        `videos`: what stands in the text for each video, instead of one <|video_pad|>.
 
         The ids equal `tokenizer.apply_chat_template(messages)`. A token that begins in the header
         and ends in the answer (a newline joined with the answer's own first newline) is not
@@ -220,11 +232,11 @@ class ChatTemplate:
         """
         messages = self.messages(sample)
         try:
-            text = self.render(messages)
+            text = self.render(messages, videos=videos)
             spans = [
                 (len(head), len(upto))
                 for head, upto in (
-                    self._prefixes(messages, position, text, sample)
+                    self._prefixes(messages, position, text, sample, videos)
                     for position, message in enumerate(messages)
                     if message["role"] == "assistant"
                 )
@@ -266,7 +278,7 @@ class ChatTemplate:
             )
         return Tokens(np.array(ids, dtype=np.int64), np.array(learned, dtype=bool))
 
-    def question(self, sample: Sample) -> Tokens:
+    def question(self, sample: Sample, videos: Sequence[str] = ()) -> Tokens:
         """Ids of a conversation that waits for an answer, the answer's header included; none of
         them is learned. They equal `apply_chat_template(messages, add_generation_prompt=True)`.
 
@@ -275,19 +287,24 @@ class ChatTemplate:
         """
         messages = self.messages(sample)
         try:
-            text = self.render(messages, add_generation_prompt=True)
+            text = self.render(messages, True, videos)
         except Exception as error:  # jinja2's and the template's own raise_exception
             raise sample.fail(f"the chat template refuses it: {error}") from error
         ids = np.array(self._encode(text), dtype=np.int64)
         return Tokens(ids, np.zeros(len(ids), dtype=bool))
 
     def _prefixes(
-        self, messages: list[dict[str, Any]], position: int, text: str, sample: Sample
+        self,
+        messages: list[dict[str, Any]],
+        position: int,
+        text: str,
+        sample: Sample,
+        videos: Sequence[str],
     ) -> tuple[str, str]:
         """The text up to and with the header of an answer, and up to the answer's end."""
-        head = self.render(messages[:position], add_generation_prompt=True)
+        head = self.render(messages[:position], True, videos)
         last = position + 1 == len(messages)
-        upto = text if last else self.render(messages[: position + 1])
+        upto = text if last else self.render(messages[: position + 1], videos=videos)
         if not (text.startswith(upto) and upto.startswith(head)):
             raise sample.fail(
                 f"the chat template renders turn {position} differently when other turns follow; "

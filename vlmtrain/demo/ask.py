@@ -58,7 +58,7 @@ def _messages(question: str) -> list[dict[str, Any]]:
 
 
 class Model:
-    """A Qwen2.5-VL folder loaded by transformers, in float32 on the CPU.
+    """A Hugging Face folder loaded by transformers, in float32 on the CPU.
 
     Raises:
         UserError: `from_pretrained` found a missing, unexpected or mismatched key, that is, a part

@@ -18,7 +18,8 @@ from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import writing
 from vlmtrain.demo import photographs
-from vlmtrain.demo.tiny_model import VOCAB_SIZE, write_folder, write_json
+from vlmtrain.demo.tiny_model import VOCAB_SIZE, Family, write_folder, write_json
+from vlmtrain.models.family import FAMILIES
 
 if TYPE_CHECKING:
     from vlmtrain.demo.ask import Answer
@@ -39,22 +40,27 @@ def main(arguments: list[str]) -> int:
 
 
 def demo(
-    output: Path = Path("demo_out"), nproc: int = 2, parallel: ParallelSection = _ONE_PROCESS
+    output: Path = Path("demo_out"),
+    family: Family = "qwen2_5_vl",
+    nproc: int = 2,
+    parallel: ParallelSection = _ONE_PROCESS,
 ) -> int:
     """Train a small model on photographs and let transformers ask it about them.
 
     Args:
         output: folder to write.
+        family: of the small model.
         nproc: processes (pipeline stages, unless --parallel.* says otherwise).
         parallel: layout of the training run.
     """
-    return run_demo(output, nproc=nproc, parallel=parallel)
+    return run_demo(output, family=family, nproc=nproc, parallel=parallel)
 
 
 def run_demo(
     output: Path,
     nproc: int = 2,
     seed: int = 0,
+    family: Family = "qwen2_5_vl",
     steps: int = STEPS,
     parallel: ParallelSection | None = None,
 ) -> int:
@@ -66,6 +72,7 @@ def run_demo(
             demo.png, demo.json, photographs/, shards/, tiny_model/ and trained/ afterwards.
         nproc: processes of the training run; the pipeline has as many stages.
         seed: of the random weights and of the data order.
+        family: of the small model.
         steps: optimizer steps.
         parallel: another layout of the training run.
 
@@ -81,8 +88,9 @@ def run_demo(
         _prepare(output)
         _heading(1, "photographs and questions -> WebDataset shards")
         shards = _build_data(output)
-        _heading(2, "a small Qwen2.5-VL with random weights and its own tokenizer")
-        tiny = _build_model(output, seed)
+        title = FAMILIES[family].title
+        _heading(2, f"a small {title} with random weights and its own tokenizer")
+        tiny = _build_model(output, seed, family)
 
     layout = layout_options(nproc, parallel or ParallelSection())
     _heading(3, f"training: {nproc} processes, {' '.join(layout)}, megatron-core on gloo")
@@ -113,6 +121,7 @@ def run_demo(
         output / "photographs",
         answers,
         read_metrics(output / "trained" / "metrics.jsonl"),
+        model=title,
         parameters=parameters,
         processes=nproc,
         training_seconds=training_seconds,
@@ -164,8 +173,8 @@ def training_texts() -> list[str]:
     ]
 
 
-def _build_model(output: Path, seed: int) -> Path:
-    folder = write_folder(output / "tiny_model", training_texts(), seed)
+def _build_model(output: Path, seed: int, family: Family) -> Path:
+    folder = write_folder(output / "tiny_model", training_texts(), seed, family)
     size = (folder / "model.safetensors").stat().st_size
     print(f"  {folder}: {size / 4e6:.1f} million parameters, {VOCAB_SIZE} tokens")
     return folder

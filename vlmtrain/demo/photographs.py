@@ -21,7 +21,8 @@ MARK = "<image>"  # in a text of the conversations: a photograph stands here
 CONVERSATIONS = Path(__file__).with_name("conversations.json")
 
 # 140 px is 5 visual tokens of 28 px: 15 to 25 tokens a photograph, and more than one attention
-# window (112 px), so that the demo exercises windowed and full attention of Qwen2.5-VL.
+# window (112 px), so that the demo exercises windowed and full attention of Qwen2.5-VL. Of
+# Qwen3-VL's 32 px it is 4 tokens: 8 to 16 a photograph.
 LONG_SIDE = 140
 
 

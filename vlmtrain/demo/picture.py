@@ -37,6 +37,7 @@ def draw(
     answers: Sequence[Answer],
     metrics: Sequence[dict[str, float]],
     *,
+    model: str,
     parameters: int,
     processes: int,
     training_seconds: float,
@@ -47,7 +48,7 @@ def draw(
         photographs: folder of the image files that the answers name.
         answers: what was asked, expected and given.
         metrics: objects with `step` and `loss`, at least one.
-        parameters: of the model.
+        model, parameters: the model's title and size.
         processes, training_seconds: of the training run, start-up included.
     """
     from matplotlib.figure import Figure
@@ -64,7 +65,7 @@ def draw(
 
     names = {name for answer in answers for name in answer.photographs}
     right = sum(answer.right for answer in answers)
-    title = f"A small Qwen2.5-VL that knows {len(names)} photographs by heart"
+    title = f"A small {model} that knows {len(names)} photographs by heart"
     page.text(EDGE, height - 0.6, title, fontsize=24, weight="bold", color=INK)
     story = (
         f"{parameters / 1e6:.1f} million parameters, trained from random weights by megatron-core "

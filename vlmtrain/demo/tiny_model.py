@@ -1,7 +1,9 @@
-"""A Qwen2.5-VL small enough to be trained in two minutes, as a complete Hugging Face folder.
+"""A Qwen2.5-VL or Qwen3-VL small enough to be trained in two minutes, as a complete Hugging Face
+folder.
 
-The architecture is the real one (windows, full attention in some layers, M-RoPE, GQA, QKV bias);
-only the sizes are small and the weights random. Its tokenizer is a byte-level BPE trained on the
+The architecture is the real one (windows, full attention in some layers, M-RoPE, GQA, QKV bias;
+DeepStack, learned positions, norms of queries and keys); only the sizes are small and the weights
+random. Its tokenizer is a byte-level BPE trained on the
 demo's own text, with Qwen's pre-tokenizer, special tokens and chat template.
 """
 
@@ -10,8 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from vlmtrain.models.family import FAMILIES
+
+Family = Literal["qwen2_5_vl", "qwen3_vl"]
 IM_END = "<|im_end|>"
 IMAGE_PAD = "<|image_pad|>"
 
@@ -43,12 +48,14 @@ _SPLIT = (
 )
 
 # Qwen2.5-VL's template: a default system turn, one turn a message, media between vision tokens.
-CHAT_TEMPLATE = (
-    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
-    "{% for message in messages %}"
+# Qwen3-VL's has no default system turn.
+_SYSTEM = (
     "{% if loop.first and message['role'] != 'system' %}"
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
-    "<|im_start|>{{ message['role'] }}\n"
+)
+CHAT_TEMPLATE = (
+    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
+    "{% for message in messages %}" + _SYSTEM + "<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
     "{% else %}{% for content in message['content'] %}"
     "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
@@ -77,6 +84,18 @@ VISION = {
     "window_size": 112,
     "fullatt_block_indexes": [1, 3],
     "tokens_per_second": 2,
+}
+QWEN3_VISION = {
+    "depth": 4,
+    "hidden_size": 128,
+    "num_heads": 4,
+    "intermediate_size": 384,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 1, 2],
 }
 TEXT = {
     "hidden_size": 192,
@@ -133,20 +152,30 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:
     return tokenizer
 
 
-def _config(ids: dict[str, int]) -> dict[str, Any]:
-    """config.json in the flat form of the released Qwen2.5-VL folders."""
-    return {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
+def _config(family: Family, ids: dict[str, int]) -> dict[str, Any]:
+    """config.json in the form of the released folders: Qwen2.5-VL's flat, Qwen3-VL's nested."""
+    text: dict[str, Any] = {
         **TEXT,
         "vocab_size": VOCAB_SIZE,
         "rope_theta": 1000000.0,
         "rope_scaling": {"type": "mrope", "mrope_section": MROPE_SECTION},
-        "use_sliding_window": False,
-        "tie_word_embeddings": False,
         "initializer_range": 0.02,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids[IM_END],
+    }
+    if family == "qwen3_vl":
+        rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        text |= {"model_type": "qwen3_vl_text", "head_dim": 32, "rope_scaling": rope}
+        name, text = "Qwen3VL", {"text_config": text}
+        vision = {**QWEN3_VISION, "hidden_act": "gelu_pytorch_tanh"}
+    else:
+        name, text = "Qwen2_5_VL", {**text, "use_sliding_window": False}
+        vision = {**VISION, "hidden_act": "silu"}
+    return {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": family,
+        **text,
+        "tie_word_embeddings": False,
         "image_token_id": ids[IMAGE_PAD],
         "video_token_id": ids["<|video_pad|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
@@ -154,9 +183,8 @@ def _config(ids: dict[str, int]) -> dict[str, Any]:
         "vision_token_id": ids["<|vision_pad|>"],
         "torch_dtype": "float32",
         "vision_config": {
-            **VISION,
-            "model_type": "qwen2_5_vl",
-            "hidden_act": "silu",
+            **vision,
+            "model_type": family,
             "out_hidden_size": TEXT["hidden_size"],
         },
     }
@@ -167,7 +195,9 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
+def write_folder(
+    folder: Path, texts: Iterable[str], seed: int = 0, family: Family = "qwen2_5_vl"
+) -> Path:
     """Write the small model with random weights (float32) and its tokenizer, as the Hugging Face
     folder that `vlmtrain train --model` and transformers read; returns `folder`.
 
@@ -175,19 +205,23 @@ def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
         folder: made if missing; files of an earlier run are replaced.
         texts: what the tokenizer is trained on.
         seed: of the random weights; torch's global generator is left as it was.
+        family: what kind of model.
     """
     import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts)
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    config = _config(ids)
+    config, media = _config(family, ids), FAMILIES[family].media
+    vision = config["vision_config"]
+    values = {key: value for key, value in config.items() if key != "model_type"}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config)).float()
+        made = AutoConfig.for_model(family, **values)
+        model = AutoModelForImageTextToText.from_config(made).float()
     model.save_pretrained(folder)  # model.safetensors, under the keys of this transformers
 
     # The files below are those of the released folders, which every transformers reads.
@@ -216,21 +250,25 @@ def write_folder(folder: Path, texts: Iterable[str], seed: int = 0) -> Path:
             },
             "clean_up_tokenization_spaces": False,
             "model_max_length": TEXT["max_position_embeddings"],
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": CHAT_TEMPLATE
+            if FAMILIES[family].system_prompt
+            else CHAT_TEMPLATE.replace(_SYSTEM, ""),
         },
     )
     write_json(
         folder / "preprocessor_config.json",
         {
             "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2_5_VLProcessor",
+            "processor_class": config["architectures"][0].replace(
+                "ForConditionalGeneration", "Processor"
+            ),
             "min_pixels": 56 * 56,
             "max_pixels": 28 * 28 * 1280,
-            "patch_size": VISION["patch_size"],
-            "temporal_patch_size": VISION["temporal_patch_size"],
-            "merge_size": VISION["spatial_merge_size"],
-            "image_mean": [0.48145466, 0.4578275, 0.40821073],
-            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "patch_size": vision["patch_size"],
+            "temporal_patch_size": vision["temporal_patch_size"],
+            "merge_size": vision["spatial_merge_size"],
+            "image_mean": media.mean,
+            "image_std": media.std,
         },
     )
     write_json(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,14 +132,8 @@ class Answerer:
             DataError: a medium can't be read, or the chat template refuses the conversation.
         """
         infos = [probe_media(media, sample, verify=False) for media in sample.media]
-        known = tuple(
-            replace(media, info=info) for media, info in zip(sample.media, infos, strict=True)
-        )
-        sample = replace(sample, media=known)
-        layouts = [
-            self.processor.layout(media, info, sample)
-            for media, info in zip(sample.media, infos, strict=True)
-        ]
+        sample = sample.with_infos(infos)
+        layouts = self.processor.layouts(sample)
         encoded = self.processor.encode(sample, layouts, question=True)
         ids = encoded.input_ids[None].to(self.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

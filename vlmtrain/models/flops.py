@@ -155,8 +155,8 @@ def patch_embed_price(spec: ModelSpec) -> Price:
 
 
 def merger_price(spec: ModelSpec) -> Price:
-    """Per patch; exact because patches come in groups of `merge_unit`, of which the merger's
-    widths are multiples."""
+    """Of one merger, per patch; exact because patches come in groups of `merge_unit`, of which the
+    merger's widths are multiples."""
     return Price(Work(patches=2 * table_of(spec).merger.weights // spec.vision.merge_unit))
 
 
@@ -175,7 +175,7 @@ def prices(spec: ModelSpec) -> dict[str, Price]:
     return {
         "patch_embed": patch_embed_price(spec),
         "vision": Price(weights, attention),
-        "merger": merger_price(spec),
+        "merger": Price(merger_price(spec).weights.scaled(spec.visual_sets)),
         "language": Price(
             text.weights.scaled(spec.num_layers), text.attention.scaled(spec.num_layers)
         ),
@@ -344,7 +344,7 @@ def parameter_counts(spec: ModelSpec) -> dict[str, int]:
     return {
         "patch_embed": table.patch_embed.parameters,
         "vision": spec.vision.depth * table.vision_layer.parameters,
-        "merger": table.merger.parameters,
+        "merger": sum(merger.parameters for merger in table.mergers),
         "embedding": table.embedding.parameters,
         "language": spec.num_layers * table.text_layer.parameters + table.final_norm.parameters,
         "head": 0 if spec.tie_word_embeddings else table.head.parameters,

@@ -1,8 +1,7 @@
 """One pipeline stage of a model on megatron-core.
 
-A stage holds a slice of the vision tower, a slice of the language model, or both. Between two
-stages one tensor travels (megatron-core sends no more): vision hidden states, language hidden
-states, or, where the word embedding sits before the merger, both flattened into one.
+A stage holds a slice of the vision tower, a slice of the language model, or both. message.py says
+what travels between two of them.
 
 S = tokens of the pack, P = patches, h = language width, D = vision width, tp = tensor-parallel
 size; sequence parallelism divides S and P by tp.
@@ -13,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,13 +20,14 @@ from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from vlmkernels import scatter_visual, visual_embedding
+from vlmkernels import add_visual_, scatter_visual, visual_embedding
 from vlmkernels.integrations.megatron import RotaryPackedSeqParams
 from vlmtrain.core.batch import EncodedPack, PackedBatch
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec, padded_vocab_size
+from vlmtrain.models import message
 from vlmtrain.models.common.language import LanguageModel
-from vlmtrain.models.common.layers import adapt_mlps, ask_for_gradient, block_submodules, touch
+from vlmtrain.models.common.layers import adapt, ask_for_gradient, block_submodules, touch
 from vlmtrain.models.common.positions import mrope_cos_sin
 from vlmtrain.models.common.vision import VisionInputs, VisionTower
 from vlmtrain.models.family import family_of
@@ -54,7 +55,6 @@ class QwenVLStage(LanguageModule):
         self.share_embeddings_and_output_weights = spec.tie_word_embeddings
         # Embeddings that were looked up before the merger travel with the vision states.
         self.joint_input = layout.embedding_stage < stage <= layout.merger_stage
-        self.joint_output = layout.embedding_stage <= stage < layout.merger_stage
 
         self.vision: VisionTower | None = None
         if stage <= layout.merger_stage and not layout.multiplexed:
@@ -82,11 +82,12 @@ class QwenVLStage(LanguageModule):
                 vp_stage=vp_stage,
                 spec=spec,
             )
-            adapt_mlps(self.language_model.decoder)
+            adapt(self.language_model.decoder)
             # The merger's stage hands the decoder its input; later ones receive it.
             self.language_model.decoder.pre_process = stage == layout.merger_stage
         self.input_tensor: Tensor | None = None
         self.learns_before = True  # whether an earlier stage has something to train
+        self.tower_learns_before = True  # and in what the tower's hidden states have passed
         self._zeros: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
@@ -102,53 +103,96 @@ class QwenVLStage(LanguageModule):
 
         With `logits` the last stage returns [1, S, padded vocabulary / tp] instead.
         """
-        received = self.input_tensor
-        if received is not None and not self.learns_before:
-            received = self._cut(received)
+        part, parts = self._part
+        shape = {"tokens": batch.length // parts, "patches": 0}
+        first, shape["rows"] = batch.visual_rows(part, parts)
+        inputs: VisionInputs | None = None
+        if self.vision is not None:
+            inputs = VisionInputs.from_grid(
+                batch.grid_thw, self.spec.vision, shards=parts, device=batch.input_ids.device
+            )
+            shape["patches"] = inputs.num_patches // parts
+        arrived = self._receive(shape)
+        numbers = self._carried(self.stage - 1)
+        features = dict(zip(numbers, arrived[len(arrived) - len(numbers) :], strict=True))
+
+        embeddings: Tensor | None = None
         if self.layout.multiplexed and self.stage == 0:
-            return self._language(batch, self._embed_encoded(batch), logits)
-        if self.vision is None:
-            assert self.language_model is not None and received is not None
+            embeddings, features = self._embed_encoded(batch)
+        elif self.vision is not None:
+            assert inputs is not None
+            index = inputs.visual_index(batch.visual_index)
+            hidden = arrived[0] if arrived else batch.pixel_values
+            if not self.tower_learns_before:
+                hidden = hidden.detach()
+            visual, made = self.vision(hidden, inputs)
+            for number, rows in made.items():
+                features[number] = self._of_part(rows, first, shape["rows"])
+            words = arrived[1].squeeze(1) if self.joint_input else None
+            if not self.vision.last:
+                if self.stage == self.layout.embedding_stage:
+                    words = self._word_rows(batch, index)
+                return self._send([visual, words] if words is not None else [visual], features)
+            if words is not None:
+                embeddings = self._place(words, visual, index)
+            else:
+                embeddings = self._embed(batch, visual, index)
+        else:
+            assert self.language_model is not None
             decoder = self.language_model.decoder
-            decoder.set_input_tensor(ask_for_gradient(decoder, received))
-            return self._language(batch, None, logits)
+            decoder.set_input_tensor(ask_for_gradient(decoder, arrived[0]))
+        output = self._language(batch, embeddings, features, first, logits)
+        return output if self.post_process else self._send([output], features)
 
-        shards = self.layout.tensor if self.layout.sequence else 1
-        inputs = VisionInputs.from_grid(
-            batch.grid_thw, self.spec.vision, shards=shards, device=batch.input_ids.device
+    @property
+    def _part(self) -> tuple[int, int]:
+        """Which part of the sequence this rank's hidden states are, and of how many."""
+        if not self.layout.sequence:
+            return 0, 1
+        return parallel_state.get_tensor_model_parallel_rank(), self.layout.tensor
+
+    def _carried(self, stage: int) -> list[int]:
+        """Numbers of DeepStack's sets that `stage` sends on."""
+        return self.layout.carried(self.spec.vision.deepstack_layers, stage) if stage >= 0 else []
+
+    def _receive(self, shape: dict[str, int]) -> list[Tensor]:
+        """What the stage before has sent."""
+        received = self.input_tensor
+        if received is None or self.stage == 0:
+            return []
+        if not self.learns_before:
+            received = self._cut(received)
+        return message.split(
+            received, message.parts(self.spec, self.layout, self.stage - 1, **shape)
         )
-        index = inputs.visual_index(batch.visual_index)
-        words: Tensor | None = None
-        if self.stage == 0:
-            hidden = batch.pixel_values
-        elif self.joint_input:
-            assert received is not None
-            hidden, words = self._split(received, inputs.num_patches // shards, batch, shards)
-        else:
-            assert received is not None
-            hidden = received
-        visual = self.vision(hidden, inputs)
 
-        if not self.vision.last:
-            if self.stage == self.layout.embedding_stage:
-                words = self._word_rows(batch, index)
-            if not self.joint_output:
-                return visual
-            assert words is not None
-            # Not a view: Megatron frees what it has sent, which a view would not allow.
-            return torch.cat([visual.reshape(1, 1, -1), words.reshape(1, 1, -1)], dim=-1)
-        if self.joint_input:
-            assert words is not None
-            embeddings = self._place(words, visual, index)
-        else:
-            embeddings = self._embed(batch, visual, index)
-        return self._language(batch, embeddings.unsqueeze(1), logits)
+    def _send(self, tensors: list[Tensor], features: dict[int, Tensor]) -> Tensor:
+        return message.join(tensors + [features[number] for number in self._carried(self.stage)])
 
-    def _embed_encoded(self, batch: PackedBatch) -> Tensor:
-        """Embeddings [S or S/tp, 1, h] with the rows that parallel/multiplex.py has encoded."""
-        assert isinstance(batch, EncodedPack) and batch.visual_rows is not None
+    def _of_part(self, rows: Tensor, first: int, count: int) -> Tensor:
+        """Of the visual rows [G, h] those in this rank's part of the sequence."""
+        if self.layout.sequence:  # their gradients are summed over the group
+            rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
+        return rows.narrow(0, first, count)
+
+    def _embed_encoded(self, batch: PackedBatch) -> tuple[Tensor, dict[int, Tensor]]:
+        """Embeddings [S or S/tp, h] with the rows that parallel/multiplex.py has encoded, and
+        DeepStack's sets."""
+        assert isinstance(batch, EncodedPack) and batch.encoded is not None
+        visual, *sets = batch.encoded.chunk(self.spec.visual_sets, -1)
         # The index holds this rank's part of them alone.
-        return self._summed(self._lookup(batch, batch.visual_rows, batch.visual_index)).unsqueeze(1)
+        embeddings = self._summed(self._lookup(batch, visual, batch.visual_index))
+        if self.layout.tensor > 1 and not self.layout.sequence:  # each rank adds all of them
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            first, count = batch.visual_rows(rank, self.layout.tensor)
+            after = batch.visual_rows(0, 1)[1] - first - count
+            sets = [
+                tensor_parallel.reduce_from_tensor_model_parallel_region(
+                    F.pad(rows, (0, 0, first, after))
+                )
+                for rows in sets
+            ]
+        return embeddings, dict(enumerate(sets))
 
     def _embed(self, batch: PackedBatch, visual: Tensor, index: Tensor) -> Tensor:
         """Embeddings [S or S/tp, h]. Under tensor parallelism each rank writes the rows of its part
@@ -217,16 +261,28 @@ class QwenVLStage(LanguageModule):
         shard = (parallel_state.get_tensor_model_parallel_rank(), self.layout.tensor)
         return scatter_visual(words, visual, index, shard=shard)
 
-    def _split(
-        self, received: Tensor, patches: int, batch: PackedBatch, shards: int
-    ) -> tuple[Tensor, Tensor]:
-        width, tokens = self.spec.vision.hidden_size, batch.input_ids.shape[0] // shards
-        flat = received.view(-1)
-        vision = flat[: patches * width].view(patches, 1, width)
-        return vision, flat[patches * width :].view(tokens, self.spec.hidden_size)
-
-    def _language(self, batch: PackedBatch, embeddings: Tensor | None, logits: bool) -> Tensor:
+    def _language(
+        self,
+        batch: PackedBatch,
+        embeddings: Tensor | None,
+        features: dict[int, Tensor],
+        first: int,
+        logits: bool,
+    ) -> Tensor:
+        """`embeddings` [S or S/tp, h]; None: the decoder has its input. `features`: DeepStack's
+        sets, from visual row `first` on."""
         assert self.language_model is not None
+        index = batch.pack_index if isinstance(batch, EncodedPack) else batch.visual_index
+        assert index is not None
+        index = index - first if first else index
+
+        def after_layer(layer: int, x: Tensor) -> Tensor:
+            if layer not in features:
+                return x
+            rows = features[layer].view(-1, self.spec.hidden_size)
+            shard = self._part if self.layout.sequence else None
+            return add_visual_(x, rows, index, shard=shard, allow_unused=True)
+
         cos, sin = mrope_cos_sin(batch.position_ids, self.spec)
         packed = RotaryPackedSeqParams(
             qkv_format="sbhd",
@@ -237,7 +293,7 @@ class QwenVLStage(LanguageModule):
             rotary_sin=sin,
         )
         if embeddings is not None:
-            embeddings = ask_for_gradient(self.language_model.decoder, embeddings)
+            embeddings = ask_for_gradient(self.language_model.decoder, embeddings.unsqueeze(1))
         return self.language_model(
             batch.input_ids[None],
             batch.position_ids[:, None],
@@ -245,6 +301,7 @@ class QwenVLStage(LanguageModule):
             decoder_input=embeddings,
             labels=batch.labels if self.post_process and not logits else None,
             packed_seq_params=packed,
+            extra_block_kwargs={"after_layer": after_layer} if features else None,
         )
 
     def sharded_state_dict(

@@ -24,7 +24,7 @@ def freeze(stages: Iterable[Module], section: FreezeSection) -> None:
     """Mark the parameters of the frozen parts. Before gradient buffers are made."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if name.startswith("vision.merger"):
+            if name.startswith(("vision.merger.", "vision.deepstack_mergers.")):
                 frozen = section.merger
             elif name.startswith("vision."):
                 frozen = section.vision
@@ -51,18 +51,24 @@ def mark_trainable(
 
 
 def mark_lowest_trainable(stages: list[QwenVLStage], replica: Module | None = None) -> None:
-    """Tell each stage whether an earlier one learns. Collective over the pipeline.
+    """Tell each stage whether an earlier one learns, and whether the tower does there beside
+    DeepStack's mergers, which hidden states do not pass. Collective over the pipeline.
 
     A `replica` of the vision tower feeds stage 0 from outside the pipeline.
 
     Raises:
         UserError: nothing is left to train; on every rank.
     """
-    local = {s.stage for s in stages if any(p.requires_grad for p in s.parameters())}
+    local = {
+        (stage.stage, name.startswith("vision.") and "deepstack_mergers" not in name)
+        for stage in stages
+        for name, parameter in stage.named_parameters()
+        if parameter.requires_grad
+    }
     if replica is not None and any(p.requires_grad for p in replica.parameters()):
-        local.add(-1)
+        local.add((-1, True))
     group = parallel_state.get_pipeline_model_parallel_group()
-    learning_of_ranks: list[set[int]] = [set()] * dist.get_world_size(group)
+    learning_of_ranks: list[set[tuple[int, bool]]] = [set()] * dist.get_world_size(group)
     dist.all_gather_object(learning_of_ranks, local, group=group)
     learning = set().union(*learning_of_ranks)
     if not learning:
@@ -71,4 +77,5 @@ def mark_lowest_trainable(stages: list[QwenVLStage], replica: Module | None = No
             "--freeze.merger, --freeze.language"
         )
     for stage in stages:
-        stage.learns_before = min(learning) < stage.stage
+        before = [tower for number, tower in learning if number < stage.stage]
+        stage.learns_before, stage.tower_learns_before = bool(before), any(before)

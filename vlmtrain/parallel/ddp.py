@@ -9,6 +9,7 @@ the other ranks of the group would wait in the collective for ever: `parameters_
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -58,13 +59,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def parameters_ready(chunk: DistributedDataParallel, module: Module) -> None:
-    """Register every gradient of `module`, wrapped in `chunk`, as its backward hook would.
+def parameters_ready(chunk: DistributedDataParallel, parts: Iterable[Module]) -> None:
+    """Register every gradient of `parts`, wrapped in `chunk`, as its backward hook would.
 
     Buckets must start in the same order on all ranks of the group. A backward pass fills them in
-    the reverse order of registration as long as a bucket holds at least the parameters of one
-    layer of `module`: Megatron's buckets of 40 million hold two of the released models' towers.
+    the reverse order of `parts`, that of the forward pass, as long as a bucket holds at least the
+    parameters of one layer: Megatron's buckets of 40 million hold two of the released models'
+    towers.
     """
-    for parameter in reversed(list(module.parameters())):
+    for parameter in reversed([p for part in parts for p in part.parameters()]):
         if parameter.requires_grad:
             chunk.param_to_bucket_group[parameter].register_grad_ready(parameter)

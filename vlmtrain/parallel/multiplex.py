@@ -35,8 +35,7 @@ from torch import Tensor
 from vlmtrain.core.batch import EncodedPack, PackedBatch
 from vlmtrain.core.clock import Clock
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.models.common.layers import touch
-from vlmtrain.models.common.vision import VisionInputs
+from vlmtrain.models.common.vision import VisionInputs, VisionTower, touch_all
 from vlmtrain.models.family import family_of
 from vlmtrain.parallel.ddp import parameters_ready
 from vlmtrain.parallel.row_exchange import StepRows
@@ -78,9 +77,12 @@ class VisionReplica(MegatronModule):
             parameter.tensor_model_parallel = False  # whole here, whatever the language model's TP
 
     def forward(self, pixels: Tensor, grids: Tensor) -> Tensor:
-        """Rows [G, h] in media order of pixels [P, patch_dim] with grids int64 [media, 3]."""
+        """Rows [G, sets * h] in media order (the merger's, then DeepStack's sets) of pixels
+        [P, patch_dim] with grids int64 [media, 3]."""
         inputs = VisionInputs.from_grid(grids, self.vision.spec, shards=1, device=pixels.device)
-        rows = self.vision(pixels, inputs)
+        rows, features = self.vision(pixels, inputs)
+        if features:
+            rows = torch.cat([rows, *(features[number] for number in sorted(features))], -1)
         return rows if inputs.reverse_index is None else rows[inputs.reverse_index]
 
     def sharded_state_dict(
@@ -113,6 +115,8 @@ class Multiplexer:
         # What each member embeds of a sequence.
         self.shards: list[tuple[int, int] | None] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(self.shards, part, group=self.group)
+        replica = tower if isinstance(tower, VisionReplica) else tower.module
+        self.whole: VisionTower = replica.vision
         self.learns = any(p.requires_grad for p in tower.parameters())
 
     def expect(self, inputs: StepInputs, packs: list[PackedBatch]) -> None:
@@ -145,15 +149,15 @@ class Multiplexer:
         with torch.no_grad(), tracker.fork(), self.clock.span("compute"):
             parts = [self._encode(piece) for piece in range(len(self.pieces))]
         if not parts:  # the others gather their updated weights at this point
-            for module in self.tower.modules():
-                touch(module)
-            parts = [packs[0].pixel_values.new_empty(0, self.spec.hidden_size, dtype=self.dtype)]
+            touch_all(self.whole)
+            width = self.spec.visual_sets * self.spec.hidden_size
+            parts = [packs[0].pixel_values.new_empty(0, width, dtype=self.dtype)]
         rows = self.rows.send(torch.cat(parts), self.learns)
         if self.shards[self.rank] is None:
             return packs
         return [
-            EncodedPack.of(pack, part, exchange.visual_index)
-            for pack, part, exchange in zip(packs, rows, self.rows.packs, strict=True)
+            EncodedPack.of(pack, part, index)
+            for pack, part, index in zip(packs, rows, self.rows.indices, strict=True)
         ]
 
     def backward(self, num_tokens: Tensor) -> None:
@@ -180,7 +184,7 @@ class Multiplexer:
                 start += rows.shape[0]
         tracker.set_states(now)
         if not self.pieces and self.tower.ddp_config.overlap_grad_reduce:
-            parameters_ready(self.tower, self.tower)
+            parameters_ready(self.tower, self.whole.in_order())
 
     def _encode(self, piece: int) -> Tensor:
         pixels = [self.pixels[number] for number in self.pieces[piece]]

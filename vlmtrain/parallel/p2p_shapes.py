@@ -35,6 +35,7 @@ class KnownShapes(P2PCommunicator):
         group = self.config.microbatch_group_size_per_vp_stage or packs
         order = get_schedule_table(packs, chunks, group if chunks > 1 else packs)
         rank = parallel_state.get_pipeline_model_parallel_rank()
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         forward, backward = [], []
         for number, chunk in order:
             stage = layout.stage(rank, chunk)
@@ -44,7 +45,7 @@ class KnownShapes(P2PCommunicator):
             if stage < layout.stages - 1:
                 backward.append((stage, number))
         self._forward, self._backward = (
-            iter([inputs.message(stage, number) for stage, number in messages])
+            iter([inputs.message(stage, number, tensor_rank) for stage, number in messages])
             for messages in (forward, backward)
         )
 

@@ -47,13 +47,17 @@ class StepRows:
                 send[member].append(rows + before)
             before += int((owner == rank).sum())
         counts = np.array([pack.receive for pack in self.packs], dtype=np.int64)  # [packs, members]
-        # Rows arrive member by member, packs one after another inside; they are used pack by pack.
+        # Rows arrive member by member, packs one after another inside; they are used pack by pack,
+        # in the order of their positions.
         starts = np.concatenate([[0], counts.T.reshape(-1).cumsum()])[:-1].reshape(counts.T.shape).T
-        order = [
-            np.arange(start, start + count)
-            for start, count in zip(starts.reshape(-1), counts.reshape(-1), strict=True)
-        ]
-        self._order = torch.from_numpy(np.concatenate(order)) if order else torch.empty(0).long()
+        order = [np.empty(0, dtype=np.int64)]
+        self.indices: list[Tensor] = []  # visual_index of each pack into the rows of `send`
+        for pack, begins, lengths in zip(self.packs, starts, counts, strict=True):
+            arrivals = [np.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)]
+            index = pack.visual_index
+            order.append(np.concatenate(arrivals)[index[index >= 0].numpy()])
+            self.indices.append(torch.where(index >= 0, (index >= 0).cumsum(0) - 1, -1).int())
+        self._order = torch.from_numpy(np.concatenate(order))
         self._sizes = counts.sum(1).tolist()
         self._exchange = RowExchange(
             [torch.cat(parts) for parts in send],
@@ -66,7 +70,7 @@ class StepRows:
 
         Returns:
             For each pack the rows that this rank writes, leaves that collect a gradient if
-            `learns`; its `packs[i].visual_index` says where.
+            `learns`; `indices` says where.
         """
         self._computed = rows.detach().requires_grad_(learns)
         self._received = exchange_rows(self._computed, self._exchange, self.group)

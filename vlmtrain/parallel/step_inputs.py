@@ -20,9 +20,9 @@ from torch import Tensor
 from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec, VisionSpec
+from vlmtrain.models import message
 from vlmtrain.models.common.vision import padded_groups
-
-Shape = tuple[int, int, int]
+from vlmtrain.models.message import Shape
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,14 @@ class StepInputs:
     layout: Layout
     grids: Sequence[np.ndarray]  # of each pack int64 [m, 3]: t, h, w of its media, in patches
     lengths: Sequence[int] = ()  # of each pack, in tokens; `message` reads them
+    rows: Sequence[Sequence[int]] = ()  # of each pack, visual rows in each part of the sequence
 
     @classmethod
     def of(cls, spec: ModelSpec, layout: Layout, packs: Sequence[PackedBatch]) -> StepInputs:
-        return cls(spec, layout, [p.grid_thw.numpy() for p in packs], [p.length for p in packs])
+        grids, lengths = [p.grid_thw.numpy() for p in packs], [p.length for p in packs]
+        parts = layout.sequence_parts
+        rows = [[p.visual_rows(part, parts)[1] for part in range(parts)] for p in packs]
+        return cls(spec, layout, grids, lengths, rows)
 
     @cached_property
     def patches(self) -> list[list[int]]:
@@ -76,25 +80,28 @@ class StepInputs:
             for owners, counts in zip(self.owners, self.patches, strict=True)
         ]
 
-    def message(self, stage: int, pack: int) -> Shape:
-        """Shape of what `stage` sends to the next one, and gets a gradient of, for a pack."""
-        layout, spec = self.layout, self.spec
-        shards = layout.tensor if layout.sequence else 1
-        tokens, width = self.lengths[pack] // shards, spec.hidden_size
-        if layout.multiplexed or stage >= layout.merger_stage:
-            return tokens, 1, width
-        unit = spec.vision.merge_unit
-        patches = padded_groups(sum(self.patches[pack]) // unit, shards) * unit // shards
-        if stage < layout.embedding_stage:
-            return patches, 1, spec.vision.hidden_size
-        return 1, 1, patches * spec.vision.hidden_size + tokens * width
+    def message(self, stage: int, pack: int, tensor_rank: int = 0) -> Shape:
+        """Shape of what `stage` sends to the next one, and gets a gradient of, for a pack; without
+        DeepStack's features where `rows` are not known."""
+        unit, shards = self.spec.vision.merge_unit, self.layout.sequence_parts
+        sizes = message.parts(
+            self.spec,
+            self.layout,
+            stage,
+            tokens=self.lengths[pack] // shards,
+            patches=padded_groups(sum(self.patches[pack]) // unit, shards) * unit // shards,
+            rows=self.rows[pack][tensor_rank % shards] if self.rows else 0,
+        )
+        return message.shape(sizes)
 
 
 def vision_cost(spec: VisionSpec, t: int, h: int, w: int) -> float:
     """Forward multiply-accumulates of one image or video, up to a common factor."""
     patches, width = t * h * w, spec.hidden_size
-    gates = 3 if spec.window_size is not None else 2
+    gates = 3 if spec.gated else 2
     linear = spec.depth * (4 * width**2 + gates * width * spec.intermediate_size)
+    mergers = 1 + len(spec.deepstack_layers)
+    linear += mergers * (spec.merge_unit * width + spec.out_hidden_size) * width
     if spec.window_size is None:
         attention = spec.depth * 2 * width * h * w
     else:

@@ -79,7 +79,7 @@ class CostModel:
 
     def units(self, tensor: int, sequence: bool) -> dict[str, np.ndarray]:
         """Blocks [4, 6] of patch_embed, merger, text, head; vision is [depth + 1, 4, 6], sums of
-        the first i layers."""
+        the first i layers with DeepStack's mergers behind them."""
         key = (tensor, sequence)
         if key in self._units:
             return self._units[key]
@@ -141,7 +141,7 @@ class CostModel:
             layer = block(flops.vision_layer_price(spec, i), "vision", tower)
             adapt(layer, PATCHES, tower)
             exchange(layer, PATCHES, vision.hidden_size, per_layer)
-            layers.append(layers[-1] + layer)
+            layers.append(layers[-1] + layer + (i in vision.deepstack_layers) * merger)
         embed = block(flops.patch_embed_price(spec), "patch_embed", tower * tensor)
         if sequence:
             embed /= tensor  # each rank embeds its own rows
@@ -229,7 +229,8 @@ class CostModel:
         ranks = layout.pipeline * layout.tensor
         share = option.microbatches / ranks * 1.02  # images don't divide evenly
         tokens = option.microbatches * self.mean[PATCHES] / self.spec.vision.merge_unit
-        size = self.element * tokens * self.spec.hidden_size * (ranks - 1) / ranks
+        width = self.spec.hidden_size * self.spec.visual_sets
+        size = self.element * tokens * width * (ranks - 1) / ranks
         exchange = size / layout.tensor / self.stage_bandwidth(layout)
         latency = gpu.latency_us * 1e-6 * ranks
         forward = share * cost[COMPUTE_F]
@@ -247,15 +248,18 @@ class CostModel:
     def transfers(self, option: Option) -> list[float]:
         """[stages - 1] seconds of the one tensor that goes on to the next stage."""
         layout = option.layout
-        shards = layout.tensor if layout.sequence else 1
+        shards = layout.sequence_parts
         bandwidth = self.stage_bandwidth(layout)
         text = self.mean[TOKENS] * self.spec.hidden_size
         vision = self.mean[PATCHES] * self.spec.vision.hidden_size
+        rows = self.mean[PATCHES] / self.spec.vision.merge_unit * self.spec.hidden_size
+        deepstack = self.spec.vision.deepstack_layers
         result = []
         for stage in range(layout.stages - 1):
             size = text if stage >= layout.merger_stage else vision
             if layout.embedding_stage <= stage < layout.merger_stage:
                 size = text + vision
+            size += rows * len(layout.carried(deepstack, stage))
             seconds = self.element * size / shards / bandwidth
             result.append(seconds + self.gpu.latency_us * 1e-6)
         return result
@@ -318,6 +322,10 @@ class CostModel:
                 "patch_embed": unit(table.patch_embed.parameters, learning.vision),
                 "vision": unit(sum(table.vision_layer.sizes(tensor)), learning.vision, vision),
                 "merger": unit(sum(table.merger.sizes(tensor)), learning.merger),
+                "deepstack": unit(
+                    sum(sum(merger.sizes(tensor)) for merger in table.deepstack[:1]),
+                    learning.merger,
+                ),
                 "text": unit(sum(table.text_layer.sizes(tensor)), learning.language, text),
                 "table": unit(rows, learning.language),
                 "norm": unit(spec.hidden_size, learning.language),
@@ -339,6 +347,8 @@ class CostModel:
             stages += pair["vision"] * np.array(layout.vision_layers, dtype=np.int64)[:, None]
             stages[0] += pair["patch_embed"]
             stages[layout.merger_stage] += pair["merger"]
+            for layer in self.spec.vision.deepstack_layers:
+                stages[layout.stage_of(layer, vision=True)] += pair["deepstack"]
         ranks = stages.reshape(-1, layout.pipeline, 2).sum(0)
         return [(int(total), int(learning)) for total, learning in ranks]
 
@@ -347,11 +357,11 @@ class CostModel:
         and those that learn."""
         if not option.multiplexed:
             return 0, 0
-        sizes, depth = self.sizes(1), self.spec.vision.depth
-        names = ("vision", "patch_embed", "merger")
+        sizes, vision = self.sizes(1), self.spec.vision
+        counts = {"vision": vision.depth, "deepstack": len(vision.deepstack_layers)}
+        counts |= {"patch_embed": 1, "merger": 1}
         total, learning = (
-            sum(sizes[name][i] * (depth if name == "vision" else 1) for name in names)
-            for i in (0, 1)
+            sum(sizes[name][i] * count for name, count in counts.items()) for i in (0, 1)
         )
         return total, learning
 
@@ -395,7 +405,7 @@ class CostModel:
                 rows = (
                     2 * self.element * self.spec.hidden_size * patches / self.spec.vision.merge_unit
                 )
-                rows /= option.layout.tensor
+                rows *= self.spec.visual_sets / option.layout.tensor
                 waiting = rows * option.microbatches if rank == 0 else 0.0
                 activations = max(activations, self._piece_bytes(option)) + waiting
             pixels = rank == 0 or option.multiplexed  # every rank reads its images from all packs
@@ -412,6 +422,8 @@ class CostModel:
         """Activations of the largest piece of images that a rank of a multiplexed tower encodes."""
         model = self._activations(1, False)
         kept = model.vision_layer() * self.spec.vision.depth + model.patch_embed() + model.merger()
+        for layer in self.spec.vision.deepstack_layers:
+            kept += model.merger(behind=layer)
         share = option.microbatches * self.mean[PATCHES]
         share /= option.layout.pipeline * option.layout.tensor
         return kept.per_patch * min(share, PIECE_PATCHES)

@@ -44,7 +44,7 @@ _ALIGNMENT = 64  # elements at which parameters start in a buffer
 _BUCKET = 128  # elements that a buffer is a multiple of
 #: vlmkernels.attention.select.TILED_HEAD_DIMS, without its import of torch.
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
-LOSS_BYTES = 64 << 20  # vlmkernels.loss.op.CHUNK_BYTES, likewise
+LOSS_BYTES = 128 << 20  # vlmkernels.loss.op.KEPT * CHUNK_BYTES, likewise
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,9 @@ def stage_parameters(
             add(adapter_parameters(spec, lora, t, True), False)
         if stage == merger:
             add(table.merger.sizes(t), freeze.merger)
+        for part, layer in zip(table.deepstack, spec.vision.deepstack_layers, strict=True):
+            if layout.stage_of(layer, vision=True) == stage:
+                add(part.sizes(t), freeze.merger)
     if first:
         add([rows], freeze.language, tied and not last and layout.pipeline > 1)
     for _ in range(layout.text_layers[stage]):
@@ -165,7 +168,7 @@ def tower_parameters(
     parts = [
         (table.patch_embed.sizes() + table.vision_layer.sizes() * depth, freeze.vision),
         (adapter_parameters(spec, lora, 1, True) * depth, False),
-        (table.merger.sizes(), freeze.merger),
+        *((merger.sizes(), freeze.merger) for merger in table.mergers),
     ]
     learning = tuple(size for sizes, frozen in parts if not frozen for size in sizes)
     return StageParameters(learning, (), sum(sum(sizes) for sizes, frozen in parts if frozen))
@@ -311,6 +314,17 @@ class ActivationModel:
             return (e * width + 4) / shards
         return ((8 if trained else 4) * width + 4) / shards
 
+    def _head_norms(self, q: int, kv: int) -> float:
+        """The norms of queries and keys. Queries are copied out of the fused projection where there
+        are several to a key; keys are a view of it."""
+        spec, e = self.spec, self.element
+        statistics = 4 * (spec.num_heads + spec.num_kv_heads)
+        if self.cuda:
+            return e * (q + kv) + statistics
+        if e == 4:
+            return (e * q if spec.num_heads > spec.num_kv_heads else 0) + statistics
+        return (8 if self.learning.language else 4) * (q + kv) + statistics
+
     def _layer(self, recompute: str, *, vision: bool, below: bool) -> float:
         """Bytes per row, linear by linear: what learns, and what it keeps.
 
@@ -339,6 +353,8 @@ class ActivationModel:
             inputs = rotated + qkv.outputs + q
             angles = 0 if e == 4 or vision else 2 * e * head_dim
             kept += e * inputs / t + 8 * heads / t + angles
+            if not vision and spec.qk_norm:
+                kept += self._head_norms(q, (qkv.outputs - q) // 2) / t
         elif learns[1]:
             kept += e * q / t
         needs = needs or learns[1]
@@ -374,14 +390,23 @@ class ActivationModel:
         return Kept(per_patch=self._layer(recompute, vision=True, below=below))
 
     def patch_embed(self) -> Kept:
-        """The pixels in the run's precision; a shard is a view that keeps all of them."""
-        return Kept(per_patch=self.element * self.spec.vision.patch_dim * self.learning.vision)
+        """The pixels in the run's precision; a shard is a view that keeps all of them. Of learned
+        positions 4 entries, weights and places in the result, and 3 numbers a patch."""
+        vision, lookup = self.spec.vision, 4 * (8 + 4 + 8) + 3 * 8
+        per_patch = float(self.element * vision.patch_dim)
+        per_patch += bool(vision.position_side) * lookup / self.shards
+        return Kept(per_patch=per_patch * self.learning.vision)
 
-    def merger(self) -> Kept:
-        """Runs on all rows on every rank: its norm is not sharded."""
+    def merger(self, behind: int | None = None) -> Kept:
+        """Runs on all rows on every rank: its norm is not sharded. DeepStack's, `behind` a layer,
+        normalise rows of four patches, which without sequence parallelism the next one keeps."""
         wide, layer_norm = self.spec.vision.hidden_size, table_of(self.spec).merger.norm_bias
         trained, e = self.learning.merger, self.element
         norm = self._norm(wide, 1, layer_norm=layer_norm, trained=trained)
+        if behind is not None:
+            norm = (norm - e * wide) / self.spec.vision.merge_unit
+            kept_by_next = self.learning.tower or behind == self.spec.vision.depth - 1
+            norm += 0.0 if kept_by_next and not self.sequence else e * wide
         kept = norm if self.learning.tower or trained else 0.0
         if not self.learning.tower and trained and not layer_norm and not self.cuda and e == 2:
             kept = 4.0 * wide  # for its weight alone
@@ -445,9 +470,23 @@ class ActivationModel:
         if not layout.multiplexed:
             per_patch[0] += self.patch_embed().per_patch
             per_patch[layout.merger_stage] += self.merger().per_patch
+            for layer in self.spec.vision.deepstack_layers:
+                stage = layout.stage_of(layer, vision=True)
+                per_patch[stage] += self.merger(behind=layer).per_patch
+            per_patch[1:] += self._carried(layout)
         per_token[layout.merger_stage] += self.embedding().per_token
         per_token[-1] += self.head().per_token
         return per_token, per_patch
+
+    def _carried(self, layout: Layout) -> np.ndarray:
+        """Of DeepStack's sets what each stage but the first has received, per patch."""
+        vision = self.spec.vision
+        sets = [
+            len(layout.carried(vision.deepstack_layers, stage))
+            for stage in range(layout.stages - 1)
+        ]
+        row = self.element * self.spec.hidden_size / vision.merge_unit / self.shards
+        return row * np.array(sets, dtype=float)
 
 
 def batch_bytes(spec: ModelSpec, tokens: float, patches: float, *, pixels: bool) -> float:

@@ -39,6 +39,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models import flops
 from vlmtrain.models.flops import Work
 from vlmtrain.plan.hardware import Peak
+from vlmtrain.telemetry.stragglers import Stragglers
 
 ROWS = (
     "compute",
@@ -115,14 +116,15 @@ def _videos(pack: PackedBatch, spec: ModelSpec) -> int:
     return int((ids[first] == spec.video_token_id).sum())
 
 
-_SPANS = ("waited", "step", "passes", "gradients", "optimizer", "compute")
+_SPANS = ("reading", "waited", "step", "passes", "gradients", "optimizer", "compute")
 
 
 @dataclass(frozen=True)
 class Ranks:
     """What every rank has measured in a step: float64 [world] each; seconds unless said."""
 
-    waited: np.ndarray  # for data
+    reading: np.ndarray  # until its own packs were there
+    waited: np.ndarray  # for data, its own and the others'
     step: np.ndarray  # Engine.step up to the gathering of this table
     passes: np.ndarray  # forward and backward of all microbatches, waiting included
     gradients: np.ndarray
@@ -159,25 +161,26 @@ def gather(
     spans: Mapping[str, float],
     *,
     grad_norm: float,
+    reading: float,
     waited: float,
     step: float,
     place: tuple[int, int],
     memory: int,
     device: torch.device,
 ) -> StepResult:
-    """Bring the ranks' counts and times together. Collective: one all-gather of 22 numbers.
+    """Bring the ranks' counts and times together. Collective: one all-gather of 23 numbers.
 
     Args:
         totals: of this rank's replica, on the one rank that reports for it; zeros on the others.
         spans: `Clock.read()`.
-        waited, step: seconds for data and in `Engine.step`.
+        reading, waited, step: seconds for its own packs, for data and in `Engine.step`.
         place: data-parallel and pipeline rank.
         memory: peak bytes.
         device: where the process group gathers.
     """
     # passes contain the reduction of gradients, which Megatron's schedules call at their end
     passes = spans.get("passes", 0.0) - spans.get("gradients", 0.0)
-    times = {**spans, "waited": waited, "step": step, "passes": passes}
+    times = {**spans, "reading": reading, "waited": waited, "step": step, "passes": passes}
     local = [*totals.values(), *(times.get(name, 0.0) for name in _SPANS), *place, memory]
     row = torch.tensor(local, dtype=torch.float64, device=device)
     table = torch.empty(dist.get_world_size() * len(row), dtype=torch.float64, device=device)
@@ -262,6 +265,7 @@ class Ledger:
     freeze: FreezeSection = field(default_factory=FreezeSection)
     lora: LoraSection = field(default_factory=LoraSection)
     recompute: RecomputeSection = field(default_factory=RecomputeSection)
+    stragglers: Stragglers = field(default_factory=Stragglers)
 
     def row(
         self, result: StepResult, seconds: float, checkpoint: float, evaluation: float = 0.0
@@ -294,6 +298,7 @@ class Ledger:
             "waterfall": parts,
             "replica_balance": _balance(ranks.compute, ranks.replica),
             "stage_balance": _balance(ranks.compute, ranks.stage),
+            **self.stragglers.step(ranks.reading, ranks.compute, seconds),
             "peak_memory_gb": float(ranks.memory.max()) / 1e9,
             "memory_gb": [float(ranks.memory[ranks.stage == s].max()) / 1e9
                           for s in np.unique(ranks.stage)],

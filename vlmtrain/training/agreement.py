@@ -23,12 +23,13 @@ import vlmkernels
 import vlmtrain
 from vlmtrain.core.collectives import check_same
 from vlmtrain.core.config import TrainConfig, to_dict
+from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import PackedLoader
+from vlmtrain.data.packing.sampler import Position, Sampler
 from vlmtrain.parallel.step_inputs import StepInputs
-from vlmtrain.training.engine import Engine
 
 # Options that say where things are on a machine; what is there is compared.
 _PLACES = ("model", "data", "output", "nproc", "loader.media_root", "loader.template")
@@ -57,7 +58,7 @@ def check_program(config: TrainConfig, spec: ModelSpec) -> None:
     check_same(options | facts, _REMEDY)
 
 
-def check_plan(loader: PackedLoader, engine: Engine) -> None:
+def check_plan(loader: PackedLoader, layout: Layout) -> None:
     """Collective; before the first step of a start or a resumption.
 
     Raises:
@@ -65,7 +66,8 @@ def check_plan(loader: PackedLoader, engine: Engine) -> None:
     """
     state = {f"the loader's {name}": str(value) for name, value in loader.state_dict().items()}
     state["the tokenizer or the image settings"] = loader.builder.processor.fingerprint()
-    check_same(state | _data(loader.index) | _plan(loader, engine), _REMEDY)
+    plan = _plan(loader.sampler, loader.position, layout)
+    check_same(state | _data(loader.index) | plan, _REMEDY)
 
 
 def _flat(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -108,23 +110,18 @@ def _size(path: str) -> str:
         return str(error.strerror)
 
 
-def _plan(loader: PackedLoader, engine: Engine) -> dict[str, str]:
+def _plan(sampler: Sampler, position: Position, layout: Layout) -> dict[str, str]:
     """The packs of the next epoch; of the first _PACKS of them who decodes what and the shape of
     every message between stages. The rest of these follows from packs, program and settings."""
     packs, inputs, count = 0, 0, 0
-    layout = engine.layout
-    for step in loader.sampler.steps(loader.position, loader.step + loader.steps_per_epoch):
+    for step in sampler.steps(position, position.step + sampler.steps_per_epoch):
         packs = zlib.crc32(step.digest().to_bytes(4, "little"), packs)
         if count >= _PACKS:
             continue
         for share in step.dealt:
             count += len(share)
-            one = StepInputs(
-                engine.spec,
-                layout,
-                [loader.grids(pack) for pack in share],
-                [loader.pack_length] * len(share),
-            )
+            grids = [sampler.index.pack_grids(pack) for pack in share]
+            one = StepInputs(sampler.spec, layout, grids, [sampler.pack_length] * len(share))
             stages = range(layout.stages - 1)
             messages = [[one.message(stage, i) for stage in stages] for i in range(len(share))]
             inputs = zlib.crc32(repr((one.owners, messages)).encode(), inputs)

@@ -162,7 +162,8 @@ class Engine:
             for chunk in self.chunks:
                 tower = chunk.module.vision
                 if tower is not None:
-                    tower.on_skipped_backward = partial(ddp.parameters_ready, chunk, tower)
+                    parts = list(tower.in_order())
+                    tower.on_skipped_backward = partial(ddp.parameters_ready, chunk, parts)
         self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
         self.multiplexer: Multiplexer | None = None
         if self.replica is not None:
@@ -210,19 +211,22 @@ class Engine:
         """Which media of a step's packs this rank's loader decodes (see `PackedLoader`)."""
         return StepInputs(self.spec, self.layout, grids).decoded_by(self.vision_rank)
 
-    def step(self, packs: list[PackedBatch], lr: float, waited: float = 0.0) -> StepResult:
+    def step(
+        self, packs: list[PackedBatch], lr: float, waited: float = 0.0, reading: float = 0.0
+    ) -> StepResult:
         """One optimizer step over this data-parallel rank's packs (the same on its whole model
         parallel group). The loss is the mean over the target tokens of all ranks' packs. No update
         is made where `guard.withheld` says why.
 
-        `waited`: seconds that this rank has waited for the packs, for the ledger.
+        `waited`: seconds that this rank has waited for the packs, for the ledger; `reading`: of
+        them, those until its own were there.
         """
         start = time.perf_counter()
         set_learning_rate(self.optimizer, self.section, lr)
         outputs = self._forward_backward(packs, forward_only=False)
         with self.clock.span("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
-        return self._result(packs, outputs, grad_norm, start, waited)
+        return self._result(packs, outputs, grad_norm, start, waited, reading)
 
     def rehearse(self, packs: list[PackedBatch]) -> StepResult:
         """A whole step, optimizer included, that leaves every bit of weights, optimizer and random
@@ -314,6 +318,7 @@ class Engine:
         grad_norm: Any,
         start: float,
         waited: float,
+        reading: float = 0.0,
     ) -> StepResult:
         totals = Totals()
         if self._reports:
@@ -324,6 +329,7 @@ class Engine:
             totals,
             self.clock.read(),
             grad_norm=float(grad_norm or 0.0),
+            reading=reading,
             waited=waited,
             step=time.perf_counter() - start,
             place=(self.data_rank, parallel_state.get_pipeline_model_parallel_rank()),

@@ -14,6 +14,7 @@ from vlmtrain.plan.hardware import Gpu, Peak
 from vlmtrain.telemetry.drift import DriftMonitor
 from vlmtrain.telemetry.ledger import Ledger, StepResult
 from vlmtrain.telemetry.metrics import Metrics
+from vlmtrain.telemetry.stragglers import WINDOW, describe
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.rehearsal import RankPeak
 
@@ -67,6 +68,8 @@ class Record:
         """The row of a step that took `seconds`, of which it waited for data, saved, evaluated;
         with `more` in it, what was measured on held-out data for one."""
         row = self._ledger.row(result, seconds, saving, more.get("heldout_seconds", 0.0))
+        if step % WINDOW == 0 and (line := describe(row)):
+            print(f"step {step}: {line}", flush=True)
         self._metrics.step(
             step,
             result,

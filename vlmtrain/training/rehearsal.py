@@ -28,12 +28,11 @@ from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import PackedLoader
-from vlmtrain.data.packing.sampler import PlannedStep, Position, Sampler
+from vlmtrain.data.packing.sampler import PlannedStep, Position
 from vlmtrain.plan.peak import PeakModel
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.spikes import examine
 
-_PACKS = 2_000_000  # looked at, at most: some seconds
 _LINES = 16  # ranks that get a line; of more the fullest of each stage
 _IDS = 6
 ADVICE = (
@@ -91,12 +90,6 @@ class Loads:
             counts.append([patches.of(packs) for packs in step.dealt])
             largest.append([patches.largest(packs) for packs in step.dealt])
         return cls(places, np.array(counts), np.array(largest))
-
-    @classmethod
-    def of_run(cls, sampler: Sampler, position: Position, total: int) -> Loads:
-        """From `position` to step `total`, or as far as is looked ahead."""
-        until = min(total, position.step + max(1, _PACKS // sampler.global_batch))
-        return cls.of(sampler.steps(position, until), sampler.index)
 
 
 def heaviest(loads: Loads, models: list[PeakModel]) -> list[list[Position]]:

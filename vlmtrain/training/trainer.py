@@ -152,7 +152,7 @@ class Trainer:
             if state is not None:
                 on_every_rank(lambda: self.loader.load_state_dict(state))
         self.total = self._count_steps()
-        check_plan(self.loader, self.engine)
+        check_plan(self.loader, layout)
         # While all moments are zero: before a checkpoint's are loaded.
         peaks = self._rehearse(loads, before) if train.rehearse and loads.places else []
         self.first = 0 if resume is None else self._resume(resume)
@@ -187,7 +187,7 @@ class Trainer:
                 lr = learning_rate(config.optimizer, step, self.total)
                 place.enter("step")
                 self._offload(step)
-                result = engine.step(packs, lr, waited)
+                result = engine.step(packs, lr, waited, self.loader.reading)
                 reached = step + 1
                 self._judge(reached, packs, result)
                 place.enter("evaluation")
@@ -301,7 +301,7 @@ class Trainer:
                     ranks=one.data,
                 )
                 total = train.steps or sampler.steps_for_epochs(train.epochs, position)
-                known[one.data] = sampler, Loads.of_run(sampler, position, total)
+                known[one.data] = sampler, Loads.of(sampler.steps(position, total), index)
             return known[one.data]
 
         def ids(one: Layout, peak: Peak) -> str:

@@ -60,12 +60,13 @@ class Watchdog:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._main = threading.get_ident()
         self._over, self._ending = threading.Event(), threading.Event()
-        self._peers: list[Any] = [None] * self.world  # (host, process id)
+        self._peers: list[Any] = [None] * self.world  # (host, process id, when it began)
         self._store: Any = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watchdog:
-        dist.all_gather_object(self._peers, (socket.gethostname(), os.getpid()))
+        began = psutil.Process().create_time()
+        dist.all_gather_object(self._peers, (socket.gethostname(), os.getpid(), began))
         # torchrun's store outlives a run that it starts again: not the same key twice.
         self._key = f"vlmtrain/stuck/{self._peers[0]}"
         self.place.enter("start")
@@ -166,10 +167,10 @@ class Watchdog:
             "latest. --train.timeout sets the minutes."
         )
         print("\n".join(lines), file=sys.stderr, flush=True)
-        for rank in silent:
-            host, process = self._peers[rank]
-            if host == socket.gethostname():
-                _kill(process)
+        for rank in silent:  # one that has stopped: only SIGKILL reaches it
+            with contextlib.suppress(psutil.Error):
+                if (process := _process(*self._peers[rank])) is not None:
+                    process.kill()
 
     def _cause(self, reports: dict[int, dict[str, str]], silent: list[int]) -> str:
         if silent:
@@ -184,16 +185,16 @@ class Watchdog:
     # --- processes ------------------------------------------------------------------------------
 
     def _state(self, rank: int) -> str:
-        host, process = self._peers[rank]
-        return f"process {process} on {host}: {_status(host, process)}"
+        host, number, _ = self._peers[rank]
+        return f"process {number} on {host}: {_status(*self._peers[rank])}"
 
     def _gone(self) -> str:
         """Which ranks of this machine have ended; a process is gone a moment after its sockets."""
         for _ in range(10):
             gone = [
-                f"rank {rank} is gone (process {process} on {host})"
-                for rank, (host, process) in enumerate(self._peers)
-                if rank != self.rank and _status(host, process) in ("ended", psutil.STATUS_ZOMBIE)
+                f"rank {rank} is gone (process {peer[1]} on {peer[0]})"
+                for rank, peer in enumerate(self._peers)
+                if rank != self.rank and _status(*peer) in ("ended", psutil.STATUS_ZOMBIE)
             ]
             if gone:
                 return ", ".join(gone)
@@ -201,19 +202,20 @@ class Watchdog:
         return "another rank is gone"
 
 
-def _status(host: str, process: int) -> str:
+def _process(host: str, number: int, began: float) -> psutil.Process | None:
+    """A rank's process on this machine; None: it runs on another, which may have the same name."""
     if host != socket.gethostname():
-        return "on another machine"
+        return None
+    process = psutil.Process(number)
+    return process if process.create_time() == began else None
+
+
+def _status(host: str, number: int, began: float) -> str:
     try:
-        return psutil.Process(process).status()
+        process = _process(host, number, began)
+        return "on another machine" if process is None else process.status()
     except psutil.NoSuchProcess:
         return "ended"
-
-
-def _kill(process: int) -> None:
-    """End a rank of this run that has stopped: only SIGKILL reaches it."""
-    with contextlib.suppress(psutil.Error):
-        psutil.Process(process).kill()
 
 
 # --- where a rank is ------------------------------------------------------------------------------

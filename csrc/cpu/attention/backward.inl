@@ -201,9 +201,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
     for (int64_t q0 = p.causal ? keys_begin : 0; q0 < length; q0 += kBlock) {
       const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
       const int rows = static_cast<int>(queries);
-      // The sums over queries read whole tiles of pairs.
-      const int64_t whole = Math::kTiled ? (queries + 31) / 32 * 32 : queries;
-      const int lanes = vectors_of(whole);  // mutant: backward-lanes
+      const int lanes = vectors_of(whole_tiles(queries));  // mutant: backward-lanes
       const Rows<const T> q = rows_of<const T>(p.q, p.order, place, head);
       const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
       if constexpr (Math::kStep == 1) {

@@ -7,8 +7,7 @@
 //   pack_right  the same, where A lies by columns: Bf16Tiles takes B transposed
 //
 // Fp32 panels hold floats, whatever the storage type was; those of Bf16Pairs and Bf16Tiles hold
-// pairs of what is multiplied and added in one step, and zeros up to a multiple of 32 tokens and of
-// 32 elements of dim, where tiles read.
+// pairs of what is multiplied and added in one step, and zeros as far as tiles read.
 #pragma once
 #include "common/params.h"
 #if defined(VLMK_TILES)
@@ -31,7 +30,15 @@ VLMK_INLINE int vectors_of(int64_t n) { return static_cast<int>((n + kWidth - 1)
 // Leading dimension of packed rows: whole cache lines.
 VLMK_INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 VLMK_INLINE int64_t whole_blocks(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
-// The same of a row of pairs: whole tiles.
+// Tokens of a panel of pairs: tiles read whole ones.
+VLMK_INLINE int64_t whole_tiles(int64_t n) {
+#if defined(VLMK_TILES)
+  return (n + 31) / 32 * 32;
+#else
+  return n;
+#endif
+}
+// Leading dimension of packed rows of pairs: whole tiles.
 VLMK_INLINE int64_t padded_pairs(int64_t dim) { return (dim + 31) / 32 * 16; }
 template <class Math>
 VLMK_INLINE int steps_of(int64_t n) {
@@ -151,7 +158,7 @@ VLMK_INLINE Panel<Math> pack_rows(Math, const Rows<const BFloat16>& rows, int64_
 VLMK_NOINLINE void pack_lanes(const Rows<const BFloat16>& rows, int64_t n, int64_t dim, float sign,
                               uint32_t* dst) {
   const __m512i flip = _mm512_set1_epi32(sign < 0 ? static_cast<int>(0x80008000u) : 0);
-  for (int64_t i = 0; i < (n + 31) / 32 * 32; i += kWidth) {  // mutant: pack-lanes-tokens
+  for (int64_t i = 0; i < whole_tiles(n); i += kWidth) {  // mutant: pack-lanes-tokens
     const int64_t present = minimum(kWidth, n - i);
     for (int64_t d = 0; d < padded_pairs(dim); d += kWidth) {  // mutant: pack-lanes-pairs
       Vec r[kWidth];
@@ -183,7 +190,7 @@ VLMK_INLINE __m512i load_pairs(const Rows<const BFloat16>& rows, int64_t n, int6
 VLMK_NOINLINE void pack_depth(const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
                               uint32_t* dst) {
   const int64_t ld = padded(dim);
-  for (int64_t i = 0; i < (n + 31) / 32 * 32; i += 2, dst += ld) {  // mutant: pack-depth-tokens
+  for (int64_t i = 0; i < whole_tiles(n); i += 2, dst += ld) {  // mutant: pack-depth-tokens
     for (int64_t d = 0; d < ld; d += 16) {
       _mm512_storeu_si512(dst + d, load_pairs(rows, n, i, d, dim));
     }

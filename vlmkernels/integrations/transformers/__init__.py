@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL of transformers with this package's kernels, in one line.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL of transformers with this package's kernels, in one line.
 
     from vlmkernels.integrations import transformers as hf
     hf.enable(model)
@@ -13,7 +13,9 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
 - embeddings: `visual_embedding` in place of a lookup of all tokens and a masked_scatter for images
   and another for videos. Where the embedding is not a plain torch.nn.Embedding (peft may wrap it)
   or has hooks, its rows are taken as they come and `scatter_visual` puts the visual rows over
-  them. With `inputs_embeds` given, transformers' own code runs;
+  them. With `inputs_embeds` given, transformers' own code runs. Qwen3-VL's DeepStack features are
+  added in place by `add_visual_` in place of a clone of the hidden states for each; where a layer
+  has hooks, which may keep its result, to a copy;
 - language model: the attention interface "vlmkernels" (also by itself:
   `attn_implementation="vlmkernels"` after `register()`): packed batches, by position ids as
   transformers detects them, and padded ones are segments of `varlen_attention`. What it is not made
@@ -24,12 +26,12 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
   **`logits` of the output is then None** (as with Liger-Kernel). `model(.., skip_logits=False)`
   gives them, skip_logits=True leaves them out in evaluation too, and enable(model, loss=False)
   keeps transformers' loss: trl's SFTTrainer reads logits. Where the head is more than a matrix
-  (adapters, hooks), the loss the user's, or on CUDA so far, transformers' own code runs.
+  (adapters, hooks, a bias) or the loss the user's, transformers' own code runs.
 
 Weights, state dicts and results stay those of the model, up to the order of float sums; outputs at
 padding positions differ, as they do between transformers' own implementations.
 Tried with transformers 5.23.0 (the tests) and 4.57.6. It needs 4.53 or later, where attention
-became an interface; `enable` says so where a name it needs is missing.
+became an interface, for Qwen3-VL 5.3; `enable` says so where a name it needs is missing.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ from vlmkernels.rotary import rotate
 __all__ = ["MODEL_TYPES", "NAME", "disable", "enable", "register"]
 
 #: The class that holds vision tower and language model, of each family.
-_MODELS = ("Qwen2VLModel", "Qwen2_5_VLModel")
+_MODELS = ("Qwen2VLModel", "Qwen2_5_VLModel", "Qwen3VLModel", "Qwen3VLMoeModel")
 
 
 def enable(
@@ -70,13 +72,13 @@ def enable(
     language: bool = True,
     loss: bool = True,
 ) -> nn.Module:
-    """Let a transformers Qwen2-VL or Qwen2.5-VL model use the kernels; returns the model.
+    """Let a transformers Qwen2-VL, Qwen2.5-VL or Qwen3-VL model use the kernels; returns the model.
 
     Args:
-        model: Qwen2VLForConditionalGeneration, Qwen2_5_VLForConditionalGeneration, their base
-            models, or a wrapper (peft) that has one of them among its modules. Its modules get
-            other classes of the same names and its config becomes a copy, so that a model that
-            shares it keeps its attention.
+        model: Qwen2VLForConditionalGeneration, Qwen2_5_VLForConditionalGeneration, Qwen3VLFor..,
+            Qwen3VLMoeFor.., their base models, or a wrapper (peft) that has one of them among its
+            modules. Its modules get other classes of the same names and its config becomes a copy,
+            so that a model that shares it keeps its attention.
         vision, embedding, language, loss: which parts; see the head of this file. A language model
             with sliding windows keeps its attention.
 
@@ -94,11 +96,14 @@ def enable(
             for attention in attentions:
                 replace(attention, VisionAttention)
             replace(host.visual.patch_embed, PatchEmbed)
-        if embedding:
-            replace(host, Model)
         text = host.language_model
-        if language and "sliding_attention" not in (getattr(text.config, "layer_types", ()) or ()):
+        language &= "sliding_attention" not in (getattr(text.config, "layer_types", ()) or ())
+        if embedding:
+            _check_deepstack(host)
+            replace(host, Model)
+        if language or embedding:
             replace(text, LanguageModel)
+        if language:
             _copy_configs(model)
             text.replaced_attention = text.config._attn_implementation
             text.config._attn_implementation = NAME
@@ -121,7 +126,7 @@ def disable(model: nn.Module) -> nn.Module:
     for module in model.modules():
         check_restorable(module)
     text: Any = host.language_model
-    if issubclass(type(text), LanguageModel):
+    if "replaced_attention" in vars(text):
         if text.config._attn_implementation == NAME:
             text.config._attn_implementation = text.replaced_attention
         del text.replaced_attention
@@ -175,6 +180,17 @@ def _vision_attentions(host: Any) -> list[nn.Module]:
                 "this version of transformers is not known; use enable(model, vision=False)"
             )
     return attentions
+
+
+def _check_deepstack(host: Any) -> None:
+    if hasattr(host.visual, "deepstack_merger_list") and not (
+        hasattr(host, "compute_3d_position_ids")
+        and hasattr(host.language_model, "_deepstack_process")
+    ):
+        raise ValueError(
+            f"{type(host).__name__} has no compute_3d_position_ids or no _deepstack_process: this "
+            "version of transformers is not known; use enable(model, embedding=False)"
+        )
 
 
 def _check_rotation(attention: nn.Module) -> None:

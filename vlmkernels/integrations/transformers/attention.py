@@ -32,6 +32,8 @@ MODEL_TYPES = (
     *("qwen3_moe", "smollm3", "starcoder2"),
     *("qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"),
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
+    *("qwen3_vl", "qwen3_vl_text", "qwen3_vl_vision"),
+    *("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_moe_vision"),
 )
 
 #: Keyword arguments that don't change what attention computes.

@@ -18,6 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from vlmkernels import linear_cross_entropy
+from vlmkernels._native import has_cuda_kernels
 from vlmkernels.integrations.transformers.modules import (
     Replacement,
     has_hooks,
@@ -89,9 +90,7 @@ def _weight(model: Any) -> Tensor | None:
 
 
 def _runs_on(device: torch.device) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        "vlmkernels::linear_cross_entropy", device.type.upper()
-    )
+    return device.type == "cpu" or (device.type == "cuda" and has_cuda_kernels())
 
 
 def _loss(hidden: Tensor, weight: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Tensor:

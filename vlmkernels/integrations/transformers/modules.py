@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from transformers.utils import can_return_tuple
 
-from vlmkernels import scatter_visual, visual_embedding, visual_index
+from vlmkernels import add_visual_, scatter_visual, visual_embedding, visual_index
 from vlmkernels._native import DTYPES
 from vlmkernels.attention.api import rotated_attention
+from vlmkernels.embedding.add import add_visual_reference
 from vlmkernels.embedding.lookup import scatter_visual_reference
 from vlmkernels.integrations.transformers.attention import (
     check_arguments,
@@ -116,10 +118,26 @@ def _change_class(module: nn.Module, to: Any) -> None:
 
 
 class LanguageModel(Replacement):
-    """Its config names our attention interface, which unpickling registers."""
+    """Its config may name our attention interface, which unpickling registers."""
 
-    #: the attention implementation that it had
+    #: the attention implementation that it had, where it has ours
     replaced_attention: str | None
+
+    def _deepstack_process(self: Any, hidden: Tensor, where: Tensor, rows: Tensor) -> Tensor:
+        """hidden [B, S, h] and rows [n, h] added at their placeholders, for Qwen3-VL.
+
+        where: int32 [B * S], from `Model`; or bool [B, S], transformers' own mask, whose rows are
+        in the order of the sequence.
+        """
+        where, rows = where.to(hidden.device), rows.to(hidden.device, hidden.dtype)
+        if where.dtype == torch.bool:
+            mask = where.flatten()
+            where = torch.where(mask, mask.cumsum(0) - 1, -1).to(torch.int32)
+        if hidden.dtype not in DTYPES:
+            return add_visual_reference(hidden, rows, where)
+        if any(map(has_hooks, self.layers)):  # one that keeps what a layer returned
+            hidden = hidden.clone(memory_format=torch.contiguous_format)
+        return add_visual_(hidden, rows, where)
 
 
 # ---- vision tower --------------------------------------------------------------------------------
@@ -199,13 +217,53 @@ class Model(Replacement):
             or (any(pixels) and kwargs.get("mm_encoder_outputs") is not None)  # refused there
         ):
             return original(**kwargs)
-        rows, tokens = _visual_rows(self, kwargs, _names(self))
+        rows, tokens, deepstack = _visual_rows(self, kwargs, _names(self))
         if not rows:
             return original(**kwargs)
         for name in ("pixel_values", "pixel_values_videos", "mm_encoder_outputs"):
             kwargs.pop(name, None)
-        kwargs["inputs_embeds"] = _embeddings(self, ids, rows, tokens)
+        kwargs["inputs_embeds"], index = _embeddings(self, ids, rows, tokens)
+        if deepstack:
+            return _with_deepstack(self, index, deepstack, **kwargs)
         return original(**kwargs)
+
+
+@can_return_tuple
+def _with_deepstack(
+    model: Any,
+    index: Tensor,
+    deepstack: list[Tensor],
+    *,
+    input_ids: Tensor,
+    inputs_embeds: Tensor,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    image_grid_thw: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    mm_token_type_ids: Tensor | None = None,
+    **others: Any,
+) -> Any:
+    """Qwen3VLModel.forward behind the embeddings; `deepstack`: rows for the first layers."""
+    common = dict(
+        inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values
+    )
+    if position_ids is None:
+        position_ids = model.compute_3d_position_ids(
+            input_ids=input_ids,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            mm_token_type_ids=mm_token_type_ids,
+            **common,
+        )
+    return model.language_model(
+        input_ids=None,
+        position_ids=position_ids,
+        visual_pos_masks=index,
+        deepstack_visual_embeds=deepstack,
+        **common,
+        **others,
+    )
 
 
 def _names(module: Any) -> list[str]:
@@ -219,11 +277,12 @@ def named_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str,
 
 def _visual_rows(
     model: Any, kwargs: dict[str, Any], named: list[str]
-) -> tuple[list[Tensor], list[int]]:
-    """Features [n, h] of images and of videos, as far as there are any, and their token ids."""
+) -> tuple[list[Tensor], list[int], list[Tensor]]:
+    """Features [n, h] of images and of videos, as far as there are any, their token ids, and those
+    of each DeepStack level, of images and videos together."""
     others = {k: v for k, v in kwargs.items() if k not in named and k != "return_dict"}
     encoded = kwargs.get("mm_encoder_outputs") or {}
-    rows, tokens = [], []
+    rows, tokens, levels = [], [], []
     for kind, pixels, token in (
         ("image", "pixel_values", "image_token_id"),
         ("video", "pixel_values_videos", "video_token_id"),
@@ -238,14 +297,21 @@ def _visual_rows(
             features = get(kwargs[pixels], kwargs.get(f"{kind}_grid_thw"), **more)
         if features is None:
             continue
-        features = getattr(features, "pooler_output", features)
-        rows.append(features if isinstance(features, Tensor) else torch.cat(list(features)))
+        levels.append([_joined(level) for level in getattr(features, "deepstack_features", ())])
+        rows.append(_joined(getattr(features, "pooler_output", features)))
         tokens.append(getattr(model.config, token))
-    return rows, tokens
+    return rows, tokens, [torch.cat(parts) for parts in zip(*levels, strict=True)]
 
 
-def _embeddings(model: Any, ids: Tensor, rows: list[Tensor], tokens: list[int]) -> Tensor:
-    """[B, S, h] of ids [B, S]: words, with the visual rows at their placeholders."""
+def _joined(features: Any) -> Tensor:
+    return features if isinstance(features, Tensor) else torch.cat(list(features))
+
+
+def _embeddings(
+    model: Any, ids: Tensor, rows: list[Tensor], tokens: list[int]
+) -> tuple[Tensor, Tensor]:
+    """[B, S, h] of ids [B, S]: words, with the visual rows at their placeholders; and the row at
+    each position, int32 [B * S]."""
     counts = None if torch.compiler.is_compiling() else [len(r) for r in rows]
     index = visual_index(ids.reshape(-1), tokens, counts, separate=True)
     table = model.get_input_embeddings()
@@ -255,12 +321,12 @@ def _embeddings(model: Any, ids: Tensor, rows: list[Tensor], tokens: list[int]) 
         flat_ids, index = ids.reshape(-1).to(weight.device), index.to(weight.device)
         padding_idx = table.padding_idx
         flat = visual_embedding(flat_ids, weight, visual, index, padding_idx=padding_idx)
-        return flat.view(*ids.shape, -1)
+        return flat.view(*ids.shape, -1), index
     words = table(ids)
     visual = torch.cat([r.to(words.device, words.dtype) for r in rows])
     scatter = scatter_visual if words.dtype in DTYPES else scatter_visual_reference
     flat = words.reshape(-1, words.shape[-1])
-    return scatter(flat, visual, index.to(words.device)).view_as(words)
+    return scatter(flat, visual, index.to(words.device)).view_as(words), index
 
 
 def is_plain(module: Any, kind: Any) -> bool:

@@ -46,7 +46,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class HFWeights:
-    """The tensors of a Hugging Face folder, by canonical name; files are read when asked."""
+    """The tensors of a Hugging Face folder, under whichever of their names; files are read when
+    asked."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -124,10 +125,14 @@ class HFWeights:
         return DTYPES[kind]
 
     def _entry(self, name: str) -> dict[str, Any]:
-        if name not in self._where:
-            raise WeightError(f"{self.folder} has no tensor {name}")
-        path, stored = self._where[name]
+        path, stored = self._stored(name)
         return self._header(path)[stored]
+
+    def _stored(self, name: str) -> tuple[Path, str]:
+        """The file of a tensor and its name there."""
+        if canonical_name(name) not in self._where:
+            raise WeightError(f"{self.folder} has no tensor {name}")
+        return self._where[canonical_name(name)]
 
     def read(self, name: str, box: Box | None = None, *, rows: int | None = None) -> Tensor:
         """A tensor, or a box of it, in a copy of its own; not one byte more is kept.
@@ -138,7 +143,7 @@ class HFWeights:
             WeightError: the file ended early or the tensor's type is no weight's.
         """
         shape, dtype = self.shape(name), self.dtype(name)
-        path, _ = self._where[name]
+        path, _ = self._stored(name)
         start = self._starts[path] + self._entry(name)["data_offsets"][0]
         box = tuple((0, n) for n in shape) if box is None else box
         with open(path, "rb", buffering=0) as file:
@@ -147,7 +152,7 @@ class HFWeights:
 
 def check_names(weights: HFWeights, spec: ModelSpec) -> None:
     """Raise WeightError unless the folder holds exactly the tensors that the config asks for."""
-    expected = {name for row in rows(spec) for name in row.hf}
+    expected = {canonical_name(name) for row in rows(spec) for name in row.hf}
     present = weights.names()
     if spec.tie_word_embeddings and "lm_head.weight" in present:
         if not _same(weights, "lm_head.weight", "model.embed_tokens.weight"):

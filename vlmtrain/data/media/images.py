@@ -34,11 +34,20 @@ _EXIF_ORIENTATION = 0x0112
 
 
 def smart_resize(
-    height: int, width: int, factor: int, min_pixels: int, max_pixels: int
+    height: int,
+    width: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    frames: int = 1,
+    temporal_factor: int = 1,
 ) -> tuple[int, int]:
     """The size an image is resized to: multiples of `factor`, area within the two bounds.
 
-    Source: `smart_resize` of transformers' Qwen2-VL image processor.
+    `frames` of a video share the bounds; their number is compared in multiples of
+    `temporal_factor`.
+
+    Source: `smart_resize` of transformers' Qwen2-VL image and Qwen3-VL video processors.
 
     Raises:
         ValueError: one side is more than 200 times the other, or a side is below 1.
@@ -52,12 +61,13 @@ def smart_resize(
         )
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
+    area = round(frames / temporal_factor) * temporal_factor * new_height * new_width
+    if area > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
         new_width = max(factor, math.floor(width / shrink / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif area < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
     return new_height, new_width
@@ -138,11 +148,10 @@ class ImageSettings:
         """(height, width) after the resize. Raises ValueError as `smart_resize`."""
         return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
 
-    def grid(self, height: int, width: int, frames: int = 1) -> tuple[int, int, int]:
-        """(t, h, w) in patches; an odd last frame is repeated, so t is rounded up."""
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """(t, h, w) in patches of an image."""
         new_height, new_width = self.resized(height, width)
-        t = -(-frames // self.temporal_patch_size)
-        return t, new_height // self.patch_size, new_width // self.patch_size
+        return 1, new_height // self.patch_size, new_width // self.patch_size
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
         """Language tokens of a grid: t*h*w / merge_size^2."""
@@ -211,8 +220,11 @@ def load_image(part: FileRange, sample: Sample, name: str) -> Image.Image:
         raise _broken(sample, name, error) from None
 
 
-def resize(image: Image.Image | np.ndarray, settings: ImageSettings) -> np.ndarray:
-    """Resize an RGB image, or uint8 [H, W, 3], to its patch grid. Returns uint8 [H, W, 3].
+def resize(
+    image: Image.Image | np.ndarray, settings: ImageSettings, size: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Resize an RGB image, or uint8 [H, W, 3], to its patch grid, or to `size` (height, width).
+    Returns uint8 [H, W, 3].
 
     Raises:
         ValueError: as `smart_resize`.
@@ -224,7 +236,7 @@ def resize(image: Image.Image | np.ndarray, settings: ImageSettings) -> np.ndarr
         pixels = np.frombuffer(data, dtype=np.uint8).reshape(image.height, image.width, 4)
     else:
         pixels = np.asarray(image)
-    height, width = settings.resized(*pixels.shape[:2])
+    height, width = size or settings.resized(*pixels.shape[:2])
     if settings.resample == Image.Resampling.BICUBIC:
         return native.resize(pixels, height, width)
     return np.asarray(Image.fromarray(pixels).resize((width, height), settings.resample))

@@ -1,11 +1,11 @@
-"""Videos to frames: PyAV decoding, frame sampling as in transformers, seconds per slice."""
+"""Videos to frames: PyAV decoding, frame sampling as in transformers, times of slices."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from vlmtrain.data.media.images import (
     probe_image,
     read_config,
     resize,
+    smart_resize,
 )
 from vlmtrain.data.sample import Media, MediaInfo, Sample
 from vlmtrain.models.common.family import MediaDefaults
@@ -63,7 +64,7 @@ class VideoSettings:
         frames = ImageSettings.from_config(
             config, vision, cls.default(images, pixels).images, where
         )
-        keys = ("fps", "num_frames", "min_frames", "max_frames")
+        keys = [field.name for field in fields(cls) if field.name != "images"]
         options = {key: config[key] for key in keys if config.get(key)}
         options |= {key: value for key, value in overrides.items() if value is not None}
         settings = cls(images=frames, **options)
@@ -93,18 +94,71 @@ class VideoSettings:
             count = max(math.floor(count_wanted / step) * step, 1)
         return [min(int(i * (total / count)), total - 1) for i in range(count)]
 
-    def layout(self, media: Media, info: MediaInfo) -> tuple[tuple[int, int, int], float]:
-        """The grid (t, h, w) and the seconds each of its t slices stands for.
+    def resized(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        """(height, width) of each of the sampled frames. Raises ValueError as `smart_resize`."""
+        return self.images.resized(height, width)
+
+    def layout(
+        self, media: Media, info: MediaInfo
+    ) -> tuple[tuple[int, int, int], float, tuple[float, ...]]:
+        """The grid (t, h, w), the seconds each of its t slices stands for, and the second of the
+        file at which each slice stands: the mean of its first and last frame's.
+
+        An odd last frame is repeated, so t is rounded up.
 
         Raises ValueError as `smart_resize`.
         """
         if media.frame_list:
-            count, sampled_fps = info.frames, media.fps or info.fps or self.fps
+            indices, fps = list(range(info.frames)), media.fps or info.fps or self.fps
         else:
-            count = len(self.sample(info))
-            sampled_fps = count / info.frames * (info.fps or self.fps)
-        grid = self.images.grid(info.height, info.width, count)
-        return grid, self.images.temporal_patch_size / sampled_fps
+            indices, fps = self.sample(info), info.fps or self.fps
+        step, patch, count = self.images.temporal_patch_size, self.images.patch_size, len(indices)
+        height, width = self.resized(info.height, info.width, count)
+        times = [index / fps for index in indices + [indices[-1]] * (-count % step)]
+        pairs = zip(times[::step], times[step - 1 :: step], strict=True)
+        return (
+            (len(times) // step, height // patch, width // patch),
+            step / (count / info.frames * fps),
+            tuple((first + last) / 2 for first, last in pairs),
+        )
+
+
+@dataclass(frozen=True)
+class TimedVideoSettings(VideoSettings):
+    """Those of Qwen3-VL: frames evenly from the first to the last, and bounds of the pixels of all
+    frames together (`Qwen3VLVideoProcessor`)."""
+
+    cap_pixels_per_frame: bool = False  # no frame above max_video_tokens or its share of max_pixels
+    max_video_tokens: int = 768
+
+    def sample(self, info: MediaInfo) -> list[int]:
+        total = info.frames
+        if self.num_frames is not None:
+            count = min(self.num_frames, total)
+        else:
+            count = int(total / (info.fps or self.fps) * self.fps)
+            count = min(max(count, self.min_frames), self.max_frames, total)
+        return np.linspace(0, total - 1, count).round().astype(int).tolist()
+
+    def resized(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        images, factor = self.images, self.images.factor
+        least, most, step = images.min_pixels, images.max_pixels, images.temporal_patch_size
+        if frames < step:
+            raise ValueError(
+                f"the video has {frames} frame and this model's needs {step}; give it as an image"
+            )
+        if self.cap_pixels_per_frame:
+            share = min(self.max_video_tokens * factor**2, most // frames)
+            most = max(share, int(least * 1.05)) * frames
+        if 0 < min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        return smart_resize(height, width, factor, least, most, frames, step)
+
+
+def video_settings(media: MediaDefaults) -> type[VideoSettings]:
+    """The class of a family's settings."""
+    return TimedVideoSettings if media.timed_videos else VideoSettings
 
 
 def probe_media(media: Media, sample: Sample, verify: bool) -> MediaInfo:
@@ -168,19 +222,21 @@ def load_video(
     Raises:
         DataError: as `probe_video`.
     """
+
+    def resized(frame: np.ndarray) -> np.ndarray:
+        height, width = frame.shape[:2]
+        return resize(frame, settings.images, settings.resized(height, width, len(wanted)))
+
     if media.frame_list:
-        return np.stack(
-            [
-                resize(load_image(part, sample, _name(media, i)), settings.images)
-                for i, part in enumerate(media.parts)
-            ]
-        )
+        wanted = list(range(len(media.parts)))
+        images = (load_image(media.parts[i], sample, _name(media, i)) for i in wanted)
+        return np.stack([resized(np.asarray(image)) for image in images])
     wanted = settings.sample(info)
     frames: list[np.ndarray] = []
     with _VideoFile(media, sample) as video:
         for position, frame in video.frames():
             if len(frames) < len(wanted) and position == wanted[len(frames)]:
-                frames.append(resize(video.pixels(frame), settings.images))
+                frames.append(resized(video.pixels(frame)))
             if len(frames) == len(wanted):
                 break
     if len(frames) < len(wanted):

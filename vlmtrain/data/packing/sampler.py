@@ -20,6 +20,7 @@ from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.packing.costs import sample_costs
 from vlmtrain.data.packing.plan import Plan, Policy, deal, epoch_entries, plan_epoch
 
+_AHEAD = 1_000_000  # packs: looking at them takes a quarter of a minute (benchmarks/step_plans.py)
 _COST_UNIT = 16  # costs are whole numbers of 1/16 token, so that every machine plans the same
 
 
@@ -76,7 +77,8 @@ class Sampler:
         ranks: int,
         once: bool = False,
     ) -> None:
-        self.index, self.policy, self.seed, self.ranks = index, policy, seed, ranks
+        self.index, self.spec, self.policy = index, spec, policy
+        self.seed, self.ranks = seed, ranks
         self.pack_length, self.global_batch, self.once = pack_length, global_batch, once
         costs = sample_costs(
             index.lengths, index.target_tokens, index.media_start, index.grids, spec
@@ -158,8 +160,9 @@ class Sampler:
         return PlannedStep(position, Position(position.step + 1, epoch, pack), shares, metrics)
 
     def steps(self, position: Position, until: int) -> Iterator[PlannedStep]:
-        """The steps from `position` to step `until`."""
-        while position.step < until:
+        """The steps from `position` to step `until`, or as far as is looked ahead."""
+        last = min(until, position.step + max(1, _AHEAD // self.global_batch))
+        while position.step < last:
             step = self.take(position)
             yield step
             position = step.after

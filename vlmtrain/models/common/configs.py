@@ -19,13 +19,22 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}  # by VisionSpec.hidden_act
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by a tanh, the activation of Qwen3-VL's vision tower."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {  # by VisionSpec.hidden_act
+    "silu": F.silu,
+    "quick_gelu": quick_gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
 
 
 def language_config(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, recompute: str = "none"
 ) -> TransformerConfig:
-    """The language model: RMSNorm, SwiGLU, grouped queries, bias on q, k, v only, M-RoPE."""
+    """The language model: RMSNorm, SwiGLU, grouped queries, M-RoPE, bias on q, k, v at most."""
     config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -38,7 +47,8 @@ def language_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=True,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
         pipeline_model_parallel_layout=layout.megatron_text_layout(),
         **_common(layout, dtype, recompute),
     )

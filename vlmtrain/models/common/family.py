@@ -5,11 +5,11 @@ Importable without torch: the planner and `--help` read configurations only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from vlmtrain.core.spec import ModelConfigError, ModelSpec, VisionSpec
+from vlmtrain.core.spec import MediaKind, ModelConfigError, ModelSpec, VisionSpec
 from vlmtrain.models.common.table import (
     Norm,
     Part,
@@ -34,7 +34,8 @@ class MediaDefaults:
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # CLIP's
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     image_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)  # least and most of an image
-    video_pixels: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)  # of a frame
+    video_pixels: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)  # of a frame, or:
+    timed_videos: bool = False  # of all frames together, and sampled as Qwen3-VL samples
 
 
 class Family:
@@ -44,13 +45,19 @@ class Family:
     name: str  # model_type in config.json
     title: str  # for people
     media = MediaDefaults()
+    system_prompt = True  # whether a conversation without one gets the usual one
     # The tower: its only activation, as transformers calls it, and its blocks.
     hidden_act: str
     gated: bool
     normalization: Literal["LayerNorm", "RMSNorm"]
     # What Hugging Face calls the linears of the tower's MLP and the merger's norm and linears.
     vision_mlp: tuple[tuple[str, ...], str]
+    vision_defaults: ClassVar[dict[str, Any]] = {}  # where vision_config does not say it
     merger_names = "ln_q", "mlp.0", "mlp.2"
+    # Where its tensors lie in a Hugging Face folder.
+    vision_prefix, text_prefix = "visual.", "model."
+    # The language model, where its config.json does not say it.
+    qkv_bias, qk_norm, interleaved_mrope = True, False, False
 
     def tower_sizes(self, vision: dict[str, Any], text_hidden: int) -> dict[str, Any]:
         """Of a parsed `vision_config` what each family writes in its own way, as fields of
@@ -59,6 +66,7 @@ class Family:
 
     def read_vision(self, vision: dict[str, Any], text_hidden: int) -> VisionSpec:
         """The tower of a parsed `vision_config`; the language model is `text_hidden` wide."""
+        vision = {**self.vision_defaults, **vision}
         sizes = self.tower_sizes(vision, text_hidden)
         width, out = sizes["hidden_size"], sizes["out_hidden_size"]
         heads = int(vision.get("num_heads", 16))
@@ -103,7 +111,7 @@ class Family:
         text = {**config, **(config.get("text_config") or {})}
         hidden = int(need(text, "hidden_size"))
         heads = int(need(text, "num_attention_heads"))
-        if hidden % heads:
+        if hidden % heads and not text.get("head_dim"):
             raise ModelConfigError(
                 f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
             )
@@ -141,27 +149,55 @@ class Family:
             video_token_id=int(need(config, "video_token_id")),
             vision_start_token_id=int(need(config, "vision_start_token_id")),
             vision_end_token_id=int(config.get("vision_end_token_id", 151653)),
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+            interleaved_mrope=self.interleaved_mrope,
         )
 
     def table(self, spec: ModelSpec) -> Table:
         """All weights of a model of this family."""
-        norm = Norm("decoder.final_layernorm", {"model.norm": spec.hidden_size})
+        text, vision = self.text_prefix, self.vision_prefix
+        norm = Norm("decoder.final_layernorm", {f"{text}norm": spec.hidden_size})
         return Table(
-            embedding=vocabulary(spec, "model.embed_tokens", "embedding.word_embeddings"),
+            embedding=vocabulary(spec, f"{text}embed_tokens", "embedding.word_embeddings"),
             final_norm=Part("", "language_model.", (norm,)),
             head=vocabulary(spec, "lm_head", "output_layer"),
-            patch_embed=patch_embed(spec),
-            merger=merger(spec, *self.merger_names),
-            text_layer=text_layer(spec),
-            vision_layer=vision_layer(spec, *self.vision_mlp),
+            patch_embed=patch_embed(spec, vision),
+            merger=merger(spec, f"{vision}merger.", "merger", self.merger_names),
+            text_layer=text_layer(spec, text),
+            vision_layer=vision_layer(spec, vision, *self.vision_mlp),
+            deepstack=tuple(
+                merger(
+                    spec,
+                    f"{vision}deepstack_merger_list.{n}.",
+                    f"deepstack_mergers.{layer}",
+                    self.merger_names,
+                    joined=True,
+                )
+                for n, layer in enumerate(spec.vision.deepstack_layers)
+            ),
         )
 
-    @property
-    def positions(self) -> Callable[..., Tensor]:
-        """M-RoPE positions of a sample, with the arguments of `mrope_positions`."""
+    def video_placeholders(self, times: Sequence[float]) -> str:
+        """What the processor writes where the chat template wrote <|video_pad|>: one <|video_pad|>
+        for each run of the video's tokens, all runs of one length.
+
+        times: the second of the file at which each temporal slice stands.
+        """
+        return "<|video_pad|>"
+
+    def positions(
+        self,
+        input_ids: Tensor,
+        grids: Sequence[tuple[int, int, int]],
+        kinds: Sequence[MediaKind],
+        spec: ModelSpec,
+        seconds_per_grid: Sequence[float] | None = None,
+    ) -> Tensor:
+        """M-RoPE positions of a sample: see `mrope_positions`."""
         from vlmtrain.models.common.positions import mrope_positions  # torch
 
-        return mrope_positions
+        return mrope_positions(input_ids, grids, kinds, spec, seconds_per_grid)
 
     @property
     def tower(self) -> type[VisionTower]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import (
@@ -15,11 +18,16 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from vlmkernels.integrations.megatron import VarlenCoreAttention
 from vlmtrain.cpu import host_ops
-from vlmtrain.models.common.configs import quick_gelu
+from vlmtrain.models.common.configs import gelu_tanh, quick_gelu
+
+#: Called behind each layer with its number in the whole tower and its output; returns what the next
+#: layer gets. Outside of what recomputation repeats.
+AfterLayer = Callable[[int, Tensor], Tensor]
 
 
 class Norm:
@@ -54,7 +62,11 @@ def touch(module: torch.nn.Module) -> None:
 
 
 # Activation and whether it is gated -> the same in fewer passes over memory.
-_CPU_FORMS = {(F.silu, True): host_ops.swiglu, (quick_gelu, False): host_ops.quick_gelu}
+_CPU_FORMS = {
+    (F.silu, True): host_ops.swiglu,
+    (quick_gelu, False): host_ops.quick_gelu,
+    (gelu_tanh, False): host_ops.gelu_tanh,
+}
 
 
 class TowerMLP(MLP):
@@ -81,12 +93,51 @@ class TowerMLP(MLP):
         return product(hidden_states), bias
 
 
-def adapt_mlps(block: TransformerBlock) -> None:
-    """Make the MLPs of a built block TowerMLPs.
+class Block(TransformerBlock):
+    """megatron-core's block without what is not used here, and with a place behind each layer."""
+
+    def forward(
+        self,
+        hidden_states: Tensor | None,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        after_layer: AfterLayer | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """hidden_states [S or S/tp, 1, h]; without `pre_process` they were set beforehand."""
+        x = hidden_states if self.pre_process else self.input_tensor
+        # Megatron's checkpoints and its freeing of what was sent allow no views.
+        x = make_viewless_tensor(inp=x, requires_grad=True, keep_graph=True)
+        recomputes = self.config.recompute_granularity == "full" and self.training
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        with tracker.fork() if self.config.sequence_parallel else contextlib.nullcontext():
+            for layer in self.layers:
+
+                def run(x: Tensor, layer: Any = layer) -> Tensor:
+                    return layer(
+                        hidden_states=x,
+                        attention_mask=attention_mask,
+                        packed_seq_params=packed_seq_params,
+                    )[0]
+
+                x = tensor_parallel.checkpoint(run, False, x) if recomputes else run(x)
+                if after_layer is not None:
+                    x = after_layer(layer.layer_number - 1, x)
+        if self.final_layernorm is not None:
+            x = self.final_layernorm(x)
+            return make_viewless_tensor(inp=x, requires_grad=True, keep_graph=True)
+        # The pipeline takes input and output for two nodes of the graph.
+        return x if len(self.layers) or self.pre_process else x.clone()
+
+
+def adapt(block: TransformerBlock) -> None:
+    """Make a built block a Block and its MLPs TowerMLPs.
 
     Their class is changed afterwards: a spec with another class than MLP would not get the
     tensor-parallel group from its layer.
     """
+    block.__class__ = Block
     for layer in block.layers:
         layer.mlp.__class__ = TowerMLP
 
@@ -109,10 +160,15 @@ def block_submodules(
     config: TransformerConfig, mask: AttnMaskType, num_layers: int
 ) -> TransformerBlockSubmodules:
     """The submodules of a TransformerBlock of `num_layers` layers with packed attention."""
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(
+        normalization=config.normalization, qk_layernorm=config.qk_layernorm
+    )
     spec.submodules.input_layernorm = Norm
     spec.submodules.pre_mlp_layernorm = Norm
-    spec.submodules.self_attention.submodules.core_attention = VarlenCoreAttention
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = VarlenCoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
     spec.submodules.self_attn_bda = host_ops.bias_dropout_add
     spec.submodules.mlp_bda = host_ops.bias_dropout_add
     spec.submodules.self_attention.params = {"attn_mask_type": mask}

@@ -9,19 +9,18 @@ versions agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.spec import MediaKind, ModelSpec
 
 
 def mrope_positions(
     input_ids: Tensor,
     grids: Sequence[tuple[int, int, int]],
-    kinds: Sequence[Literal["image", "video"]],
+    kinds: Sequence[MediaKind],
     spec: ModelSpec,
     seconds_per_grid: Sequence[float] | None = None,
 ) -> Tensor:
@@ -106,12 +105,19 @@ def mrope_cos_sin(position_ids: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor
     """Cosine and sine of the rotation angles, float32 [S, head_dim / 2] each.
 
     position_ids: int64 [3, S]. Each axis rotates its own section of the frequencies
-    (`spec.mrope_section`: time first, then height, then width).
+    (`spec.mrope_section`: time first, then height, then width). Interleaved, the axes take turns
+    until a section is used up, and time has what is left.
     """
     half = spec.head_dim // 2
     steps = torch.arange(half, dtype=torch.float32, device=position_ids.device)
     frequencies = 1.0 / spec.rope_theta ** (steps / half)
     positions = position_ids.float()
+    if spec.interleaved_mrope:
+        angles = positions[0, :, None] * frequencies
+        for axis in (1, 2):
+            turns = slice(axis, 3 * spec.mrope_section[axis], 3)
+            angles[:, turns] = positions[axis, :, None] * frequencies[turns]
+        return angles.cos(), angles.sin()
     angles = torch.cat(
         [
             positions[axis, :, None] * part

@@ -84,8 +84,25 @@ class Norm:
         return list(self.modules.values()) * (1 + self.bias)
 
 
+@dataclass(frozen=True)
+class Lookup(Norm):
+    """A table of vectors, `inputs` wide, that is looked up in: no product reads it."""
+
+    inputs: int = 1
+
+    def sizes(self, tensor: int = 1) -> list[int]:
+        return [rows * self.inputs for rows in self.modules.values()]
+
+
 # megatron-core's order of registration, where it is not that of the table.
-_REGISTERED = ("_norm", "input_layernorm", "linear_proj", "linear_qkv", "pre_mlp_layernorm")
+_REGISTERED = (
+    "input_layernorm",
+    "linear_proj",
+    "linear_qkv",
+    "q_layernorm",
+    "k_layernorm",
+    "pre_mlp_layernorm",
+)
 
 
 @dataclass(frozen=True)
@@ -144,9 +161,14 @@ class Table:
     merger: Part
     text_layer: Part
     vision_layer: Part
+    deepstack: tuple[Part, ...] = ()  # mergers of VisionSpec.deepstack_layers
 
     def layer(self, vision: bool) -> Part:
         return self.vision_layer if vision else self.text_layer
+
+    @property
+    def mergers(self) -> tuple[Part, ...]:
+        return self.merger, *self.deepstack
 
     def targets(self, vision: bool) -> list[str]:
         """What LoRA's targets may be called, in the tower's layers too with `vision`; sorted."""
@@ -161,13 +183,14 @@ class Table:
         if not spec.tie_word_embeddings:
             yield self.head, 0
         yield self.patch_embed, 0
-        yield self.merger, 0
+        for merger in self.mergers:
+            yield merger, 0
         yield self.text_layer, spec.num_layers
         yield self.vision_layer, spec.vision.depth
 
 
 # --- the parts of Qwen2-VL and its relatives ---------------------------------------------------
-# Linear: name, inputs, modules, bias, split, transform, groups, inner
+# Linear: name, inputs, modules, bias, split, transform, groups, inner. `hf`: a prefix of theirs.
 
 
 def vocabulary(spec: ModelSpec, module: str, name: str) -> Part:
@@ -176,22 +199,37 @@ def vocabulary(spec: ModelSpec, module: str, name: str) -> Part:
     return Part("", "language_model.", (table,))
 
 
-def text_layer(spec: ModelSpec) -> Part:
+def text_layer(spec: ModelSpec, hf: str) -> Part:
     h, f = spec.hidden_size, spec.intermediate_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-    items = (
+    heads = {"q_layernorm": "self_attn.q_norm", "k_layernorm": "self_attn.k_norm"}
+    norms = tuple(
+        Norm(f"self_attention.{name}", {module: spec.head_dim})
+        for name, module in heads.items()
+        if spec.qk_norm
+    )
+    items: tuple[Linear | Norm, ...] = (
         Norm("input_layernorm", {"input_layernorm": h}),
-        Linear("self_attention.linear_qkv", h, qkv, True, 0, "text_qkv", spec.num_kv_heads),
+        Linear(
+            "self_attention.linear_qkv",
+            h,
+            qkv,
+            spec.qkv_bias,
+            0,
+            "text_qkv",
+            spec.num_kv_heads,
+        ),
+        *norms,
         Linear("self_attention.linear_proj", q, {"self_attn.o_proj": h}, False, 1),
         Norm("pre_mlp_layernorm", {"post_attention_layernorm": h}),
         Linear("mlp.linear_fc1", h, {"mlp.gate_proj": f, "mlp.up_proj": f}, False, 0, "gate_up"),
         Linear("mlp.linear_fc2", f, {"mlp.down_proj": h}, False, 1),
     )
-    return Part("model.layers.{i}.", "language_model.decoder.layers.{i}.", items)
+    return Part(hf + "layers.{i}.", "language_model.decoder.layers.{i}.", items)
 
 
-def vision_layer(spec: ModelSpec, fc1: tuple[str, ...], fc2: str) -> Part:
+def vision_layer(spec: ModelSpec, hf: str, fc1: tuple[str, ...], fc2: str) -> Part:
     """A layer of the tower. `fc1`, `fc2`: what Hugging Face calls the MLP's linears, a gate and
     an up projection where it is gated."""
     vision, layer_norm = spec.vision, spec.vision.normalization == "LayerNorm"
@@ -205,22 +243,37 @@ def vision_layer(spec: ModelSpec, fc1: tuple[str, ...], fc2: str) -> Part:
         Linear("mlp.linear_fc1", wide, into, True, 0, "gate_up" if vision.gated else "same"),
         Linear("mlp.linear_fc2", f, {f"mlp.{fc2}": wide}, True, 1),
     )
-    return Part("visual.blocks.{i}.", "vision.blocks.layers.{i}.", items)
+    return Part(hf + "blocks.{i}.", "vision.blocks.layers.{i}.", items)
 
 
-def patch_embed(spec: ModelSpec) -> Part:
-    vision, module = spec.vision, {"patch_embed.proj": spec.vision.hidden_size}
-    linear = Linear("patch_embed", vision.patch_dim, module, transform="patch_embed")
-    return Part("visual.", "vision.", (linear,))
-
-
-def merger(spec: ModelSpec, norm: str, fc1: str, fc2: str) -> Part:
-    """`norm`, `fc1`, `fc2`: what Hugging Face calls them."""
-    vision = spec.vision
-    merged = vision.merge_unit * vision.hidden_size
-    items = (
-        Linear("merger_fc1", merged, {fc1: merged}, True, 0),
-        Linear("merger_fc2", merged, {fc2: vision.out_hidden_size}, True, 1),
-        Norm("merger_norm", {norm: vision.hidden_size}, vision.normalization == "LayerNorm"),
+def patch_embed(spec: ModelSpec, hf: str) -> Part:
+    """With the table of learned positions, where there is one."""
+    vision, wide = spec.vision, spec.vision.hidden_size
+    items: tuple[Linear | Norm, ...] = (
+        Linear(
+            "patch_embed",
+            vision.patch_dim,
+            {"patch_embed.proj": wide},
+            vision.patch_bias,
+            transform="patch_embed",
+        ),
     )
-    return Part("visual.merger.", "vision.", items)
+    if vision.position_side:
+        items += (Lookup("pos_embed", {"pos_embed": vision.position_side**2}, inputs=wide),)
+    return Part(hf, "vision.", items)
+
+
+def merger(
+    spec: ModelSpec, hf: str, name: str, modules: tuple[str, str, str], *, joined: bool = False
+) -> Part:
+    """`modules`: what Hugging Face calls the norm and the linears; `joined`: the norm is of the
+    four patches side by side."""
+    vision, (norm, fc1, fc2) = spec.vision, modules
+    merged = vision.merge_unit * vision.hidden_size
+    width = merged if joined else vision.hidden_size
+    items = (
+        Norm("norm", {norm: width}, vision.normalization == "LayerNorm"),
+        Linear("fc1", merged, {fc1: merged}, True, 0),
+        Linear("fc2", merged, {fc2: vision.out_hidden_size}, True, 1),
+    )
+    return Part(hf, f"vision.{name}.", items)

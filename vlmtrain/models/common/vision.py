@@ -8,7 +8,7 @@ Qwen2_5_VisionTransformerPretrainedModel.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from vlmkernels.integrations.megatron import VisionPackedSeqParams, VisionSelfAt
 from vlmtrain.core.spec import VisionSpec
 from vlmtrain.models.common.layers import (
     Norm,
-    adapt_mlps,
+    adapt,
     ask_for_gradient,
     block_submodules,
     init_device,
@@ -70,6 +70,7 @@ class VisionInputs:
     window_index: Tensor | None  # int64 [G]: group at each place in window order
     reverse_index: Tensor | None  # int64 [G]: place of each group in window order
     packed: VisionPackedSeqParams  # the layout of the tower's row order
+    grids: list[list[int]]  # (t, h, w) in patches of each medium
     num_patches: int  # P with padding
     padded_patches: int
     empty: bool  # no image and no video: the tower does not run
@@ -104,6 +105,7 @@ class VisionInputs:
                 cu_seqlens_kv=ordered.cu_seqlens,
                 layout=ordered,
             ),
+            grids=grid_thw.tolist(),
             num_patches=layout.num_patches,
             padded_patches=extra * spec.merge_unit,
             empty=groups == 0,
@@ -119,6 +121,64 @@ class VisionInputs:
             return index
         moved = self.reverse_index[index.clamp_min(0).long()].to(torch.int32)
         return torch.where(index >= 0, moved, index)
+
+
+class Merger(MegatronModule):
+    """Rows of the language model's width, one of four patches: [P or P/tp, 1, D] -> [G, h].
+
+    `joined`: the norm is of the four patches side by side, not of each.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: VisionSpec,
+        groups: ProcessGroupCollection,
+        *,
+        joined: bool = False,
+    ) -> None:
+        gather, config = config.sequence_parallel, copy.copy(config)
+        config.sequence_parallel = False
+        super().__init__(config=config)
+        self.gather = gather
+        self.merged = merged = spec.merge_unit * spec.hidden_size
+        self.width = merged if joined else spec.hidden_size
+        self.norm = Norm(config, self.width, eps=1e-6)
+        self.fc1 = ColumnParallelLinear(
+            merged,
+            merged,
+            config=config,
+            init_method=config.init_method,
+            bias=True,
+            gather_output=False,
+            tp_group=groups.tp,
+        )
+        self.fc2 = RowParallelLinear(
+            merged,
+            spec.out_hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=True,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=groups.tp,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gather:
+            # Every rank merges all rows, so the gradient that comes back is whole already.
+            x = tensor_parallel.gather_from_sequence_parallel_region(
+                x, tensor_parallel_output_grad=False
+            )
+        x = self.norm(x.reshape(-1, 1, self.width)).reshape(-1, 1, self.merged)
+        return self.fc2(F.gelu(self.fc1(x)[0]))[0].squeeze(1)
+
+
+def touch_all(tower: VisionTower) -> None:
+    """As a forward pass would touch its modules, in the same order on every rank."""
+    for part in tower.in_order():
+        for module in part.modules():
+            touch(module)
 
 
 class VisionTower(MegatronModule):
@@ -138,17 +198,11 @@ class VisionTower(MegatronModule):
         super().__init__(config=config)
         self.spec, self.first, self.last = spec, first, last
         self.on_skipped_backward: Callable[[], None] | None = None
-        width = spec.hidden_size
         if first:
-            self.patch_embed = torch.nn.Linear(
-                spec.patch_dim,
-                width,
-                bias=False,
-                dtype=config.params_dtype,
-                device=init_device(config),
-            )
-            # Each rank embeds its own rows only: the weight's gradient is a partial sum.
-            self.patch_embed.weight.sequence_parallel = config.sequence_parallel  # type: ignore
+            self.make_embeddings()
+            # Each rank embeds its own rows only: the gradients are partial sums.
+            for parameter in self.parameters():
+                parameter.sequence_parallel = config.sequence_parallel  # type: ignore
         submodules = block_submodules(config, AttnMaskType.no_mask, num_layers)
         for layer in submodules.layer_specs or ():
             layer.submodules.self_attention.module = VisionSelfAttention
@@ -161,89 +215,103 @@ class VisionTower(MegatronModule):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
-        adapt_mlps(self.blocks)
+        adapt(self.blocks)
         if last:
-            merger = copy.copy(config)
-            merger.sequence_parallel = False
-            merged = spec.merge_unit * width
-            self.merger_norm = Norm(merger, width, eps=1e-6)
-            self.merger_fc1 = ColumnParallelLinear(
-                merged,
-                merged,
-                config=merger,
-                init_method=merger.init_method,
-                bias=True,
-                gather_output=False,
-                tp_group=groups.tp,
-            )
-            self.merger_fc2 = RowParallelLinear(
-                merged,
-                spec.out_hidden_size,
-                config=merger,
-                init_method=merger.output_layer_init_method,
-                bias=True,
-                input_is_parallel=True,
-                skip_bias_add=False,
-                tp_group=groups.tp,
-            )
+            self.merger = Merger(config, spec, groups)
+        # DeepStack's, each on the stage of the layer behind which it stands and under its number.
+        # No ModuleDict: Megatron's checkpoints would take every tensor in it for replicated.
+        self.deepstack_mergers = MegatronModule(config)
+        for layer in self.blocks.layers:
+            if (number := layer.layer_number - 1) in spec.deepstack_layers:
+                deepstack = Merger(config, spec, groups, joined=True)
+                self.deepstack_mergers.add_module(str(number), deepstack)
 
-    def forward(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+    def make_embeddings(self) -> None:
+        """What stands before the layers."""
+        self.patch_embed = torch.nn.Linear(
+            self.spec.patch_dim,
+            self.spec.hidden_size,
+            bias=self.spec.patch_bias,
+            dtype=self.config.params_dtype,
+            device=init_device(self.config),
+        )
+
+    def in_order(self) -> Iterator[torch.nn.Module]:
+        """Everything with parameters, in the order of a forward pass."""
+        for child in self.children():
+            if child is self.blocks:
+                for layer in self.blocks.layers:
+                    yield layer
+                    yield from filter(None, [self._merger_behind(layer.layer_number - 1)])
+            elif child is not self.deepstack_mergers:
+                yield child
+
+    def _merger_behind(self, layer: int) -> Merger | None:
+        return getattr(self.deepstack_mergers, str(layer), None)
+
+    def forward(self, x: Tensor, inputs: VisionInputs) -> tuple[Tensor, dict[int, Tensor]]:
         """x: pixel rows [patches, patch_dim] on the first slice, else hidden [P or P/tp, 1, D].
 
         Returns hidden states [P or P/tp, 1, D], or on the last slice rows [G, h] in the order
-        that `VisionInputs.visual_index` follows. Without images these are zeros that nobody reads,
-        and neither pass computes anything.
+        that `VisionInputs.visual_index` follows; and the rows [G, h] of DeepStack's sets that this
+        slice makes, by number. Without images these are zeros that nobody reads, and neither pass
+        computes anything.
         """
         if inputs.empty:
             return self._skip(x, inputs)
         if self.first:
-            x = ask_for_gradient(self.blocks, self._embed_patches(x, inputs))
+            x = ask_for_gradient(self.blocks, self.embed_patches(x, inputs))
         else:
             self.blocks.set_input_tensor(ask_for_gradient(self.blocks, x))
-        x = self.blocks(
-            hidden_states=x,
-            attention_mask=None,
-            packed_seq_params=inputs.packed,
-        )
-        return self._merge(x) if self.last else x
+        features: dict[int, Tensor] = {}
 
-    def _skip(self, x: Tensor, inputs: VisionInputs) -> Tensor:
+        def after_layer(layer: int, x: Tensor) -> Tensor:
+            merger = self._merger_behind(layer)
+            if merger is not None:
+                features[self.spec.deepstack_layers.index(layer)] = merger(x)
+            return x
+
+        x = self.blocks(hidden_states=x, packed_seq_params=inputs.packed, after_layer=after_layer)
+        return self.merger(x) if self.last else x, features
+
+    def _skip(self, x: Tensor, inputs: VisionInputs) -> tuple[Tensor, dict[int, Tensor]]:
         """Zeros of the output's shape. In the graph where anything learns: the stage before waits
         for a gradient, and reductions that run beside the backward pass (DDP's overlap) must hear
         that these parameters are done too."""
-        for module in self.modules():
-            touch(module)
+        touch_all(self)
         spec, config = self.spec, self.config
         world = 1
         if config.sequence_parallel:
             world = parallel_state.get_tensor_model_parallel_world_size()
         shape: tuple[int, ...] = (inputs.num_patches // world, 1, spec.hidden_size)
+        merged = inputs.num_patches // spec.merge_unit, spec.out_hidden_size
         if self.last:
-            shape = (inputs.num_patches // spec.merge_unit, spec.out_hidden_size)
+            shape = merged
         zeros = torch.zeros(shape, dtype=config.params_dtype, device=x.device)
+        features = {
+            number: zeros.new_zeros(merged)
+            for number, layer in enumerate(spec.deepstack_layers)
+            if self._merger_behind(layer) is not None
+        }
         learns = any(parameter.requires_grad for parameter in self.parameters())
         if self.first:
             x = zeros.new_empty(0, requires_grad=learns)
-        return _Skipped.apply(x, zeros, self.on_skipped_backward if learns else None)
+        skipped = _Skipped.apply(x, zeros, self.on_skipped_backward if learns else None)
+        return skipped, features
 
-    def _embed_patches(self, pixels: Tensor, inputs: VisionInputs) -> Tensor:
+    def embed_patches(self, pixels: Tensor, inputs: VisionInputs) -> Tensor:
+        """Hidden states [P or P/tp, 1, D] of pixel rows."""
         unit, dim = self.spec.merge_unit, self.spec.patch_dim
         pixels = pixels.to(self.config.params_dtype)
         if inputs.padded_patches:
             pixels = F.pad(pixels, (0, 0, 0, inputs.padded_patches))
         if inputs.window_index is not None:
             pixels = pixels.view(-1, unit * dim)[inputs.window_index].view(-1, dim)
-        if self.config.sequence_parallel:
-            world = parallel_state.get_tensor_model_parallel_world_size()
-            pixels = pixels.chunk(world, 0)[parallel_state.get_tensor_model_parallel_rank()]
-        return self.patch_embed(pixels).unsqueeze(1)
+        return self.patch_embed(self.own_rows(pixels)).unsqueeze(1)
 
-    def _merge(self, x: Tensor) -> Tensor:
-        if self.config.sequence_parallel:
-            # Every rank merges all rows, so the gradient that comes back is whole already.
-            x = tensor_parallel.gather_from_sequence_parallel_region(
-                x, tensor_parallel_output_grad=False
-            )
-        x = self.merger_norm(x).reshape(-1, 1, self.spec.merge_unit * self.spec.hidden_size)
-        x = self.merger_fc2(F.gelu(self.merger_fc1(x)[0]))[0]
-        return x.squeeze(1)
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Of rows of the whole tower those that this rank has."""
+        if not self.config.sequence_parallel:
+            return x
+        world = parallel_state.get_tensor_model_parallel_world_size()
+        return x.chunk(world, 0)[parallel_state.get_tensor_model_parallel_rank()]
