@@ -42,7 +42,7 @@ MUTANTS = [
       "part_at(p, work.tile, work.head * work.group, work.first)", case="groups"),
     M("a part not waited for", "sm90-fused-add-wait-full", case="one"),
     M("parts added in any order", "sm90-fused-add-wait-turn", case="many tiles", engine="ptx"),
-    M("counts not read again", "ptx-wait-count", "false", case="many tiles", engine="ptx"),
+    M("waits while it is its turn", "ptx-wait-count", "now == value", case="one", engine="ptx"),
     M("no fence before a part is added", "sm90-fused-add-fence", case="one"),
     M("parts stored, not added", "sm90-fused-add-if-first", "true", case="tiles"),
     M("a part overwritten early", "sm90-fused-add-wait-read", case="many tiles"),
