@@ -131,9 +131,10 @@ def sm90_suite(dim: int = 80) -> dict[str, Check]:
 
 def sm90_grad_suite(dim: int = 80, **more: Any) -> dict[str, Check]:
     """Every path of a backward for sm_90a: its rings have 3 or 4 stages of 64 rows."""
+    dtype = "bfloat16" if more.get("fused") else "float16"
     return {
         "causal, negative scale, groups": lambda k, r: check_flash(
-            k, Case(r, [20, 140], 2, 1, dim, "float16", causal=True, scale=-0.3, **more)
+            k, Case(r, [20, 140], 2, 1, dim, dtype, causal=True, scale=-0.3, **more)
         ),
         "ragged, rounds": lambda k, r: check_flash(k, Case(r, [1, 0, 260, 65], 1, 1, dim, **more)),
         "groups, scores far below zero": lambda k, r: check_flash(
