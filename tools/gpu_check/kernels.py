@@ -61,11 +61,15 @@ def check(
             assert_accurate(f"result {i}", a, b, c)
 
 
+def types_of(kernel: str) -> list[torch.dtype]:
+    return [torch.bfloat16] if kernel == "sm90-fused" else [torch.bfloat16, torch.float16]
+
+
 def segments(kernel: str, backward: bool, alone: bool) -> None:
-    """varlen_attention, grouped heads, both types, causal or not."""
+    """varlen_attention, grouped heads, its types, causal or not."""
     lengths = LENGTHS.get(kernel, TILED_LENGTHS)
     cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
-    for dtype, causal in ((torch.bfloat16, False), (torch.float16, True)):
+    for dtype, causal in zip((torch.bfloat16, types_of(kernel)[-1]), (False, True), strict=True):
         inputs = [
             torch.randn(sum(lengths), heads, 80, device=DEVICE).to(dtype) for heads in (4, 2, 2)
         ]
@@ -86,7 +90,7 @@ def vision(kernel: str, backward: bool, alone: bool) -> None:
     layout = VisionLayout.from_grid(grid, window_size=112).to(DEVICE)
     cu, order, longest = layout.segments(window)
     order = None if order is None else order.int()
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in types_of(kernel):
         qkv = torch.randn(layout.num_patches, 3, 4, 80, device=DEVICE).to(dtype)
         options = (layout.rotary_table(80), cu, order, longest, 80**-0.5, kernel)
         check(
