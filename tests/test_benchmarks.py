@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import shutil
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,13 @@ def test_compare_leaves_out_wrong_failing_and_hopeless_peers() -> None:
 
 
 def test_memory_beside_results() -> None:
+    """In a process of its own: what other tests freed, this one's allocator may have kept."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        pool.submit(check_memory_beside_results).result()
+
+
+def check_memory_beside_results() -> None:
     """What a contestant holds at most and gives back, less its results."""
 
     def needs(megabytes: int) -> Any:

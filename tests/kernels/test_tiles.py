@@ -167,7 +167,8 @@ class AttentionOnTiles:
         own = ("dout", "dq", "dk", "dv")
         views = {name: fill("HeadsView", **view(values.pop(name))) for name in own}
         values.pop("lse_delta", None)
-        params = fill("AttentionGradParams", forward=self.params(**values), lse_delta=None, **views)
+        unused = dict(lse_delta=None, dq_sum=None, done=None)
+        params = fill("AttentionGradParams", forward=self.params(**values), **unused, **views)
         self.library.attention_backward(ctypes.byref(params))
 
 

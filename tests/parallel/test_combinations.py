@@ -14,6 +14,7 @@ from tests.parallel.test_layout import SPEC_7B
 from tests.parity.matrix import PIPELINED, layouts
 from vlmtrain.core.layout import Layout, LayoutError
 from vlmtrain.core.spec import ModelSpec
+from vlmtrain.models.flops import IMAGE_SHARE, TARGET_SHARE
 from vlmtrain.parallel.layout import make_layout
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parallelism.md"
@@ -163,7 +164,8 @@ def test_auto_balances(stages, given):
 
 
 def slowest(layout: Layout) -> float:
-    """Multiply-accumulates a token of the slowest stage: 2.8 patches through a vision layer."""
+    """Multiply-accumulates a token of the slowest stage: 2.8 patches through a vision layer, the
+    head for targets alone."""
     v, spec = SPEC_7B.vision, SPEC_7B
     vision = 2.8 * (4 * v.hidden_size**2 + 3 * v.hidden_size * v.intermediate_size)
     h, kv = spec.hidden_size, spec.num_kv_heads * spec.head_dim
@@ -171,5 +173,5 @@ def slowest(layout: Layout) -> float:
     loads = [
         a * vision + b * text for a, b in zip(layout.vision_layers, layout.text_layers, strict=True)
     ]
-    loads[-1] += h * spec.vocab_size
+    loads[-1] += (1 - IMAGE_SHARE) * TARGET_SHARE * h * spec.vocab_size
     return max(loads)

@@ -62,7 +62,7 @@ def test_defaults_put_the_tower_first_and_balance_the_rest():
     assert layout.vision_layers == (32, 0, 0, 0)
     assert sum(layout.text_layers) == 28
     first, *middle, last = layout.text_layers
-    assert first < last < max(middle)  # the tower and the head count for layers
+    assert first < last <= max(middle)  # the tower and the head count for layers
     assert max(middle) - min(middle) <= 1
 
 
@@ -125,7 +125,7 @@ def test_text_layout_for_megatron():
             dict(world_size=4, pipeline=2, virtual_pipeline=2, microbatches=5),
             ["5 per step", "e.g. 8"],
         ),
-        (dict(world_size=4, pipeline=4, text_layers=[7, 7, 7]), ["[2, 10, 10, 6]"]),
+        (dict(world_size=4, pipeline=4, text_layers=[7, 7, 7]), ["[1, 9, 9, 9]"]),
         (dict(world_size=2, pipeline=2, vision_layers=[0, 32]), ["[32, 0]"]),
         (dict(world_size=4, pipeline=4, vision_layers=[8, 0, 8, 16]), ["[32, 0, 0, 0]"]),
         (
@@ -135,7 +135,7 @@ def test_text_layout_for_megatron():
         (dict(world_size=64, pipeline=64), ["64 stages", "32 vision", "28 language", "60"]),
         (
             dict(world_size=2, pipeline=2, multiplexed=True, text_layers=[28, 1]),
-            ["[28, 1]", "sum to 29", "[15, 13]"],
+            ["[28, 1]", "sum to 29", "[14, 14]"],
         ),
     ],
 )

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def plant(fault: str, case: dict[str, Any]) -> None:
         agreement._sources = lambda package: "0.0.9, checksum 0"
     if fault == "other file":  # as another machine has it, under the same name
         opened = index.open_source
-        index.open_source = lambda path, root=None: opened(case["other"], root)
+        index.open_source = lambda spec: opened(replace(spec, path=case["other"]))
 
 
 def run(case: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from vlmtrain.training.guard import SpikeGuard
 
 @pytest.mark.slow
 def test_a_bad_sample_costs_its_step(model, conversations, tmp_path, monkeypatch, capsys):
-    """One sample's pixels are no numbers; another's loss has a gradient that is none."""
+    """One sample's pixels are no numbers; another's hidden states get a gradient that is none."""
     records = json.loads(conversations.read_text())
     pixels, gradient = (str(record["id"]) for record in records[:2])
     build, forward = PackBuilder.build, QwenVLStage.forward
@@ -29,11 +29,14 @@ def test_a_bad_sample_costs_its_step(model, conversations, tmp_path, monkeypatch
             batch = replace(batch, pixel_values=batch.pixel_values * math.nan)
         return batch, bad
 
+    def spoil(_module: Any, _inputs: Any, output: Any) -> None:
+        output.register_hook(lambda g: g * math.nan)
+
     def bad_gradient(self: Any, batch: Any, **more: Any) -> Any:
-        output = forward(self, batch, **more)
-        if gradient in batch.sample_ids and pixels not in batch.sample_ids:
-            output.register_hook(lambda g: g * math.nan)
-        return output
+        if gradient not in batch.sample_ids or pixels in batch.sample_ids:
+            return forward(self, batch, **more)
+        with self.language_model.decoder.register_forward_hook(spoil):
+            return forward(self, batch, **more)
 
     monkeypatch.setattr(PackBuilder, "build", bad_pixels)
     monkeypatch.setattr(QwenVLStage, "forward", bad_gradient)

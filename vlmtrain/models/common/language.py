@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
@@ -41,6 +42,8 @@ class LanguageModel(GPTModel):
         touch(self.output_layer)
         group = self.pg_collection.tp
         ends = [min(len(weight) * i, self.true_vocab_size) for i in range(group.size() + 1)]
+        scale = self.config.grad_scale_func
+        factor = torch.ones((), device=weight.device) if loss_mask is None else loss_mask
         losses = linear_cross_entropy(
             hidden_states[:, 0],
             weight,
@@ -51,7 +54,6 @@ class LanguageModel(GPTModel):
             shard=(group.rank(), group.size()) if self.config.sequence_parallel else None,
             # Megatron's wrapper gives a parameter a main_grad: then no gradient of its size is made
             weight_grad="main_grad" if hasattr(weight, "main_grad") else "dense",
-            # bf16 and float32 are trained without a loss scale
-            grad_scale=1.0 if loss_mask is None else loss_mask,
+            grad_scale=factor if scale is None else scale(factor).reshape(factor.shape),
         )
         return losses if loss_mask is None else (losses * loss_mask).sum()
