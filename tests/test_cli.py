@@ -23,7 +23,9 @@ model data output nproc
 train.steps train.epochs train.pack_length train.global_batch train.precision train.seed
 train.log_every train.wandb train.rehearse train.fit
 train.on_spike train.timeout
-optimizer.lr optimizer.min_lr optimizer.warmup_steps optimizer.weight_decay optimizer.beta1
+optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.vision_layer_decay
+optimizer.lr_scheduler_type optimizer.min_lr optimizer.warmup_steps optimizer.warmup_ratio
+optimizer.decay_ratio optimizer.decay_type optimizer.weight_decay optimizer.beta1
 optimizer.beta2 optimizer.eps optimizer.clip optimizer.offload_fraction optimizer.offload_schedule
 parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
 parallel.vision_layers parallel.text_layers parallel.vision

@@ -79,7 +79,7 @@ class Case(NamedTuple):
     stream: str
     name: str
     layout: dict[str, Any]
-    more: dict[str, Any]  # recompute, overlap
+    more: dict[str, Any]  # recompute, overlap, rates
 
     def __str__(self) -> str:
         return f"{self.family}{' tied' * self.tied} {self.stream} {self.name} (seed {SEED})"
@@ -120,7 +120,7 @@ class References:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[tuple[str, bool, str], tuple[Any, ...]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def model(self, family: str, tied: bool) -> Path:
         path = self.folder / f"{family}-{'tied' if tied else 'untied'}"
@@ -128,15 +128,16 @@ class References:
             ref.save_model(ref.make_model(family, vision_heads=4, tied=tied, seed=SEED), path)
         return path
 
-    def get(self, family: str, tied: bool, stream: str) -> tuple[float, dict, list[float], float]:
+    def get(self, case: Case) -> tuple[float, dict, list[float], float]:
         """Loss and gradients of the first step, losses of STEPS steps, the loss after them."""
-        key = (family, tied, stream)
+        family, tied, stream, rates = case.family, case.tied, case.stream, case.more.get("rates")
+        key = (family, tied, stream, repr(rates))
         if key not in self._known:
             model = ref.make_model(family, vision_heads=4, tied=tied, seed=SEED)
             steps = [ref.make_stream(stream, SEED, i) for i in range(STEPS + 1)]
             loss = ref.reference_loss(model, steps[0]).item()
             gradients = canonical(ref.reference_gradients(model, steps[0]))
-            losses = ref.reference_training(model, steps[:-1])
+            losses = ref.reference_training(model, steps[:-1], rates)
             with torch.no_grad():
                 after = ref.reference_loss(model, steps[-1]).item()
             self._known[key] = (loss, gradients, losses, after)
@@ -194,7 +195,7 @@ def check(
     results = run(todo, size, folder, timeout)
     worst = [0.0, 0.0, 0.0]
     for case, result in zip(cases, results, strict=True):
-        loss, gradients, losses, after = references.get(case.family, case.tied, case.stream)
+        loss, gradients, losses, after = references.get(case)
         asked = result.get("host_questions")  # of tensors that may be on a device
         assert not asked, f"{asked}; {case}"
         if "chunks" in result:

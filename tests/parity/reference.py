@@ -258,15 +258,31 @@ def reference_gradients(model: Any, packs: list[list[Sample]]) -> dict[str, torc
     }
 
 
-def reference_training(model: Any, steps: list[list[list[Sample]]]) -> list[float]:
+def part_lr(name: str, depth: int, rates: dict[str, float]) -> float:
+    """The learning rate of a Hugging Face parameter, as BEiT and ms-swift group them."""
+    if "visual." not in name:
+        return LR
+    if "merger" in name:
+        return rates.get("merger_lr", LR)
+    layer = int(name.split(".blocks.")[1].split(".")[0]) + 1 if ".blocks." in name else 0
+    scale = rates.get("vision_layer_decay", 1.0) ** (depth + 1 - layer)
+    return rates.get("vision_lr", LR) * scale
+
+
+def reference_training(
+    model: Any, steps: list[list[list[Sample]]], rates: dict[str, float] | None = None
+) -> list[float]:
     """Losses of a plain loop with torch.optim.AdamW and gradient clipping; changes `model`."""
-    named = list(model.parameters())
+    named, depth = list(model.parameters()), model.config.vision_config.depth
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in named if p.dim() > 1], "weight_decay": DECAY},
-            {"params": [p for p in named if p.dim() == 1], "weight_decay": 0.0},
+            {
+                "params": [p],
+                "weight_decay": DECAY if p.dim() > 1 else 0.0,
+                "lr": part_lr(name, depth, rates or {}),
+            }
+            for name, p in model.named_parameters()
         ],
-        lr=LR,
         betas=BETAS,
         eps=EPS,
     )

@@ -72,6 +72,7 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
         eps=ref.EPS,
         clip=ref.CLIP,
         offload_fraction=case.get("offload", 0.0),
+        **case.get("rates", {}),
     )
     engine.prepare(
         section, FreezeSection(**case.get("freeze", {})), ParallelSection(**case.get("overlap", {}))

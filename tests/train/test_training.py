@@ -21,6 +21,10 @@ from tests.ranks import ROOT, run_cli
 from tests.train.conftest import losses, options
 
 TWO = ["--nproc=2", "--parallel.pipeline=2"]
+RATES = (
+    "--optimizer.lr_scheduler_type=wsd --optimizer.warmup_ratio=0.15 --optimizer.decay_ratio=0.4 "
+    "--optimizer.vision_lr=2e-3 --optimizer.merger_lr=5e-4 --optimizer.vision_layer_decay=0.9"
+).split()
 
 
 def start(arguments: list[str]) -> subprocess.Popen:
@@ -70,7 +74,7 @@ def kill(process: subprocess.Popen) -> None:
 def straight(model, conversations, tmp_path_factory) -> Path:
     """Ten steps without a break on two pipeline stages."""
     output = tmp_path_factory.mktemp("straight") / "run"
-    done = run_cli(options(model, conversations, output, "--train.steps=10", *TWO))
+    done = run_cli(options(model, conversations, output, "--train.steps=10", *TWO, *RATES))
     assert done.code == 0, done.output
     assert "step 10/10" in done.output and "Traceback" not in done.output
     return output
@@ -84,6 +88,8 @@ def test_metrics_of_a_run(straight):
         assert row["tokens"] + round(row["padding_share"] * 640) == 640  # 4 packs of 160
         assert 0 < row["target_tokens"] < row["tokens"]
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["step_seconds"])
+    rates = [0, 0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]  # of 1e-3: warmed up, constant, decayed
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3 * rate for rate in rates])
     check_waterfall(rows)
     assert 0 < rows[-1]["mfu"] < rows[-1]["hfu"] < 1
     facts = json.loads((straight / "run.json").read_text())
@@ -126,7 +132,7 @@ def test_the_folder_loads_in_transformers(straight, model):
 def test_kill_and_resume_is_bitwise(straight, model, conversations, tmp_path):
     output = tmp_path / "run"
     arguments = options(
-        model, conversations, output, "--train.steps=10", "--checkpoint.every=5", *TWO
+        model, conversations, output, "--train.steps=10", "--checkpoint.every=5", *TWO, *RATES
     )
     process = start(arguments)
     wait_for_step(output, 6, process)
@@ -204,4 +210,4 @@ def test_a_recipe_and_overrides(model, conversations, tmp_path):
     done = run_cli(["train", "--config", str(recipe), "--train.steps", "3"])
     assert done.code == 0, done.output
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["lr"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3])
+    assert [row["lr"] for row in rows] == pytest.approx([0, 5e-4, 1e-3])

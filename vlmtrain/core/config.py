@@ -29,7 +29,7 @@ class Range:
     fields, not options.
     """
 
-    least: int = 0
+    least: float = 0
     below: float = math.inf
     most: float = math.inf
 
@@ -38,6 +38,7 @@ Count = Annotated[int, Range()]
 Positive = Annotated[int, Range(1)]
 NonNegative = Annotated[float, Range()]
 BelowOne = Annotated[float, Range(below=1)]
+Share = Annotated[float, Range(most=1)]
 Seed = Annotated[int, Range(below=1 << 32)]
 
 
@@ -73,14 +74,29 @@ class TrainSection:
 
 @dataclass
 class OptimizerSection:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW, its learning rate warmed up linearly from 0, then decayed."""
 
     lr: NonNegative = 1e-5
     """Peak learning rate."""
+    vision_lr: Annotated[float | None, Range()] = None
+    """That of the vision tower without the merger; none: --optimizer.lr. It follows the same
+    schedule, scaled."""
+    merger_lr: Annotated[float | None, Range()] = None
+    """That of the merger (aligner, projector)."""
+    vision_layer_decay: Annotated[float, Range(0.01, most=1)] = 1.0
+    """Factor of the learning rate from each of the tower's layers to the one before, as BEiT's."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """What follows the warm-up; wsd: constant, and a decay at the end (warmup-stable-decay)."""
     min_lr: NonNegative = 0.0
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of the decay."""
     warmup_steps: Count = 0
     """Steps of linear warm-up from 0."""
+    warmup_ratio: Share = 0.0
+    """The same as a share of all steps."""
+    decay_ratio: Share = 0.1
+    """With wsd: share of all steps, the last ones, in which the learning rate decays."""
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """With wsd: how."""
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay of matrices; vectors (biases, norms) are not decayed."""
     beta1: BelowOne = 0.9
@@ -88,7 +104,7 @@ class OptimizerSection:
     eps: NonNegative = 1e-8
     clip: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
-    offload_fraction: Annotated[float, Range(most=1)] = 0.0
+    offload_fraction: Share = 0.0
     """Share of the optimizer state kept in host memory."""
     offload_schedule: tuple[str, ...] = ()
     """STEP:FRACTION ...: other shares from those steps on, while training goes on."""
@@ -254,11 +270,7 @@ class TrainConfig:
         """Raise ConfigError for the first setting that can't be used."""
         check_ranges(self)
         offload_fractions(self.optimizer)
-        if self.optimizer.min_lr > self.optimizer.lr:
-            raise ConfigError(
-                f"--optimizer.min_lr {self.optimizer.min_lr} is above --optimizer.lr "
-                f"{self.optimizer.lr}"
-            )
+        self._check_learning_rates()
         if self.parallel.overlap_param_gather and not self.parallel.overlap_grad_reduce:
             raise ConfigError(
                 "--parallel.overlap_param_gather needs --parallel.overlap_grad_reduce; turn both on"
@@ -274,6 +286,39 @@ class TrainConfig:
                 f"--checkpoint.resume is {resume!r}; use latest, none or a step number"
             )
 
+    def _check_learning_rates(self) -> None:
+        section = self.optimizer
+        if section.min_lr > section.lr:
+            raise ConfigError(
+                f"--optimizer.min_lr {section.min_lr} is above --optimizer.lr {section.lr}"
+            )
+        if section.warmup_steps and section.warmup_ratio:
+            raise ConfigError(
+                f"--optimizer.warmup_steps {section.warmup_steps} and --optimizer.warmup_ratio "
+                f"{section.warmup_ratio} both say how long the warm-up is; set one of them"
+            )
+        lora = self.lora.rank > 0
+        tower = self.lora.vision if lora else not self.freeze.vision
+        merger = not (lora or self.freeze.merger)
+        for name, learns in (
+            ("vision_lr", tower),
+            ("vision_layer_decay", tower),
+            ("merger_lr", merger),
+        ):
+            value = getattr(section, name)
+            if value == getattr(OptimizerSection, name):
+                continue
+            if not learns:
+                raise ConfigError(
+                    f"--optimizer.{name} is {value}, but that part keeps its weights (--freeze, or "
+                    "LoRA without adapters there); leave the option out"
+                )
+            if not section.lr:
+                raise ConfigError(
+                    f"--optimizer.{name} is {value}, a multiple of --optimizer.lr, which is 0; "
+                    "keep the other parts' weights with --freeze instead"
+                )
+
 
 def check_ranges(section: Any, prefix: str = "--") -> None:
     """Raise ConfigError for the first number, also of nested sections, outside its Range."""
@@ -281,7 +326,7 @@ def check_ranges(section: Any, prefix: str = "--") -> None:
         value, option = getattr(section, name), prefix + name
         if dataclasses.is_dataclass(value):
             check_ranges(value, f"{option}.")
-        for limit in getattr(kind, "__metadata__", ()):
+        for limit in getattr(kind, "__metadata__", ()) if value is not None else ():
             if not limit.least <= value < math.inf:
                 finite = " and finite" if value == math.inf else ""
                 raise ConfigError(f"{option} is {value}; it must be at least {limit.least}{finite}")

@@ -164,7 +164,7 @@ class Engine:
                 if tower is not None:
                     parts = list(tower.in_order())
                     tower.on_skipped_backward = partial(ddp.parameters_ready, chunk, parts)
-        self.optimizer = build_optimizer(optimizer, self.chunks, self.dtype)
+        self.optimizer = build_optimizer(optimizer, self.spec, self.chunks, self.dtype)
         self.multiplexer: Multiplexer | None = None
         if self.replica is not None:
             groups = replicated_groups()
@@ -172,7 +172,7 @@ class Engine:
                 self.replica, overlap_grad_reduce=parallel.overlap_grad_reduce, groups=groups
             )
             self.wrapped.append(tower)
-            tower_optimizer = build_optimizer(optimizer, [tower], self.dtype, groups)
+            tower_optimizer = build_optimizer(optimizer, self.spec, [tower], self.dtype, groups)
             self.optimizer = ChainedOptimizer(
                 [*self.optimizer.chained_optimizers, *tower_optimizer.chained_optimizers]
             )

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from vlmkernels.integrations.megatron import offload
 from vlmtrain.checkpoint.training.optimizer_state import create_state, distributed_parts
 from vlmtrain.core.config import OptimizerSection, offload_fractions
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.cpu.adam import use_cpu_adam
+from vlmtrain.training.learning_rate import lr_overrides
 
 
 def build_optimizer(
     section: OptimizerSection,
+    spec: ModelSpec,
     chunks: list[Any],
     dtype: torch.dtype,
     groups: ProcessGroupCollection | None = None,
@@ -39,8 +46,10 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
+    overrides = get_standard_config_overrides(config)
+    overrides.update(lr_overrides(section, spec, [chunk.module for chunk in chunks]))
     optimizer = get_megatron_optimizer(
-        config, chunks, pg_collection=groups, use_gloo_process_groups=groups is None
+        config, chunks, overrides, pg_collection=groups, use_gloo_process_groups=groups is None
     )
     for part in distributed_parts(optimizer):
         use_cpu_adam(part)
@@ -55,17 +64,7 @@ def offload_fraction(section: OptimizerSection, step: int) -> float:
     return fractions[max(first for first in fractions if first <= step + 1)]
 
 
-def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:
-    """Learning rate of 0-based `step`: linear warm-up to lr, then a half cosine to min_lr."""
-    if step < section.warmup_steps:
-        return section.lr * (step + 1) / section.warmup_steps
-    span = max(1, total_steps - section.warmup_steps)
-    progress = min(1.0, (step - section.warmup_steps) / span)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return section.min_lr + (section.lr - section.min_lr) * cosine
-
-
 def set_learning_rate(optimizer: MegatronOptimizer, section: OptimizerSection, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
-        group["weight_decay"] = section.weight_decay * group.get("wd_mult", 1.0)
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = section.weight_decay * group["wd_mult"]

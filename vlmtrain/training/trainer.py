@@ -45,7 +45,8 @@ from vlmtrain.training.agreement import check_plan, check_program
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.evaluation import HeldOutScore, measure
 from vlmtrain.training.fit import Peak, fit
-from vlmtrain.training.optimizer import learning_rate, offload_fraction
+from vlmtrain.training.learning_rate import learning_rate
+from vlmtrain.training.optimizer import offload_fraction
 from vlmtrain.training.record import Record
 from vlmtrain.training.rehearsal import (
     Loads,
