@@ -22,7 +22,7 @@ from tests.parity import reference as ref
 from tests.ranks import run_cases
 from vlmtrain.checkpoint.mapping import canonical_name
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 STREAMS = ("image", "mixed", "text")
 STEPS = 3
 SEED = int(os.environ["VLMKERNELS_TEST_SEED"]) % 10**6  # set by tests/conftest.py
@@ -45,6 +45,8 @@ PIPELINED: dict[int, dict[str, dict[str, Any]]] = {
         ),
         "pp2 spread": dict(pipeline=2, vision_layers=(3, 1), text_layers=(0, 4)),
         "dp2": dict(),
+        "ep2": dict(expert=2),
+        "tp2 sp ep2": dict(tensor=2, sequence=True, expert=2),
     },
     4: {
         "pp4": dict(pipeline=4),
@@ -67,6 +69,10 @@ PIPELINED: dict[int, dict[str, dict[str, Any]]] = {
         "dp2 pp2": dict(pipeline=2),
         "dp2 pp2 vpp2": dict(pipeline=2, **_VPP),
         "dp2 tp2": dict(tensor=2),
+        "dp2 ep2": dict(expert=2),
+        "pp2 ep2": dict(pipeline=2, expert=2),
+        "pp2 vpp2 ep2": dict(pipeline=2, expert=2, **_VPP),
+        "dp2 tp2 sp ep4": dict(tensor=2, sequence=True, expert=4),
     },
 }
 
@@ -95,7 +101,7 @@ def layouts(size: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
             kinds.append((f"{name} multiplexed", dict(layout, multiplexed=True)))
         for kind, made in kinds:
             table[kind] = (made, {})
-            if "dp2" in kind or "multiplexed" in kind:
+            if "dp2" in kind or "ep2" in kind or "multiplexed" in kind:
                 more = dict(overlap=BOTH, bucket_size=SMALL_BUCKETS)
                 table[f"{kind} overlap"] = (made, more)
     return table
@@ -112,6 +118,7 @@ def full(size: int) -> list[Case]:
         for j, stream in enumerate(STREAMS)
         for k, (name, made) in enumerate(layouts(size).items())
         if stream != "image" or "overlap" not in name
+        if "ep" not in name or family == "qwen3_vl_moe"
     ]
 
 

@@ -15,6 +15,7 @@ import torch
 from vlmtrain.core.batch import PackedBatch
 
 IMAGE, VIDEO, START, END, PAD = 5, 6, 7, 8, 0
+EXPERTS = 8
 VOCAB = 211  # not a multiple of 128: the table is padded in Megatron
 TEXT_LENGTHS = ((9, 17), (30,), (5, 6, 7), (12, 21))
 CLIP = 0.7
@@ -55,17 +56,21 @@ def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: 
             **ids,
         )
         cls = transformers.Qwen2VLForConditionalGeneration
-    elif family == "qwen3_vl":
+    elif family in ("qwen3_vl", "qwen3_vl_moe"):
         # More and fewer positions than the grids of the samples have.
         vision = dict(depth=4, hidden_size=width, num_heads=vision_heads, intermediate_size=68)
         vision |= dict(out_hidden_size=96, patch_size=14, num_position_embeddings=49)
         rope = dict(rope_type="default", mrope_section=[6, 3, 3], rope_theta=1e6)
-        config = transformers.Qwen3VLConfig(
-            text_config=text | dict(head_dim=24, rope_parameters=rope),
+        kind = "Qwen3VLMoe" if family == "qwen3_vl_moe" else "Qwen3VL"
+        text |= dict(head_dim=24, rope_parameters=rope)
+        if family == "qwen3_vl_moe":
+            text |= dict(num_experts=EXPERTS, num_experts_per_tok=3, moe_intermediate_size=24)
+        config = getattr(transformers, kind + "Config")(
+            text_config=text,
             vision_config=vision | dict(deepstack_visual_indexes=[0, 2, 3]),
             **ids,
         )
-        cls = transformers.Qwen3VLForConditionalGeneration
+        cls = getattr(transformers, kind + "ForConditionalGeneration")
     else:
         config = transformers.Qwen2_5_VLConfig(
             text_config=text,
@@ -89,9 +94,27 @@ def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: 
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms start at 1 and biases at 0: give them something to do
                 parameter.normal_(1.0 if "norm" in name and "weight" in name else 0.0, 0.1)
-            elif parameter.dim() == 2:
+            elif parameter.dim() == 2 or ".experts." in name:
                 parameter.normal_(0.0, 0.06)
+        if family == "qwen3_vl_moe":
+            _settle_routing(model.model)
     return model
+
+
+def _settle_routing(model: Any) -> None:
+    """Let the first columns of each word's embedding, which nothing else writes to, choose its
+    experts: where two of them scored all but the same, rounding would choose, and another loss
+    would not be an error."""
+    text, visual = model.language_model, model.visual
+    scores = 0.4 * torch.rand(VOCAB + 1, EXPERTS).argsort(1)
+    text.embed_tokens.weight[:, :EXPERTS] = scores[:-1]
+    for layer in text.layers:
+        layer.self_attn.o_proj.weight[:EXPERTS] = 0.0
+        layer.mlp.experts.down_proj[:, :EXPERTS] = 0.0
+        layer.mlp.gate.weight.mul_(0.2)[:, :EXPERTS] = torch.eye(EXPERTS)
+    for merger in (visual.merger, *visual.deepstack_merger_list):
+        merger.linear_fc2.weight[:EXPERTS] = 0.0
+        merger.linear_fc2.bias[:EXPERTS] = scores[-1] if merger is visual.merger else 0.0
 
 
 @dataclass
@@ -253,7 +276,7 @@ def reference_gradients(model: Any, packs: list[list[Sample]]) -> dict[str, torc
     model.zero_grad()
     reference_loss(model, packs).backward()
     return {
-        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        n: as_released(n, torch.zeros_like(p) if p.grad is None else p.grad.clone())
         for n, p in model.named_parameters()
     }
 
@@ -300,6 +323,17 @@ def reference_training(
     return losses
 
 
+def as_released(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """transformers 5 has experts transposed, and so writes those of a model of its own making."""
+    return tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+
+
 def save_model(model: Any, folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
     model.save_pretrained(folder)
+    if model.config.model_type == "qwen3_vl_moe":
+        path = folder / "model.safetensors"
+        tensors = {name: as_released(name, t) for name, t in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
     return folder

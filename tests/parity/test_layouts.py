@@ -39,6 +39,8 @@ CUT = {
         ("qwen3_vl", False, "mixed", "tp2 sp"),
         ("qwen3_vl", False, "mixed", "tp2 multiplexed"),
         ("qwen3_vl", False, "mixed", "dp2 overlap"),
+        ("qwen3_vl_moe", False, "mixed", "tp2"),
+        ("qwen3_vl_moe", True, "mixed", "ep2 overlap"),
     ],
     4: [
         ("qwen2_5_vl", False, "mixed", "pp4 auto"),
@@ -49,12 +51,26 @@ CUT = {
         ("qwen3_vl", True, "mixed", "tp2 pp2 vpp2 sp spread"),
     ],
 }
+EXPERTS = {
+    2: ("tp2 sp", "tp2 multiplexed", "pp2", "pp2 vpp2 spread", "dp2 overlap", "ep2", "tp2 sp ep2"),
+    4: ("dp2 ep2 overlap", "pp2 ep2", "pp2 vpp2 ep2 multiplexed", "dp2 tp2 sp ep4", "dp2 tp2"),
+}
+SLOW = [
+    (4, CUT[4]),
+    *(
+        (size, [("qwen3_vl_moe", i % 2 == 0, "mixed", name) for i, name in enumerate(names)])
+        for size, names in EXPERTS.items()
+    ),
+]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_layouts(size, references, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "cut"),
+    [(2, CUT[2]), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_layouts(size, cut, references, tmp_path):
     table = layouts(size)
-    cases = [Case(*case, table[case[-1]][0], dict(table[case[-1]][1])) for case in CUT[size]]
+    cases = [Case(*case, table[case[-1]][0], dict(table[case[-1]][1])) for case in cut]
     for case in list(cases):
         if case.name in _RECOMPUTE and case.stream == "mixed":
             more = dict(case.more, recompute=_RECOMPUTE[case.name])

@@ -90,10 +90,11 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor:
 def gather_gradients(engine: Any) -> None:
     """Undo the reduce-scatter of the distributed optimizer: every rank has whole gradients."""
     for chunk in engine.wrapped:
-        group = chunk.dp_cp_group
-        for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
-            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 # Where a number may be asked of a tensor inside a step: of grids and labels, which stay in host
@@ -101,6 +102,7 @@ def gather_gradients(engine: Any) -> None:
 _HOST = ("layout.py", "step_inputs.py", "batch.py:media_pixels", "batch.py:to")
 _HOST += ("vision.py:from_grid", "batch.py:_rows_before")
 _HOST += ("row_exchange.py:__init__", "row_exchange.py:row_exchange")
+_HOST += ("experts.py:forward",)  # rows of each expert, which Megatron has fetched
 _HOST += ("op.py:_run", "op.py:_check_labels", "op.py:_shares")
 _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 

@@ -184,8 +184,13 @@ def _add(
 
 
 def _split(row: Row, layout: Layout) -> int | None:
-    """A multiplexed vision tower is not split: every rank holds it whole."""
-    if layout.tensor == 1 or (layout.multiplexed and row.megatron.startswith("vision.")):
+    """A multiplexed vision tower is not split: every rank holds it whole. Nor are experts here: any
+    rank reads those it needs."""
+    if (
+        layout.tensor == 1
+        or row.experts
+        or (layout.multiplexed and row.megatron.startswith("vision."))
+    ):
         return None
     return row.split
 

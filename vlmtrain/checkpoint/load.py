@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from vlmtrain.checkpoint.mapping import Row, WeightError, parameter_split_dim, rows
-from vlmtrain.checkpoint.parameters import stage_parameters
+from vlmtrain.checkpoint.parameters import split_group, stage_parameters
 from vlmtrain.checkpoint.weights import open_weights
 from vlmtrain.core.spec import ModelSpec
 
@@ -25,8 +24,6 @@ def load_weights(stages: list[Any], spec: ModelSpec, folder: str | Path) -> None
     """
     source = open_weights(folder, spec)
     source.check_names()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     table = {row.megatron: row for row in rows(spec)}
     for stage in stages:
         for name, parameter in stage_parameters(stage).items():
@@ -34,7 +31,8 @@ def load_weights(stages: list[Any], spec: ModelSpec, folder: str | Path) -> None
             if row is None:
                 raise WeightError(f"no Hugging Face tensor is known for the parameter {name}")
             dim = parameter_split_dim(parameter)
-            piece = source.piece(row, dim, rank, size)
+            group = split_group(parameter)
+            piece = source.piece(row, dim, group.rank(), group.size())
             if piece.shape != parameter.shape:
                 shapes = ", ".join(
                     f"{n} {s}" for n, s in zip(row.hf, source.hf_shapes(row), strict=True)

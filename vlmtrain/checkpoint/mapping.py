@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.models.common.table import Part
+from vlmtrain.models.common.table import Experts, Part
 from vlmtrain.models.family import table_of
 
 
@@ -38,6 +38,7 @@ class Row:
     megatron: str
     transform: str
     split: int | None  # the dimension that tensor-parallel ranks divide; None: all hold it
+    experts: bool = False  # whether expert-parallel ranks divide it instead
 
 
 def rows(spec: ModelSpec) -> Iterator[Row]:
@@ -51,17 +52,21 @@ def rows(spec: ModelSpec) -> Iterator[Row]:
                     row.megatron.replace("{i}", str(i)),
                     row.transform,
                     row.split,
+                    row.experts,
                 )
 
 
 def _part_rows(part: Part) -> Iterator[Row]:
     for item in part.items:
         for kind in ("weight", "bias") if item.bias else ("weight",):
+            experts = isinstance(item, Experts)
+            end = "" if experts else f".{kind}"
             yield Row(
-                tuple(f"{part.hf}{module}.{kind}" for module in item.modules),
+                tuple(f"{part.hf}{module}{end}" for module in item.modules),
                 f"{part.megatron}{item.name}.{kind}",
                 item.transform,
                 None if item.split == 1 and kind == "bias" else item.split,
+                experts,
             )
 
 
@@ -114,6 +119,15 @@ def transforms(spec: ModelSpec) -> dict[str, Transform]:
         x = x.view(-1, queries + 2, dim, *tail)
         return [t.reshape(-1, *tail) for t in x.split([queries, 1, 1], 1)]
 
+    # Experts: [experts, in, out] as released, [experts, out, in] as transformers 5 also writes them;
+    # none is square.
+    expert = spec.moe_intermediate_size
+    ours = ((2 * expert, spec.hidden_size), (spec.hidden_size, expert))
+
+    def experts(tensors: Sequence[Tensor]) -> Tensor:
+        (x,) = tensors
+        return x if tuple(x.shape[1:]) in ours else x.transpose(1, 2)
+
     return {
         "same": Transform(lambda t: t[0], lambda x: [x]),
         # The rows that pad the vocabulary are zeros: added by `pad_rows`, cut off here.
@@ -125,6 +139,7 @@ def transforms(spec: ModelSpec) -> dict[str, Transform]:
         "vision_qkv": Transform(vision_qkv, vision_qkv_back, blocks=3),
         "text_qkv": Transform(text_qkv, text_qkv_back),
         "gate_up": Transform(lambda t: torch.cat(list(t)), lambda x: list(x.chunk(2)), parts=2),
+        "experts": Transform(experts, lambda x: [x.transpose(1, 2)]),
     }
 
 
@@ -205,6 +220,8 @@ _FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+# And the experts of a layer, one tensor there as here, below one more word.
+_EXPERTS = "mlp.experts."
 
 
 def checkpoint_key(megatron: str) -> tuple[str, int | None]:
@@ -216,6 +233,7 @@ def checkpoint_key(megatron: str) -> tuple[str, int | None]:
     if match is None:
         return megatron, None
     prefix, layer, name = match.groups()
+    name = name.replace(_EXPERTS, _EXPERTS + "experts.")
     for norm, fused in _FUSED.items():
         if name.startswith(norm):
             name = fused + name[len(norm) :]

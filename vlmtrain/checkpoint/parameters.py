@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
+
+
+def split_group(parameter: Tensor) -> dist.ProcessGroup:
+    """The ranks that divide a parameter where it is split."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_model_parallel_group()  # Megatron's mark of experts
 
 
 def stage_parameters(stage: Any) -> dict[str, Tensor]:

@@ -119,6 +119,8 @@ class ParallelSection:
     virtual_pipeline: int = 1
     sequence: bool = False
     """Sequence parallelism inside the tensor-parallel group."""
+    expert: int = 1
+    """Tensor- and data-parallel ranks that share the experts of a mixture of experts."""
     vision_layers: tuple[int, ...] | Literal["auto"] = ()
     """Vision layers per stage, e.g. 32 0 0 0; auto: balanced by FLOPs; empty: all on the first."""
     text_layers: tuple[int, ...] | Literal["auto"] = ()

@@ -31,6 +31,7 @@ class Layout:
     text_layers: tuple[int, ...]  # per stage
     embedding_stage: int
     multiplexed: bool = False  # every rank holds the vision tower; vision_layers are all 0
+    expert: int = 1  # ranks of a stage that share the experts; others have the same ones
 
     @property
     def stages(self) -> int:
@@ -48,6 +49,11 @@ class Layout:
         if self.multiplexed:
             return 0
         return max(i for i, n in enumerate(self.vision_layers) if n)
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks of a stage that have the same experts: their gradients are added up."""
+        return self.tensor * self.data // self.expert
 
     def stage_of(self, layer: int, *, vision: bool) -> int:
         """The stage of a tower's layer; a multiplexed tower's rows come in at stage 0."""
@@ -91,7 +97,9 @@ class Layout:
             f"tensor {self.tensor}{' + sequence' if self.sequence else ''}, pipeline "
             f"{self.pipeline}"
             + (f" x {self.virtual_pipeline} virtual" if self.virtual_pipeline > 1 else "")
-            + f", data {self.data}; vision "
+            + f", data {self.data}"
+            + (f", expert {self.expert}" if self.expert > 1 else "")
+            + "; vision "
             + ("multiplexed" if self.multiplexed else f"layers {list(self.vision_layers)}")
             + f", text layers {list(self.text_layers)}"
         )

@@ -81,6 +81,9 @@ class ModelSpec:
     qkv_bias: bool = True
     qk_norm: bool = False  # RMSNorm of each head's query and key
     interleaved_mrope: bool = False  # frequencies take turns between the axes: t h w t h w ...
+    num_experts: int = 0  # in place of each layer's MLP; 0: it has one MLP
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # of an expert
 
     @property
     def visual_sets(self) -> int:

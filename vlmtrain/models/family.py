@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmtrain.core.spec import ModelConfigError, ModelSpec
-from vlmtrain.models import qwen2_5_vl, qwen2_vl, qwen3_vl
+from vlmtrain.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
 from vlmtrain.models.common.family import Family
 from vlmtrain.models.common.table import Table
 
@@ -23,6 +23,7 @@ FAMILIES: dict[str, Family] = {
         qwen2_vl.FAMILY,
         qwen2_5_vl.FAMILY,
         qwen3_vl.FAMILY,
+        qwen3_vl_moe.FAMILY,
     )
 }
 

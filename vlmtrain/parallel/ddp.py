@@ -46,7 +46,7 @@ def wrap(
         disable_bucketing=disable_bucketing,
         pg_collection=groups,
     )
-    for group in wrapped.bucket_groups:
+    for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         # With one data-parallel rank gloo's reduce-scatter of gradients and all-gather of weights
         # copy whole buffers onto themselves, several times. (NCCL returns at once.)
         if group.intra_distributed_optimizer_instance_size == 1:

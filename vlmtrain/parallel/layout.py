@@ -26,6 +26,7 @@ def make_layout(
     vision_layers: Layers = (),
     text_layers: Layers = (),
     multiplexed: bool = False,
+    expert: int = 1,
     microbatches: int | None = None,
     pack_length: int | None = None,
 ) -> Layout:
@@ -39,6 +40,7 @@ def make_layout(
         vision_layers: layers per stage; empty: all on the first; "auto": balanced by FLOPs.
         text_layers: layers per stage; empty or "auto": balanced by FLOPs.
         multiplexed: every rank encodes images (`parallel/multiplex.py`).
+        expert: ranks of a stage that share the experts.
         microbatches: packs per data-parallel rank and step, checked for interleaving.
         pack_length: tokens per pack, checked for sequence parallelism.
 
@@ -49,6 +51,7 @@ def make_layout(
         ("tensor", tensor),
         ("pipeline", pipeline),
         ("virtual_pipeline", virtual_pipeline),
+        ("expert", expert),
     ):
         if value < 1:
             raise LayoutError(f"parallel.{name} is {value}; it must be at least 1")
@@ -69,6 +72,7 @@ def make_layout(
             "it is 1; use parallel.virtual_pipeline 1 or parallel.pipeline 2"
         )
     _check_tensor(spec, tensor, sequence, multiplexed, pack_length)
+    _check_expert(spec, expert, world_size // pipeline, split=tensor > 1 and not sequence)
     stages = pipeline * virtual_pipeline
     if virtual_pipeline > 1 and microbatches is not None and microbatches % pipeline:
         data = world_size // (tensor * pipeline)
@@ -98,6 +102,7 @@ def make_layout(
         text_layers=text,
         embedding_stage=embedding,
         multiplexed=multiplexed,
+        expert=expert,
     )
 
 
@@ -120,6 +125,7 @@ def section_layout(
         vision_layers=section.vision_layers,
         text_layers=section.text_layers,
         multiplexed=section.vision == "multiplexed",
+        expert=section.expert,
         microbatches=microbatches,
         pack_length=pack_length,
     )
@@ -201,8 +207,9 @@ def _check_tensor(
     sizes = {
         "language attention heads": spec.num_heads,
         "language key/value heads": spec.num_kv_heads,
-        "language MLP width": spec.intermediate_size,
     }
+    if not spec.num_experts:  # which are not split
+        sizes["language MLP width"] = spec.intermediate_size
     if not multiplexed:
         sizes["vision attention heads"] = spec.vision.num_heads
         sizes["vision MLP width"] = spec.vision.intermediate_size
@@ -223,10 +230,36 @@ def _check_tensor(
                 else ""
             )
         )
-    if sequence and pack_length is not None and pack_length % tensor:
+    if (sequence or spec.num_experts) and pack_length is not None and pack_length % tensor:
+        reason = "parallel.sequence" if sequence else "a mixture of experts"
         raise LayoutError(
             f"train.pack_length {pack_length} must be a multiple of parallel.tensor {tensor} with "
-            f"parallel.sequence; use {pack_length - pack_length % tensor + tensor}"
+            f"{reason}; use {pack_length - pack_length % tensor + tensor}"
+        )
+
+
+def expert_sizes(spec: ModelSpec, ranks: int) -> list[int]:
+    """Ranks of a stage with `ranks` that can share a model's experts."""
+    experts = spec.num_experts or 1
+    return [e for e in range(1, min(experts, ranks) + 1) if experts % e == 0 and ranks % e == 0]
+
+
+def _check_expert(spec: ModelSpec, expert: int, ranks: int, *, split: bool) -> None:
+    if expert > 1 and not spec.num_experts:
+        raise LayoutError(
+            f"parallel.expert {expert} needs a mixture of experts, this model has none; drop it"
+        )
+    good = expert_sizes(spec, ranks)
+    if expert not in good:
+        raise LayoutError(
+            f"parallel.expert {expert} does not divide both the {spec.num_experts} experts of this "
+            f"model and the {ranks} ranks of a stage (parallel.tensor x data-parallel size); use "
+            f"one of {good}, the nearest is {min(good, key=lambda e: abs(e - expert))}"
+        )
+    if expert > 1 and split:
+        raise LayoutError(
+            f"parallel.expert {expert} with parallel.tensor needs parallel.sequence; turn it on, "
+            "or use parallel.expert 1"
         )
 
 

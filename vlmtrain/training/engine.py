@@ -78,6 +78,8 @@ class Engine:
             layout.tensor,
             layout.pipeline,
             layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=1 if spec.num_experts else None,  # experts.py
         )
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)

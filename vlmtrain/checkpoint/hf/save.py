@@ -20,7 +20,7 @@ from vlmtrain.checkpoint.hf.files import (
     finish_hf_folder,
 )
 from vlmtrain.checkpoint.mapping import Row, join, parameter_split_dim, rows, transforms
-from vlmtrain.checkpoint.parameters import stage_parameters
+from vlmtrain.checkpoint.parameters import split_group, stage_parameters
 from vlmtrain.checkpoint.tensors import hf_shapes
 from vlmtrain.core.collectives import on_every_rank, on_first_rank
 from vlmtrain.core.files import fsync_tree, replace_folder, replacing, start_folder
@@ -122,7 +122,6 @@ def _write(
 
 def _plan(stages: list[Any], spec: ModelSpec) -> list[list[tuple[str, torch.dtype, list[int]]]]:
     """Names, types and shapes of this rank's files, in the order that `gathered` yields."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
     named = transforms(spec)
     files: list[list[tuple[str, torch.dtype, list[int]]]] = []
     filled = 0
@@ -130,7 +129,7 @@ def _plan(stages: list[Any], spec: ModelSpec) -> list[list[tuple[str, torch.dtyp
         shape = list(parameter.shape)
         dim = parameter_split_dim(parameter)
         if dim is not None:
-            shape[dim] *= size
+            shape[dim] *= split_group(parameter).size()
         shapes = hf_shapes(named[row.transform], shape)
         for name, sizes in zip(row.hf, shapes, strict=True):
             count = math.prod(sizes) * parameter.element_size()
@@ -154,20 +153,19 @@ def _known_parameters(stages: list[Any], spec: ModelSpec) -> Iterator[tuple[Row,
 def gathered(
     stages: list[Any], spec: ModelSpec, value: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole CPU tensor) of each parameter here, joined over the TP group.
+    """(Hugging Face name, whole CPU tensor) of each parameter here, joined over the TP group, or of
+    experts over the EP group.
 
     `value` picks what is gathered of a parameter: its weights, or a tensor shaped like them.
     """
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    group = parallel_state.get_tensor_model_parallel_group()
     named = transforms(spec)
     for row, parameter in _known_parameters(stages, spec):
         transform = named[row.transform]
         dim = parameter_split_dim(parameter)
-        shards = [value(parameter)]
-        if size > 1 and dim is not None:
+        shards, group = [value(parameter)], split_group(parameter)
+        if group.size() > 1 and dim is not None:
             shard = shards[0].contiguous()
-            shards = [torch.empty_like(shard) for _ in range(size)]
+            shards = [torch.empty_like(shard) for _ in range(group.size())]
             dist.all_gather(shards, shard, group=group)
         whole = join(shards, dim, transform.parts)
         for hf_name, tensor in zip(row.hf, transform.to_hf(whole), strict=True):

@@ -78,8 +78,18 @@ class HFSource:
         return WeightError(f"{self.folder}: {shapes} does not fit the sizes in config.json ({why})")
 
     def hf(self, row: Row) -> list[Tensor]:
-        """The Hugging Face tensors of a row, whole, as they are stored."""
-        return [self.weights.read(name) for name in row.hf]
+        """The Hugging Face tensors of a row, whole, as they are stored; experts as released."""
+        return self._released(row, [self.weights.read(name) for name in row.hf])
 
     def hf_shapes(self, row: Row) -> list[list[int]]:
-        return [self.weights.shape(name) for name in row.hf]
+        shapes = [self.weights.shape(name) for name in row.hf]
+        if not row.experts:
+            return shapes
+        tensors = [torch.empty(shape, device="meta") for shape in shapes]
+        return [list(tensor.shape) for tensor in self._released(row, tensors)]
+
+    def _released(self, row: Row, tensors: list[Tensor]) -> list[Tensor]:
+        if not row.experts:
+            return tensors
+        transform = self._transforms[row.transform]
+        return transform.to_hf(transform.to_megatron(tensors))

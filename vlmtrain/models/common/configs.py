@@ -50,9 +50,10 @@ def language_config(
         add_qkv_bias=spec.qkv_bias,
         qk_layernorm=spec.qk_norm,
         pipeline_model_parallel_layout=layout.megatron_text_layout(),
+        **_experts(spec, layout),
         **_common(layout, dtype, recompute),
     )
-    config.recompute_mlp = recompute == "selective"  # read by layers.TowerMLP
+    config.recompute_mlp = recompute == "selective"  # read by TowerMLP and MixtureOfExperts
     return config
 
 
@@ -85,6 +86,23 @@ def vision_config(
         frozenset(vision.full_attention_layers) if vision.window_size is not None else None
     )
     return config
+
+
+def _experts(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
+    """A mixture of experts as transformers has it: softmax of the chosen logits (as that of all,
+    divided by the sum of the chosen), no token dropped, no load-balancing loss."""
+    if not spec.num_experts:
+        return {}
+    return dict(
+        num_moe_experts=spec.num_experts,
+        moe_router_topk=spec.num_experts_per_tok,
+        moe_ffn_hidden_size=spec.moe_intermediate_size,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,  # experts are whole; see experts.py
+    )
 
 
 def _common(layout: Layout, dtype: torch.dtype, recompute: str) -> dict[str, Any]:

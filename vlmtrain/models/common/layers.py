@@ -24,6 +24,7 @@ from torch import Tensor
 from vlmkernels.integrations.megatron import VarlenCoreAttention
 from vlmtrain.cpu import host_ops
 from vlmtrain.models.common.configs import gelu_tanh, quick_gelu
+from vlmtrain.models.common.experts import Experts, MixtureOfExperts
 
 #: Called behind each layer with its number in the whole tower and its output; returns what the next
 #: layer gets. Outside of what recomputation repeats.
@@ -132,14 +133,14 @@ class Block(TransformerBlock):
 
 
 def adapt(block: TransformerBlock) -> None:
-    """Make a built block a Block and its MLPs TowerMLPs.
+    """Make a built block a Block, its MLPs TowerMLPs and its mixtures of experts ours.
 
     Their class is changed afterwards: a spec with another class than MLP would not get the
     tensor-parallel group from its layer.
     """
     block.__class__ = Block
     for layer in block.layers:
-        layer.mlp.__class__ = TowerMLP
+        layer.mlp.__class__ = MixtureOfExperts if layer.is_moe_layer else TowerMLP
 
 
 def ask_for_gradient(block: TransformerBlock, x: Tensor) -> Tensor:
@@ -161,7 +162,9 @@ def block_submodules(
 ) -> TransformerBlockSubmodules:
     """The submodules of a TransformerBlock of `num_layers` layers with packed attention."""
     spec = get_gpt_layer_local_spec(
-        normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        num_experts=config.num_moe_experts,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
     )
     spec.submodules.input_layernorm = Norm
     spec.submodules.pre_mlp_layernorm = Norm
@@ -172,4 +175,6 @@ def block_submodules(
     spec.submodules.self_attn_bda = host_ops.bias_dropout_add
     spec.submodules.mlp_bda = host_ops.bias_dropout_add
     spec.submodules.self_attention.params = {"attn_mask_type": mask}
+    if config.num_moe_experts:
+        spec.submodules.mlp.submodules.experts = Experts
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlmtrain.core.spec import ModelSpec
 
@@ -40,6 +40,9 @@ class Linear:
     groups: int = 0
     inner: int = 1
 
+    #: Whether LoRA can put adapters on it.
+    adaptable: ClassVar[bool] = True
+
     @property
     def is_mlp(self) -> bool:
         return self.name.startswith("mlp.")
@@ -50,6 +53,7 @@ class Linear:
 
     @property
     def weights(self) -> int:
+        """Those that a row is multiplied by."""
         return self.inputs * self.outputs
 
     def hf_rows(self, b: Tensor) -> Tensor:
@@ -61,13 +65,42 @@ class Linear:
 
     def adapted(self, targets: Collection[str]) -> dict[str, int]:
         """Those of `modules` that LoRA's `targets` name."""
-        return {m: rows for m, rows in self.modules.items() if m.rpartition(".")[2] in targets}
+        modules = self.modules.items() if self.adaptable else ()
+        return {m: rows for m, rows in modules if m.rpartition(".")[2] in targets}
 
     def sizes(self, tensor: int = 1) -> list[int]:
         """Elements of weight and bias on one of `tensor` ranks."""
         weight = self.weights // (1 if self.split is None else tensor)
         bias = self.outputs // (tensor if self.split == 0 else 1)
         return [weight, bias] if self.bias else [weight]
+
+
+@dataclass(frozen=True)
+class Router(Linear):
+    """Scores of the experts; every rank holds it whole."""
+
+    adaptable: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Experts(Linear):
+    """One linear of every expert: a tensor [experts, out, in] here, one [experts, in, out] without
+    `.weight` to its name in Hugging Face's files. Expert-parallel ranks divide its dimension 0."""
+
+    experts: int = 0
+    active: int = 0  # experts that a row goes to
+    adaptable: ClassVar[bool] = False
+
+    @property
+    def weights(self) -> int:
+        return self.active * super().weights
+
+    def sizes(self, tensor: int = 1) -> list[int]:
+        return []
+
+    def expert_sizes(self, expert: int = 1) -> list[int]:
+        """Elements on one of `expert` ranks."""
+        return [self.experts // expert * self.inputs * self.outputs]
 
 
 @dataclass(frozen=True)
@@ -134,7 +167,7 @@ class Part:
 
     @property
     def parameters(self) -> int:
-        return sum(self.sizes())
+        return sum(self.sizes()) + sum(self.expert_sizes())
 
     def registered(self) -> list[Linear | Norm]:
         """In megatron-core's order of registration."""
@@ -146,8 +179,14 @@ class Part:
         return sorted(self.items, key=place)
 
     def sizes(self, tensor: int = 1) -> list[int]:
-        """Elements of each parameter on one of `tensor` ranks, in order of registration."""
+        """Elements of each parameter on one of `tensor` ranks, in order of registration; experts
+        left out."""
         return [size for item in self.registered() for size in item.sizes(tensor)]
+
+    def expert_sizes(self, expert: int = 1) -> list[int]:
+        """The same of the experts, on one of `expert` expert-parallel ranks."""
+        experts = [item for item in self.items if isinstance(item, Experts)]
+        return [size for item in experts for size in item.expert_sizes(expert)]
 
 
 @dataclass(frozen=True)
@@ -173,7 +212,8 @@ class Table:
     def targets(self, vision: bool) -> list[str]:
         """What LoRA's targets may be called, in the tower's layers too with `vision`; sorted."""
         layers = (self.text_layer, self.vision_layer) if vision else (self.text_layer,)
-        modules = {m for layer in layers for linear in layer.linears for m in linear.modules}
+        linears = [linear for layer in layers for linear in layer.linears if linear.adaptable]
+        modules = {m for linear in linears for m in linear.modules}
         return sorted({module.rpartition(".")[2] for module in modules})
 
     def parts(self, spec: ModelSpec) -> Iterator[tuple[Part, int]]:
@@ -204,6 +244,10 @@ def text_layer(spec: ModelSpec, hf: str) -> Part:
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     heads = {"q_layernorm": "self_attn.q_norm", "k_layernorm": "self_attn.k_norm"}
+    mlp = (
+        Linear("mlp.linear_fc1", h, {"mlp.gate_proj": f, "mlp.up_proj": f}, False, 0, "gate_up"),
+        Linear("mlp.linear_fc2", f, {"mlp.down_proj": h}, False, 1),
+    )
     norms = tuple(
         Norm(f"self_attention.{name}", {module: spec.head_dim})
         for name, module in heads.items()
@@ -223,10 +267,21 @@ def text_layer(spec: ModelSpec, hf: str) -> Part:
         *norms,
         Linear("self_attention.linear_proj", q, {"self_attn.o_proj": h}, False, 1),
         Norm("pre_mlp_layernorm", {"post_attention_layernorm": h}),
-        Linear("mlp.linear_fc1", h, {"mlp.gate_proj": f, "mlp.up_proj": f}, False, 0, "gate_up"),
-        Linear("mlp.linear_fc2", f, {"mlp.down_proj": h}, False, 1),
+        *(experts(spec) if spec.num_experts else mlp),
     )
     return Part(hf + "layers.{i}.", "language_model.decoder.layers.{i}.", items)
+
+
+def experts(spec: ModelSpec) -> tuple[Linear, ...]:
+    """What stands in place of a language layer's MLP in a mixture of experts."""
+    h, f, count = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
+    sizes = {"experts": count, "active": spec.num_experts_per_tok}
+    how: dict[str, Any] = {"split": 0, "transform": "experts", **sizes}
+    return (
+        Router("mlp.router", h, {"mlp.gate": count}),
+        Experts("mlp.experts.linear_fc1", h, {"mlp.experts.gate_up_proj": 2 * f}, **how),
+        Experts("mlp.experts.linear_fc2", f, {"mlp.experts.down_proj": h}, **how),
+    )
 
 
 def vision_layer(spec: ModelSpec, hf: str, fc1: tuple[str, ...], fc2: str) -> Part:
