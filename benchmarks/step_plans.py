@@ -59,7 +59,7 @@ def main() -> None:
     samples = parser.parse_args().samples
     spec = released_spec("qwen2_5_vl-7b")
     layout = make_layout(spec, world_size=16, pipeline=4, vision_layers="auto")
-    train = TrainSection(pack_length=PACK, global_batch=BATCH)
+    train = TrainSection(pack_length=PACK, global_batch_packs=BATCH)
     config = TrainConfig(Path(), "", Path(), train=train)
     index = make_index(samples)
     sampler = Sampler(

@@ -20,7 +20,7 @@ from vlmtrain.telemetry import command as report_command
 
 OPTIONS = """
 model data output nproc
-train.steps train.epochs train.pack_length train.global_batch train.precision train.seed
+train.steps train.epochs train.pack_length train.global_batch_packs train.precision train.seed
 train.log_every train.wandb train.rehearse train.fit
 train.on_spike train.timeout
 optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.vision_layer_decay
@@ -47,7 +47,7 @@ media.max_pixels media.min_pixels media.video_max_pixels media.fps media.max_fra
 """.split()
 
 EVALUATE = """
-model tasks data output nproc pack_length global_batch precision max_new_tokens kernels
+model tasks data output nproc pack_length global_batch_packs precision max_new_tokens kernels
 parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
 parallel.vision_layers parallel.text_layers parallel.vision
 parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overlap

@@ -20,7 +20,7 @@ from vlmtrain.demo import command, photographs, tiny_model
 
 LAUNCH = ROOT / "examples" / "launch"
 OPTIONS = """
-    --train.steps 2 --train.pack_length 128 --train.global_batch 2 --train.precision fp32
+    --train.steps 2 --train.pack_length 128 --train.global_batch_packs 2 --train.precision fp32
     --optimizer.lr 1e-3 --train.seed 3
 """.split()
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from vlmtrain.core.errors import UserError
+from vlmtrain.core.errors import UsageError, UserError
 
 _USAGE = """usage: vlmtrain COMMAND [options]
 
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = import_module(f"vlmtrain.{_COMMANDS[command]}.command").main(rest)
         sys.stdout.flush()
         return code
+    except UsageError as error:
+        return _fail(str(error), 2)
     except UserError as error:
         return _fail(str(error), 1)
     except ModuleNotFoundError as error:

@@ -573,7 +573,11 @@ def test_weights_of_turns(tmp_path: Path, processor: Processor, spec: ModelSpec)
 
 @pytest.mark.parametrize(
     ("batch", "ranks", "said"),
-    [(8, 1, "8 times; --train.global_batch 1 fits"), (1, 1, None), (8, 2, "use fewer ranks, or")],
+    [
+        (8, 1, "8 times; --train.global_batch_packs 1 fits"),
+        (1, 1, None),
+        (8, 2, "use fewer ranks, or"),
+    ],
 )
 def test_a_batch_larger_than_the_data_is_said(
     batch: int, ranks: int, said: str | None, tmp_path: Path, processor: Processor, spec: ModelSpec

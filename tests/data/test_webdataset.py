@@ -243,7 +243,7 @@ def test_a_full_disk_is_one_sentence(
         with pytest.raises(DataError, match="shards cannot be written: No space left on device"):
             build_shards(source, tmp_path / "shards")
     assert not (tmp_path / "shards").exists()
-    with pytest.raises(DataError, match="--source takes one file"):
+    with pytest.raises(DataError, match="--data takes one file"):
         build_shards(f"{source},{source}", tmp_path / "shards")
 
 
@@ -308,9 +308,9 @@ def test_target_rules(source: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "thesis.tex").write_text("mine")
     with pytest.raises(DataError, match=r"holds other files \(thesis.tex, ...\)"):
         build_shards(source, tmp_path / "other", overwrite=True)
-    with pytest.raises(DataError, match="is a file; --target must be a folder"):
+    with pytest.raises(DataError, match="is a file; --output must be a folder"):
         build_shards(source, source)
-    with pytest.raises(DataError, match="is a folder; --source takes a .json"):
+    with pytest.raises(DataError, match="is a folder; --data takes a .json"):
         build_shards(target, tmp_path / "again")
 
 

@@ -26,6 +26,7 @@ PATH = (
     "5-when-it-fails.md",
     "evaluation.md",
     "data.md",
+    "coming-from.md",
 )
 _BLOCK = re.compile(
     r"(?:<!-- (?P<mark>file|not run): (?P<value>[^\n]*?) -->\n)?```(?P<language>\w*)\n"

@@ -69,7 +69,7 @@ def measure(model: Path, data: Path, output: Path, options: dict[str, dict[str, 
     """Seconds of a step."""
     paths = ["--model", str(model), "--data", str(data), "--output", str(output), "--nproc", "2"]
     numbers = [f"--train.steps={STEPS}", f"--train.pack_length={PACK}"]
-    numbers += [f"--train.global_batch={BATCH}", "--train.precision=fp32"]
+    numbers += [f"--train.global_batch_packs={BATCH}", "--train.precision=fp32"]
     done = run_cli(["train", *paths, *numbers, *arguments(options)], timeout=900)
     if done.code:
         raise SystemExit(f"{output.name} failed:\n{done.output[-3000:]}")
@@ -100,7 +100,7 @@ def main() -> int:
             model=model,
             data=str(data),
             output=output,
-            train=TrainSection(pack_length=PACK, global_batch=BATCH, precision="fp32"),
+            train=TrainSection(pack_length=PACK, global_batch_packs=BATCH, precision="fp32"),
             parallel=ParallelSection(**options.get("parallel", {})),
             recompute=RecomputeSection(**options.get("recompute", {})),
         )

@@ -60,10 +60,10 @@ def test_72b_on_256_h100(large: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         read_spec(large),
         parallel,
         256,
-        microbatches=recipe.train.global_batch * parallel.tensor * parallel.pipeline // 256,
+        microbatches=recipe.train.global_batch_packs * parallel.tensor * parallel.pipeline // 256,
         pack_length=recipe.train.pack_length,
     )
-    assert recipe.train.global_batch % layout.data == 0
+    assert recipe.train.global_batch_packs % layout.data == 0
 
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert figures["best"][0]["step_seconds"] == pytest.approx(
@@ -107,7 +107,7 @@ def test_lengths_of_real_data(
 def test_recipe_of_a_folder_with_any_name(small: Path, tmp_path: Path) -> None:
     model = tmp_path / 'Modèle 😀 "1"'
     shutil.copytree(small, model)
-    plan(model, 2, "h100", output=tmp_path / "out", global_batch=8)
+    plan(model, 2, "h100", output=tmp_path / "out", global_batch_packs=8)
     blank = configuration.TrainConfig(model=Path(), data="d.json", output=Path("out"))
     assert configuration.from_toml(tmp_path / "out" / "plan.toml", blank).model == model
 
@@ -122,7 +122,7 @@ def test_one_stage_does_not_wait_less_than_nothing(
         return dataclasses.replace(timeline, busy=[x * (1 + 1e-15) for x in timeline.busy])
 
     monkeypatch.setattr(schedule, "simulate", rounded_up)
-    plan(small, 1, "h100", output=tmp_path, global_batch=8)
+    plan(small, 1, "h100", output=tmp_path, global_batch_packs=8)
     assert "-0.0%" not in capsys.readouterr().out
 
 
@@ -135,7 +135,7 @@ def test_adapters_and_frozen_parts_reach_the_recipe(small: Path, tmp_path: Path)
     }
     seconds, memory = {}, {}
     for name, what in chosen.items():
-        plan(small, 2, "h100", output=tmp_path / name, global_batch=8, **what)  # type: ignore[arg-type]
+        plan(small, 2, "h100", output=tmp_path / name, global_batch_packs=8, **what)  # type: ignore[arg-type]
         recipe = configuration.from_toml(tmp_path / name / "plan.toml", blank)
         recipe.validate()
         assert recipe.freeze == what.get("freeze", FreezeSection())
@@ -155,7 +155,7 @@ REFUSALS = [
     ({"gpu": "missing.toml"}, "--gpu missing.toml can't be read: No such file"),
     ({"pack_length": 0}, "--pack_length is 0; it must be at least 1"),
     ({"pack_length": 40}, "--pack_length 40 is too short for a typical mix"),
-    ({"global_batch": 0}, "--global_batch is 0; it must be at least 1"),
+    ({"global_batch_packs": 0}, "--global_batch_packs is 0; it must be at least 1"),
     ({"model": Path("nowhere")}, "nowhere: no such folder"),
     (
         {"freeze": FreezeSection(True, True, True)},

@@ -75,7 +75,7 @@ def monitor(tmp_path: Path, gpu: hardware.Gpu | None) -> drift.DriftMonitor:
         model=Path("m"),
         data="d",
         output=tmp_path,
-        train=TrainSection(pack_length=4096, global_batch=16),
+        train=TrainSection(pack_length=4096, global_batch_packs=16),
     )
     layout = make_layout(SPEC, world_size=8, tensor=2, pipeline=2)
     return drift.DriftMonitor(config, SPEC, layout, gpu, Peak(1e15, "the peak"), _Index(300))

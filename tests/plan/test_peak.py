@@ -23,7 +23,7 @@ from vlmtrain.training.fit import fit, fullest
 from vlmtrain.training.rehearsal import Loads, heaviest
 
 SPEC = parse_spec(make_model("qwen2_5_vl", vision_heads=4).config.to_dict())
-SECTION = TrainSection(pack_length=512, global_batch=16, precision="bf16")
+SECTION = TrainSection(pack_length=512, global_batch_packs=16, precision="bf16")
 CONFIG = TrainConfig(Path("model"), "data", Path("output"), train=SECTION)
 
 

@@ -325,7 +325,9 @@ def test_what_does_not_fit_is_refused(packs: workload.Packs) -> None:
         search.search(spec, hardware.find_gpu("a100-80"), 4, packs)
     assert "does not fit in 4 x a100-80" in str(error.value)
     assert str(error.value).endswith("GPUs would do")
-    with pytest.raises(hardware.PlanError, match="7 packs a step evenly; set --global_batch to a"):
+    with pytest.raises(
+        hardware.PlanError, match="7 packs a step evenly; set --global_batch_packs to a"
+    ):
         search.search(spec, hardware.find_gpu("a100-80"), 11 * 97, packs, 7)
 
 

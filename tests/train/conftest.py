@@ -32,8 +32,8 @@ def conversations(tmp_path_factory) -> Path:
 
 
 OPTIONS = (
-    "--train.pack_length=160 --train.global_batch=4 --train.precision=fp32 --optimizer.lr=1e-3 "
-    "--train.seed=3 --train.no_rehearse"
+    "--train.pack_length=160 --train.global_batch_packs=4 --train.precision=fp32 "
+    "--optimizer.lr=1e-3 --train.seed=3 --train.no_rehearse"
 ).split()
 
 

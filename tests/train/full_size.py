@@ -62,7 +62,7 @@ def main() -> None:
         arguments += ["--output", f"{folder / 'run'}", f"--train.steps={steps}", "--lora.rank=16"]
         arguments += [
             "--train.pack_length=2048",
-            "--train.global_batch=1",
+            "--train.global_batch_packs=1",
             "--train.precision=bf16",
         ]
         sys.exit(cli.main(arguments))

@@ -35,7 +35,11 @@ LORA = (
 ).split()
 LAYOUTS = {
     "data": [],
-    "multiplexed": ["--parallel.pipeline=2", "--parallel.vision=multiplexed", "--global_batch=3"],
+    "multiplexed": [
+        "--parallel.pipeline=2",
+        "--parallel.vision=multiplexed",
+        "--global_batch_packs=3",
+    ],
 }
 
 

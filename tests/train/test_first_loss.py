@@ -145,7 +145,7 @@ def test_first_loss(family: str, box: str, tmp_path: Path) -> None:
     output = tmp_path / "run"
     arguments = [
         "train", f"--model={folder}", f"--data={tmp_path / 'c.json'}", f"--output={output}",
-        "--train.pack_length=512", "--train.global_batch=1", "--train.steps=1",
+        "--train.pack_length=512", "--train.global_batch_packs=1", "--train.steps=1",
         "--train.precision=fp32", "--loader.workers=0",
     ]  # fmt: skip
     assert cli.main(arguments) == 0

@@ -33,7 +33,9 @@ def run(model: Path, data: Path, folder: Path, layouts: dict[str, list[str]]) ->
         for rehearse in ("yes", "no"):
             output = folder / f"{layout}-{rehearse}"
             arguments = ["train", f"--model={model}", f"--data={data}", f"--output={output}"]
-            arguments += "--train.pack_length=800 --train.global_batch=4 --loader.workers=0".split()
+            arguments += (
+                "--train.pack_length=800 --train.global_batch_packs=4 --loader.workers=0".split()
+            )
             arguments += [f"--train.steps={STEPS}", f"--checkpoint.every={STEPS}"]
             arguments += ["--optimizer.lr=1e-3", *more]
             arguments += ["--train.no_rehearse"] if rehearse == "no" else []

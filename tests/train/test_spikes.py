@@ -40,7 +40,7 @@ def test_a_bad_sample_costs_its_step(model, conversations, tmp_path, monkeypatch
 
     monkeypatch.setattr(PackBuilder, "build", bad_pixels)
     monkeypatch.setattr(QwenVLStage, "forward", bad_gradient)
-    more = ["--train.steps=8", "--loader.workers=0", "--train.global_batch=1"]
+    more = ["--train.steps=8", "--loader.workers=0", "--train.global_batch_packs=1"]
     common = options(model, conversations, tmp_path / "run", *more)
     assert cli.main([*common, "--train.on_spike=skip"]) == 0
     said = capsys.readouterr().out

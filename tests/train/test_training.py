@@ -204,7 +204,7 @@ def test_a_recipe_and_overrides(model, conversations, tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         f'model = "{model}"\ndata = "{conversations}"\noutput = "{tmp_path / "run"}"\n'
-        '[train]\nsteps = 5\npack_length = 160\nglobal_batch = 2\nprecision = "fp32"\n'
+        '[train]\nsteps = 5\npack_length = 160\nglobal_batch_packs = 2\nprecision = "fp32"\n'
         "[optimizer]\nlr = 1e-3\nwarmup_steps = 2\n"
     )
     done = run_cli(["train", "--config", str(recipe), "--train.steps", "3"])

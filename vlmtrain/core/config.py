@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.options import answer_to, option_names, options_called, say_renamed
 from vlmtrain.core.toml import read_toml
+
+# Former names of options, and those of today.
+RENAMED = {"train.global_batch": "train.global_batch_packs"}
 
 
 class ConfigError(UserError):
@@ -52,8 +56,8 @@ class TrainSection:
     """Passes over the data, where `steps` is 0."""
     pack_length: Positive = 8192
     """Tokens per pack (one pack is one microbatch)."""
-    global_batch: Positive = 8
-    """Packs per optimizer step, over all data-parallel ranks."""
+    global_batch_packs: Positive = 8
+    """Packs (not samples) per optimizer step, over all data-parallel ranks."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Type of parameters and activations; optimizer state is float32 in both."""
     seed: Seed = 0
@@ -367,24 +371,42 @@ def from_toml(path: Path, base: TrainConfig) -> TrainConfig:
         ConfigError: unreadable file, unknown key (with the valid ones), or a value of the
             wrong type; the message names the file and the key.
     """
+    if path.suffix in (".yaml", ".yml", ".json"):
+        raise ConfigError(
+            f"--config {path}: a recipe is a TOML file; docs/coming-from.md has its names"
+        )
     table = read_toml(Path(path), f"--config {path}", ConfigError)
     return _overlay(base, table, f"{path}: ")
 
 
-def _overlay(section: Any, table: dict[str, Any], where: str) -> Any:
+def _overlay(section: Any, table: dict[str, Any], file: str, prefix: str = "") -> Any:
     kinds = get_type_hints(type(section))
+    where = file + prefix
+    for key in [key for key in table if prefix + key in RENAMED]:
+        now = RENAMED[prefix + key]
+        say_renamed(where + key, now)
+        table = {now.removeprefix(prefix) if k == key else k: v for k, v in table.items()}
+    if unknown := [key for key in table if key not in kinds]:
+        raise ConfigError("\n  ".join(_unknown(where, key, list(kinds)) for key in unknown))
     changes: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in kinds:
-            raise ConfigError(f"{where}unknown key {key!r}; valid keys are {', '.join(kinds)}")
         current = getattr(section, key)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}{key} must be a table, it is {value!r}")
-            changes[key] = _overlay(current, value, f"{where}{key}.")
+            changes[key] = _overlay(current, value, file, f"{prefix}{key}.")
         else:
             changes[key] = _convert(kinds[key], value, f"{where}{key}")
     return dataclasses.replace(section, **changes)
+
+
+def _unknown(where: str, key: str, valid: list[str]) -> str:
+    options = option_names(TrainConfig)
+    if answer := answer_to(key, options):
+        return f"{where}{key}: {answer}"
+    if meant := options_called(key, options):
+        return f"{where}{key} stands elsewhere: {' or '.join(meant)}"
+    return f"{where}unknown key {key!r}; valid keys are {', '.join(valid)}"
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:

@@ -10,3 +10,7 @@ class UserError(Exception):
     """
 
     print_here = True  # False on the ranks that raise what another rank prints
+
+
+class UsageError(UserError):
+    """Options that can't be understood: the command line exits with 2."""

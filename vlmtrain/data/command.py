@@ -6,28 +6,35 @@ Each imports what it needs when it runs: torch and transformers are not for --he
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import tyro
 
 from vlmtrain.core.config import MediaSection, check_ranges
+from vlmtrain.core.options import spelled
 
 _MODEL_SIZES = MediaSection()
 
 
 def main(arguments: list[str]) -> int:
+    actions: dict[str, Callable[..., int]] = {
+        "build": build_command,
+        "check": check_command,
+        "stats": stats_command,
+    }
+    if arguments and arguments[0] in actions:
+        former = {"source": "data", "target": "output"}
+        arguments = [arguments[0], *spelled(arguments[1:], actions[arguments[0]], former)]
     return tyro.extras.subcommand_cli_from_dict(
-        {"build": build_command, "check": check_command, "stats": stats_command},
-        prog="vlmtrain data",
-        args=arguments,
-        use_underscores=True,
+        actions, prog="vlmtrain data", args=arguments, use_underscores=True
     )
 
 
 def build_command(
-    source: Path,
-    target: Path,
+    data: Path,
+    output: Path,
     model: Path | None = None,
     media_root: Path | None = None,
     ignore_keys: tuple[str, ...] = (),
@@ -43,10 +50,10 @@ def build_command(
     too. Run again after an error, it goes on where it stopped.
 
     Args:
-        source: conversation file (.json, .jsonl, .parquet or .tar).
-        target: folder to write.
+        data: conversation file (.json, .jsonl, .parquet or .tar).
+        output: folder to write.
         model: Hugging Face folder; with it training starts without tokenizing everything first.
-        media_root: folder that relative media paths start from; default: the source's own.
+        media_root: folder that relative media paths start from; default: the data file's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.
         pack_length: that of the training; with a model, for the sizes that fit.
@@ -54,7 +61,7 @@ def build_command(
         samples_per_shard: samples in a shard, at most.
         workers: shards written at once.
         verify: decode every image and video once, to find broken ones now.
-        unreadable: what a bad sample means: the end, or a line in TARGET/left_out.jsonl.
+        unreadable: what a bad sample means: the end, or a line in OUTPUT/left_out.jsonl.
         overwrite: replace the folder if it holds a finished build.
     """
     from rich.console import Console
@@ -74,8 +81,8 @@ def build_command(
     with Progress(console=console, transient=not console.is_terminal) as bar:
         task = bar.add_task("samples", total=None)
         summary = build_shards(
-            source,
-            target,
+            data,
+            output,
             samples_per_shard=samples_per_shard,
             verify=verify,
             skip=unreadable == "skip",
@@ -88,15 +95,15 @@ def build_command(
         )
     print(
         f"{summary.samples} samples, {summary.images} images, {summary.videos} videos in "
-        f"{summary.shards} shards ({summary.bytes / 1e6:.1f} MB): {target}"
+        f"{summary.shards} shards ({summary.bytes / 1e6:.1f} MB): {output}"
     )
     if summary.left_out:
-        print(f"{summary.left_out} bad samples left out: {target / LEFT_OUT}")
+        print(f"{summary.left_out} bad samples left out: {output / LEFT_OUT}")
     return 0
 
 
 def check_command(
-    source: str,
+    data: str,
     model: Path | None = None,
     pack_length: int | None = None,
     media_root: Path | None = None,
@@ -107,7 +114,7 @@ def check_command(
     """Report every broken sample; duplicates are warnings.
 
     Args:
-        source: files or shard folders, comma-separated, or a .toml list.
+        data: files or shard folders, comma-separated, or a .toml list.
         model: Hugging Face folder; with it lengths are checked too.
         pack_length: tokens per pack.
         media_root: folder that relative media paths start from; default: each file's own.
@@ -120,7 +127,7 @@ def check_command(
 
     check_ranges(media, "--media.")
     report = check(
-        source,
+        data,
         model=model,
         pack_length=pack_length,
         media_root=media_root,
@@ -133,9 +140,9 @@ def check_command(
 
 
 def stats_command(
-    source: str,
+    data: str,
     model: Path,
-    target: Path | None = None,
+    output: Path | None = None,
     pack_length: int = 8192,
     media_root: Path | None = None,
     ignore_keys: tuple[str, ...] = (),
@@ -144,9 +151,9 @@ def stats_command(
     """Print, and plot, how text, images and costs are distributed.
 
     Args:
-        source: files or shard folders, comma-separated, or a .toml list.
+        data: files or shard folders, comma-separated, or a .toml list.
         model: Hugging Face folder.
-        target: image file for the plot, e.g. stats.png.
+        output: image file for the plot, e.g. stats.png.
         pack_length: tokens per pack.
         media_root: folder that relative media paths start from; default: each file's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
@@ -157,7 +164,7 @@ def stats_command(
 
     check_ranges(media, "--media.")
     figures = stats(
-        source,
+        data,
         model,
         pack_length=pack_length,
         media_root=media_root,
@@ -165,6 +172,6 @@ def stats_command(
         media=media,
     )
     print(render_stats(figures))
-    if target is not None:
-        print(f"plot: {plot_stats(figures, target)}")
+    if output is not None:
+        print(f"plot: {plot_stats(figures, output)}")
     return 0

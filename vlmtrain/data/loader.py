@@ -164,6 +164,12 @@ class PackedLoader:
         """Optimizer steps that see every sample of the first epoch."""
         return self.sampler.steps_per_epoch
 
+    @property
+    def samples_per_step(self) -> float:
+        """Samples of a mean step of the first epoch."""
+        packs = self.sampler.epoch_plan(0)
+        return self.global_batch * sum(map(len, packs)) / max(len(packs), 1)
+
     def steps_for_epochs(self, epochs: float) -> int:
         """See `Sampler.steps_for_epochs`."""
         return self.sampler.steps_for_epochs(epochs, self.position)
@@ -307,13 +313,13 @@ class PackedLoader:
     def _too_few_packs(self, packs: int) -> str:
         ranks = self.rank.dp_size
         fitting = packs // ranks * ranks
-        advice = f"--train.global_batch {fitting} fits"
+        advice = f"--train.global_batch_packs {fitting} fits"
         if not fitting:
             length = max(int(self.index.lengths.max()), int(self.index.lengths.sum()) // ranks)
             advice = f"use fewer ranks, or --train.pack_length of about {length}"
         return (
-            f"warning: a step takes --train.global_batch {self.global_batch} packs and an epoch of "
-            f"this data has {packs}, so each step sees every sample about "
+            f"warning: a step takes {self.global_batch} packs (--train.global_batch_packs) and an "
+            f"epoch of this data has {packs}, so each step sees every sample about "
             f"{self.global_batch / max(packs, 1):.3g} times; {advice}"
         )
 

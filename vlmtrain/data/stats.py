@@ -133,7 +133,7 @@ def plot_stats(figures: Stats, path: str | Path) -> Path:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"--target {path}: the plot cannot be written: {error}") from None
+        raise DataError(f"--output {path}: the plot cannot be written: {error}") from None
     finally:
         pyplot.close(figure)
     return path

@@ -206,7 +206,7 @@ def train_command(
         "--nproc": nproc,
         "--train.steps": steps,
         "--train.pack_length": PACK_LENGTH,
-        "--train.global_batch": GLOBAL_BATCH,
+        "--train.global_batch_packs": GLOBAL_BATCH,
         "--train.precision": "fp32",
         "--train.seed": seed,
         "--train.log_every": 10,

@@ -34,7 +34,7 @@ class EvaluateConfig:
     """Processes to start on this machine; 0: join the launcher's (torchrun, Slurm, MPI)."""
     pack_length: Positive = 8192
     """Tokens per pack; with --data."""
-    global_batch: Count = 0
+    global_batch_packs: Count = 0
     """Packs computed together; with --data. 0: as few as the layout needs."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 on a GPU, fp32 on the CPU."""

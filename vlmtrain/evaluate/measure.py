@@ -41,8 +41,8 @@ def run(config: EvaluateConfig, process: Process) -> None:
         config.parallel,
         process.world_size,
         pack_length=config.pack_length,
-        global_batch=config.global_batch,
-        option="--global_batch",
+        global_batch=config.global_batch_packs,
+        option="--global_batch_packs",
     )
     backend = device.setup(process.local_rank)
     connect(process, backend.process_group)
@@ -128,7 +128,7 @@ def _held_out(
         processor,
         config.loader,
         pack_length=config.pack_length,
-        global_batch=config.global_batch or layout.data * layout.pipeline,
+        global_batch=config.global_batch_packs or layout.data * layout.pipeline,
     )
     parallel_state.destroy_model_parallel()
     return score

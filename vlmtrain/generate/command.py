@@ -16,6 +16,7 @@ import tyro
 from vlmtrain.core.config import MediaSection, check_ranges
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import writing
+from vlmtrain.core.options import spelled
 
 CHAT = "Ask; /image FILE and /video FILE add a medium to the next question; Ctrl-D ends."
 
@@ -76,6 +77,7 @@ class GenerateConfig:
 
 
 def main(arguments: list[str]) -> int:
+    arguments = spelled(arguments, GenerateConfig)
     config = tyro.cli(
         GenerateConfig, prog="vlmtrain generate", args=arguments, use_underscores=True
     )

@@ -79,8 +79,9 @@ def make_layout(
         nearest = max(1, round(microbatches / pipeline)) * pipeline * data
         raise LayoutError(
             f"with parallel.virtual_pipeline each rank's microbatches ({microbatches} per step) "
-            f"must be a multiple of parallel.pipeline {pipeline}; set train.global_batch to a "
-            f"multiple of {pipeline} x data-parallel size {data}, e.g. {nearest}"
+            f"must be a multiple of parallel.pipeline {pipeline}; set "
+            f"train.global_batch_packs to a multiple of {pipeline} x data-parallel size {data}, "
+            f"e.g. {nearest}"
         )
     if not multiplexed and spec.num_layers + spec.vision.depth < stages:
         raise LayoutError(

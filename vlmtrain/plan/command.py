@@ -11,6 +11,7 @@ import tyro
 
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.files import write_text, writing
+from vlmtrain.core.options import spelled
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.toml import toml_tables
 from vlmtrain.models import flops
@@ -25,6 +26,7 @@ NOTHING_FROZEN, NO_ADAPTERS = FreezeSection(), LoraSection()
 
 
 def main(arguments: list[str]) -> int:
+    arguments = spelled(arguments, plan, {"global_batch": "global_batch_packs"})
     return tyro.cli(plan, prog="vlmtrain plan", args=arguments, use_underscores=True)
 
 
@@ -36,7 +38,7 @@ def plan(
     length_histogram: Path | None = None,
     output: Path = Path("plan_out"),
     pack_length: int = 8192,
-    global_batch: int | None = None,
+    global_batch_packs: int | None = None,
     freeze: FreezeSection = NOTHING_FROZEN,
     lora: LoraSection = NO_ADAPTERS,
 ) -> int:
@@ -50,7 +52,7 @@ def plan(
         length_histogram: JSON file of lengths instead; without both, a typical mix.
         output: folder to write plan.toml, plan.json, plan.png and trace.json to.
         pack_length: tokens per pack.
-        global_batch: packs per optimizer step; default: 2 per GPU, from 64 to 4,096.
+        global_batch_packs: packs per optimizer step; default: 2 per GPU, from 64 to 4,096.
         freeze: parts of the model that keep their weights.
         lora: low-rank adapters; everything else is frozen then.
 
@@ -78,7 +80,7 @@ def plan(
     else:
         lengths = workload.typical(spec, pack_length)
     packs = workload.make_packs(lengths, spec, pack_length)
-    ranking = search(spec, kind, gpus, packs, global_batch, freeze=freeze, lora=lora)
+    ranking = search(spec, kind, gpus, packs, global_batch_packs, freeze=freeze, lora=lora)
     title = model_title(spec)
     print(render(ranking, title))
     for path in write(ranking, output, model, data, title):
@@ -218,7 +220,7 @@ def recipe(ranking: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {
         "train": {
             "pack_length": ranking.packs.pack_length,
-            "global_batch": ranking.global_batch,
+            "global_batch_packs": ranking.global_batch,
             "precision": "bf16",
         },
         "parallel": parallel,

@@ -28,7 +28,7 @@ class PeakModel:
         """rank: of the pipeline."""
         self.config, self.spec, self.layout, self.rank, self.cuda = config, spec, layout, rank, cuda
         self.element = 2 if config.train.precision == "bf16" else 4
-        self.microbatches = config.train.global_batch // layout.data
+        self.microbatches = config.train.global_batch_packs // layout.data
         learning = memory.Learning.of(spec, config.freeze, config.lora)
         self._model = memory.ActivationModel(
             spec, layout.tensor, layout.sequence, self.element, cuda, learning

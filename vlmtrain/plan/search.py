@@ -114,7 +114,7 @@ def search(
     if gpus < 1:
         raise PlanError(f"--gpus is {gpus}; it must be at least 1")
     if global_batch is not None and global_batch < 1:
-        raise PlanError(f"--global_batch is {global_batch}; it must be at least 1")
+        raise PlanError(f"--global_batch_packs is {global_batch}; it must be at least 1")
     batch = global_batch or default_global_batch(gpus)
     model = CostModel(spec, gpu, packs, freeze, lora)
     considered, fitting = 0, []
@@ -485,8 +485,8 @@ def _no_layout(spec: ModelSpec, gpu: Gpu, gpus: int, batch: int) -> str:
     unit = min(replicas)
     near = max(unit, round(batch / unit) * unit)
     return (
-        f"no layout of {gpus} GPUs can deal out {batch} packs a step evenly; set --global_batch to "
-        f"a multiple of {unit}, e.g. {near}"
+        f"no layout of {gpus} GPUs can deal out {batch} packs a step evenly; set "
+        f"--global_batch_packs to a multiple of {unit}, e.g. {near}"
     )
 
 

@@ -50,7 +50,7 @@ def plan_of_run(
     model = CostModel(spec, gpu, packs, config.freeze, config.lora, element=element, cuda=cuda)
     option = Option(
         layout,
-        train.global_batch // layout.data,
+        train.global_batch_packs // layout.data,
         again.vision,
         again.language,
         config.optimizer.offload_fraction,

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import tyro
 
-from vlmtrain.core.config import TrainConfig, from_toml
+from vlmtrain.core.config import RENAMED, TrainConfig, from_toml
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.launch import Process, run_on_ranks, take_option
+from vlmtrain.core.options import spelled
 
 
 def main(arguments: list[str]) -> int:
     arguments, recipe = take_option(arguments, "--config")
+    arguments = spelled(arguments, TrainConfig, RENAMED)
     default: TrainConfig | None = None
     if recipe is not None:
         blank = TrainConfig(model=Path(), data="", output=Path())

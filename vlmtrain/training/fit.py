@@ -99,7 +99,7 @@ def fit(
             other = section_layout(spec, parallel, world, pack_length=train.pack_length)
         except LayoutError:
             continue
-        if train.global_batch % other.data:
+        if train.global_batch_packs % other.data:
             continue
         needed = fullest(last, spec, other, loads(other), cuda).bytes
         if needed <= room:

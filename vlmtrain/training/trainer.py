@@ -99,8 +99,8 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
         config.parallel,
         world_size,
         pack_length=config.train.pack_length,
-        global_batch=config.train.global_batch,
-        option="--train.global_batch",
+        global_batch=config.train.global_batch_packs,
+        option="--train.global_batch_packs",
     )
     return spec, layout
 
@@ -140,7 +140,7 @@ class Trainer:
             config.loader,
             self.engine,
             pack_length=train.pack_length,
-            global_batch=train.global_batch,
+            global_batch=train.global_batch_packs,
             seed=train.seed,
         )
         self.measure: Callable[[], HeldOutScore] | None = None
@@ -152,7 +152,7 @@ class Trainer:
                 processor,
                 config.loader,
                 pack_length=train.pack_length,
-                global_batch=train.global_batch,
+                global_batch=train.global_batch_packs,
             )
         if resume is not None:
             state = on_first_rank(lambda: checkpoints.loader_state(resume))
@@ -306,7 +306,7 @@ class Trainer:
                     self.spec,
                     self.config.loader.packing,
                     pack_length=train.pack_length,
-                    global_batch=train.global_batch,
+                    global_batch=train.global_batch_packs,
                     seed=train.seed,
                     ranks=one.data,
                 )

@@ -160,7 +160,7 @@ def build_shards(
         if isinstance(error, (OSError, sqlite3.Error)):  # a full disk, most often
             reason = getattr(error, "strerror", None) or error
             raise DataError(
-                f"--target {folder} cannot be written: {reason}; run it again to go on from the "
+                f"--output {folder} cannot be written: {reason}; run it again to go on from the "
                 "shards that are finished"
             ) from error
         raise
@@ -195,10 +195,10 @@ class _Shard:
 
 def _reader(source: str | Path, media_root: str | Path | None, ignored: Collection[str]) -> Any:
     if "," in str(source) and not Path(source).exists():
-        raise DataError(f"{source}: no such file; --source takes one file, each its own --target")
+        raise DataError(f"{source}: no such file; --data takes one file, each its own --output")
     if Path(source).is_dir():
         raise DataError(
-            f"{source} is a folder; --source takes a .json, .jsonl, .parquet or .tar file"
+            f"{source} is a folder; --data takes a .json, .jsonl, .parquet or .tar file"
         )
     if Path(source).suffix.lower() == ".parquet":
         from vlmtrain.data.formats.parquet import ParquetSource
@@ -439,7 +439,7 @@ def _json_lines(items: Iterable[dict[str, Any]]) -> bytes:
 def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
     """Make the target ready for this many shards. Returns whether it was created here."""
     if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder} is a file; --target must be a folder")
+        raise DataError(f"{folder} is a file; --output must be a folder")
     created = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -463,7 +463,7 @@ def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
             elif finished or name not in wanted or not kept:
                 path.unlink()
     except OSError as error:
-        raise DataError(f"--target {folder} cannot be cleared: {error}") from None
+        raise DataError(f"--output {folder} cannot be cleared: {error}") from None
     return created
 
 
