@@ -2,8 +2,8 @@
 they differ.
 
 The fit is seconds = c0 + c1 T + c2 sum t^2 + c3 P + c4 sum p^2 + c5 N with no negative coefficient:
-T tokens, P patches (padding included) and N target tokens of a step per replica, t and p the lengths
-that attention sees. It is made to the run's last steps, robustly: outliers (a slow disk, a
+T tokens, P patches (padding included) and N target tokens of a step per replica, t and p the
+lengths that attention sees. It is made to the run's last steps, robustly: outliers (a slow disk, a
 neighbour on the machine) do not count.
 """
 
@@ -76,7 +76,7 @@ def describe(plan: Prediction, gpu: Gpu) -> str:
 
 
 def features(work: Work, spec: ModelSpec, replicas: int) -> np.ndarray:
-    """[6] of a step: 1, T, pairs of tokens, P, pairs of patches (a mean layer's), N, per replica."""
+    """[6] of a step, per replica: 1, T, pairs of tokens, P, a mean layer's pairs of patches, N."""
     vision = spec.vision
     depth = max(vision.depth, 1)
     full_layers = depth if vision.window_size is None else len(vision.full_attention_layers)
