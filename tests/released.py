@@ -20,13 +20,27 @@ RELEASED = {
     "qwen3_vl-4b": (2560, 36, 32, 8, 9728, 151936, True, 4096),
     "qwen3_vl-8b": (4096, 36, 32, 8, 12288, 151936, False, 4304),
     "qwen3_vl-32b": (5120, 64, 64, 8, 25600, 151936, False, 4304),
+    "qwen3_vl_moe-30b": (2048, 48, 32, 4, 6144, 151936, False, 4304),
+    "qwen3_vl_moe-235b": (4096, 94, 64, 4, 12288, 151936, False, 4304),
 }
 
 
 def released_config(name: str) -> dict[str, Any]:
     hidden, layers, heads, kv, mlp, vocab, tied, vision_mlp = RELEASED[name]
     if name.startswith("qwen3_vl"):
-        return _qwen3_vl(hidden, layers, heads, kv, mlp, vocab, tied, vision_mlp)
+        config = _qwen3_vl(hidden, layers, heads, kv, mlp, vocab, tied, vision_mlp)
+        if name.startswith("qwen3_vl_moe"):
+            config["model_type"] = config["vision_config"]["model_type"] = "qwen3_vl_moe"
+            config["text_config"] |= {
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                "model_type": "qwen3_vl_moe_text",
+                "moe_intermediate_size": 768 if hidden == 2048 else 1536,
+                "norm_topk_prob": True,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+            }
+        return config
     vision: dict[str, Any] = {"depth": 32, "num_heads": 16, "patch_size": 14, "in_chans": 3}
     if vision_mlp is None:
         vision |= {"embed_dim": 1280, "hidden_size": hidden, "mlp_ratio": 4}

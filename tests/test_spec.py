@@ -29,12 +29,15 @@ def test_released_shapes(name):
     assert vision.out_hidden_size == hidden
     sizes = (vision.depth, vision.hidden_size, vision.head_dim, vision.patch_dim)
     windows = vision.window_size, vision.full_attention_layers
-    if spec.family == "qwen3_vl":
+    if spec.family.startswith("qwen3_vl"):
         small = vision_mlp == 4096
         assert sizes == ((24, 1024, 64, 1536) if small else (27, 1152, 72, 1536))
         assert vision.deepstack_layers == ((5, 11, 17) if small else (8, 16, 24))
         assert vision.position_side == 48 and windows == (None, ())
         assert not spec.qkv_bias and spec.qk_norm and spec.interleaved_mrope
+        mixture = spec.num_experts, spec.num_experts_per_tok, spec.moe_intermediate_size
+        width = 768 if hidden == 2048 else 1536
+        assert mixture == ((128, 8, width) if spec.family == "qwen3_vl_moe" else (0, 0, 0))
         return
     assert sizes == (32, 1280, 80, 1176)
     assert windows == ((None, ()) if vision_mlp is None else (112, (7, 15, 23, 31)))
@@ -91,7 +94,34 @@ def test_refused(change, words, tmp_path):
     ],
 )
 def test_qwen3_vl_refused(section, change, words):
-    config = released_config("qwen3_vl-8b")
+    refuses("qwen3_vl-8b", section, change, words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"decoder_sparse_step": 2}, ["decoder_sparse_step is 2", "1", "every layer has experts"]),
+        ({"mlp_only_layers": [0]}, ["mlp_only_layers is [0]", "every layer has experts"]),
+        ({"norm_topk_prob": False}, ["norm_topk_prob is False", "True"]),
+        ({"output_router_logits": True}, ["output_router_logits is True", "balancing loss"]),
+        ({"num_experts": None}, ["missing"]),
+        ({"num_experts_per_tok": 129}, ["129", "num_experts 128"]),
+        ({"moe_intermediate_size": 1024}, ["1024", "2048", "square"]),
+    ],
+)
+def test_mixture_of_experts_refused(change, words):
+    refuses("qwen3_vl_moe-30b", "text_config", change, words)
+
+
+def test_experts_as_transformers_counts_them():
+    config = released_config("qwen3_vl_moe-30b")
+    spec = parse_spec(config)
+    config["text_config"]["num_local_experts"] = config["text_config"].pop("num_experts")
+    assert parse_spec(config) == spec
+
+
+def refuses(name, section, change, words):
+    config = released_config(name)
     with pytest.raises(ModelConfigError) as error:
         parse_spec({**config, section: {**config[section], **change}})
     for word in words:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.reference import make_model
 from vlmtrain.checkpoint.mapping import canonical_name
-from vlmtrain.models.common.table import Linear, Lookup
+from vlmtrain.models.common.table import Experts, Linear, Lookup
 from vlmtrain.models.family import FAMILIES, parse_spec, table_of
 
 
@@ -23,6 +23,9 @@ def test_every_tensor_of_the_model_is_in_the_table_once(family: str, tied: bool)
             for item in part.items:
                 for module, rows in item.modules.items():
                     name = canonical_name(part.hf.replace("{i}", str(layer)) + module)
+                    if isinstance(item, Experts):
+                        table[name] = [item.experts, rows, item.inputs]
+                        continue
                     columns = [item.inputs] if isinstance(item, Linear | Lookup) else []
                     assert name + ".weight" not in table
                     table[name + ".weight"] = [rows, *columns]

@@ -102,7 +102,7 @@ def gather_gradients(engine: Any) -> None:
 _HOST = ("layout.py", "step_inputs.py", "batch.py:media_pixels", "batch.py:to")
 _HOST += ("vision.py:from_grid", "batch.py:_rows_before")
 _HOST += ("row_exchange.py:__init__", "row_exchange.py:row_exchange")
-_HOST += ("experts.py:forward",)  # rows of each expert, which Megatron has fetched
+_HOST += ("experts.py",)  # rows of each expert, which Megatron has fetched
 _HOST += ("op.py:_run", "op.py:_check_labels", "op.py:_shares")
 _ASKING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
 

@@ -56,7 +56,7 @@ def states(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     engine.prepare(OptimizerSection(), freeze, ParallelSection(overlap_grad_reduce=overlap))
     counts = [sum(p.numel() for p in stage.parameters()) for stage in engine.stages]
     chunks = engine.wrapped
-    buffers = [b for c in chunks for b in c.buffers]
+    buffers = [b for c in chunks for b in c.buffers + c.expert_parallel_buffers]
     frozen = sum(
         p.numel() * p.element_size()
         for part in engine.parts

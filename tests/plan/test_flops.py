@@ -144,6 +144,7 @@ def test_padding_of_a_batch_does_not_count() -> None:
 
 
 KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+KINDS["qwen3_vl_moe"] = "Qwen3VLMoe"
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -119,7 +119,7 @@ def transforms(spec: ModelSpec) -> dict[str, Transform]:
         x = x.view(-1, queries + 2, dim, *tail)
         return [t.reshape(-1, *tail) for t in x.split([queries, 1, 1], 1)]
 
-    # Experts: [experts, in, out] as released, [experts, out, in] as transformers 5 also writes them;
+    # Experts: [experts, in, out] as released, [experts, out, in] as transformers 5 may write them;
     # none is square.
     expert = spec.moe_intermediate_size
     ours = ((2 * expert, spec.hidden_size), (spec.hidden_size, expert))

@@ -349,3 +349,10 @@ def parameter_counts(spec: ModelSpec) -> dict[str, int]:
         "language": spec.num_layers * table.text_layer.parameters + table.final_norm.parameters,
         "head": 0 if spec.tie_word_embeddings else table.head.parameters,
     }
+
+
+def active_parameters(spec: ModelSpec) -> int:
+    """Parameters without the experts that a token does not go to."""
+    idle = spec.num_experts - spec.num_experts_per_tok
+    experts = spec.num_layers * sum(table_of(spec).text_layer.expert_sizes())
+    return sum(parameter_counts(spec).values()) - experts * idle // max(1, spec.num_experts)

@@ -83,6 +83,11 @@ def check_lora(lora: LoraSection, spec: ModelSpec) -> None:
         )
     known = table_of(spec).targets(lora.vision)
     for target in lora.targets:
+        if target not in known and spec.num_experts and target.endswith("_proj"):
+            raise UserError(
+                f"--lora.targets has {target}, and adapters on experts are not supported; pass "
+                "--lora.targets q_proj k_proj v_proj o_proj"
+            )
         if target not in known:
             near = difflib.get_close_matches(target, known, 1, 0.0)[0]
             raise UserError(

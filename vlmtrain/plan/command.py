@@ -89,10 +89,11 @@ def plan(
 
 
 def model_title(spec: ModelSpec) -> str:
-    """Family and number of parameters."""
+    """Family and number of parameters, of a mixture of experts those that a token meets too."""
     family = family_of(spec).title
     billions = sum(flops.parameter_counts(spec).values()) / 1e9
-    return f"{family} ({billions:.1f}B)" if billions >= 0.1 else family
+    active = f", {flops.active_parameters(spec) / 1e9:.1f}B active" if spec.num_experts else ""
+    return f"{family} ({billions:.1f}B{active})" if billions >= 0.1 else family
 
 
 def best_five(ranking: Plan) -> list[Prediction]:
@@ -215,6 +216,8 @@ def recipe(ranking: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
         "vision": "multiplexed" if option.multiplexed else "pipelined",
         "text_layers": layout.text_layers,
     }
+    if layout.expert > 1:
+        parallel["expert"] = layout.expert
     if not option.multiplexed:
         parallel["vision_layers"] = layout.vision_layers
     tables: dict[str, dict[str, Any]] = {

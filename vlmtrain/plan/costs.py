@@ -5,7 +5,9 @@ token, in the order of `flops.Work`; times of many packs are one matrix product.
 tensor parallelism stands beside compute because the driver does not overlap the two.
 
 Per layer and microbatch a group of t ranks moves (t-1)/t of the hidden states, 2sh bytes, 4 times
-forward and 6 times backward with sequence parallelism, 4 and 4 times without.
+forward and 6 times backward with sequence parallelism, 4 and 4 times without. A mixture of experts
+moves nothing within it under sequence parallelism, and gathers hidden states once without; e ranks
+that share experts exchange (e-1)/e of the rows of the chosen experts twice, forward and backward.
 """
 
 from __future__ import annotations
@@ -72,15 +74,15 @@ class CostModel:
         self.freeze, self.lora = freeze or FreezeSection(), lora or LoraSection()
         self.learning = memory.Learning.of(spec, self.freeze, self.lora)
         self.mean, self.large = packs.mean, packs.large
-        self._units: dict[tuple[int, bool], dict[str, np.ndarray]] = {}
+        self._units: dict[tuple[int, bool, int], dict[str, np.ndarray]] = {}
         self._sizes: dict[int, dict[str, tuple[int, int]]] = {}
 
     # --- seconds ------------------------------------------------------------------------------
 
-    def units(self, tensor: int, sequence: bool) -> dict[str, np.ndarray]:
+    def units(self, tensor: int, sequence: bool, expert: int = 1) -> dict[str, np.ndarray]:
         """Blocks [4, 6] of patch_embed, merger, text, head; vision is [depth + 1, 4, 6], sums of
         the first i layers with DeepStack's mergers behind them."""
-        key = (tensor, sequence)
+        key = (tensor, sequence, expert)
         if key in self._units:
             return self._units[key]
         spec, vision, gpu = self.spec, self.spec.vision, self.gpu
@@ -117,10 +119,25 @@ class CostModel:
                 # every pack has as many tokens: a constant is a price per token
                 result[row, TOKENS] += count * gpu.latency_us * 1e-6 / self.packs.pack_length
 
+        def dispatch(result: np.ndarray) -> None:
+            """Add the exchange of rows with the ranks that have the chosen experts."""
+            if expert == 1:
+                return
+            gbs = gpu.nvlink_gbs if expert <= gpu.gpus_per_node else gpu.network_gbs
+            size = self.element * spec.hidden_size * spec.num_experts_per_tok * (expert - 1) / expert
+            per_row = size / tensor / (gbs * 1e9 * gpu.efficiency.link)
+            per_row += gpu.latency_us * 1e-6 / self.packs.pack_length
+            result[COMM_F, TOKENS] += 2 * per_row
+            result[COMM_B, TOKENS] += 2 * per_row * result[COMPUTE_B].any()
+
         per_layer = (4, 6) if sequence else (4, 4)
         text = block(flops.text_layer_price(spec), "language", language)
         adapt(text, TOKENS, language)
-        exchange(text, TOKENS, spec.hidden_size, per_layer)
+        per_text = per_layer
+        if spec.num_experts:
+            per_text = (2, 3) if sequence else (3, 3)
+        exchange(text, TOKENS, spec.hidden_size, per_text)
+        dispatch(text)
         head = block(flops.head_price(spec), "head", language)
         # The loss computes its gradients in the forward pass, those of hidden in float32.
         head[COMPUTE_F] += head[COMPUTE_B]
@@ -134,7 +151,8 @@ class CostModel:
         text_mlp, vision_mlp = np.zeros((4, COLUMNS)), np.zeros((4, COLUMNS))
         text_mlp[COMPUTE_F, TOKENS] = flops.mlp_price(spec, vision=False).tokens * language
         vision_mlp[COMPUTE_F, PATCHES] = flops.mlp_price(spec, vision=True).patches * tower
-        exchange(text_mlp, TOKENS, spec.hidden_size, (2, 0))
+        exchange(text_mlp, TOKENS, spec.hidden_size, (per_text[0] - 2, 0))
+        dispatch(text_mlp)
         exchange(vision_mlp, PATCHES, vision.hidden_size, (2, 0))
         layers = [np.zeros((4, COLUMNS))]
         for i in range(vision.depth):
@@ -180,9 +198,11 @@ class CostModel:
         tower = self.spec.vision.depth * self._adapter_products(vision=True) * work[PATCHES]
         return 6.0 * float(text + tower)
 
-    def text_cost(self, tensor: int, sequence: bool, recompute: str) -> np.ndarray:
+    def text_cost(
+        self, tensor: int, sequence: bool, recompute: str, expert: int = 1
+    ) -> np.ndarray:
         """[4, 6] of a language layer."""
-        units = self.units(tensor, sequence)
+        units = self.units(tensor, sequence, expert)
         again = {"none": 0 * units["text"], "selective": units["text_mlp"], "full": units["text"]}
         return _again(units["text"], again[recompute])
 
@@ -199,7 +219,7 @@ class CostModel:
         layout = option.layout
         sizes = layout.tensor, layout.sequence
         units = self.units(*sizes)
-        text = self.text_cost(*sizes, option.recompute_text)
+        text = self.text_cost(*sizes, option.recompute_text, layout.expert)
         result = np.array(layout.text_layers, dtype=float)[:, None, None] * text
         result[-1] += units["head"]
         if not option.multiplexed and with_vision:
@@ -285,6 +305,8 @@ class CostModel:
         world = layout.tensor * layout.data * layout.pipeline
         learning = max(n for _, n in self.rank_parameters(option))
         stages = seconds(learning, layout.data, layout.tensor)
+        experts = max(n for _, n in self.expert_parameters(option))
+        stages += seconds(experts, layout.expert_data, layout.expert)
         return stages + seconds(self.tower_parameters(option)[1], world, 1)
 
     def optimizer_seconds(self, option: Option) -> float:
@@ -295,9 +317,10 @@ class CostModel:
         gpu, layout = self.gpu, option.layout
         elements = max(n for _, n in self.rank_parameters(option))
         tower = self.tower_parameters(option)[1]
-        shard = elements / layout.data
+        experts = max(n for _, n in self.expert_parameters(option))
+        shard = elements / layout.data + experts / layout.expert_data
         shard += tower / (layout.tensor * layout.data * layout.pipeline)
-        elements += tower
+        elements += tower + experts
         device = (1 - option.offload) * shard * 30 + elements * 4 + shard * 4
         seconds = device / (gpu.memory_gbs * 1e9 * gpu.efficiency.memory)
         host = option.offload * shard * 1e-9
@@ -352,6 +375,14 @@ class CostModel:
         ranks = stages.reshape(-1, layout.pipeline, 2).sum(0)
         return [(int(total), int(learning)) for total, learning in ranks]
 
+    def expert_parameters(self, option: Option) -> list[tuple[int, int]]:
+        """Parameters of the experts on each pipeline rank, and those that learn."""
+        layout = option.layout
+        layer = sum(table_of(self.spec).text_layer.expert_sizes(layout.expert))
+        layers = np.array(layout.text_layers, dtype=np.int64).reshape(-1, layout.pipeline).sum(0)
+        totals = [int(count) * layer for count in layers]
+        return [(total, total * self.learning.language) for total in totals]
+
     def tower_parameters(self, option: Option) -> tuple[int, int]:
         """Parameters of the whole vision tower, which every rank holds where it is multiplexed,
         and those that learn."""
@@ -387,11 +418,16 @@ class CostModel:
         tower, tower_learns = self.tower_parameters(option)
         master = memory.STATE_BYTES if self.element == 2 else 8
         world = layout.tensor * layout.data * layout.pipeline
-        for rank, (total, learning) in enumerate(self.rank_parameters(option)):
+        parameters = zip(
+            self.rank_parameters(option), self.expert_parameters(option), strict=True
+        )
+        for rank, ((total, learning), (experts, experts_learn)) in enumerate(parameters):
             padded = learning + 128 * layout.data * chunks
             shard = padded / layout.data + tower_learns / world
-            states = float(self.element * (total - learning + padded + tower))
-            states += 4 * (padded + tower_learns) + (1 - option.offload) * master * shard
+            shard += experts_learn / layout.expert_data
+            states = float(self.element * (total - learning + padded + tower + experts))
+            states += 4 * (padded + tower_learns + experts_learn)
+            states += (1 - option.offload) * master * shard
             shape = (layout.pipeline, chunks, option.microbatches, rank)
             # the excess of many microbatches over their mean grows as the root of their number
             number = max(1.0, schedule.peak_kept(*shape, [1 / chunks] * chunks))

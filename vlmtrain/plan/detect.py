@@ -88,6 +88,8 @@ def products(spec: ModelSpec, pack_length: int, tensor: int) -> list[Product]:
     own = []
     for tower in (spec, spec.vision):
         depth, columns = tower.hidden_size, tower.intermediate_size // tensor
+        if tower is spec and spec.num_experts:
+            columns = spec.moe_intermediate_size
         own.append((min(pack_length, max(1, _SIDES[-1] ** 3 // (depth * columns))), depth, columns))
     largest = max(math.prod(product) for product in own)
     squares = [(side, side, side) for side in _SIDES if side == _SIDES[0] or side**3 <= largest]

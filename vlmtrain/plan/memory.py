@@ -157,6 +157,19 @@ def stage_parameters(
     return StageParameters(tuple(sizes), tuple(shared), frozen)
 
 
+def stage_experts(
+    spec: ModelSpec,
+    layout: Layout,
+    stage: int,
+    freeze: FreezeSection | None = None,
+    lora: LoraSection | None = None,
+) -> StageParameters:
+    """The experts of `stage` on each expert-parallel rank: they have buffers of their own."""
+    sizes = table_of(spec).text_layer.expert_sizes(layout.expert) * layout.text_layers[stage]
+    still = (freeze is not None and freeze.language) or (lora is not None and lora.rank > 0)
+    return StageParameters((), (), sum(sizes)) if still else StageParameters(tuple(sizes))
+
+
 def tower_parameters(
     spec: ModelSpec, freeze: FreezeSection | None = None, lora: LoraSection | None = None
 ) -> StageParameters:
@@ -203,16 +216,17 @@ def model_states(
     """Exact bytes of the states of one rank, its virtual chunks and a multiplexed tower together.
 
     In float32 runs the master weights are the parameters themselves. Frozen weights have neither
-    gradients nor optimizer state. `global_rank` matters to a multiplexed tower alone, which is
-    data-parallel over all ranks. `overlap`: of gradient reduction, in buckets of `bucket` elements;
+    gradients nor optimizer state. `global_rank` matters to a multiplexed tower, which is
+    data-parallel over all ranks, and to experts, which are over a stage's with the same. `overlap`: of gradient reduction, in buckets of `bucket` elements;
     default: Megatron's, 40 million or a million for each data-parallel rank.
     """
     element, state = (2, STATE_BYTES) if bf16 else (4, 8)
     parameters = gradients = optimizer = 0
 
-    def add(sizes: StageParameters, data: int, rank: int, cut: bool) -> None:
+    def add(sizes: StageParameters, data: int, rank: int, cut: bool, whole: int = 0) -> None:
         nonlocal parameters, gradients, optimizer
-        full = (bucket or max(40_000_000, 1_000_000 * data)) if overlap and cut else None
+        most = bucket or max(40_000_000, 1_000_000 * (whole or data))
+        full = most if overlap and cut else None
         elements = sizes.buffer(data, full)
         parameters += (elements + sizes.frozen) * element
         gradients += elements * 4
@@ -222,6 +236,9 @@ def model_states(
         sizes = stage_parameters(spec, layout, stage, freeze, lora)
         # Only the first stage reduces on the critical path: Megatron cuts no other one's buffer.
         add(sizes, layout.data, data_rank, cut=stage == 0)
+        experts = stage_experts(spec, layout, stage, freeze, lora)
+        expert_rank = global_rank % (layout.tensor * layout.data) // layout.expert
+        add(experts, layout.expert_data, expert_rank, cut=stage == 0, whole=layout.data)
     if layout.multiplexed:
         world = layout.tensor * layout.pipeline * layout.data
         add(tower_parameters(spec, freeze, lora), world, global_rank, cut=True)
@@ -332,8 +349,8 @@ class ActivationModel:
         """
         spec, e, t = self.spec, self.element, self.tensor
         layer = table_of(spec).layer(vision)
-        qkv, proj, fc1, fc2 = layer.linears
-        h, q, f = qkv.inputs, proj.inputs, fc2.inputs
+        qkv, proj, *mlp = layer.linears
+        h, q = qkv.inputs, proj.inputs
         if vision:
             heads, head_dim = spec.vision.num_heads, spec.vision.head_dim
             trained, ranks = self.learning.vision, self.learning.vision_adapters
@@ -362,12 +379,25 @@ class ActivationModel:
         kept += e * (ranks[0] + ranks[1])
         if recompute == "selective":
             return kept + (read if needs or learns[2] or learns[3] else 0.0)
+        if not vision and spec.num_experts:
+            return kept + (self._experts(read, learns[3]) if needs or learns[3] else 0.0)
+        fc1, fc2 = mlp
+        f = fc2.inputs
         kept += read if learns[2] else 0.0
         needs = needs or learns[2]
         activation = fc1.outputs * (2 if self.cuda else 1)  # both halves of a gated one
         kept += e * activation / t if needs else 0.0
         kept += e * f / t if learns[3] else 0.0
         return kept + e * (ranks[2] + ranks[3])
+
+    def _experts(self, read: float, trained: bool) -> float:
+        """A mixture of experts, without its norm. Ranks of a tensor-parallel group share the tokens
+        out; experts of equal load."""
+        spec, e, t = self.spec, self.element, self.tensor
+        f, active = spec.moe_intermediate_size, spec.num_experts_per_tok
+        # SwiGLU's input, its result, that times the router's probability; numbers of rows
+        hidden = 3 * e * f + (spec.hidden_size + f) * e * trained + 24
+        return read + (active * hidden + 5 * spec.num_experts) / t
 
     def text_layer(self, recompute: str = "none", *, first: bool = False) -> Kept:
         """With `selective` the MLP keeps only its input, with `full` the layer does. The `first`
@@ -444,6 +474,10 @@ class ActivationModel:
         if vision:
             size = spec.vision
             return Kept(per_patch=e * (3 * size.intermediate_size / t + 2 * size.hidden_size))
+        if spec.num_experts:  # rows at the experts, before and behind them, and SwiGLU's
+            rows = 2 * spec.hidden_size + 3 * spec.moe_intermediate_size
+            width = spec.num_experts_per_tok * rows / t
+            return Kept(per_token=e * (width + 2 * spec.hidden_size))
         return Kept(per_token=e * (3 * spec.intermediate_size / t + 2 * spec.hidden_size))
 
     def stages(

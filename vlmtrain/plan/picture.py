@@ -137,6 +137,8 @@ def describe(option: Option) -> str:
     virtual = f" x {layout.virtual_pipeline} virtual" if layout.virtual_pipeline > 1 else ""
     parts.append(f"pipeline {layout.pipeline}{virtual}")
     parts.append(f"data {layout.data}")
+    if layout.expert > 1:
+        parts.append(f"expert {layout.expert}")
     parts.append(f"{option.microbatches} microbatches per replica")
     if option.multiplexed:
         parts.append("multiplexed vision")

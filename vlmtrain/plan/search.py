@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from vlmtrain.core.layout import LayoutError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import contiguous
 from vlmtrain.models import flops
-from vlmtrain.parallel.layout import make_layout
+from vlmtrain.parallel.layout import expert_sizes, make_layout
 from vlmtrain.plan import schedule, split
 from vlmtrain.plan.costs import (
     COMM_B,
@@ -167,7 +168,7 @@ def _tensor_sizes(spec: ModelSpec, gpu: Gpu, gpus: int) -> list[int]:
     sizes = (
         spec.num_heads,
         spec.num_kv_heads,
-        spec.intermediate_size,
+        *(() if spec.num_experts else (spec.intermediate_size,)),
         spec.vision.num_heads,
         spec.vision.intermediate_size,
     )
@@ -202,7 +203,11 @@ def _options(model: CostModel, gpus: int, batch: int) -> Iterator[Option]:
                     layers = splits[key]
                     if layers is None:
                         continue
-                    for sequence in (True, False) if tensor > 1 else (False,):
+                    shares = itertools.product(
+                        (True, False) if tensor > 1 else (False,),
+                        expert_sizes(spec, ranks // pipeline * tensor),
+                    )
+                    for sequence, expert in shares:
                         try:
                             layout = make_layout(
                                 spec,
@@ -214,6 +219,7 @@ def _options(model: CostModel, gpus: int, batch: int) -> Iterator[Option]:
                                 multiplexed=multiplexed,
                                 vision_layers=layers[0],
                                 text_layers=layers[1],
+                                expert=expert,
                                 microbatches=microbatches,
                                 pack_length=model.packs.pack_length,
                             )
@@ -331,6 +337,7 @@ def _refine(model: CostModel, option: Option) -> Option:
                 virtual_pipeline=virtual,
                 sequence=option.layout.sequence,
                 multiplexed=option.multiplexed,
+                expert=option.layout.expert,
                 vision_layers=layers[0],
                 text_layers=layers[1],
             )

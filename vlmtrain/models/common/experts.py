@@ -36,7 +36,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.counts = counts
         y = x.new_empty(x.shape[0], weight.shape[1])
         for rows, w, out in zip(x.split(counts), weight, y.split(counts), strict=True):
@@ -49,7 +49,7 @@ class _Product(torch.autograd.Function):
         grads = grad.contiguous().split(ctx.counts)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            dx = torch.empty_like(x)
+            dx = grad.new_empty(grad.shape[0], weight.shape[2])
             for g, w, out in zip(grads, weight, dx.split(ctx.counts), strict=True):
                 torch.mm(g, w, out=out)
         if ctx.needs_input_grad[1]:
@@ -148,6 +148,11 @@ class MixtureOfExperts(MoELayer):
             probs = tensor_parallel.scatter_to_sequence_parallel_region(probs, group=group)
             chosen = chosen.chunk(group.size())[group.rank()]
         x, probs = self.preprocess(x, probs, chosen)
+        exchange: Any = self.token_dispatcher
+        for name in ("input_splits", "output_splits"):
+            sizes = getattr(exchange, name)
+            if isinstance(sizes, Tensor) and not sizes.is_cuda:  # Megatron unpacks a GPU's only
+                setattr(exchange, name, sizes.tolist())
         output, _ = self.routed_experts_compute(*self.dispatch(x, probs))
         output = self.postprocess(self.combine(output), None)
         if not shared:
