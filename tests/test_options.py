@@ -13,6 +13,7 @@ from vlmtrain import cli
 from vlmtrain.core import coming_from
 from vlmtrain.core.config import RENAMED, ConfigError, TrainConfig, from_toml
 from vlmtrain.core.errors import UsageError
+from vlmtrain.core.files import model_of
 from vlmtrain.core.options import option_names, spelled
 from vlmtrain.data.command import build_command
 from vlmtrain.evaluate.config import EvaluateConfig
@@ -176,3 +177,20 @@ def test_a_recipe_in_yaml_says_what_a_recipe_is(tmp_path):
     (tmp_path / "sft.yaml").write_text("learning_rate: 1.0e-4\n")
     with pytest.raises(ConfigError, match="sft.yaml: a recipe is a TOML file; docs/coming-from.md"):
         from_toml(tmp_path / "sft.yaml", TrainConfig(model=tmp_path, data="a", output=tmp_path))
+
+
+def test_a_run_is_the_model_that_it_wrote(tiny_folder, tmp_path, capsys):
+    run, data = tmp_path / "run", tmp_path / "a.json"
+    data.write_text('[{"text": "one"}]')
+    check = ["data", "check", "--data", str(data), "--model", str(run), "--pack_length", "512"]
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    assert cli.main(check) == 1
+    assert capsys.readouterr().err.endswith("a run that has no hf/ yet; let it end first\n")
+    (run / "checkpoints" / "latest").write_text("step-00000002\n")
+    assert cli.main(["plan", "--model", str(run), "--gpus", "8", "--gpu", "h100"]) == 1
+    said = f"no hf/ yet; take {run / 'checkpoints' / 'step-00000002'} or let it end first\n"
+    assert capsys.readouterr().err.endswith(said)
+    (run / "hf").symlink_to(tiny_folder)
+    assert cli.main(check) == 0 and model_of(run) == run / "hf"
+    assert model_of(tiny_folder) == tiny_folder and model_of(tmp_path / "no") == tmp_path / "no"

@@ -92,6 +92,23 @@ def test_the_readme_names_every_page() -> None:
         assert f"docs/{page}" in readme
 
 
+def test_the_readme_names_commands_and_files_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", readme):
+        assert (ROOT / target).exists(), target
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"\bmake ([\w-]+)[`\n]", readme):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    commands = re.findall(r"`pytest (\S+?)(?: -k \"?([\w ]+)\"?)?`", readme)
+    assert len(commands) >= 6
+    for path, words in commands:
+        tests = re.findall(r"^def (test_\w+)", (ROOT / path).read_text(), re.MULTILINE)
+        for word in words.split(" or "):
+            assert any(word in name for name in tests), (path, word)
+    for option in re.findall(r"--(\w+\.\w+)", readme):
+        assert option in names(TrainConfig), option
+
+
 def test_the_page_of_families_names_files_that_exist() -> None:
     text = (DOCS / "new-family.md").read_text(encoding="utf-8")
     paths = re.findall(r"`([\w/]+(?:\.py|/))`", text.partition("outside\n")[2])

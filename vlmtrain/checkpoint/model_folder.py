@@ -13,12 +13,13 @@ from vlmtrain.checkpoint.hf.files import carry_processor
 from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.megatron.torch_dist import is_checkpoint
 from vlmtrain.checkpoint.merge import base_of, from_peft, is_adapter
-from vlmtrain.core.files import CheckpointError
+from vlmtrain.core.files import CheckpointError, model_of
 from vlmtrain.models.family import read_spec
 
 
 def newest(folder: Path) -> Path:
-    """`folder`, or of OUTPUT/checkpoints the newest checkpoint in it."""
+    """`folder`, or of OUTPUT its hf/, of OUTPUT/checkpoints the newest checkpoint in it."""
+    folder = model_of(folder)
     latest = folder / "latest"
     if latest.is_file():
         return folder / latest.read_text(encoding="utf-8").strip()

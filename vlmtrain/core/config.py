@@ -253,7 +253,7 @@ class TrainConfig:
     """Everything `vlmtrain train` needs."""
 
     model: Path
-    """Hugging Face folder: config.json, *.safetensors, tokenizer."""
+    """Hugging Face folder: config.json, *.safetensors, tokenizer; or a run's OUTPUT."""
     data: str
     """Files (.json, .jsonl, .parquet) or shard folders, comma-separated; path:2 counts twice; or a
     .toml list."""

@@ -13,6 +13,7 @@ from typing import Literal
 import tyro
 
 from vlmtrain.core.config import MediaSection, check_ranges
+from vlmtrain.core.files import model_of
 from vlmtrain.core.options import spelled
 
 _MODEL_SIZES = MediaSection()
@@ -74,6 +75,7 @@ def build_command(
     check_ranges(media, "--media.")
     processor = None
     if model is not None:
+        model = model_of(model)
         processor = Processor.from_folder(
             model, read_spec(model), section=media, pack_length=pack_length
         )
@@ -128,7 +130,7 @@ def check_command(
     check_ranges(media, "--media.")
     report = check(
         data,
-        model=model,
+        model=None if model is None else model_of(model),
         pack_length=pack_length,
         media_root=media_root,
         ignored=ignore_keys,
@@ -165,7 +167,7 @@ def stats_command(
     check_ranges(media, "--media.")
     figures = stats(
         data,
-        model,
+        model_of(model),
         pack_length=pack_length,
         media_root=media_root,
         ignored=ignore_keys,

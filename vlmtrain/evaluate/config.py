@@ -22,8 +22,8 @@ class EvaluateConfig:
     """Measure a model: --data gives loss and perplexity, --tasks scores; both may be given."""
 
     model: Path
-    """Hugging Face folder, training checkpoint (also OUTPUT/checkpoints: the newest), or LoRA
-    adapter folder."""
+    """Hugging Face folder, a run's OUTPUT, training checkpoint (also OUTPUT/checkpoints: the
+    newest), or LoRA adapter folder."""
     tasks: Path | None = None
     """JSONL file of questions with right answers (docs/evaluation.md)."""
     data: str = ""

@@ -26,8 +26,8 @@ class GenerateConfig:
     """Ask a model about images and videos. Without --prompt and --input it is a chat."""
 
     model: Path
-    """Hugging Face folder, training checkpoint (also OUTPUT/checkpoints: the newest), or LoRA
-    adapter folder."""
+    """Hugging Face folder, a run's OUTPUT, training checkpoint (also OUTPUT/checkpoints: the
+    newest), or LoRA adapter folder."""
     prompt: str = ""
     """The question; <image> and <video> say where the media stand, else they come first."""
     image: tuple[Path, ...] = ()

@@ -10,7 +10,7 @@ from typing import Any
 import tyro
 
 from vlmtrain.core.config import FreezeSection, LoraSection
-from vlmtrain.core.files import write_text, writing
+from vlmtrain.core.files import model_of, write_text, writing
 from vlmtrain.core.options import spelled
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.toml import toml_tables
@@ -66,6 +66,7 @@ def plan(
     if data and length_histogram:
         raise PlanError("--data and --length_histogram both give lengths; pass one of them")
     kind = find_gpu(gpu)
+    model = model_of(model)
     spec = read_spec(model)
     if freeze.vision and freeze.merger and freeze.language and not lora.rank:
         raise PlanError(

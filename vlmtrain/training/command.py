@@ -8,6 +8,7 @@ import tyro
 
 from vlmtrain.core.config import RENAMED, TrainConfig, from_toml
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.files import model_of
 from vlmtrain.core.launch import Process, run_on_ranks, take_option
 from vlmtrain.core.options import spelled
 
@@ -39,6 +40,7 @@ def main(arguments: list[str]) -> int:
         use_underscores=True,
     )
     config.validate()
+    config.model = model_of(config.model)
     command = ["train", *(["--config", recipe] if recipe else []), *arguments]
 
     def run(process: Process) -> None:
