@@ -33,8 +33,8 @@ parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overl
 freeze.vision freeze.merger freeze.language
 lora.rank lora.alpha lora.dropout lora.targets lora.vision
 recompute.vision recompute.language
-checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.resume
-evaluate.every evaluate.data
+checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.keep_best checkpoint.resume
+evaluate.every evaluate.data evaluate.split_ratio
 loader.packing loader.unreadable loader.too_long loader.skip_limit loader.workers loader.verify
 loader.max_samples loader.media_root loader.template loader.ignore_keys
 media.max_pixels media.min_pixels media.video_max_pixels media.fps media.max_frames

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,22 +13,52 @@ import pytest
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401
 from tests.train.test_training import start, wait_for_step
-from vlmtrain.checkpoint.training.checkpoint import complete, droppable
+from vlmtrain.checkpoint.training.checkpoint import complete, droppable, find
 from vlmtrain.core.files import SummedFile, checksum, verify_manifest
 
 
 @pytest.mark.parametrize(
-    ("steps", "keep", "every", "gone"),
+    ("steps", "keep", "every", "best", "gone"),
     [
-        ([1, 2, 3], 2, 0, [1]),
-        ([1, 2, 3], 3, 0, []),
-        ([10, 20, 30, 40, 50], 1, 20, [10, 30]),
-        ([10, 20, 30, 40, 50], 2, 50, [10, 20, 30]),
-        ([], 1, 7, []),
+        ([1, 2, 3], 2, 0, None, [1]),
+        ([1, 2, 3], 3, 0, None, []),
+        ([1, 2, 3], 1, 0, 1, [2]),
+        ([10, 20, 30, 40, 50], 1, 20, None, [10, 30]),
+        ([10, 20, 30, 40, 50], 2, 50, 20, [10, 30]),
+        ([], 1, 7, None, []),
     ],
 )
-def test_which_checkpoints_go(steps, keep, every, gone):
-    assert droppable(steps, keep, every) == gone
+def test_which_checkpoints_go(steps, keep, every, best, gone):
+    assert droppable(steps, keep, every, best) == gone
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_stays(model, conversations, tmp_path):  # noqa: F811
+    """One sample is learnt by heart, so that the loss on others rises after a while. A run that
+    goes on knows which checkpoint was the best, and may go back to it."""
+    samples = json.loads(conversations.read_text())
+    one, others, output = tmp_path / "one.json", tmp_path / "others.json", tmp_path / "run"
+    one.write_text(json.dumps(samples[:1]))
+    others.write_text(json.dumps(samples[1:4]))
+    arguments = options(
+        model, one, output, f"--evaluate.data={others}", "--evaluate.every=2",
+        "--checkpoint.keep=1", "--checkpoint.keep_best", "--optimizer.lr=3e-3",
+        "--train.global_batch=1", "--optimizer.lr_scheduler_type=constant", "--loader.workers=0",
+    )  # fmt: skip
+    for steps, resume in ((8, "none"), (10, "latest")):
+        done = run_cli([*arguments, f"--train.steps={steps}", f"--checkpoint.resume={resume}"])
+        assert done.code == 0, done.output
+        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        heldout = {row["step"]: row["heldout_loss"] for row in rows if "heldout_loss" in row}
+        assert list(heldout) == list(range(2, steps + 1, 2))
+        best = min(heldout, key=heldout.__getitem__)
+        assert best < steps, heldout
+        assert complete(output / "checkpoints") == [best, steps]
+        assert (output / "checkpoints" / "best").read_text() == f"step-{best:08d}\n"
+    assert find(output / "checkpoints", "best").name == f"step-{best:08d}"
+    done = run_cli([*arguments, f"--train.steps={best + 1}", "--checkpoint.resume=best"])
+    assert done.code == 0 and f"at step {best}" in done.output, done.output
+    assert losses(output)[:best] == [row["loss"] for row in rows[:best]]
 
 
 def test_a_files_checksum_is_made_while_it_is_written(tmp_path):

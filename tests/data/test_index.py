@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zlib
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,41 @@ def test_hash_follows_content_and_settings_not_the_place(
     assert content_hash(data, larger) != original
     data.write_text(data.read_text().replace("three", "threw"))
     assert content_hash(data) != original
+
+
+def test_a_split_is_of_the_records_alone(
+    pictures: Path, tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    """Against checksums of the records as this test wrote them; in another order, with some twice,
+    the same ones are held out. Each part reads its samples as the whole does."""
+    records = [
+        conversation("<image>" * (i % 3) + "?", f"answer {i}", id=str(i))
+        | {"images": [str(pictures / "p0.jpg"), str(pictures / "p2.jpg")][: i % 3]}
+        for i in range(20)
+    ]
+    path = tmp_path / "c.jsonl"
+    for order in (records, records[::-1], records + records[:5]):
+        lines = [json.dumps(record) for record in order]
+        path.write_text("".join(line + "\n" for line in lines))
+        index = scan_sources([path], processor, spec, 256)
+        training, held_out = index.split(0.3)
+        lowest = sorted(zlib.crc32(line.encode()) for line in lines)[round(0.3 * len(lines)) - 1]
+        chosen = [zlib.crc32(line.encode()) <= lowest for line in lines]
+        assert not set(training.ids) & set(held_out.ids)
+        assert training.content_hash != held_out.content_hash != index.content_hash
+        for part, which in ((training, False), (held_out, True)):
+            places = [i for i, held in enumerate(chosen) if held == which]
+            assert part.ids == [index.ids[i] for i in places]
+            assert part.lengths.tolist() == index.lengths[places].tolist()
+            for i, place in enumerate(places):
+                assert part.load(i) == index.load(place)
+                assert (
+                    part.grids[part.media(i)].tolist() == index.grids[index.media(place)].tolist()
+                )
+        assert held_out.ids == scan_sources([path], processor, spec, 256).split(0.3)[1].ids
+    path.write_text(json.dumps(records[0]) + "\n")
+    with pytest.raises(DataError, match="--evaluate.split_ratio 0.3 of 1 samples leaves none"):
+        scan_sources([path], processor, spec, 256).split(0.3)
 
 
 def test_several_sources(data: Path, tmp_path: Path, processor: Processor, spec: ModelSpec) -> None:

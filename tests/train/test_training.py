@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import losses, options
+from vlmtrain.checkpoint.training.checkpoint import complete
 
 TWO = ["--nproc=2", "--parallel.pipeline=2"]
 RATES = (
@@ -197,6 +199,44 @@ def test_nothing_moves_at_learning_rate_zero(precision, model, conversations, tm
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.slow
+def test_a_split_is_measured_each_epoch(model, conversations, tmp_path):
+    """3 of 12 samples are held out: the loss on them is that of a run that is given them apart."""
+    data = tmp_path / "data.jsonl"
+    lines = [json.dumps(sample) for sample in json.loads(conversations.read_text())]
+    data.write_text("".join(line + "\n" for line in lines))
+    apart = sorted(lines, key=lambda line: zlib.crc32(line.encode()))
+    (tmp_path / "held.jsonl").write_text("".join(line + "\n" for line in apart[:3]))
+    kept = [line for line in lines if line in apart[3:]]
+    (tmp_path / "kept.jsonl").write_text("".join(line + "\n" for line in kept))
+    epochs = [
+        "--train.epochs=3",
+        "--loader.workers=0",
+        "--train.global_batch=1",
+        "--loader.packing=none",
+    ]
+    every = ["--evaluate.every=epoch", "--checkpoint.every=epoch", "--checkpoint.keep=9"]
+    runs = {
+        "split": (data, "--evaluate.split_ratio=0.25"),
+        "apart": (tmp_path / "kept.jsonl", f"--evaluate.data={tmp_path / 'held.jsonl'}"),
+    }
+    for name, (file, option) in runs.items():
+        done = run_cli(options(model, file, tmp_path / name, *epochs, *every, option))
+        assert done.code == 0 and "held out: 3 samples of" in done.output, done.output
+        assert complete(tmp_path / name / "checkpoints") == [9, 18, 27]
+        text = (tmp_path / name / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert [row["step"] for row in rows if "heldout_loss" in row] == [9, 18, 27]
+        assert {row["heldout_samples"] for row in rows if "heldout_loss" in row} == {3}
+        done = run_cli(
+            ["evaluate", f"--model={tmp_path / name / 'hf'}", f"--data={tmp_path / 'held.jsonl'}"]
+            + [f"--output={tmp_path / name / 'scores'}", "--pack_length=160", "--precision=fp32"]
+        )
+        assert done.code == 0, done.output
+        score = json.loads((tmp_path / name / "scores" / "scores.json").read_text())["heldout"]
+        assert score["loss"] == pytest.approx(rows[-1]["heldout_loss"], rel=1e-6)
 
 
 @pytest.mark.slow

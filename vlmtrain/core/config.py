@@ -44,6 +44,7 @@ NonNegative = Annotated[float, Range()]
 BelowOne = Annotated[float, Range(below=1)]
 Share = Annotated[float, Range(most=1)]
 Seed = Annotated[int, Range(below=1 << 32)]
+Interval = Annotated[int | Literal["epoch"], Range()]
 
 
 @dataclass
@@ -184,24 +185,28 @@ class RecomputeSection:
 class CheckpointSection:
     """Resumable checkpoints in OUTPUT/checkpoints."""
 
-    every: Count = 0
-    """Steps between checkpoints; 0: only at the end."""
+    every: Interval = 0
+    """Steps between checkpoints, or epoch: at the end of each; 0: only at the end."""
     keep: Positive = 2
     """Newest checkpoints to keep."""
     keep_every: Count = 0
     """Checkpoints of steps that this divides are kept for good; 0: none."""
+    keep_best: bool = False
+    """Save at each evaluation with the lowest held-out loss so far, and keep the last of these."""
     resume: str = "none"
-    """latest, a step number, or none."""
+    """latest, best, a step number, or none."""
 
 
 @dataclass
 class EvaluateSection:
     """Loss on held-out conversations while training goes on; it changes nothing in training."""
 
-    every: Count = 0
-    """Steps between two evaluations; 0: only at the end."""
+    every: Interval = 0
+    """Steps between two evaluations, or epoch: at the end of each; 0: only at the end."""
     data: str = ""
     """Held-out conversations, as --data; empty: no evaluation."""
+    split_ratio: Annotated[float, Range(below=1)] = 0.0
+    """Instead: share of --data that is held out, chosen by the samples' checksums."""
 
 
 @dataclass
@@ -281,16 +286,29 @@ class TrainConfig:
             raise ConfigError(
                 "--parallel.overlap_param_gather needs --parallel.overlap_grad_reduce; turn both on"
             )
-        if self.evaluate.every and not self.evaluate.data:
-            raise ConfigError(
-                f"--evaluate.every {self.evaluate.every} needs --evaluate.data, the held-out "
-                "conversations"
-            )
+        self._check_evaluation()
         resume = self.checkpoint.resume
-        if resume not in ("latest", "none") and not resume.isdigit():
+        if resume not in ("latest", "best", "none") and not resume.isdigit():
             raise ConfigError(
-                f"--checkpoint.resume is {resume!r}; use latest, none or a step number"
+                f"--checkpoint.resume is {resume!r}; use latest, best, none or a step number"
             )
+
+    def _check_evaluation(self) -> None:
+        section = self.evaluate
+        if section.data and section.split_ratio:
+            raise ConfigError(
+                f"--evaluate.data {section.data} and --evaluate.split_ratio {section.split_ratio} "
+                "both say what is held out; set one of them"
+            )
+        for option, value in (
+            ("--evaluate.every", section.every),
+            ("--checkpoint.keep_best", self.checkpoint.keep_best),
+        ):
+            if value and not (section.data or section.split_ratio):
+                raise ConfigError(
+                    f"{option} {value} needs held-out conversations: --evaluate.data, or "
+                    "--evaluate.split_ratio of the training data"
+                )
 
     def _check_learning_rates(self) -> None:
         section = self.optimizer
@@ -332,7 +350,7 @@ def check_ranges(section: Any, prefix: str = "--") -> None:
         value, option = getattr(section, name), prefix + name
         if dataclasses.is_dataclass(value):
             check_ranges(value, f"{option}.")
-        for limit in getattr(kind, "__metadata__", ()) if value is not None else ():
+        for limit in getattr(kind, "__metadata__", ()) if isinstance(value, int | float) else ():
             if not limit.least <= value < math.inf:
                 finite = " and finite" if value == math.inf else ""
                 raise ConfigError(f"{option} is {value}; it must be at least {limit.least}{finite}")

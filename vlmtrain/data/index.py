@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -114,6 +114,39 @@ class SampleIndex:
         start = self.media_start
         return np.concatenate(
             [self.grids[:0], *(self.grids[start[i] : start[i + 1]] for i in pack.tolist())]
+        )
+
+    def split(self, ratio: float) -> tuple[SampleIndex, SampleIndex]:
+        """The samples to train on, and a share of all that is held out: those whose records have
+        the lowest checksums. It depends on the records alone, not on their order, paths or a seed,
+        and equal ones are on one side.
+
+        Raises:
+            DataError: nothing is left to train on.
+        """
+        count = max(1, round(ratio * len(self)))
+        held_out = self.crc <= np.partition(self.crc, count - 1)[count - 1]
+        if held_out.all():
+            raise DataError(
+                f"--evaluate.split_ratio {ratio} of {len(self)} samples leaves none to train on; "
+                "lower it, or hold out a file of its own with --evaluate.data"
+            )
+        return self._only(~held_out), self._only(held_out)
+
+    def _only(self, chosen: np.ndarray) -> SampleIndex:
+        media = np.diff(self.media_start)
+        of_media = np.repeat(chosen, media)
+        digest = hashlib.sha256(self.content_hash.encode() + np.packbits(chosen).tobytes())
+        per_sample = ("source", "number", "offset", "size", "crc", "lengths", "target_tokens")
+        return replace(
+            self,
+            ids=list(itertools.compress(self.ids, chosen)),
+            **{name: getattr(self, name)[chosen] for name in (*per_sample, "image_tokens")},
+            media_start=np.concatenate([[0], media[chosen].cumsum()]),
+            **{name: getattr(self, name)[of_media] for name in ("grids", "kinds", "infos")},
+            content_hash=digest.hexdigest(),
+            skipped=[],
+            _opened={},
         )
 
     def load(self, position: int) -> Sample:

@@ -31,7 +31,8 @@ def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> flo
     warmup = section.warmup_steps or math.ceil(section.warmup_ratio * total_steps)
     if step < warmup:
         return section.lr * step / warmup
-    shape, decay = section.lr_scheduler_type, total_steps - warmup
+    shape: str = section.lr_scheduler_type
+    decay = total_steps - warmup
     if shape == "wsd":
         shape = section.decay_type
         decay = min(decay, math.ceil(section.decay_ratio * total_steps))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -117,6 +118,7 @@ class Trainer:
         lock: FolderLock,
     ) -> None:
         self.config, self.spec = config, spec
+        self.best: dict[str, Any] | None = None  # step and loss of the best evaluation
         self.spikes = 0  # updates withheld since this start of the run
         before = backend.memory_bytes()
         train, template = config.train, config.loader.template or None
@@ -189,7 +191,9 @@ class Trainer:
             for step in range(self.first, self.total):
                 before = time.perf_counter()
                 place.begin(step + 1, self.loader.ids(self.loader.next))
+                epoch = self.loader.position.epoch
                 packs = self.loader.next_step()
+                new_epoch = self.loader.position.epoch > epoch
                 waited = time.perf_counter() - before
                 lr = learning_rate(config.optimizer, step, self.total)
                 place.enter("step")
@@ -198,12 +202,13 @@ class Trainer:
                 reached = step + 1
                 self._judge(reached, packs, result)
                 place.enter("evaluation")
-                heldout = self._evaluate(reached)
+                heldout = self._evaluate(reached, new_epoch)
                 saving = time.perf_counter()
                 place.enter(SAVING)
-                due = config.checkpoint.every and reached % config.checkpoint.every == 0
+                due = self._due(config.checkpoint.every, reached, new_epoch)
+                due |= self._is_best(reached, heldout)
                 stopped = self.saver.poll(stop.asked)
-                if due or stopped or reached == self.total:
+                if due or stopped:
                     self._save(reached)
                 # The rest of this round, the record itself, counts as `other` of the next step.
                 end = time.perf_counter()
@@ -263,7 +268,10 @@ class Trainer:
         held_out = None
         if config.evaluate.data:
             held_out = scan(config.evaluate.data, config.loader, processor, spec, length)
-            say(f"held out: {len(held_out):,} samples of {config.evaluate.data}")
+        elif config.evaluate.split_ratio:
+            index, held_out = index.split(config.evaluate.split_ratio)
+        if held_out is not None:
+            say(f"held out: {len(held_out):,} samples of {config.evaluate.data or config.data}")
         return index, held_out, resume
 
     def _build_engine(self, layout: Layout, backend: device.Backend) -> Engine:
@@ -348,6 +356,9 @@ class Trainer:
         """Take up a checkpoint's state; returns the number of its step."""
         lora = self.config.lora
         extra = checkpoints.load(checkpoint, self.engine.parts, self.engine.optimizer)
+        best = extra.get("best")
+        if best and (checkpoint.parent / checkpoints.name_of(best["step"])).is_dir():
+            self.best = best
         alpha = extra.get("config", {}).get("lora", {}).get("alpha", lora.alpha)
         if lora.rank and alpha != lora.alpha:
             raise shared_error(
@@ -394,21 +405,39 @@ class Trainer:
         if dist.get_rank() == 0:
             say(f"{spike.describe()}; no update was made")
 
-    def _evaluate(self, step: int) -> dict[str, float]:
+    def _due(self, every: int | Literal["epoch"], step: int, new_epoch: bool) -> bool:
+        if every == "epoch":
+            return new_epoch or step == self.total
+        return step == self.total or (every > 0 and step % every == 0)
+
+    def _evaluate(self, step: int, new_epoch: bool) -> dict[str, float]:
         """The held-out loss where one is due after `step`."""
-        due = step % (self.config.evaluate.every or self.total) == 0 or step == self.total
-        if self.measure is None or not due:
+        if self.measure is None or not self._due(self.config.evaluate.every, step, new_epoch):
             return {}
         score = self.measure()
         return {
             "heldout_loss": score.loss,
             "heldout_perplexity": score.perplexity,
+            "heldout_samples": score.samples,
             "heldout_seconds": score.seconds,
         }
 
+    def _is_best(self, step: int, heldout: dict[str, float]) -> bool:
+        """Whether `--checkpoint.keep_best` asks for a checkpoint of this evaluation."""
+        loss = heldout.get("heldout_loss", math.inf)
+        lowest = math.inf if self.best is None else self.best["loss"]
+        if not self.config.checkpoint.keep_best or not loss < lowest:
+            return False
+        self.best = {"step": step, "loss": loss}
+        return True
+
     def _save(self, step: int) -> None:
         self.engine.gather_weights()
-        extra = {"loader": self.loader.state_dict(), "config": to_dict(self.config)}
+        extra = {
+            "loader": self.loader.state_dict(),
+            "config": to_dict(self.config),
+            "best": self.best,
+        }
         self.saver.start(step, self.engine.parts, self.engine.optimizer, extra)
 
 

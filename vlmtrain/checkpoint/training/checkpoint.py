@@ -3,6 +3,7 @@
 OUTPUT/checkpoints/step-00000100/   a Megatron checkpoint (torch_dist.py) + config and tokenizer
                                     files + manifest.json with sizes and checksums
 OUTPUT/checkpoints/latest           the name of the newest complete one
+OUTPUT/checkpoints/best             that of the one with the lowest held-out loss, if it is kept
 
 A save copies the state to host memory (training waits for that only), then a thread of each rank
 writes its file while training goes on. At the first step after the last rank is done, rank 0
@@ -95,11 +96,13 @@ class Saver:
     ) -> None:
         """Copy the state to host memory and begin to write it as checkpoint `step`.
 
+        `extra["best"]`, where it is not None, names in "step" the checkpoint to keep as the best.
+
         Raises:
             CheckpointError: the previous save failed, or this one can't begin; on all ranks.
         """
         self.finish()
-        target = self.folder / f"step-{step:08d}"
+        target = self.folder / name_of(step)
         work = Path(on_first_rank(replacing(target)(lambda: str(start_folder(target)))))
         common = {
             **extra,
@@ -171,18 +174,26 @@ class Saver:
         fsync_path(work)
         replace_folder(work, target)
         write_text(self.folder / "latest", target.name + "\n")
+        best = (writer.common.get("best") or {}).get("step")
+        if best is not None:
+            write_text(self.folder / "best", name_of(best) + "\n")
         # Those of later steps were left by a run that went on from before them: not its to judge.
         steps = [step for step in complete(self.folder) if step <= writer.common["step"]]
-        for step in droppable(steps, self.keep, self.keep_every):
+        for step in droppable(steps, self.keep, self.keep_every, best):
             # Not under its name: half a folder must not look whole.
-            dropped = self.folder / f"step-{step:08d}.dropped"
-            (self.folder / f"step-{step:08d}").rename(dropped)
+            dropped = self.folder / f"{name_of(step)}.dropped"
+            (self.folder / name_of(step)).rename(dropped)
             shutil.rmtree(dropped, ignore_errors=True)
 
 
-def droppable(steps: list[int], keep: int, keep_every: int) -> list[int]:
+def name_of(step: int) -> str:
+    """The folder of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def droppable(steps: list[int], keep: int, keep_every: int, best: int | None = None) -> list[int]:
     """Which of the complete checkpoints `steps` (ascending) may go."""
-    return [s for s in steps[:-keep] if not keep_every or s % keep_every]
+    return [s for s in steps[:-keep] if s != best and (not keep_every or s % keep_every)]
 
 
 class _Writer:
@@ -262,6 +273,7 @@ def find(folder: Path, resume: str) -> Path | None:
 
     `latest` is the one that was completed, or gone on from, last, whatever others have higher
     numbers. Without any checkpoint it is a fresh start, so that a job script can always pass it.
+    `best` is the one that `--checkpoint.keep_best` has kept.
 
     Raises:
         CheckpointError: no such step, or a file is missing, cut short or changed.
@@ -272,13 +284,13 @@ def find(folder: Path, resume: str) -> Path | None:
     if resume == "latest":
         if not steps:
             return None
-        path = folder / f"step-{steps[-1]:08d}"
-        pointer = folder / "latest"
-        named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
-        if _NAME.fullmatch(named) and (folder / named).is_dir():
-            path = folder / named
+        path = _pointed_at(folder / "latest") or folder / name_of(steps[-1])
     else:
-        path = folder / f"step-{int(resume):08d}"
+        path = folder / resume
+        if resume != "best":
+            path = folder / name_of(int(resume))
+        elif (named := _pointed_at(path)) is not None:
+            path = named
         if not path.is_dir():
             have = f"there are steps {steps}" if steps else "there is none"
             raise CheckpointError(f"{path} does not exist; {have}")
@@ -291,6 +303,13 @@ def find(folder: Path, resume: str) -> Path | None:
         else "; there is no other checkpoint to resume from",
     )
     return path
+
+
+def _pointed_at(pointer: Path) -> Path | None:
+    """The checkpoint that `latest` or `best` names, if both are there."""
+    named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    path = pointer.parent / named
+    return path if _NAME.fullmatch(named) and path.is_dir() else None
 
 
 def go_on_from(path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The learning rate of each step is transformers' and Megatron's; bad settings are refused."""
+"""The learning rate of each step is transformers' and Megatron's; bad settings of it and of
+held-out evaluation are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import get_scheduler
 
-from vlmtrain.core.config import ConfigError, OptimizerSection, TrainConfig
+from vlmtrain.core.config import ConfigError, EvaluateSection, OptimizerSection, TrainConfig
 from vlmtrain.training.learning_rate import learning_rate
 
 LR, STEPS, WARMUP = 3e-4, 50, 7
@@ -81,6 +82,27 @@ def test_schedules_with_min_lr_are_those_of_megatron(shape):
 @pytest.mark.parametrize("warmup", [STEPS, 2 * STEPS])
 def test_a_warm_up_as_long_as_the_run(warmup):
     assert ours(warmup_steps=warmup)[:STEPS] == pytest.approx([LR * i / warmup for i in range(50)])
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "keep_best", "said"),
+    [
+        (dict(every=3), False, "--evaluate.every 3 needs held-out"),
+        (dict(every="epoch"), False, "--evaluate.every epoch needs held-out"),
+        (dict(), True, "--checkpoint.keep_best True needs held-out"),
+        (dict(data="a", split_ratio=0.1), False, "both say what is held out"),
+        (dict(split_ratio=1.0), False, "--evaluate.split_ratio is 1.0; it must be below 1"),
+        (dict(every=-1, data="a"), False, "--evaluate.every is -1; it must be at least 0"),
+    ],
+)
+def test_bad_settings_of_evaluation(evaluate, keep_best, said, tmp_path):
+    config = TrainConfig(tmp_path, "a", tmp_path, evaluate=EvaluateSection(**evaluate))
+    config.checkpoint.keep_best = keep_best
+    with pytest.raises(ConfigError) as error:
+        config.validate()
+    assert said in str(error.value)
+    config.evaluate = EvaluateSection("epoch", split_ratio=0.1)
+    config.validate()
 
 
 @pytest.mark.parametrize(
