@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.config import FreezeSection, LoraSection, ParallelSection
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 from vlmtrain.models import flops
@@ -28,7 +28,6 @@ from vlmtrain.plan.workload import COLUMNS, Packs
 # Rows of a cost block: compute and communication, forward and backward.
 COMPUTE_F, COMPUTE_B, COMM_F, COMM_B = range(4)
 TOKENS, PAIRS, PATCHES, FRAMES, WINDOWS, TARGETS = range(COLUMNS)
-PIECE_PATCHES = 16384  # encoded at once by a multiplexed tower, as in parallel/multiplex.py
 
 
 @dataclass(frozen=True)
@@ -413,20 +412,17 @@ class CostModel:
                 self.spec, tokens, patches, pixels=pixels
             )
             transient = float(transients[rank :: layout.pipeline].max())
-            result.append(
-                RankMemory(states, activations, transient, batch, option.offload * master * shard)
-            )
+            factor = self.gpu.step_memory
+            beside = (factor * activations, factor * transient, factor * batch)
+            result.append(RankMemory(states, *beside, option.offload * master * shard))
         return result
 
     def _piece_bytes(self, option: Option) -> float:
         """Activations of the largest piece of images that a rank of a multiplexed tower encodes."""
-        model = self._activations(1, False)
-        kept = model.vision_layer() * self.spec.vision.depth + model.patch_embed() + model.merger()
-        for layer in self.spec.vision.deepstack_layers:
-            kept += model.merger(behind=layer)
+        kept = self._activations(1, False).tower(option.recompute_vision)
         share = option.microbatches * self.mean[PATCHES]
         share /= option.layout.pipeline * option.layout.tensor
-        return kept.per_patch * min(share, PIECE_PATCHES)
+        return kept.per_patch * min(share, ParallelSection.vision_piece)
 
     def _activations(self, tensor: int, sequence: bool) -> memory.ActivationModel:
         return _activations(self.spec, tensor, sequence, self.element, self.cuda, self.learning)
