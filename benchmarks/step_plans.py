@@ -19,8 +19,8 @@ from vlmtrain.data.formats.sources import SourceSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.packing.sampler import Position, Sampler
 from vlmtrain.parallel.layout import make_layout
+from vlmtrain.plan.heaviest import Loads, heaviest, peak_models
 from vlmtrain.training import agreement
-from vlmtrain.training.rehearsal import Loads, heaviest, peak_models
 
 PACK, BATCH = 8192, 64
 
@@ -78,7 +78,16 @@ def main() -> None:
     loads = Loads.of(sampler.steps(Position(), sampler.steps_per_epoch), index)
     start = timed("patches of its steps", start)
     heaviest(loads, peak_models(config, spec, layout, cuda=True))
-    timed("its heaviest steps, on 4 stages of 4 replicas", start)
+    start = timed("its heaviest steps, on 4 stages of 4 replicas", start)
+
+    layout = make_layout(spec, world_size=16, pipeline=4, multiplexed=True)
+    agreement._plan(sampler, Position(), layout)
+    start = timed("multiplexed: the digest, of the owners of images too", start)
+    steps = sampler.steps(Position(), sampler.steps_per_epoch)
+    loads = Loads.of(steps, index, spec, layout)
+    start = timed("multiplexed: patches of its steps, and who encodes them", start)
+    heaviest(loads, peak_models(config, spec, layout, cuda=True))
+    timed("multiplexed: its heaviest steps", start)
 
 
 if __name__ == "__main__":

@@ -86,9 +86,11 @@ def run_ranks(
     return ranks
 
 
-def run_workers(arguments: Sequence[str], size: int, *, timeout: float = 300) -> list[Rank]:
+def run_workers(
+    arguments: Sequence[str], size: int, *, timeout: float = 300, env: dict[str, str] | None = None
+) -> list[Rank]:
     """The same; every rank must end well."""
-    ranks = run_ranks(arguments, size, timeout=timeout)
+    ranks = run_ranks(arguments, size, timeout=timeout, env=env)
     assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
     return ranks
 

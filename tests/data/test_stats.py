@@ -20,6 +20,23 @@ def test_duplicates_are_warnings(tmp_path: Path) -> None:
     assert report.render().splitlines()[0] == "warning: 2 samples have the id 'a'"
 
 
+def test_the_largest_samples(tmp_path: Path, model_folder: Path) -> None:
+    for name, side in (("small", 56), ("large", 112)):
+        save_image(tmp_path / f"{name}.png", side, side)
+    records = [
+        conversation("word " * 500, "r", id="long"),
+        conversation("<image>" * 5, "r", id="many", images=["small.png"] * 5),
+        conversation("<image>", "r", id="one", image="large.png"),
+    ]
+    report = check([write_json(tmp_path / "c.json", records)], model=model_folder)
+    assert report.ok, report.problems
+    small, large = 4 * 4, 8 * 8  # patches of 14 pixels
+    assert report.largest["patches in a sample"] == (5 * small, "many")
+    assert report.largest["patches in an image or video"] == (large, "one")
+    assert report.largest["tokens in a sample"][1] == "long"
+    assert f"peak of memory: {5 * small} patches in a sample (many)" in report.render()
+
+
 def test_stats_by_hand(tmp_path: Path, model_folder: Path) -> None:
     save_image(tmp_path / "cup.jpg", 90, 70)
     save_image(tmp_path / "cat.jpg", 70, 90)

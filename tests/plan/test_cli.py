@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.data.helpers import save_image
 from tests.released import released_config, released_spec
 from vlmtrain.core import config as configuration
 from vlmtrain.core.config import FreezeSection, LoraSection
@@ -92,11 +93,16 @@ def test_lengths_of_real_data(
     data = tmp_path / "talk.json"
     turns = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat, I think."}]
     samples = [{"id": str(i), "conversations": turns * (i + 1)} for i in range(5)]
+    save_image(tmp_path / "photo.png", 420, 420)
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}]
+    samples.append({"id": "photo", "image": "photo.png", "conversations": turns})
     data.write_text(json.dumps(samples))
-    plan(tiny_folder, 2, "h100", data=str(data), output=tmp_path / "out", pack_length=640)
+    paths: Any = {"data": str(data), "output": tmp_path / "out"}
+    plan(tiny_folder, 2, "h100", **paths, pack_length=300, global_batch=2)
     printed = capsys.readouterr().out
-    assert f"{data} (5 samples)" in printed
-    assert "0% image tokens" in printed
+    assert f"{data} (6 samples)" in printed
+    (fullest,) = (line for line in printed.splitlines() if line.startswith("Fullest"))
+    assert "photo" in fullest.partition(" by ")[2]
     recipe = configuration.from_toml(
         tmp_path / "out" / "plan.toml",
         configuration.TrainConfig(model=Path(), data="", output=Path("o")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.parallel.step_inputs import StepInputs
 from vlmtrain.plan import memory, schedule
+from vlmtrain.plan.heaviest import Loads, fullest, heaviest
 from vlmtrain.plan.peak import PeakModel
-from vlmtrain.training.fit import fit, fullest
-from vlmtrain.training.rehearsal import Loads, heaviest
+from vlmtrain.training.fit import fit
+from vlmtrain.training.rehearsal import RankPeak, correction
 
 SPEC = parse_spec(make_model("qwen2_5_vl", vision_heads=4).config.to_dict())
 SECTION = TrainSection(pack_length=512, global_batch_packs=16, precision="bf16")
@@ -129,6 +131,80 @@ def test_what_makes_it_fit() -> None:
             tried(room, "refuse")
     with pytest.raises(UserError, match="no recomputation, offload or layout of 2 processes"):
         tried(1.0, "auto")
+
+
+SAVING = replace(
+    CONFIG,
+    recompute=RecomputeSection("full", "full"),
+    optimizer=replace(CONFIG.optimizer, offload_fraction=1.0),
+)
+
+
+def refused(layout: Layout, room: float, dealt: Callable[[Layout], Loads]) -> str:
+    """What `--train.fit auto` says to a run that saves all it can without another result."""
+    config = replace(SAVING, train=replace(SECTION, fit="auto"))
+    with pytest.raises(UserError) as error:
+        fit(config, SPEC, layout, dealt, room, lambda *_: "a, b", True)
+    return str(error.value)
+
+
+def test_smaller_pieces_are_named_and_not_set() -> None:
+    """They change the order in which gradients are added."""
+
+    def dealt(layout: Layout) -> Loads:
+        of = loads(2, layout.data, 16 // layout.data)
+        return replace(of, patches=16 * of.patches, largest=np.full_like(of.largest, 100.0))
+
+    layout = make_layout(SPEC, world_size=2, pipeline=2, multiplexed=True)
+    sizes = []
+    for piece in (16384, 8192, 4096):
+        config = replace(SAVING, parallel=replace(CONFIG.parallel, vision_piece=piece))
+        sizes.append(fullest(config, SPEC, layout, dealt(layout), True).bytes)
+    assert sizes[0] > sizes[1] > sizes[2]
+    for room, piece in ((sizes[1], 8192), (sizes[2], 4096)):
+        said = refused(layout, room, dealt)
+        assert f"with --parallel.vision_piece {piece} it would be" in said
+        assert "--train.fit auto" not in said
+
+
+def test_another_layout_is_named_and_not_set() -> None:
+
+    def dealt(layout: Layout) -> Loads:
+        """Of text alone: the model's states are most of it."""
+        of = loads(2, layout.data, 16 // layout.data)
+        return replace(of, patches=0 * of.patches, largest=0 * of.largest)
+
+    layout = make_layout(SPEC, world_size=2)
+    other = make_layout(SPEC, world_size=2, pipeline=2, vision_layers="auto")
+    needed = fullest(SAVING, SPEC, other, dealt(other), True).bytes
+    said = refused(layout, needed, dealt)
+    assert "with --parallel.tensor 1 --parallel.pipeline 2 --parallel.vision_layers auto" in said
+    assert "--train.fit auto" not in said
+
+
+def test_what_a_rehearsal_has_measured_corrects_the_plan() -> None:
+    """Of a step's memory, not of the states; on the rank that is furthest off."""
+    layout = make_layout(SPEC, world_size=2, pipeline=2)
+    of = loads(3, 1, 16)
+    peaks = []
+    for rank, off in ((0, 1.25), (1, 1.1)):
+        model = PeakModel(CONFIG, SPEC, layout, rank, cuda=True)
+        planned = float(model.peaks(of.patches[:, 0], of.largest[:, 0]).max())
+        states = model.states()
+        measured = states + off * (planned - states)
+        peaks.append(RankPeak(rank, rank, 7 + states, 7 + planned, 7 + measured, 1e9, 1, []))
+    factor = correction(peaks)
+    assert factor == pytest.approx(1.25)
+    corrected = PeakModel(CONFIG, SPEC, layout, 0, cuda=True, factor=factor)
+    found = corrected.peaks(of.patches[:, 0], of.largest[:, 0]).max()
+    assert found == pytest.approx(peaks[0].measured - 7)
+    room = fullest(CONFIG, SPEC, layout, of, True).bytes
+    config = replace(CONFIG, train=replace(SECTION, fit="auto"))
+    same = (config, SPEC, layout, lambda _: of, room, lambda *_: "a", True)
+    assert fit(*same) == (config, "")
+    changed, _ = fit(*same, factor)
+    assert changed.recompute.vision != "none"
+    assert fullest(changed, SPEC, layout, of, True, factor).bytes <= room
 
 
 def test_what_each_rank_encodes() -> None:

@@ -7,7 +7,8 @@ that rank, or in all. What each rank has printed and how it ended stand in OUTPU
 
 from __future__ import annotations
 
-import itertools
+import ctypes
+import functools
 import json
 import os
 import signal
@@ -17,10 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vlmtrain import cli
-from vlmtrain.data import index, loader
+from vlmtrain.data import builder, index, loader
 from vlmtrain.training import agreement, engine
 
 
@@ -49,15 +48,29 @@ def plant(fault: str, case: dict[str, Any]) -> None:
         return load(self, position)
 
     engine.Engine.step = step
-    if fault == "peaks":  # no fault: the peak of each step, in OUTPUT.peaks.RANK.json
+    if fault == "peaks":  # no fault: the peak of each step (heap.c), in OUTPUT.peaks.RANK.json
+        heap = ctypes.CDLL(None)
+        heap.heap_peak.restype = ctypes.c_longlong
+
+        def on_the_host(work):
+            @functools.wraps(work)
+            def ignored(*arguments):
+                heap.heap_ignore(1)
+                try:
+                    return work(*arguments)
+                finally:
+                    heap.heap_ignore(-1)
+
+            return ignored
+
+        # Packs are decoded ahead into host memory.
+        loader.PackedLoader._build = on_the_host(build)
+        builder.PackBuilder._pixels = on_the_host(builder.PackBuilder._pixels)
 
         def measured(self, *arguments):
-            with torch.profiler.profile(profile_memory=True) as profile:
-                result = original(self, *arguments)
-            events = profile.profiler.kineto_results.events()
-            changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-            held = itertools.accumulate(size for _, size in sorted(changes))
-            peaks["rehearsal" if self._rehearsing else "steps"].append(max(held))
+            heap.heap_reset()
+            result = original(self, *arguments)
+            peaks["rehearsal" if self._rehearsing else "steps"].append(heap.heap_peak())
             path = Path(f"{case['output']}.peaks.{os.environ['RANK']}.json")
             path.write_text(json.dumps(peaks))
             return result

@@ -26,13 +26,16 @@ def test_fault(fault, layout, faulty, model, conversations, tmp_path):
     fail_without_a_launcher(fault, layout, faulty, model, conversations, tmp_path / "run")
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(20))
 def test_rehearsals(number, seed, model, tmp_path):
-    """Five data sets, each on every layout."""
-    test_rehearsal.run(model, mixed.write(tmp_path, seed), tmp_path, test_rehearsal.LAYOUTS)
-    for layout in test_rehearsal.LAYOUTS:
-        test_rehearsal.check_bits(tmp_path, layout)
-        test_rehearsal.check_peaks(tmp_path, layout)
+    """Twenty data sets, each on every layout; the first also without a rehearsal."""
+    ways = ("yes",) if number else ("yes", "no")
+    layouts = test_rehearsal.LAYOUTS
+    test_rehearsal.run(model, mixed.write(tmp_path, seed), tmp_path, layouts, ways)
+    for layout in layouts:
+        if not number:
+            test_rehearsal.check_bits(tmp_path, layout)
+        test_rehearsal.check_peaks(tmp_path, layout, ways)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,8 @@ class ParallelSection:
     """Language layers per stage, e.g. 1 10 10 7; auto or empty: balanced by FLOPs."""
     vision: Literal["pipelined", "multiplexed"] = "pipelined"
     """Where images are encoded: on the first stages, or on every rank."""
+    vision_piece: Positive = 16384
+    """Patches that a rank of multiplexed vision encodes at once: less takes less memory."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks while the backward pass goes on."""
     overlap_param_gather: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import Record
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
 from vlmtrain.data.index import scan
-from vlmtrain.data.processor import Processor
+from vlmtrain.data.processor import Measure, Processor
 from vlmtrain.models.family import read_spec
 
 _KINDS = {
@@ -35,6 +36,8 @@ class CheckReport:
     images: int = 0  # of good samples
     videos: int = 0
     tokens: int = 0  # of good samples; 0 without a model
+    # Of good samples the largest by what sets the peak of memory: name -> (size, sample id).
+    largest: dict[str, tuple[int, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)  # one sentence each, in file order
     kinds: Counter[str] = field(default_factory=Counter)  # of the problems
     warnings: list[str] = field(default_factory=list)  # duplicates: allowed, seldom meant
@@ -42,6 +45,17 @@ class CheckReport:
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    def note_size(self, measure: Measure) -> None:
+        """A good sample, measured with a model."""
+        patches = [math.prod(layout.grid) for layout in measure.layouts]
+        sizes = {
+            "patches in a sample": sum(patches),
+            "patches in an image or video": max(patches, default=0),
+            "tokens in a sample": measure.length,
+        }
+        for what, size in sizes.items():
+            self.largest[what] = max(self.largest.get(what, (0, "")), (size, measure.id))
 
     def render(self) -> str:
         """The report as text: one line a problem, then the counts."""
@@ -57,6 +71,10 @@ class CheckReport:
             f" ({', '.join(kinds)})" if kinds else ""
         )
         lines = [*self.problems, *(f"warning: {warning}" for warning in self.warnings)]
+        if self.largest:
+            sizes = ((what, *most) for what, most in self.largest.items())
+            named = ", ".join(f"{size:,} {what} ({name})" for what, size, name in sizes if size)
+            lines.append(f"what sets the peak of memory: {named}")
         return "\n".join([*lines, f"{', '.join(parts)}: {total}"])
 
 
@@ -114,6 +132,8 @@ def check(
         report.tokens += measure.length
         report.images += measure.kinds.count("image")
         report.videos += measure.kinds.count("video")
+        if processor is not None:
+            report.note_size(measure)
         ids.setdefault(measure.id, []).append(str(outcome.record.number))
         contents.setdefault(_content(outcome.record), []).append(measure.id)
     for name, records in ids.items():

@@ -119,7 +119,8 @@ def _held_out(
     if precision == "auto":
         precision = "bf16" if backend.is_cuda else "fp32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    engine = Engine(spec, layout, backend, dtype=dtype)
+    piece = config.parallel.vision_piece
+    engine = Engine(spec, layout, backend, dtype=dtype, vision_piece=piece)
     on_every_rank(lambda: load_weights(engine.parts, spec, source))
     engine.prepare_evaluation()
     score = measure(

@@ -41,10 +41,6 @@ from vlmtrain.parallel.ddp import parameters_ready
 from vlmtrain.parallel.row_exchange import StepRows
 from vlmtrain.parallel.step_inputs import StepInputs
 
-# Patches encoded at once: about 41 kB of activations each and layer in bf16, so 16,384 patches
-# through 32 layers of width 1280 take about 21 GB.
-PIECE_PATCHES = 16384
-
 
 def replicated_groups() -> ProcessGroupCollection:
     """Groups of a module that every rank of the run holds whole: data parallel over all."""
@@ -103,9 +99,21 @@ class Multiplexer:
     """Encodes the images of a step on all ranks of this replica."""
 
     def __init__(
-        self, tower: Any, spec: ModelSpec, tensor: int, dtype: torch.dtype, clock: Clock
+        self,
+        tower: Any,
+        spec: ModelSpec,
+        tensor: int,
+        dtype: torch.dtype,
+        clock: Clock,
+        piece_patches: int,
     ) -> None:
-        """tower: the VisionReplica, or its DistributedDataParallel wrapper."""
+        """
+        Args:
+            tower: the VisionReplica, or its DistributedDataParallel wrapper.
+            piece_patches: encoded at once, but for a larger medium. Activations are about 41 kB a
+                patch and layer in bf16: 16,384 patches through 32 layers of width 1280 take 21 GB.
+        """
+        self.piece_patches = piece_patches
         self.tower, self.spec, self.dtype = tower, spec, dtype
         self.clock = clock
         self.group = parallel_state.get_model_parallel_group()
@@ -133,7 +141,7 @@ class Multiplexer:
                 continue
             if not self.pieces or patches[number] > space:
                 self.pieces.append([])
-                space = PIECE_PATCHES
+                space = self.piece_patches
             self.pieces[-1].append(number)
             space -= patches[number]
         self.grids = [torch.tensor([grids[number] for number in piece]) for piece in self.pieces]

@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.config import (
+    FreezeSection,
+    LoraSection,
+    RecomputeSection,
+    TrainConfig,
+    TrainSection,
+)
 from vlmtrain.core.files import model_of, write_text, writing
 from vlmtrain.core.options import spelled
 from vlmtrain.core.spec import ModelSpec
@@ -21,6 +27,9 @@ from vlmtrain.plan import picture, workload
 from vlmtrain.plan.costs import CostModel
 from vlmtrain.plan.hardware import PlanError, find_gpu
 from vlmtrain.plan.search import Plan, Prediction, search
+
+if TYPE_CHECKING:
+    from vlmtrain.data.index import SampleIndex
 
 NOTHING_FROZEN, NO_ADAPTERS = FreezeSection(), LoraSection()
 
@@ -74,8 +83,10 @@ def plan(
             "--freeze.merger, --freeze.language"
         )
     check_lora(lora, spec)
+    index = None
     if data:
-        lengths = workload.from_data(data, model, spec, pack_length)
+        index = workload.read_index(data, model, spec, pack_length)
+        lengths = workload.from_index(index, data)
     elif length_histogram is not None:
         lengths = workload.read_histogram(length_histogram, spec)
     else:
@@ -84,6 +95,8 @@ def plan(
     ranking = search(spec, kind, gpus, packs, global_batch_packs, freeze=freeze, lora=lora)
     title = model_title(spec)
     print(render(ranking, title))
+    if index is not None:
+        print(fullest_step(ranking, index))
     for path in write(ranking, output, model, data, title):
         print(path)
     return 0
@@ -150,6 +163,37 @@ def render(ranking: Plan, title: str) -> str:
         lines.append(f"     GB per pipeline rank: {_memory(p)}")
     lines += ["", "* is the fastest: it is what plan.toml says."]
     return "\n".join(lines)
+
+
+def fullest_step(ranking: Plan, index: SampleIndex) -> str:
+    """The step of the first epoch that needs most memory in the best layout, and its samples."""
+    from vlmtrain.data.packing.sampler import Position, Sampler
+    from vlmtrain.plan.heaviest import Loads, fullest, shown
+
+    option, spec = ranking.best.option, ranking.spec
+    batch = ranking.global_batch
+    train = TrainSection(pack_length=ranking.packs.pack_length, global_batch_packs=batch)
+    config = TrainConfig(Path(), "", Path(), train=train, freeze=ranking.freeze, lora=ranking.lora)
+    again = (option.recompute_vision, option.recompute_text)
+    config.recompute = RecomputeSection(*again)  # type: ignore[arg-type]
+    config.optimizer.offload_fraction = option.offload
+    sampler = Sampler(
+        index,
+        spec,
+        config.loader.packing,
+        pack_length=train.pack_length,
+        global_batch=train.global_batch_packs,
+        seed=train.seed,
+        ranks=option.layout.data,
+    )
+    steps = sampler.steps(Position(), sampler.steps_per_epoch)
+    loads = Loads.of(steps, index)
+    peak = fullest(config, spec, option.layout, loads, True, ranking.gpu.step_memory)
+    return (
+        f"Fullest in the first epoch of seed {train.seed}: step {peak.step} of "
+        f"{len(loads.places)}, {peak.bytes / 1e9:.0f} GB on pipeline rank {peak.stage}, by "
+        f"{shown(peak.ids(sampler, loads))}"
+    )
 
 
 def _memory(p: Prediction) -> str:

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.config import FreezeSection, LoraSection, ParallelSection
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 from vlmtrain.models import flops
@@ -30,7 +30,6 @@ from vlmtrain.plan.workload import COLUMNS, Packs
 # Rows of a cost block: compute and communication, forward and backward.
 COMPUTE_F, COMPUTE_B, COMM_F, COMM_B = range(4)
 TOKENS, PAIRS, PATCHES, FRAMES, WINDOWS, TARGETS = range(COLUMNS)
-PIECE_PATCHES = 16384  # encoded at once by a multiplexed tower, as in parallel/multiplex.py
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,9 @@ class CostModel:
             if expert == 1:
                 return
             gbs = gpu.nvlink_gbs if expert <= gpu.gpus_per_node else gpu.network_gbs
-            size = self.element * spec.hidden_size * spec.num_experts_per_tok * (expert - 1) / expert
+            size = (
+                self.element * spec.hidden_size * spec.num_experts_per_tok * (expert - 1) / expert
+            )
             per_row = size / tensor / (gbs * 1e9 * gpu.efficiency.link)
             per_row += gpu.latency_us * 1e-6 / self.packs.pack_length
             result[COMM_F, TOKENS] += 2 * per_row
@@ -198,9 +199,7 @@ class CostModel:
         tower = self.spec.vision.depth * self._adapter_products(vision=True) * work[PATCHES]
         return 6.0 * float(text + tower)
 
-    def text_cost(
-        self, tensor: int, sequence: bool, recompute: str, expert: int = 1
-    ) -> np.ndarray:
+    def text_cost(self, tensor: int, sequence: bool, recompute: str, expert: int = 1) -> np.ndarray:
         """[4, 6] of a language layer."""
         units = self.units(tensor, sequence, expert)
         again = {"none": 0 * units["text"], "selective": units["text_mlp"], "full": units["text"]}
@@ -418,9 +417,7 @@ class CostModel:
         tower, tower_learns = self.tower_parameters(option)
         master = memory.STATE_BYTES if self.element == 2 else 8
         world = layout.tensor * layout.data * layout.pipeline
-        parameters = zip(
-            self.rank_parameters(option), self.expert_parameters(option), strict=True
-        )
+        parameters = zip(self.rank_parameters(option), self.expert_parameters(option), strict=True)
         for rank, ((total, learning), (experts, experts_learn)) in enumerate(parameters):
             padded = learning + 128 * layout.data * chunks
             shard = padded / layout.data + tower_learns / world
@@ -449,20 +446,17 @@ class CostModel:
                 self.spec, tokens, patches, pixels=pixels
             )
             transient = float(transients[rank :: layout.pipeline].max())
-            result.append(
-                RankMemory(states, activations, transient, batch, option.offload * master * shard)
-            )
+            factor = self.gpu.step_memory
+            beside = (factor * activations, factor * transient, factor * batch)
+            result.append(RankMemory(states, *beside, option.offload * master * shard))
         return result
 
     def _piece_bytes(self, option: Option) -> float:
         """Activations of the largest piece of images that a rank of a multiplexed tower encodes."""
-        model = self._activations(1, False)
-        kept = model.vision_layer() * self.spec.vision.depth + model.patch_embed() + model.merger()
-        for layer in self.spec.vision.deepstack_layers:
-            kept += model.merger(behind=layer)
+        kept = self._activations(1, False).tower(option.recompute_vision)
         share = option.microbatches * self.mean[PATCHES]
         share /= option.layout.pipeline * option.layout.tensor
-        return kept.per_patch * min(share, PIECE_PATCHES)
+        return kept.per_patch * min(share, ParallelSection.vision_piece)
 
     def _activations(self, tensor: int, sequence: bool) -> memory.ActivationModel:
         return _activations(self.spec, tensor, sequence, self.element, self.cuda, self.learning)

@@ -54,6 +54,8 @@ class Gpu:
     reserved_gb: float = 6.0  # CUDA context, NCCL buffers, fragmentation
     latency_us: float = 15.0  # of one message
     overhead_us: float = 300.0  # of the host between two pieces of work of a pipeline
+    # Measured over planned memory of a step, beside parameters, gradients and optimizer state.
+    step_memory: float = 1.0
     measured: bool = False
     efficiency: Efficiency = Efficiency()
 

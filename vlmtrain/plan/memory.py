@@ -445,6 +445,14 @@ class ActivationModel:
             kept += e * wide + e * wide / self.tensor  # inputs of the two products
         return Kept(per_patch=kept)
 
+    def tower(self, recompute: str = "none") -> Kept:
+        """All of a multiplexed one."""
+        kept = self.vision_layer(recompute) * self.spec.vision.depth
+        kept += self.patch_embed() + self.merger()
+        for layer in self.spec.vision.deepstack_layers:
+            kept += self.merger(behind=layer)
+        return kept
+
     def head(self) -> Kept:
         """Final norm, the loss's input and its gradient, statistics and labels."""
         width = self.spec.hidden_size

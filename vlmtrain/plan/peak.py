@@ -14,7 +14,6 @@ from vlmtrain.core.config import TrainConfig
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.plan import memory, schedule
-from vlmtrain.plan.costs import PIECE_PATCHES
 
 _BLOCK = 4096  # steps at once
 
@@ -23,9 +22,21 @@ class PeakModel:
     """Bytes of one rank of a run."""
 
     def __init__(
-        self, config: TrainConfig, spec: ModelSpec, layout: Layout, rank: int, *, cuda: bool
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        layout: Layout,
+        rank: int,
+        *,
+        cuda: bool,
+        factor: float = 1.0,
     ) -> None:
-        """rank: of the pipeline."""
+        """
+        Args:
+            rank: of the pipeline.
+            factor: by which a step needs more than planned, beside the model's states; measured.
+        """
+        self.factor = factor
         self.config, self.spec, self.layout, self.rank, self.cuda = config, spec, layout, rank, cuda
         self.element = 2 if config.train.precision == "bf16" else 4
         self.microbatches = config.train.global_batch_packs // layout.data
@@ -62,17 +73,21 @@ class PeakModel:
         held = self.rank == 0
         if self.layout.multiplexed:  # one phase after the other; rows and their gradients stay
             spec, ranks = self.spec, self.layout.pipeline * self.layout.tensor
-            tower = self._tower
-            kept = tower.vision_layer() * spec.vision.depth + tower.patch_embed() + tower.merger()
-            piece = np.maximum(np.minimum(total / ranks, PIECE_PATCHES), largest)
+            again = self.config.recompute.vision
+            kept = self._tower.tower(again) + self._tower.layer_transient(vision=True)
+            if again != "none":
+                kept += self._tower.vision_layer()
+            most = self.config.parallel.vision_piece
+            piece = np.maximum(np.minimum(total / ranks, most), largest)
             rows = 2 * self.element * spec.hidden_size * total / spec.vision.merge_unit
+            rows *= spec.visual_sets
             moments = np.maximum(moments, kept.per_patch * piece)
             moments = moments + (rows / self.layout.tensor if held else 0.0)
             total, held = np.maximum(total / ranks, largest), True
         pixels = self.element * self.spec.vision.patch_dim * total if held else 0.0
         tokens = self.config.train.pack_length * self.microbatches
         packs = memory.batch_bytes(self.spec, tokens, 0, pixels=False)
-        return self.states() + moments + pixels + packs
+        return self.states() + self.factor * (moments + pixels + packs)
 
     def window(self, patches: np.ndarray) -> list[int]:
         """The microbatches between forward and backward at the peak of a step, [microbatches]."""

@@ -17,13 +17,16 @@ import math
 import random
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.flops import IMAGE_SHARE, TARGET_SHARE, Work
 from vlmtrain.plan.hardware import PlanError
+
+if TYPE_CHECKING:
+    from vlmtrain.data.index import SampleIndex
 
 _SAMPLES = 20_000  # more samples than this are thinned: packs to simulate come from these
 COLUMNS = len(fields(Work))
@@ -258,7 +261,7 @@ def _grids_of(visual: int, merge: int) -> list[Grid]:
     return grids
 
 
-def from_data(data: str, model: Path, spec: ModelSpec, pack_length: int) -> Lengths:
+def read_index(data: str, model: Path, spec: ModelSpec, pack_length: int) -> SampleIndex:
     """Scan conversation files or shards, as training would.
 
     Raises:
@@ -269,11 +272,10 @@ def from_data(data: str, model: Path, spec: ModelSpec, pack_length: int) -> Leng
 
     processor = Processor.from_folder(model, spec, pack_length=pack_length)
     paths = data.split(",")
-    index = scan_sources(paths, processor, spec, pack_length, verify=False)
-    return from_index(index, data)
+    return scan_sources(paths, processor, spec, pack_length, verify=False)
 
 
-def from_index(index: Any, origin: str) -> Lengths:
+def from_index(index: SampleIndex, origin: str) -> Lengths:
     """The lengths of a `SampleIndex`, of as many of its samples as are used (the longest too)."""
     chosen = np.arange(len(index))
     if len(index) > _SAMPLES:

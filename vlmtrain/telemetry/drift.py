@@ -284,7 +284,8 @@ def write_gpu(path: Path, gpu: Gpu) -> None:
     values = dataclasses.asdict(gpu)
     efficiency = values.pop("efficiency")
     values.pop("name")
+    values["step_memory"] = float(f"{gpu.step_memory:.4g}")
     rounded = {k: float(f"{v:.4g}") for k, v in efficiency.items()}
-    lines = [f"# {gpu.name}, efficiencies as a run has reached them"]
+    lines = [f"# {gpu.name} as a run has measured it"]
     lines += [f"{key} = {toml_value(value)}" for key, value in values.items()]
     path.write_text("\n".join(lines) + "\n" + toml_tables({"efficiency": rounded}))

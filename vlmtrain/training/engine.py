@@ -69,9 +69,10 @@ class Engine:
         seed: int = 0,
         recompute: RecomputeSection | None = None,
         lora: LoraSection | None = None,
+        vision_piece: int = ParallelSection.vision_piece,
     ) -> None:
         self.spec, self.layout, self.backend, self.dtype = spec, layout, backend, dtype
-        self.lora, self.seed = lora or LoraSection(), seed
+        self.lora, self.seed, self.vision_piece = lora or LoraSection(), seed, vision_piece
         self.clock = Clock(backend.is_cuda)
         self.clock.place.chunks = layout.virtual_pipeline
         parallel_state.initialize_model_parallel(
@@ -190,7 +191,9 @@ class Engine:
         self.multiplexer = None if self.replica is None else self._multiplex(self.replica)
 
     def _multiplex(self, tower: Any) -> Multiplexer:
-        return Multiplexer(tower, self.spec, self.layout.tensor, self.dtype, self.clock)
+        return Multiplexer(
+            tower, self.spec, self.layout.tensor, self.dtype, self.clock, self.vision_piece
+        )
 
     def gather_weights(self) -> None:
         """Wait until this rank has all updated weights. Collective; before they are saved."""

@@ -1,6 +1,6 @@
 """Does the run fit, step by step as its packs will come? Else what would make it fit, in this
-order: recomputation of vision, then of language, offload of the optimizer, another layout. The
-first three change no result."""
+order: recomputation of vision, then of language, offload of the optimizer, smaller pieces of
+multiplexed vision, another layout. The first three change no bit of any result."""
 
 from __future__ import annotations
 
@@ -13,36 +13,22 @@ from vlmtrain.core.errors import UserError
 from vlmtrain.core.layout import Layout, LayoutError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.parallel.layout import section_layout
-from vlmtrain.training.rehearsal import Loads, peak_models
+from vlmtrain.plan.heaviest import Loads, Peak, fullest
 
 _LEVELS = ("none", "selective", "full")
 _OFFLOADS = (0.25, 0.5, 0.75, 1.0)
+_SMALLEST_PIECE = 1024  # patches; smaller ones leave a GPU idle
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The fullest rank of a run, as planned."""
+class Remedy:
+    """Options that make a run fit."""
 
-    bytes: float
-    stage: int  # pipeline rank
-    step: int  # from 1
-    place: tuple[int, int]  # in the loads: which step, which replica
-    window: list[int]  # microbatches between forward and backward
-
-
-def fullest(config: TrainConfig, spec: ModelSpec, layout: Layout, loads: Loads, cuda: bool) -> Peak:
-    """Of all steps, replicas and stages."""
-    best: Peak | None = None
-    for stage, model in enumerate(peak_models(config, spec, layout, cuda=cuda)):
-        for replica in range(loads.patches.shape[1]):
-            of = loads.patches[:, replica]
-            peaks = model.peaks(of, loads.largest[:, replica])
-            i = int(peaks.argmax())
-            if best is None or peaks[i] > best.bytes:
-                step = loads.places[i].step + 1
-                best = Peak(float(peaks[i]), stage, step, (i, replica), model.window(of[i]))
-    assert best is not None
-    return best
+    config: TrainConfig
+    layout: Layout
+    options: str
+    same_result: bool  # to the last bit
+    bytes: float = 0.0  # its peak
 
 
 def fit(
@@ -53,6 +39,7 @@ def fit(
     room: float,
     ids: Callable[[Layout, Peak], str],
     cuda: bool,
+    factor: float = 1.0,
 ) -> tuple[TrainConfig, str]:
     """A configuration whose fullest rank is planned to fit, and what was changed for it.
 
@@ -60,12 +47,13 @@ def fit(
         loads: what the steps hold where packs are dealt to a layout's replicas.
         room: bytes for the run on its smallest rank.
         ids: the samples that make a peak.
+        factor: by which a step needs more than planned (`PeakModel`).
 
     Raises:
         UserError: it does not fit, and `--train.fit` is refuse or nothing that changes no result
             would do.
     """
-    peak = fullest(config, spec, layout, loads(layout), cuda)
+    peak = fullest(config, spec, layout, loads(layout), cuda, factor)
     if peak.bytes <= room:
         return config, ""
     message = (
@@ -73,20 +61,72 @@ def fit(
         f"{peak.stage}, and there are {room / 1e9:.1f} GB; the packs at its peak hold "
         f"{ids(layout, peak)}"
     )
-    for changed, options in _same_result(config, cuda):
-        needed = fullest(changed, spec, layout, loads(layout), cuda).bytes
-        if needed <= room:
-            if config.train.fit == "auto":
-                return changed, f"{message}: set {options}, with which it is {needed / 1e9:.1f}"
-            raise UserError(
-                f"{message}; with {options} it would be {needed / 1e9:.1f}: pass them, or "
-                "--train.fit auto"
-            )
+    remedy = find_remedy(config, spec, layout, loads, room, cuda, factor)
+    if remedy is None:
+        raise UserError(f"{message}; {nothing_fits(layout)}")
+    if remedy.same_result and config.train.fit == "auto":
+        done = f"set {remedy.options}, with which it is {remedy.bytes / 1e9:.1f}"
+        return remedy.config, f"{message}: {done}"
+    auto = ", or --train.fit auto" if remedy.same_result else ""
+    raise UserError(f"{message}; {advice(remedy)}{auto}")
+
+
+def advice(remedy: Remedy) -> str:
+    return f"with {remedy.options} it would be {remedy.bytes / 1e9:.1f}: pass them"
+
+
+def nothing_fits(layout: Layout) -> str:
     world = layout.tensor * layout.pipeline * layout.data
-    *_, (last, options) = _same_result(config, cuda)
+    return (
+        f"no recomputation, offload or layout of {world} processes makes it fit: take more "
+        "processes, a shorter --train.pack_length, or smaller images (--media.max_pixels)"
+    )
+
+
+def find_remedy(
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    loads: Callable[[Layout], Loads],
+    room: float,
+    cuda: bool,
+    factor: float,
+) -> Remedy | None:
+    """The first of all that is planned to fit; arguments as of `fit`."""
+    for remedy in _remedies(config, spec, layout, cuda):
+        peak = fullest(remedy.config, spec, remedy.layout, loads(remedy.layout), cuda, factor)
+        if peak.bytes <= room:
+            return replace(remedy, bytes=peak.bytes)
+    return None
+
+
+def _remedies(config: TrainConfig, spec: ModelSpec, layout: Layout, cuda: bool) -> Iterator[Remedy]:
+    """More and more that saves memory, each with what came before it."""
+    options = dict[str, str]()
+
+    def remedy(same_result: bool, one: Layout = layout, more: str = "") -> Remedy:
+        text = " ".join(f"{name} {value}" for name, value in options.items())
+        return Remedy(config, one, f"{text} {more}".strip(), same_result)
+
+    for tower in ("vision", "language"):
+        for level in _LEVELS[_LEVELS.index(getattr(config.recompute, tower)) + 1 :]:
+            again = replace(config.recompute, **{tower: level})  # type: ignore[arg-type]
+            config = replace(config, recompute=again)
+            options[f"--recompute.{tower}"] = level
+            yield remedy(True)
+    for fraction in _OFFLOADS if cuda and not config.optimizer.offload_schedule else ():
+        if fraction > config.optimizer.offload_fraction:
+            config = replace(config, optimizer=replace(config.optimizer, offload_fraction=fraction))
+            options["--optimizer.offload_fraction"] = str(fraction)
+            yield remedy(True)
+    while layout.multiplexed and (piece := config.parallel.vision_piece // 2) >= _SMALLEST_PIECE:
+        config = replace(config, parallel=replace(config.parallel, vision_piece=piece))
+        options["--parallel.vision_piece"] = str(piece)
+        yield remedy(False)
+    world = layout.tensor * layout.pipeline * layout.data
     for tensor, pipeline in _other_layouts(layout, world):
         parallel = replace(
-            last.parallel,
+            config.parallel,
             tensor=tensor,
             pipeline=pipeline,
             virtual_pipeline=1,
@@ -94,45 +134,15 @@ def fit(
             vision_layers=() if layout.multiplexed else "auto",
             text_layers="auto",
         )
-        train = last.train
         try:
-            other = section_layout(spec, parallel, world, pack_length=train.pack_length)
+            other = section_layout(spec, parallel, world, pack_length=config.train.pack_length)
         except LayoutError:
             continue
-        if train.global_batch_packs % other.data:
-            continue
-        needed = fullest(last, spec, other, loads(other), cuda).bytes
-        if needed <= room:
-            raise UserError(
-                f"{message}; with {options}, --parallel.tensor {tensor} and --parallel.pipeline "
-                f"{pipeline} it would be {needed / 1e9:.1f}"
-            )
-    raise UserError(
-        f"{message}; no recomputation, offload or layout of {world} processes makes it fit: take "
-        "more processes, a shorter --train.pack_length, or smaller images (max_pixels in "
-        "preprocessor_config.json)"
-    )
-
-
-def _same_result(config: TrainConfig, cuda: bool) -> Iterator[tuple[TrainConfig, str]]:
-    """More and more of what costs time and changes no number, with its options."""
-    again, options = config.recompute, dict[str, str]()
-    for tower in ("vision", "language"):
-        for level in _LEVELS[_LEVELS.index(getattr(again, tower)) + 1 :]:
-            again = replace(again, **{tower: level})  # type: ignore[arg-type]
-            options[f"--recompute.{tower}"] = level
-            yield replace(config, recompute=again), _written(options)
-    schedule = config.optimizer.offload_schedule
-    for fraction in _OFFLOADS if cuda and not schedule else ():
-        if fraction > config.optimizer.offload_fraction:
-            optimizer = replace(config.optimizer, offload_fraction=fraction)
-            options["--optimizer.offload_fraction"] = str(fraction)
-            yield replace(config, recompute=again, optimizer=optimizer), _written(options)
-    yield replace(config, recompute=again), _written(options) or "what is set"
-
-
-def _written(options: dict[str, str]) -> str:
-    return " ".join(f"{name} {value}" for name, value in options.items())
+        if config.train.global_batch_packs % other.data == 0:
+            more = f"--parallel.tensor {tensor} --parallel.pipeline {pipeline}"
+            more += " --parallel.sequence" if tensor > 1 else ""
+            more += "" if layout.multiplexed else " --parallel.vision_layers auto"
+            yield remedy(False, other, more)
 
 
 def _other_layouts(layout: Layout, world: int) -> list[tuple[int, int]]:

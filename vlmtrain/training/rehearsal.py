@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from vlmtrain.core.collectives import shared_error
+from vlmtrain.core.collectives import on_first_rank, shared_error
 from vlmtrain.core.config import TrainConfig
 from vlmtrain.core.device import Backend
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.layout import Layout
-from vlmtrain.core.spec import ModelSpec
-from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import PackedLoader
-from vlmtrain.data.packing.sampler import PlannedStep, Position
-from vlmtrain.parallel.step_inputs import StepInputs
-from vlmtrain.plan.peak import PeakModel
+from vlmtrain.plan.heaviest import Loads, Patches, heaviest, peak_models, shown
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.spikes import examine
 
 _LINES = 16  # ranks that get a line; of more the fullest of each stage
-_IDS = 6
 ADVICE = (
     "take --train.fit auto, more of --recompute.vision, --recompute.language, --parallel.tensor or "
     "--parallel.pipeline, or a shorter --train.pack_length"
@@ -48,6 +41,7 @@ class RankPeak:
 
     rank: int
     stage: int  # pipeline rank
+    states: float  # before the model was built, and of its states
     planned: float
     measured: float
     capacity: float
@@ -55,99 +49,20 @@ class RankPeak:
     samples: list[str]  # of the packs between forward and backward at its planned peak
 
 
-class Patches:
-    """Patches of an index's samples and packs."""
-
-    def __init__(self, index: SampleIndex) -> None:
-        media = index.grids.prod(1)
-        total = np.concatenate(([0], media.cumsum()))
-        self._sums = total[index.media_start[1:]] - total[index.media_start[:-1]]
-        self._most = np.array([media[a:b].max(initial=0) for a, b in pairwise(index.media_start)])
-
-    def of(self, packs: Iterable[np.ndarray]) -> np.ndarray:
-        """Of each pack."""
-        return np.array([self._sums[pack].sum() for pack in packs], dtype=np.float64)
-
-    def largest(self, packs: Iterable[np.ndarray]) -> float:
-        """Of the largest medium."""
-        return float(max(self._most[pack].max(initial=0) for pack in packs))
-
-
-@dataclass(frozen=True)
-class Loads:
-    """What each step of a run holds, as far as its memory depends on it."""
-
-    places: list[Position]
-    patches: np.ndarray  # [steps, replicas, microbatches]
-    largest: np.ndarray  # [steps, replicas]: patches of the largest medium
-    # Patches that each rank of a replica encodes, where vision is multiplexed; the fullest of those
-    # behind the embedding's ranks last: [steps, replicas, tensor + 1].
-    encoded: np.ndarray | None = None
-
-    @classmethod
-    def of(
-        cls,
-        steps: Iterable[PlannedStep],
-        index: SampleIndex,
-        spec: ModelSpec | None = None,
-        layout: Layout | None = None,
-    ) -> Loads:
-        """spec, layout: where vision may be multiplexed."""
-        patches, places = Patches(index), []
-        encoded: list[list[np.ndarray]] = []
-        counts: list[list[np.ndarray]] = []
-        largest: list[list[float]] = []
-        for step in steps:
-            places.append(step.at)
-            counts.append([patches.of(packs) for packs in step.dealt])
-            largest.append([patches.largest(packs) for packs in step.dealt])
-            if spec is not None and layout is not None and layout.multiplexed:
-                encoded.append([_encoded(index, spec, layout, packs) for packs in step.dealt])
-        own = np.array(encoded) if encoded else None
-        return cls(places, np.array(counts), np.array(largest), own)
-
-
-def _encoded(
-    index: SampleIndex, spec: ModelSpec, layout: Layout, packs: list[np.ndarray]
-) -> np.ndarray:
-    inputs = StepInputs(spec, layout, [index.pack_grids(pack) for pack in packs])
-    ranks = np.zeros(layout.tensor * layout.pipeline)
-    for owners, patches in zip(inputs.owners, inputs.patches, strict=True):
-        for owner, count in zip(owners, patches, strict=True):
-            ranks[owner] += count
-    return np.append(ranks[: layout.tensor], ranks[layout.tensor :].max(initial=0))
-
-
-def heaviest(loads: Loads, models: list[PeakModel]) -> list[list[Position]]:
-    """For each replica the steps that are planned to fill one of the pipeline's ranks most, and
-    those with the most patches in a step, in a pack and in a medium: what the plan may have wrong
-    is a factor of these."""
-    found: list[list[Position]] = []
-    for replica in range(loads.patches.shape[1]):
-        of, most = loads.patches[:, replica], loads.largest[:, replica]
-        keys = [*(model.peaks(of, most) for model in models), of.sum(1), of.max(1), most]
-        if loads.encoded is not None:
-            keys += list(loads.encoded[:, replica].T)
-        chosen = dict.fromkeys(int(key.argmax()) for key in keys)
-        found.append([loads.places[i] for i in chosen])
-    return found
-
-
-def peak_models(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, *, cuda: bool
-) -> list[PeakModel]:
-    """Of each rank of a pipeline."""
-    return [PeakModel(config, spec, layout, rank, cuda=cuda) for rank in range(layout.pipeline)]
-
-
 def rehearse(
-    config: TrainConfig, engine: Engine, loader: PackedLoader, loads: Loads, before: int
+    config: TrainConfig,
+    engine: Engine,
+    loader: PackedLoader,
+    loads: Loads,
+    before: int,
+    factor: float = 1.0,
 ) -> list[RankPeak]:
     """Make the heaviest steps of a run. Collective.
 
     Args:
         loads: of the steps to come.
         before: bytes in use before the model was built; on a CPU the program itself.
+        factor: by which a step needs more than planned (`PeakModel`), as far as is known.
 
     Returns:
         The peak of every rank.
@@ -156,7 +71,7 @@ def rehearse(
         UserError: a loss that is not finite, or a rank without room for its peak; on all ranks.
     """
     backend = engine.backend
-    models = peak_models(config, engine.spec, engine.layout, cuda=backend.is_cuda)
+    models = peak_models(config, engine.spec, engine.layout, cuda=backend.is_cuda, factor=factor)
     places = heaviest(loads, models)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model, patches = models[stage], Patches(loader.index)
@@ -193,6 +108,7 @@ def rehearse(
             best = RankPeak(
                 dist.get_rank(),
                 stage,
+                before + model.states(),
                 before + planned,
                 measured,
                 capacity,
@@ -211,20 +127,24 @@ def capacity_here(backend: Backend) -> int:
     return backend.capacity_bytes(Counter(hosts)[socket.gethostname()])
 
 
-def check_fits(peaks: list[RankPeak]) -> None:
-    """Raises UserError, on all ranks, where one has measured more than it has."""
+def correction(peaks: list[RankPeak]) -> float:
+    """Measured over planned, of what a step needs beside the model's states; on the worst rank. A
+    tenth at least: less can't be told from the states."""
+    return max(
+        0.1, *((peak.measured - peak.states) / (peak.planned - peak.states) for peak in peaks)
+    )
+
+
+def check_fits(peaks: list[RankPeak], advice: Callable[[], str]) -> None:
+    """Raises UserError, on all ranks, where one has measured more than it has; advice: what would
+    make it fit, asked for on the first rank."""
     worst = max(peaks, key=lambda peak: peak.measured / peak.capacity)
     if worst.measured > worst.capacity:
         raise shared_error(
             f"rank {worst.rank} needs {worst.measured / 1e9:.1f} GB in step {worst.step} of this "
             f"run and has {worst.capacity / 1e9:.1f}; the packs at its peak hold "
-            f"{shown(worst.samples)}; {ADVICE}"
+            f"{shown(worst.samples)}; {on_first_rank(advice)}"
         )
-
-
-def shown(ids: list[str]) -> str:
-    more = f" and {len(ids) - _IDS} more" if len(ids) > _IDS else ""
-    return f"{', '.join(ids[:_IDS])}{more}"
 
 
 def describe(peaks: list[RankPeak]) -> list[str]:

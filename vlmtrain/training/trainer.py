@@ -7,11 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -34,7 +34,7 @@ from vlmtrain.core.lock import FolderLock
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.media.limits import describe_sizes
-from vlmtrain.data.packing.sampler import Position, Sampler
+from vlmtrain.data.packing.sampler import Position
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
 from vlmtrain.models.lora_costs import check_lora
@@ -45,19 +45,10 @@ from vlmtrain.telemetry.metrics import check_wandb
 from vlmtrain.training.agreement import check_plan, check_program
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.evaluation import HeldOutScore, measure
-from vlmtrain.training.fit import Peak, fit
 from vlmtrain.training.learning_rate import learning_rate
+from vlmtrain.training.memory_plan import MemoryPlan
 from vlmtrain.training.optimizer import offload_fraction
 from vlmtrain.training.record import Record
-from vlmtrain.training.rehearsal import (
-    Loads,
-    RankPeak,
-    capacity_here,
-    check_fits,
-    describe,
-    rehearse,
-    shown,
-)
 from vlmtrain.training.setup import open_loader, run_layout, say, scan
 from vlmtrain.training.spikes import examine
 from vlmtrain.training.watchdog import SAVING, Watchdog
@@ -132,8 +123,9 @@ class Trainer:
         self.processor = processor
         # One rank reads and judges all input; the others hear its verdict instead of a hang.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
-        loads = self._plan_memory(index, layout, backend, resume, before)
-        config = self.config
+        position = self._position(resume)
+        memory = MemoryPlan(config, spec, layout, backend, index, position, before)
+        self.config = config = memory.fit()
         self.engine = self._build_engine(layout, backend)
         self.offloaded = config.optimizer.offload_fraction
         self.loader = open_loader(
@@ -162,17 +154,26 @@ class Trainer:
                 on_every_rank(lambda: self.loader.load_state_dict(state))
         self.total = self._count_steps()
         check_plan(self.loader, layout)
+        gpu, peak = find_machine(backend, self.engine.dtype, spec, train.pack_length, layout.tensor)
         # While all moments are zero: before a checkpoint's are loaded.
-        peaks = self._rehearse(loads, before) if train.rehearse and loads.places else []
+        peaks = memory.rehearse(self.engine, self.loader, gpu)
         self.first = 0 if resume is None else self._resume(resume)
-        machine = find_machine(backend, self.engine.dtype, spec, train.pack_length, layout.tensor)
+        if gpu is not None:
+            gpu = replace(gpu, step_memory=memory.factor)
         self.record: Record | None = None
         if dist.get_rank() == 0:
             config.output.mkdir(parents=True, exist_ok=True)
             if resume is not None:
                 checkpoints.go_on_from(resume)
             self.record = Record(
-                config, self.engine, self.loader, machine, self.first, self.total, resume, peaks
+                config,
+                self.engine,
+                self.loader,
+                (gpu, peak),
+                self.first,
+                self.total,
+                resume,
+                peaks,
             )
         self.saver = checkpoints.Saver(
             config.output / "checkpoints",
@@ -284,73 +285,18 @@ class Trainer:
             seed=config.train.seed,
             recompute=config.recompute,
             lora=config.lora,
+            vision_piece=config.parallel.vision_piece,
         )
         on_every_rank(lambda: load_weights(engine.parts, self.spec, config.model))
         engine.prepare(config.optimizer, config.freeze, config.parallel)
         return engine
 
-    def _plan_memory(
-        self,
-        index: SampleIndex,
-        layout: Layout,
-        backend: device.Backend,
-        resume: Path | None,
-        before: int,
-    ) -> Loads:
-        """What each step will hold; changes the configuration where `--train.fit` says so."""
-        train = self.config.train
-        if train.fit == "ignore" and not train.rehearse:
-            return Loads([], np.empty(0), np.empty(0))
+    def _position(self, resume: Path | None) -> Position:
+        """In the stream of packs, from where the run goes on."""
         state = None if resume is None else on_first_rank(lambda: checkpoints.loader_state(resume))
-        position = Position()
-        if state is not None:
-            position = Position(*(int(state[name]) for name in ("step", "epoch", "pack")))
-        known: dict[int, tuple[Sampler, Loads]] = {}
-
-        def of(one: Layout) -> tuple[Sampler, Loads]:
-            if one.data not in known:
-                sampler = Sampler(
-                    index,
-                    self.spec,
-                    self.config.loader.packing,
-                    pack_length=train.pack_length,
-                    global_batch=train.global_batch_packs,
-                    seed=train.seed,
-                    ranks=one.data,
-                )
-                total = train.steps or sampler.steps_for_epochs(train.epochs, position)
-                steps = sampler.steps(position, total)
-                known[one.data] = sampler, Loads.of(steps, index, self.spec, one)
-            return known[one.data]
-
-        def ids(one: Layout, peak: Peak) -> str:
-            sampler, loads = of(one)
-            step, replica = peak.place
-            packs = sampler.take(loads.places[step]).dealt[replica]
-            return shown([index.ids[i] for number in peak.window for i in packs[number].tolist()])
-
-        if train.fit != "ignore" and of(layout)[1].places:
-            rooms: list[float] = [0.0] * dist.get_world_size()
-            dist.all_gather_object(rooms, capacity_here(backend) - before)
-            room, cuda = min(rooms), backend.is_cuda
-            self.config, changed = on_first_rank(
-                lambda: fit(self.config, self.spec, layout, lambda one: of(one)[1], room, ids, cuda)
-            )
-            if changed and dist.get_rank() == 0:
-                say(changed)
-        return of(layout)[1]
-
-    def _rehearse(self, loads: Loads, before: int) -> list[RankPeak]:
-        start = time.perf_counter()
-        with Watchdog(self.engine.clock.place, self.config.train.timeout):
-            peaks = rehearse(self.config, self.engine, self.loader, loads, before)
-        if dist.get_rank() == 0:
-            seconds = time.perf_counter() - start
-            say(f"rehearsed the heaviest steps in {seconds:.1f} s; nothing was changed")
-            say("\n".join(describe(peaks)))
-        if self.config.train.fit != "ignore":
-            check_fits(peaks)
-        return peaks
+        if state is None:
+            return Position()
+        return Position(*(int(state[name]) for name in ("step", "epoch", "pack")))
 
     def _resume(self, checkpoint: Path) -> int:
         """Take up a checkpoint's state; returns the number of its step."""

@@ -1,0 +1,152 @@
+"""What the steps of a run need: planned and made to fit before the model is built, measured before
+step 1, and what the plan had wrong kept for the next one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+
+from vlmtrain.core.collectives import on_first_rank
+from vlmtrain.core.config import TrainConfig
+from vlmtrain.core.device import Backend
+from vlmtrain.core.files import writing
+from vlmtrain.core.layout import Layout
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.loader import PackedLoader
+from vlmtrain.data.packing.sampler import Position, Sampler
+from vlmtrain.plan.hardware import Gpu, find_gpu
+from vlmtrain.plan.heaviest import Loads, Peak, shown
+from vlmtrain.telemetry.drift import TOLERANCE, write_gpu
+from vlmtrain.training.engine import Engine
+from vlmtrain.training.fit import advice, find_remedy, fit, nothing_fits
+from vlmtrain.training.rehearsal import (
+    RankPeak,
+    capacity_here,
+    check_fits,
+    correction,
+    describe,
+    rehearse,
+)
+from vlmtrain.training.setup import say
+from vlmtrain.training.watchdog import Watchdog
+
+
+class MemoryPlan:
+    """Of one run; every method is collective.
+
+    Args:
+        position: in the stream of packs, from where the run goes on.
+        before: bytes in use before the model is built; on a CPU the program itself.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        layout: Layout,
+        backend: Backend,
+        index: SampleIndex,
+        position: Position,
+        before: int,
+    ) -> None:
+        self.config, self.spec, self.layout, self.index = config, spec, layout, index
+        self.backend, self.position, self.before = backend, position, before
+        self.file = config.output / "gpu.toml"
+        self.gpu = on_first_rank(lambda: find_gpu(str(self.file)) if self.file.exists() else None)
+        self.factor = 1.0 if self.gpu is None else self.gpu.step_memory
+        self._known: dict[int, tuple[Sampler, Loads]] = {}
+
+    def fit(self) -> TrainConfig:
+        """The configuration, changed where it did not fit and `--train.fit auto` says so."""
+        if self.config.train.fit == "ignore" or not self._of(self.layout)[1].places:
+            return self.config
+        room, cuda = self._room(), self.backend.is_cuda
+        self.config, changed = on_first_rank(
+            lambda: fit(
+                self.config, self.spec, self.layout, self._loads, room, self._ids, cuda, self.factor
+            )
+        )
+        if changed and dist.get_rank() == 0:
+            say(changed)
+        return self.config
+
+    def rehearse(self, engine: Engine, loader: PackedLoader, gpu: Gpu | None) -> list[RankPeak]:
+        """Measure the heaviest steps; gpu: the device as the planner sees it.
+
+        Raises:
+            UserError: as `rehearse`, or a rank has measured more than it has; on all ranks.
+        """
+        loads = self._loads(self.layout)
+        if not self.config.train.rehearse or not loads.places:
+            return []
+        start = time.perf_counter()
+        with Watchdog(engine.clock.place, self.config.train.timeout):
+            peaks = rehearse(self.config, engine, loader, loads, self.before, self.factor)
+        off = correction(peaks)
+        if dist.get_rank() == 0:
+            seconds = time.perf_counter() - start
+            say(f"rehearsed the heaviest steps in {seconds:.1f} s; nothing was changed")
+            say("\n".join(describe(peaks)))
+        self.factor *= off
+        if abs(off - 1) > TOLERANCE:
+            on_first_rank(partial(self._keep, gpu))
+        if self.config.train.fit != "ignore":
+            room = self._room()
+            check_fits(peaks, partial(self._advice, room))
+        return peaks
+
+    def _keep(self, gpu: Gpu | None) -> None:
+        """On rank 0: the factor, for `--train.fit` and for `vlmtrain plan --gpu`."""
+        said = f"beside the model's states a step needs {self.factor:.2f} times the planned memory"
+        if gpu is None:  # what is in no table has no file
+            return say(said)
+        with writing(self.file):
+            write_gpu(self.file, replace(self.gpu or gpu, step_memory=self.factor))
+        say(f"{said}; {self.file} tells the next --train.fit and vlmtrain plan --gpu")
+
+    def _advice(self, room: float) -> str:
+        remedy = find_remedy(
+            self.config,
+            self.spec,
+            self.layout,
+            self._loads,
+            room,
+            self.backend.is_cuda,
+            self.factor,
+        )
+        return nothing_fits(self.layout) if remedy is None else advice(remedy)
+
+    def _room(self) -> float:
+        """Bytes for the run on its smallest rank."""
+        rooms: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(rooms, capacity_here(self.backend) - self.before)
+        return min(rooms)
+
+    def _loads(self, layout: Layout) -> Loads:
+        return self._of(layout)[1]
+
+    def _of(self, layout: Layout) -> tuple[Sampler, Loads]:
+        """What each step holds, dealt to a layout's replicas."""
+        train = self.config.train
+        if layout.data not in self._known:
+            sampler = Sampler(
+                self.index,
+                self.spec,
+                self.config.loader.packing,
+                pack_length=train.pack_length,
+                global_batch=train.global_batch_packs,
+                seed=train.seed,
+                ranks=layout.data,
+            )
+            total = train.steps or sampler.steps_for_epochs(train.epochs, self.position)
+            steps = sampler.steps(self.position, total)
+            self._known[layout.data] = sampler, Loads.of(steps, self.index, self.spec, layout)
+        return self._known[layout.data]
+
+    def _ids(self, layout: Layout, peak: Peak) -> str:
+        sampler, loads = self._of(layout)
+        return shown(peak.ids(sampler, loads))
