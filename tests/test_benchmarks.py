@@ -142,6 +142,7 @@ def test_compare_leaves_out_wrong_failing_and_hopeless_peers() -> None:
     assert row.ratio is not None and row.ratio > 0  # its value is the machine's
 
 
+@pytest.mark.slow
 def test_memory_beside_results() -> None:
     """In a process of its own: what other tests freed, this one's allocator may have kept."""
     spawn = multiprocessing.get_context("spawn")

@@ -224,6 +224,7 @@ def test_skipped(): pytest.skip("no such GPU")
 """
 
 
+@pytest.mark.slow
 def test_tests_that_hang_fail_and_trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes no other with it."""
     monkeypatch.setattr(processes, "ROOT", tmp_path)

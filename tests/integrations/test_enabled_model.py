@@ -60,6 +60,7 @@ def test_copies(plain: Any) -> None:
         assert_bitwise("disabled", logits(model, inputs), logits(plain, inputs))
 
 
+@pytest.mark.slow
 def test_spawned_process() -> None:
     ours = hf.enable(ref.make_model("qwen2_5_vl", seed=RUN_SEED))
     inputs = batch([sample("image"), sample("text")])

@@ -217,19 +217,24 @@ def test_source_distribution_holds_what_is_compiled(tmp_path: Path):
     assert len(wanted) > 50 and wanted <= names
 
 
+BUILDS = [
+    ("=ON", False, "VLMKERNELS_CUDA=ON, but no working nvcc was found: set CUDACXX to it"),
+    ("=AUTO", True, "==== vlmkernels: CUDA kernels OFF: no working nvcc was found"),
+    ("=MAYBE", False, "VLMKERNELS_CUDA is 'MAYBE'; it must be AUTO, ON or OFF"),
+    ("_ARCHS=80;90a;100f;120", True, "CUDA kernels OFF"),
+    ("_ARCHS=90a", True, "CUDA kernels OFF"),
+    ("_ARCHS=80;90;90a", False, "code for 90 has no wgmma, and the kernels for Hopper would"),
+    ("_ARCHS=sm_90a", False, "'sm_90a' is none from 80 on"),
+    ("_ARCHS=90a;80", False, "the first one's PTX is for GPUs that came later; it must be a"),
+    ("_ARCHS=", False, "it must be a plain one, such as 80"),
+]
+
+
 @pytest.mark.parametrize(
     "option, succeeds, says",
     [
-        ("=ON", False, "VLMKERNELS_CUDA=ON, but no working nvcc was found: set CUDACXX to it"),
-        ("=AUTO", True, "==== vlmkernels: CUDA kernels OFF: no working nvcc was found"),
-        ("=MAYBE", False, "VLMKERNELS_CUDA is 'MAYBE'; it must be AUTO, ON or OFF"),
-        ("_ARCHS=80;90a;100f;120", True, "CUDA kernels OFF"),
-        ("_ARCHS=90a", True, "CUDA kernels OFF"),
-        ("_ARCHS=80;90;90a", False, "code for 90 has no wgmma, and the kernels for Hopper would"),
         ("_ARCHS=75", False, "VLMKERNELS_CUDA_ARCHS is '75' (default 80;90a): '75' is none from"),
-        ("_ARCHS=sm_90a", False, "'sm_90a' is none from 80 on"),
-        ("_ARCHS=90a;80", False, "the first one's PTX is for GPUs that came later; it must be a"),
-        ("_ARCHS=", False, "it must be a plain one, such as 80"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in BUILDS),
     ],
 )
 def test_build_without_nvcc(option: str, succeeds: bool, says: str, tmp_path: Path):

@@ -165,6 +165,7 @@ def test_sizes_of_media_go_with_the_model(two_ranks):
             assert config["max_frames"] == 10, folder
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_unwatched(two_ranks) -> None:
     plain, watched = two_ranks / "plain", two_ranks / "watched"
     rows = [json.loads(line) for line in (watched / "metrics.jsonl").read_text().splitlines()]

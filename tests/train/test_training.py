@@ -131,6 +131,7 @@ def test_the_folder_loads_in_transformers(straight, model):
     transformers.AutoTokenizer.from_pretrained(straight / "hf")
 
 
+@pytest.mark.slow
 def test_kill_and_resume_is_bitwise(straight, model, conversations, tmp_path):
     output = tmp_path / "run"
     arguments = options(
