@@ -1,4 +1,4 @@
-"""A cut of the matrix of layouts (matrix.py) that meets every kind of layout once, and a smaller one."""
+"""A cut of the matrix of layouts (matrix.py) , each kind of layout once; fewer in make test."""
 
 from __future__ import annotations
 
