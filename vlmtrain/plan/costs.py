@@ -124,7 +124,9 @@ class CostModel:
             if expert == 1:
                 return
             gbs = gpu.nvlink_gbs if expert <= gpu.gpus_per_node else gpu.network_gbs
-            size = self.element * spec.hidden_size * spec.num_experts_per_tok * (expert - 1) / expert
+            size = (
+                self.element * spec.hidden_size * spec.num_experts_per_tok * (expert - 1) / expert
+            )
             per_row = size / tensor / (gbs * 1e9 * gpu.efficiency.link)
             per_row += gpu.latency_us * 1e-6 / self.packs.pack_length
             result[COMM_F, TOKENS] += 2 * per_row
@@ -198,9 +200,7 @@ class CostModel:
         tower = self.spec.vision.depth * self._adapter_products(vision=True) * work[PATCHES]
         return 6.0 * float(text + tower)
 
-    def text_cost(
-        self, tensor: int, sequence: bool, recompute: str, expert: int = 1
-    ) -> np.ndarray:
+    def text_cost(self, tensor: int, sequence: bool, recompute: str, expert: int = 1) -> np.ndarray:
         """[4, 6] of a language layer."""
         units = self.units(tensor, sequence, expert)
         again = {"none": 0 * units["text"], "selective": units["text_mlp"], "full": units["text"]}
@@ -418,9 +418,7 @@ class CostModel:
         tower, tower_learns = self.tower_parameters(option)
         master = memory.STATE_BYTES if self.element == 2 else 8
         world = layout.tensor * layout.data * layout.pipeline
-        parameters = zip(
-            self.rank_parameters(option), self.expert_parameters(option), strict=True
-        )
+        parameters = zip(self.rank_parameters(option), self.expert_parameters(option), strict=True)
         for rank, ((total, learning), (experts, experts_learn)) in enumerate(parameters):
             padded = learning + 128 * layout.data * chunks
             shard = padded / layout.data + tower_learns / world
