@@ -27,7 +27,7 @@ optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.vision_layer_deca
 optimizer.lr_scheduler_type optimizer.min_lr optimizer.warmup_steps optimizer.warmup_ratio
 optimizer.decay_ratio optimizer.decay_type optimizer.weight_decay optimizer.beta1
 optimizer.beta2 optimizer.eps optimizer.clip optimizer.offload_fraction optimizer.offload_schedule
-parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
+parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence parallel.expert
 parallel.vision_layers parallel.text_layers parallel.vision parallel.vision_piece
 parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overlap
 freeze.vision freeze.merger freeze.language
@@ -48,7 +48,7 @@ media.max_pixels media.min_pixels media.video_max_pixels media.fps media.max_fra
 
 EVALUATE = """
 model tasks data output nproc pack_length global_batch_packs precision max_new_tokens kernels
-parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence
+parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence parallel.expert
 parallel.vision_layers parallel.text_layers parallel.vision parallel.vision_piece
 parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overlap
 loader.packing loader.unreadable loader.too_long loader.skip_limit loader.workers loader.verify

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.released import released_spec
 from vlmtrain.checkpoint.convert import layer_count, stage_of
 from vlmtrain.checkpoint.mapping import (
     canonical_name,
@@ -29,8 +30,8 @@ from vlmtrain.parallel.layout import make_layout
 @st.composite
 def specs(draw: Any, tensor: int = 1) -> ModelSpec:
     """A model of any family whose sizes `tensor` divides."""
-    family = draw(st.sampled_from(["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]))
-    gated, third = family == "qwen2_5_vl", family == "qwen3_vl"
+    family = draw(st.sampled_from(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]))
+    gated, third = family == "qwen2_5_vl", family.startswith("qwen3_vl")
     depth = draw(st.integers(1, 3))
     vision_heads = tensor * draw(st.integers(1, 3))
     vision_dim = 4 * draw(st.integers(1, 3))
@@ -38,6 +39,11 @@ def specs(draw: Any, tensor: int = 1) -> ModelSpec:
     head_dim = 2 * draw(st.integers(1, 4))
     heads = groups * draw(st.integers(1, 3))
     hidden = heads * head_dim * (2 if third else 1)
+    mixture = {}
+    if family == "qwen3_vl_moe":  # as the family reads them, no expert is square
+        width = draw(st.integers(1, 9).filter(lambda f: hidden not in (f, 2 * f)))
+        mixture = {"num_experts": 2 * tensor, "num_experts_per_tok": 1}
+        mixture["moe_intermediate_size"] = width
     return ModelSpec(
         family=family,
         vision=VisionSpec(
@@ -78,6 +84,7 @@ def specs(draw: Any, tensor: int = 1) -> ModelSpec:
         vision_end_token_id=3,
         qkv_bias=not third,
         qk_norm=third,
+        **mixture,
     )
 
 
@@ -85,7 +92,7 @@ def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
     """Hugging Face shapes, from what the architectures say, not from the table."""
     v, h, w = spec.vision, spec.hidden_size, spec.vision.hidden_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    third = spec.family == "qwen3_vl"
+    third = spec.family.startswith("qwen3_vl")
     actual: dict[str, list[int]] = {
         "model.embed_tokens.weight": [spec.vocab_size, h],
         "model.norm.weight": [h],
@@ -116,9 +123,15 @@ def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
             actual[layer + "self_attn.q_norm.weight"] = [spec.head_dim]
             actual[layer + "self_attn.k_norm.weight"] = [spec.head_dim]
         actual[layer + "self_attn.o_proj.weight"] = [h, q]
-        actual[layer + "mlp.gate_proj.weight"] = [spec.intermediate_size, h]
-        actual[layer + "mlp.up_proj.weight"] = [spec.intermediate_size, h]
-        actual[layer + "mlp.down_proj.weight"] = [h, spec.intermediate_size]
+        if spec.num_experts:
+            experts, f = spec.num_experts, spec.moe_intermediate_size
+            actual[layer + "mlp.gate.weight"] = [experts, h]
+            actual[layer + "mlp.experts.gate_up_proj"] = [experts, h, 2 * f]
+            actual[layer + "mlp.experts.down_proj"] = [experts, f, h]
+        else:
+            actual[layer + "mlp.gate_proj.weight"] = [spec.intermediate_size, h]
+            actual[layer + "mlp.up_proj.weight"] = [spec.intermediate_size, h]
+            actual[layer + "mlp.down_proj.weight"] = [h, spec.intermediate_size]
         actual[layer + "input_layernorm.weight"] = [h]
         actual[layer + "post_attention_layernorm.weight"] = [h]
     for i in range(v.depth):
@@ -129,7 +142,7 @@ def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
             "qwen2_vl": {"fc1": (n, w), "fc2": (w, n)},
             "qwen2_5_vl": {"gate_proj": (n, w), "up_proj": (n, w), "down_proj": (w, n)},
             "qwen3_vl": {"linear_fc1": (n, w), "linear_fc2": (w, n)},
-        }[spec.family]
+        }[spec.family.removesuffix("_moe")]
         for name, (out, into) in linears.items():
             actual[f"{block}mlp.{name}.weight"] = [out, into]
             actual[f"{block}mlp.{name}.bias"] = [out]
@@ -138,6 +151,15 @@ def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
             if spec.family != "qwen2_5_vl":
                 actual[f"{block}{norm}.bias"] = [w]
     return actual
+
+
+def test_experts_as_released_and_as_transformers_5_writes_them():
+    spec = released_spec("qwen3_vl_moe-30b")
+    released = torch.empty(2, 2048, 2 * 768).normal_()
+    transform = transforms(spec)["experts"]
+    for tensor in (released, released.transpose(1, 2)):
+        ours = transform.to_megatron([tensor])
+        assert ours.shape == (2, 2 * 768, 2048) and torch.equal(transform.to_hf(ours)[0], released)
 
 
 tensor_sizes = st.sampled_from([1, 2, 4])

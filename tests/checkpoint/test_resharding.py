@@ -41,6 +41,13 @@ CHAIN: list[tuple[str, dict[str, Any]]] = [
     ("tp2 sp dp2", dict(tensor=2, sequence=True)),
     ("multiplexed tp2 pp2", dict(tensor=2, pipeline=2, multiplexed=True)),
 ]
+# The same of a mixture of experts.
+EXPERT_CHAIN: list[tuple[str, dict[str, Any]]] = [
+    ("tp2 sp ep4", dict(tensor=2, sequence=True, expert=4)),
+    ("pp2 ep2", dict(pipeline=2, expert=2)),
+    ("dp4 ep2", dict(expert=2)),
+    ("tp2 pp2", dict(tensor=2, pipeline=2)),
+]
 KINDS = ("tied", "untied")
 # What is frozen, on two pipeline stages: rank 0 has nothing to train, then rank 1 has not.
 FROZEN: dict[str, tuple[dict[str, bool], dict[str, Any]]] = {
@@ -134,6 +141,30 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
     actual.update(zip(two, run_cases(WORKER, list(two.values()), 2, folder), strict=True))
     actual["folders"] = dict(folder=folder, **models)
     return actual
+
+
+def test_every_layout_reads_the_experts_of_every_other_bitwise(tmp_path):
+    """Through checkpoints, and offline to Hugging Face and Megatron folders."""
+    print(f"seed {SEED}")
+    model = ref.make_model("qwen3_vl_moe", vision_heads=4, seed=SEED)
+    model = ref.save_model(model, tmp_path / "hf")
+    cases: list[dict[str, Any]] = []
+    for number, (_, layout) in enumerate(EXPERT_CHAIN, 1):
+        path = tmp_path / "chain" / f"step-{number:08d}"
+        cases.append(dict(model=model, layout=layout, save=path))
+        cases[-1].update(load=cases[-2]["save"] if number > 1 else None)
+    cases[0]["steps"] = [SEED, SEED + 1]
+    cases[2].update(bucket_size=5000, overlap=dict(overlap_grad_reduce=True))
+    first, *others = run_cases(WORKER, cases, 4, tmp_path)
+    for (name, _), other in zip(EXPERT_CHAIN[1:], others, strict=True):
+        assert "error" not in other, other["error"]
+        same(other["state"], first["state"], name)
+    to_hf(path, tmp_path / "exported")
+    to_megatron(path, tmp_path / "anew", layout_for(read_spec(path), ParallelSection(tensor=2)))
+    to_hf(tmp_path / "anew", tmp_path / "again")
+    for folder in ("exported", "again"):
+        for name, tensor in load_file(tmp_path / folder / "model.safetensors").items():
+            assert torch.equal(tensor, first["state"][f"model {name}"]), (folder, name)
 
 
 @pytest.mark.parametrize("name", [name for name, _ in CHAIN[1:]] + ["fewer ranks"])

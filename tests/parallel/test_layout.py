@@ -144,3 +144,31 @@ def test_refused(options, words):
         make_layout(SPEC_7B, **options)
     for word in words:
         assert word in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(world_size=6, expert=4), ["128 experts", "6 ranks", "[1, 2]", "nearest is 2"]),
+        (dict(world_size=4, expert=4, pipeline=2), ["2 ranks", "[1, 2]"]),
+        (dict(world_size=2, expert=0), ["parallel.expert is 0"]),
+        (dict(world_size=2, expert=2, tensor=2), ["parallel.sequence", "parallel.expert 1"]),
+        (dict(world_size=2, tensor=2, pack_length=1001), ["1001", "experts", "1002"]),
+    ],
+)
+def test_refused_of_a_mixture_of_experts(options, words):
+    spec = released_spec("qwen3_vl_moe-30b")
+    with pytest.raises(LayoutError) as error:
+        make_layout(spec, **options)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+    with pytest.raises(LayoutError, match="parallel.expert 2 needs a mixture of experts"):
+        make_layout(SPEC_7B, world_size=2, expert=2)
+
+
+def test_ranks_that_share_experts():
+    """They are not split, so a width that tensor does not divide is none of its concern."""
+    spec = dataclasses.replace(released_spec("qwen3_vl_moe-30b"), intermediate_size=6145)
+    layout = make_layout(spec, world_size=16, tensor=2, pipeline=2, sequence=True, expert=4)
+    assert (layout.data, layout.expert, layout.expert_data) == (4, 4, 2)
+    assert "data 4, expert 4;" in layout.describe()

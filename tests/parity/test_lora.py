@@ -29,6 +29,7 @@ CASES = {
             dict(pipeline=2, vision_layers=(2, 2), text_layers=(0, 4)),
             dict(vision=True, targets=QWEN3_VL),
         ),
+        ("qwen3_vl_moe", dict(expert=2), dict(targets=("q_proj", "v_proj", "o_proj"))),
         ("qwen2_5_vl", dict(pipeline=2), {}),  # the stage of the tower has nothing to train
         ("qwen2_5_vl", dict(pipeline=2, multiplexed=True), dict(vision=True)),
         ("qwen2_vl", dict(overlap=BOTH), dict(vision=True, targets=("qkv", "fc2", "v_proj"))),

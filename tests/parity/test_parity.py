@@ -27,7 +27,9 @@ def from_disk(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
 class TestOneProcess:
     """Odd sizes: 3 vision heads, 6 query heads over 2 key/value heads, vocabulary 211."""
 
-    @pytest.fixture(scope="class", params=FAMILIES)
+    @pytest.fixture(
+        scope="class", params=[*FAMILIES[:3], pytest.param(FAMILIES[3], marks=pytest.mark.slow)]
+    )
     def case(self, request, tmp_path_factory):
         print(f"seed {SEED}")
         folder = tmp_path_factory.mktemp(request.param)

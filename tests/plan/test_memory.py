@@ -30,6 +30,7 @@ LORA = {"rank": 8, "vision": True}
 VISION = ["qkv", "proj", "fc1", "fc2", "q_proj", "o_proj"]
 ROWS = {"rank": 3, "targets": ["q_proj", "o_proj", "gate_proj", "down_proj"]}
 MLPS = ["selective", "selective"]
+SHARED = {"pipeline": 2, "tensor": 2, "sequence": True, "expert": 2}
 UNEVEN = {"pipeline": 4, "vision_layers": [2, 2, 0, 0], "text_layers": [0, 1, 2, 1]}
 CASES = [
     _case("qwen2_5_vl", 1, 0, activations=ACTIVATIONS),
@@ -45,6 +46,10 @@ CASES = [
     _case("qwen3_vl", 2, 1, layout={"tensor": 2, "sequence": True}, activations=ACTIVATIONS),
     _case("qwen3_vl", 1, 0, recompute=["full", "selective"], activations=ACTIVATIONS),
     _case("qwen3_vl", 6, 3, layout={"pipeline": 2, "virtual_pipeline": 2}, bucket=40_000),
+    _case("qwen3_vl_moe", 1, 0, activations=ACTIVATIONS),
+    _case("qwen3_vl_moe", 1, 0, activations=ACTIVATIONS, lora={"rank": 8, "targets": ["o_proj"]}),
+    _case("qwen3_vl_moe", 1, 0, precision="fp32", recompute=MLPS, activations=ACTIVATIONS),
+    *(_case("qwen3_vl_moe", 8, rank, layout=SHARED, bucket=40_000) for rank in (2, 7)),
     _case("qwen3_vl", 8, 5, layout={"pipeline": 4, "multiplexed": True}),
     *(
         _case(family, 1, 0, precision=precision, activations=ACTIVATIONS, **what)

@@ -243,7 +243,7 @@ def test_checkpoint_cut_short(model, conversations, tmp_path):
 
 @pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_all_ranks_end_and_one_speaks(ours, model, conversations, samples, tmp_path):
-    """Two ranks of our launcher or another's: the fault is on rank 0's desk, rank 1 must not wait."""
+    """Two ranks of our launcher or another's: the fault is on rank 0's desk, rank 1 won't wait."""
     samples[1]["image"] = str(tmp_path / "no-such.jpg")
     data = write(tmp_path, samples)
     arguments = options(model, data, tmp_path / "run", "--parallel.pipeline=2")

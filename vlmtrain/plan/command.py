@@ -145,6 +145,11 @@ def render(ranking: Plan, title: str) -> str:
         "efficiency of matrix work: language "
         f"{gpu.efficiency.language:.0%}, vision {gpu.efficiency.vision:.0%} of peak "
         f"({'measured' if gpu.measured else 'assumed; feed measured ones back in a GPU file'})",
+        *(
+            ["experts: multiplied one after another, taken to be as efficient as other products"]
+            if ranking.spec.num_experts
+            else []
+        ),
         "",
         "    step s   tok/s/GPU   MFU    ±   bubble  imbalance  comm.   GB/GPU     layout",
     ]

@@ -217,8 +217,9 @@ def model_states(
 
     In float32 runs the master weights are the parameters themselves. Frozen weights have neither
     gradients nor optimizer state. `global_rank` matters to a multiplexed tower, which is
-    data-parallel over all ranks, and to experts, which are over a stage's with the same. `overlap`: of gradient reduction, in buckets of `bucket` elements;
-    default: Megatron's, 40 million or a million for each data-parallel rank.
+    data-parallel over all ranks, and to experts, which are over a stage's with the same. `overlap`:
+    of gradient reduction, in buckets of `bucket` elements; default: Megatron's, 40 million or a
+    million for each data-parallel rank.
     """
     element, state = (2, STATE_BYTES) if bf16 else (4, 8)
     parameters = gradients = optimizer = 0
