@@ -21,7 +21,7 @@ from vlmtrain.telemetry import command as report_command
 OPTIONS = """
 model data output nproc
 train.steps train.epochs train.pack_length train.global_batch_packs train.precision train.seed
-train.log_every train.wandb train.rehearse train.fit
+train.log_every train.tensorboard train.wandb train.rehearse train.fit
 train.on_spike train.timeout
 optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.vision_layer_decay
 optimizer.lr_scheduler_type optimizer.min_lr optimizer.warmup_steps optimizer.warmup_ratio
@@ -33,10 +33,11 @@ parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overl
 freeze.vision freeze.merger freeze.language
 lora.rank lora.alpha lora.dropout lora.targets lora.vision
 recompute.vision recompute.language
-checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.keep_best checkpoint.resume
+checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.keep_best
+checkpoint.hf checkpoint.resume
 evaluate.every evaluate.data evaluate.split_ratio
 loader.packing loader.unreadable loader.too_long loader.skip_limit loader.workers loader.verify
-loader.max_samples loader.media_root loader.template loader.ignore_keys
+loader.max_samples loader.media_root loader.template loader.system loader.ignore_keys
 media.max_pixels media.min_pixels media.video_max_pixels media.fps media.max_frames
 """.split()
 
@@ -52,7 +53,7 @@ parallel.tensor parallel.pipeline parallel.virtual_pipeline parallel.sequence pa
 parallel.vision_layers parallel.text_layers parallel.vision parallel.vision_piece
 parallel.overlap_grad_reduce parallel.overlap_param_gather parallel.tensor_overlap
 loader.packing loader.unreadable loader.too_long loader.skip_limit loader.workers loader.verify
-loader.max_samples loader.media_root loader.template loader.ignore_keys
+loader.max_samples loader.media_root loader.template loader.system loader.ignore_keys
 media.max_pixels media.min_pixels media.video_max_pixels media.fps media.max_frames
 """.split()
 

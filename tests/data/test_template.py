@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +287,39 @@ def test_a_text_alone_is_learned_whole(processor: Processor, spec: ModelSpec) ->
     first = len(tokenizer("A cup.")["input_ids"]) - 1
     assert tokenizer.decode(learned[first:]) == " Good.<|im_end|>"
     assert learned[:first].tolist() == encoded.input_ids[1 : first + 1].tolist()
+
+
+@pytest.mark.parametrize("prompt", ["Be brief.", 'Say "hi", it\'s {{ x }} {% 日本 🚀\n\\n %}.'])
+def test_a_system_prompt(
+    prompt: str, processor: Processor, model_folder: Path, spec: ModelSpec, tmp_path: Path
+) -> None:
+    """As if each conversation without one began with it, here and in transformers with the folder
+    that is written; one that has a system prompt keeps it."""
+    from transformers import AutoTokenizer
+
+    with_prompt = Processor.from_folder(model_folder, spec, system=prompt)
+    turns = [("user", "Hi"), ("assistant", "Hello!"), ("user", "?"), ("assistant", "!")]
+    other = [("system", "Mine."), *turns]
+    for given, same in ((turns, [("system", prompt), *turns]), (other, other)):
+        ours = with_prompt.template.tokens(make_sample(given))
+        theirs = processor.template.tokens(make_sample(same))
+        assert ours.ids.tolist() == theirs.ids.tolist()
+        assert ours.weights.tolist() == theirs.weights.tolist()
+    assert with_prompt.fingerprint() != processor.fingerprint()
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    with_prompt.write_settings(copy)
+    messages = [{"role": "user", "content": "Hi"}]
+    text = AutoTokenizer.from_pretrained(copy).apply_chat_template(messages, tokenize=False)
+    assert text == f"<|im_start|>system\n{prompt}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+
+
+def test_a_system_prompt_that_can_not_be_given(
+    model_folder: Path, spec: ModelSpec, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"--loader.system holds the reserved token <\|image_pad"):
+        Processor.from_folder(model_folder, spec, system="a <|image_pad|>")
+    path = tmp_path / "silent.jinja"
+    path.write_text("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(DataError, match="--loader.system: the chat template writes no system"):
+        Processor.from_folder(model_folder, spec, template=path, system="Be brief.")

@@ -18,6 +18,7 @@ LORA = (
 def resume_lora(layout, model, conversations, folder):
     straight, resumed = folder / "straight", folder / "resumed"
     more = ["--train.steps=6", "--checkpoint.every=3", "--nproc=2", *layout, *LORA]
+    more.append("--checkpoint.hf")
     done = run_cli(options(model, conversations, straight, *more))
     assert done.code == 0, done.output
     shutil.copytree(straight, resumed)
@@ -32,6 +33,8 @@ def resume_lora(layout, model, conversations, folder):
     files = [*straight.glob("hf/*.safetensors"), *straight.glob("adapter/*.safetensors")]
     assert len(files) >= 2
     for file in files:
+        last = straight / "checkpoints" / "step-00000006" / file.relative_to(straight)
+        assert last.read_bytes() == file.read_bytes(), file
         assert (resumed / file.relative_to(straight)).read_bytes() == file.read_bytes(), file
 
 

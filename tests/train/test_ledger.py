@@ -260,13 +260,14 @@ def test_a_full_disk_keeps_the_record(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(UserError, match="metrics.jsonl can't be written: No space left"):
             Metrics(tmp_path, 2, 4, 1)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
-    metrics = Metrics(tmp_path, 2, 4, 1)
+    metrics = Metrics(tmp_path, 2, 4, 1, tensorboard=False)
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "replace", full)
         with pytest.raises(UserError, match="run.json can't be written: No space left"):
             metrics.write_facts(more=1)
     metrics.close()
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2])
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "run.json"}
 
 
 def test_times_of_a_clock() -> None:

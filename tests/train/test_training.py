@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import losses, options
+from vlmtrain.checkpoint import convert
 from vlmtrain.checkpoint.training.checkpoint import complete
 
 TWO = ["--nproc=2", "--parallel.pipeline=2"]
@@ -137,6 +138,7 @@ def test_kill_and_resume_is_bitwise(straight, model, conversations, tmp_path):
     arguments = options(
         model, conversations, output, "--train.steps=10", "--checkpoint.every=5", *TWO, *RATES
     )
+    arguments.append("--checkpoint.hf")
     process = start(arguments)
     wait_for_step(output, 6, process)
     wait_for_checkpoint(output, process)
@@ -150,6 +152,16 @@ def test_kill_and_resume_is_bitwise(straight, model, conversations, tmp_path):
         other = load_file(output / "hf" / file.name)
         for name, tensor in load_file(file).items():
             assert torch.equal(tensor, other[name]), name
+    first, last = (output / "checkpoints" / f"step-{step:08d}" for step in (5, 10))
+    assert folder_bytes(last / "hf") == folder_bytes(output / "hf")
+    convert.to_hf(first, tmp_path / "converted")
+    for name, tensor in load_file(tmp_path / "converted" / "model.safetensors").items():
+        files = [load_file(file) for file in (first / "hf").glob("*.safetensors")]
+        assert [torch.equal(tensor, file[name]) for file in files if name in file] == [True], name
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.slow

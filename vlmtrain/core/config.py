@@ -65,6 +65,8 @@ class TrainSection:
     """Seed of the data order and of freshly initialised values."""
     log_every: Positive = 1
     """Steps between two progress lines; metrics.jsonl has every step."""
+    tensorboard: bool = True
+    """Write metrics for TensorBoard into OUTPUT/tensorboard as well."""
     wandb: str = ""
     """Weights & Biases project to log to as well; empty: none."""
     rehearse: bool = True
@@ -195,6 +197,8 @@ class CheckpointSection:
     """Checkpoints of steps that this divides are kept for good; 0: none."""
     keep_best: bool = False
     """Save at each evaluation with the lowest held-out loss so far, and keep the last of these."""
+    hf: bool = False
+    """In each checkpoint also a Hugging Face folder, hf/ (with LoRA merged, and adapter/)."""
     resume: str = "none"
     """latest, best, a step number, or none."""
 
@@ -251,6 +255,8 @@ class LoaderSection:
     """Folder that relative media paths start from; default: the data file's own."""
     template: str = ""
     """File with a Jinja chat template, instead of the model's own."""
+    system: str = ""
+    """System prompt of conversations that have none, instead of the template's own."""
     ignore_keys: tuple[str, ...] = ()
     """Keys and marks of records that are not looked at; others that are not read are errors."""
 

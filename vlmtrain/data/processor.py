@@ -83,6 +83,7 @@ class Processor:
         section: MediaSection | None = None,
         pack_length: int | None = None,
         template: str | Path | None = None,
+        system: str = "",
     ) -> Processor:
         """Read tokenizer, chat template and processor settings of a Hugging Face folder.
 
@@ -92,6 +93,7 @@ class Processor:
             section: sizes of images and videos instead of the folder's.
             pack_length: sizes that `section` does not set are lowered to fit (`limited`).
             template: file with a Jinja chat template, instead of the folder's.
+            system: system prompt of conversations that have none; it becomes part of the template.
 
         Raises:
             DataError: no tokenizer, or settings that contradict config.json.
@@ -101,8 +103,8 @@ class Processor:
         images = ImageSettings.from_config(config, spec.vision, ImageSettings.of(media), where)
         videos = video_settings(media).from_folder(folder, images, spec.vision, media.video_pixels)
         of_run = limited(images, videos, section or MediaSection(), pack_length)
-        result = cls(ChatTemplate.from_folder(folder, spec, template), spec, *of_run)
-        result.differs = of_run != (images, videos), bool(template)
+        result = cls(ChatTemplate.from_folder(folder, spec, template, system), spec, *of_run)
+        result.differs = of_run != (images, videos), bool(template or system)
         return result
 
     def write_settings(self, folder: Path) -> None:

@@ -113,12 +113,17 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, spec: ModelSpec, file: str | Path | None = None
+        cls,
+        folder: str | Path,
+        spec: ModelSpec,
+        file: str | Path | None = None,
+        system: str = "",
     ) -> ChatTemplate:
         """Load the tokenizer and the template of a Hugging Face model folder.
 
         The template is looked for where transformers' processor does: chat_template.jinja,
-        chat_template.json, then the tokenizer's own. `file` replaces all of these.
+        chat_template.json, then the tokenizer's own. `file` replaces all of these; `system` is the
+        system prompt of conversations without one.
 
         Raises:
             DataError: `file` cannot be read, the folder has no usable tokenizer, or it contradicts
@@ -151,7 +156,32 @@ class ChatTemplate:
                 raise DataError(
                     f"{folder / 'chat_template.json'} has no readable 'chat_template'"
                 ) from None
-        return cls(tokenizer, spec, template, str(folder))
+        result = cls(tokenizer, spec, template, str(folder))
+        if system:
+            result.set_system(system)
+        return result
+
+    def set_system(self, prompt: str) -> None:
+        """Give conversations without a system prompt this one, in the template itself, which then
+        does the same for every program that uses it.
+
+        Raises:
+            DataError: the prompt holds a vision token, or the template leaves it out.
+        """
+        for token in self.vision_tokens:
+            if token in prompt:
+                raise DataError(f"--loader.system holds the reserved token {token}; remove it")
+        self.template = (
+            "{% if not messages or messages[0]['role'] != 'system' %}"
+            # Jinja reads Python's string literals.
+            f"{{% set messages = [{{'role': 'system', 'content': {prompt!r}}}] + messages %}}"
+            "{% endif %}" + self.template
+        )
+        if prompt.strip() not in self.render([{"role": "user", "content": "?"}]):
+            raise DataError(
+                "--loader.system: the chat template writes no system prompt; give one that does "
+                "with --loader.template"
+            )
 
     @property
     def pad_token_id(self) -> int:

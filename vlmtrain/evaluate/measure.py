@@ -106,6 +106,7 @@ def _held_out(
         section=config.media,
         pack_length=config.pack_length,
         template=config.loader.template or None,
+        system=config.loader.system,
     )
 
     def prepare() -> SampleIndex:

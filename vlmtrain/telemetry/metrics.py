@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import write_text, writing
 from vlmtrain.telemetry.ledger import StepResult
@@ -29,10 +27,12 @@ class Metrics:
         total_steps: int,
         log_every: int,
         *,
+        tensorboard: bool = True,
         wandb: str = "",
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """`wandb`: project to log to, or empty; `facts` go into run.json.
+        """`tensorboard`: write OUTPUT/tensorboard; `wandb`: project to log to, or empty;
+        `facts` go into run.json.
 
         Raises:
             UserError: a file can't be written, or Weights & Biases does not let the run in.
@@ -50,8 +50,14 @@ class Metrics:
         with writing(self.path):
             write_text(self.path, "".join(line + "\n" for line in kept))
             self._file = open(self.path, "a", encoding="utf-8")
-        with writing(output / "tensorboard"):
-            self._board = SummaryWriter(str(output / "tensorboard"), purge_step=resumed_step + 1)
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            with writing(output / "tensorboard"):
+                self._board = SummaryWriter(
+                    str(output / "tensorboard"), purge_step=resumed_step + 1
+                )
         self._facts_path, self.facts = output / "run.json", facts or {}
         self.write_facts()
         self._wandb: Any = None
@@ -91,9 +97,10 @@ class Metrics:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
         scalars = dict(_scalars(row))
-        for name, value in scalars.items():
-            tag = f"train/{name}".replace("train/heldout_", "heldout/")
-            self._board.add_scalar(tag, value, step)
+        if self._board is not None:
+            for name, value in scalars.items():
+                tag = f"train/{name}".replace("train/heldout_", "heldout/")
+                self._board.add_scalar(tag, value, step)
         if self._wandb is not None:
             self._wandb.log(scalars, step=step)
         if "heldout_loss" in more:
@@ -115,7 +122,8 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -52,7 +52,13 @@ class Record:
         self._drift = DriftMonitor(config, spec, layout, gpu, peak, loader.index)
         facts = {**self._drift.facts(), "rehearsal": [asdict(peak) for peak in peaks]}
         self._metrics = Metrics(
-            config.output, first, total, train.log_every, wandb=train.wandb, facts=facts
+            config.output,
+            first,
+            total,
+            train.log_every,
+            tensorboard=train.tensorboard,
+            wandb=train.wandb,
+            facts=facts,
         )
 
     def step(

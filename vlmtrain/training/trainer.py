@@ -119,6 +119,7 @@ class Trainer:
             section=config.media,
             pack_length=train.pack_length,
             template=template,
+            system=config.loader.system,
         )
         self.processor = processor
         # One rank reads and judges all input; the others hear its verdict instead of a hang.
@@ -243,15 +244,18 @@ class Trainer:
                 )
             return
         engine.gather_weights()
-        folder, adapt = config.output / "hf", self.processor.write_settings
-        with merged(engine.exported):
-            save_weights(engine.exported, self.spec, config.model, folder, adapt)
-        if config.lora.rank:
-            adapter = config.output / "adapter"
-            save_adapters(engine.exported, config.lora, config.model, adapter, adapt)
+        self._export(config.output)
         if self.record is not None:
             self.record.close(finished=True)
-            say(f"Hugging Face folder: {folder}")
+            say(f"Hugging Face folder: {config.output / 'hf'}")
+
+    def _export(self, folder: Path) -> None:
+        """Write hf/, and with LoRA adapter/, into `folder`."""
+        config, parts, adapt = self.config, self.engine.exported, self.processor.write_settings
+        with merged(parts):
+            save_weights(parts, self.spec, config.model, folder / "hf", adapt)
+        if config.lora.rank:
+            save_adapters(parts, config.lora, config.model, folder / "adapter", adapt)
 
     # --- parts of building and of a step ------------------------------------------------------
 
@@ -384,7 +388,8 @@ class Trainer:
             "config": to_dict(self.config),
             "best": self.best,
         }
-        self.saver.start(step, self.engine.parts, self.engine.optimizer, extra)
+        export = self._export if self.config.checkpoint.hf else None
+        self.saver.start(step, self.engine.parts, self.engine.optimizer, extra, export)
 
 
 def _check_output(config: TrainConfig, lock: FolderLock) -> None:

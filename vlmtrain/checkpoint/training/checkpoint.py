@@ -93,10 +93,12 @@ class Saver:
         parts: list[Any],
         optimizer: MegatronOptimizer,
         extra: dict[str, Any],
+        export: Callable[[Path], None] | None = None,
     ) -> None:
         """Copy the state to host memory and begin to write it as checkpoint `step`.
 
-        `extra["best"]`, where it is not None, names in "step" the checkpoint to keep as the best.
+        `extra["best"]`, where it is not None, names in "step" the checkpoint to keep as the best;
+        `export` writes more into its folder, while training waits, on all ranks together.
 
         Raises:
             CheckpointError: the previous save failed, or this one can't begin; on all ranks.
@@ -104,6 +106,8 @@ class Saver:
         self.finish()
         target = self.folder / name_of(step)
         work = Path(on_first_rank(replacing(target)(lambda: str(start_folder(target)))))
+        if export is not None:
+            export(work)
         common = {
             **extra,
             "step": step,
