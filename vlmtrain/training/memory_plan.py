@@ -80,11 +80,11 @@ class MemoryPlan:
         Raises:
             UserError: as `rehearse`, or a rank has measured more than it has; on all ranks.
         """
-        loads = self._loads(self.layout)
-        if not self.config.train.rehearse or not loads.places:
+        if not self.config.train.rehearse or not self._loads(self.layout).places:
             return []
         start = time.perf_counter()
         with Watchdog(engine.clock.place, self.config.train.timeout):
+            loads = self._loads(self.layout)
             peaks = rehearse(self.config, engine, loader, loads, self.before, self.factor)
         off = correction(peaks)
         if dist.get_rank() == 0:
