@@ -52,7 +52,7 @@ def references(tmp_path_factory):
                 parameter.requires_grad_(not frozen.get(part(canonical_name(name)), False))
             ref.reference_loss(model, ref.make_samples(SEED)).backward()
             gradients = {
-                canonical_name(n): None if p.grad is None else p.grad.clone()
+                canonical_name(n): None if p.grad is None else ref.as_released(n, p.grad.clone())
                 for n, p in model.named_parameters()
             }
             model.zero_grad()
@@ -71,6 +71,7 @@ def test_frozen_parts(size, references, tmp_path):
         if family == "qwen2_vl" or size == 2
         if family == "qwen2_5_vl" or "overlap" not in layout
         if family != "qwen3_vl" or layout != dict(pipeline=2)
+        if family != "qwen3_vl_moe" or "tensor" in layout
     ]
     cases = [
         dict(

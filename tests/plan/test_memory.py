@@ -116,7 +116,11 @@ def test_states_to_the_byte(number: int, measured: list[dict[str, Any]]) -> None
         "freeze": FreezeSection(**case.get("freeze", {})),
         "lora": LoraSection(**case.get("lora", {})),
     }
-    counts = [memory.stage_parameters(spec, layout, stage, **learning).count for stage in stages]
+    counts = [
+        memory.stage_parameters(spec, layout, stage, **learning).count
+        + memory.stage_experts(spec, layout, stage, **learning).count
+        for stage in stages
+    ]
     assert counts == real["parameters"]
     states = memory.model_states(
         spec,
