@@ -126,7 +126,7 @@ use_cpu:T | | without a GPU the CPU is used
 bf16:TM fp16:TM torch_dtype:S pure_bf16:L | train.precision | bf16 or fp32
 tf32:T | | on with bf16, off with fp32
 fp8:L fp8_format:M fp8_recipe:M | train.precision | bf16 or fp32
-attn_impl:S flash_attn:L attention_backend:M | | the fastest there is; python -m vlmkernels.info
+attn_impl:S flash_attn:L attention_backend:M | | chosen for you; python -m vlmkernels.info
 use_liger_kernel:T enable_liger_kernel:L use_unsloth:L | | the package's own kernels are always on
 torch_compile:T | | not offered
 # Checkpoints and logs
