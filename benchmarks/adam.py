@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -83,9 +84,12 @@ def deepspeed_step(problem: Problem) -> Callable[[], Any]:
 
 
 def with_deepspeed(problem: Problem, peers: dict[str, Callable], skipped: dict[str, str]) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        skipped["DeepSpeed CPUAdam"] = "not installed: pip install -e '.[bench]'"
+        return
     try:
         peers["DeepSpeed CPUAdam"] = deepspeed_step(problem)
-    except Exception as error:  # not installed, or its own compiler run failed
+    except Exception as error:  # its own compiler run failed
         first = (str(error).strip().splitlines() or [""])[0]
         skipped["DeepSpeed CPUAdam"] = f"{type(error).__name__}: {first[:100]}"
 

@@ -30,13 +30,14 @@ def random_work(rng: np.random.Generator) -> Work:
         patches,
         patches * int(rng.integers(500, 4000)),
         patches * int(rng.integers(30, 64)),
+        int(tokens * rng.uniform(0.1, 0.9)),
     )
 
 
 def test_fit_finds_what_steps_cost(seed: int) -> None:
     """Noise of 1%, and a tenth of the steps three times too long."""
     rng = np.random.default_rng(seed)
-    true = np.array([0.05, 2e-5, 3e-9, 8e-6, 5e-10])
+    true = np.array([0.05, 2e-5, 3e-9, 8e-6, 5e-10, 1e-5])
     rows = np.array([drift.features(random_work(rng), SPEC, 1) for _ in range(120)])
     clean = rows @ true
     seconds = clean * rng.normal(1, 0.01, len(rows))
@@ -48,8 +49,8 @@ def test_fit_finds_what_steps_cost(seed: int) -> None:
 
 def test_pairs_are_a_mean_layers() -> None:
     """28 of 32 layers see windows, 4 see whole frames; two replicas share the work."""
-    row = drift.features(Work(100, 5050, 640, 64000, 3200), SPEC, 2)
-    assert row == pytest.approx([1, 50, 2525, 320, (28 * 3200 + 4 * 64000) / 32 / 2])
+    row = drift.features(Work(100, 5050, 640, 64000, 3200, 60), SPEC, 2)
+    assert row == pytest.approx([1, 50, 2525, 320, (28 * 3200 + 4 * 64000) / 32 / 2, 30])
 
 
 # --- the monitor  --------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_drift_is_reported_once_each_way(
     spent on saving and waiting for data does not count as drift."""
     rng = np.random.default_rng(seed)
     run = monitor(tmp_path, None)
-    true = np.array([0.05, 2e-5, 3e-9, 8e-6, 5e-10])
+    true = np.array([0.05, 2e-5, 3e-9, 8e-6, 5e-10, 1e-5])
     printed: dict[int, str] = {}
     capsys.readouterr()
     for step in range(1, 121):

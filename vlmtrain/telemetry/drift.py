@@ -1,9 +1,9 @@
 """Predicted and measured step time: a run's plan, a cost model fitted to its steps, a warning when
 they differ.
 
-The fit is seconds = c0 + c1 T + c2 sum t^2 + c3 P + c4 sum p^2 with no negative coefficient: T
-tokens and P patches of a step per replica (padding included), t and p the lengths that attention
-sees. It is made to the run's last steps, robustly: outliers (a slow disk, a
+The fit is seconds = c0 + c1 T + c2 sum t^2 + c3 P + c4 sum p^2 + c5 N with no negative coefficient:
+T tokens, P patches (padding included) and N target tokens of a step per replica, t and p the lengths
+that attention sees. It is made to the run's last steps, robustly: outliers (a slow disk, a
 neighbour on the machine) do not count.
 """
 
@@ -33,7 +33,7 @@ TOLERANCE = 0.10  # of the prediction; more is reported
 WARMUP = 2  # first steps, in which libraries warm up
 FEW = 8  # steps that a median or a fit needs
 _WINDOW = 256  # steps that the fit looks back
-COEFFICIENTS = ("constant", "tokens", "token pairs", "patches", "patch pairs")
+COEFFICIENTS = ("constant", "tokens", "token pairs", "patches", "patch pairs", "targets")
 
 
 # --- the plan of a run ------------------------------------------------------------------------
@@ -76,17 +76,17 @@ def describe(plan: Prediction, gpu: Gpu) -> str:
 
 
 def features(work: Work, spec: ModelSpec, replicas: int) -> np.ndarray:
-    """[5] of a step: 1, T, pairs of tokens, P, pairs of patches (a mean layer's), per replica.
-    Target tokens, which only the head sees, are as good as proportional to T."""
+    """[6] of a step: 1, T, pairs of tokens, P, pairs of patches (a mean layer's), N, per replica."""
     vision = spec.vision
     depth = max(vision.depth, 1)
     full_layers = depth if vision.window_size is None else len(vision.full_attention_layers)
     pairs = (full_layers * work.frame_pairs + (depth - full_layers) * work.window_pairs) / depth
-    return np.array([replicas, work.tokens, work.causal_pairs, work.patches, pairs]) / replicas
+    values = [replicas, work.tokens, work.causal_pairs, work.patches, pairs, work.targets]
+    return np.array(values) / replicas
 
 
 def fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Coefficients [5] for rows [steps, 5]; relative least squares in three rounds, each without
+    """Coefficients [6] for rows [steps, 6]; relative least squares in three rounds, each without
     the outliers of the one before: steps off by more than 4 times the median deviation.
     """
     keep = np.ones(len(seconds), dtype=bool)

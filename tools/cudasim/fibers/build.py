@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -160,13 +161,9 @@ def build(
     for name in RUNTIME:
         objects.append(str(folder / f"{name}.o"))
         commands.append([cxx, *COMMON, *RUNTIME_FLAGS[kind], *paths, "-c", str(HERE / name)])
-    running = [
-        subprocess.Popen([*c, "-o", o], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for c, o in zip(commands, objects, strict=True)
-    ]
-    for process in running:
-        output = process.communicate()[0]
-        assert process.returncode == 0, f"{process.args}\n{output}"
+    commands = [[*c, "-o", o] for c, o in zip(commands, objects, strict=True)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run, commands))
     library = folder / f"{kind}.so"
     run([cxx, "-shared", "-Wl,-Bsymbolic", *objects, *LINK_FLAGS[kind], "-ldl", "-o", str(library)])
     return Library(library, kind)
