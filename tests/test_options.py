@@ -20,8 +20,9 @@ from vlmtrain.evaluate.config import EvaluateConfig
 from vlmtrain.generate.command import GenerateConfig
 from vlmtrain.plan.command import plan
 
-# Options of transformers 4 that 5 has no more.
-EARLIER = {"group_by_length", "overwrite_output_dir"}
+# Options that transformers 4 alone has, or late releases of 5 alone.
+SOME = {"group_by_length", "overwrite_output_dir"}
+SOME |= {"train_sampling_strategy", "activation_checkpointing"}
 SWIFT = "--model Q --dataset d.jsonl --train_type full --learning_rate 1e-5 --freeze_vit=true"
 ANSWERS = {
     "--dataset": "here --data; files, not names of a hub",
@@ -52,7 +53,7 @@ def test_every_entry_leads_to_options_that_exist():
 
 
 def test_names_of_the_trainer_are_those_of_the_class_installed():
-    there = {field.name for field in dataclasses.fields(TrainingArguments)} | EARLIER
+    there = {field.name for field in dataclasses.fields(TrainingArguments)} | SOME
     entries = [entry for group in coming_from.SECTIONS.values() for entry in group]
     listed = {name for one in entries for name, whose in one.names.items() if "T" in whose}
     assert len(listed) > 50 and listed <= there, listed - there

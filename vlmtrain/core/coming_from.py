@@ -23,7 +23,7 @@ _TABLE = """
 model_name_or_path:L | model
 load:M | model | to go on with a run: --checkpoint.resume
 output_dir:T save:M | output
-overwrite_output_dir:TL | | a folder with a run is never overwritten
+overwrite_output_dir:TL add_version:S | | a folder with a run is never overwritten
 dataset:SL data_path:M train_data_path:M | data | files, not names of a hub
 dataset_dir:L | data | with the folder before the file's name
 val_dataset:S eval_dataset:L valid_data_path:M | evaluate.data
@@ -42,6 +42,9 @@ tokenizer_type:M tokenizer_model:M | | the model folder's tokenizer is used
 use_hf:S model_revision:SL cache_dir:L | | --model and --data are on your disk: docs/2-train.md
 push_to_hub:T hub_model_id:T hub_strategy:T | | OUTPUT/hf is what `hf upload` takes
 trust_remote_code:L | | no code of a model folder is run
+num_layers:M hidden_size:M num_attention_heads:M | | read from config.json
+resume_only_model:S | model | the --output of the run before
+agent_template:S tool_format:L | loader.template | the chat template writes tools
 adapters:S adapter_name_or_path:L adapter_load:M | checkpoint.resume | an adapter goes on in its run
 # Batches and packing
 per_device_train_batch_size:T micro_batch_size:M | train.pack_length | a microbatch is one pack
@@ -53,7 +56,7 @@ seq_length:M packing_length:M | train.pack_length
 truncation_strategy:S | loader.too_long
 packing:SLM padding_free:SM | loader.packing | always on; samples never see each other
 neat_packing:L | loader.packing | always on; samples never see each other
-group_by_length:T | loader.packing | packs cost the same, which needs no sorting
+group_by_length:T train_sampling_strategy:T | loader.packing | packs cost the same anyway
 auto_find_batch_size:T | train.fit | auto: recomputation and offload until it fits
 dataloader_drop_last:T | | packs of all epochs are one stream, none is dropped
 dataloader_num_workers:T num_workers:M | loader.workers
@@ -62,6 +65,7 @@ dataset_shuffle:S train_dataloader_shuffle:S disable_shuffling:L | | samples are
 # What is learned
 loss_scale:S train_on_prompt:L mask_history:L | | the assistant's turns; `weight` in the data
 average_tokens_across_devices:T calculate_per_token_loss:M | | always: a mean over a step's targets
+norm_bbox:S | | boxes are written as the model was taught
 label_smoothing_factor:T neftune_noise_alpha:T | | not offered
 task_type:S rlhf_type:S stage:L | | supervised fine-tuning is what there is
 do_train:T do_eval:T do_predict:T | | the command says it: train, evaluate, generate
@@ -76,6 +80,7 @@ adam_beta1:TM | optimizer.beta1
 adam_beta2:TM | optimizer.beta2
 adam_epsilon:T adam_eps:M | optimizer.eps
 max_grad_norm:T clip_grad:M | optimizer.clip
+no_check_for_nan_in_loss_and_grad:M | train.on_spike
 optim:T optim_args:T optimizer:M | | AdamW is the only optimizer
 seed:TM | train.seed
 data_seed:T | train.seed | one seed for all
@@ -85,7 +90,8 @@ lora_rank:SLM | lora.rank
 lora_alpha:SLM | lora.alpha
 lora_dropout:SLM | lora.dropout
 target_modules:SM lora_target:L | lora.targets
-use_dora:SL use_rslora:SLM | | not offered
+freeze_parameters:S trainable_parameters:S | freeze.vision freeze.merger freeze.language
+use_dora:SL use_rslora:SLM modules_to_save:SM additional_target:L | | not offered
 quant_method:S quant_bits:S quantization_bit:L | | not offered; weights are not quantised
 freeze_vit:SM freeze_vision_tower:L | freeze.vision | frozen there unless told otherwise, not here
 freeze_aligner:SM freeze_multi_modal_projector:L | freeze.merger | as freeze_vit
@@ -97,6 +103,7 @@ IMAGE_MAX_TOKEN_NUM:E | media.max_pixels | a token is 32 x 32 pixels, of Qwen2 a
 video_max_pixels:L VIDEO_MAX_PIXELS:E | media.video_max_pixels
 video_fps:L FPS:E | media.fps
 video_maxlen:L FPS_MAX_FRAMES:E | media.max_frames
+model_kwargs:S | media.max_pixels media.fps media.max_frames
 # Processes, memory, speed
 NPROC_PER_NODE:E | nproc
 tensor_model_parallel_size:M | parallel.tensor
@@ -106,6 +113,7 @@ num_virtual_stages_per_pipeline_rank:M | parallel.virtual_pipeline
 num_layers_per_virtual_pipeline_stage:M | parallel.virtual_pipeline | chunks of a rank, not layers
 pipeline_model_parallel_layout:M | parallel.text_layers parallel.vision_layers
 decoder_first_pipeline_num_layers:M decoder_last_pipeline_num_layers:M | parallel.text_layers
+account_for_embedding_in_pipeline_split:M | parallel.text_layers | it counts tower and head
 sequence_parallel:M | parallel.sequence
 context_parallel_size:M sequence_parallel_size:S | | there is no context parallelism
 overlap_grad_reduce:M | parallel.overlap_grad_reduce
@@ -114,7 +122,7 @@ tp_comm_overlap:M | parallel.tensor_overlap
 use_distributed_optimizer:M | | always: replicas share the optimizer state
 deepspeed:T fsdp:T | parallel.tensor parallel.pipeline | replicas share the optimizer state (ZeRO 1)
 optimizer_cpu_offload:M optimizer_offload_fraction:M | optimizer.offload_fraction
-gradient_checkpointing:T | recompute.language recompute.vision | full, or none
+gradient_checkpointing:T activation_checkpointing:T | recompute.language recompute.vision | or none
 vit_gradient_checkpointing:SM | recompute.vision | full, or none
 disable_gradient_checkpointing:L | recompute.language recompute.vision | none is the default
 recompute_granularity:M recompute_modules:M | recompute.language recompute.vision
@@ -123,20 +131,23 @@ ddp_find_unused_parameters:T | | parts that a step does not use need no setting
 ddp_timeout:T distributed_timeout_minutes:M | train.timeout | in minutes
 ddp_backend:T distributed_backend:M | | NCCL on GPUs, gloo on CPUs
 use_cpu:T | | without a GPU the CPU is used
-bf16:TM fp16:TM torch_dtype:S pure_bf16:L | train.precision | bf16 or fp32
+bf16:TM fp16:TM torch_dtype:S pure_bf16:L infer_dtype:L | train.precision | bf16 or fp32
 tf32:T | | on with bf16, off with fp32
 fp8:L fp8_format:M fp8_recipe:M | train.precision | bf16 or fp32
-attn_impl:S flash_attn:L attention_backend:M | | the fastest there is; python -m vlmkernels.info
+attn_impl:S flash_attn:L attention_backend:M | | chosen for you; python -m vlmkernels.info
 use_liger_kernel:T enable_liger_kernel:L use_unsloth:L | | the package's own kernels are always on
 torch_compile:T | | not offered
 # Checkpoints and logs
 save_steps:T save_interval:M | checkpoint.every
 save_only_model:T no_save_optim:M | | checkpoints hold everything; OUTPUT/hf the model alone
+ckpt_format:M async_save:M | | torch_dist, written while training goes on
+exit_signal_handler:M | | SIGTERM saves and ends
 resume_from_checkpoint:T | checkpoint.resume | latest or a step, of the same --output
 ignore_data_skip:T | | a resumed run takes the next samples, on any layout
 finetune:M no_load_optim:M no_load_rng:M | | so it is without --checkpoint.resume
 logging_steps:T log_interval:M | train.log_every | metrics.jsonl has every step
 wandb_project:M | train.wandb
+plot_loss:L log_throughput:M | | every line of a step, and vlmtrain report OUTPUT
 """
 
 
