@@ -18,10 +18,11 @@ from vlmtrain.models.family import read_spec
 
 
 def newest(folder: Path) -> Path:
-    """`folder`, or of OUTPUT/checkpoints the newest checkpoint in it."""
-    latest = folder / "latest"
-    if latest.is_file():
-        return folder / latest.read_text(encoding="utf-8").strip()
+    """`folder`; of OUTPUT/checkpoints the newest checkpoint in it, of OUTPUT/checkpoints/best the
+    one that it names."""
+    pointer = folder if folder.name == "best" else folder / "latest"
+    if pointer.is_file():
+        return pointer.parent / pointer.read_text(encoding="utf-8").strip()
     return folder
 
 
