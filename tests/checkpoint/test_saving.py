@@ -13,6 +13,7 @@ import pytest
 from tests.ranks import ROOT, run_cli
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401
 from tests.train.test_training import start, wait_for_step
+from vlmtrain.checkpoint.model_folder import newest
 from vlmtrain.checkpoint.training.checkpoint import complete, droppable, find
 from vlmtrain.core.files import SummedFile, checksum, verify_manifest
 
@@ -55,7 +56,8 @@ def test_the_best_checkpoint_stays(model, conversations, tmp_path):  # noqa: F81
         assert best < steps, heldout
         assert complete(output / "checkpoints") == [best, steps]
         assert (output / "checkpoints" / "best").read_text() == f"step-{best:08d}\n"
-    assert find(output / "checkpoints", "best").name == f"step-{best:08d}"
+    folder = output / "checkpoints" / f"step-{best:08d}"
+    assert find(output / "checkpoints", "best") == folder == newest(output / "checkpoints" / "best")
     done = run_cli([*arguments, f"--train.steps={best + 1}", "--checkpoint.resume=best"])
     assert done.code == 0 and f"at step {best}" in done.output, done.output
     assert losses(output)[:best] == [row["loss"] for row in rows[:best]]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +107,33 @@ def test_a_split_is_of_the_records_alone(
     path.write_text(json.dumps(records[0]) + "\n")
     with pytest.raises(DataError, match="--evaluate.split_ratio 0.3 of 1 samples leaves none"):
         scan_sources([path], processor, spec, 256).split(0.3)
+
+
+def test_progress_of_a_scan(
+    tmp_path: Path, processor: Processor, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of samples is known from the bytes of the files; with limits it is not."""
+    said: list[tuple[int, int]] = []
+
+    @contextmanager
+    def recorded(what: str, unit: str, *, shown: bool) -> Iterator[Any]:
+        yield lambda done, total: said.append((done, total)) if shown else None
+
+    monkeypatch.setattr("vlmtrain.data.index.progress", recorded)
+    paths = [
+        write_json(
+            tmp_path / f"{i}.jsonl", [conversation("q", "r", id=f"{i}{j}") for j in range(9)]
+        )
+        for i in range(2)
+    ]
+    scan_sources(paths, processor, spec, 256)
+    assert said == []
+    scan_sources(paths, processor, spec, 256, log=lambda line: None)
+    assert [done for done, _ in said] == list(range(1, 19))
+    assert all(abs(total - 18) <= 2 for _, total in said) and said[-1] == (18, 18), said
+    said.clear()
+    scan_sources(paths, processor, spec, 256, max_samples=2, log=lambda line: None)
+    assert said == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
 
 def test_several_sources(data: Path, tmp_path: Path, processor: Processor, spec: ModelSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -80,6 +81,7 @@ def straight(model, conversations, tmp_path_factory) -> Path:
     done = run_cli(options(model, conversations, output, "--train.steps=10", *TWO, *RATES))
     assert done.code == 0, done.output
     assert "step 10/10" in done.output and "Traceback" not in done.output
+    assert re.search(r"^step  9/10  loss .* 0:\d\d:\d\d left$", done.output, re.MULTILINE)
     return output
 
 

@@ -18,11 +18,12 @@ from vlmtrain.models.family import read_spec
 
 
 def newest(folder: Path) -> Path:
-    """`folder`, or of OUTPUT its hf/, of OUTPUT/checkpoints the newest checkpoint in it."""
+    """`folder`, or of OUTPUT its hf/, of OUTPUT/checkpoints the newest checkpoint in it, of
+    OUTPUT/checkpoints/best the one that it names."""
     folder = model_of(folder)
-    latest = folder / "latest"
-    if latest.is_file():
-        return folder / latest.read_text(encoding="utf-8").strip()
+    pointer = folder if folder.name == "best" else folder / "latest"
+    if pointer.is_file():
+        return pointer.parent / pointer.read_text(encoding="utf-8").strip()
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Literal
 
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.errors import UserError
+from vlmtrain.core.progress import progress
 
 PAGE = """usage: vlmtrain convert ACTION --source FOLDER --target FOLDER [options]
 
@@ -137,30 +137,6 @@ def _verify(options: Options) -> int:
 
 @contextmanager
 def _progress(title: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """A progress bar over bytes on a terminal, nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
-
-        def begin(total: int) -> Callable[[int], None]:
-            task = bar.add_task(title, total=total)
-            return lambda done: bar.update(task, completed=done)
-
-        yield begin
+    """Progress over bytes, of whose number a conversion tells first."""
+    with progress(title, "MB") as update:
+        yield lambda total: lambda done: update(done // 10**6, total // 10**6)

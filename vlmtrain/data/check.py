@@ -15,7 +15,7 @@ from vlmtrain.core.files import write_bytes, writing
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import Record
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
-from vlmtrain.data.index import scan
+from vlmtrain.data.index import counted, scan
 from vlmtrain.data.processor import Measure, Processor
 from vlmtrain.models.family import read_spec
 
@@ -119,7 +119,7 @@ def check(
     good: list[bytes] = []
     if write_good is not None:
         _check_target(write_good, listed)
-    for outcome in scan(listed, processor, pack_length):
+    for outcome in counted(scan(listed, processor, pack_length), listed):
         report.samples += 1
         if isinstance(outcome, DataError):
             report.problems.append(str(outcome))

@@ -5,7 +5,6 @@ Each imports what it needs when it runs: torch and transformers are not for --he
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -15,6 +14,7 @@ import tyro
 from vlmtrain.core.config import MediaSection, check_ranges
 from vlmtrain.core.files import model_of
 from vlmtrain.core.options import spelled
+from vlmtrain.core.progress import progress
 
 _MODEL_SIZES = MediaSection()
 
@@ -65,9 +65,6 @@ def build_command(
         unreadable: what a bad sample means: the end, or a line in OUTPUT/left_out.jsonl.
         overwrite: replace the folder if it holds a finished build.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from vlmtrain.data.formats.webdataset import LEFT_OUT, build_shards
     from vlmtrain.data.processor import Processor
     from vlmtrain.models.family import read_spec
@@ -79,9 +76,7 @@ def build_command(
         processor = Processor.from_folder(
             model, read_spec(model), section=media, pack_length=pack_length
         )
-    console = Console(file=sys.stderr)
-    with Progress(console=console, transient=not console.is_terminal) as bar:
-        task = bar.add_task("samples", total=None)
+    with progress("build", "samples") as update:
         summary = build_shards(
             data,
             output,
@@ -93,7 +88,7 @@ def build_command(
             overwrite=overwrite,
             processor=processor,
             workers=workers,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=update,
         )
     print(
         f"{summary.samples} samples, {summary.images} images, {summary.videos} videos in "

@@ -11,14 +11,16 @@ import itertools
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
+from vlmtrain.core.progress import progress
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import JsonSource, Record
@@ -211,7 +213,7 @@ def scan_sources(
         skip_limit: leave out up to this many bad samples, which `SampleIndex.skipped` lists; 0:
             the first one is an error. Those that are too long do not count.
         too_long: samples longer than a pack are an error, are dropped, or lose text at the end.
-        log: called with a line of progress now and then, and with a line for each sample left out.
+        log: called with a line for each sample left out, and what was read; progress is then shown.
 
     Raises:
         DataError: the first problem in file order, naming file, sample and what to do; or more
@@ -233,44 +235,44 @@ def scan_sources(
     digest.update(repr([source.weight for source in sources]).encode())
     digest.update("".join(key for source in sources for key in source.ignored).encode())
     dropped = 0
-    for outcome in scan(
+    outcomes = scan(
         sources,
         processor,
         pack_length,
         verify=verify,
         workers=workers,
         truncate=too_long == "truncate",
-    ):
-        if isinstance(outcome, DataError):
-            if outcome.kind == "too_long" and too_long == "drop":
-                dropped += 1
+    )
+    with closing(counted(outcomes, sources, shown=log is not None)) as outcomes:
+        for outcome in outcomes:
+            if isinstance(outcome, DataError):
+                if outcome.kind == "too_long" and too_long == "drop":
+                    dropped += 1
+                    continue
+                if outcome.whole_source or outcome.kind == "too_long" or not skip_limit:
+                    raise outcome
+                skipped.append(str(outcome))
+                if log is not None:
+                    log(f"left out: {outcome}")
+                if len(skipped) > skip_limit:
+                    raise DataError(
+                        f"{len(skipped)} samples are bad, more than the {skip_limit} that "
+                        f"--loader.skip_limit allows; the last: {outcome}"
+                    )
                 continue
-            if outcome.whole_source or outcome.kind == "too_long" or not skip_limit:
-                raise outcome
-            skipped.append(str(outcome))
-            if log is not None:
-                log(f"left out: {outcome}")
-            if len(skipped) > skip_limit:
-                raise DataError(
-                    f"{len(skipped)} samples are bad, more than the {skip_limit} that "
-                    f"--loader.skip_limit allows; the last: {outcome}"
-                )
-            continue
-        row = outcome.measure
-        record = outcome.record
-        rows.append(
-            (outcome.source, record.number, record.offset, len(record.data))
-            + (zlib.crc32(record.data), row.length, row.target_tokens, row.image_tokens)
-        )
-        for kind, info, layout in zip(row.kinds, row.infos, row.layouts, strict=True):
-            media.append((*layout.grid, _KINDS.index(kind)))
-            seconds.append(layout.seconds)
-            infos.append((info.width, info.height, info.frames, info.fps or 0.0))
-        media_start.append(len(media))
-        ids.append(row.id)
-        digest.update(hashlib.sha256(record.data).digest())
-        if log is not None and len(ids) % 10_000 == 0:
-            log(f"scanned {len(ids)} samples")
+            row = outcome.measure
+            record = outcome.record
+            rows.append(
+                (outcome.source, record.number, record.offset, len(record.data))
+                + (zlib.crc32(record.data), row.length, row.target_tokens, row.image_tokens)
+            )
+            for kind, info, layout in zip(row.kinds, row.infos, row.layouts, strict=True):
+                media.append((*layout.grid, _KINDS.index(kind)))
+                seconds.append(layout.seconds)
+                infos.append((info.width, info.height, info.frames, info.fps or 0.0))
+            media_start.append(len(media))
+            ids.append(row.id)
+            digest.update(hashlib.sha256(record.data).digest())
     if dropped and log is not None:
         log(f"{dropped} samples are longer than a pack and dropped (--loader.too_long)")
     if not ids and dropped:
@@ -347,6 +349,26 @@ def scan(
             except DataError as error:
                 error.whole_source = True
                 yield error
+
+
+def counted(
+    outcomes: Iterable[Row | DataError], sources: Sequence[SourceSpec], *, shown: bool = True
+) -> Generator[Row | DataError, None, None]:
+    """What `scan` gives, with progress. How many samples there are is estimated from the bytes of
+    conversation files, and not known with others among them."""
+    paths = [Path(one.path) for one in sources if one.max_samples is None]
+    plain = len(paths) == len(sources)
+    plain &= all(path.is_file() and path.suffix in (".json", ".jsonl") for path in paths)
+    sizes = [path.stat().st_size for path in paths] if plain else []
+    starts = list(itertools.accumulate(sizes, initial=0))
+    total = 0
+    with progress("scan", "samples", shown=shown) as update:
+        for done, outcome in enumerate(outcomes, 1):
+            if plain and isinstance(outcome, Row):
+                read = starts[outcome.source] + outcome.record.offset + len(outcome.record.data)
+                total = max(done, round(done * starts[-1] / read))
+            update(done, total)
+            yield outcome
 
 
 def _examine(

@@ -18,6 +18,7 @@ from vlmtrain.core.collectives import on_every_rank, on_first_rank
 from vlmtrain.core.files import write_text, writing
 from vlmtrain.core.launch import Process, connect
 from vlmtrain.core.layout import Layout
+from vlmtrain.core.progress import progress
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.evaluate.config import EvaluateConfig
@@ -138,15 +139,11 @@ def _held_out(
 
 def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
     """Every task's answer, in file order; the questions are dealt to the ranks in turn."""
-    from rich.console import Console
-    from rich.progress import track
-
     from vlmtrain.generate.model import Answerer, Sampling
 
     rank, size = dist.get_rank(), dist.get_world_size()
     tasks: list[Task] = on_first_rank(lambda: read_tasks(path, config.loader.ignore_keys))
     sampling = Sampling(max_new_tokens=config.max_new_tokens)
-    console = Console(stderr=True)
 
     def work() -> list[Scored]:
         answerer = Answerer(
@@ -154,14 +151,13 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
         )
         for task in tasks:
             answerer.check(task.sample)
-        shown = track(
-            tasks[rank::size],
-            "questions",
-            console=console,
-            disable=rank > 0 or not console.is_terminal,
-            transient=True,
-        )
-        return [Scored(task, answerer.answer(task.sample, sampling).text) for task in shown]
+        scored = []
+        with progress("evaluate", "questions", shown=rank == 0) as update:
+            for number in range(rank, len(tasks), size):
+                update(number, len(tasks))
+                task = tasks[number]
+                scored.append(Scored(task, answerer.answer(task.sample, sampling).text))
+        return scored
 
     answered = on_every_rank(work)
     parts: list[Any] = [None] * size

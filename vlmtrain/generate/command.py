@@ -17,6 +17,7 @@ from vlmtrain.core.config import MediaSection, check_ranges
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import writing
 from vlmtrain.core.options import spelled
+from vlmtrain.core.progress import progress
 
 CHAT = "Ask; /image FILE and /video FILE add a medium to the next question; Ctrl-D ends."
 
@@ -148,19 +149,17 @@ def _say(answerer: Any, sampling: Any, sample: Any) -> str:
 
 
 def _batch(questions: list[Any], answerer: Any, sampling: Any, output: Path | None) -> None:
-    from rich.console import Console
-    from rich.progress import track
-
     assert output is not None
     for _, sample in questions:
         answerer.check(sample)
-    console = Console(stderr=True)
-    shown = track(
-        questions, "answers", console=console, disable=not console.is_terminal, transient=True
-    )
     cut = 0
-    with writing(f"--output {output}"), open(output, "x", encoding="utf-8") as file:
-        for record, sample in shown:
+    with (
+        progress("generate", "answers") as update,
+        writing(f"--output {output}"),
+        open(output, "x", encoding="utf-8") as file,
+    ):
+        for number, (record, sample) in enumerate(questions):
+            update(number, len(questions))
             answer = answerer.answer(sample, sampling)
             cut += not answer.finished
             row = {**record, "answer": answer.text}

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import write_text, writing
+from vlmtrain.core.progress import time_left
 from vlmtrain.telemetry.ledger import StepResult
 
 
@@ -39,6 +42,7 @@ class Metrics:
         """
         self.path = output / "metrics.jsonl"
         self.total_steps, self.log_every = total_steps, log_every
+        self._seconds: deque[float] = deque(maxlen=50)  # of the last steps
         kept = []
         if resumed_step and self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -79,6 +83,7 @@ class Metrics:
 
     def step(self, step: int, result: StepResult, lr: float, seconds: float, **more: Any) -> None:
         """Record 1-based `step`; `seconds` is its wall time."""
+        self._seconds.append(seconds)
         all_tokens = result.tokens + result.pad_tokens
         row = {
             "step": step,
@@ -116,9 +121,15 @@ class Metrics:
                 f"loss {result.loss:.4f}  grad {result.grad_norm:.3f}  lr {lr:.2e}  "
                 f"{row['tokens_per_second']:,.0f} tokens/s  {result.tokens:,} tokens "
                 f"({result.target_tokens:,} target, {result.image_tokens:,} image)  "
-                f"padding {row['padding_share']:.1%}" + ("" if mfu is None else f"  MFU {mfu:.1%}"),
+                f"padding {row['padding_share']:.1%}"
+                + ("" if mfu is None else f"  MFU {mfu:.1%}")
+                + self._left(step),
                 flush=True,
             )
+
+    def _left(self, step: int) -> str:
+        left = mean(self._seconds) * (self.total_steps - step)
+        return f"  {time_left(left)} left" if left else ""
 
     def close(self) -> None:
         self._file.close()

@@ -11,7 +11,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from vlmtrain.core.config import LoaderSection
+from vlmtrain.core.progress import progress
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.processor import Processor
 from vlmtrain.training.setup import open_loader
@@ -56,16 +59,21 @@ def measure(
     start = time.perf_counter()
     total = 0.0
     tokens = targets = images = 0
-    with open_loader(
-        index,
-        processor,
-        section,
-        engine,
-        pack_length=pack_length,
-        global_batch=global_batch,
-        once=True,
-    ) as loader:
-        for _ in range(loader.steps_per_epoch):
+    shown = dist.get_rank() == 0
+    with (
+        open_loader(
+            index,
+            processor,
+            section,
+            engine,
+            pack_length=pack_length,
+            global_batch=global_batch,
+            once=True,
+        ) as loader,
+        progress("evaluate", "steps", shown=shown) as update,
+    ):
+        for step in range(loader.steps_per_epoch):
+            update(step, loader.steps_per_epoch)
             result = engine.evaluate(loader.next_step())
             total += result.loss * result.target_tokens
             targets += result.target_tokens
