@@ -27,6 +27,8 @@ overwrite_output_dir:TL add_version:S | | a folder with a run is never overwritt
 dataset:SL data_path:M train_data_path:M | data | files, not names of a hub
 dataset_dir:L | data | with the folder before the file's name
 val_dataset:S eval_dataset:L valid_data_path:M | evaluate.data
+split_dataset_ratio:S val_size:L | evaluate.split_ratio
+system:S default_system:L | loader.system
 media_dir:L | loader.media_root
 max_samples:L | loader.max_samples
 mix_strategy:L interleave_probs:L interleave_prob:S | data | with weights, as a.json,b.json:0.25
@@ -75,6 +77,12 @@ max_steps:T train_iters:M | train.steps
 learning_rate:T lr:M | optimizer.lr
 min_lr:M | optimizer.min_lr
 warmup_steps:T lr_warmup_iters:M | optimizer.warmup_steps
+warmup_ratio:SL lr_warmup_fraction:M | optimizer.warmup_ratio
+lr_scheduler_type:T lr_decay_style:M | optimizer.lr_scheduler_type
+lr_wsd_decay_style:M | optimizer.decay_type
+lr_wsd_decay_iters:M | optimizer.decay_ratio | a share of all steps
+vit_lr:S | optimizer.vision_lr
+aligner_lr:S | optimizer.merger_lr
 weight_decay:TM | optimizer.weight_decay
 adam_beta1:TM | optimizer.beta1
 adam_beta2:TM | optimizer.beta2
@@ -115,6 +123,7 @@ pipeline_model_parallel_layout:M | parallel.text_layers parallel.vision_layers
 decoder_first_pipeline_num_layers:M decoder_last_pipeline_num_layers:M | parallel.text_layers
 account_for_embedding_in_pipeline_split:M | parallel.text_layers | it counts tower and head
 sequence_parallel:M | parallel.sequence
+expert_model_parallel_size:M | parallel.expert
 context_parallel_size:M sequence_parallel_size:S | | there is no context parallelism
 overlap_grad_reduce:M | parallel.overlap_grad_reduce
 overlap_param_gather:M | parallel.overlap_param_gather
@@ -139,6 +148,12 @@ use_liger_kernel:T enable_liger_kernel:L use_unsloth:L | | the package's own ker
 torch_compile:T | | not offered
 # Checkpoints and logs
 save_steps:T save_interval:M | checkpoint.every
+save_strategy:T | checkpoint.every | a number of steps, or epoch
+save_total_limit:T | checkpoint.keep
+load_best_model_at_end:T metric_for_best_model:T | checkpoint.keep_best | by the held-out loss
+eval_steps:T eval_interval:M | evaluate.every
+eval_strategy:T | evaluate.every | a number of steps, or epoch
+report_to:T tensorboard_dir:M | train.tensorboard train.wandb
 save_only_model:T no_save_optim:M | | checkpoints hold everything; OUTPUT/hf the model alone
 ckpt_format:M async_save:M | | torch_dist, written while training goes on
 exit_signal_handler:M | | SIGTERM saves and ends
