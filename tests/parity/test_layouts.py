@@ -34,7 +34,7 @@ CUT = {
         ("qwen3_vl", False, "mixed", "tp2 multiplexed"),
         ("qwen3_vl", False, "mixed", "dp2 overlap"),
         ("qwen3_vl_moe", False, "mixed", "tp2"),
-        ("qwen3_vl_moe", True, "mixed", "ep2 overlap"),
+        ("qwen3_vl_moe", False, "mixed", "ep2 overlap"),
     ],
     4: [
         ("qwen2_5_vl", False, "mixed", "pp4 auto"),
