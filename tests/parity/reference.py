@@ -87,7 +87,7 @@ def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: 
             **ids,
         )
         cls = transformers.Qwen2_5_VLForConditionalGeneration
-    config._attn_implementation = config._experts_implementation = "eager"
+    config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = cls(config).float().eval()
     with torch.no_grad():

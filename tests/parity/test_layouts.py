@@ -28,7 +28,7 @@ FAST = [
     ("qwen2_5_vl", False, "mixed", "pp2 multiplexed"),
     ("qwen3_vl", True, "mixed", "pp2 vpp2 spread"),
     ("qwen3_vl", False, "mixed", "tp2 multiplexed"),
-    ("qwen3_vl_moe", True, "mixed", "ep2 overlap"),
+    ("qwen3_vl_moe", False, "mixed", "ep2 overlap"),
 ]
 SLOW = {
     2: [

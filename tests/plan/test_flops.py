@@ -44,6 +44,7 @@ def _measured(model: Any, ids: torch.Tensor, grids: list[list[int]]) -> int:
     """
     pixels = torch.randn(sum(t * h * w for t, h, w in grids), 1176) if grids else None
     grid = torch.tensor(grids) if grids else None
+    model.set_experts_implementation("eager")  # torch counts no grouped products
     counter = FlopCounterMode(display=False)
     with counter:
         output = model(
@@ -76,7 +77,9 @@ def test_equals_torch_flop_counter(family: str, seed: int) -> None:
         assert counted.total == _measured(model, ids, grids)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES[:3], pytest.param(FAMILIES[3], marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("frozen", range(8))
 def test_freezing_equals_torch_flop_counter(family: str, frozen: int, seed: int) -> None:
     rng = random.Random(seed)
