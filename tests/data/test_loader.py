@@ -499,7 +499,7 @@ def test_refusals(make: Any) -> None:
     state = make().state_dict()
     for key, value, message in [
         ("seed", 5, r"another seed \(seed was 5 and is 0\)"),
-        ("index_hash", "y", "other data or other image settings"),
+        ("index_hash", "y", "other data, another share of it held out, or other image settings"),
         ("pack_length", 99, "another pack length"),
         ("version", 0, "another version of this program"),
         ("packing", "bucket", "another way of packing"),

@@ -13,10 +13,10 @@ _RECOMPUTE = {
     "pp2": dict(vision="selective", language="selective"),
 }
 RATES = dict(vision_lr=4e-3, merger_lr=2.5e-4, vision_layer_decay=0.7)
-_RATED = {  # its learning rates are those of the same parameters on one process
-    "pp2 spread": dict(rates=RATES),
-    "tp2 sp multiplexed overlap": dict(rates=RATES, offload=0.4),
-    "dp2 overlap": dict(rates=RATES),
+_RATED = {  # each parameter has the learning rate it has on one process
+    ("qwen2_5_vl", "pp2 spread"): dict(rates=RATES),
+    ("qwen2_vl", "tp2 sp multiplexed overlap"): dict(rates=RATES, offload=0.4),
+    ("qwen3_vl", "dp2 overlap"): dict(rates=RATES),
 }
 FAST = [
     ("qwen2_5_vl", False, "mixed", "pp2"),
@@ -78,9 +78,7 @@ def test_layouts(size, cut, references, tmp_path):
         if case.name in _RECOMPUTE and case.stream == "mixed":
             more = dict(case.more, recompute=_RECOMPUTE[case.name])
             cases.append(case._replace(name=f"{case.name} recompute", more=more))
-        if case.name in _RATED and case.stream == "mixed":
-            more = {**case.more, **_RATED[case.name]}
-            cases.append(case._replace(name=f"{case.name} learning rates", more=more))
         if case.stream == "mixed":
+            case.more.update(_RATED.get((case.family, case.name), {}))
             case.more["host_questions"] = True  # and where logits are made
     check(cases, size, references, tmp_path)

@@ -35,7 +35,7 @@ _IDENTITY = {
     "seed": "another seed",
     "pack_length": "another pack length",
     "packing": "another way of packing",
-    "index_hash": "other data or other image settings",
+    "index_hash": "other data, another share of it held out, or other image settings",
 }
 
 
