@@ -160,7 +160,7 @@ def test_smaller_pieces_are_named_and_not_set() -> None:
     whole, again = (
         fullest(config, SPEC, layout, dealt(layout), True).bytes for config in (CONFIG, recomputed)
     )
-    assert again < whole / 2  # a piece is recomputed too
+    assert again < 0.95 * whole  # a piece is recomputed too; pixels and rows stay
     sizes = []
     for piece in (16384, 8192, 4096):
         config = replace(SAVING, parallel=replace(CONFIG.parallel, vision_piece=piece))
