@@ -156,6 +156,11 @@ def test_smaller_pieces_are_named_and_not_set() -> None:
         return replace(of, patches=16 * of.patches, largest=np.full_like(of.largest, 100.0))
 
     layout = make_layout(SPEC, world_size=2, pipeline=2, multiplexed=True)
+    recomputed = replace(CONFIG, recompute=RecomputeSection("full", "none"))
+    whole, again = (
+        fullest(config, SPEC, layout, dealt(layout), True).bytes for config in (CONFIG, recomputed)
+    )
+    assert again < 0.95 * whole  # a piece is recomputed too; pixels and rows stay
     sizes = []
     for piece in (16384, 8192, 4096):
         config = replace(SAVING, parallel=replace(CONFIG.parallel, vision_piece=piece))

@@ -1,0 +1,92 @@
+"""A run's memory plan on a machine made small, and what an earlier rehearsal had measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.step_plans import make_index
+from tests.parity.reference import make_model
+from vlmtrain.core.config import OptimizerSection, RecomputeSection, TrainConfig, TrainSection
+from vlmtrain.core.device import Backend
+from vlmtrain.core.errors import UserError
+from vlmtrain.data.packing.sampler import Position
+from vlmtrain.models.family import parse_spec
+from vlmtrain.parallel.layout import make_layout
+from vlmtrain.plan.hardware import find_gpu
+from vlmtrain.plan.heaviest import fullest
+from vlmtrain.telemetry.drift import write_gpu
+from vlmtrain.training.memory_plan import MemoryPlan
+from vlmtrain.training.rehearsal import RankPeak, check_fits
+
+SPEC = parse_spec(make_model("qwen2_5_vl", vision_heads=4).config.to_dict())
+BEFORE = 10**8  # bytes of the program
+
+
+@dataclass(frozen=True)
+class Small(Backend):
+    """A CPU with as much memory as a test says."""
+
+    capacity: int = 0
+
+    def capacity_bytes(self, processes: int) -> int:
+        return self.capacity
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def plan(output: Path, capacity: float, fit: str) -> MemoryPlan:
+    train = TrainSection(pack_length=8192, global_batch=4, fit=fit)  # type: ignore[arg-type]
+    config = TrainConfig(Path("model"), "data", output, train=train)
+    layout = make_layout(SPEC, world_size=1)
+    backend = Small(torch.device("cpu"), "gloo", int(capacity))
+    return MemoryPlan(config, SPEC, layout, backend, make_index(100), Position(), BEFORE)
+
+
+def needed(one: MemoryPlan, vision: str, language: str, factor: float = 1.0) -> float:
+    again = RecomputeSection(vision, language)  # type: ignore[arg-type]
+    config = replace(one.config, recompute=again)
+    loads = one._loads(one.layout)
+    return BEFORE + fullest(config, SPEC, one.layout, loads, False, factor).bytes
+
+
+def test_the_next_start_plans_with_what_was_measured(tmp_path: Path) -> None:
+    one = plan(tmp_path, 1e18, "auto")
+    assert one.fit() == one.config and one.factor == 1
+    room = needed(one, "none", "none") + 1
+    assert plan(tmp_path, room, "auto").fit().recompute == RecomputeSection()
+
+    write_gpu(tmp_path / "gpu.toml", replace(find_gpu("h100"), step_memory=1.5))
+    corrected = plan(tmp_path, room, "auto")
+    assert corrected.factor == 1.5
+    changed = corrected.fit()
+    assert changed.recompute != RecomputeSection()
+    assert needed(one, changed.recompute.vision, changed.recompute.language, 1.5) <= room
+    assert changed.optimizer == OptimizerSection() and changed.parallel == one.config.parallel
+    with pytest.raises(UserError, match="with --recompute.vision .*: pass them, or --train.fit"):
+        plan(tmp_path, room, "refuse").fit()
+
+
+def test_a_peak_above_the_capacity_says_what_would_do(tmp_path: Path) -> None:
+    one = plan(tmp_path, 0, "refuse")
+    room = needed(one, "full", "none")
+    one = plan(tmp_path, room, "refuse")
+    peak = RankPeak(0, 0, BEFORE, room, 2 * room, room, 7, ["cup-1"])
+    with pytest.raises(UserError, match="in step 7 .*hold cup-1; with --recompute.vision full it"):
+        check_fits([peak], partial(one._advice, room - BEFORE))
+    one._keep(find_gpu("h100"))
+    assert find_gpu(str(tmp_path / "gpu.toml")).step_memory == 1
+    one.factor = 1.25
+    one._keep(find_gpu("h100"))
+    assert plan(tmp_path, room, "refuse").factor == 1.25
