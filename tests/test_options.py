@@ -22,7 +22,7 @@ from vlmtrain.plan.command import plan
 
 # Options that transformers 4 alone has, or late releases of 5 alone.
 SOME = {"group_by_length", "overwrite_output_dir"}
-SOME |= {"train_sampling_strategy", "activation_checkpointing"}
+SOME |= {"train_sampling_strategy", "activation_checkpointing", "warmup_ratio", "logging_dir"}
 SWIFT = "--model Q --dataset d.jsonl --train_type full --learning_rate 1e-5 --freeze_vit=true"
 ANSWERS = {
     "--dataset": "here --data; files, not names of a hub",

@@ -27,7 +27,7 @@ overwrite_output_dir:TL add_version:S | | a folder with a run is never overwritt
 dataset:SL data_path:M train_data_path:M | data | files, not names of a hub
 dataset_dir:L | data | with the folder before the file's name
 val_dataset:S eval_dataset:L valid_data_path:M | evaluate.data
-split_dataset_ratio:S val_size:L | evaluate.split_ratio
+split_dataset_ratio:S val_size:L split:M | evaluate.split_ratio
 system:S default_system:L | loader.system
 media_dir:L | loader.media_root
 max_samples:L | loader.max_samples
@@ -77,10 +77,12 @@ max_steps:T train_iters:M | train.steps
 learning_rate:T lr:M | optimizer.lr
 min_lr:M | optimizer.min_lr
 warmup_steps:T lr_warmup_iters:M | optimizer.warmup_steps
-warmup_ratio:SL lr_warmup_fraction:M | optimizer.warmup_ratio
+warmup_ratio:T lr_warmup_fraction:M | optimizer.warmup_ratio
 lr_scheduler_type:T lr_decay_style:M | optimizer.lr_scheduler_type
+lr_scheduler_kwargs:T | optimizer.min_lr optimizer.decay_ratio optimizer.decay_type
 lr_wsd_decay_style:M | optimizer.decay_type
 lr_wsd_decay_iters:M | optimizer.decay_ratio | a share of all steps
+lr_decay_iters:M | | the decay ends with the run
 vit_lr:S | optimizer.vision_lr
 aligner_lr:S | optimizer.merger_lr
 weight_decay:TM | optimizer.weight_decay
@@ -124,6 +126,7 @@ decoder_first_pipeline_num_layers:M decoder_last_pipeline_num_layers:M | paralle
 account_for_embedding_in_pipeline_split:M | parallel.text_layers | it counts tower and head
 sequence_parallel:M | parallel.sequence
 expert_model_parallel_size:M | parallel.expert
+num_experts:M | | read from config.json
 context_parallel_size:M sequence_parallel_size:S | | there is no context parallelism
 overlap_grad_reduce:M | parallel.overlap_grad_reduce
 overlap_param_gather:M | parallel.overlap_param_gather
@@ -150,10 +153,14 @@ torch_compile:T | | not offered
 save_steps:T save_interval:M | checkpoint.every
 save_strategy:T | checkpoint.every | a number of steps, or epoch
 save_total_limit:T | checkpoint.keep
-load_best_model_at_end:T metric_for_best_model:T | checkpoint.keep_best | by the held-out loss
+load_best_model_at_end:T metric_for_best_model:T | checkpoint.keep_best | by held-out loss
+greater_is_better:T | checkpoint.keep_best | by held-out loss
 eval_steps:T eval_interval:M | evaluate.every
 eval_strategy:T | evaluate.every | a number of steps, or epoch
-report_to:T tensorboard_dir:M | train.tensorboard train.wandb
+eval_iters:M | evaluate.data | all of it, each time
+report_to:T | train.tensorboard train.wandb
+logging_dir:T tensorboard_dir:M | train.tensorboard | OUTPUT/tensorboard
+disable_tqdm:T | | bars are shown on a terminal only
 save_only_model:T no_save_optim:M | | checkpoints hold everything; OUTPUT/hf the model alone
 ckpt_format:M async_save:M | | torch_dist, written while training goes on
 exit_signal_handler:M | | SIGTERM saves and ends
