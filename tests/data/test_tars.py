@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,10 @@ def test_scanned_and_loaded_like_any_source(
         ("VQASample", {"image": "jpg", "context": "json[qa][0]", "answers": "json[answers]",
                        "answer_weights": "json[weights]"},
          (Turn("user", "<image>what?"), Turn("assistant", "a cat"))),
+        ("VidQASample", {"video": "mp4", "context": "json[qa][0]", "answers": "json[answers][1]"},
+         (Turn("user", "<video>what?"), Turn("assistant", "a cat"))),
+        ("CaptioningSample", {"image": "png,jpg", "caption": "json[meta][caption]"},
+         (Turn("assistant", "<image>a cat"),)),
         ("TextSample", {"text": "txt"}, (Turn("assistant", "only text"),)),
     ],
 )  # fmt: skip
@@ -87,7 +92,9 @@ def test_energons_types(
     values = {"meta": {"caption": "a cat"}, "qa": ["what?"], "answers": ["cat", "a cat"],
               "weights": [0.1, 0.9]}  # fmt: skip
     for number in range(4):
-        write(tmp_path / f"shard_{number}.tar", [{"jpg": jpg, "json": values, "txt": "only text"}])
+        write(tmp_path / f"shard_{number}.tar", [
+            {"jpg": jpg, "json": values, "txt": "only text", "mp4": b"film"}
+        ])  # fmt: skip
     meta = tmp_path / ".nv-meta"
     meta.mkdir()
     config = {"sample_type": {"__module__": "megatron.energon", "__class__": kind}}
@@ -98,7 +105,10 @@ def test_energons_types(
     names = [Path(source.path).name for source in parse_sources([tmp_path])]
     assert names == ["shard_0.tar", "shard_1.tar", "shard_2.tar"]  # not what is held out
     [sample] = samples(tmp_path / names[0])
-    assert sample.turns == turns and len(sample.media) == (kind != "TextSample")
+    assert sample.turns == turns
+    film = ("video", b"film") if kind == "VidQASample" else ("image", jpg)
+    actual = [(media.kind, media.parts[0].read()) for media in sample.media]
+    assert actual == [film] * (kind != "TextSample")
 
 
 def test_refusals(jpg: bytes, tmp_path: Path) -> None:
@@ -116,6 +126,16 @@ def test_refusals(jpg: bytes, tmp_path: Path) -> None:
     (tmp_path / "b.tar").write_bytes(b"no tar")
     assert "no readable tar file" in check([tmp_path / "b.tar"]).problems[0]
     (tmp_path / ".nv-meta").mkdir()
-    (tmp_path / ".nv-meta" / "dataset.yaml").write_text("sample_type: {__class__: OCRSample}")
-    with pytest.raises(DataError, match="samples of the type OCRSample, or read by code"):
-        TarSource(path)
+    for kind, said in [
+        ("InterleavedSample", 'only code says; write KEY.json with {"text": "one <image> two'),
+        (
+            "MultiChoiceVQASample",
+            "choices into the context of a VQASample and the answer",
+        ),
+        ("OCRSample", "what is asked they do not say"),
+        ("VQASample", "samples of the type VQASample, or read by code"),  # without a field_map
+    ]:
+        config = f"sample_type: {{__module__: megatron.energon, __class__: {kind}}}"
+        (tmp_path / ".nv-meta" / "dataset.yaml").write_text(config)
+        with pytest.raises(DataError, match=re.escape(said)):
+            TarSource(path)

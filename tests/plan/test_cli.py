@@ -16,8 +16,10 @@ from PIL import Image
 from tests.data.helpers import save_image
 from tests.released import released_config, released_spec
 from vlmtrain.core import config as configuration
-from vlmtrain.core.config import FreezeSection, LoraSection
+from vlmtrain.core.config import FreezeSection, LoaderSection, LoraSection, MediaSection
 from vlmtrain.core.errors import UserError
+from vlmtrain.data.index import scan_data
+from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
 from vlmtrain.parallel.layout import section_layout
 from vlmtrain.plan import hardware, schedule, workload
@@ -97,17 +99,34 @@ def test_lengths_of_real_data(
     turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}]
     samples.append({"id": "photo", "image": "photo.png", "conversations": turns})
     data.write_text(json.dumps(samples))
-    paths: Any = {"data": str(data), "output": tmp_path / "out"}
-    plan(tiny_folder, 2, "h100", **paths, pack_length=300, global_batch=2)
-    printed = capsys.readouterr().out
-    assert f"{data} (6 samples)" in printed
-    (fullest,) = (line for line in printed.splitlines() if line.startswith("Fullest"))
-    assert "photo" in fullest.partition(" by ")[2]
-    recipe = configuration.from_toml(
-        tmp_path / "out" / "plan.toml",
-        configuration.TrainConfig(model=Path(), data="", output=Path("o")),
+    asked: Any = {"data": str(data), "output": tmp_path / "out", "pack_length": 300}
+    media, loader = (
+        MediaSection(max_pixels=112 * 112),
+        LoaderSection(system="Sée 😀", max_samples=9),
     )
-    assert recipe.data == str(data)
+    blank = configuration.TrainConfig(model=Path(), data="", output=Path("o"))
+    images = []
+    for sections in ({}, {"media": media, "loader": loader}):
+        plan(tiny_folder, 2, "h100", **asked, global_batch_packs=2, **sections)
+        printed = capsys.readouterr().out
+        assert f"{data} (6 samples)" in printed
+        (fullest,) = (line for line in printed.splitlines() if line.startswith("Fullest"))
+        assert "photo" in fullest.partition(" by ")[2]
+        images.append(int(re.search(r"(\d+)% image tokens", printed).group(1)))  # type: ignore[union-attr]
+        recipe = configuration.from_toml(tmp_path / "out" / "plan.toml", blank)
+        assert recipe.data == str(data)
+    assert 0 < 2 * images[1] < images[0]
+    # The training reads what the plan has read.
+    assert (recipe.media, recipe.loader) == (media, loader)
+    processor = Processor.from_folder(
+        tiny_folder, read_spec(tiny_folder), section=media, pack_length=300, system=loader.system
+    )
+    trained = scan_data(str(data), loader, processor, 300)
+    planned = workload.read_index(
+        str(data), tiny_folder, processor.spec, 300, recipe.loader, recipe.media
+    )
+    assert planned.lengths.tolist() == trained.lengths.tolist()
+    assert planned.grids.tolist() == trained.grids.tolist() == [[1, 8, 8]]
 
 
 def test_recipe_of_a_folder_with_any_name(small: Path, tmp_path: Path) -> None:
@@ -174,6 +193,8 @@ REFUSALS = [
     ),
     ({"lora": LoraSection(rank=8, targets=("fc1",))}, "no linear of this model is called"),
     ({"data": "a", "length_histogram": Path("b")}, "pass one of them"),
+    ({"media": MediaSection(fps=1)}, "--media.fps says how --data is read; pass --data too"),
+    ({"media": MediaSection(max_frames=-1)}, "--media.max_frames is -1; it must be at least 0"),
 ]
 
 

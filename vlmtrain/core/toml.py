@@ -32,7 +32,8 @@ def toml_value(value: Any) -> str:
     """A plain value or list as TOML."""
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
-    return json.dumps(value)
+    # As it is written: of JSON's escapes TOML lacks those of two halves.
+    return json.dumps(value, ensure_ascii=False)
 
 
 def toml_tables(tables: dict[str, dict[str, Any]]) -> str:

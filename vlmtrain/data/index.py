@@ -20,6 +20,7 @@ from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
+from vlmtrain.core.config import LoaderSection
 from vlmtrain.core.progress import progress
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
@@ -309,6 +310,36 @@ def scan_sources(
             + (f"; {len(skipped)} bad samples left out" if skipped else "")
         )
     return index
+
+
+def scan_data(
+    data: str,
+    section: LoaderSection,
+    processor: Processor,
+    pack_length: int,
+    log: Callable[[str], None] | None = None,
+) -> SampleIndex:
+    """`scan_sources` of --data as the --loader options say.
+
+    Raises:
+        DataError: as `scan_sources`.
+    """
+    sources = parse_sources(
+        data,
+        max_samples=section.max_samples,
+        media_root=section.media_root,
+        ignored=section.ignore_keys,
+    )
+    return scan_sources(
+        sources,
+        processor,
+        processor.spec,
+        pack_length,
+        verify=section.verify,
+        skip_limit=section.skip_limit if section.unreadable == "skip" else 0,
+        too_long=section.too_long,
+        log=log,
+    )
 
 
 def scan(

@@ -20,12 +20,12 @@ from vlmtrain.core.launch import Process, connect
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.progress import progress
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.index import SampleIndex, scan_data
 from vlmtrain.evaluate.config import EvaluateConfig
 from vlmtrain.evaluate.tasks import Scored, Task, read_tasks, summary
 from vlmtrain.models.family import read_spec
 from vlmtrain.training.evaluation import HeldOutScore, measure
-from vlmtrain.training.setup import run_layout, say, scan
+from vlmtrain.training.setup import run_layout, say
 
 SCORES, ANSWERS = "scores.json", "answers.jsonl"
 
@@ -114,7 +114,7 @@ def _held_out(
         check_weights(source, spec)
         if processor.differs[0]:
             say(describe_sizes(processor.images, processor.videos))
-        return scan(config.data, config.loader, processor, spec, config.pack_length, say)
+        return scan_data(config.data, config.loader, processor, config.pack_length, say)
 
     index = on_first_rank(prepare)
     precision = config.precision

@@ -11,15 +11,18 @@ import tyro
 
 from vlmtrain.core.config import (
     FreezeSection,
+    LoaderSection,
     LoraSection,
+    MediaSection,
     RecomputeSection,
     TrainConfig,
     TrainSection,
+    check_ranges,
 )
 from vlmtrain.core.files import model_of, write_text, writing
 from vlmtrain.core.options import spelled
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.core.toml import toml_tables
+from vlmtrain.core.toml import toml_tables, toml_value
 from vlmtrain.models import flops
 from vlmtrain.models.family import family_of, read_spec
 from vlmtrain.models.lora_costs import check_lora
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from vlmtrain.data.index import SampleIndex
 
 NOTHING_FROZEN, NO_ADAPTERS = FreezeSection(), LoraSection()
+USUAL_LOADER, MODEL_SIZES = LoaderSection(), MediaSection()
+Tables = dict[str, dict[str, Any]]  # sections of a recipe
 
 
 def main(arguments: list[str]) -> int:
@@ -50,6 +55,8 @@ def plan(
     global_batch_packs: int | None = None,
     freeze: FreezeSection = NOTHING_FROZEN,
     lora: LoraSection = NO_ADAPTERS,
+    loader: LoaderSection = USUAL_LOADER,
+    media: MediaSection = MODEL_SIZES,
 ) -> int:
     """Find the fastest layout that fits, before any machine is rented.
 
@@ -64,6 +71,8 @@ def plan(
         global_batch_packs: packs per optimizer step; default: 2 per GPU, from 64 to 4,096.
         freeze: parts of the model that keep their weights.
         lora: low-rank adapters; everything else is frozen then.
+        loader: how `--data` is read and packed, as in training.
+        media: sizes of the images and videos of `--data`, as in training.
 
     Raises:
         UserError: impossible sizes, unreadable files, an unknown GPU, or a model that doesn't fit.
@@ -74,6 +83,11 @@ def plan(
         raise PlanError(f"--pack_length is {pack_length}; it must be at least 1")
     if data and length_histogram:
         raise PlanError("--data and --length_histogram both give lengths; pass one of them")
+    check_ranges(loader, "--loader.")
+    check_ranges(media, "--media.")
+    reading = {"loader": _changed(loader), "media": _changed(media)}
+    if not data and (name := next((f"{s}.{o}" for s in reading for o in reading[s]), None)):
+        raise PlanError(f"--{name} says how --data is read; pass --data too")
     kind = find_gpu(gpu)
     model = model_of(model)
     spec = read_spec(model)
@@ -85,19 +99,19 @@ def plan(
     check_lora(lora, spec)
     index = None
     if data:
-        index = workload.read_index(data, model, spec, pack_length)
+        index = workload.read_index(data, model, spec, pack_length, loader, media)
         lengths = workload.from_index(index, data)
     elif length_histogram is not None:
         lengths = workload.read_histogram(length_histogram, spec)
     else:
         lengths = workload.typical(spec, pack_length)
-    packs = workload.make_packs(lengths, spec, pack_length)
+    packs = workload.make_packs(lengths, spec, pack_length, loader.packing)
     ranking = search(spec, kind, gpus, packs, global_batch_packs, freeze=freeze, lora=lora)
     title = model_title(spec)
     print(render(ranking, title))
     if index is not None:
-        print(fullest_step(ranking, index))
-    for path in write(ranking, output, model, data, title):
+        print(fullest_step(ranking, index, loader))
+    for path in write(ranking, output, model, data, reading, title):
         print(path)
     return 0
 
@@ -170,7 +184,7 @@ def render(ranking: Plan, title: str) -> str:
     return "\n".join(lines)
 
 
-def fullest_step(ranking: Plan, index: SampleIndex) -> str:
+def fullest_step(ranking: Plan, index: SampleIndex, loader: LoaderSection) -> str:
     """The step of the first epoch that needs most memory in the best layout, and its samples."""
     from vlmtrain.data.packing.sampler import Position, Sampler
     from vlmtrain.plan.heaviest import Loads, fullest, shown
@@ -185,7 +199,7 @@ def fullest_step(ranking: Plan, index: SampleIndex) -> str:
     sampler = Sampler(
         index,
         spec,
-        config.loader.packing,
+        loader.packing,
         pack_length=train.pack_length,
         global_batch=train.global_batch_packs,
         seed=train.seed,
@@ -211,8 +225,13 @@ def _memory(p: Prediction) -> str:
 # --- files ------------------------------------------------------------------------------------
 
 
-def write(ranking: Plan, output: Path, model: Path, data: str | None, title: str) -> list[Path]:
+def write(
+    ranking: Plan, output: Path, model: Path, data: str | None, reading: Tables, title: str
+) -> list[Path]:
     """Write the recipe of the best layout, the figures, the picture and the trace.
+
+    Args:
+        reading: sections of the recipe that say how `data` is read.
 
     Returns:
         The files written.
@@ -224,14 +243,16 @@ def write(ranking: Plan, output: Path, model: Path, data: str | None, title: str
     recipe_path, figures = output / "plan.toml", output / "plan.json"
     with writing(f"--output {output}", raises=PlanError):
         output.mkdir(parents=True, exist_ok=True)
-        write_text(recipe_path, to_toml(ranking, ranking.best, model, data, title))
+        write_text(recipe_path, to_toml(ranking, ranking.best, model, data, reading, title))
         write_text(figures, json.dumps(to_json(ranking), indent=1) + "\n")
         drawn = picture.draw(output / "plan.png", ranking, ranking.best, costs, title)
         trace = picture.write_trace(output / "trace.json", ranking.best, costs)
     return [recipe_path, figures, drawn, trace]
 
 
-def to_toml(ranking: Plan, p: Prediction, model: Path, data: str | None, title: str) -> str:
+def to_toml(
+    ranking: Plan, p: Prediction, model: Path, data: str | None, reading: Tables, title: str
+) -> str:
     """The recipe that `vlmtrain train --config` reads."""
     nodes = -(-ranking.gpus // ranking.gpu.gpus_per_node)
     per_node = min(ranking.gpus, ranking.gpu.gpus_per_node)
@@ -247,15 +268,21 @@ def to_toml(ranking: Plan, p: Prediction, model: Path, data: str | None, title: 
         f"{p.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, causal MFU {p.mfu:.1%}, "
         f"up to {p.peak_bytes / 1e9:.0f} GB per GPU.",
         f"# Start: {start}" + ("" if data else " --data FILE") + " --output FOLDER",
-        # As it is written: of JSON's escapes TOML lacks those of two halves.
-        f"model = {json.dumps(str(model), ensure_ascii=False)}",
+        f"model = {toml_value(str(model))}",
     ]
     if data:
-        lines.append(f"data = {json.dumps(data, ensure_ascii=False)}")
-    return "\n".join(lines) + "\n" + toml_tables(recipe(ranking, p))
+        lines.append(f"data = {toml_value(data)}")
+    tables = {**recipe(ranking, p), **{name: said for name, said in reading.items() if said}}
+    return "\n".join(lines) + "\n" + toml_tables(tables)
 
 
-def recipe(ranking: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
+def _changed(section: LoaderSection | MediaSection) -> dict[str, Any]:
+    """The options of a section that are not the usual ones."""
+    usual = dataclasses.asdict(type(section)())
+    return {k: v for k, v in dataclasses.asdict(section).items() if v != usual[k]}
+
+
+def recipe(ranking: Plan, p: Prediction) -> Tables:
     """The sections of the recipe; recomputation and offload only where they are used."""
     option, layout = p.option, p.option.layout
     parallel: dict[str, Any] = {
@@ -270,7 +297,7 @@ def recipe(ranking: Plan, p: Prediction) -> dict[str, dict[str, Any]]:
         parallel["expert"] = layout.expert
     if not option.multiplexed:
         parallel["vision_layers"] = layout.vision_layers
-    tables: dict[str, dict[str, Any]] = {
+    tables: Tables = {
         "train": {
             "pack_length": ranking.packs.pack_length,
             "global_batch_packs": ranking.global_batch,

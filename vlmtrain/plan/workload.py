@@ -15,18 +15,20 @@ import difflib
 import json
 import math
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlmtrain.core.config import LoaderSection, MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.flops import IMAGE_SHARE, TARGET_SHARE, Work
 from vlmtrain.plan.hardware import PlanError
 
 if TYPE_CHECKING:
     from vlmtrain.data.index import SampleIndex
+    from vlmtrain.data.packing.plan import Policy
 
 _SAMPLES = 20_000  # more samples than this are thinned: packs to simulate come from these
 COLUMNS = len(fields(Work))
@@ -75,8 +77,10 @@ class Packs:
         return np.quantile(self.work, 0.99, axis=0)
 
 
-def make_packs(lengths: Lengths, spec: ModelSpec, pack_length: int) -> Packs:
-    """Pack the samples as training does (best fit) and total the work of each pack.
+def make_packs(
+    lengths: Lengths, spec: ModelSpec, pack_length: int, policy: Policy = "balanced"
+) -> Packs:
+    """Pack the samples as training does and total the work of each pack.
 
     Raises:
         PlanError: a sample is longer than a pack.
@@ -101,7 +105,7 @@ def make_packs(lengths: Lengths, spec: ModelSpec, pack_length: int) -> Packs:
     if tokens.sum() < 64 * pack_length:  # a handful of samples: repeat them to fill some packs
         copies = math.ceil(64 * pack_length / int(tokens.sum()))
         tokens, rows = np.tile(tokens, copies), np.tile(rows, (copies, 1))
-    packs = plan_epoch(tokens, pack_length, 0, 0, "plan")
+    packs = plan_epoch(tokens, pack_length, 0, 0, "plan", policy=policy)
     useful = np.array([rows[pack].sum(0) for pack in packs])
     work = useful.copy()
     tail = pack_length - useful[:, 0]  # padding is a causal segment of its own
@@ -261,18 +265,31 @@ def _grids_of(visual: int, merge: int) -> list[Grid]:
     return grids
 
 
-def read_index(data: str, model: Path, spec: ModelSpec, pack_length: int) -> SampleIndex:
-    """Scan conversation files or shards, as training would.
+def read_index(
+    data: str,
+    model: Path,
+    spec: ModelSpec,
+    pack_length: int,
+    loader: LoaderSection,
+    media: MediaSection,
+) -> SampleIndex:
+    """Scan conversation files or shards, as training would, but for the decoding of all media.
 
     Raises:
         UserError: unreadable data, or a model folder without a tokenizer.
     """
-    from vlmtrain.data.index import scan_sources
+    from vlmtrain.data.index import scan_data
     from vlmtrain.data.processor import Processor
 
-    processor = Processor.from_folder(model, spec, pack_length=pack_length)
-    paths = data.split(",")
-    return scan_sources(paths, processor, spec, pack_length, verify=False)
+    processor = Processor.from_folder(
+        model,
+        spec,
+        section=media,
+        pack_length=pack_length,
+        template=loader.template or None,
+        system=loader.system,
+    )
+    return scan_data(data, replace(loader, verify=False), processor, pack_length)
 
 
 def from_index(index: SampleIndex, origin: str) -> Lengths:

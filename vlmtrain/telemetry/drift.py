@@ -44,7 +44,7 @@ def plan_of_run(
 ) -> Prediction:
     """What the planner expects of a run's layout on data of such lengths."""
     train, again = config.train, config.recompute
-    packs = workload.make_packs(lengths, spec, train.pack_length)
+    packs = workload.make_packs(lengths, spec, train.pack_length, config.loader.packing)
     element = 2 if train.precision == "bf16" else 4
     cuda = gpu.name != "cpu"
     model = CostModel(spec, gpu, packs, config.freeze, config.lora, element=element, cuda=cuda)

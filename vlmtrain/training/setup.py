@@ -1,8 +1,7 @@
-"""What training and held-out evaluation make alike from their sections: layout, samples, loader."""
+"""What training and held-out evaluation make alike from their sections: layout, loader."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,7 @@ from vlmtrain.core.errors import UserError
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.collective_errors import across_ranks
-from vlmtrain.data.formats.sources import parse_sources
-from vlmtrain.data.index import SampleIndex, scan_sources
+from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import LoaderRank, PackedLoader
 from vlmtrain.data.processor import Processor
 from vlmtrain.parallel.layout import section_layout
@@ -55,37 +53,6 @@ def run_layout(
             f"ranks; use {nearest}"
         )
     return layout
-
-
-def scan(
-    data: str,
-    section: LoaderSection,
-    processor: Processor,
-    spec: ModelSpec,
-    pack_length: int,
-    log: Callable[[str], None] | None = None,
-) -> SampleIndex:
-    """Read and check data.
-
-    Raises:
-        DataError: as `scan_sources`.
-    """
-    sources = parse_sources(
-        data,
-        max_samples=section.max_samples,
-        media_root=section.media_root,
-        ignored=section.ignore_keys,
-    )
-    return scan_sources(
-        sources,
-        processor,
-        spec,
-        pack_length,
-        verify=section.verify,
-        skip_limit=section.skip_limit if section.unreadable == "skip" else 0,
-        too_long=section.too_long,
-        log=log,
-    )
 
 
 def open_loader(

@@ -32,7 +32,7 @@ from vlmtrain.core.launch import Process, connect
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.data.index import SampleIndex
+from vlmtrain.data.index import SampleIndex, scan_data
 from vlmtrain.data.media.limits import describe_sizes
 from vlmtrain.data.packing.sampler import Position
 from vlmtrain.data.processor import Processor
@@ -49,7 +49,7 @@ from vlmtrain.training.learning_rate import learning_rate
 from vlmtrain.training.memory_plan import MemoryPlan
 from vlmtrain.training.optimizer import offload_fraction
 from vlmtrain.training.record import Record
-from vlmtrain.training.setup import open_loader, run_layout, say, scan
+from vlmtrain.training.setup import open_loader, run_layout, say
 from vlmtrain.training.spikes import examine
 from vlmtrain.training.watchdog import SAVING, Watchdog
 
@@ -269,10 +269,10 @@ class Trainer:
         check_weights(config.model, spec)
         if processor.differs[0]:
             say(describe_sizes(processor.images, processor.videos))
-        index = scan(config.data, config.loader, processor, spec, length, say)
+        index = scan_data(config.data, config.loader, processor, length, say)
         held_out = None
         if config.evaluate.data:
-            held_out = scan(config.evaluate.data, config.loader, processor, spec, length)
+            held_out = scan_data(config.evaluate.data, config.loader, processor, length)
         elif config.evaluate.split_ratio:
             index, held_out = index.split(config.evaluate.split_ratio)
         if held_out is not None:

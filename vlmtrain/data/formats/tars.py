@@ -3,7 +3,8 @@
 A sample is `KEY.json` with a record, or a caption in `KEY.txt`, beside its media, `KEY.jpg`,
 `KEY.0.png`, ... Media that the record does not name take its marks in order; a caption is a text to
 learn after its media. Folders that Megatron-Energon prepared say in .nv-meta/dataset.yaml what
-their members are: CaptioningSample, VQASample and TextSample are read. Nothing is unpacked to disk.
+their members are: CaptioningSample, VQASample, VidQASample and TextSample are read. Nothing is
+unpacked to disk.
 """
 
 from __future__ import annotations
@@ -32,6 +33,23 @@ _HARMLESS = set(
     "url status error_message original_width original_height exif sha256 similarity".split()
 )
 _STEP = re.compile(r"\[(\w+)\]")
+_READ_TYPES = ("CaptioningSample", "VQASample", "VidQASample", "TextSample")
+# Energon's types that say less than a training text needs, and what to convert them to.
+_SEQUENCE = (
+    'where the images stand in the text only code says; write KEY.json with {"text": '
+    '"one <image> two <image>"} beside KEY.0.jpg, KEY.1.jpg, ..., and drop .nv-meta'
+)
+_NO_QUESTION = "what is asked they do not say; write it into the context of a VQASample"
+_UNREAD_TYPES = {
+    "InterleavedSample": _SEQUENCE,
+    "SimilarityInterleavedSample": _SEQUENCE,
+    "MultiChoiceVQASample": "how the choices are asked for and answered they do not say; write the "
+    "choices into the context of a VQASample and the answer to learn into its answers",
+    "OCRSample": _NO_QUESTION,
+    "ImageClassificationSample": _NO_QUESTION,
+    "ImageSample": "they hold no text; write a caption (CaptioningSample)",
+    "VQAOCRSample": "they hold two tasks; write a VQASample for each",
+}
 
 
 class TarSource:
@@ -165,10 +183,12 @@ def field_map(folder: Path) -> dict[str, str] | None:
     kind = kind.replace("Webdataset", "Sample")
     if kind == "CrudeSample":
         return None
-    if kind not in ("CaptioningSample", "VQASample", "TextSample") or not config.get("field_map"):
+    if kind in _UNREAD_TYPES:
+        raise DataError(f"{path}: samples of the type {kind} are not read: {_UNREAD_TYPES[kind]}")
+    if kind not in _READ_TYPES or not config.get("field_map"):
         raise DataError(
             f"{path}: samples of the type {kind}, or read by code (sample_loader), are not read; "
-            "read are CaptioningSample, VQASample, TextSample with a field_map, and CrudeSample"
+            f"read are {', '.join(_READ_TYPES)} with a field_map, and CrudeSample"
         )
     return {"": kind, **{str(name): str(at) for name, at in config["field_map"].items()}}
 
@@ -177,10 +197,11 @@ def _mapped(fields: dict[str, str], parts: dict[str, FileRange]) -> dict[str, An
     """The record of a sample of one of energon's types."""
 
     def field(name: str) -> Any:
-        at = fields[name]
+        ways = fields[name].split(",")  # `jpg,png`: the first that is there
+        at = next((way for way in ways if _STEP.sub("", way) in parts), ways[-1])
         member = _STEP.sub("", at)
         suffix = f".{member.rpartition('.')[2]}".lower()
-        if suffix in IMAGE_SUFFIXES:
+        if suffix in IMAGE_SUFFIXES or suffix in _VIDEO_SUFFIXES:
             return parts[member]
         text = parts[member].read().decode()
         value = json.loads(text) if suffix == ".json" else text
@@ -196,8 +217,9 @@ def _mapped(fields: dict[str, str], parts: dict[str, FileRange]) -> dict[str, An
     if isinstance(answers, list):  # the heaviest, as energon's users draw it
         weights = field("answer_weights") if "answer_weights" in fields else [1] * len(answers)
         answers = answers[max(range(len(answers)), key=lambda i: weights[i])]
-    question = f"<image>{field('context')}"
-    return {"query": question, "response": answers, "images": [field("image")]}
+    medium = "video" if fields[""] == "VidQASample" else "image"
+    question = f"<{medium}>{field('context')}"
+    return {"query": question, "response": answers, medium: field(medium)}
 
 
 def _yaml(path: Path) -> dict[str, Any]:
