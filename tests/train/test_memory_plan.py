@@ -47,7 +47,7 @@ def alone() -> Iterator[None]:
 
 
 def plan(output: Path, capacity: float, fit: str) -> MemoryPlan:
-    train = TrainSection(pack_length=8192, global_batch=4, fit=fit)  # type: ignore[arg-type]
+    train = TrainSection(pack_length=8192, global_batch_packs=4, fit=fit)  # type: ignore[arg-type]
     config = TrainConfig(Path("model"), "data", output, train=train)
     layout = make_layout(SPEC, world_size=1)
     backend = Small(torch.device("cpu"), "gloo", int(capacity))
