@@ -102,6 +102,12 @@ def test_animated_gif_gives_its_first_frame(tmp_path: Path) -> None:
     assert_same(tmp_path / "a.gif", SMALL, **IMAGE_LIMITS)
 
 
+def test_the_content_says_what_a_file_is(tmp_path: Path) -> None:
+    path = save_image(tmp_path / "a.png", 57, 40).rename(tmp_path / "a.jpg")
+    actual = load_image(FileRange(str(path)), SAMPLE, "a.jpg")
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(Image.open(path)))
+
+
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
 def test_exif_orientation_is_applied_as_load_image_does(orientation: int, tmp_path: Path) -> None:
     from transformers.image_utils import load_image as reference_load

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -25,14 +26,16 @@ SETTINGS = VideoSettings(ImageSettings(**IMAGE_LIMITS))
 IDENTITY = VideoSettings(ImageSettings(1, 1 << 30, patch_size=1, merge_size=1))
 
 
-def write_video(path: Path, frames: int, fps: int = 8, size: tuple[int, int] = (72, 48)) -> Media:
-    """A video whose frame i is a flat grey of value 8 i."""
+def write_video(
+    path: Path, frames: int, fps: int = 8, size: tuple[int, int] = (72, 48), pattern: Any = 0
+) -> Media:
+    """A video whose frame i is a flat grey of value 8 i, and the pattern (uint8 [H, W, 3])."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=fps)
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
         for i in range(frames):
-            pixels = np.full((size[1], size[0], 3), 8 * i, dtype=np.uint8)
+            pixels = np.full((size[1], size[0], 3), 8 * i, dtype=np.uint8) + np.uint8(pattern)
             for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():

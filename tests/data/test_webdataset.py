@@ -7,6 +7,8 @@ import importlib.util
 import io
 import json
 import os
+import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -347,11 +349,44 @@ def test_with_a_model_the_index_knows_the_tokens(
         scan_sources([tmp_path / "s"], processor, spec, 20)
 
 
+@pytest.fixture
+def energon() -> None:
+    if importlib.util.find_spec("megatron.energon") is None:
+        pytest.skip("megatron-energon is not installed: pip install megatron-energon==7.4.1")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("energon")
+def test_energons_own_commands(source: Path, tmp_path: Path) -> None:
+    target, copy = tmp_path / "shards", tmp_path / "copy"
+    build_shards(source, target, samples_per_shard=2)
+    copy.mkdir()
+    for path in target.glob("*.tar"):
+        shutil.copy(path, copy)
+
+    def run(*arguments: str | Path) -> tuple[int, str]:
+        start = "from megatron.energon.cli.main import main; main()"
+        command = [sys.executable, "-c", start, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = run("info", target, "--dataset-config", "info.yaml")
+    assert code == 0, text
+    assert re.search(r"\(5 samples, .* in 3 shards\)", text)
+    assert "`train`: 100%, 5 samples in 3 shards" in text and "CrudeSample" in text
+    options = ["--non-interactive", "--sample-type", "CrudeWebdataset", "--split-ratio", "1,0,0"]
+    code, text = run("prepare", copy, *options)
+    assert code == 0, text
+    # Without that option it fails for what energon prepares itself, too: then info.yaml may go.
+    for folder in (target, copy):
+        code, text = run("info", folder)
+        assert code == 1 and "KeyError: 'sample_type'" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("energon")
 def test_energon_itself_reads_the_shards(source: Path, pictures: Path, tmp_path: Path) -> None:
     """Opened with energon as they are, and the same files as its own `prepare` writes."""
-    if importlib.util.find_spec("megatron.energon") is None:
-        print("skipped: megatron-energon is not installed (pip install 'vlmkernels[energon]')")
-        pytest.skip("megatron-energon is not installed")
     target = tmp_path / "shards"
     build_shards(source, target, samples_per_shard=2)
     script = """
