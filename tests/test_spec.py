@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from tests.released import RELEASED, released_config, released_spec
 from vlmtrain.core.config import ParallelSection, TrainConfig
@@ -111,6 +112,18 @@ def test_qwen3_vl_refused(section, change, words):
 )
 def test_mixture_of_experts_refused(change, words):
     refuses("qwen3_vl_moe-30b", "text_config", change, words)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl-8b", "qwen3_vl_moe-30b"])
+def test_what_a_config_does_not_say_is_what_transformers_takes(name):
+    config = released_config(name)
+    for key in ("rms_norm_eps", "head_dim"):
+        config["text_config"].pop(key)
+    theirs = AutoConfig.for_model(**config).text_config
+    if theirs.head_dim == 64:  # the mixture's 2,048 / 32
+        config["text_config"]["rope_scaling"]["mrope_section"] = [12, 10, 10]
+    spec = parse_spec(config)
+    assert (spec.norm_eps, spec.head_dim) == (theirs.rms_norm_eps, theirs.head_dim)
 
 
 def test_experts_as_transformers_counts_them():

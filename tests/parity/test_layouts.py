@@ -19,20 +19,21 @@ _RATED = {  # each parameter has the learning rate it has on one process
     ("qwen3_vl", "dp2 overlap"): dict(rates=RATES),
 }
 FAST = [
-    ("qwen2_5_vl", False, "mixed", "pp2"),
+    ("qwen2_5_vl", True, "mixed", "pp2"),
     ("qwen2_5_vl", True, "mixed", "pp2 vpp2 spread"),
-    ("qwen2_5_vl", False, "mixed", "tp2"),
     ("qwen2_vl", True, "mixed", "tp2 sp"),
     ("qwen2_5_vl", True, "mixed", "dp2 overlap"),
-    ("qwen2_vl", False, "text", "dp2 overlap"),
-    ("qwen2_5_vl", False, "mixed", "pp2 multiplexed"),
-    ("qwen3_vl", True, "mixed", "pp2 vpp2 spread"),
+    ("qwen2_5_vl", True, "mixed", "pp2 multiplexed"),
+    ("qwen3_vl", False, "mixed", "pp2 vpp2 spread"),
     ("qwen3_vl", False, "mixed", "tp2 multiplexed"),
     ("qwen3_vl_moe", False, "mixed", "ep2 overlap"),
 ]
 SLOW = {
     2: [
-        ("qwen2_vl", True, "mixed", "pp2"),
+        ("qwen2_vl", False, "mixed", "pp2"),
+        ("qwen2_5_vl", False, "mixed", "tp2"),
+        ("qwen2_vl", False, "text", "dp2 overlap"),
+        ("qwen3_vl", True, "mixed", "pp2 vpp2 spread"),
         ("qwen2_vl", False, "mixed", "pp2 uneven"),
         ("qwen2_vl", True, "mixed", "pp2 spread"),
         ("qwen2_5_vl", False, "mixed", "pp2 spread"),

@@ -45,7 +45,8 @@ DROPOUT = [
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_same_as_peft(size, tmp_path):
     peft = pytest.importorskip("peft", reason="peft, which reads the adapters, is not installed")
     print(f"seed {SEED}")

@@ -24,11 +24,18 @@ def from_disk(folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     )
 
 
+FAST = ("qwen2_5_vl", "qwen3_vl")
+
+
 class TestOneProcess:
     """Odd sizes: 3 vision heads, 6 query heads over 2 key/value heads, vocabulary 211."""
 
     @pytest.fixture(
-        scope="class", params=[*FAMILIES[:3], pytest.param(FAMILIES[3], marks=pytest.mark.slow)]
+        scope="class",
+        params=[
+            name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+            for name in FAMILIES
+        ],
     )
     def case(self, request, tmp_path_factory):
         print(f"seed {SEED}")

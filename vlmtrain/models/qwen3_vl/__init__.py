@@ -29,6 +29,8 @@ class Qwen3VL(TimedVideos):
         "num_position_embeddings": 2304,
         "deepstack_visual_indexes": (8, 16, 24),
     }
+    #: What transformers takes where a config.json does not say it.
+    text_defaults: ClassVar[dict[str, Any]] = {"head_dim": 128, "rms_norm_eps": 1e-6}
     merger_names = "norm", "linear_fc1", "linear_fc2"
     vision_prefix, text_prefix = "model.visual.", "model.language_model."
     qkv_bias, qk_norm, interleaved_mrope = False, True, True
@@ -65,7 +67,7 @@ class Qwen3VL(TimedVideos):
                     raise ModelConfigError(
                         f"{where}{key} is {section[key]!r}; only {value!r} is supported"
                     )
-        spec = super().read(config)
+        spec = super().read({**config, "text_config": {**self.text_defaults, **text}})
         if len(spec.vision.deepstack_layers) > spec.num_layers:
             raise ModelConfigError(
                 f"vision_config: deepstack_visual_indexes {list(spec.vision.deepstack_layers)} "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from vlmtrain.core.spec import ModelConfigError, ModelSpec
 from vlmtrain.models.common.family import need
@@ -23,6 +23,7 @@ _TEXT = {
 
 class Qwen3VLMoe(Qwen3VL):
     name, title = "qwen3_vl_moe", "Qwen3-VL (mixture of experts)"
+    text_defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-6}
 
     def read(self, config: dict[str, Any]) -> ModelSpec:
         text = config.get("text_config") or config
