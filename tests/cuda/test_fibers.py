@@ -21,7 +21,6 @@ from .checks import CASES
 from .emulated import Emulated, kernels_of
 from .mutants import ON_FIBERS, Mutant
 
-pytestmark = pytest.mark.slow
 #: Of the backward of one kernel, whose runs are long.
 QUICK = ("one", "causal groups", "stale")
 

@@ -45,6 +45,7 @@ def config(family: str, ids: dict[str, int], vocab_size: int) -> dict[str, Any]:
         "model_type": family,
         "hidden_size": 192,
         "num_attention_heads": 6,
+        "head_dim": 32,
         "num_key_value_heads": 2,
         "num_hidden_layers": 2,
         "intermediate_size": 128,
