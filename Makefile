@@ -14,8 +14,8 @@ EXTRAS := train,demo,test
 .PHONY: format demo bench gpu-check gpu-report clean
 help:
 	@echo "make demo       train a small model on photographs, let transformers ask it (5 min)"
-	@echo "make test       lint, types and most tests (7 min on 2 cores)"
-	@echo "make test-all   lint, types and all tests"
+	@echo "make test       lint, types and most tests (6 min on 2 cores)"
+	@echo "make test-all   lint, types and all tests (35 min)"
 	@echo "make test-layouts   every parallel layout against transformers (9 min)"
 	@echo "make test-flash tiled CUDA attention, every instance, interpreted (long)"
 	@echo "make test-crash, make test-full   long tests of checkpoints and conversions"
