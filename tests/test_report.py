@@ -15,6 +15,7 @@ import pytest
 from vlmtrain import cli
 from vlmtrain.core.errors import UserError
 from vlmtrain.telemetry import charts, report
+from vlmtrain.telemetry.drift import COEFFICIENTS
 from vlmtrain.telemetry.ledger import ROWS
 
 
@@ -65,7 +66,7 @@ def fake_run(folder: Path, steps: int = 40, plan: bool = True) -> Path:
         "layout": "tensor 1, pipeline 2, data 2",
         "peak_flops": 989e12 if plan else None,
         "peak": "989 TFLOP/s, dense bf16 of h100",
-        "fit": {"constant": 0.1, "tokens": 2e-5, "token pairs": 0.0, "patches": 0, "p": 0},
+        "fit": {**dict.fromkeys(COEFFICIENTS, 2e-5), "patches": 0.0},
         "plan": {
             "gpu": "h100",
             "step_seconds": 0.4,
@@ -127,6 +128,8 @@ def test_the_page_is_whole_and_needs_nothing_else(
     parsed = _Page()
     parsed.feed(html)
     assert parsed.open == [] and parsed.fetched == []
+    units = ("step", "token", "pair of tokens", "pair of patches", "target token")
+    assert " + ".join(f"2.00e-05 s a {unit}" for unit in units) + "." in parsed.text
     assert not re.search(r"https?://|@import|url\(", html)
     assert "a<b>" not in html and "a<b>&c" in parsed.text
     for title in ("Loss", "Throughput", "Where a step's seconds go", "Balance", "Memory"):

@@ -305,11 +305,9 @@ def _prediction(rows: Sequence[Row], facts: dict[str, Any]) -> str:
             f"{plan['uncertainty']:.0%} (one standard deviation).</p>"
         )
     if facts["fit"]:
-        fit = facts["fit"]
-        units = ("step", "token", "pair of tokens", "patch", "pair of patches")
         terms = [
-            f"{_small(value)} s a {unit}"
-            for value, unit in zip(fit.values(), units, strict=True)
+            f"{_small(value)} s a {_UNITS[name]}"
+            for name, value in facts["fit"].items()
             if value > 0
         ]
         text += (
@@ -317,6 +315,17 @@ def _prediction(rows: Sequence[Row], facts: dict[str, Any]) -> str:
             "equally long, seconds a step and seconds a token can't be told apart.</p>"
         )
     return text
+
+
+#: What a coefficient of the fit (drift.COEFFICIENTS) is the seconds of.
+_UNITS = {
+    "constant": "step",
+    "tokens": "token",
+    "token pairs": "pair of tokens",
+    "patches": "patch",
+    "patch pairs": "pair of patches",
+    "targets": "target token",
+}
 
 
 def _small(value: float) -> str:
