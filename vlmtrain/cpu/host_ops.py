@@ -56,10 +56,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is not None:
-            x.detach().add_(bias)
-        ctx.save_for_backward(x)
-        ctx.has_bias = bias is not None
+        _keep(ctx, x, bias)
         gate, up = x.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
@@ -73,7 +70,7 @@ class _SwiGLU(torch.autograd.Function):
         aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
         aten.silu.out(gate, out=dup)
         dup.mul_(grad)
-        return dx, _bias_gradient(dx) if ctx.has_bias else None
+        return dx, _bias_gradient(ctx, dx)
 
 
 class _QuickGelu(torch.autograd.Function):
@@ -84,10 +81,7 @@ class _QuickGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is not None:
-            x.detach().add_(bias)
-        ctx.save_for_backward(x)
-        ctx.has_bias = bias is not None
+        _keep(ctx, x, bias)
         return F.silu(x * 1.702, inplace=True).div_(1.702)
 
     @staticmethod
@@ -95,7 +89,7 @@ class _QuickGelu(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dx = x * 1.702
         aten.silu_backward.grad_input(grad, dx, grad_input=dx)
-        return dx, _bias_gradient(dx) if ctx.has_bias else None
+        return dx, _bias_gradient(ctx, dx)
 
 
 class _GeluTanh(torch.autograd.Function):
@@ -103,21 +97,26 @@ class _GeluTanh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is not None:
-            x.detach().add_(bias)
-        ctx.save_for_backward(x)
-        ctx.has_bias = bias is not None
+        _keep(ctx, x, bias)
         return F.gelu(x, approximate="tanh")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         dx = aten.gelu_backward(grad, x, approximate="tanh")
-        return dx, _bias_gradient(dx) if ctx.has_bias else None
+        return dx, _bias_gradient(ctx, dx)
 
 
-def _bias_gradient(grad: Tensor) -> Tensor:
-    return grad.reshape(-1, grad.shape[-1]).sum(0)
+def _keep(ctx: Any, x: Tensor, bias: Tensor | None) -> None:
+    """Adds the bias to x, and keeps the sum for backward."""
+    if bias is not None:
+        x.detach().add_(bias)
+    ctx.save_for_backward(x)
+    ctx.has_bias = bias is not None
+
+
+def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
+    return grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
 
 
 def swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -148,7 +147,7 @@ class _AddInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:  # type: ignore[override]
-        return grad, _bias_gradient(grad) if ctx.has_bias else None, grad
+        return grad, _bias_gradient(ctx, grad), grad
 
 
 def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
