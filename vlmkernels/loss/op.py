@@ -39,7 +39,7 @@ KEPT = 2
 MOST_ROUNDINGS = 6
 #: Of a 16-bit product before it is added to a float32 gradient, on the CPU: it stays in cache.
 _PRODUCT_BYTES = 4 << 20
-#: Of the weight that one 16-bit product reads or writes, on the CPU: it stays in the last cache.
+#: Of the weight that one product reads or writes, on the CPU: it stays in the last cache.
 _WEIGHT_BYTES = 24 << 20
 
 
@@ -157,7 +157,9 @@ def _run(
 def _logits(x: Tensor, weight: Tensor, buffer: Tensor, make: bool = True) -> Tensor:
     """In `buffer`, where they are already unless `make`."""
     out = buffer[: len(x) * len(weight)].view(len(x), len(weight))
-    return torch.mm(x, weight.t(), out=out) if make else out
+    for part in _columns(weight, _WEIGHT_BYTES) if make else []:
+        torch.mm(x, weight[part].t(), out=out[:, part])
+    return out
 
 
 def _cross_entropy(
@@ -269,8 +271,8 @@ def _over_group(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _columns(weight: Tensor, most: int) -> list[slice]:
-    """Parts of the weight's rows, of `most` bytes on the CPU and whole in float32 and on a GPU."""
-    if weight.is_cuda or weight.dtype == torch.float32:
+    """Parts of the weight's rows, of `most` bytes on the CPU, whole on a GPU."""
+    if weight.is_cuda:
         return [slice(None)]
     return _parts(len(weight), max(1, most // (weight.itemsize * weight.shape[1])))
 
@@ -278,21 +280,25 @@ def _columns(weight: Tensor, most: int) -> list[slice]:
 def _add_to_hidden(total: Tensor, z: Tensor, weight: Tensor) -> None:
     """total += z weight, float32."""
     for part in _columns(weight, _WEIGHT_BYTES):
-        total += torch.mm(z[:, part], weight[part])
+        if total.dtype == z.dtype:
+            total.addmm_(z[:, part], weight[part])
+        else:
+            total += torch.mm(z[:, part], weight[part])
 
 
 def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
     """to = z^T x, or added to what it holds."""
-    if first:
-        torch.mm(z.t(), x, out=to)
-    elif to.dtype == z.dtype:
+    if first or to.dtype == z.dtype:
         for part in _columns(to, _WEIGHT_BYTES):
-            to[part].addmm_(z[:, part].t(), x)
+            if first:
+                torch.mm(z[:, part].t(), x, out=to[part])
+            else:
+                to[part].addmm_(z[:, part].t(), x)
     else:
         most = CHUNK_BYTES if to.is_cuda else _PRODUCT_BYTES
         size = max(1, most // (x.itemsize * x.shape[1]))
-        for block in _parts(len(to), size):
-            to[block] += torch.mm(z[:, block].t(), x)
+        for part in _parts(len(to), size):
+            to[part] += torch.mm(z[:, part].t(), x)
 
 
 def _losses(stats: Tensor, classes: int, label_smoothing: float, z_loss: float) -> Tensor:
