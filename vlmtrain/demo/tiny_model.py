@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from vlmtrain.models.family import FAMILIES
 
-Family = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+Family = Literal["qwen2_5_vl", "qwen3_vl"]  # of the demo
 IM_END = "<|im_end|>"
 IMAGE_PAD = "<|image_pad|>"
 
@@ -153,7 +153,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:
     return tokenizer
 
 
-def _config(family: Family, ids: dict[str, int]) -> dict[str, Any]:
+def _config(family: str, ids: dict[str, int]) -> dict[str, Any]:
     """config.json in the form of the released folders: Qwen2.5-VL's flat, Qwen3-VL's nested."""
     text: dict[str, Any] = {
         **TEXT,
@@ -200,7 +200,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_folder(
-    folder: Path, texts: Iterable[str], seed: int = 0, family: Family = "qwen2_5_vl"
+    folder: Path,
+    texts: Iterable[str],
+    seed: int = 0,
+    family: Family | Literal["qwen3_vl_moe"] = "qwen2_5_vl",
 ) -> Path:
     """Write the small model with random weights (float32) and its tokenizer, as the Hugging Face
     folder that `vlmtrain train --model` and transformers read; returns `folder`.
