@@ -38,7 +38,8 @@ class Layout:
 
     @property
     def sequence_parts(self) -> int:
-        """Parts of a pack that the ranks of a tensor-parallel group have."""
+        """Parts of a pack that the ranks of a tensor-parallel group have: its tokens, with padding,
+        are a multiple of it."""
         return self.tensor if self.sequence else 1
 
     @property

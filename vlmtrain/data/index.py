@@ -116,6 +116,10 @@ class SampleIndex:
             [self.grids[:0], *(self.grids[start[i] : start[i + 1]] for i in pack.tolist())]
         )
 
+    def pack_tokens(self, pack: np.ndarray) -> int:
+        """Of a pack's samples, without padding."""
+        return int(self.lengths[pack].sum())
+
     def load(self, position: int) -> Sample:
         """Read a sample's record again; its media carry what the scan found out about them.
 

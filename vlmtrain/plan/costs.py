@@ -113,8 +113,8 @@ class CostModel:
                 if row == COMM_B and not result[COMPUTE_B].any():
                     continue
                 result[row, column] += count * per_row
-                # every pack has as many tokens: a constant is a price per token
-                result[row, TOKENS] += count * gpu.latency_us * 1e-6 / self.packs.pack_length
+                # a constant of a pack is a price per token of the mean one
+                result[row, TOKENS] += count * gpu.latency_us * 1e-6 / self.mean[TOKENS]
 
         per_layer = (4, 6) if sequence else (4, 4)
         text = block(flops.text_layer_price(spec), "language", language)
@@ -211,7 +211,7 @@ class CostModel:
 
     def _with_overhead(self, stages: np.ndarray) -> np.ndarray:
         """Add the host's time between two pieces of work, as a price per token."""
-        constant = self.gpu.overhead_us * 1e-6 / self.packs.pack_length
+        constant = self.gpu.overhead_us * 1e-6 / self.mean[TOKENS]
         stages[:, COMPUTE_F : COMPUTE_B + 1, TOKENS] += constant
         return stages
 

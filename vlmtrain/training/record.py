@@ -97,7 +97,7 @@ def _describe(config: TrainConfig, engine: Engine, loader: PackedLoader, total: 
         f"{dist.get_world_size()} processes: {layout.describe()}\n"
         f"{len(index):,} samples, {int(index.lengths.sum()):,} tokens "
         f"({int(index.image_tokens.sum()):,} image, {int(index.target_tokens.sum()):,} target); "
-        f"{train.global_batch} packs of {train.pack_length:,} tokens a step, "
+        f"{train.global_batch} packs of up to {train.pack_length:,} tokens a step, "
         f"{train.global_batch // layout.data} per replica; {loader.steps_per_epoch} steps an "
         f"epoch, {total} in all",
         flush=True,
