@@ -556,7 +556,13 @@ def test_weights_of_turns(tmp_path: Path, processor: Processor, spec: ModelSpec)
         path = write_json(tmp_path / "c.json", records)
         index = scan_sources([path], processor, spec, PACK)
         with open_loader(
-            index, processor, spec, pack_length=PACK, global_batch=1, prefetch=False
+            index,
+            processor,
+            spec,
+            pack_length=PACK,
+            token_multiple=PACK,
+            global_batch=1,
+            prefetch=False,
         ) as loader:
             [pack] = loader.next_step()
         if weights == (1, 1, 1):
