@@ -211,7 +211,7 @@ def collate(
         samples: the pack, in order.
         grids: int64 [m, 3] of all their media, in order.
         pixel_values: float32 [P, patch_dim] of the same media, or [0, patch_dim].
-        multiple: that the layout needs (`Layout.sequence_parts`).
+        multiple: that the layout needs (the tensor-parallel size).
         pad_token_id: id of the tail.
     """
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])

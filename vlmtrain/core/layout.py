@@ -38,8 +38,7 @@ class Layout:
 
     @property
     def sequence_parts(self) -> int:
-        """Parts of a pack that the ranks of a tensor-parallel group have: its tokens, with padding,
-        are a multiple of it."""
+        """Parts of a pack that the ranks of a tensor-parallel group have."""
         return self.tensor if self.sequence else 1
 
     @property

@@ -123,8 +123,7 @@ def _plan(sampler: Sampler, position: Position, layout: Layout) -> dict[str, str
             count += len(share)
             grids = [sampler.index.pack_grids(pack) for pack in share]
             lengths = [
-                padded_length(sampler.index.pack_tokens(pack), layout.sequence_parts)
-                for pack in share
+                padded_length(sampler.index.pack_tokens(pack), layout.tensor) for pack in share
             ]
             one = StepInputs(sampler.spec, layout, grids, lengths)
             stages = range(layout.stages - 1)

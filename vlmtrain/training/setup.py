@@ -111,7 +111,7 @@ def open_loader(
             engine.decodes,
             engine.dtype,
             engine.backend.is_cuda,
-            engine.layout.sequence_parts,
+            engine.layout.tensor,
         ),
         pack_length=pack_length,
         global_batch=global_batch,
