@@ -195,6 +195,7 @@ def _common(x: Inputs, context: Context, bar: float) -> dict[str, Any]:
         | ceilings.arithmetic(6.0 * x.counted * hidden * classes, dtype, context),
         bar=None if context.quick else bar,
         memory_bar=None if context.quick else 8.0,
+        first_counts=not context.quick and context.device == "cpu",
     )
 
 

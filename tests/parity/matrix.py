@@ -146,7 +146,7 @@ class References:
             gradients = canonical(ref.reference_gradients(model, steps[0]))
             losses = ref.reference_training(model, steps[:-1], rates)
             with torch.no_grad():
-                after = ref.reference_loss(model, steps[-1]).item()
+                after = ref.reference_loss(model, steps[-1], heldout=True).item()
             self._known[key] = (loss, gradients, losses, after)
         return self._known[key]
 

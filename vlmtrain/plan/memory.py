@@ -398,7 +398,8 @@ class ActivationModel:
         f, active = spec.moe_intermediate_size, spec.num_experts_per_tok
         # SwiGLU's input, its result, that times the router's probability; numbers of rows
         hidden = 3 * e * f + (spec.hidden_size + f) * e * trained + 24
-        return read + (active * hidden + 5 * spec.num_experts) / t
+        routed = 5 + 4 * bool(spec.router_aux_loss_coef)  # choice, weight; probability
+        return read + (active * hidden + routed * spec.num_experts) / t
 
     def text_layer(self, recompute: str = "none", *, first: bool = False) -> Kept:
         """With `selective` the MLP keeps only its input, with `full` the layer does. The `first`
