@@ -243,9 +243,7 @@ def our_step(folder: Path, size: Size, packs: list[list[Sample]]) -> Callable[[]
     if not dist.is_initialized():
         launch.connect(launch.Process(0, 1, 0), backend.process_group)
     spec = read_spec(folder)
-    layout = make_layout(
-        spec, world_size=1, pack_length=size.pack_length, microbatches=len(size.packs)
-    )
+    layout = make_layout(spec, world_size=1, microbatches=len(size.packs))
     engine = Engine(spec, layout, backend, dtype=torch.float32)
     load_weights(engine.stages, spec, folder)
     engine.prepare(

@@ -176,9 +176,7 @@ def test_sizes_below_one_are_refused_before_they_divide(name, size, tmp_path):
     section = ParallelSection(**{name: size})
     spec = released_spec("qwen2_5_vl-7b")
     with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
-        run_layout(
-            spec, section, 1, pack_length=8192, global_batch=0, option="--global_batch_packs"
-        )
+        run_layout(spec, section, 1, global_batch=0, option="--global_batch_packs")
     (tmp_path / "config.json").write_text(json.dumps(FLAT))
     with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
         check(TrainConfig(model=tmp_path, data="a", output=tmp_path, parallel=section), 1)

@@ -176,7 +176,7 @@ def make_samples(seed: int) -> list[list[Sample]]:
 
 
 def make_stream(stream: str, seed: int, step: int) -> list[list[Sample]]:
-    """Four packs of one optimizer step, all of one length at every step.
+    """Four packs of one optimizer step, of different lengths.
 
     mixed: `make_samples`, the packs turned by one place a step, so that the one without images is
     first, in the middle and last, on this data-parallel rank or on another; the third step has one

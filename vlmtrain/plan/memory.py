@@ -473,10 +473,10 @@ class ActivationModel:
     def vision_input(self) -> Kept:
         return Kept(per_patch=self.element * self.spec.vision.hidden_size / self.shards)
 
-    def head_transient(self, targets: float) -> float:
+    def head_transient(self, targets: np.ndarray | float) -> np.ndarray:
         """Bytes of a chunk of logits of so many target tokens."""
         columns = padded_vocab_size(self.spec.vocab_size, self.tensor) / self.tensor
-        return min(self.element * columns * targets, LOSS_BYTES)
+        return np.minimum(self.element * columns * targets, LOSS_BYTES)
 
     def layer_transient(self, *, vision: bool) -> Kept:
         """Largest gradients of a layer's backward: of the MLP's input and output, gathered."""

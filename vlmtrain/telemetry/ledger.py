@@ -6,7 +6,7 @@ means over all ranks that add up to the step:
 
     compute      forward and backward of real tokens and patches; tensor-parallel communication and
                  recomputation are inside
-    padding      the same for padded tails, by FLOPs
+    padding      the same for padded tails (tensor parallelism's), by FLOPs
     bubble       ranks of a pipeline that wait for others (also: transfers between stages, and the
                  exchange of multiplexed vision)
     imbalance    replicas that wait for the slowest one
