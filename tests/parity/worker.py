@@ -257,11 +257,12 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
 
     def gradients(packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
         outputs = engine._forward_backward(packs, forward_only=False)
-        loss = engine._result(packs, outputs, 0.0, 0.0, 0.0).loss
+        step = engine._result(packs, outputs, 0.0, 0.0, 0.0)
+        result["balance"] = spec.router_aux_loss_coef * step.aux_loss
         gather_gradients(engine)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, dict(gathered(engine.exported, spec, gradient)))
-        return loss, {canonical_name(n): t for part in everyone for n, t in part.items()}
+        return step.loss, {canonical_name(n): t for part in everyone for n, t in part.items()}
 
     if lora.rank:
         save_adapters(engine.exported, lora, case["model"], case["adapter"] / "before")
