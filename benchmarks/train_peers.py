@@ -48,7 +48,9 @@ class Plain:
             folder, dtype=torch.float32, attn_implementation="sdpa"
         ).train()
         self.params = list(self.model.parameters())
-        self.half = copy.deepcopy(self.model).to(dtype) if dtype != torch.float32 else None
+        self.half: Any = None
+        if dtype != torch.float32:
+            self.half = copy.deepcopy(self.model).to(dtype)
         self.targets, self.dtype = targets, dtype
         self.optimizer = torch.optim.AdamW(
             [

@@ -113,7 +113,7 @@ def products(engine: Any, packs: list[PackedBatch], dtype: torch.dtype) -> dict[
     tokens = sum(pack.length - pack.pad_tokens for pack in packs)
     targets = sum(pack.target_tokens for pack in packs)
     merged = patches // engine.spec.vision.merge_unit
-    shapes: Counter[tuple[int, int, int, bool]] = Counter()
+    shapes: Counter[tuple[int, int, int, bool]] = Counter()  # rows, outputs, inputs, dx too
     for name, weight in engine.stages[0].named_parameters():
         if weight.dim() != 2 or ("embedding" in name and not engine.spec.tie_word_embeddings):
             continue
@@ -122,7 +122,8 @@ def products(engine: Any, packs: list[PackedBatch], dtype: torch.dtype) -> dict[
             rows = targets
         elif "vision" in name:
             rows = merged if "merger" in name else patches
-        shapes[rows, *weight.shape, "patch_embed" not in name] += 1  # pixels need no gradient
+        outs, ins = weight.shape
+        shapes[rows, outs, ins, "patch_embed" not in name] += 1  # pixels need no gradient
     cases = []
     for (rows, outs, ins, backward), count in shapes.items():
         part = min(rows, LARGEST_PRODUCT)
