@@ -7,6 +7,7 @@ places. `install` answers those calls with their CPU meaning.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from typing import Any
@@ -139,8 +140,23 @@ def install() -> None:
     # It warns that the CPU generator changed inside a "GPU" region: here they are the same one.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
 
+    # Backward passes run what `without_shim` ran forward.
+    from megatron.core.pipeline_parallel import schedules
+
+    if not hasattr(schedules.backward_step, "__wrapped__"):
+        schedules.backward_step = _shimless(schedules.backward_step)
+
     _mode = _CudaMeansCpu()
     _mode.__enter__()
+
+
+def _shimless(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with without_shim():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def suspend() -> None:
