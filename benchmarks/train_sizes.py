@@ -188,8 +188,8 @@ def mixed(samples: int = 64) -> Size:
     plan = plan_epoch(np.array([_tokens(x) for x in drawn]), length, 0, 0, "mixed")
     return Size(
         name="mixed",
-        text=_text(256, 4, 704, 6),
-        vision=_tower(240, 3, 640, 4),
+        text=_text(256, 4, 704, 4),
+        vision=_tower(160, 2, 432, 4),
         vocabulary=8192,
         mrope_section=[8, 12, 12],
         drawn=drawn,
