@@ -15,6 +15,7 @@ import torch
 
 from tests.parity import reference
 from tests.parity.reference import Sample
+from vlmtrain.core.batch import PackedBatch
 from vlmtrain.data.packing.plan import plan_epoch
 from vlmtrain.demo import tiny_model
 
@@ -34,7 +35,7 @@ class Size:
     mrope_section: list[int]
     drawn: list[Parts]  # the samples, in the order in which they are drawn
     packs: list[list[int]]  # of ours: positions in `drawn`
-    pack_length: int
+    pack_length: int  # tokens that a pack holds at most
     bar: float  # how many times as long the best peer must take
     tied: bool = False
 
@@ -68,6 +69,11 @@ class Size:
     def samples(self) -> list[Sample]:
         generator = torch.Generator().manual_seed(0)
         return [reference.make_sample(x, generator, learn=x[-1] // 2) for x in self.drawn]
+
+    def batches(self) -> list[PackedBatch]:
+        """The packs, as long as their samples."""
+        chosen = [[self.samples[i] for i in pack] for pack in self.packs]
+        return [reference.pack(x, sum(len(s.input_ids) for s in x)) for x in chosen]
 
     def write_model(self, folder: Path) -> int:
         """Random weights as a Hugging Face folder; returns the number of parameters."""

@@ -27,7 +27,6 @@ from benchmarks.harness import AS_IT_COMES, Ceiling, Comparison, Context, Row, c
 from benchmarks.loss import available
 from benchmarks.train_peers import BETAS, CLIP, DECAY, EPS, LR, Plain
 from benchmarks.train_sizes import Size
-from tests.parity import reference
 from vlmtrain.core.batch import PackedBatch
 
 SIZES: dict[str, Callable[[], Size]] = {
@@ -62,9 +61,7 @@ def our_step(
     if not dist.is_initialized():
         launch.connect(launch.Process(0, 1, 0), backend.process_group)
     spec = read_spec(folder)
-    layout = make_layout(
-        spec, world_size=1, pack_length=size.pack_length, microbatches=len(size.packs)
-    )
+    layout = make_layout(spec, world_size=1, microbatches=len(size.packs))
     engine = Engine(spec, layout, backend, dtype=dtype)
     load_weights(engine.stages, spec, folder)
     engine.prepare(
@@ -78,9 +75,7 @@ def our_step(
             clip=CLIP,
         )
     )
-    packs = [
-        reference.pack([size.samples[i] for i in pack], size.pack_length) for pack in size.packs
-    ]
+    packs = size.batches()
     return engine, packs, lambda: engine.step(packs, LR).loss
 
 
@@ -242,12 +237,9 @@ def rows(context: Context) -> Iterator[Row]:
 def _embedding_share(size: Size, step_ms: float, context: Context) -> Row:
     """The embeddings of that step by themselves, before and after; their share in its last column:
     before, the step is longer by what is saved."""
-    packs = [
-        reference.pack([size.samples[i] for i in pack], size.pack_length) for pack in size.packs
-    ]
     row = compare(
         embedding.in_a_step(
-            [(pack.input_ids, pack.visual_index) for pack in packs],
+            [(pack.input_ids, pack.visual_index) for pack in size.batches()],
             size.vocabulary,
             size.text["hidden_size"],
         ),

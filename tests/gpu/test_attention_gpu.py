@@ -15,7 +15,6 @@ from tests.kernels.test_attention import make, offsets, outputs, rounding_noise
 from vlmkernels import _native, varlen_attention, vision_attention
 from vlmkernels.attention.reference import varlen_attention_reference, vision_attention_reference
 from vlmkernels.attention.select import (
-    FUSED_HEAD_DIMS,
     TILED_HEAD_DIMS,
     WINDOW_LENGTHS,
     machine_of,
@@ -92,7 +91,7 @@ def test_both_tiled_kernels(dim, dtype, causal):
     ops, options = torch.ops.vlmkernels, (max(lengths), causal, scale)
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
     kernels = ["sm80", "sm90"] if is_hopper else ["sm80"]
-    if is_hopper and dtype == torch.bfloat16 and dim in FUSED_HEAD_DIMS:
+    if is_hopper and dtype == torch.bfloat16:
         kernels.append("sm90-fused")
 
     def run(kernel, *inputs):

@@ -215,9 +215,9 @@ def test_predictions_are_consistent(seven: ModelSpec, packs: workload.Packs) -> 
         assert 0.05 < p.mfu < gpu.efficiency.language
         tokens = 64 * 8192 * packs.fill / p.step_seconds / 32
         assert p.tokens_per_second_per_gpu == pytest.approx(tokens)
-        per_token = search.step_flops(
-            costs.CostModel(seven, gpu, packs), packs.useful.mean(0)
-        ) / float(packs.useful[:, 0].mean())
+        per_token = search.step_flops(costs.CostModel(seven, gpu, packs), packs.mean) / float(
+            packs.mean[0]
+        )
         assert p.mfu == pytest.approx(tokens * per_token / gpu.peak)
 
 

@@ -39,6 +39,8 @@ KEPT = 2
 MOST_ROUNDINGS = 6
 #: Of a 16-bit product before it is added to a float32 gradient, on the CPU: it stays in cache.
 _PRODUCT_BYTES = 4 << 20
+#: Of the weight that one 16-bit product reads or writes, on the CPU: it stays in the last cache.
+_WEIGHT_BYTES = 24 << 20
 
 
 def plan(rows: int, classes: int, hidden: int, item: int, rounded: bool) -> tuple[int, int]:
@@ -137,7 +139,7 @@ def _run(
             if known or not at_once:
                 _cross_entropy(z, block, part_scale, False, *chunk)
             if summed:
-                total += torch.mm(z, weight[block])
+                _add_to_hidden(total, z, weight[block])
             elif hidden_grad:
                 total = torch.mm(z, weight[block])
             if into is not None:
@@ -266,12 +268,26 @@ def _over_group(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat([largest[None], sums])
 
 
+def _columns(weight: Tensor, most: int) -> list[slice]:
+    """Parts of the weight's rows, of `most` bytes on the CPU and whole in float32 and on a GPU."""
+    if weight.is_cuda or weight.dtype == torch.float32:
+        return [slice(None)]
+    return _parts(len(weight), max(1, most // (weight.itemsize * weight.shape[1])))
+
+
+def _add_to_hidden(total: Tensor, z: Tensor, weight: Tensor) -> None:
+    """total += z weight, float32."""
+    for part in _columns(weight, _WEIGHT_BYTES):
+        total += torch.mm(z[:, part], weight[part])
+
+
 def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
     """to = z^T x, or added to what it holds."""
     if first:
         torch.mm(z.t(), x, out=to)
     elif to.dtype == z.dtype:
-        to.addmm_(z.t(), x)
+        for part in _columns(to, _WEIGHT_BYTES):
+            to[part].addmm_(z[:, part].t(), x)
     else:
         most = CHUNK_BYTES if to.is_cuda else _PRODUCT_BYTES
         size = max(1, most // (x.itemsize * x.shape[1]))

@@ -88,11 +88,9 @@ MUTANTS = [
       "zero_rows<kDim, S::kStep>(storage.stream(which, ring.stage), left - 1);", case="tiles"),
     M("one tensor is zeroed", "sm90-bwd-follower-zero",
       "zero_rows<kDim, S::kStep>(storage.stream(0, ring.stage), left);", case="neighbours"),
-    M("one chunk is zeroed", "sm90-zero-rows-store",
-      "ptx::store_shared(tile + at, uint4{0, 0, 0, 0});", case="neighbours"),
+    M("the tail is not zeroed", "sm90-zero-rows-store", case="neighbours"),
     M("no fence after zeros", "sm90-zero-rows-fence", case="tiles"),
-    M("both warpgroups take the first keys", "sm90-bwd-resident",
-      "base + which * S::kResidentBytes + which * consumer * 64 * S::kRowBytes", case="tiles"),
+    M("both warpgroups take the first keys", "sm90-start-rows-row", "a_tile", case="tiles"),
     M("results staged in one place", "sm90-bwd-dkdv-staging", "storage.staging()", case="tiles"),
     M("an idle warpgroup keeps queries", "sm90-bwd-pass", case="idle groups"),
     M("resident keys not waited for", "sm90-bwd-dkdv-wait-resident-full", case="tiles"),
@@ -147,7 +145,7 @@ MUTANTS = [
       "probabilities[e] * (ds[e] - delta[1 - e % 4 / 2])", case="tiles"),
     M("resident queries not waited for", "sm90-bwd-dq-wait-resident-full", case="one"),
     M("dP from the keys", "sm90-bwd-dq-start-rows",
-      "start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, storage.stream(0, now));",
+      "start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, row, storage.stream(0, now));",
       case="tiles"),
     M("dP of queries not finished", "sm90-bwd-dq-wait-dp", case="tiles"),
     M("keys released before dQ", "sm90-bwd-dq-pack", "$; release(storage.empty(now));",
@@ -175,15 +173,12 @@ MUTANTS = [
     M("values for dout", "sm90-bwd-launch-backward-views", "{p.q, p.v, p.k, p.v}", case="tiles"),
     M("key heads for query heads", "sm90-bwd-launch-backward-heads", "p.kv_heads", case="groups"),
     M("large boxes for the stream", "sm90-bwd-launch-map",
-      "if (!error) error = make_map<kDim, kTileRows>(&streams[i], p.dtype, views[i], p.tokens, "
+      "if (!error) error = make_maps<kDim, kTileRows>(&streams[i], p.dtype, views[i], p.tokens, "
       "heads);", case="tiles"),
     M("scores added to the old", "sm90-start-rows-wgmma",
-      "ptx::Wgmma<Math, kRowsB>::rows(c, a + (chunk * Sm90Tile<kDim, kRowsA>::kChunkBytes + "
-      "column) / 16, b + (chunk * Sm90Tile<kDim, kRowsB>::kChunkBytes + column) / 16, true);",
-      case="tiles"),
-    M("depth's chunks of another tile", "sm90-start-rows-wgmma",
-      "ptx::Wgmma<Math, kRowsB>::rows(c, a + (chunk * Sm90Tile<kDim, kRowsA>::kChunkBytes + "
-      "column) / 16, b + (chunk * Sm90Tile<kDim, kRowsA>::kChunkBytes + column) / 16, d > 0);",
+      "ptx::Wgmma<Math, kRowsB>::rows(c, a + (chunk * A::kChunkBytes + column) / 16, "
+      "b + (chunk * B::kChunkBytes + column) / 16, true);", case="tiles"),
+    M("the tail where another tile has it", "sm90-start-rows-b-tail", "b_tile + A::kTail",
       case="tiles"),
     M("operands' halves exchanged", "sm90-pack",
       "as_operand<Math>(reinterpret_cast<uint32_t (&)[1][4]>(a[n]), blocks_of<kColumns>(c), n);",

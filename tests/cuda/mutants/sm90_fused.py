@@ -68,11 +68,11 @@ MUTANTS = [
     M("no fence after dS", "sm90-fused-ds-fence", case="one"),
     M("dS not waited for", "sm90-fused-ds-full", case="one"),
     M("both warpgroups' dQ of the first columns", "sm90-fused-dq-b",
-      "ptx::matrix_descriptor<S::kRowBytes, kChunkBytes, 8 * S::kRowBytes>(storage.resident(0))",
+      "ptx::matrix_descriptor<S::kRowBytes, kChunkBytes, 8 * S::kRowBytes>(keys)",
       case="one"),
     M("dQ added to the step before's", "sm90-fused-dq",
       "ptx::Wgmma<Math, kColumns>::deep(reinterpret_cast<float(&)[kColumns / 2]>(dq), a + n * 128, "
-      "b + n * S::kRowBytes, true);",
+      "b + n * kRowBytes, true);",
       case="many tiles"),
     M("a part written early", "sm90-fused-wait-part", case="many tiles"),
     M("columns of a part exchanged", "sm90-fused-part",

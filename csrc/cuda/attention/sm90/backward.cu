@@ -23,10 +23,10 @@
 // query's lse and delta, which are not aligned as bulk copies ask for. A negative scale is a
 // negative exponent: backward_preprocess' maxima hold the sign already.
 //
-// Floor a step of 64 and 128 rows, at 2,048 multiply-adds a cycle and SM: keys 8 D + 8 W cycles,
-// queries 8 D + 4 W (W: D, of 72 and 80 96, and D is 80), that is 1,408 and 1,024 at 80. Left
-// operands in shared memory keep it as busy as the tensor cores: 4 KB for m64n64k16's 32 cycles.
-// Exponentials, one a score and kernel at 16 a cycle: 512. From L2: 256 D bytes a step.
+// Floor a step of 64 and 128 rows, at 2,048 multiply-adds a cycle and SM: keys 16 D cycles, queries
+// 12 D (72 as 80), that is 1,280 and 960 at 80. Left operands in shared memory keep it as busy as
+// the tensor cores: 4 KB for m64n64k16's 32 cycles. Exponentials, one a score and kernel at 16 a
+// cycle: 512. From L2: 256 D bytes a step.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/sm80/backward.cuh"
 #include "cuda/attention/sm90/common.cuh"
@@ -54,9 +54,8 @@ struct GradSharedStorage {
   using S = Sm90GradShape<kDim>;
   uint32_t base;
 
-  __device__ __forceinline__ uint32_t resident(int which, int consumer = 0) const {
-    // mutant: sm90-bwd-resident
-    return base + which * S::kResidentBytes + consumer * 64 * S::kRowBytes;
+  __device__ __forceinline__ uint32_t resident(int which) const {
+    return base + which * S::kResidentBytes;
   }
   __device__ __forceinline__ uint32_t stream(int which, int stage) const {
     return base + S::kStreams + (2 * stage + which) * S::kStreamBytes;
@@ -130,7 +129,7 @@ __device__ __forceinline__ GradWork grad_work_at(const AttentionGradParams& para
 
 // The maps of a kernel: what is resident, in boxes of 128 rows, and what streams, of 64.
 struct GradMaps {
-  const CUtensorMap *resident[2], *stream[2];
+  const TensorMaps *resident[2], *stream[2];
 };
 
 // One thread.
@@ -253,7 +252,8 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
-  const uint32_t keys = storage.resident(0, consumer), values = storage.resident(1, consumer);
+  const uint32_t keys = storage.resident(0), values = storage.resident(1);
+  const int row = consumer * 64;
   // mutant: sm90-bwd-dkdv-staging
   const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
@@ -311,7 +311,7 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
     // Starts dP and dV of the ring's stage, and makes dS while dV is under way.
     const auto differ = [&] {
       pack<Math, S::kStep>(probabilities, s);
-      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, storage.stream(1, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, row, storage.stream(1, ring.stage));
       // mutant: sm90-bwd-dkdv-dv
       start_columns<Math, kDim, S::kStep>(dv, probabilities, storage.stream(1, ring.stage));
       ptx::wgmma_wait<1>();  // mutant: sm90-bwd-dkdv-wait-dp
@@ -332,7 +332,7 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
     const auto start_scores = [&] {
       // mutant: sm90-bwd-dkdv-wait-ready
       ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
-      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, storage.stream(0, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, row, storage.stream(0, ring.stage));
     };
 
     if (skipped) pass<kDim>(storage, ring);
@@ -391,7 +391,8 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
-  const uint32_t queries = storage.resident(0, consumer), douts = storage.resident(1, consumer);
+  const uint32_t queries = storage.resident(0), douts = storage.resident(1);
+  const int row = consumer * 64;
   const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   // mutant: sm90-bwd-dq-exponent
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
@@ -423,7 +424,7 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
 #pragma unroll
     for (int i = 0; i < S::kWide / 2; ++i) dq[i] = 0.f;
     const auto start_scores = [&] {
-      start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, storage.stream(0, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, row, storage.stream(0, ring.stage));
     };
     const auto wait_for_step = [&](int step, PipelineState<S::kStages> state) {
       if (step >= steps) return;
@@ -458,7 +459,7 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
       for (int i = 1; i < steps; ++i) {
         const int now = ring.stage;
         // mutant: sm90-bwd-dq-start-rows
-        start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, storage.stream(1, now));
+        start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, row, storage.stream(1, now));
         ring.advance();
         start_scores();
         // mutant: sm90-bwd-dq-wait-dp
@@ -476,7 +477,7 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
         ptx::wgmma_results(dq);
         release(storage.empty(now));
       }
-      start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, storage.stream(1, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, row, storage.stream(1, ring.stage));
       ptx::wgmma_wait<0>();
       release(storage.resident_empty());
       differ();
@@ -533,17 +534,17 @@ __device__ __forceinline__ void work_on_tiles(const AttentionGradParams& params,
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(Sm90Block::kThreads, 1)
-    sm90_backward_dkdv(const AttentionGradParams params, const __grid_constant__ CUtensorMap k,
-                       const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap q,
-                       const __grid_constant__ CUtensorMap dout) {
+    sm90_backward_dkdv(const AttentionGradParams params, const __grid_constant__ TensorMaps k,
+                       const __grid_constant__ TensorMaps v, const __grid_constant__ TensorMaps q,
+                       const __grid_constant__ TensorMaps dout) {
   work_on_tiles<Math, kDim, true>(params, {{&k, &v}, {&q, &dout}});
 }
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(Sm90Block::kThreads, 1)
-    sm90_backward_dq(const AttentionGradParams params, const __grid_constant__ CUtensorMap q,
-                     const __grid_constant__ CUtensorMap dout,
-                     const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
+    sm90_backward_dq(const AttentionGradParams params, const __grid_constant__ TensorMaps q,
+                     const __grid_constant__ TensorMaps dout, const __grid_constant__ TensorMaps k,
+                     const __grid_constant__ TensorMaps v) {
   work_on_tiles<Math, kDim, false>(params, {{&q, &dout}, {&k, &v}});
 }
 
@@ -557,12 +558,12 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
   if (const int error = launch_preprocess<Math, kDim>(params, stream)) return error;
   // mutant: sm90-bwd-launch-backward-views
   const HeadsView views[] = {p.q, params.dout, p.k, p.v};
-  CUtensorMap resident[4], streams[4];
+  TensorMaps resident[4] = {}, streams[4] = {};
   for (int i = 0; i < 4; ++i) {
     const int64_t heads = i < 2 ? p.heads : p.kv_heads;  // mutant: sm90-bwd-launch-backward-heads
-    int error = make_map<kDim, kTileRows>(&resident[i], p.dtype, views[i], p.tokens, heads);
+    int error = make_maps<kDim, kTileRows>(&resident[i], p.dtype, views[i], p.tokens, heads);
     // mutant: sm90-bwd-launch-map
-    if (!error) error = make_map<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
+    if (!error) error = make_maps<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
     if (error) return error;
   }
   const int64_t tiles = list_length(p);

@@ -15,7 +15,7 @@
 //
 // Floor: 4 L^2 D FLOPs a head on the tensor cores, half of it if causal, at 2,048 multiply-adds a
 // cycle and SM; one exponential per score, at 16 a cycle: at 64 they take as long as the products.
-// A block of 128 queries and keys: 16 D cycles, of 72 and 80 1,408. From L2, once per tile of
+// A block of 128 queries and keys: 16 D cycles, of 72 1,280. From L2, once per tile of
 // queries: 512 D bytes a block of keys.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/sm90/common.cuh"
@@ -27,9 +27,7 @@ template <int kDim>
 struct Sm90Shape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kKeys = kTileRows;  // of a block: only the last one is masked
   static constexpr int kTileBytes = Sm90Tile<kDim, kTileRows>::kBytes;
-  static constexpr int kStages = Sm90Row<kDim>::kWide <= 64   ? 4
-                                 : Sm90Row<kDim>::kWide <= 96 ? 3
-                                                              : 2;
+  static constexpr int kStages = kDim <= 80 ? 4 : kDim <= 96 ? 3 : 2;
   static constexpr int kStaging = (1 + 2 * kStages) * kTileBytes;  // results, kPitch<kDim> a row
   static constexpr int kBarriers = kStaging + kTileRows * kPitch<kDim>;
   static constexpr int kShared = kBarriers + (3 + 5 * kStages) * 8;
@@ -106,7 +104,7 @@ __device__ __forceinline__ Work work_at(const AttentionParams& p, unsigned round
 // ---- the producer's warpgroup
 
 template <int kDim>
-__device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, uint32_t full,
+__device__ __forceinline__ void load_tile(uint32_t to, const TensorMaps* map, uint32_t full,
                                           int head, int token) {
   using S = Sm90Shape<kDim>;
   ptx::barrier_arrive_expect(full, S::kTileBytes);  // mutant: sm90-fwd-load-tile-expect-full
@@ -115,8 +113,8 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, u
 
 // One thread. Values come one block behind keys: that is the order in which they are wanted.
 template <int kDim>
-__device__ __forceinline__ void produce(const AttentionParams& p, const CUtensorMap* q,
-                                        const CUtensorMap* k, const CUtensorMap* v,
+__device__ __forceinline__ void produce(const AttentionParams& p, const TensorMaps* q,
+                                        const TensorMaps* k, const TensorMaps* v,
                                         const SharedStorage<kDim>& storage) {
   using S = Sm90Shape<kDim>;
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
@@ -241,8 +239,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
   using S = Sm90Shape<kDim>;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
-  // mutant: sm90-fwd-consumer-queries
-  const uint32_t queries = storage.queries() + consumer * 64 * S::kRowBytes;
+  const uint32_t queries = storage.queries();
   // mutant: sm90-fwd-consumer-staging
   const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   const float exponent = exponent_of(p.scale);
@@ -304,7 +301,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
 
     ptx::barrier_wait(queries_ready, parity);  // mutant: sm90-fwd-consumer-wait-queries-ready
     wait_for_keys(0);                          // mutant: sm90-fwd-consumer-wait-first-keys
-    start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
+    start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, consumer * 64, storage.keys(key.stage));
     ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-first
     ptx::wgmma_results(s);
     release(storage.keys_empty(key.stage));
@@ -317,7 +314,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
     for (int block = 1; block < work.blocks; ++block) {
       ptx::named_barrier_sync(kOrderBarrier + consumer, kOrderThreads);
       // mutant: sm90-fwd-consumer-start-rows
-      start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
+      start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, consumer * 64,
+                                                  storage.keys(key.stage));
       // mutant: sm90-fwd-consumer-wait-values-full
       ptx::barrier_wait(storage.values_full(value.stage), value.parity);
       // mutant: sm90-fwd-consumer-start-columns
@@ -377,8 +375,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(Sm90Shape<kDim>::kThreads, 1)
-    sm90_forward(const AttentionParams p, const __grid_constant__ CUtensorMap q,
-                 const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
+    sm90_forward(const AttentionParams p, const __grid_constant__ TensorMaps q,
+                 const __grid_constant__ TensorMaps k, const __grid_constant__ TensorMaps v) {
   using S = Sm90Shape<kDim>;
   static_assert(S::kKeys == kTileRows);
   extern __shared__ __align__(1024) char storage_bytes[];
@@ -398,11 +396,11 @@ template <class Math, int kDim>
 int launch_forward(const AttentionParams& p, void* stream) {
   using S = Sm90Shape<kDim>;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
-  CUtensorMap q, k, v;
-  int error = make_map<kDim, kTileRows>(&q, p.dtype, p.q, p.tokens, p.heads);
-  if (!error) error = make_map<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
+  TensorMaps q{}, k{}, v{};
+  int error = make_maps<kDim, kTileRows>(&q, p.dtype, p.q, p.tokens, p.heads);
+  if (!error) error = make_maps<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
   // mutant: sm90-fwd-launch-map
-  if (!error) error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
+  if (!error) error = make_maps<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
   if (error) return error;
   return launch_items(sm90_forward<Math, kDim>, list_length(p) * p.heads, S::kShared, stream, p, q,
                       k, v);

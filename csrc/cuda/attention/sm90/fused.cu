@@ -22,8 +22,8 @@
 // A warpgroup whose keys are past the segment's end, or later than the step's queries, computes all
 // the same: its dS are zeros.
 //
-// Floor a step, in cycles at 2,048 multiply-adds a cycle and SM: 8 D + 12 W (W: D, of 72 and 80 96
-// and D 80), 1,792 at 80 in place of 2,432; exponentials 512. To L2 256 D bytes a step, added.
+// Floor a step, in cycles at 2,048 multiply-adds a cycle and SM: 20 D, 1,600 at 80 in
+// place of 2,240; exponentials 512. To L2 256 D bytes a step, added.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/sm80/backward.cuh"
 #include "cuda/attention/sm90/common.cuh"
@@ -200,8 +200,8 @@ __device__ __forceinline__ int64_t part_at(const AttentionParams& p, const Tile&
 // One thread.
 template <int kDim>
 __device__ __forceinline__ void produce(const AttentionGradParams& params,
-                                        const CUtensorMap* const (&resident)[2],
-                                        const CUtensorMap* const (&stream)[2],
+                                        const TensorMaps* const (&resident)[2],
+                                        const TensorMaps* const (&stream)[2],
                                         const FusedStorage<kDim>& storage) {
   using S = FusedShape<kDim>;
   PipelineState<S::kStages> ring;
@@ -347,8 +347,7 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
   const int thread = threadIdx.x % kWarpgroupSize;
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int warp_row = kConsumer * 64 + warp * 16;  // of the tile
-  const uint32_t keys = storage.resident(0) + kConsumer * 64 * S::kRowBytes;
-  const uint32_t values = storage.resident(1) + kConsumer * 64 * S::kRowBytes;
+  const uint32_t keys = storage.resident(0), values = storage.resident(1);
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
   // Named barriers of both warpgroups: nobody reads dS any more, and it is written.
   constexpr int kDsEmpty = 1, kDsFull = 2, kBoth = S::kConsumers * kWarpgroupSize;
@@ -371,6 +370,10 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
     for (int i = 0; i < S::kWide / 2; ++i) dk[i] = dv[i] = 0.f;
 #pragma unroll
     for (float& x : S::kOverlap ? ds : s) x = 0.f;
+    // Registers of dQ alone where it has a tail: else ptxas waits for every product.
+    float of_dq[S::kStep / 2];
+#pragma unroll
+    for (float& x : of_dq) x = 0.f;
 
     // S^T with the queries from `query` on becomes probabilities: exp2(s * exponent - lse), 0 where
     // the query is earlier than the key.
@@ -400,7 +403,8 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
     const auto differ = [&] {
       pack<Math, S::kStep>(probabilities, s);
       if constexpr (S::kOverlap) ptx::wgmma_results(ds);
-      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, storage.stream(1, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, kConsumer * 64,
+                                                  storage.stream(1, ring.stage));
       if constexpr (S::kOverlap) {
         // mutant: sm90-fused-dv
         start_columns<Math, kDim, S::kStep>(dv, probabilities, storage.stream(1, ring.stage));
@@ -434,7 +438,7 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
         start_columns<Math, kDim, S::kStep>(dv, probabilities, storage.stream(1, ring.stage));
       }
     };
-    float (&dq)[S::kStep / 2] = S::kOverlap ? ds : s;
+    float (&dq)[S::kStep / 2] = S::kTail > 0 ? of_dq : S::kOverlap ? ds : s;
     // Gives dS to both warpgroups, and starts dQ.
     const auto start_dq = [&] {
       ptx::named_barrier_sync(kDsEmpty, kBoth);  // mutant: sm90-fused-ds-empty
@@ -454,17 +458,21 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
       ptx::named_barrier_sync(kDsFull, kBoth);  // mutant: sm90-fused-ds-full
       if constexpr (kColumns > 0) {
         constexpr int kChunkBytes = Sm90Tile<kDim, kTileRows>::kChunkBytes;
+        constexpr bool kOfTail = kColumn == S::kBody;
+        constexpr int kRowBytes = kOfTail ? S::kTailRowBytes : S::kRowBytes;
         const uint64_t a = ptx::matrix_descriptor<128, 16, 8 * 128>(storage.ds());
         // mutant: sm90-fused-dq-b
-        const uint64_t b = ptx::matrix_descriptor<S::kRowBytes, kChunkBytes, 8 * S::kRowBytes>(
-            storage.resident(0) + kColumn / S::kChunk * kChunkBytes);
+        const uint64_t b =
+            kOfTail ? tail_columns<kDim, kTileRows>(keys)
+                    : ptx::matrix_descriptor<S::kRowBytes, kChunkBytes, 8 * S::kRowBytes>(
+                          keys + kColumn / S::kChunk * kChunkBytes);
         ptx::wgmma_results(dq);
         ptx::wgmma_fence();
 #pragma unroll
         for (int n = 0; n < kTileRows / 16; ++n) {
           // mutant: sm90-fused-dq
           ptx::Wgmma<Math, kColumns>::deep(reinterpret_cast<float (&)[kColumns / 2]>(dq),
-                                           a + n * 128, b + n * S::kRowBytes, n > 0);
+                                           a + n * 128, b + n * kRowBytes, n > 0);
         }
         ptx::wgmma_commit();
       }
@@ -492,7 +500,8 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
       // mutant: sm90-fused-wait-ready
       ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
       if constexpr (!S::kOverlap) ptx::wgmma_results(s);
-      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, storage.stream(0, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, kConsumer * 64,
+                                                  storage.stream(0, ring.stage));
     };
 
     // Over before the first step is ready; without this branch ptxas waits for each product.
@@ -563,10 +572,9 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(Sm90Block::kThreads, 1)
-    sm90_backward_fused(const AttentionGradParams params, const __grid_constant__ CUtensorMap k,
-                        const __grid_constant__ CUtensorMap v,
-                        const __grid_constant__ CUtensorMap q,
-                        const __grid_constant__ CUtensorMap dout) {
+    sm90_backward_fused(const AttentionGradParams params, const __grid_constant__ TensorMaps k,
+                        const __grid_constant__ TensorMaps v, const __grid_constant__ TensorMaps q,
+                        const __grid_constant__ TensorMaps dout) {
   extern __shared__ __align__(1024) char storage_bytes[];
   const FusedStorage<kDim> storage{ptx::shared_address(storage_bytes)};
   specialise(
@@ -626,11 +634,11 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
   const AttentionParams& p = params.forward;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
   if (const int error = launch_preprocess<Math, kDim>(params, stream)) return error;
-  CUtensorMap k, v, q, dout;
-  int error = make_map<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
-  if (!error) error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
-  if (!error) error = make_map<kDim, S::kStep>(&q, p.dtype, p.q, p.tokens, p.heads);
-  if (!error) error = make_map<kDim, S::kStep>(&dout, p.dtype, params.dout, p.tokens, p.heads);
+  TensorMaps k{}, v{}, q{}, dout{};
+  int error = make_maps<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
+  if (!error) error = make_maps<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
+  if (!error) error = make_maps<kDim, S::kStep>(&q, p.dtype, p.q, p.tokens, p.heads);
+  if (!error) error = make_maps<kDim, S::kStep>(&dout, p.dtype, params.dout, p.tokens, p.heads);
   if (error) return error;
   error = launch_items(sm90_backward_fused<Math, kDim>, list_length(p) * p.kv_heads, S::kShared,
                        stream, params, k, v, q, dout);
@@ -639,26 +647,16 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
                 kTileRows * kPitch<kDim>, stream, params);
 }
 
-// In bfloat16, but for head_dim 72. Elsewhere ptxas 13.0 waits after every product (bfloat16 at 72,
-// float16 at 80) or spills (float16 at 128).
-template <class Math, int kDim>
-int launch_instance(const AttentionGradParams& params, void* stream) {
-  if constexpr (kDim == 72) {
-    return cudaErrorInvalidValue;
-  } else {
-    return launch_backward<Math, kDim>(params, stream);
-  }
-}
-
 }  // namespace
 
 int sm90_fused_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
+  // In float16 ptxas 13.0 spills at 128.
   if (f.dtype != DType::kBFloat16 || f.tokens > 0x7fffffff || !p.dq_sum || !p.done) {
     return cudaErrorInvalidValue;
   }
   if (f.segments == 0) return cudaSuccess;
-  VLMK_HEAD_DIMS(launch_instance, ptx::Bf16Math, f.head_dim)
+  VLMK_HEAD_DIMS(launch_backward, ptx::Bf16Math, f.head_dim)
 }
 
 }  // namespace vlmk
