@@ -45,8 +45,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _times(wide: Tensor, factor: Tensor, source: Tensor) -> Tensor:
-    """wide * factor, in place where `wide` is a copy of `source`."""
-    return wide * factor if wide is source else wide.mul_(factor)
+    """wide * factor, in place where `wide` is a copy of `source` in another type."""
+    return wide * factor if wide.dtype == source.dtype else wide.mul_(factor)
 
 
 class RMSNorm(torch.nn.RMSNorm):
