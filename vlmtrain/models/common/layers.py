@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from vlmtrain.cpu import host_ops
 from vlmtrain.models.common.balance import Routing
 from vlmtrain.models.common.configs import gelu_tanh, quick_gelu
 from vlmtrain.models.common.experts import Experts, MixtureOfExperts, Router
+from vlmtrain.models.common.linears import whole_linear
 
 #: Called behind each layer with its number in the whole tower and its output; returns what the next
 #: layer gets. Outside of what recomputation repeats.
@@ -143,15 +145,43 @@ class Block(TransformerBlock):
         return x if len(self.layers) or self.pre_process else x.clone()
 
 
+class Layer(TransformerLayer):
+    """megatron-core's layer without what is not used here: cross attention, inference, offloading
+    of activations, its own recomputation."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        x, fused = hidden_states, self.config.bias_dropout_fusion
+        attended = self.self_attention(
+            self.input_layernorm(x),
+            attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params,
+        )
+        x = self.self_attn_bda(self.training, fused)(attended, x, self.hidden_dropout)
+        out = self.mlp(self.pre_mlp_layernorm(x), padding_mask=padding_mask)
+        x = self.mlp_bda(self.training, fused)(out, x, self.hidden_dropout)
+        return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True), None
+
+
 def adapt(block: TransformerBlock) -> None:
-    """Make a built block a Block, its MLPs TowerMLPs and its mixtures of experts ours.
+    """Make a built block a Block, its layers Layers, their MLPs TowerMLPs and their mixtures of
+    experts ours.
 
     Their class is changed afterwards: a spec with another class than MLP would not get the
     tensor-parallel group from its layer.
     """
     block.__class__ = Block
     for layer in block.layers:
+        layer.__class__ = Layer
         layer.mlp.__class__ = MixtureOfExperts if layer.is_moe_layer else TowerMLP
+        for linear in layer.modules():
+            whole_linear(linear)
 
 
 def ask_for_gradient(block: TransformerBlock, x: Tensor) -> Tensor:
