@@ -138,6 +138,21 @@ def test_bitwise_repeatable(kernel, lengths, heads, kv_heads):
             assert_bitwise(name, again[name], expected[name])
 
 
+def test_a_captured_graph_counts_tiles_from_0():
+    """At each replay: it writes its own lists of tiles."""
+    lengths = [256] * 40 + [4000]
+    q, k, v, _ = (x.detach().cuda() for x in make(lengths, 4, 4, 80, torch.bfloat16))
+    cu = offsets(lengths).cuda()
+    expected = varlen_attention(q, k, v, cu, max_seqlen=4000, backend="tiled")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = varlen_attention(q, k, v, cu, max_seqlen=4000, backend="tiled")
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert_bitwise("out", out, expected)
+
+
 @pytest.mark.parametrize("kernel", ["window", "tiled"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_synchronisation_with_max_seqlen(compiled, kernel):

@@ -44,7 +44,8 @@ struct Sm90GradShape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kStaging = kStreams + kStages * 2 * kStreamBytes;  // kPitch<kDim> a row
   static constexpr int kLseDelta = kStaging + kTileRows * kPitch<kDim>;
   static constexpr int kLseDeltaBytes = 2 * kStep * 4;  // of a step
-  static constexpr int kBarriers = kLseDelta + kStages * kLseDeltaBytes;
+  static constexpr int kScheduler = kLseDelta + kStages * kLseDeltaBytes;
+  static constexpr int kBarriers = kScheduler + TileScheduler::kBytes;
   static constexpr int kShared = kBarriers + (2 + 3 * kStages) * 8;
 };
 
@@ -65,6 +66,7 @@ struct GradSharedStorage {
   __device__ __forceinline__ uint32_t lse_delta(int stage) const {
     return base + S::kLseDelta + stage * S::kLseDeltaBytes;
   }
+  __device__ __forceinline__ TileScheduler scheduler() const { return {base + S::kScheduler}; }
 
   // Barriers. Full: the bytes have arrived. Ready: and the warps that follow have seen to them.
   // Empty: nobody reads them any more.
@@ -80,6 +82,7 @@ struct GradSharedStorage {
   }
 
   __device__ __forceinline__ void init() const {
+    scheduler().init(S::kConsumerWarps + 3);
     ptx::barrier_init(resident_full(), 1);
     ptx::barrier_init(resident_empty(), S::kConsumerWarps);  // mutant: sm90-bwd-init-resident-empty
     for (int i = 0; i < S::kStages; ++i) {
@@ -101,27 +104,21 @@ struct GradWork {
   int steps;  // of a head; 0: no more work
 };
 template <int kDim, bool kKeys>
-__device__ __forceinline__ GradWork grad_work_at(const AttentionGradParams& params,
-                                                 unsigned round) {
-  const AttentionParams& p = params.forward;
+__device__ __forceinline__ GradWork grad_work(const AttentionParams& p, const Item& item) {
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   constexpr int kStep = Sm90GradShape<kDim>::kStep;
   GradWork work;
   int end;
   if constexpr (kKeys) {
-    // mutant: sm90-bwd-work-at-tiles
-    const int32_t* tiles = p.tiles + 4 * list_length(p);
-    const Item item = item_at(tiles, p, p.kv_heads, round);
     // mutant: sm90-bwd-work-of-keys
     work = {item.tile, item.head, item.head * group, group, p.causal ? item.tile.first : 0, 0};
     end = item.tile.length;
   } else {
-    const Item item = item_at(p.tiles, p, p.heads, round);
     work = {item.tile, item.head, item.head / group, 1, 0, 0};  // mutant: sm90-bwd-work-of-queries
-    // mutant: sm90-bwd-work-at-end
+    // mutant: sm90-bwd-work-end
     end = p.causal ? min(item.tile.length, item.tile.first + kTileRows) : item.tile.length;
   }
-  work.steps = (end - work.first + kStep - 1) / kStep;  // mutant: sm90-bwd-work-at-steps
+  work.steps = (end - work.first + kStep - 1) / kStep;  // mutant: sm90-bwd-work-steps
   return work;
 }
 
@@ -134,14 +131,14 @@ struct GradMaps {
 
 // One thread.
 template <int kDim, bool kKeys>
-__device__ __forceinline__ void produce(const AttentionGradParams& params, const GradMaps& maps,
+__device__ __forceinline__ void produce(const AttentionParams& p, const GradMaps& maps,
                                         const GradSharedStorage<kDim>& storage) {
   using S = Sm90GradShape<kDim>;
   PipelineState<S::kStages> ring;
-  uint32_t parity = 0;  // of the resident tiles' barriers
+  uint32_t parity = 0, taken = 0;  // of the resident tiles' barriers and of the scheduler's
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const GradWork work = grad_work_at<kDim, kKeys>(params, round);
+  for (;;) {
+    const GradWork work = grad_work<kDim, kKeys>(p, storage.scheduler().take_alone(taken));
     if (work.steps == 0) return;
     const int begin = work.tile.begin;
 #pragma unroll 1
@@ -188,9 +185,10 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize;
   PipelineState<S::kStages> ring;
+  uint32_t taken = 0;
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const GradWork work = grad_work_at<kDim, kKeys>(params, round);
+  for (;;) {
+    const GradWork work = grad_work<kDim, kKeys>(p, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
     // Rows of the segment from a step's first on: at the first step, and after the last.
@@ -259,11 +257,11 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
 
   PipelineState<S::kStages> ring;
-  uint32_t parity = 0;
-  GradWork work = grad_work_at<kDim, true>(params, 0);
+  uint32_t parity = 0, taken = 0;
 #pragma unroll 1
-  for (unsigned round = 1; work.steps != 0; ++round) {
-    const GradWork next = grad_work_at<kDim, true>(params, round);
+  for (;;) {
+    const GradWork work = grad_work<kDim, true>(p, storage.scheduler().take(taken));
+    if (work.steps == 0) return;
     ptx::barrier_wait(storage.resident_full(), parity);  // mutant: sm90-bwd-dkdv-wait-resident-full
     parity ^= 1;
     if (work.tile.first + consumer * 64 >= work.tile.length) {  // mutant: sm90-bwd-dkdv-if-length
@@ -273,7 +271,6 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
       for (int i = 0; i < work.heads * work.steps; ++i) {  // mutant: sm90-bwd-dkdv-idle-loop
         pass<kDim>(storage, ring);
       }
-      work = next;
       continue;
     }
     // If causal, the second warpgroup's keys are later than all queries of a head's first step.
@@ -377,7 +374,6 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
     store_gradient<Math, kDim>(dv, 1.f, staging, length, params.dv, token, work.head, nullptr);
     // mutant: sm90-bwd-dkdv-store-dk
     store_gradient<Math, kDim>(dk, p.scale, staging, length, params.dk, token, work.head, p.rotary);
-    work = next;
   }
 }
 
@@ -398,11 +394,11 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
 
   PipelineState<S::kStages> ring;
-  uint32_t parity = 0;
-  GradWork work = grad_work_at<kDim, false>(params, 0);
+  uint32_t parity = 0, taken = 0;
 #pragma unroll 1
-  for (unsigned round = 1; work.steps != 0; ++round) {
-    const GradWork next = grad_work_at<kDim, false>(params, round);
+  for (;;) {
+    const GradWork work = grad_work<kDim, false>(p, storage.scheduler().take(taken));
+    if (work.steps == 0) return;
     const int first_row = work.tile.first + consumer * 64, first = work.tile.first + warp_row;
     // Steps in which a query of the warpgroup sees a key; the other ones it lets pass.
     int steps = work.steps;
@@ -503,7 +499,6 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
       store_gradient<Math, kDim>(dq, p.scale, staging, work.tile.length - first, params.dq,
                                  work.tile.begin + first, work.head, p.rotary);
     }
-    work = next;
   }
 }
 
@@ -517,10 +512,11 @@ __device__ __forceinline__ void work_on_tiles(const AttentionGradParams& params,
   specialise(
       storage,
       [&](int) {
-        if (threadIdx.x == 0) produce<kDim, kKeys>(params, maps, storage);
+        if (threadIdx.x == 0) produce<kDim, kKeys>(params.forward, maps, storage);
         const int which = static_cast<int>(threadIdx.x / kWarpSize) - 1;
         // mutant: sm90-bwd-kernel-if-which
         if (which == 0 || which == 1) follow<kDim, kKeys>(params, storage, which);
+        if (threadIdx.x == 3 * kWarpSize) storage.scheduler().run(params.forward, kKeys);
       },
       [&](int consumer) {
         if constexpr (kKeys) {

@@ -61,22 +61,96 @@ struct PipelineState {
   }
 };
 
-// The work of a block: every gridDim.x-th entry of (tiles, heads), every other time from the other
-// end, because the list has the longest first. After the last: length 0.
+// A warp is done with a tile: its lanes meet, or those that still waited for a phase could be
+// passed by two. Its products are over with its wait.
+__device__ __forceinline__ void release(uint32_t empty) {
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) ptx::barrier_arrive(empty);  // mutant: sm90-release-if-lane
+}
+
+// A tile for one head. Length 0: no more work.
 struct Item {
   Tile tile;
   int head;
 };
-__device__ __forceinline__ Item item_at(const int32_t* tiles, const AttentionParams& p,
-                                        int64_t heads_, unsigned round) {
-  const unsigned heads = static_cast<unsigned>(heads_);
-  const unsigned items = static_cast<unsigned>(list_length(p)) * heads;
-  // mutant: sm90-item-at-mine
-  const unsigned mine = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const unsigned index = round * gridDim.x + mine;
-  if (index >= items) return {};
-  return {tile_at(tiles, index / heads), static_cast<int>(index % heads)};  // mutant: sm90-item-at
-}
+
+// A dynamic tile scheduler: blocks take (tiles, heads) in the order of the list, by a counter that
+// they share. Nothing is dealt out beforehand, so a block that starts late, because others' kernels
+// hold its SM, takes less. One thread of a block takes an item for all; the others get it through
+// shared memory. Launches on one list follow one another (launch.py keeps a list for one stream).
+struct TileScheduler {
+  static constexpr int kItemBytes = 32, kBytes = kItemBytes + 2 * 8;
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t full() const { return base + kItemBytes; }
+  __device__ __forceinline__ uint32_t empty() const { return base + kItemBytes + 8; }
+  // `takers`: warps that take().
+  __device__ __forceinline__ void init(int takers) const {
+    ptx::barrier_init(full(), 1);
+    ptx::barrier_init(empty(), takers);  // mutant: sm90-scheduler-init
+  }
+
+  // The thread that takes items: of queries' tiles and heads, or of keys'.
+  __device__ __forceinline__ Item next(const AttentionParams& p, bool of_keys,
+                                       uint32_t& parity) const {
+    const unsigned heads = static_cast<unsigned>(of_keys ? p.kv_heads : p.heads);
+    int32_t* const counts = tile_counts(p);
+    // mutant: sm90-scheduler-items
+    const unsigned items = static_cast<unsigned>(counts[1 + of_keys]) * heads;
+    const unsigned index = static_cast<unsigned>(ptx::next_number(counts));
+    if (index == items + gridDim.x - 1) {  // mutant: sm90-scheduler-if-last
+      // Every block has taken one past the end: the next launch counts from 0.
+      ptx::compare_and_swap(counts, static_cast<int>(index) + 1, 0);
+    }
+    Item item = {};
+    if (index < items) {
+      // mutant: sm90-scheduler-tiles
+      const int32_t* tiles = p.tiles + (of_keys ? 4 * list_length(p) : 0);
+      // mutant: sm90-scheduler-item
+      item = {tile_at(tiles, index / heads), static_cast<int>(index % heads)};
+    }
+    ptx::barrier_wait(empty(), parity ^ 1);  // mutant: sm90-scheduler-wait-empty
+    const Tile& tile = item.tile;
+    ptx::store_shared(
+        base, uint4{static_cast<uint32_t>(tile.begin), static_cast<uint32_t>(tile.length),
+                    static_cast<uint32_t>(tile.first), static_cast<uint32_t>(tile.segment)});
+    ptx::store_shared(base + 16, uint2{static_cast<uint32_t>(item.head), 0});
+    ptx::barrier_arrive(full());
+    parity ^= 1;
+    return item;
+  }
+  // A thread that does nothing else.
+  __device__ __forceinline__ void run(const AttentionParams& p, bool of_keys) const {
+    uint32_t parity = 0;
+#pragma unroll 1
+    while (next(p, of_keys, parity).tile.length != 0) {
+    }
+  }
+  // The others: what it took, for a warp ...
+  __device__ __forceinline__ Item take(uint32_t& parity) const {
+    const Item item = read(parity);
+    release(empty());  // mutant: sm90-scheduler-release
+    return item;
+  }
+  // ... and for a thread that is alone in its warp.
+  __device__ __forceinline__ Item take_alone(uint32_t& parity) const {
+    const Item item = read(parity);
+    ptx::barrier_arrive(empty());
+    return item;
+  }
+
+ private:
+  __device__ __forceinline__ Item read(uint32_t& parity) const {
+    ptx::barrier_wait(full(), parity);  // mutant: sm90-scheduler-wait-full
+    parity ^= 1;
+    const uint4 tile = ptx::load_shared(base);
+    uint2 head;
+    ptx::load_shared(base + 16, head);
+    return {{static_cast<int>(tile.x), static_cast<int>(tile.y), static_cast<int>(tile.z),
+             static_cast<int>(tile.w)},
+            static_cast<int>(head.x)};
+  }
+};
 
 // ---- rows that come and go
 
@@ -115,13 +189,6 @@ __device__ __forceinline__ void zero_rows(uint32_t tile, int first) {
     ptx::store_shared(tile + at, uint4{0, 0, 0, 0});  // mutant: sm90-zero-rows-store
   }
   ptx::fence_async_proxy();  // mutant: sm90-zero-rows-fence
-}
-
-// A warp is done with a tile: its lanes meet, or those that still waited for a phase could be
-// passed by two. Its products are over with its wait.
-__device__ __forceinline__ void release(uint32_t empty) {
-  __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) ptx::barrier_arrive(empty);  // mutant: sm90-release-if-lane
 }
 
 // What the warps of a block do: each of the producer's warpgroup produce(warp), those of the other

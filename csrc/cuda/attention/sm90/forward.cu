@@ -29,7 +29,8 @@ struct Sm90Shape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kTileBytes = Sm90Tile<kDim, kTileRows>::kBytes;
   static constexpr int kStages = kDim <= 80 ? 4 : kDim <= 96 ? 3 : 2;
   static constexpr int kStaging = (1 + 2 * kStages) * kTileBytes;  // results, kPitch<kDim> a row
-  static constexpr int kBarriers = kStaging + kTileRows * kPitch<kDim>;
+  static constexpr int kScheduler = kStaging + kTileRows * kPitch<kDim>;
+  static constexpr int kBarriers = kScheduler + TileScheduler::kBytes;
   static constexpr int kShared = kBarriers + (3 + 5 * kStages) * 8;
 };
 
@@ -47,6 +48,7 @@ struct SharedStorage {
     return base + (1 + S::kStages + stage) * S::kTileBytes;
   }
   __device__ __forceinline__ uint32_t staging() const { return base + S::kStaging; }
+  __device__ __forceinline__ TileScheduler scheduler() const { return {base + S::kScheduler}; }
 
   // Barriers. Full: the bytes have arrived. Clean: and the warp that follows the producer has seen
   // to them. Empty: nobody reads them any more.
@@ -70,6 +72,7 @@ struct SharedStorage {
 
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = S::kConsumerWarps;
+    scheduler().init(kWarps + 2);
     ptx::barrier_init(queries_full(), 1);
     ptx::barrier_init(queries_clean(), 1);
     ptx::barrier_init(queries_empty(), kWarps + 1);
@@ -91,14 +94,13 @@ struct Work {
   bool ragged;  // the last of them passes the segment's end
 };
 template <int kDim>
-__device__ __forceinline__ Work work_at(const AttentionParams& p, unsigned round) {
+__device__ __forceinline__ Work work_of(const AttentionParams& p, const Item& item) {
   using S = Sm90Shape<kDim>;
-  const Item item = item_at(p.tiles, p, p.heads, round);
   const Tile& tile = item.tile;
-  // mutant: sm90-fwd-work-at-end
+  // mutant: sm90-fwd-work-end
   const int end = p.causal ? min(tile.length, tile.first + kTileRows) : tile.length;
   const int blocks = (end + S::kKeys - 1) / S::kKeys;
-  return {tile, item.head, blocks, blocks * S::kKeys > tile.length};  // mutant: sm90-fwd-work-at
+  return {tile, item.head, blocks, blocks * S::kKeys > tile.length};  // mutant: sm90-fwd-work
 }
 
 // ---- the producer's warpgroup
@@ -119,10 +121,10 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const TensorMa
   using S = Sm90Shape<kDim>;
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   PipelineState<S::kStages> key, value;
-  uint32_t parity = 0;  // of the queries' barriers
+  uint32_t parity = 0, taken = 0;  // of the queries' barriers and of the scheduler's
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const Work work = work_at<kDim>(p, round);
+  for (;;) {
+    const Work work = work_of<kDim>(p, storage.scheduler().take_alone(taken));
     if (work.blocks == 0) return;
     const int begin = work.tile.begin,
               kv_head = /* mutant: sm90-fwd-producer-begin */ work.head / group;
@@ -160,10 +162,10 @@ __device__ __forceinline__ void clean(const AttentionParams& p,
   using S = Sm90Shape<kDim>;
   const int lane = threadIdx.x % kWarpSize;
   PipelineState<S::kStages> value;
-  uint32_t parity = 0;
+  uint32_t parity = 0, taken = 0;
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const Work work = work_at<kDim>(p, round);
+  for (;;) {
+    const Work work = work_of<kDim>(p, storage.scheduler().take(taken));
     if (work.blocks == 0) return;
     if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
     // mutant: sm90-fwd-cleaner-wait-queries-full
@@ -253,11 +255,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
   if (consumer == 1) ptx::named_barrier_arrive(kOrderBarrier, kOrderThreads);
 
   PipelineState<S::kStages> key, value;
-  uint32_t parity = 0;
-  Work work = work_at<kDim>(p, 0);
+  uint32_t parity = 0, taken = 0;
 #pragma unroll 1
-  for (unsigned round = 1; work.blocks != 0; ++round) {
-    const Work next = work_at<kDim>(p, round);
+  for (;;) {
+    const Work work = work_of<kDim>(p, storage.scheduler().take(taken));
+    if (work.blocks == 0) break;
     // mutant: sm90-fwd-consumer-if-length
     if (work.tile.first + consumer * 64 >= work.tile.length) {
       // All of its queries are past the segment's end: the tensor cores are the other's.
@@ -279,7 +281,6 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
         release(storage.values_empty(value.stage));
         value.advance();
       }
-      work = next;
       continue;  // mutant: sm90-fwd-consumer-continue
     }
     const int first = work.tile.first + warp_row;
@@ -368,7 +369,6 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
     }
     store_rows<Math, kDim>(blocks_of<kDim>(out), factor, staging, work.tile.length - first, p.out,
                            work.tile.begin + first, work.head);
-    work = next;
   }
   if (consumer == 0) ptx::named_barrier_sync(kOrderBarrier, kOrderThreads);  // the last arrival
 }
@@ -386,6 +386,7 @@ __global__ void __launch_bounds__(Sm90Shape<kDim>::kThreads, 1)
       [&](int warp) {
         if (threadIdx.x == 0) produce<kDim>(p, &q, &k, &v, storage);
         if (warp == 1) clean<kDim>(p, storage);
+        if (threadIdx.x == 2 * kWarpSize) storage.scheduler().run(p, false);
       },
       [&](int consumer) { consume<Math, kDim>(p, storage, consumer); }, &q, &k, &v);
 }

@@ -56,12 +56,9 @@ struct FusedShape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kLseDelta =
       kSums + (kParts * kPartBytes > kStagingBytes ? kParts * kPartBytes : kStagingBytes);
   static constexpr int kLseDeltaBytes = 2 * kStep * 4;
-  static constexpr int kWork = kLseDelta + kStages * kLseDeltaBytes;
-  static constexpr int kWorkBytes = 32;
-  static constexpr int kBarriers = kWork + kWorkBytes;
-  static constexpr int kShared = kBarriers + (4 + 3 * kStages + 2 * kParts) * 8;
-  // Warps that take tiles from the one thread that has taken them from the list.
-  static constexpr int kTakers = Sm90Block::kConsumerWarps + 3;
+  static constexpr int kScheduler = kLseDelta + kStages * kLseDeltaBytes;
+  static constexpr int kBarriers = kScheduler + TileScheduler::kBytes;
+  static constexpr int kShared = kBarriers + (2 + 3 * kStages + 2 * kParts) * 8;
 };
 
 // Addresses in shared memory. `which` of two tensors: K and V, or Q and dO.
@@ -84,34 +81,31 @@ struct FusedStorage {
   __device__ __forceinline__ uint32_t lse_delta(int stage) const {
     return base + S::kLseDelta + stage * S::kLseDeltaBytes;
   }
-  __device__ __forceinline__ uint32_t work() const { return base + S::kWork; }
+  __device__ __forceinline__ TileScheduler scheduler() const { return {base + S::kScheduler}; }
 
   // Full: the bytes are there. Ready: and a warp that follows has seen to them. Empty: nobody reads
   // them any more.
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + S::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t resident_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t resident_empty() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t work_full() const { return barrier(2); }
-  __device__ __forceinline__ uint32_t work_empty() const { return barrier(3); }
-  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(4 + stage); }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(2 + stage); }
   __device__ __forceinline__ uint32_t ready(int stage) const {
-    return barrier(4 + S::kStages + stage);
+    return barrier(2 + S::kStages + stage);
   }
   __device__ __forceinline__ uint32_t empty(int stage) const {
-    return barrier(4 + 2 * S::kStages + stage);
+    return barrier(2 + 2 * S::kStages + stage);
   }
   __device__ __forceinline__ uint32_t part_full(int stage) const {
-    return barrier(4 + 3 * S::kStages + stage);
+    return barrier(2 + 3 * S::kStages + stage);
   }
   __device__ __forceinline__ uint32_t part_empty(int stage) const {
-    return barrier(4 + 3 * S::kStages + S::kParts + stage);
+    return barrier(2 + 3 * S::kStages + S::kParts + stage);
   }
 
   __device__ __forceinline__ void init() const {
+    scheduler().init(S::kConsumerWarps + 3);
     ptx::barrier_init(resident_full(), 1);
     ptx::barrier_init(resident_empty(), S::kConsumerWarps);  // mutant: sm90-fused-init-resident
-    ptx::barrier_init(work_full(), 1);
-    ptx::barrier_init(work_empty(), S::kTakers);  // mutant: sm90-fused-init-work
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full(i), 1);
       ptx::barrier_init(ready(i), 2);                  // mutant: sm90-fused-init-ready
@@ -135,54 +129,12 @@ struct FusedWork {
   int steps;  // of a head; 0: no more work
 };
 template <int kDim>
-__device__ __forceinline__ FusedWork fused_work(const AttentionParams& p, const Tile& tile,
-                                                int head) {
+__device__ __forceinline__ FusedWork fused_work(const AttentionParams& p, const Item& item) {
   constexpr int kStep = FusedShape<kDim>::kStep;
+  const Tile& tile = item.tile;
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   const int first = p.causal ? tile.first : 0;  // mutant: sm90-fused-work-first
-  return {tile, head, group, first, (tile.length - first + kStep - 1) / kStep};
-}
-
-// One thread takes the next of (tiles, heads) for the block.
-template <int kDim>
-__device__ __forceinline__ FusedWork next_work(const AttentionGradParams& params,
-                                               const FusedStorage<kDim>& storage,
-                                               uint32_t& parity) {
-  const AttentionParams& p = params.forward;
-  const unsigned heads = static_cast<unsigned>(p.kv_heads);
-  const unsigned index = static_cast<unsigned>(ptx::next_number(params.done));
-  Tile tile = {};
-  // mutant: sm90-fused-next-work-if
-  if (index < static_cast<unsigned>(list_length(p)) * heads) {
-    tile = tile_at(p.tiles + 4 * list_length(p), index / heads);
-  }
-  const int head = static_cast<int>(index % heads);
-  // mutant: sm90-fused-next-work-wait
-  ptx::barrier_wait(storage.work_empty(), parity ^ 1);
-  const uint32_t at = storage.work();
-  ptx::store_shared(at,
-                    uint4{static_cast<uint32_t>(tile.begin), static_cast<uint32_t>(tile.length),
-                          static_cast<uint32_t>(tile.first), static_cast<uint32_t>(tile.segment)});
-  ptx::store_shared(at + 16, uint2{static_cast<uint32_t>(head), 0});
-  ptx::barrier_arrive(storage.work_full());
-  parity ^= 1;
-  return fused_work<kDim>(p, tile, head);
-}
-
-// The other warps get it.
-template <int kDim>
-__device__ __forceinline__ FusedWork take_work(const AttentionParams& p,
-                                               const FusedStorage<kDim>& storage,
-                                               uint32_t& parity) {
-  ptx::barrier_wait(storage.work_full(), parity);  // mutant: sm90-fused-take-wait
-  const uint4 v = ptx::load_shared(storage.work());
-  uint2 more;
-  ptx::load_shared(storage.work() + 16, more);
-  release(storage.work_empty());  // mutant: sm90-fused-take-release
-  parity ^= 1;
-  const Tile tile = {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z),
-                     static_cast<int>(v.w)};
-  return fused_work<kDim>(p, tile, static_cast<int>(more.x));
+  return {tile, item.head, group, first, (tile.length - first + kStep - 1) / kStep};
 }
 
 // Where a step's part of dq is: among the parts of a head, of which each segment has room for its
@@ -199,7 +151,7 @@ __device__ __forceinline__ int64_t part_at(const AttentionParams& p, const Tile&
 
 // One thread.
 template <int kDim>
-__device__ __forceinline__ void produce(const AttentionGradParams& params,
+__device__ __forceinline__ void produce(const AttentionParams& p,
                                         const TensorMaps* const (&resident)[2],
                                         const TensorMaps* const (&stream)[2],
                                         const FusedStorage<kDim>& storage) {
@@ -208,7 +160,7 @@ __device__ __forceinline__ void produce(const AttentionGradParams& params,
   uint32_t taken = 0;  // parity: the other one is of the barriers of the tile that was taken
 #pragma unroll 1
   for (;;) {
-    const FusedWork work = next_work<kDim>(params, storage, taken);
+    const FusedWork work = fused_work<kDim>(p, storage.scheduler().next(p, true, taken));
     if (work.steps == 0) return;
     const int begin = work.tile.begin;
 #pragma unroll 1
@@ -254,7 +206,7 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
   uint32_t taken = 0;  // parity: the other one is of the barriers of the tile that was taken
 #pragma unroll 1
   for (;;) {
-    const FusedWork work = take_work<kDim>(p, storage, taken);
+    const FusedWork work = fused_work<kDim>(p, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     if (which == 0) {
       if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
@@ -303,7 +255,7 @@ __device__ __forceinline__ void add_parts(const AttentionGradParams& params,
   uint32_t taken = 0;  // parity: the other one is of the barriers of the tile that was taken
 #pragma unroll 1
   for (;;) {
-    const FusedWork work = take_work<kDim>(p, storage, taken);
+    const FusedWork work = fused_work<kDim>(p, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     const int turn = work.tile.first / kTileRows;
 #pragma unroll 1
@@ -315,7 +267,7 @@ __device__ __forceinline__ void add_parts(const AttentionGradParams& params,
         if (threadIdx.x % kWarpSize == 0) {
           // mutant: sm90-fused-add-wait-full
           ptx::barrier_wait(storage.part_full(parts.stage), parts.parity);
-          int* const done = params.done + 1 + place;
+          int* const done = params.done + place;
           ptx::wait_count(done, turn);      // mutant: sm90-fused-add-wait-turn
           ptx::fence_async_proxy_global();  // mutant: sm90-fused-add-fence
           float* const to = params.dq_sum + place * (S::kPartBytes / 4);
@@ -360,7 +312,7 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
   uint32_t taken = 0;  // parity: the other one is of the barriers of the tile that was taken
 #pragma unroll 1
   for (;;) {
-    const FusedWork work = take_work<kDim>(p, storage, taken);
+    const FusedWork work = fused_work<kDim>(p, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     const int first = work.tile.first + warp_row;  // of the warp's keys
     const int length = work.tile.length - first;   // of them
@@ -580,7 +532,7 @@ __global__ void __launch_bounds__(Sm90Block::kThreads, 1)
   specialise(
       storage,
       [&](int warp) {
-        if (threadIdx.x == 0) produce<kDim>(params, {&k, &v}, {&q, &dout}, storage);
+        if (threadIdx.x == 0) produce<kDim>(params.forward, {&k, &v}, {&q, &dout}, storage);
         if (warp == 1 || warp == 2) follow<kDim>(params, storage, warp - 1);
         if (warp == 3) add_parts<kDim>(params, storage);
       },
