@@ -317,8 +317,8 @@ def _first_calls(
         try:
             result = run()
         except Exception as error:  # a peer that can't do this shape is a finding, not a failure
-            first = (str(error).strip().splitlines() or [""])[0]
-            skipped[name] = f"{type(error).__name__}: {first[:100]}"
+            reason = (str(error).strip().splitlines() or [""])[0]
+            skipped[name] = f"{type(error).__name__}: {reason[:100]}"
             continue
         first[name] = time.perf_counter() - start
         wrong = comparison.check(result, expected) if comparison.check else None

@@ -253,16 +253,22 @@ WHOLE_STEP = (
 
 
 def _training(rows: list[Row]) -> list[str]:
-    """Tokens per second, where a row has them."""
+    """Tokens per second, where a row has them, and what its products alone would allow."""
     out = []
     for row in rows:
         if row.tokens_per_second is None:
             continue
-        out.append(
-            f"- {row.op}, {row.shape}: {row.tokens_per_second:.0f} tokens/s; {row.best_peer}: "
-            f"{_number(row.peer_tokens_per_second, 0)} tokens/s; ratio {_number(row.ratio, 2)}."
-            + (WHOLE_STEP if (row.best_peer or "").endswith("one padded batch a step") else "")
+        text = (
+            f"- {row.op}, {row.shape}, {row.dtype}: {row.tokens_per_second:.0f} tokens/s; "
+            f"{row.best_peer}: {_number(row.peer_tokens_per_second, 0)} tokens/s; "
+            f"ratio {_number(row.ratio, 2)}."
         )
+        if (row.ceiling or "").startswith("products") and row.ratio and row.percent_of_ceiling:
+            limit = 100 * row.ratio / row.percent_of_ceiling
+            text += f" A step of nothing but its products, by torch, would be at {limit:.2f}."
+        if "one padded batch a step" in (row.best_peer or ""):
+            text += WHOLE_STEP
+        out.append(text)
     return ["", *out] if out else []
 
 

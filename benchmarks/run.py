@@ -53,7 +53,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=120.0, help="longest a row may take")
     parser.add_argument("--results", type=Path, help="the JSON file to store rows in")
     parser.add_argument(
-        "--profile", choices=("demo", "100M"), help="instead: profile a training step of this size"
+        "--profile",
+        metavar="PART",
+        help='instead: profile a part of train_step, as "demo, bfloat16"',
     )
     parser.add_argument(
         "--no-compile", action="store_true", help="without peers that torch.compile makes"

@@ -246,7 +246,8 @@ def test_store_replaces_rows_of_the_same_key(tmp_path: Path) -> None:
 def test_report(tmp_path: Path) -> None:
     noisy = example(memory=harness.AS_IT_COMES, ratio=1.0, kept=4, tokens_per_second=321.0)
     report.store(tmp_path / "a-cpu.json", MACHINE, [example(), noisy])
-    whole = example(shape="4 packs", tokens_per_second=5.0, best_peer="x, one padded batch a step")
+    whole = example(shape="4 packs", tokens_per_second=5.0, ratio=0.9, percent_of_ceiling=45.0)
+    whole.best_peer, whole.ceiling = "x, one padded batch a step", "products, 200 GFLOP/s"
     report.store(tmp_path / "a-cpu.json", MACHINE, [whole])
     gpu = example(memory="device", device="cuda", best_peer=None, best_peer_ms=None, ratio=None)
     report.store(tmp_path / "a-gpu.json", MACHINE | {"gpu": "A GPU"}, [gpu])
@@ -264,6 +265,7 @@ def test_report(tmp_path: Path) -> None:
         assert part in table[0], part
     assert "4/10 (noisy)" in table[2] and "misses 3.5x" in table[2]
     assert text.count("Ours makes a pass for each pack") == 1
+    assert text.count("nothing but its products, by torch, would be at 2.00.") == 1
     assert "321 tokens/s" in text and "nested tensor (RuntimeError: no)" in text
     assert "| 2B | verify | 4.42 | 20 | 221 | 1.17 | 1.5 | 2026-01-02, abc1234 |" in lines
     assert "old" not in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -17,3 +19,44 @@ def test_suspended_it_redirects_nothing() -> None:
         torch.ones(2, device="cuda")
     shim.install()
     assert torch.ones(2, device="cuda").device.type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
+def test_megatrons_backward_is_out_of_its_reach() -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    shim.install()
+    disabled = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            disabled.append(torch._C._is_torch_function_all_disabled())
+            return grad
+
+    config = SimpleNamespace(timers=None, grad_scale_func=None, deallocate_pipeline_outputs=False)
+    x = torch.ones(2, requires_grad=True)
+    schedules.backward_step(x, Look.apply(x).sum(), None, None, config)
+    assert disabled == [True] and torch.equal(x.grad, torch.ones(2))
+    assert torch.ones(2, device="cuda").device.type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_norm_and_scale_are_megatrons(in_place: bool) -> None:
+    from megatron.core import utils
+
+    shim.install()
+    sources = [torch.randn(n) for n in torch.randint(1, 99, (5,)).tolist()]
+    want = [torch.empty_like(x) for x in sources]
+    utils.local_multi_tensor_scale(1, None, [sources, want], 0.3)
+    norm = utils.local_multi_tensor_l2_norm(1, None, [sources], False)[0]
+    assert torch.equal(shim._norm(1, None, [sources], False)[0], norm)
+    targets = sources if in_place else [torch.zeros_like(x) for x in sources]
+    shim._scale(1, None, [sources, targets], 0.3)
+    for ours, theirs in zip(targets, want, strict=True):
+        assert torch.equal(ours, theirs)

@@ -104,7 +104,7 @@ def test_qwen3_vl_refused(section, change, words):
         ({"decoder_sparse_step": 2}, ["decoder_sparse_step is 2", "1", "every layer has experts"]),
         ({"mlp_only_layers": [0]}, ["mlp_only_layers is [0]", "every layer has experts"]),
         ({"norm_topk_prob": False}, ["norm_topk_prob is False", "True"]),
-        ({"output_router_logits": True}, ["output_router_logits is True", "balancing loss"]),
+        ({"output_router_logits": True, "router_aux_loss_coef": -1}, ["coef -1", "from 0 on"]),
         ({"num_experts": None}, ["missing"]),
         ({"num_experts_per_tok": 129}, ["129", "num_experts 128"]),
         ({"moe_intermediate_size": 1024}, ["1024", "2048", "square"]),
@@ -119,11 +119,13 @@ def test_what_a_config_does_not_say_is_what_transformers_takes(name):
     config = released_config(name)
     for key in ("rms_norm_eps", "head_dim"):
         config["text_config"].pop(key)
+    config["text_config"]["output_router_logits"] = True
     theirs = AutoConfig.for_model(**config).text_config
     if theirs.head_dim == 64:  # the mixture's 2,048 / 32
         config["text_config"]["rope_scaling"]["mrope_section"] = [12, 10, 10]
     spec = parse_spec(config)
     assert (spec.norm_eps, spec.head_dim) == (theirs.rms_norm_eps, theirs.head_dim)
+    assert spec.router_aux_loss_coef == getattr(theirs, "router_aux_loss_coef", 0.0)
 
 
 def test_experts_as_transformers_counts_them():
@@ -174,9 +176,7 @@ def test_sizes_below_one_are_refused_before_they_divide(name, size, tmp_path):
     section = ParallelSection(**{name: size})
     spec = released_spec("qwen2_5_vl-7b")
     with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
-        run_layout(
-            spec, section, 1, pack_length=8192, global_batch=0, option="--global_batch_packs"
-        )
+        run_layout(spec, section, 1, global_batch=0, option="--global_batch_packs")
     (tmp_path / "config.json").write_text(json.dumps(FLAT))
     with pytest.raises(LayoutError, match=f"parallel.{name} is {size}; it must be at least 1"):
         check(TrainConfig(model=tmp_path, data="a", output=tmp_path, parallel=section), 1)

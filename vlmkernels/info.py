@@ -95,6 +95,7 @@ def report() -> str:
         rows.append(("CUDA kernels", f"{archs} and PTX, by nvcc {build['cuda']}"))
     rows += [("GPU", line) for line in gpu_lines()]
     rows += [("attention", line) for line in attention_lines()]
+    rows.append(("experts", "one after another by torch, with or without transformer-engine"))
     for module, (distribution, purpose) in OPTIONAL.items():
         version, why = optional_backend(module, distribution)
         rows.append((distribution, version or f"off: {why} (would serve: {purpose})"))

@@ -36,7 +36,7 @@ struct AttentionParams {
   // CUDA, where types are bf16 or fp16 and rows 16-byte aligned:
   int64_t max_seqlen;  // of a segment; window kernels take at most 128
   // Workspace of the kernels for segments of any length, 16-byte aligned:
-  int32_t* tiles;   // [2, T / 128 + n, 4], as TileListParams
+  int32_t* tiles;   // as TileListParams
   void* rotated_k;  // with rotary, [H, T, D]: k rotated; in the backward of mma.sync q, then k
   void* rotated_q;  // the same for q, for compute capability 9.0 only
 };
@@ -50,7 +50,7 @@ struct TileListParams {
   int64_t max_seqlen;         // of a segment
   bool causal;
   bool vision;     // names vision_attention in errors
-  int32_t* tiles;  // [2, T / 128 + n, 4], 16-byte aligned
+  int32_t* tiles;  // [2 (T / 128 + n) + 1, 4], 16-byte aligned: two lists, and how many are used
 };
 
 struct AttentionGradParams {
@@ -63,7 +63,7 @@ struct AttentionGradParams {
                      // sum of exponentials; sum of out * dout
   // Workspace of the backward of one kernel for compute capability 9.0; null: of two.
   float* dq_sum;  // [H, T / 64 + n, 64 D], 16-byte aligned: dq, as threads hold it
-  int32_t* done;  // [1 + H (T / 64 + n)], 0 on entry: tiles taken; added to each part of dq_sum
+  int32_t* done;  // [H (T / 64 + n)], 0 on entry: parts that were added to each one of dq_sum
 };
 
 // Where the patches of images and videos lie: P patches in units of merge_size^2, G units.

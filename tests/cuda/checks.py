@@ -79,7 +79,7 @@ _VISION_GAP = _gap(lambda r: VisionCase(r, [5, 6], 1, DIM))
 _TILED_GAP = _gap(lambda r: Case(r, [5, 6], 1, 1, DIM), tiled=True)
 
 
-#: Of the forward for sm_90a. The GPU has 3 multiprocessors, the rings of keys and values 3 stages.
+#: Of the forward for sm_90a. The GPU has 3 multiprocessors, the rings of keys and values 4 stages.
 SM90_FORWARD: dict[str, Check] = {
     "rounds": _forward([500, 130], 2, 2),
     "many rounds": _forward([900, 130], 2, 2),

@@ -14,7 +14,6 @@ import numpy as np
 
 from tools.cudasim import CSRC
 from tools.cudasim.fibers.build import build
-from vlmkernels.attention.select import FUSED_HEAD_DIMS
 
 from .cases import embedding, loss, tiled, vision, window
 from .cases.vision import VisionCase, check_vision
@@ -41,11 +40,10 @@ def main(schedules: int) -> None:
                     ("sm80", tiled.small_suite(dim)),
                     ("sm90-forward", tiled.sm90_suite(dim)),
                     ("sm90-backward", tiled.sm90_grad_suite(dim)),
+                    ("sm90-fused", tiled.sm90_grad_suite(dim, fused=True)),
                     ("sm80-vision", vision.tiled_suite(dim)),
                     ("sm90-vision", vision.tiled_suite(dim, queries=True)),
                 ]
-            for dim in FUSED_HEAD_DIMS:
-                suites.append(("sm90-fused", tiled.sm90_grad_suite(dim, fused=True)))
             for family, suite in suites:
                 for check in suite.values():
                     check(kernels_of(library, rng, family), rng)

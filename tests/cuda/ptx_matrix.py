@@ -12,7 +12,6 @@ import pytest
 
 from tools.cudasim.floats import same_bits
 from tools.cudasim.ptx.toolchain import ARCHITECTURES
-from vlmkernels.attention.select import FUSED_HEAD_DIMS
 
 from .cases.tiled import (
     Check,
@@ -95,7 +94,7 @@ def test_gradients_from_statistics_of_sm90(
     check_flash(kernels, Case(rng, [140, 20], 2, 1, 80, causal=True, scale=-0.3))
 
 
-@pytest.mark.parametrize("dim", FUSED_HEAD_DIMS)
+@pytest.mark.parametrize("dim", DIMS)
 def test_one_backward_kernel(
     dim: int, fake_runtime: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:

@@ -138,7 +138,7 @@ HOPPER = {
             "for (int i = 0; i < 64; ++i) cute::warpgroup_fence_operand(c[i]);",
         )
         for math, kind in TYPES.items()
-        for width in (32, 64, 80, 96, 128)
+        for width in (16, 32, 64, 96, 128)
         for which, ours, form, operands, add in (
             ("rows", "x, y, on", "SS<Major::K, Major::K>", "x, y", "on"),
             ("deep", "x, y, on", "SS<Major::MN, Major::MN>", "x, y", "on"),
@@ -265,9 +265,11 @@ void compare() {
   constexpr int kChunk = kRowBytes / 2;
   const auto atom = [] {
     if constexpr (kDeep && kRowBytes == 128) return Layout_MN_SW128_Atom<half_t>{};
-    else if constexpr (kDeep) return Layout_MN_SW64_Atom<half_t>{};
+    else if constexpr (kDeep && kRowBytes == 64) return Layout_MN_SW64_Atom<half_t>{};
+    else if constexpr (kDeep) return Layout_MN_SW32_Atom<half_t>{};
     else if constexpr (kRowBytes == 128) return Layout_K_SW128_Atom<half_t>{};
-    else return Layout_K_SW64_Atom<half_t>{};
+    else if constexpr (kRowBytes == 64) return Layout_K_SW64_Atom<half_t>{};
+    else return Layout_K_SW32_Atom<half_t>{};
   }();
   const auto pointer = make_smem_ptr(static_cast<half_t*>(nullptr));
   uint64_t theirs;
@@ -288,7 +290,8 @@ void compare() {
 int main() {
   compare<128, 64, false>(), compare<128, 128, false>(), compare<64, 64, false>();
   compare<64, 128, false>(), compare<128, 64, true>(), compare<128, 128, true>();
-  compare<64, 64, true>(), compare<64, 128, true>();
+  compare<64, 64, true>(), compare<64, 128, true>(), compare<32, 64, false>();
+  compare<32, 128, false>(), compare<32, 64, true>(), compare<32, 128, true>();
 }
 """
 
@@ -302,7 +305,7 @@ def test_descriptors(tmp_path: Path) -> None:
     assert nvcc is not None
     run([nvcc, "-arch=sm_90a", *options, str(source), "-o", str(program)])
     found = re.findall(r"^descriptor (\d+ \d+ [01]) (\w+) (\w+)$", run([str(program)]), re.M)
-    assert len(found) == 8
+    assert len(found) == 12
     for name, ours, theirs in found:
         assert ours == theirs, f"{name}: {ours}, theirs {theirs}"
 

@@ -32,7 +32,7 @@ from vlmtrain.models.common.positions import mrope_positions
 from vlmtrain.parallel.layout import make_layout
 from vlmtrain.parallel.step_inputs import StepInputs
 
-PACK = 160
+PACK, MULTIPLE = 160, 16
 SAMPLES = 23
 
 
@@ -74,6 +74,7 @@ def make(index: SampleIndex, processor: Processor, spec: ModelSpec) -> Any:
     def make_loader(**options: Any) -> PackedLoader:
         defaults: dict[str, Any] = {
             "pack_length": PACK,
+            "token_multiple": MULTIPLE,
             "global_batch": 4,
             "prefetch": False,
             "threads": 1,
@@ -83,7 +84,10 @@ def make(index: SampleIndex, processor: Processor, spec: ModelSpec) -> Any:
     return make_loader
 
 
-def check_invariants(batch: PackedBatch, spec: ModelSpec, length: int = PACK) -> None:
+def check_invariants(batch: PackedBatch, spec: ModelSpec, length: int | None = None) -> None:
+    if length is None:  # padded to what the layout needs, and no more
+        length = batch.length
+        assert length % MULTIPLE == 0 and 0 <= batch.pad_tokens < MULTIPLE <= length <= PACK
     assert batch.length == len(batch.labels) == len(batch.visual_index) == length
     assert batch.position_ids.shape == (3, length)
     dtypes = {
@@ -176,7 +180,8 @@ def test_once_is_every_sample_once(
                     check_invariants(batch, spec)
                     continue
                 empty += 1
-                assert batch.cu_seqlens.tolist() == [0, PACK] and batch.pad_tokens == PACK
+                assert batch.cu_seqlens.tolist() == [0, MULTIPLE]
+                assert batch.pad_tokens == MULTIPLE
                 assert batch.target_tokens == batch.image_tokens == len(batch.pixel_values) == 0
                 assert batch.pixel_values.dtype == torch.float32
                 assert (batch.labels < 0).all() and (batch.visual_index < 0).all()
@@ -217,7 +222,7 @@ def test_padded_to(make: Any, spec: ModelSpec) -> None:
     check_invariants(longer, spec, PACK + 9)
     assert longer.num_segments == batch.num_segments  # the tail grew, no second tail
     assert longer.padded_to(PACK + 9) is longer
-    real = PACK - batch.pad_tokens
+    real = batch.length - batch.pad_tokens
     full = dataclasses.replace(
         batch,
         input_ids=batch.input_ids[:real],
@@ -227,11 +232,12 @@ def test_padded_to(make: Any, spec: ModelSpec) -> None:
         cu_seqlens=batch.cu_seqlens[:-1],
         pad_tokens=0,
     )
-    again = full.padded_to(PACK)
+    again = full.padded_to(batch.length)
     for field in dataclasses.fields(PackedBatch):
         ours, theirs = getattr(again, field.name), getattr(batch, field.name)
         assert torch.equal(ours, theirs) if torch.is_tensor(ours) else ours == theirs, field.name
-    with pytest.raises(ValueError, match=f"length is 3 but the pack already has {PACK} tokens"):
+    has = f"length is 3 but the pack already has {batch.length} tokens"
+    with pytest.raises(ValueError, match=has):
         batch.padded_to(3)
     assert torch.equal(batch.to("cpu").input_ids, batch.input_ids)
 
@@ -550,7 +556,13 @@ def test_weights_of_turns(tmp_path: Path, processor: Processor, spec: ModelSpec)
         path = write_json(tmp_path / "c.json", records)
         index = scan_sources([path], processor, spec, PACK)
         with open_loader(
-            index, processor, spec, pack_length=PACK, global_batch=1, prefetch=False
+            index,
+            processor,
+            spec,
+            pack_length=PACK,
+            token_multiple=PACK,
+            global_batch=1,
+            prefetch=False,
         ) as loader:
             [pack] = loader.next_step()
         if weights == (1, 1, 1):

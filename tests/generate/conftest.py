@@ -16,7 +16,12 @@ from vlmtrain.generate.model import Answerer
 
 
 @pytest.fixture(
-    scope="session", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)]
+    scope="session",
+    params=[
+        "qwen2_5_vl",
+        pytest.param("qwen3_vl", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
+    ],
 )
 def folder(
     request: pytest.FixtureRequest,

@@ -130,6 +130,7 @@ def test_info_tells_what_is_on_and_why_something_is_off():
     lines = dict(re.split(r"\s{2,}|(?<=^CUDA kernels)\s+", x, maxsplit=1) for x in rows())
     assert lines["vlmkernels"].startswith(vlmkernels.__version__)
     assert lines["CPU kernels"].startswith(_native._C.isa())
+    assert lines["experts"].startswith("one after another by torch")
     assert lines["available"] == ", ".join(_native.available_isas())
     assert (lines["AMX"][:3] == "on,") == ("amx_bf16" in _native.available_isas())
     if _native.has_cuda_kernels():

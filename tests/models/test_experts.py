@@ -1,10 +1,17 @@
-"""The product of many experts against one expert after another in float64."""
+"""The product of many experts against one expert after another in float64; the load-balancing loss
+of layers on several stages against transformers'."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 
+from tests.released import released_spec
+from vlmtrain.core.batch import empty_pack
+from vlmtrain.models import message
+from vlmtrain.models.common.balance import Routing, aux_loss, routed
 from vlmtrain.models.common.experts import _Product
 
 COUNTS = [3, 0, 5, 1]  # an expert that no row has chosen
@@ -39,3 +46,31 @@ def test_product(learns: str, seed: int) -> None:
     elif learns == "grad":
         torch.testing.assert_close(weight.grad.double(), w64.grad, **close)
         assert not weight.grad[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_balance_loss(dtype: torch.dtype, seed: int) -> None:
+    """A message of any type carries the sums and their gradient bit for bit."""
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+    spec = dataclasses.replace(released_spec("qwen3_vl_moe-30b"), num_layers=3, num_experts=6)
+    pack = dataclasses.replace(empty_pack(11, 0, 1, dtype), pad_tokens=4)
+    logits = [torch.randn(11, 6, requires_grad=True) for _ in range(3)]
+    mask = torch.arange(11) < 7
+    want = load_balancing_loss_func(tuple(logits), 6, 2, mask[None])
+    expected = torch.autograd.grad(want, logits)
+
+    sums = torch.zeros(2, 6)
+    for layer in logits:
+        hidden = torch.randn(5, 1, 3, dtype=dtype, requires_grad=True)  # an odd offset behind it
+        joined = message.join([hidden, message.from_sums(sums, dtype)])
+        _, part = message.split(joined, [(5, 3), (1, 4 * 6)])
+        arrived = Routing.of(message.to_sums(part), pack, 0, 1)
+        assert torch.equal(arrived.sums, sums) and torch.equal(arrived.padding, ~mask)
+        chosen = torch.zeros(11, 6, dtype=torch.bool).scatter(1, layer.topk(2).indices, True)
+        sums = arrived.sums + routed(layer, chosen, arrived.padding)
+    loss = aux_loss(Routing(sums, arrived.padding), pack, spec, sequence=False)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+    for ours, theirs in zip(torch.autograd.grad(loss, logits), expected, strict=True):
+        assert theirs[:7].all()
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)

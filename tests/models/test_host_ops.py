@@ -15,8 +15,16 @@ from vlmtrain.cpu import host_ops
 Op = Callable[..., Tensor]
 
 
-def compare(ours: Op, plain: Op, inputs: list[Tensor | None], *, consumes_first: bool) -> None:
-    """Output and gradients of ours and of plain torch (both float32) against plain in float64."""
+def compare(
+    ours: Op,
+    plain: Op,
+    inputs: list[Tensor | None],
+    *,
+    consumes_first: bool,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Output and gradients of ours and of plain torch (both in dtype) against plain in float64."""
+    inputs = [None if x is None else x.to(dtype) for x in inputs]
 
     def run(op: Op, dtype: torch.dtype, copy: bool) -> list[Tensor]:
         leaves = [
@@ -30,10 +38,10 @@ def compare(ours: Op, plain: Op, inputs: list[Tensor | None], *, consumes_first:
         out.backward(upstream.to(dtype))
         return [out.detach(), *(x.grad for x in leaves if x is not None)]
 
-    upstream = torch.randn(plain(*inputs).shape)
+    upstream = torch.randn(plain(*inputs).shape).to(dtype)
     exact = run(plain, torch.float64, False)
-    stock = run(plain, torch.float32, False)
-    results = run(ours, torch.float32, consumes_first)
+    stock = run(plain, dtype, False)
+    results = run(ours, dtype, consumes_first)
     for got, peer, want in zip(results, stock, exact, strict=True):
         assert_accurate("result", got, peer, want)
 
@@ -43,7 +51,8 @@ def sizes() -> tuple[int, int]:
     return int(tokens), int(width)
 
 
-def test_rms_norm() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(dtype: torch.dtype) -> None:
     tokens, width = sizes()
     x = torch.randn(tokens, 1, width) * 10.0 ** torch.randint(-2, 3, ())
 
@@ -60,6 +69,7 @@ def test_rms_norm() -> None:
         norm(torch.nn.RMSNorm),
         [x, torch.randn(width)],
         consumes_first=False,
+        dtype=dtype,
     )
 
 

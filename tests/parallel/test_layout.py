@@ -113,10 +113,6 @@ def test_text_layout_for_megatron():
             dict(world_size=2, pipeline=2, vision_layers=[16, 16], text_layers=[4, 24]),
             ["[4, 24]", "stage 0", "[0, 28]"],
         ),
-        (
-            dict(world_size=2, tensor=2, sequence=True, pack_length=1001),
-            ["1001", "1002"],
-        ),
         (dict(world_size=2, pipeline=0), ["parallel.pipeline is 0"]),
         # the nearest valid choice stands in the sentence
         (dict(world_size=7, tensor=4), ["e.g. 8"]),
@@ -153,7 +149,6 @@ def test_refused(options, words):
         (dict(world_size=4, expert=4, pipeline=2), ["2 ranks", "[1, 2]"]),
         (dict(world_size=2, expert=0), ["parallel.expert is 0"]),
         (dict(world_size=2, expert=2, tensor=2), ["parallel.sequence", "parallel.expert 1"]),
-        (dict(world_size=2, tensor=2, pack_length=1001), ["1001", "experts", "1002"]),
     ],
 )
 def test_refused_of_a_mixture_of_experts(options, words):

@@ -135,19 +135,23 @@ class References:
             ref.save_model(ref.make_model(family, vision_heads=4, tied=tied, seed=SEED), path)
         return path
 
-    def get(self, case: Case) -> tuple[float, dict, list[float], float]:
-        """Loss and gradients of the first step, losses of STEPS steps, the loss after them."""
+    def get(self, case: Case) -> tuple[float, float, dict, list[float], float]:
+        """Loss of the first step, what load balancing adds to it, its gradients, losses of STEPS
+        steps, the held-out loss after them."""
         family, tied, stream, rates = case.family, case.tied, case.stream, case.more.get("rates")
         key = (family, tied, stream, repr(rates))
         if key not in self._known:
             model = ref.make_model(family, vision_heads=4, tied=tied, seed=SEED)
             steps = [ref.make_stream(stream, SEED, i) for i in range(STEPS + 1)]
             loss = ref.reference_loss(model, steps[0]).item()
+            balance = 0.0
+            if family.endswith("balanced"):
+                balance = loss - ref.reference_loss(model, steps[0], heldout=True).item()
             gradients = canonical(ref.reference_gradients(model, steps[0]))
             losses = ref.reference_training(model, steps[:-1], rates)
             with torch.no_grad():
-                after = ref.reference_loss(model, steps[-1]).item()
-            self._known[key] = (loss, gradients, losses, after)
+                after = ref.reference_loss(model, steps[-1], heldout=True).item()
+            self._known[key] = (loss, balance, gradients, losses, after)
         return self._known[key]
 
 
@@ -202,7 +206,7 @@ def check(
     results = run(todo, size, folder, timeout)
     worst = [0.0, 0.0, 0.0]
     for case, result in zip(cases, results, strict=True):
-        loss, gradients, losses, after = references.get(case)
+        loss, balance, gradients, losses, after = references.get(case)
         asked = result.get("host_questions")  # of tensors that may be on a device
         assert not asked, f"{asked}; {case}"
         if "chunks" in result:
@@ -210,6 +214,7 @@ def check(
         # a pack without images costs nothing in the tower
         assert result.get("tower_runs") == result.get("tower_runs_due"), case
         assert result["loss"] == pytest.approx(loss, rel=1e-6), case
+        assert result["balance"] == pytest.approx(balance, rel=1e-5), case
         worst[1] = max(worst[1], check_gradients(result["gradients"], gradients, 1e-5, case))
         trained = [*result["losses"], result["after"]]
         assert trained == pytest.approx([*losses, after], rel=1e-5), case

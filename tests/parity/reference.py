@@ -23,9 +23,11 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.05
 
 
 def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: int = 0) -> Any:
-    """A float32 transformers model; odd sizes on purpose."""
+    """A float32 transformers model; odd sizes on purpose. A `family` that ends with " balanced" has
+    a load-balancing loss."""
     import transformers
 
+    family, _, balanced = family.partition(" ")
     width = 16 * vision_heads
     text = dict(
         num_hidden_layers=4,
@@ -65,6 +67,7 @@ def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: 
         text |= dict(head_dim=24, rope_parameters=rope)
         if family == "qwen3_vl_moe":
             text |= dict(num_experts=EXPERTS, num_experts_per_tok=3, moe_intermediate_size=24)
+            text |= dict(output_router_logits=bool(balanced), router_aux_loss_coef=0.5)
         config = getattr(transformers, kind + "Config")(
             text_config=text,
             vision_config=vision | dict(deepstack_visual_indexes=[0, 2, 3]),
@@ -173,7 +176,7 @@ def make_samples(seed: int) -> list[list[Sample]]:
 
 
 def make_stream(stream: str, seed: int, step: int) -> list[list[Sample]]:
-    """Four packs of one optimizer step, all of one length at every step.
+    """Four packs of one optimizer step, of different lengths.
 
     mixed: `make_samples`, the packs turned by one place a step, so that the one without images is
     first, in the middle and last, on this data-parallel rank or on another; the third step has one
@@ -243,6 +246,10 @@ def pack_length(packs: list[list[Sample]]) -> int:
 
 def reference_logits(model: Any, sample: Sample) -> torch.Tensor:
     """transformers' logits [S, vocab] of one sample, alone in its batch."""
+    return reference_outputs(model, sample).logits[0]
+
+
+def reference_outputs(model: Any, sample: Sample) -> Any:
     inputs: dict[str, Any] = {}
     for kind, pixels, grid in (
         ("image", "pixel_values", "image_grid_thw"),
@@ -257,19 +264,35 @@ def reference_logits(model: Any, sample: Sample) -> torch.Tensor:
         position_ids=sample.position_ids[:, None],
         use_cache=False,
         **inputs,
-    ).logits[0]
+    )
 
 
-def reference_loss(model: Any, packs: list[list[Sample]]) -> torch.Tensor:
-    """Mean cross entropy over the target tokens of all packs."""
-    losses = [
-        torch.nn.functional.cross_entropy(
-            reference_logits(model, s).float(), s.labels, reduction="sum", ignore_index=-100
-        )
-        for p in packs
-        for s in p
-    ]
-    return torch.stack(losses).sum() / sum(int((s.labels >= 0).sum()) for p in packs for s in p)
+def reference_loss(model: Any, packs: list[list[Sample]], heldout: bool = False) -> torch.Tensor:
+    """Mean over the target tokens of all packs: of the cross entropy, and unless `heldout` of the
+    load-balancing loss that transformers adds to that of a batch with a pack's samples."""
+    total, count = torch.zeros(()), 0
+    for samples in packs:
+        targets = sum(int((s.labels >= 0).sum()) for s in samples)
+        outputs = [reference_outputs(model, s) for s in samples]
+        for out, s in zip(outputs, samples, strict=True):
+            total = total + torch.nn.functional.cross_entropy(
+                out.logits[0].float(), s.labels, reduction="sum", ignore_index=-100
+            )
+        if getattr(outputs[0], "router_logits", None) and not heldout:
+            total = total + targets * reference_balance(model, outputs)
+        count += targets
+    return total / count
+
+
+def reference_balance(model: Any, outputs: list[Any]) -> torch.Tensor:
+    """transformers' load-balancing loss of several outputs together, times its coefficient."""
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+    text = model.config.text_config
+    layers = zip(*(out.router_logits for out in outputs), strict=True)
+    logits = tuple(torch.cat(layer) for layer in layers)
+    loss = load_balancing_loss_func(logits, text.num_experts, text.num_experts_per_tok)
+    return text.router_aux_loss_coef * loss
 
 
 def reference_gradients(model: Any, packs: list[list[Sample]]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ _RECOMPUTE = {
     "tp2 sp": dict(vision="full", language="full"),
     "pp2": dict(vision="selective", language="selective"),
 }
+BALANCED = "qwen3_vl_moe balanced"  # with a load-balancing loss
 RATES = dict(vision_lr=4e-3, merger_lr=2.5e-4, vision_layer_decay=0.7)
 _RATED = {  # each parameter has the learning rate it has on one process
     ("qwen2_5_vl", "pp2 spread"): dict(rates=RATES),
@@ -26,7 +27,7 @@ FAST = [
     ("qwen2_5_vl", True, "mixed", "pp2 multiplexed"),
     ("qwen3_vl", False, "mixed", "pp2 vpp2 spread"),
     ("qwen3_vl", False, "mixed", "tp2 multiplexed"),
-    ("qwen3_vl_moe", False, "mixed", "ep2 overlap"),
+    (BALANCED, False, "mixed", "ep2 overlap"),
 ]
 SLOW = {
     2: [
@@ -43,12 +44,12 @@ SLOW = {
         ("qwen2_5_vl", False, "mixed", "dp2 multiplexed overlap"),
         ("qwen3_vl", False, "mixed", "tp2 sp"),
         ("qwen3_vl", False, "mixed", "dp2 overlap"),
-        ("qwen3_vl_moe", False, "mixed", "tp2"),
-        ("qwen3_vl_moe", True, "mixed", "tp2 sp"),
-        ("qwen3_vl_moe", False, "mixed", "tp2 multiplexed"),
-        ("qwen3_vl_moe", True, "mixed", "pp2"),
-        ("qwen3_vl_moe", False, "mixed", "pp2 vpp2 spread"),
-        ("qwen3_vl_moe", True, "mixed", "dp2 overlap"),
+        (BALANCED, False, "mixed", "tp2"),
+        (BALANCED, True, "mixed", "tp2 sp"),
+        (BALANCED, False, "mixed", "tp2 multiplexed"),
+        (BALANCED, True, "mixed", "pp2"),
+        (BALANCED, False, "mixed", "pp2 vpp2 spread"),
+        (BALANCED, True, "mixed", "dp2 overlap"),
         ("qwen3_vl_moe", False, "mixed", "ep2"),
         ("qwen3_vl_moe", True, "mixed", "tp2 sp ep2"),
     ],
@@ -60,7 +61,7 @@ SLOW = {
         ("qwen3_vl", False, "mixed", "pp4 empty stages"),
         ("qwen3_vl", True, "mixed", "tp2 pp2 vpp2 sp spread"),
         ("qwen3_vl_moe", True, "mixed", "dp2 ep2 overlap"),
-        ("qwen3_vl_moe", False, "mixed", "pp2 ep2"),
+        (BALANCED, False, "mixed", "pp2 ep2"),
         ("qwen3_vl_moe", True, "mixed", "pp2 vpp2 ep2 multiplexed"),
         ("qwen3_vl_moe", False, "mixed", "dp2 tp2 sp ep4"),
         ("qwen3_vl_moe", True, "mixed", "dp2 tp2"),

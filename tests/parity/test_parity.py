@@ -109,6 +109,23 @@ class TestOneProcess:
             assert difference.norm() <= 0.1 * moved, f"{name}, seed {SEED}"
 
 
+def test_the_balance_loss_is_what_transformers_adds_to_a_batch():
+    """The reference of the layouts' tests, which has samples one by one."""
+    model = ref.make_model("qwen3_vl_moe balanced", seed=SEED)
+    generator = torch.Generator().manual_seed(SEED)
+    samples = [ref.make_sample([n], generator, learn) for n, learn in ((17, 9), (11, 4))]
+    ids, labels, mask = torch.full((2, 17), ref.PAD), torch.full((2, 17), -100), torch.zeros(2, 17)
+    for row, sample in enumerate(samples):
+        n, learned = len(sample.input_ids), (sample.labels >= 0).roll(1)  # transformers shifts them
+        ids[row, :n], mask[row, :n] = sample.input_ids, 1
+        labels[row, :n] = sample.input_ids.masked_fill(~learned, -100)
+    with torch.no_grad():
+        batch = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+        assert batch.aux_loss > 1
+        ours = ref.reference_loss(model, [samples])
+    torch.testing.assert_close(ours, batch.loss, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

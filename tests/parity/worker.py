@@ -25,6 +25,7 @@ from tests.worker import serve
 from vlmkernels.loss import op as loss_op
 from vlmtrain.checkpoint.mapping import canonical_name
 from vlmtrain.core import device
+from vlmtrain.core.batch import padded_length
 from vlmtrain.core.config import (
     FreezeSection,
     LoraSection,
@@ -39,7 +40,7 @@ from vlmtrain.parallel.layout import make_layout
 
 
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
-    """An engine with weights and optimizer, and the tokens of a pack."""
+    """An engine with weights and optimizer, and the tokens of a padded pack."""
     from vlmtrain.checkpoint.load import load_weights
     from vlmtrain.training.engine import Engine
 
@@ -47,11 +48,7 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     packs = ref.make_stream(case.get("stream", "mixed"), case.get("seed", 0), 0)
     length = ref.pack_length(packs)
     layout = make_layout(
-        spec,
-        world_size=dist.get_world_size(),
-        pack_length=length,
-        microbatches=len(packs),
-        **case["layout"],
+        spec, world_size=dist.get_world_size(), microbatches=len(packs), **case["layout"]
     )
     Engine.bucket_size = case.get("bucket_size")
     engine = Engine(
@@ -250,17 +247,22 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
 
     def share(step: int) -> list[Any]:
         samples = ref.make_stream(case.get("stream", "mixed"), case["seed"], step)
-        packs = [ref.pack(p, length) for p in samples][engine.data_rank :: layout.data]
+        sizes = [sum(len(s.input_ids) for s in p) for p in samples]  # a pack has its own length
+        packs = [
+            ref.pack(p, padded_length(size, layout.tensor))
+            for p, size in zip(samples, sizes, strict=True)
+        ][engine.data_rank :: layout.data]
         shares = engine.decodes([p.grid_thw.numpy() for p in packs])
         return [ref.without_pixels(p, kept) for p, kept in zip(packs, shares, strict=True)]
 
     def gradients(packs: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
         outputs = engine._forward_backward(packs, forward_only=False)
-        loss = engine._result(packs, outputs, 0.0, 0.0, 0.0).loss
+        step = engine._result(packs, outputs, 0.0, 0.0, 0.0)
+        result["balance"] = spec.router_aux_loss_coef * step.aux_loss
         gather_gradients(engine)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, dict(gathered(engine.exported, spec, gradient)))
-        return loss, {canonical_name(n): t for part in everyone for n, t in part.items()}
+        return step.loss, {canonical_name(n): t for part in everyone for n, t in part.items()}
 
     if lora.rank:
         save_adapters(engine.exported, lora, case["model"], case["adapter"] / "before")

@@ -64,7 +64,6 @@ def test_72b_on_256_h100(large: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         parallel,
         256,
         microbatches=recipe.train.global_batch_packs * parallel.tensor * parallel.pipeline // 256,
-        pack_length=recipe.train.pack_length,
     )
     assert recipe.train.global_batch_packs % layout.data == 0
 

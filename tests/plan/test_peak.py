@@ -30,8 +30,10 @@ CONFIG = TrainConfig(Path("model"), "data", Path("output"), train=SECTION)
 
 
 def loads(steps: int, replicas: int, packs: int) -> Loads:
-    patches = np.random.default_rng(0).integers(0, 4096, (steps, replicas, packs)).astype(float)
-    return Loads([Position(i) for i in range(steps)], patches, patches.max(2) / 2)
+    rng = np.random.default_rng(0)
+    patches = rng.integers(0, 4096, (steps, replicas, packs)).astype(float)
+    tokens = rng.integers(100, 513, patches.shape).astype(float)
+    return Loads([Position(i) for i in range(steps)], tokens, patches, patches.max(2) / 2)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -41,43 +43,45 @@ def test_a_walk_over_the_order(pipeline: int, virtual: int, recompute: str) -> N
         SPEC, world_size=2, pipeline=pipeline, virtual_pipeline=virtual, vision_layers="auto"
     )
     config = replace(CONFIG, recompute=RecomputeSection(recompute, recompute))
-    of = loads(3, 1, 16 // layout.data).patches[:, 0]
+    all_steps = loads(3, 1, 16 // layout.data)
+    all_tokens, of = all_steps.tokens[:, 0], all_steps.patches[:, 0]
     activations = memory.ActivationModel(SPEC, cuda=True)
     per_token, per_patch = activations.stages(
         layout, recompute_vision=recompute, recompute_text=recompute
     )
     for rank in range(pipeline):
         model = PeakModel(config, SPEC, layout, rank, cuda=True)
-        found = model.peaks(of, of.max(1)) - model.states()
-        for step, patches in enumerate(of):
+        found = model.peaks(all_tokens, of, of.max(1)) - model.states()
+        for step, (tokens, patches) in enumerate(zip(all_tokens, of, strict=True)):
             held, most = 0.0, 0.0
             for kind, chunk, number in schedule.order(pipeline, virtual, len(patches), rank):
                 stage = layout.stage(rank, chunk)
-                kept = per_token[stage] * 512 + per_patch[stage] * patches[number]
+                kept = per_token[stage] * tokens[number] + per_patch[stage] * patches[number]
                 if virtual > 1:
                     kept += (
-                        activations.text_input().per_token * 512
+                        activations.text_input().per_token * tokens[number]
                         if layout.text_layers[stage]
                         else activations.vision_input().per_patch * patches[number]
                     )
                 short = [0.0]
                 if layout.text_layers[stage]:
                     extra = activations.text_layer() if recompute != "none" else memory.Kept()
-                    short.append((activations.layer_transient(vision=False) + extra).bytes(512, 0))
+                    extra += activations.layer_transient(vision=False)
+                    short.append(extra.bytes(tokens[number], 0))
                 if layout.vision_layers[stage]:
                     extra = activations.vision_layer() if recompute != "none" else memory.Kept()
                     short.append(
                         (activations.layer_transient(vision=True) + extra).bytes(0, patches[number])
                     )
                 if stage == layout.stages - 1:
-                    short.append(activations.head_transient(512))
+                    short.append(activations.head_transient(tokens[number]))
                 held += kept if kind == schedule.FORWARD else 0.0
                 most = max(most, held + max(short))
                 held -= kept if kind == schedule.BACKWARD else 0.0
             pixels = 2 * SPEC.vision.patch_dim * patches.sum() if rank == 0 else 0.0
-            tokens = memory.batch_bytes(SPEC, 512 * len(patches), 0, pixels=False)
-            assert found[step] == pytest.approx(most + pixels + tokens)
-            assert set(model.window(patches)) <= set(range(len(patches)))
+            packs = memory.batch_bytes(SPEC, tokens.sum(), 0, pixels=False)
+            assert found[step] == pytest.approx(most + pixels + packs)
+            assert set(model.window(tokens, patches)) <= set(range(len(patches)))
 
 
 def test_the_heaviest_steps_of_each_replica() -> None:
@@ -86,10 +90,11 @@ def test_the_heaviest_steps_of_each_replica() -> None:
     models = [PeakModel(CONFIG, SPEC, layout, rank, cuda=True) for rank in range(2)]
     for replica, places in enumerate(heaviest(of, models)):
         for model in models:
-            peaks = model.peaks(of.patches[:, replica], of.largest[:, replica])
-            assert Position(int(peaks.argmax())) in places
-        assert Position(int(of.patches[:, replica].sum(1).argmax())) in places
-        assert len(places) == len(set(places)) <= 5
+            of_replica = (x[:, replica] for x in (of.tokens, of.patches, of.largest))
+            assert Position(int(model.peaks(*of_replica).argmax())) in places
+        for size in (of.tokens, of.patches):
+            assert Position(int(size[:, replica].sum(1).argmax())) in places
+        assert len(places) == len(set(places)) <= 7
 
 
 def test_what_makes_it_fit() -> None:
@@ -191,17 +196,18 @@ def test_what_a_rehearsal_has_measured_corrects_the_plan() -> None:
     """Of a step's memory, not of the states; on the rank that is furthest off."""
     layout = make_layout(SPEC, world_size=2, pipeline=2)
     of = loads(3, 1, 16)
+    of_replica = of.tokens[:, 0], of.patches[:, 0], of.largest[:, 0]
     peaks = []
     for rank, off in ((0, 1.25), (1, 1.1)):
         model = PeakModel(CONFIG, SPEC, layout, rank, cuda=True)
-        planned = float(model.peaks(of.patches[:, 0], of.largest[:, 0]).max())
+        planned = float(model.peaks(*of_replica).max())
         states = model.states()
         measured = states + off * (planned - states)
         peaks.append(RankPeak(rank, rank, 7 + states, 7 + planned, 7 + measured, 1e9, 1, []))
     factor = correction(peaks)
     assert factor == pytest.approx(1.25)
     corrected = PeakModel(CONFIG, SPEC, layout, 0, cuda=True, factor=factor)
-    found = corrected.peaks(of.patches[:, 0], of.largest[:, 0]).max()
+    found = corrected.peaks(*of_replica).max()
     assert found == pytest.approx(peaks[0].measured - 7)
     room = fullest(CONFIG, SPEC, layout, of, True).bytes
     config = replace(CONFIG, train=replace(SECTION, fit="auto"))

@@ -39,17 +39,16 @@ def peak_bytes(config: TrainConfig, model: str, gpus: int) -> float:
         spec,
         config.parallel,
         gpus,
-        pack_length=train.pack_length,
         global_batch=train.global_batch_packs,
         option="--train.global_batch_packs",
     )
     check_lora(config.lora, spec)
     patches = train.pack_length * spec.vision.merge_unit
     microbatches = train.global_batch_packs // layout.data
-    step = (
-        np.full((1, microbatches), float(patches)),
-        np.array([patches / 2]),
-    )  # a medium: half a pack
+    tokens, patches_of = (
+        np.full((1, microbatches), float(count)) for count in (train.pack_length, patches)
+    )
+    step = tokens, patches_of, np.array([patches / 2])  # a medium: half a pack
     models = (PeakModel(config, spec, layout, rank, cuda=True) for rank in range(layout.pipeline))
     return max(float(model.peaks(*step)[0]) for model in models)
 

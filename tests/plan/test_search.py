@@ -186,6 +186,23 @@ def test_states_of_the_search_are_the_exact_ones(
         assert states[rank] == pytest.approx(real, rel=0.001)
 
 
+def test_memory_is_that_of_the_long_packs(seven: ModelSpec, packs: workload.Packs) -> None:
+    """Packs have their own length: half of them at half the tokens take no less memory at the peak
+    than all at full length."""
+    full = packs.work.copy()
+    full[:, costs.TOKENS] = 8192
+    mixed = full.copy()
+    mixed[::2, costs.TOKENS] /= 2
+    option = costs.Option(make_layout(seven, world_size=4, pipeline=2, tensor=2), 8)
+    ranks = [
+        costs.CostModel(
+            seven, hardware.find_gpu("h100"), dataclasses.replace(packs, work=work)
+        ).rank_memory(option)
+        for work in (full, mixed)
+    ]
+    assert ranks[0] == ranks[1]
+
+
 # --- search -----------------------------------------------------------------------------------
 
 
@@ -215,9 +232,9 @@ def test_predictions_are_consistent(seven: ModelSpec, packs: workload.Packs) -> 
         assert 0.05 < p.mfu < gpu.efficiency.language
         tokens = 64 * 8192 * packs.fill / p.step_seconds / 32
         assert p.tokens_per_second_per_gpu == pytest.approx(tokens)
-        per_token = search.step_flops(
-            costs.CostModel(seven, gpu, packs), packs.useful.mean(0)
-        ) / float(packs.useful[:, 0].mean())
+        per_token = search.step_flops(costs.CostModel(seven, gpu, packs), packs.mean) / float(
+            packs.mean[0]
+        )
         assert p.mfu == pytest.approx(tokens * per_token / gpu.peak)
 
 

@@ -48,7 +48,7 @@ def run(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         packs = {p: len(loader(p, length, size).sampler.epoch_plan(0)) for p in case["policies"]}
         if not any(count % size for count in packs.values()):
             break
-    layout = make_layout(spec, world_size=size, pack_length=length, microbatches=1)
+    layout = make_layout(spec, world_size=size, microbatches=1)
     engine = Engine(spec, layout, backend, dtype=torch.float32)
     load_weights(engine.parts, spec, case["model"])
     engine.prepare(OptimizerSection())

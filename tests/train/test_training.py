@@ -90,7 +90,7 @@ def test_metrics_of_a_run(straight):
     assert len(rows) == 10
     for row in rows:
         assert {"loss", "grad_norm", "lr", "tokens", "target_tokens", "image_tokens"} <= row.keys()
-        assert row["tokens"] + round(row["padding_share"] * 640) == 640  # 4 packs of 160
+        assert row["padding_share"] == 0 and row["tokens"] <= 640  # 4 packs of at most 160
         assert 0 < row["target_tokens"] < row["tokens"]
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["step_seconds"])
     rates = [0, 0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]  # of 1e-3: warmed up, constant, decayed

@@ -55,8 +55,8 @@ def varlen_attention(
         scale: default D ** -0.5.
         backend: the one kernel to be considered, else `select` chooses (select.py; `python -m
             vlmkernels.info` prints what): "cpu", "window", "flash-attn", "sm90", "sm80", "tiled"
-            for either of these two, "sm90-fused", whose backward is one kernel (bfloat16, D of
-            64, 80, 96 or 128), or "sdpa", which runs everywhere.
+            for either of these two, "sm90-fused", whose backward is one kernel (bfloat16), or
+            "sdpa", which runs everywhere.
 
     Returns:
         [T, H, D], contiguous, q's dtype. Differentiable in q, k and v; bitwise repeatable, forward

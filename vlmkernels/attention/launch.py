@@ -144,7 +144,8 @@ _LISTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def _list_tiles(
     q: Tensor, cu_seqlens: Tensor, max_seqlen: int | None, causal: bool, vision: bool
 ) -> Tensor:
-    """int32 [2, T / 128 + n, 4], the tiles of queries and of keys: made once for all layers and
+    """int32 [2 (T / 128 + n) + 1, 4], the tiles of queries and of keys and a counter of those that
+    a kernel's blocks have taken, 0 between launches: made once for all layers and
     both ways, and again after cu_seqlens has been written to (where torch does not count it, the
     kernels end with an error). A captured graph makes its own at each call, because it is replayed
     with what cu_seqlens then holds; inference mode too, where torch counts no write."""
@@ -157,7 +158,8 @@ def _list_tiles(
         known, tiles = _LISTS.get(cu_seqlens, (None, None))
         if known == key:
             return tiles
-    tiles = torch.empty((2, tokens // TILE_ROWS + segments, 4), dtype=torch.int32, device=q.device)
+    rows = 2 * (tokens // TILE_ROWS + segments) + 1
+    tiles = torch.empty((rows, 4), dtype=torch.int32, device=q.device)
     dense = cu_seqlens.contiguous()
     launch(
         "list_tiles",
@@ -190,7 +192,7 @@ def _workspace(
     if backward and kernel == "sm90-fused":
         parts = heads * (tokens // 64 + segments)
         workspace["dq_sum"] = q.new_empty((parts, 64, head_dim), dtype=torch.float32)
-        workspace["done"] = q.new_zeros(1 + parts, dtype=torch.int32)
+        workspace["done"] = q.new_zeros(parts, dtype=torch.int32)
     if rotary:
         rotated = torch.empty((heads, tokens, head_dim), dtype=q.dtype, device=q.device)
         workspace["rotated_k"] = rotated

@@ -52,8 +52,6 @@ SM80_SHARED = {64: 74752, 72: 74752, 80: 68096, 96: 80384, 128: 104960}
 WINDOW_LENGTHS = {head_dim: max(shared) for head_dim, shared in WINDOW_SHARED.items()}
 #: Instances of sm80 and sm90.
 TILED_HEAD_DIMS = tuple(SM80_SHARED)
-#: Instances of sm90-fused, in bfloat16 only.
-FUSED_HEAD_DIMS = (64, 80, 96, 128)
 #: What every kernel of ours takes at most.
 MAX_HEAD_DIM = 256
 
@@ -189,8 +187,8 @@ def obstacle(
     instances = WINDOW_SHARED if kernel == "window" else SM80_SHARED
     if head_dim not in instances:
         return ("head_dim is {}, it has {}", head_dim, ", ".join(map(str, instances)))
-    if kernel == "sm90-fused" and (dtype != torch.bfloat16 or head_dim not in FUSED_HEAD_DIMS):
-        return ("it takes bfloat16 of head_dim {}", ", ".join(map(str, FUSED_HEAD_DIMS)))
+    if kernel == "sm90-fused" and dtype != torch.bfloat16:
+        return ("it takes bfloat16",)
     if max_seqlen is None:
         return ("max_seqlen is not known",)
     if kernel in SM90 and machine.capability != (9, 0) or machine.capability < (8, 0):

@@ -173,9 +173,12 @@ class PackedBatch:
         )
 
 
-def empty_pack(
-    pack_length: int, pad_token_id: int, patch_dim: int, dtype: torch.dtype
-) -> PackedBatch:
+def padded_length(tokens: int, multiple: int) -> int:
+    """Tokens of a pack with its padding: a multiple of what the layout needs, at least that."""
+    return max(-(-tokens // multiple), 1) * multiple
+
+
+def empty_pack(length: int, pad_token_id: int, patch_dim: int, dtype: torch.dtype) -> PackedBatch:
     """A pack of padding alone: it fills the last step of a pass over data, and counts nothing."""
     nothing = torch.empty(0, dtype=torch.int64)
     pack = PackedBatch(
@@ -192,27 +195,24 @@ def empty_pack(
         pad_tokens=0,
         pad_token_id=pad_token_id,
     )
-    return pack.padded_to(pack_length)
+    return pack.padded_to(length)
 
 
 def collate(
     samples: Sequence[EncodedSample],
     grids: Tensor,
     pixel_values: Tensor,
-    pack_length: int,
+    multiple: int,
     pad_token_id: int,
 ) -> PackedBatch:
-    """Lay samples end to end and pad to `pack_length`.
+    """Lay samples end to end and pad to a multiple of `multiple` tokens.
 
     Args:
         samples: the pack, in order.
         grids: int64 [m, 3] of all their media, in order.
         pixel_values: float32 [P, patch_dim] of the same media, or [0, patch_dim].
-        pack_length: tokens of the result.
+        multiple: that the layout needs (the tensor-parallel size).
         pad_token_id: id of the tail.
-
-    Raises:
-        ValueError: the samples do not fit.
     """
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])
     offsets = torch.zeros(len(samples) + 1, dtype=torch.int32)
@@ -239,7 +239,7 @@ def collate(
         pad_token_id=pad_token_id,
         loss_weights=weights,
     )
-    return packed.padded_to(pack_length)
+    return packed.padded_to(padded_length(packed.length, multiple))
 
 
 def _extend(values: Tensor, count: int, fill: int) -> Tensor:

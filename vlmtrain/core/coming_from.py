@@ -127,6 +127,7 @@ account_for_embedding_in_pipeline_split:M | parallel.text_layers | it counts tow
 sequence_parallel:M | parallel.sequence
 expert_model_parallel_size:M | parallel.expert
 num_experts:M | | read from config.json
+router_aux_loss_coef:S moe_aux_loss_coef:L moe_aux_loss_coeff:M | | read from config.json
 context_parallel_size:M sequence_parallel_size:S | | there is no context parallelism
 overlap_grad_reduce:M | parallel.overlap_grad_reduce
 overlap_param_gather:M | parallel.overlap_param_gather

@@ -56,7 +56,7 @@ class TrainSection:
     epochs: NonNegative = 1.0
     """Passes over the data, where `steps` is 0."""
     pack_length: Positive = 8192
-    """Tokens per pack (one pack is one microbatch)."""
+    """Tokens that a pack holds at most (one pack is one microbatch)."""
     global_batch_packs: Positive = 8
     """Packs (not samples) per optimizer step, over all data-parallel ranks."""
     precision: Literal["bf16", "fp32"] = "bf16"

@@ -84,6 +84,7 @@ class ModelSpec:
     num_experts: int = 0  # in place of each layer's MLP; 0: it has one MLP
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0  # of an expert
+    router_aux_loss_coef: float = 0.0  # of the load-balancing loss; 0: there is none
 
     @property
     def visual_sets(self) -> int:

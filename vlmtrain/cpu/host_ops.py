@@ -24,29 +24,38 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        wide = x.float()
+        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (x * rstd).mul_(weight)
+        return _times(wide, rstd, x).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight, rstd = ctx.saved_tensors
         width = x.shape[-1]
-        normed = x * rstd
-        product = (grad * normed).view(-1, width)
-        dweight = product.sum(0)
+        wide, normed = grad.float(), _times(x.float(), rstd, x)
+        product = (wide * normed).view(-1, width)
+        dweight = product.sum(0).to(weight.dtype)
+        weight = weight.float()
         # mean over the row of grad w normed: a matrix-vector product
         mean = torch.mv(product, weight).div_(-width).view(rstd.shape)
-        dx = (grad * weight).addcmul_(normed, mean).mul_(rstd)
-        return dx, dweight, None
+        dx = _times(wide, weight, grad).addcmul_(normed, mean).mul_(rstd)
+        return dx.to(x.dtype), dweight, None
+
+
+def _times(wide: Tensor, factor: Tensor, source: Tensor) -> Tensor:
+    """wide * factor, in place where `wide` is a copy of `source` in another type."""
+    return wide * factor if wide.dtype == source.dtype else wide.mul_(factor)
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm; float32 on the CPU in 3 passes forward and 9 backward."""
+    """torch.nn.RMSNorm, computed in float32; on the CPU in 3 passes forward and 9 backward, and for
+    bfloat16 those that convert."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or x.dtype != torch.float32 or self.weight.dtype != x.dtype:
+        known = x.dtype in (torch.float32, torch.bfloat16) and self.weight.dtype == x.dtype
+        if x.device.type != "cpu" or not known:
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight, self.eps)
 

@@ -7,6 +7,7 @@ places. `install` answers those calls with their CPU meaning.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from typing import Any
@@ -139,8 +140,41 @@ def install() -> None:
     # It warns that the CPU generator changed inside a "GPU" region: here they are the same one.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
 
+    # Megatron's stand-ins for apex make a copy of every gradient that they scale.
+    from megatron.core.optimizer import clip_grads
+
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
+
+    # Backward passes run what `without_shim` ran forward.
+    from megatron.core.pipeline_parallel import schedules
+
+    if not hasattr(schedules.backward_step, "__wrapped__"):
+        schedules.backward_step = _shimless(schedules.backward_step)
+
     _mode = _CudaMeansCpu()
     _mode.__enter__()
+
+
+def _norm(chunk: int, flag: Any, lists: list[list[torch.Tensor]], each: bool) -> tuple[Any, None]:
+    """apex's multi_tensor_l2norm: the norm of all tensors, [1]."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
+
+
+def _scale(chunk: int, flag: Any, lists: list[list[torch.Tensor]], factor: float) -> None:
+    """apex's multi_tensor_scale: the second list is the first times `factor`."""
+    sources, targets = lists
+    if sources is not targets:
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)
+
+
+def _shimless(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with without_shim():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def suspend() -> None:

@@ -29,7 +29,8 @@ class PackBuilder:
     """Makes batches of the samples of an index. Thread-safe but for `close`.
 
     Args:
-        pack_length: tokens of every batch.
+        pack_length: tokens that a batch holds at most.
+        multiple: what its tokens are a multiple of.
         pixel_dtype: float32, or bfloat16 where the model casts to it anyway.
         threads: that decode, where `section.workers` is 0.
         cache_bytes: bound of the memory that keeps decoded, resized images (uint8).
@@ -43,12 +44,13 @@ class PackBuilder:
         section: LoaderSection,
         *,
         pack_length: int,
+        multiple: int,
         pixel_dtype: torch.dtype,
         threads: int,
         cache_bytes: int,
     ) -> None:
         self.index, self.processor, self.spec, self.section = index, processor, spec, section
-        self.pack_length, self.pixel_dtype = pack_length, pixel_dtype
+        self.multiple, self.pixel_dtype = multiple, pixel_dtype
         self._max_length = pack_length if section.too_long == "truncate" else None
         self._frames = _FrameCache(cache_bytes)
         # Processes of their own: a crash of a decoder is an unreadable sample.
@@ -79,7 +81,7 @@ class PackBuilder:
         """
         if not pack:
             pad, width = self.processor.pad_token_id, self.spec.vision.patch_dim
-            return empty_pack(self.pack_length, pad, width, self.pixel_dtype), {}
+            return empty_pack(self.multiple, pad, width, self.pixel_dtype), {}
         bad: dict[int, DataError] = {}
 
         def note(segment: int, error: DataError) -> None:
@@ -110,7 +112,7 @@ class PackBuilder:
         pixels = torch.empty(patches, self.spec.vision.patch_dim, dtype=self.pixel_dtype)
         self._decode(media, counts, wanted, pixels, note)
         pad = self.processor.pad_token_id
-        batch = collate(encoded, grids, pixels, self.pack_length, pad)
+        batch = collate(encoded, grids, pixels, self.multiple, pad)
         return replace(batch, has_pixels=decode), bad
 
     def _decode(

@@ -113,7 +113,7 @@ def check_command(
     Args:
         data: files or shard folders, comma-separated, or a .toml list.
         model: Hugging Face folder; with it lengths are checked too.
-        pack_length: tokens per pack.
+        pack_length: tokens that a pack holds at most.
         media_root: folder that relative media paths start from; default: each file's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.
@@ -151,7 +151,7 @@ def stats_command(
         data: files or shard folders, comma-separated, or a .toml list.
         model: Hugging Face folder.
         output: image file for the plot, e.g. stats.png.
-        pack_length: tokens per pack.
+        pack_length: tokens that a pack holds at most.
         media_root: folder that relative media paths start from; default: each file's own.
         ignore_keys: keys and marks of records that are not looked at; others that are not read are
             errors.

@@ -119,6 +119,10 @@ class SampleIndex:
             [self.grids[:0], *(self.grids[start[i] : start[i + 1]] for i in pack.tolist())]
         )
 
+    def pack_tokens(self, pack: np.ndarray) -> int:
+        """Of a pack's samples, without padding."""
+        return int(self.lengths[pack].sum())
+
     def split(self, ratio: float) -> tuple[SampleIndex, SampleIndex]:
         """The samples to train on, and a share of all that is held out: those whose records have
         the lowest checksums. It depends on the records alone, not on their order, paths or a seed,
@@ -205,7 +209,7 @@ def scan_sources(
         paths: what `parse_sources` takes or gives.
         processor: the model's tokenizer and image settings.
         spec: the model's shape; must be the processor's.
-        pack_length: tokens in a pack; no sample may be longer.
+        pack_length: tokens that a pack holds at most; no sample may be longer.
         verify: decode every image and video of files that are not shards, to find broken ones.
             Shards were verified when they were built.
         workers: threads; default: the CPUs this process may use, at most 8.

@@ -49,6 +49,7 @@ class LoaderRank:
     decodes: Callable[[Sequence[np.ndarray]], list[tuple[bool, ...]]] | None = None
     pixel_dtype: torch.dtype = torch.float32  # or bfloat16, where the model casts to it anyway
     pin_memory: bool = False  # page-locked tensors, for copies to a GPU
+    token_multiple: int = 1  # what the tokens of a pack are padded to a multiple of
 
 
 class PackedLoader:
@@ -61,7 +62,7 @@ class PackedLoader:
         section: how samples are packed, decoded, and what one means that can't be read any more:
             with "skip" it stays in its pack but counts for nothing.
         rank: of the data-parallel ranks this one, and what it decodes.
-        pack_length: tokens of every batch.
+        pack_length: tokens that a batch holds at most.
         global_batch: packs in an optimizer step, over all ranks.
         seed: of the shuffle.
         once: hand out one epoch, each sample once (weights do not count); the last step is filled
@@ -134,6 +135,7 @@ class PackedLoader:
             spec,
             section,
             pack_length=pack_length,
+            multiple=rank.token_multiple,
             pixel_dtype=rank.pixel_dtype,
             threads=threads,
             cache_bytes=cache_bytes,
@@ -177,8 +179,8 @@ class PackedLoader:
     def next_step(self) -> list[PackedBatch]:
         """This rank's global_batch / dp_size microbatches of the next optimizer step.
 
-        `metrics` then tells of the whole global batch: `fill`, the share of tokens that are no
-        padding; `rank_balance` and `microbatch_balance`, the largest cost of a rank and of a
+        `metrics` then tells of the whole global batch: `fill`, its tokens as a share of full
+        packs; `rank_balance` and `microbatch_balance`, the largest cost of a rank and of a
         microbatch over the mean; `skipped`, the samples skipped so far in this run.
 
         Raises:

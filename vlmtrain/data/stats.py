@@ -29,7 +29,7 @@ class Stats:
     target_tokens: np.ndarray
     pack_length: int
     packs: int  # of one epoch
-    fill: float  # share of these packs that is no padding
+    fill: float  # their tokens as a share of full packs
     spread: float  # standard deviation of the packs' costs over their mean
 
     def quantities(self) -> dict[str, np.ndarray]:
@@ -108,7 +108,7 @@ def render_stats(figures: Stats) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get() + (
-        f"{figures.packs:,} packs of {figures.pack_length:,} tokens an epoch, "
+        f"{figures.packs:,} packs of up to {figures.pack_length:,} tokens an epoch, "
         f"{figures.fill:.1%} full, costs within {figures.spread:.1%} (standard deviation)"
     )
 

@@ -2,8 +2,8 @@
 folder.
 
 The architecture is the real one (windows, full attention in some layers, M-RoPE, GQA, QKV bias;
-DeepStack, learned positions, norms of queries and keys); only the sizes are small and the weights
-random. Its tokenizer is a byte-level BPE trained on the
+DeepStack, learned positions, norms of queries and keys, a mixture of experts); only the sizes are
+small and the weights random. Its tokenizer is a byte-level BPE trained on the
 demo's own text, with Qwen's pre-tokenizer, special tokens and chat template.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from vlmtrain.models.family import FAMILIES
 
-Family = Literal["qwen2_5_vl", "qwen3_vl"]
+Family = Literal["qwen2_5_vl", "qwen3_vl"]  # of the demo
 IM_END = "<|im_end|>"
 IMAGE_PAD = "<|image_pad|>"
 
@@ -107,6 +107,7 @@ TEXT = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 MROPE_SECTION = [4, 6, 6]  # sums to half of the head dimension, 192 / 6 / 2
 
 
@@ -152,7 +153,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:
     return tokenizer
 
 
-def _config(family: Family, ids: dict[str, int]) -> dict[str, Any]:
+def _config(family: str, ids: dict[str, int]) -> dict[str, Any]:
     """config.json in the form of the released folders: Qwen2.5-VL's flat, Qwen3-VL's nested."""
     text: dict[str, Any] = {
         **TEXT,
@@ -163,10 +164,13 @@ def _config(family: Family, ids: dict[str, int]) -> dict[str, Any]:
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids[IM_END],
     }
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_vl"):
         rope = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-        text |= {"model_type": "qwen3_vl_text", "head_dim": 32, "rope_scaling": rope}
-        name, text = "Qwen3VL", {"text_config": text}
+        text |= {"model_type": f"{family}_text", "head_dim": 32, "rope_scaling": rope}
+        if family == "qwen3_vl_moe":
+            text |= EXPERTS
+        name = "Qwen3VLMoe" if family == "qwen3_vl_moe" else "Qwen3VL"
+        text = {"text_config": text}
         vision = {**QWEN3_VISION, "hidden_act": "gelu_pytorch_tanh"}
     else:
         name, text = "Qwen2_5_VL", {**text, "use_sliding_window": False}
@@ -196,7 +200,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_folder(
-    folder: Path, texts: Iterable[str], seed: int = 0, family: Family = "qwen2_5_vl"
+    folder: Path,
+    texts: Iterable[str],
+    seed: int = 0,
+    family: Family | Literal["qwen3_vl_moe"] = "qwen2_5_vl",
 ) -> Path:
     """Write the small model with random weights (float32) and its tokenizer, as the Hugging Face
     folder that `vlmtrain train --model` and transformers read; returns `folder`.

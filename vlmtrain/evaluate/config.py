@@ -33,7 +33,7 @@ class EvaluateConfig:
     nproc: Count = 0
     """Processes to start on this machine; 0: join the launcher's (torchrun, Slurm, MPI)."""
     pack_length: Positive = 8192
-    """Tokens per pack; with --data."""
+    """Tokens that a pack holds at most; with --data."""
     global_batch_packs: Count = 0
     """Packs computed together; with --data. 0: as few as the layout needs."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"

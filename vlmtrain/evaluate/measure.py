@@ -41,7 +41,6 @@ def run(config: EvaluateConfig, process: Process) -> None:
         spec,
         config.parallel,
         process.world_size,
-        pack_length=config.pack_length,
         global_batch=config.global_batch_packs,
         option="--global_batch_packs",
     )

@@ -26,6 +26,7 @@ from vlmtrain.core.batch import EncodedPack, PackedBatch
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 from vlmtrain.models import message
+from vlmtrain.models.common.balance import Routing, aux_loss
 from vlmtrain.models.common.language import LanguageModel
 from vlmtrain.models.common.layers import adapt, ask_for_gradient, block_submodules, touch
 from vlmtrain.models.common.positions import mrope_cos_sin
@@ -101,7 +102,9 @@ class QwenVLStage(LanguageModule):
     def forward(self, batch: PackedBatch, *, logits: bool = False) -> Tensor:
         """Returns the tensor to send on, or on the last stage the sum of the losses, [].
 
-        With `logits` the last stage returns [1, S, padded vocabulary / tp] instead.
+        With a load-balancing loss the last stage returns [2]: the sum with what it adds in
+        training, and the loss itself times the target tokens. With `logits` it returns [1, S,
+        padded vocabulary / tp] instead.
         """
         part, parts = self._part
         shape = {"tokens": batch.length // parts, "patches": 0}
@@ -113,6 +116,7 @@ class QwenVLStage(LanguageModule):
             )
             shape["patches"] = inputs.num_patches // parts
         arrived = self._receive(shape)
+        routing = self._routing(batch, arrived)
         numbers = self._carried(self.stage - 1)
         features = dict(zip(numbers, arrived[len(arrived) - len(numbers) :], strict=True))
 
@@ -141,8 +145,14 @@ class QwenVLStage(LanguageModule):
             assert self.language_model is not None
             decoder = self.language_model.decoder
             decoder.set_input_tensor(ask_for_gradient(decoder, arrived[0]))
-        output = self._language(batch, embeddings, features, first, logits)
-        return output if self.post_process else self._send([output], features)
+        output = self._language(batch, embeddings, features, first, routing, logits)
+        if not self.post_process:
+            return self._send([output], features, routing)
+        if routing is None or logits:
+            return output
+        balance = batch.target_tokens * aux_loss(routing, batch, self.spec, self.layout.sequence)
+        factor = self.spec.router_aux_loss_coef if self.training else 0.0
+        return torch.stack((output + factor * balance, balance.detach()))
 
     @property
     def _part(self) -> tuple[int, int]:
@@ -166,8 +176,23 @@ class QwenVLStage(LanguageModule):
             received, message.parts(self.spec, self.layout, self.stage - 1, **shape)
         )
 
-    def _send(self, tensors: list[Tensor], features: dict[int, Tensor]) -> Tensor:
-        return message.join(tensors + [features[number] for number in self._carried(self.stage)])
+    def _routing(self, batch: PackedBatch, arrived: list[Tensor]) -> Routing | None:
+        """Where there is a load-balancing loss what earlier stages have routed; it is taken from
+        what `arrived`."""
+        if not self.spec.router_aux_loss_coef or self.stage < self.layout.merger_stage:
+            return None
+        if self.stage == self.layout.merger_stage:
+            sums = torch.zeros(2, self.spec.num_experts, device=batch.input_ids.device)
+        else:
+            sums = message.to_sums(arrived.pop())
+        return Routing.of(sums, batch, *self._part)
+
+    def _send(
+        self, tensors: list[Tensor], features: dict[int, Tensor], routing: Routing | None = None
+    ) -> Tensor:
+        sets = [features[number] for number in self._carried(self.stage)]
+        sums = [] if routing is None else [message.from_sums(routing.sums, tensors[0].dtype)]
+        return message.join(tensors + sets + sums)
 
     def _of_part(self, rows: Tensor, first: int, count: int) -> Tensor:
         """Of the visual rows [G, h] those in this rank's part of the sequence."""
@@ -267,6 +292,7 @@ class QwenVLStage(LanguageModule):
         embeddings: Tensor | None,
         features: dict[int, Tensor],
         first: int,
+        routing: Routing | None,
         logits: bool,
     ) -> Tensor:
         """`embeddings` [S or S/tp, h]; None: the decoder has its input. `features`: DeepStack's
@@ -301,7 +327,10 @@ class QwenVLStage(LanguageModule):
             decoder_input=embeddings,
             labels=batch.labels if self.post_process and not logits else None,
             packed_seq_params=packed,
-            extra_block_kwargs={"after_layer": after_layer} if features else None,
+            extra_block_kwargs={
+                "after_layer": after_layer if features else None,
+                "routing": routing,
+            },
             loss_mask=batch.loss_weights,
         )
 

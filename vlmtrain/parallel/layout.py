@@ -28,7 +28,6 @@ def make_layout(
     multiplexed: bool = False,
     expert: int = 1,
     microbatches: int | None = None,
-    pack_length: int | None = None,
 ) -> Layout:
     """Check a layout for a model and fill in what was left out.
 
@@ -42,7 +41,6 @@ def make_layout(
         multiplexed: every rank encodes images (`parallel/multiplex.py`).
         expert: ranks of a stage that share the experts.
         microbatches: packs per data-parallel rank and step, checked for interleaving.
-        pack_length: tokens per pack, checked for sequence parallelism.
 
     Raises:
         LayoutError: with the offending numbers and what to change.
@@ -71,7 +69,7 @@ def make_layout(
             f"parallel.virtual_pipeline {virtual_pipeline} needs parallel.pipeline of at least 2, "
             "it is 1; use parallel.virtual_pipeline 1 or parallel.pipeline 2"
         )
-    _check_tensor(spec, tensor, sequence, multiplexed, pack_length)
+    _check_tensor(spec, tensor, multiplexed)
     _check_expert(spec, expert, world_size // pipeline, split=tensor > 1 and not sequence)
     stages = pipeline * virtual_pipeline
     if virtual_pipeline > 1 and microbatches is not None and microbatches % pipeline:
@@ -113,7 +111,6 @@ def section_layout(
     world_size: int,
     *,
     microbatches: int | None = None,
-    pack_length: int | None = None,
 ) -> Layout:
     """As `make_layout`, of the `parallel` section of a configuration."""
     return make_layout(
@@ -128,7 +125,6 @@ def section_layout(
         multiplexed=section.vision == "multiplexed",
         expert=section.expert,
         microbatches=microbatches,
-        pack_length=pack_length,
     )
 
 
@@ -200,9 +196,7 @@ def _multiplexed_layers(
     return none, text
 
 
-def _check_tensor(
-    spec: ModelSpec, tensor: int, sequence: bool, multiplexed: bool, pack_length: int | None
-) -> None:
+def _check_tensor(spec: ModelSpec, tensor: int, multiplexed: bool) -> None:
     if tensor == 1:
         return
     sizes = {
@@ -230,12 +224,6 @@ def _check_tensor(
                 if name.startswith("vision")
                 else ""
             )
-        )
-    if (sequence or spec.num_experts) and pack_length is not None and pack_length % tensor:
-        reason = "parallel.sequence" if sequence else "a mixture of experts"
-        raise LayoutError(
-            f"train.pack_length {pack_length} must be a multiple of parallel.tensor {tensor} with "
-            f"{reason}; use {pack_length - pack_length % tensor + tensor}"
         )
 
 

@@ -67,7 +67,7 @@ def plan(
         data: conversation files or shard folders, comma-separated: their lengths are used.
         length_histogram: JSON file of lengths instead; without both, a typical mix.
         output: folder to write plan.toml, plan.json, plan.png and trace.json to.
-        pack_length: tokens per pack.
+        pack_length: tokens that a pack holds at most.
         global_batch_packs: packs per optimizer step; default: 2 per GPU, from 64 to 4,096.
         freeze: parts of the model that keep their weights.
         lora: low-rank adapters; everything else is frozen then.
@@ -154,8 +154,8 @@ def render(ranking: Plan, title: str) -> str:
     lines = [
         f"{title} on {ranking.gpus:,} x {gpu.name}: {ranking.considered:,} layouts considered, "
         f"{ranking.fitting:,} fit",
-        f"data: {packs.origin}; packs of {packs.pack_length:,} tokens, {packs.fill:.1%} full, "
-        f"{packs.image_share:.0%} image tokens; {ranking.global_batch:,} packs a step",
+        f"data: {packs.origin}; packs of up to {packs.pack_length:,} tokens, {packs.fill:.1%} full,"
+        f" {packs.image_share:.0%} image tokens; {ranking.global_batch:,} packs a step",
         "efficiency of matrix work: language "
         f"{gpu.efficiency.language:.0%}, vision {gpu.efficiency.vision:.0%} of peak "
         f"({'measured' if gpu.measured else 'assumed; feed measured ones back in a GPU file'})",

@@ -115,8 +115,8 @@ class CostModel:
                 if row == COMM_B and not result[COMPUTE_B].any():
                     continue
                 result[row, column] += count * per_row
-                # every pack has as many tokens: a constant is a price per token
-                result[row, TOKENS] += count * gpu.latency_us * 1e-6 / self.packs.pack_length
+                # a constant of a pack is a price per token of the mean one
+                result[row, TOKENS] += count * gpu.latency_us * 1e-6 / self.mean[TOKENS]
 
         def dispatch(result: np.ndarray) -> None:
             """Add the exchange of rows with the ranks that have the chosen experts."""
@@ -127,7 +127,7 @@ class CostModel:
                 self.element * spec.hidden_size * spec.num_experts_per_tok * (expert - 1) / expert
             )
             per_row = size / tensor / (gbs * 1e9 * gpu.efficiency.link)
-            per_row += gpu.latency_us * 1e-6 / self.packs.pack_length
+            per_row += gpu.latency_us * 1e-6 / self.mean[TOKENS]
             result[COMM_F, TOKENS] += 2 * per_row
             result[COMM_B, TOKENS] += 2 * per_row * result[COMPUTE_B].any()
 
@@ -231,7 +231,7 @@ class CostModel:
 
     def _with_overhead(self, stages: np.ndarray) -> np.ndarray:
         """Add the host's time between two pieces of work, as a price per token."""
-        constant = self.gpu.overhead_us * 1e-6 / self.packs.pack_length
+        constant = self.gpu.overhead_us * 1e-6 / self.mean[TOKENS]
         stages[:, COMPUTE_F : COMPUTE_B + 1, TOKENS] += constant
         return stages
 
@@ -399,7 +399,7 @@ class CostModel:
         """Bytes of each pipeline rank at its peak."""
         layout = option.layout
         model = self._activations(layout.tensor, layout.sequence)
-        tokens, patches = self.mean[TOKENS], self.mean[PATCHES]
+        tokens, patches = self.large[TOKENS], self.mean[PATCHES]
         per_token, per_patch = model.stages(
             layout,
             recompute_vision=option.recompute_vision,
@@ -464,7 +464,7 @@ class CostModel:
     def _transients(self, option: Option, model: memory.ActivationModel) -> np.ndarray:
         """[stages] bytes of the largest piece of short-lived memory."""
         layout = option.layout
-        tokens, patches = self.mean[TOKENS], self.large[PATCHES]
+        tokens, patches = self.large[TOKENS], self.large[PATCHES]
         text = model.layer_transient(vision=False)
         if option.recompute_text != "none":
             text += model.text_layer()

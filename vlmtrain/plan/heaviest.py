@@ -45,6 +45,7 @@ class Loads:
     """What each step of a run holds, as far as its memory depends on it."""
 
     places: list[Position]
+    tokens: np.ndarray  # [steps, replicas, microbatches], without padding
     patches: np.ndarray  # [steps, replicas, microbatches]
     largest: np.ndarray  # [steps, replicas]: patches of the largest medium
     # Patches that each rank of a replica encodes, where vision is multiplexed; the fullest of those
@@ -62,16 +63,23 @@ class Loads:
         """spec, layout: where vision may be multiplexed."""
         patches, places = Patches(index), []
         encoded: list[list[np.ndarray]] = []
+        tokens: list[list[np.ndarray]] = []
         counts: list[list[np.ndarray]] = []
         largest: list[list[float]] = []
         for step in steps:
             places.append(step.at)
+            tokens.append([lengths(index, packs) for packs in step.dealt])
             counts.append([patches.of(packs) for packs in step.dealt])
             largest.append([patches.largest(packs) for packs in step.dealt])
             if spec is not None and layout is not None and layout.multiplexed:
                 encoded.append([_encoded(index, spec, layout, packs) for packs in step.dealt])
         own = np.array(encoded) if encoded else None
-        return cls(places, np.array(counts), np.array(largest), own)
+        return cls(places, np.array(tokens), np.array(counts), np.array(largest), own)
+
+
+def lengths(index: SampleIndex, packs: Iterable[np.ndarray]) -> np.ndarray:
+    """Tokens of each pack, without padding."""
+    return np.array([index.pack_tokens(pack) for pack in packs], dtype=np.float64)
 
 
 def _encoded(
@@ -87,12 +95,13 @@ def _encoded(
 
 def heaviest(loads: Loads, models: list[PeakModel]) -> list[list[Position]]:
     """For each replica the steps that are planned to fill one of the pipeline's ranks most, and
-    those with the most patches in a step, in a pack and in a medium: what the plan may have wrong
-    is a factor of these."""
+    those with the most tokens and patches in a step, in a pack and in a medium: what the plan may
+    have wrong is a factor of these."""
     found: list[list[Position]] = []
     for replica in range(loads.patches.shape[1]):
-        of, most = loads.patches[:, replica], loads.largest[:, replica]
-        keys = [*(model.peaks(of, most) for model in models), of.sum(1), of.max(1), most]
+        tokens, of, most = (x[:, replica] for x in (loads.tokens, loads.patches, loads.largest))
+        keys = [model.peaks(tokens, of, most) for model in models]
+        keys += [of.sum(1), of.max(1), most, tokens.sum(1), tokens.max(1)]
         if loads.encoded is not None:
             keys += list(loads.encoded[:, replica].T)
         chosen = dict.fromkeys(int(key.argmax()) for key in keys)
@@ -139,12 +148,14 @@ def fullest(
     best: Peak | None = None
     for stage, model in enumerate(peak_models(config, spec, layout, cuda=cuda, factor=factor)):
         for replica in range(loads.patches.shape[1]):
-            of = loads.patches[:, replica]
-            peaks = model.peaks(of, loads.largest[:, replica])
+            tokens, of = loads.tokens[:, replica], loads.patches[:, replica]
+            peaks = model.peaks(tokens, of, loads.largest[:, replica])
             i = int(peaks.argmax())
             if best is None or peaks[i] > best.bytes:
                 step = loads.places[i].step + 1
-                best = Peak(float(peaks[i]), stage, step, (i, replica), model.window(of[i]))
+                best = Peak(
+                    float(peaks[i]), stage, step, (i, replica), model.window(tokens[i], of[i])
+                )
     assert best is not None
     return best
 

@@ -398,7 +398,8 @@ class ActivationModel:
         f, active = spec.moe_intermediate_size, spec.num_experts_per_tok
         # SwiGLU's input, its result, that times the router's probability; numbers of rows
         hidden = 3 * e * f + (spec.hidden_size + f) * e * trained + 24
-        return read + (active * hidden + 5 * spec.num_experts) / t
+        routed = 5 + 4 * bool(spec.router_aux_loss_coef)  # choice, weight; probability
+        return read + (active * hidden + routed * spec.num_experts) / t
 
     def text_layer(self, recompute: str = "none", *, first: bool = False) -> Kept:
         """With `selective` the MLP keeps only its input, with `full` the layer does. The `first`
@@ -472,10 +473,10 @@ class ActivationModel:
     def vision_input(self) -> Kept:
         return Kept(per_patch=self.element * self.spec.vision.hidden_size / self.shards)
 
-    def head_transient(self, targets: float) -> float:
+    def head_transient(self, targets: np.ndarray | float) -> np.ndarray:
         """Bytes of a chunk of logits of so many target tokens."""
         columns = padded_vocab_size(self.spec.vocab_size, self.tensor) / self.tensor
-        return min(self.element * columns * targets, LOSS_BYTES)
+        return np.minimum(self.element * columns * targets, LOSS_BYTES)
 
     def layer_transient(self, *, vision: bool) -> Kept:
         """Largest gradients of a layer's backward: of the MLP's input and output, gathered."""

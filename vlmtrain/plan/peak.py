@@ -1,9 +1,9 @@
 """What each step of a run needs at its peak on a rank, from the packs that it will have.
 
 The planner's search asks for a typical step (`CostModel.rank_memory`); here every pack of a run is
-known. Packs are padded to one length, so what differs is their patches: the peak is the largest sum
-over the microbatches that are between forward and backward, in megatron-core's order, with the
-short-lived memory of the one in work.
+known. They differ in tokens and patches: the peak is the largest sum over the microbatches that are
+between forward and backward, in megatron-core's order, with the short-lived memory of the one in
+work.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ class PeakModel:
         offloaded = config.optimizer.offload_fraction if self.cuda else 0.0
         return states.total - offloaded * states.optimizer
 
-    def peaks(self, patches: np.ndarray, largest: np.ndarray) -> np.ndarray:
-        """Of steps with these patches in their packs, [steps, microbatches], and in their largest
-        medium, [steps]: bytes, [steps]."""
+    def peaks(self, tokens: np.ndarray, patches: np.ndarray, largest: np.ndarray) -> np.ndarray:
+        """Of steps with these tokens and patches in their packs, [steps, microbatches] each, and
+        patches in their largest medium, [steps]: bytes, [steps]."""
         parts = [
-            self._moments(patches[i : i + _BLOCK]).max(1) for i in range(0, len(patches), _BLOCK)
+            self._moments(tokens[i : i + _BLOCK], patches[i : i + _BLOCK]).max(1)
+            for i in range(0, len(patches), _BLOCK)
         ]
         moments = np.concatenate([np.empty(0), *parts])
         total = patches.sum(1)
@@ -85,13 +86,12 @@ class PeakModel:
             moments = moments + (rows / self.layout.tensor if held else 0.0)
             total, held = np.maximum(total / ranks, largest), True
         pixels = self.element * self.spec.vision.patch_dim * total if held else 0.0
-        tokens = self.config.train.pack_length * self.microbatches
-        packs = memory.batch_bytes(self.spec, tokens, 0, pixels=False)
+        packs = memory.batch_bytes(self.spec, 1, 0, pixels=False) * tokens.sum(1)
         return self.states() + self.factor * (moments + pixels + packs)
 
-    def window(self, patches: np.ndarray) -> list[int]:
+    def window(self, tokens: np.ndarray, patches: np.ndarray) -> list[int]:
         """The microbatches between forward and backward at the peak of a step, [microbatches]."""
-        peak = int(self._moments(patches[None])[0].argmax())
+        peak = int(self._moments(tokens[None], patches[None])[0].argmax())
         alive: dict[int, int] = {}
         for kind, _, number in self._order()[: peak + 1]:
             alive[number] = alive.get(number, 0) + (1 if kind == schedule.FORWARD else -1)
@@ -104,10 +104,9 @@ class PeakModel:
             layout.pipeline, layout.virtual_pipeline, self.microbatches, self.rank
         )
 
-    def _moments(self, patches: np.ndarray) -> np.ndarray:
+    def _moments(self, tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
         """Activations during each piece of work, [steps, pieces]."""
-        config, layout, model = self.config, self.layout, self._model
-        again, tokens = config.recompute, config.train.pack_length
+        layout, model, again = self.layout, self._model, self.config.recompute
         per_token, per_patch = model.stages(
             layout, recompute_vision=again.vision, recompute_text=again.language
         )
@@ -120,18 +119,19 @@ class PeakModel:
         kept = np.empty((len(patches), len(order)))
         short = np.empty_like(kept)
         for piece, (_, chunk, number) in enumerate(order):
-            stage, count = chunk * layout.pipeline + self.rank, patches[:, number]
-            kept[:, piece] = per_token[stage] * tokens + per_patch[stage] * count
+            stage = chunk * layout.pipeline + self.rank
+            length, count = tokens[:, number], patches[:, number]
+            kept[:, piece] = per_token[stage] * length + per_patch[stage] * count
             if layout.virtual_pipeline > 1:  # outputs are not freed after sending
-                sent = model.text_input().per_token * tokens
+                sent = model.text_input().per_token * length
                 kept[:, piece] += (
                     sent if layout.text_layers[stage] else model.vision_input().per_patch * count
                 )
-            short[:, piece] = text.bytes(tokens, 0) if layout.text_layers[stage] else 0.0
+            short[:, piece] = text.per_token * length if layout.text_layers[stage] else 0.0
             if layout.vision_layers[stage]:
                 short[:, piece] = np.maximum(short[:, piece], vision.per_patch * count)
             if stage == layout.stages - 1:
-                head = model.head_transient(tokens)
+                head = model.head_transient(length)
                 short[:, piece] = np.maximum(short[:, piece], head)
         signs = np.array([1.0 if kind == schedule.FORWARD else -1.0 for kind, *_ in order])
         after = (kept * signs).cumsum(1)

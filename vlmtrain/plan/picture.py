@@ -122,7 +122,7 @@ def _text(
         f"step {_seconds(chosen.step_seconds)} ± {chosen.uncertainty:.0%}   ·   "
         f"{chosen.tokens_per_second_per_gpu:,.0f} tokens/s per GPU   ·   "
         f"causal MFU {chosen.mfu:.1%}   ·   bubble {chosen.bubble:.1%}   ·   "
-        f"{plan.global_batch:,} packs of {plan.packs.pack_length:,} tokens a step"
+        f"{plan.global_batch:,} packs of up to {plan.packs.pack_length:,} tokens a step"
     )
     write(0.45, 0.87, facts, 12.5, INK)
     how = describe(option)

@@ -221,7 +221,6 @@ def _options(model: CostModel, gpus: int, batch: int) -> Iterator[Option]:
                                 text_layers=layers[1],
                                 expert=expert,
                                 microbatches=microbatches,
-                                pack_length=model.packs.pack_length,
                             )
                         except LayoutError:
                             continue
@@ -417,10 +416,8 @@ def predict(model: CostModel, option: Option, gpus: int) -> Prediction:
     step = compute + data + optimizer
     comm = costs[:, COMM_F:].sum((0, 1)) @ model.mean / pipeline * count  # of a mean rank
     communication = (float(comm) + data) / step
-    useful = model.packs.useful.mean(0)
     batch = count * layout.data
-    fill = float(useful[0] / model.mean[0])
-    per_pack = step_flops(model, useful)
+    per_pack = step_flops(model, model.mean)
     sigma = 0.05 if gpu.measured else 0.15
     uncertainty = math.sqrt(
         (sigma * (1 - communication)) ** 2
@@ -432,7 +429,7 @@ def predict(model: CostModel, option: Option, gpus: int) -> Prediction:
         option=option,
         step_seconds=step,
         uncertainty=uncertainty,
-        tokens_per_second_per_gpu=batch * model.packs.pack_length * fill / step / gpus,
+        tokens_per_second_per_gpu=batch * float(model.mean[0]) / step / gpus,
         mfu=flops.utilization(batch * per_pack, step, gpus, gpu.peak),
         bubble=max(0.0, float(np.mean(bubbles))) * seconds / (seconds + vision),
         stage_imbalance=float(ranks.max() / ranks.mean() - 1),

@@ -51,21 +51,21 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Packs:
-    """Packs of a fixed length; `work` is float64 [packs, COLUMNS] in the order of Work's fields."""
+    """Packs of at most `pack_length` tokens; `work` is float64 [packs, COLUMNS] in the order of
+    Work's fields. Their padding, less than the tensor-parallel size, is left out."""
 
-    work: np.ndarray  # as computed: the padded tail included
-    useful: np.ndarray  # without padding
+    work: np.ndarray
     pack_length: int
     origin: str
 
     @property
     def fill(self) -> float:
-        """Share of tokens that are not padding."""
-        return float(self.useful[:, 0].sum() / self.work[:, 0].sum())
+        """Tokens as a share of full packs."""
+        return float(self.work[:, 0].mean() / self.pack_length)
 
     @property
     def image_share(self) -> float:
-        return float(self.work[:, 2].sum() / 4 / self.useful[:, 0].sum())
+        return float(self.work[:, 2].sum() / 4 / self.work[:, 0].sum())
 
     @property
     def mean(self) -> np.ndarray:
@@ -106,12 +106,8 @@ def make_packs(
         copies = math.ceil(64 * pack_length / int(tokens.sum()))
         tokens, rows = np.tile(tokens, copies), np.tile(rows, (copies, 1))
     packs = plan_epoch(tokens, pack_length, 0, 0, "plan", policy=policy)
-    useful = np.array([rows[pack].sum(0) for pack in packs])
-    work = useful.copy()
-    tail = pack_length - useful[:, 0]  # padding is a causal segment of its own
-    work[:, 0] += tail
-    work[:, 1] += tail * (tail + 1) / 2
-    return Packs(work, useful, pack_length, lengths.origin)
+    work = np.array([rows[pack].sum(0) for pack in packs])
+    return Packs(work, pack_length, lengths.origin)
 
 
 # --- sources ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ means over all ranks that add up to the step:
 
     compute      forward and backward of real tokens and patches; tensor-parallel communication and
                  recomputation are inside
-    padding      the same for padded tails, by FLOPs
+    padding      the same for padded tails (tensor parallelism's), by FLOPs
     bubble       ranks of a pipeline that wait for others (also: transfers between stages, and the
                  exchange of multiplexed vision)
     imbalance    replicas that wait for the slowest one
@@ -72,13 +72,16 @@ class Totals:
     patches: float = 0.0
     frame_pairs: float = 0.0
     window_pairs: float = 0.0
+    aux_loss: float = 0.0
 
     def values(self) -> list[float]:
         return [getattr(self, f.name) for f in fields(self)]
 
 
-def replica_totals(packs: Sequence[PackedBatch], spec: ModelSpec, loss: float) -> Totals:
-    """What a replica's packs of a step hold; `loss` is summed over their target tokens.
+def replica_totals(
+    packs: Sequence[PackedBatch], spec: ModelSpec, loss: float, aux_loss: float = 0.0
+) -> Totals:
+    """What a replica's packs of a step hold; the losses are summed over their target tokens.
 
     The packs must be in host memory: their offsets and grids are read.
     """
@@ -103,6 +106,7 @@ def replica_totals(packs: Sequence[PackedBatch], spec: ModelSpec, loss: float) -
         patches=useful.patches,
         frame_pairs=useful.frame_pairs,
         window_pairs=useful.window_pairs,
+        aux_loss=aux_loss,
     )
 
 
@@ -154,6 +158,7 @@ class StepResult:
     work: Work  # of all replicas, padding left out
     padded_work: Work  # with padding
     ranks: Ranks
+    aux_loss: float  # load-balancing loss of a mixture of experts, mean over the target tokens
 
 
 def gather(
@@ -168,7 +173,7 @@ def gather(
     memory: int,
     device: torch.device,
 ) -> StepResult:
-    """Bring the ranks' counts and times together. Collective: one all-gather of 23 numbers.
+    """Bring the ranks' counts and times together. Collective: one all-gather of 24 numbers.
 
     Args:
         totals: of this rank's replica, on the one rank that reports for it; zeros on the others.
@@ -203,6 +208,7 @@ def gather(
         work=work,
         padded_work=work + Work(int(total.pad_tokens), int(total.pad_pairs)),
         ranks=Ranks(*columns[counted:]),
+        aux_loss=total.aux_loss / max(total.target_tokens, 1.0),
     )
 
 
@@ -296,6 +302,7 @@ class Ledger:
             "mfu": None if rate is None else flops.utilization(model, seconds, world, rate),
             "hfu": None if rate is None else flops.utilization(executed, seconds, world, rate),
             "waterfall": parts,
+            **({"aux_loss": result.aux_loss} if self.spec.router_aux_loss_coef else {}),
             "replica_balance": _balance(ranks.compute, ranks.replica),
             "stage_balance": _balance(ranks.compute, ranks.stage),
             **self.stragglers.step(ranks.reading, ranks.compute, seconds),

@@ -46,7 +46,7 @@ COLOURS = {
 }
 MEANING = {
     "compute": "forward and backward of tokens and patches that count",
-    "padding": "the same for padded tails",
+    "padding": "the same for the tails that tensor parallelism adds to packs",
     "bubble": "ranks of the pipeline waiting for others",
     "imbalance": "replicas waiting for the slowest one",
     "data_wait": "waiting for the loader",

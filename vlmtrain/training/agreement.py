@@ -21,6 +21,7 @@ import torch
 
 import vlmkernels
 import vlmtrain
+from vlmtrain.core.batch import padded_length
 from vlmtrain.core.collectives import check_same
 from vlmtrain.core.config import TrainConfig, to_dict
 from vlmtrain.core.layout import Layout
@@ -121,7 +122,10 @@ def _plan(sampler: Sampler, position: Position, layout: Layout) -> dict[str, str
         for share in step.dealt:
             count += len(share)
             grids = [sampler.index.pack_grids(pack) for pack in share]
-            one = StepInputs(sampler.spec, layout, grids, [sampler.pack_length] * len(share))
+            lengths = [
+                padded_length(sampler.index.pack_tokens(pack), layout.tensor) for pack in share
+            ]
+            one = StepInputs(sampler.spec, layout, grids, lengths)
             stages = range(layout.stages - 1)
             messages = [[one.message(stage, i) for stage in stages] for i in range(len(share))]
             inputs = zlib.crc32(repr((one.owners, messages)).encode(), inputs)

@@ -327,8 +327,11 @@ class Engine:
     ) -> StepResult:
         totals = Totals()
         if self._reports:
-            loss = torch.stack([out["loss"] for out in outputs]).double().sum().item()
-            totals = replica_totals(packs, self.spec, loss)
+            sums = {
+                name: torch.stack([out[name] for out in outputs]).double().sum().item()
+                for name in outputs[0]
+            }
+            totals = replica_totals(packs, self.spec, **sums)
         self.backend.synchronize()  # the loss has been read: nothing is left to wait for
         return gather(
             totals,
@@ -349,7 +352,9 @@ def _forward_step(packs: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any
         return model(pack), partial(_loss, pack)
 
 
-def _loss(pack: PackedBatch, total: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _loss(pack: PackedBatch, sums: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum over target tokens, weighted, and their number: Megatron divides by the global number."""
+    aux_loss = {"aux_loss": sums[1].detach()} if sums.dim() else {}
+    total = sums[0].clone() if aux_loss else sums  # Megatron frees it, which a view does not allow
     count = total.new_full((), pack.target_tokens, dtype=torch.int32)
-    return total, count, {"loss": total.detach().clone()}
+    return total, count, {"loss": total.detach().clone(), **aux_loss}

@@ -135,7 +135,7 @@ def _remedies(config: TrainConfig, spec: ModelSpec, layout: Layout, cuda: bool) 
             text_layers="auto",
         )
         try:
-            other = section_layout(spec, parallel, world, pack_length=config.train.pack_length)
+            other = section_layout(spec, parallel, world)
         except LayoutError:
             continue
         if config.train.global_batch_packs % other.data == 0:

@@ -103,7 +103,7 @@ def _describe(config: TrainConfig, engine: Engine, loader: PackedLoader, total: 
         f"{dist.get_world_size()} processes: {layout.describe()}\n"
         f"{len(index):,} samples, {int(index.lengths.sum()):,} tokens "
         f"({int(index.image_tokens.sum()):,} image, {int(index.target_tokens.sum()):,} target); "
-        f"{train.global_batch_packs} packs of {train.pack_length:,} tokens a step "
+        f"{train.global_batch_packs} packs of up to {train.pack_length:,} tokens a step "
         f"(about {loader.samples_per_step:,.0f} samples), "
         f"{train.global_batch_packs // layout.data} per replica; {loader.steps_per_epoch} steps an "
         f"epoch, {total} in all",

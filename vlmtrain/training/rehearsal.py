@@ -24,7 +24,7 @@ from vlmtrain.core.config import TrainConfig
 from vlmtrain.core.device import Backend
 from vlmtrain.core.errors import UserError
 from vlmtrain.data.loader import PackedLoader
-from vlmtrain.plan.heaviest import Loads, Patches, heaviest, peak_models, shown
+from vlmtrain.plan.heaviest import Loads, Patches, heaviest, lengths, peak_models, shown
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.spikes import examine
 
@@ -103,8 +103,10 @@ def rehearse(
         if best is None or measured > best.measured:
             share = step.dealt[engine.data_rank]
             counts = patches.of(share)
-            planned = model.peaks(counts[None], np.array([patches.largest(share)]))[0]
-            window = [loader.ids(step)[i] for i in model.window(counts)]
+            tokens = lengths(loader.index, share)
+            largest = np.array([patches.largest(share)])
+            planned = model.peaks(tokens[None], counts[None], largest)[0]
+            window = [loader.ids(step)[i] for i in model.window(tokens, counts)]
             best = RankPeak(
                 dist.get_rank(),
                 stage,

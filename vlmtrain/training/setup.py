@@ -28,7 +28,6 @@ def run_layout(
     parallel: ParallelSection,
     world_size: int,
     *,
-    pack_length: int,
     global_batch: int,
     option: str,
 ) -> Layout:
@@ -44,7 +43,6 @@ def run_layout(
         parallel,
         world_size,
         microbatches=global_batch // replicas if global_batch else parallel.pipeline,
-        pack_length=pack_length,
     )
     if global_batch % layout.data:
         nearest = global_batch - global_batch % layout.data + layout.data
@@ -78,6 +76,7 @@ def open_loader(
             engine.decodes,
             engine.dtype,
             engine.backend.is_cuda,
+            engine.layout.tensor,
         ),
         pack_length=pack_length,
         global_batch=global_batch,

@@ -90,7 +90,6 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
         spec,
         config.parallel,
         world_size,
-        pack_length=config.train.pack_length,
         global_batch=config.train.global_batch_packs,
         option="--train.global_batch_packs",
     )

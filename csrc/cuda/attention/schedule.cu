@@ -98,7 +98,12 @@ __global__ void __launch_bounds__(kScheduleThreads) list_tiles(const TileListPar
     }
     __syncthreads();
   }
-  const int64_t used = reinterpret_cast<const int*>(shared)[kBuckets];
+  const uint32_t used = reinterpret_cast<const uint32_t*>(shared)[kBuckets];
+  if (threadIdx.x == 0) {
+    // mutant: tiles-list-tiles-counts
+    const uint2 counts = of_keys ? uint2{used, 0} : uint2{0, used};
+    ptx::store(reinterpret_cast<uint2*>(tile_counts(p)) + of_keys, counts, true);
+  }
   // mutant: tiles-list-tiles-loop
   for (int64_t i = used + threadIdx.x; i < total; i += kScheduleThreads) {
     ptx::store(list + i, uint4{0, 0, 0, 0}, true);

@@ -15,7 +15,7 @@ namespace {
 inline constexpr int kTileRows = 128;
 
 // An entry of a list. A list is as long as it can become, T / 128 + n; what is left at its end has
-// length 0.
+// length 0. Behind both stand tile_counts.
 struct Tile {
   int begin;   // of the segment
   int length;  // of the segment
@@ -51,6 +51,13 @@ __device__ __forceinline__ void check_list(const AttentionParams& p, const Tile&
 template <class Params>
 __host__ __device__ int64_t list_length(const Params& p) {
   return p.tokens / kTileRows + p.segments;
+}
+
+// Behind the lists: tiles that the blocks of a launch have taken (0 between launches), tiles of
+// queries, tiles of keys, 0.
+template <class Params>
+__device__ __forceinline__ int32_t* tile_counts(const Params& p) {
+  return p.tiles + 8 * list_length(p);
 }
 
 }  // namespace

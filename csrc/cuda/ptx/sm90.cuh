@@ -174,21 +174,20 @@ template <class Math, int kColumns>
 struct Wgmma;
 
 // clang-format off
-#define VLMK_C8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
+#define VLMK_C(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
                    "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-#define VLMK_C16 VLMK_C8(0), VLMK_C8(8)
-#define VLMK_C32 VLMK_C8(0), VLMK_C8(8), VLMK_C8(16), VLMK_C8(24)
-#define VLMK_C40 VLMK_C32, VLMK_C8(32)
-#define VLMK_C48 VLMK_C40, VLMK_C8(40)
-#define VLMK_C64 VLMK_C48, VLMK_C8(48), VLMK_C8(56)
+#define VLMK_C8 VLMK_C(0)
+#define VLMK_C16 VLMK_C(0), VLMK_C(8)
+#define VLMK_C32 VLMK_C(0), VLMK_C(8), VLMK_C(16), VLMK_C(24)
+#define VLMK_C48 VLMK_C32, VLMK_C(32), VLMK_C(40)
+#define VLMK_C64 VLMK_C48, VLMK_C(48), VLMK_C(56)
+#define VLMK_N8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define VLMK_N16 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define VLMK_N32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define VLMK_N40 VLMK_N32 ", " \
-  "%32, %33, %34, %35, %36, %37, %38, %39"
-#define VLMK_N48 VLMK_N40 ", " \
+#define VLMK_N48 VLMK_N32 ", %32, %33, %34, %35, %36, %37, %38, %39, " \
   "%40, %41, %42, %43, %44, %45, %46, %47"
 #define VLMK_N64 VLMK_N48 ", " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -217,27 +216,27 @@ struct Wgmma;
                    : "memory");                                                                    \
     }                                                                                              \
   };
+VLMK_WGMMA(Bf16Math, bf16, 16, 8, 8, 9, 10, 11, 12)
+VLMK_WGMMA(Fp16Math, f16, 16, 8, 8, 9, 10, 11, 12)
 VLMK_WGMMA(Bf16Math, bf16, 32, 16, 16, 17, 18, 19, 20)
 VLMK_WGMMA(Fp16Math, f16, 32, 16, 16, 17, 18, 19, 20)
 VLMK_WGMMA(Bf16Math, bf16, 64, 32, 32, 33, 34, 35, 36)
 VLMK_WGMMA(Fp16Math, f16, 64, 32, 32, 33, 34, 35, 36)
-VLMK_WGMMA(Bf16Math, bf16, 80, 40, 40, 41, 42, 43, 44)
-VLMK_WGMMA(Fp16Math, f16, 80, 40, 40, 41, 42, 43, 44)
 VLMK_WGMMA(Bf16Math, bf16, 96, 48, 48, 49, 50, 51, 52)
 VLMK_WGMMA(Fp16Math, f16, 96, 48, 48, 49, 50, 51, 52)
 VLMK_WGMMA(Bf16Math, bf16, 128, 64, 64, 65, 66, 67, 68)
 VLMK_WGMMA(Fp16Math, f16, 128, 64, 64, 65, 66, 67, 68)
 #undef VLMK_WGMMA
 #undef VLMK_WGMMA_SHARED
+#undef VLMK_C
 #undef VLMK_C8
 #undef VLMK_C16
 #undef VLMK_C32
-#undef VLMK_C40
 #undef VLMK_C48
 #undef VLMK_C64
+#undef VLMK_N8
 #undef VLMK_N16
 #undef VLMK_N32
-#undef VLMK_N40
 #undef VLMK_N48
 #undef VLMK_N64
 // clang-format on

@@ -62,8 +62,13 @@ def check_flash(kernels: Kernels, case: Case, backward: bool = True) -> dict[str
     if backward:
         for name in ("dq", "dk", "dv"):
             assert_close(case, name, actual[name], exact[name], exact.get(f"{name} terms"))
-    for entries, of_keys in zip(actual["tiles"], (False, True), strict=True):
-        check_tiles(case, entries, of_keys)
+    *entries, counts = actual["tiles"]
+    of_queries, of_keys = np.split(np.array(entries), 2)
+    check_tiles(case, of_queries, False)
+    check_tiles(case, of_keys, True)
+    # What blocks have taken is counted from 0 again.
+    used = sum(-(-length // TILE_ROWS) for length in case.lengths)
+    assert counts[:3].tolist() == [0, used, used], f"counts of tiles {counts}"
     return actual
 
 

@@ -150,7 +150,7 @@ def run_attention(
     if tiled:
         names.append("tiles")
         most = case.tokens // TILE_ROWS + len(case.lengths)
-        segments["tiles"] = memory.reserve("tiles", (2, most, 4), np.int32)
+        segments["tiles"] = memory.reserve("tiles", (2 * most + 1, 4), np.int32)
         lists = fill("TileListParams", **segments, vision=case.table is not None)
         code = kernels.run(device, "tiles", lists)
         assert code == 0, f"the list of tiles returned cudaError_t {code}"
@@ -199,7 +199,7 @@ def run_attention(
             **case.gradients(memory),
             lse_delta=sums,
             dq_sum=memory.reserve("dq_sum", shape, np.float32) if case.fused else None,
-            done=memory.upload("done", np.zeros(1 + parts, np.int32)) if case.fused else None,
+            done=memory.upload("done", np.zeros(parts, np.int32)) if case.fused else None,
         )
         code = kernels.run(device, "backward", grads)
         assert code == 0, f"backward returned cudaError_t {code}"

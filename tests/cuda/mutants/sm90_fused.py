@@ -11,8 +11,6 @@ M = partial(Mutant, "sm90-fused")
 MUTANTS = [
     M("too many readers of the keys", "sm90-fused-init-resident",
       "ptx::barrier_init(resident_empty(), S::kConsumerWarps + 1);", case="rounds"),
-    M("too many takers of a tile", "sm90-fused-init-work",
-      "ptx::barrier_init(work_empty(), S::kTakers + 1);", case="rounds"),
     M("one follower is enough", "sm90-fused-init-ready", "ptx::barrier_init(ready(i), 1);",
       case="tiles"),
     M("half the readers of a stage", "sm90-fused-init-empty",
@@ -21,10 +19,6 @@ MUTANTS = [
       "ptx::barrier_init(part_full(i), S::kConsumerWarps - 1);", case="many tiles"),
     M("causal queries too few", "sm90-fused-work-first", "p.causal ? tile.first + kTileRows : 0",
       case="causal"),
-    M("tiles past the list", "sm90-fused-next-work-if", "true", case="one"),
-    M("a tile overwritten early", "sm90-fused-next-work-wait", case="rounds"),
-    M("a tile not waited for", "sm90-fused-take-wait", case="one"),
-    M("a tile never released", "sm90-fused-take-release", case="rounds"),
     M("stages overwritten early", "sm90-fused-producer-wait-empty", case="many tiles"),
     M("first head of the group", "sm90-fused-producer-stream",
       "load_boxes<kDim, S::kStep>(storage.stream(i, ring.stage), stream[i], "
@@ -68,11 +62,11 @@ MUTANTS = [
     M("no fence after dS", "sm90-fused-ds-fence", case="one"),
     M("dS not waited for", "sm90-fused-ds-full", case="one"),
     M("both warpgroups' dQ of the first columns", "sm90-fused-dq-b",
-      "ptx::matrix_descriptor<S::kRowBytes, kChunkBytes, 8 * S::kRowBytes>(storage.resident(0))",
+      "ptx::matrix_descriptor<S::kRowBytes, kChunkBytes, 8 * S::kRowBytes>(keys)",
       case="one"),
     M("dQ added to the step before's", "sm90-fused-dq",
       "ptx::Wgmma<Math, kColumns>::deep(reinterpret_cast<float(&)[kColumns / 2]>(dq), a + n * 128, "
-      "b + n * S::kRowBytes, true);",
+      "b + n * kRowBytes, true);",
       case="many tiles"),
     M("a part written early", "sm90-fused-wait-part", case="many tiles"),
     M("columns of a part exchanged", "sm90-fused-part",

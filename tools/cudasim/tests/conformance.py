@@ -15,13 +15,14 @@ from ..ptx.ptxtypes import Array
 #: columns of the result, columns of a chunk, depth, type: the instances of hopper_programs.cu.
 ROW_PRODUCTS = [
     (64, 64, 128, "bfloat16"),
-    (80, 32, 96, "float16"),
+    (32, 32, 96, "float16"),
     (96, 16, 80, "bfloat16"),
     (128, 64, 64, "float16"),
 ]
 COLUMN_PRODUCTS = [
     (64, 64, 32, "float16"),
-    (80, 16, 48, "bfloat16"),
+    (16, 16, 48, "bfloat16"),
+    (96, 16, 48, "bfloat16"),
     (96, 32, 32, "float16"),
     (128, 64, 64, "bfloat16"),
 ]

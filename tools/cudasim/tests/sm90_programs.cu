@@ -190,7 +190,7 @@ int hopper_box(int chunk, const void* x, int columns, int heads, int tokens, int
 int hopper_row_product(int columns, int chunk, const void* a, const void* b, float* out) {
   using ptx::Bf16Math, ptx::Fp16Math;
   if (columns == 64 && chunk == 64) return row_product<Bf16Math, 64, 64, 128>(true, a, b, out);
-  if (columns == 80 && chunk == 32) return row_product<Fp16Math, 80, 32, 96>(false, a, b, out);
+  if (columns == 32 && chunk == 32) return row_product<Fp16Math, 32, 32, 96>(false, a, b, out);
   if (columns == 96 && chunk == 16) return row_product<Bf16Math, 96, 16, 80>(true, a, b, out);
   if (columns == 128 && chunk == 64) return row_product<Fp16Math, 128, 64, 64>(false, a, b, out);
   return cudaErrorInvalidValue;
@@ -199,7 +199,8 @@ int hopper_row_product(int columns, int chunk, const void* a, const void* b, flo
 int hopper_column_product(int columns, int chunk, const void* a, const void* b, float* out) {
   using ptx::Bf16Math, ptx::Fp16Math;
   if (columns == 64 && chunk == 64) return column_product<Fp16Math, 64, 64, 32>(false, a, b, out);
-  if (columns == 80 && chunk == 16) return column_product<Bf16Math, 80, 16, 48>(true, a, b, out);
+  if (columns == 16 && chunk == 16) return column_product<Bf16Math, 16, 16, 48>(true, a, b, out);
+  if (columns == 96 && chunk == 16) return column_product<Bf16Math, 96, 16, 48>(true, a, b, out);
   if (columns == 96 && chunk == 32) return column_product<Fp16Math, 96, 32, 32>(false, a, b, out);
   if (columns == 128 && chunk == 64) return column_product<Bf16Math, 128, 64, 64>(true, a, b, out);
   return cudaErrorInvalidValue;

@@ -67,7 +67,7 @@ def plan_epoch(
 
     Args:
         lengths: int64 [n] tokens of each sample, none above pack_length.
-        pack_length: tokens in a pack.
+        pack_length: tokens that a pack holds at most.
         seed, epoch, content_hash: what the shuffle depends on.
         costs: int64 [n] cost of each sample; default: its length.
         policy: see above.

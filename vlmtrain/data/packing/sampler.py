@@ -59,7 +59,7 @@ class Sampler:
         index: the samples.
         spec: the model's shape; its sizes are the prices of the cost model.
         policy: how samples are packed.
-        pack_length, global_batch, seed: tokens of a pack, packs of a step, seed of the shuffle.
+        pack_length, global_batch, seed: a pack's most tokens, packs of a step, seed of the shuffle.
         ranks: data-parallel ranks.
         once: one epoch, each sample once (weights do not count); the last step is filled with empty
             packs.

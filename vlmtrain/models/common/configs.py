@@ -90,7 +90,7 @@ def vision_config(
 
 def _experts(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
     """A mixture of experts as transformers has it: softmax of the chosen logits (as that of all,
-    divided by the sum of the chosen), no token dropped, no load-balancing loss."""
+    divided by the sum of the chosen), no token dropped; balance.py has its load-balancing loss."""
     if not spec.num_experts:
         return {}
     return dict(

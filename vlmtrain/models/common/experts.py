@@ -19,11 +19,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from vlmtrain.cpu import host_ops
 from vlmtrain.models import weight_gradients
+from vlmtrain.models.common import balance
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Its router asks whether this is None, and without transformer-engine never says so.
@@ -129,20 +131,46 @@ class Experts(nn.Module):
         }
 
 
+class Router(TopKRouter):
+    """megatron-core's, that also adds up what a balance loss is made of."""
+
+    def forward(
+        self, input: Tensor, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Weights and choices [S or S/tp, E], and where `padding` is given `balance.routed`."""
+        logits = self.gating(input)
+        probs, chosen = self.routing(logits)
+        if padding is None:
+            return probs, chosen, None
+        return probs, chosen, balance.routed(logits.view(chosen.shape), chosen, padding)
+
+
 class MixtureOfExperts(MoELayer):
     """megatron-core's layer, also with tensor parallelism alone, and with the config's
     `recompute_mlp` keeping its input only."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        if getattr(self.config, "recompute_mlp", False):
-            return tensor_parallel.checkpoint(self._run, False, hidden_states), None
-        return self._run(hidden_states), None
+    routed: Tensor | None = None  # of the last forward pass, until it is taken
 
-    def _run(self, x: Tensor) -> Tensor:
+    def take_routed(self) -> Tensor | None:
+        routed, self.routed = self.routed, None
+        return routed
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if getattr(self.config, "recompute_mlp", False):
+            output, self.routed = tensor_parallel.checkpoint(
+                self._run, False, hidden_states, padding_mask
+            )
+        else:
+            output, self.routed = self._run(hidden_states, padding_mask)
+        return output, None
+
+    def _run(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
         group = self.attn_tp_group
         # Ranks that have the same tokens share them out: experts are not split.
         shared = group.size() > 1 and not self.config.sequence_parallel
-        probs, chosen = self.route(x)
+        probs, chosen, routed = self.router(x, padding)
         if shared:
             x = tensor_parallel.scatter_to_sequence_parallel_region(x, group=group)
             probs = tensor_parallel.scatter_to_sequence_parallel_region(probs, group=group)
@@ -155,8 +183,8 @@ class MixtureOfExperts(MoELayer):
                 setattr(exchange, name, sizes.tolist())
         output, _ = self.routed_experts_compute(*self.dispatch(x, probs))
         output = self.postprocess(self.combine(output), None)
-        if not shared:
-            return output
-        return tensor_parallel.gather_from_sequence_parallel_region(
-            output, tensor_parallel_output_grad=False, group=group
-        )
+        if shared:
+            output = tensor_parallel.gather_from_sequence_parallel_region(
+                output, tensor_parallel_output_grad=False, group=group
+            )
+        return output, routed

@@ -18,13 +18,16 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from vlmkernels.integrations.megatron import VarlenCoreAttention
 from vlmtrain.cpu import host_ops
+from vlmtrain.models.common.balance import Routing
 from vlmtrain.models.common.configs import gelu_tanh, quick_gelu
-from vlmtrain.models.common.experts import Experts, MixtureOfExperts
+from vlmtrain.models.common.experts import Experts, MixtureOfExperts, Router
+from vlmtrain.models.common.linears import whole_linear
 
 #: Called behind each layer with its number in the whole tower and its output; returns what the next
 #: layer gets. Outside of what recomputation repeats.
@@ -104,25 +107,35 @@ class Block(TransformerBlock):
         *,
         packed_seq_params: PackedSeqParams,
         after_layer: AfterLayer | None = None,
+        routing: Routing | None = None,
         **unused: Any,
     ) -> Tensor:
-        """hidden_states [S or S/tp, 1, h]; without `pre_process` they were set beforehand."""
+        """hidden_states [S or S/tp, 1, h]; without `pre_process` they were set beforehand. Each
+        layer adds to `routing`."""
         x = hidden_states if self.pre_process else self.input_tensor
         # Megatron's checkpoints and its freeing of what was sent allow no views.
         x = make_viewless_tensor(inp=x, requires_grad=True, keep_graph=True)
         recomputes = self.config.recompute_granularity == "full" and self.training
+        padding = None if routing is None else routing.padding
         tracker = tensor_parallel.get_cuda_rng_tracker()
         with tracker.fork() if self.config.sequence_parallel else contextlib.nullcontext():
             for layer in self.layers:
 
-                def run(x: Tensor, layer: Any = layer) -> Tensor:
-                    return layer(
+                def run(x: Tensor, layer: Any = layer) -> Any:
+                    x = layer(
                         hidden_states=x,
                         attention_mask=attention_mask,
                         packed_seq_params=packed_seq_params,
+                        padding_mask=padding,
                     )[0]
+                    return x if routing is None else (x, layer.mlp.take_routed())
 
-                x = tensor_parallel.checkpoint(run, False, x) if recomputes else run(x)
+                out = tensor_parallel.checkpoint(run, False, x) if recomputes else run(x)
+                if routing is None:
+                    x = out
+                else:
+                    x, routed = out
+                    routing.sums = routing.sums + routed
                 if after_layer is not None:
                     x = after_layer(layer.layer_number - 1, x)
         if self.final_layernorm is not None:
@@ -132,15 +145,43 @@ class Block(TransformerBlock):
         return x if len(self.layers) or self.pre_process else x.clone()
 
 
+class Layer(TransformerLayer):
+    """megatron-core's layer without what is not used here: cross attention, inference, offloading
+    of activations, its own recomputation."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        x, fused = hidden_states, self.config.bias_dropout_fusion
+        attended = self.self_attention(
+            self.input_layernorm(x),
+            attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params,
+        )
+        x = self.self_attn_bda(self.training, fused)(attended, x, self.hidden_dropout)
+        out = self.mlp(self.pre_mlp_layernorm(x), padding_mask=padding_mask)
+        x = self.mlp_bda(self.training, fused)(out, x, self.hidden_dropout)
+        return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True), None
+
+
 def adapt(block: TransformerBlock) -> None:
-    """Make a built block a Block, its MLPs TowerMLPs and its mixtures of experts ours.
+    """Make a built block a Block, its layers Layers, their MLPs TowerMLPs and their mixtures of
+    experts ours.
 
     Their class is changed afterwards: a spec with another class than MLP would not get the
     tensor-parallel group from its layer.
     """
     block.__class__ = Block
     for layer in block.layers:
+        layer.__class__ = Layer
         layer.mlp.__class__ = MixtureOfExperts if layer.is_moe_layer else TowerMLP
+        for linear in layer.modules():
+            whole_linear(linear)
 
 
 def ask_for_gradient(block: TransformerBlock, x: Tensor) -> Tensor:
@@ -176,5 +217,6 @@ def block_submodules(
     spec.submodules.mlp_bda = host_ops.bias_dropout_add
     spec.submodules.self_attention.params = {"attn_mask_type": mask}
     if config.num_moe_experts:
+        spec.submodules.mlp.submodules.router = Router
         spec.submodules.mlp.submodules.experts = Experts
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)

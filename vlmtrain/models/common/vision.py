@@ -34,6 +34,7 @@ from vlmtrain.models.common.layers import (
     init_device,
     touch,
 )
+from vlmtrain.models.common.linears import whole_linear
 
 
 def padded_groups(groups: int, shards: int) -> int:
@@ -163,6 +164,8 @@ class Merger(MegatronModule):
             skip_bias_add=False,
             tp_group=groups.tp,
         )
+        for linear in (self.fc1, self.fc2):
+            whole_linear(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gather:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,10 +15,6 @@ _TEXT = {
     "decoder_sparse_step": (1, "every layer has experts"),
     "mlp_only_layers": ([], "every layer has experts"),
     "norm_topk_prob": (True, "transformers always divides by the sum of the chosen"),
-    "output_router_logits": (
-        False,
-        "with it transformers adds a load-balancing loss, which is not made here",
-    ),
 }
 
 
@@ -41,6 +38,13 @@ class Qwen3VLMoe(Qwen3VL):
                 f"num_experts_per_tok {active} must be from 1 to {key} {experts}, and that at "
                 "least 2"
             )
+        coefficient = 0.0
+        if text.get("output_router_logits"):  # then transformers adds a load-balancing loss
+            coefficient = float(text.get("router_aux_loss_coef", 0.001))
+        if not 0 <= coefficient < math.inf:
+            raise ModelConfigError(
+                f"router_aux_loss_coef {coefficient:g} must be a number from 0 on"
+            )
         spec = super().read({**config, "text_config": {"intermediate_size": width, **text}})
         if spec.hidden_size in (width, 2 * width):
             raise ModelConfigError(
@@ -49,7 +53,11 @@ class Qwen3VLMoe(Qwen3VL):
                 f"square one has; use another moe_intermediate_size, e.g. {width + 16}"
             )
         return replace(
-            spec, num_experts=experts, num_experts_per_tok=active, moe_intermediate_size=width
+            spec,
+            num_experts=experts,
+            num_experts_per_tok=active,
+            moe_intermediate_size=width,
+            router_aux_loss_coef=coefficient,
         )
 
 

@@ -23,10 +23,10 @@
 // query's lse and delta, which are not aligned as bulk copies ask for. A negative scale is a
 // negative exponent: backward_preprocess' maxima hold the sign already.
 //
-// Floor a step of 64 and 128 rows, at 2,048 multiply-adds a cycle and SM: keys 8 D + 8 W cycles,
-// queries 8 D + 4 W (W: D, of 72 and 80 96, and D is 80), that is 1,408 and 1,024 at 80. Left
-// operands in shared memory keep it as busy as the tensor cores: 4 KB for m64n64k16's 32 cycles.
-// Exponentials, one a score and kernel at 16 a cycle: 512. From L2: 256 D bytes a step.
+// Floor a step of 64 and 128 rows, at 2,048 multiply-adds a cycle and SM: keys 16 D cycles, queries
+// 12 D (72 as 80), that is 1,280 and 960 at 80. Left operands in shared memory keep it as busy as
+// the tensor cores: 4 KB for m64n64k16's 32 cycles. Exponentials, one a score and kernel at 16 a
+// cycle: 512. From L2: 256 D bytes a step.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/sm80/backward.cuh"
 #include "cuda/attention/sm90/common.cuh"
@@ -44,7 +44,8 @@ struct Sm90GradShape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kStaging = kStreams + kStages * 2 * kStreamBytes;  // kPitch<kDim> a row
   static constexpr int kLseDelta = kStaging + kTileRows * kPitch<kDim>;
   static constexpr int kLseDeltaBytes = 2 * kStep * 4;  // of a step
-  static constexpr int kBarriers = kLseDelta + kStages * kLseDeltaBytes;
+  static constexpr int kScheduler = kLseDelta + kStages * kLseDeltaBytes;
+  static constexpr int kBarriers = kScheduler + TileScheduler::kBytes;
   static constexpr int kShared = kBarriers + (2 + 3 * kStages) * 8;
 };
 
@@ -54,9 +55,8 @@ struct GradSharedStorage {
   using S = Sm90GradShape<kDim>;
   uint32_t base;
 
-  __device__ __forceinline__ uint32_t resident(int which, int consumer = 0) const {
-    // mutant: sm90-bwd-resident
-    return base + which * S::kResidentBytes + consumer * 64 * S::kRowBytes;
+  __device__ __forceinline__ uint32_t resident(int which) const {
+    return base + which * S::kResidentBytes;
   }
   __device__ __forceinline__ uint32_t stream(int which, int stage) const {
     return base + S::kStreams + (2 * stage + which) * S::kStreamBytes;
@@ -66,6 +66,7 @@ struct GradSharedStorage {
   __device__ __forceinline__ uint32_t lse_delta(int stage) const {
     return base + S::kLseDelta + stage * S::kLseDeltaBytes;
   }
+  __device__ __forceinline__ TileScheduler scheduler() const { return {base + S::kScheduler}; }
 
   // Barriers. Full: the bytes have arrived. Ready: and the warps that follow have seen to them.
   // Empty: nobody reads them any more.
@@ -81,6 +82,7 @@ struct GradSharedStorage {
   }
 
   __device__ __forceinline__ void init() const {
+    scheduler().init(S::kConsumerWarps + 3);
     ptx::barrier_init(resident_full(), 1);
     ptx::barrier_init(resident_empty(), S::kConsumerWarps);  // mutant: sm90-bwd-init-resident-empty
     for (int i = 0; i < S::kStages; ++i) {
@@ -102,27 +104,21 @@ struct GradWork {
   int steps;  // of a head; 0: no more work
 };
 template <int kDim, bool kKeys>
-__device__ __forceinline__ GradWork grad_work_at(const AttentionGradParams& params,
-                                                 unsigned round) {
-  const AttentionParams& p = params.forward;
+__device__ __forceinline__ GradWork grad_work(const AttentionParams& p, const Item& item) {
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   constexpr int kStep = Sm90GradShape<kDim>::kStep;
   GradWork work;
   int end;
   if constexpr (kKeys) {
-    // mutant: sm90-bwd-work-at-tiles
-    const int32_t* tiles = p.tiles + 4 * list_length(p);
-    const Item item = item_at(tiles, p, p.kv_heads, round);
     // mutant: sm90-bwd-work-of-keys
     work = {item.tile, item.head, item.head * group, group, p.causal ? item.tile.first : 0, 0};
     end = item.tile.length;
   } else {
-    const Item item = item_at(p.tiles, p, p.heads, round);
     work = {item.tile, item.head, item.head / group, 1, 0, 0};  // mutant: sm90-bwd-work-of-queries
-    // mutant: sm90-bwd-work-at-end
+    // mutant: sm90-bwd-work-end
     end = p.causal ? min(item.tile.length, item.tile.first + kTileRows) : item.tile.length;
   }
-  work.steps = (end - work.first + kStep - 1) / kStep;  // mutant: sm90-bwd-work-at-steps
+  work.steps = (end - work.first + kStep - 1) / kStep;  // mutant: sm90-bwd-work-steps
   return work;
 }
 
@@ -130,19 +126,19 @@ __device__ __forceinline__ GradWork grad_work_at(const AttentionGradParams& para
 
 // The maps of a kernel: what is resident, in boxes of 128 rows, and what streams, of 64.
 struct GradMaps {
-  const CUtensorMap *resident[2], *stream[2];
+  const TensorMaps *resident[2], *stream[2];
 };
 
 // One thread.
 template <int kDim, bool kKeys>
-__device__ __forceinline__ void produce(const AttentionGradParams& params, const GradMaps& maps,
+__device__ __forceinline__ void produce(const AttentionParams& p, const GradMaps& maps,
                                         const GradSharedStorage<kDim>& storage) {
   using S = Sm90GradShape<kDim>;
   PipelineState<S::kStages> ring;
-  uint32_t parity = 0;  // of the resident tiles' barriers
+  uint32_t parity = 0, taken = 0;  // of the resident tiles' barriers and of the scheduler's
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const GradWork work = grad_work_at<kDim, kKeys>(params, round);
+  for (;;) {
+    const GradWork work = grad_work<kDim, kKeys>(p, storage.scheduler().take_alone(taken));
     if (work.steps == 0) return;
     const int begin = work.tile.begin;
 #pragma unroll 1
@@ -189,9 +185,10 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize;
   PipelineState<S::kStages> ring;
+  uint32_t taken = 0;
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const GradWork work = grad_work_at<kDim, kKeys>(params, round);
+  for (;;) {
+    const GradWork work = grad_work<kDim, kKeys>(p, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
     // Rows of the segment from a step's first on: at the first step, and after the last.
@@ -253,17 +250,18 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
-  const uint32_t keys = storage.resident(0, consumer), values = storage.resident(1, consumer);
+  const uint32_t keys = storage.resident(0), values = storage.resident(1);
+  const int row = consumer * 64;
   // mutant: sm90-bwd-dkdv-staging
   const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
 
   PipelineState<S::kStages> ring;
-  uint32_t parity = 0;
-  GradWork work = grad_work_at<kDim, true>(params, 0);
+  uint32_t parity = 0, taken = 0;
 #pragma unroll 1
-  for (unsigned round = 1; work.steps != 0; ++round) {
-    const GradWork next = grad_work_at<kDim, true>(params, round);
+  for (;;) {
+    const GradWork work = grad_work<kDim, true>(p, storage.scheduler().take(taken));
+    if (work.steps == 0) return;
     ptx::barrier_wait(storage.resident_full(), parity);  // mutant: sm90-bwd-dkdv-wait-resident-full
     parity ^= 1;
     if (work.tile.first + consumer * 64 >= work.tile.length) {  // mutant: sm90-bwd-dkdv-if-length
@@ -273,7 +271,6 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
       for (int i = 0; i < work.heads * work.steps; ++i) {  // mutant: sm90-bwd-dkdv-idle-loop
         pass<kDim>(storage, ring);
       }
-      work = next;
       continue;
     }
     // If causal, the second warpgroup's keys are later than all queries of a head's first step.
@@ -311,7 +308,7 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
     // Starts dP and dV of the ring's stage, and makes dS while dV is under way.
     const auto differ = [&] {
       pack<Math, S::kStep>(probabilities, s);
-      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, storage.stream(1, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, row, storage.stream(1, ring.stage));
       // mutant: sm90-bwd-dkdv-dv
       start_columns<Math, kDim, S::kStep>(dv, probabilities, storage.stream(1, ring.stage));
       ptx::wgmma_wait<1>();  // mutant: sm90-bwd-dkdv-wait-dp
@@ -332,7 +329,7 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
     const auto start_scores = [&] {
       // mutant: sm90-bwd-dkdv-wait-ready
       ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
-      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, storage.stream(0, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, row, storage.stream(0, ring.stage));
     };
 
     if (skipped) pass<kDim>(storage, ring);
@@ -377,7 +374,6 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
     store_gradient<Math, kDim>(dv, 1.f, staging, length, params.dv, token, work.head, nullptr);
     // mutant: sm90-bwd-dkdv-store-dk
     store_gradient<Math, kDim>(dk, p.scale, staging, length, params.dk, token, work.head, p.rotary);
-    work = next;
   }
 }
 
@@ -391,17 +387,18 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
   const AttentionParams& p = params.forward;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
-  const uint32_t queries = storage.resident(0, consumer), douts = storage.resident(1, consumer);
+  const uint32_t queries = storage.resident(0), douts = storage.resident(1);
+  const int row = consumer * 64;
   const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   // mutant: sm90-bwd-dq-exponent
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
 
   PipelineState<S::kStages> ring;
-  uint32_t parity = 0;
-  GradWork work = grad_work_at<kDim, false>(params, 0);
+  uint32_t parity = 0, taken = 0;
 #pragma unroll 1
-  for (unsigned round = 1; work.steps != 0; ++round) {
-    const GradWork next = grad_work_at<kDim, false>(params, round);
+  for (;;) {
+    const GradWork work = grad_work<kDim, false>(p, storage.scheduler().take(taken));
+    if (work.steps == 0) return;
     const int first_row = work.tile.first + consumer * 64, first = work.tile.first + warp_row;
     // Steps in which a query of the warpgroup sees a key; the other ones it lets pass.
     int steps = work.steps;
@@ -423,7 +420,7 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
 #pragma unroll
     for (int i = 0; i < S::kWide / 2; ++i) dq[i] = 0.f;
     const auto start_scores = [&] {
-      start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, storage.stream(0, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, queries, row, storage.stream(0, ring.stage));
     };
     const auto wait_for_step = [&](int step, PipelineState<S::kStages> state) {
       if (step >= steps) return;
@@ -458,7 +455,7 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
       for (int i = 1; i < steps; ++i) {
         const int now = ring.stage;
         // mutant: sm90-bwd-dq-start-rows
-        start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, storage.stream(1, now));
+        start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, row, storage.stream(1, now));
         ring.advance();
         start_scores();
         // mutant: sm90-bwd-dq-wait-dp
@@ -476,7 +473,7 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
         ptx::wgmma_results(dq);
         release(storage.empty(now));
       }
-      start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, storage.stream(1, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, douts, row, storage.stream(1, ring.stage));
       ptx::wgmma_wait<0>();
       release(storage.resident_empty());
       differ();
@@ -502,7 +499,6 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
       store_gradient<Math, kDim>(dq, p.scale, staging, work.tile.length - first, params.dq,
                                  work.tile.begin + first, work.head, p.rotary);
     }
-    work = next;
   }
 }
 
@@ -516,10 +512,11 @@ __device__ __forceinline__ void work_on_tiles(const AttentionGradParams& params,
   specialise(
       storage,
       [&](int) {
-        if (threadIdx.x == 0) produce<kDim, kKeys>(params, maps, storage);
+        if (threadIdx.x == 0) produce<kDim, kKeys>(params.forward, maps, storage);
         const int which = static_cast<int>(threadIdx.x / kWarpSize) - 1;
         // mutant: sm90-bwd-kernel-if-which
         if (which == 0 || which == 1) follow<kDim, kKeys>(params, storage, which);
+        if (threadIdx.x == 3 * kWarpSize) storage.scheduler().run(params.forward, kKeys);
       },
       [&](int consumer) {
         if constexpr (kKeys) {
@@ -533,17 +530,17 @@ __device__ __forceinline__ void work_on_tiles(const AttentionGradParams& params,
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(Sm90Block::kThreads, 1)
-    sm90_backward_dkdv(const AttentionGradParams params, const __grid_constant__ CUtensorMap k,
-                       const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap q,
-                       const __grid_constant__ CUtensorMap dout) {
+    sm90_backward_dkdv(const AttentionGradParams params, const __grid_constant__ TensorMaps k,
+                       const __grid_constant__ TensorMaps v, const __grid_constant__ TensorMaps q,
+                       const __grid_constant__ TensorMaps dout) {
   work_on_tiles<Math, kDim, true>(params, {{&k, &v}, {&q, &dout}});
 }
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(Sm90Block::kThreads, 1)
-    sm90_backward_dq(const AttentionGradParams params, const __grid_constant__ CUtensorMap q,
-                     const __grid_constant__ CUtensorMap dout,
-                     const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
+    sm90_backward_dq(const AttentionGradParams params, const __grid_constant__ TensorMaps q,
+                     const __grid_constant__ TensorMaps dout, const __grid_constant__ TensorMaps k,
+                     const __grid_constant__ TensorMaps v) {
   work_on_tiles<Math, kDim, false>(params, {{&q, &dout}, {&k, &v}});
 }
 
@@ -557,12 +554,12 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
   if (const int error = launch_preprocess<Math, kDim>(params, stream)) return error;
   // mutant: sm90-bwd-launch-backward-views
   const HeadsView views[] = {p.q, params.dout, p.k, p.v};
-  CUtensorMap resident[4], streams[4];
+  TensorMaps resident[4] = {}, streams[4] = {};
   for (int i = 0; i < 4; ++i) {
     const int64_t heads = i < 2 ? p.heads : p.kv_heads;  // mutant: sm90-bwd-launch-backward-heads
-    int error = make_map<kDim, kTileRows>(&resident[i], p.dtype, views[i], p.tokens, heads);
+    int error = make_maps<kDim, kTileRows>(&resident[i], p.dtype, views[i], p.tokens, heads);
     // mutant: sm90-bwd-launch-map
-    if (!error) error = make_map<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
+    if (!error) error = make_maps<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
     if (error) return error;
   }
   const int64_t tiles = list_length(p);

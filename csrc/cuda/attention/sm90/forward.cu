@@ -15,7 +15,7 @@
 //
 // Floor: 4 L^2 D FLOPs a head on the tensor cores, half of it if causal, at 2,048 multiply-adds a
 // cycle and SM; one exponential per score, at 16 a cycle: at 64 they take as long as the products.
-// A block of 128 queries and keys: 16 D cycles, of 72 and 80 1,408. From L2, once per tile of
+// A block of 128 queries and keys: 16 D cycles, of 72 1,280. From L2, once per tile of
 // queries: 512 D bytes a block of keys.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/sm90/common.cuh"
@@ -27,11 +27,10 @@ template <int kDim>
 struct Sm90Shape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kKeys = kTileRows;  // of a block: only the last one is masked
   static constexpr int kTileBytes = Sm90Tile<kDim, kTileRows>::kBytes;
-  static constexpr int kStages = Sm90Row<kDim>::kWide <= 64   ? 4
-                                 : Sm90Row<kDim>::kWide <= 96 ? 3
-                                                              : 2;
+  static constexpr int kStages = kDim <= 80 ? 4 : kDim <= 96 ? 3 : 2;
   static constexpr int kStaging = (1 + 2 * kStages) * kTileBytes;  // results, kPitch<kDim> a row
-  static constexpr int kBarriers = kStaging + kTileRows * kPitch<kDim>;
+  static constexpr int kScheduler = kStaging + kTileRows * kPitch<kDim>;
+  static constexpr int kBarriers = kScheduler + TileScheduler::kBytes;
   static constexpr int kShared = kBarriers + (3 + 5 * kStages) * 8;
 };
 
@@ -49,6 +48,7 @@ struct SharedStorage {
     return base + (1 + S::kStages + stage) * S::kTileBytes;
   }
   __device__ __forceinline__ uint32_t staging() const { return base + S::kStaging; }
+  __device__ __forceinline__ TileScheduler scheduler() const { return {base + S::kScheduler}; }
 
   // Barriers. Full: the bytes have arrived. Clean: and the warp that follows the producer has seen
   // to them. Empty: nobody reads them any more.
@@ -72,6 +72,7 @@ struct SharedStorage {
 
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = S::kConsumerWarps;
+    scheduler().init(kWarps + 2);
     ptx::barrier_init(queries_full(), 1);
     ptx::barrier_init(queries_clean(), 1);
     ptx::barrier_init(queries_empty(), kWarps + 1);
@@ -93,20 +94,19 @@ struct Work {
   bool ragged;  // the last of them passes the segment's end
 };
 template <int kDim>
-__device__ __forceinline__ Work work_at(const AttentionParams& p, unsigned round) {
+__device__ __forceinline__ Work work_of(const AttentionParams& p, const Item& item) {
   using S = Sm90Shape<kDim>;
-  const Item item = item_at(p.tiles, p, p.heads, round);
   const Tile& tile = item.tile;
-  // mutant: sm90-fwd-work-at-end
+  // mutant: sm90-fwd-work-end
   const int end = p.causal ? min(tile.length, tile.first + kTileRows) : tile.length;
   const int blocks = (end + S::kKeys - 1) / S::kKeys;
-  return {tile, item.head, blocks, blocks * S::kKeys > tile.length};  // mutant: sm90-fwd-work-at
+  return {tile, item.head, blocks, blocks * S::kKeys > tile.length};  // mutant: sm90-fwd-work
 }
 
 // ---- the producer's warpgroup
 
 template <int kDim>
-__device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, uint32_t full,
+__device__ __forceinline__ void load_tile(uint32_t to, const TensorMaps* map, uint32_t full,
                                           int head, int token) {
   using S = Sm90Shape<kDim>;
   ptx::barrier_arrive_expect(full, S::kTileBytes);  // mutant: sm90-fwd-load-tile-expect-full
@@ -115,16 +115,16 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, u
 
 // One thread. Values come one block behind keys: that is the order in which they are wanted.
 template <int kDim>
-__device__ __forceinline__ void produce(const AttentionParams& p, const CUtensorMap* q,
-                                        const CUtensorMap* k, const CUtensorMap* v,
+__device__ __forceinline__ void produce(const AttentionParams& p, const TensorMaps* q,
+                                        const TensorMaps* k, const TensorMaps* v,
                                         const SharedStorage<kDim>& storage) {
   using S = Sm90Shape<kDim>;
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   PipelineState<S::kStages> key, value;
-  uint32_t parity = 0;  // of the queries' barriers
+  uint32_t parity = 0, taken = 0;  // of the queries' barriers and of the scheduler's
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const Work work = work_at<kDim>(p, round);
+  for (;;) {
+    const Work work = work_of<kDim>(p, storage.scheduler().take_alone(taken));
     if (work.blocks == 0) return;
     const int begin = work.tile.begin,
               kv_head = /* mutant: sm90-fwd-producer-begin */ work.head / group;
@@ -162,10 +162,10 @@ __device__ __forceinline__ void clean(const AttentionParams& p,
   using S = Sm90Shape<kDim>;
   const int lane = threadIdx.x % kWarpSize;
   PipelineState<S::kStages> value;
-  uint32_t parity = 0;
+  uint32_t parity = 0, taken = 0;
 #pragma unroll 1
-  for (unsigned round = 0;; ++round) {
-    const Work work = work_at<kDim>(p, round);
+  for (;;) {
+    const Work work = work_of<kDim>(p, storage.scheduler().take(taken));
     if (work.blocks == 0) return;
     if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
     // mutant: sm90-fwd-cleaner-wait-queries-full
@@ -241,8 +241,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
   using S = Sm90Shape<kDim>;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
   const int warp_row = consumer * 64 + warp * 16;  // of the tile
-  // mutant: sm90-fwd-consumer-queries
-  const uint32_t queries = storage.queries() + consumer * 64 * S::kRowBytes;
+  const uint32_t queries = storage.queries();
   // mutant: sm90-fwd-consumer-staging
   const uint32_t staging = storage.staging() + warp_row * kPitch<kDim>;
   const float exponent = exponent_of(p.scale);
@@ -256,11 +255,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
   if (consumer == 1) ptx::named_barrier_arrive(kOrderBarrier, kOrderThreads);
 
   PipelineState<S::kStages> key, value;
-  uint32_t parity = 0;
-  Work work = work_at<kDim>(p, 0);
+  uint32_t parity = 0, taken = 0;
 #pragma unroll 1
-  for (unsigned round = 1; work.blocks != 0; ++round) {
-    const Work next = work_at<kDim>(p, round);
+  for (;;) {
+    const Work work = work_of<kDim>(p, storage.scheduler().take(taken));
+    if (work.blocks == 0) break;
     // mutant: sm90-fwd-consumer-if-length
     if (work.tile.first + consumer * 64 >= work.tile.length) {
       // All of its queries are past the segment's end: the tensor cores are the other's.
@@ -282,7 +281,6 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
         release(storage.values_empty(value.stage));
         value.advance();
       }
-      work = next;
       continue;  // mutant: sm90-fwd-consumer-continue
     }
     const int first = work.tile.first + warp_row;
@@ -304,7 +302,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
 
     ptx::barrier_wait(queries_ready, parity);  // mutant: sm90-fwd-consumer-wait-queries-ready
     wait_for_keys(0);                          // mutant: sm90-fwd-consumer-wait-first-keys
-    start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
+    start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, consumer * 64, storage.keys(key.stage));
     ptx::wgmma_wait<0>();  // mutant: sm90-fwd-consumer-wait-first
     ptx::wgmma_results(s);
     release(storage.keys_empty(key.stage));
@@ -317,7 +315,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
     for (int block = 1; block < work.blocks; ++block) {
       ptx::named_barrier_sync(kOrderBarrier + consumer, kOrderThreads);
       // mutant: sm90-fwd-consumer-start-rows
-      start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, storage.keys(key.stage));
+      start_rows<Math, kDim, kTileRows, S::kKeys>(s, queries, consumer * 64,
+                                                  storage.keys(key.stage));
       // mutant: sm90-fwd-consumer-wait-values-full
       ptx::barrier_wait(storage.values_full(value.stage), value.parity);
       // mutant: sm90-fwd-consumer-start-columns
@@ -370,15 +369,14 @@ __device__ __forceinline__ void consume(const AttentionParams& p,
     }
     store_rows<Math, kDim>(blocks_of<kDim>(out), factor, staging, work.tile.length - first, p.out,
                            work.tile.begin + first, work.head);
-    work = next;
   }
   if (consumer == 0) ptx::named_barrier_sync(kOrderBarrier, kOrderThreads);  // the last arrival
 }
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(Sm90Shape<kDim>::kThreads, 1)
-    sm90_forward(const AttentionParams p, const __grid_constant__ CUtensorMap q,
-                 const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v) {
+    sm90_forward(const AttentionParams p, const __grid_constant__ TensorMaps q,
+                 const __grid_constant__ TensorMaps k, const __grid_constant__ TensorMaps v) {
   using S = Sm90Shape<kDim>;
   static_assert(S::kKeys == kTileRows);
   extern __shared__ __align__(1024) char storage_bytes[];
@@ -388,6 +386,7 @@ __global__ void __launch_bounds__(Sm90Shape<kDim>::kThreads, 1)
       [&](int warp) {
         if (threadIdx.x == 0) produce<kDim>(p, &q, &k, &v, storage);
         if (warp == 1) clean<kDim>(p, storage);
+        if (threadIdx.x == 2 * kWarpSize) storage.scheduler().run(p, false);
       },
       [&](int consumer) { consume<Math, kDim>(p, storage, consumer); }, &q, &k, &v);
 }
@@ -398,11 +397,11 @@ template <class Math, int kDim>
 int launch_forward(const AttentionParams& p, void* stream) {
   using S = Sm90Shape<kDim>;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
-  CUtensorMap q, k, v;
-  int error = make_map<kDim, kTileRows>(&q, p.dtype, p.q, p.tokens, p.heads);
-  if (!error) error = make_map<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
+  TensorMaps q{}, k{}, v{};
+  int error = make_maps<kDim, kTileRows>(&q, p.dtype, p.q, p.tokens, p.heads);
+  if (!error) error = make_maps<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
   // mutant: sm90-fwd-launch-map
-  if (!error) error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
+  if (!error) error = make_maps<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
   if (error) return error;
   return launch_items(sm90_forward<Math, kDim>, list_length(p) * p.heads, S::kShared, stream, p, q,
                       k, v);

@@ -22,8 +22,8 @@
 // A warpgroup whose keys are past the segment's end, or later than the step's queries, computes all
 // the same: its dS are zeros.
 //
-// Floor a step, in cycles at 2,048 multiply-adds a cycle and SM: 8 D + 12 W (W: D, of 72 and 80 96
-// and D 80), 1,792 at 80 in place of 2,432; exponentials 512. To L2 256 D bytes a step, added.
+// Floor a step, in cycles at 2,048 multiply-adds a cycle and SM: 20 D, 1,600 at 80 in
+// place of 2,240; exponentials 512. To L2 256 D bytes a step, added.
 #include "cuda/attention/attention.h"
 #include "cuda/attention/sm80/backward.cuh"
 #include "cuda/attention/sm90/common.cuh"
@@ -56,12 +56,9 @@ struct FusedShape : Sm90Block, Sm90Row<kDim> {
   static constexpr int kLseDelta =
       kSums + (kParts * kPartBytes > kStagingBytes ? kParts * kPartBytes : kStagingBytes);
   static constexpr int kLseDeltaBytes = 2 * kStep * 4;
-  static constexpr int kWork = kLseDelta + kStages * kLseDeltaBytes;
-  static constexpr int kWorkBytes = 32;
-  static constexpr int kBarriers = kWork + kWorkBytes;
-  static constexpr int kShared = kBarriers + (4 + 3 * kStages + 2 * kParts) * 8;
-  // Warps that take tiles from the one thread that has taken them from the list.
-  static constexpr int kTakers = Sm90Block::kConsumerWarps + 3;
+  static constexpr int kScheduler = kLseDelta + kStages * kLseDeltaBytes;
+  static constexpr int kBarriers = kScheduler + TileScheduler::kBytes;
+  static constexpr int kShared = kBarriers + (2 + 3 * kStages + 2 * kParts) * 8;
 };
 
 // Addresses in shared memory. `which` of two tensors: K and V, or Q and dO.
@@ -84,34 +81,31 @@ struct FusedStorage {
   __device__ __forceinline__ uint32_t lse_delta(int stage) const {
     return base + S::kLseDelta + stage * S::kLseDeltaBytes;
   }
-  __device__ __forceinline__ uint32_t work() const { return base + S::kWork; }
+  __device__ __forceinline__ TileScheduler scheduler() const { return {base + S::kScheduler}; }
 
   // Full: the bytes are there. Ready: and a warp that follows has seen to them. Empty: nobody reads
   // them any more.
   __device__ __forceinline__ uint32_t barrier(int i) const { return base + S::kBarriers + i * 8; }
   __device__ __forceinline__ uint32_t resident_full() const { return barrier(0); }
   __device__ __forceinline__ uint32_t resident_empty() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t work_full() const { return barrier(2); }
-  __device__ __forceinline__ uint32_t work_empty() const { return barrier(3); }
-  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(4 + stage); }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(2 + stage); }
   __device__ __forceinline__ uint32_t ready(int stage) const {
-    return barrier(4 + S::kStages + stage);
+    return barrier(2 + S::kStages + stage);
   }
   __device__ __forceinline__ uint32_t empty(int stage) const {
-    return barrier(4 + 2 * S::kStages + stage);
+    return barrier(2 + 2 * S::kStages + stage);
   }
   __device__ __forceinline__ uint32_t part_full(int stage) const {
-    return barrier(4 + 3 * S::kStages + stage);
+    return barrier(2 + 3 * S::kStages + stage);
   }
   __device__ __forceinline__ uint32_t part_empty(int stage) const {
-    return barrier(4 + 3 * S::kStages + S::kParts + stage);
+    return barrier(2 + 3 * S::kStages + S::kParts + stage);
   }
 
   __device__ __forceinline__ void init() const {
+    scheduler().init(S::kConsumerWarps + 3);
     ptx::barrier_init(resident_full(), 1);
     ptx::barrier_init(resident_empty(), S::kConsumerWarps);  // mutant: sm90-fused-init-resident
-    ptx::barrier_init(work_full(), 1);
-    ptx::barrier_init(work_empty(), S::kTakers);  // mutant: sm90-fused-init-work
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full(i), 1);
       ptx::barrier_init(ready(i), 2);                  // mutant: sm90-fused-init-ready
@@ -135,54 +129,12 @@ struct FusedWork {
   int steps;  // of a head; 0: no more work
 };
 template <int kDim>
-__device__ __forceinline__ FusedWork fused_work(const AttentionParams& p, const Tile& tile,
-                                                int head) {
+__device__ __forceinline__ FusedWork fused_work(const AttentionParams& p, const Item& item) {
   constexpr int kStep = FusedShape<kDim>::kStep;
+  const Tile& tile = item.tile;
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   const int first = p.causal ? tile.first : 0;  // mutant: sm90-fused-work-first
-  return {tile, head, group, first, (tile.length - first + kStep - 1) / kStep};
-}
-
-// One thread takes the next of (tiles, heads) for the block.
-template <int kDim>
-__device__ __forceinline__ FusedWork next_work(const AttentionGradParams& params,
-                                               const FusedStorage<kDim>& storage,
-                                               uint32_t& parity) {
-  const AttentionParams& p = params.forward;
-  const unsigned heads = static_cast<unsigned>(p.kv_heads);
-  const unsigned index = static_cast<unsigned>(ptx::next_number(params.done));
-  Tile tile = {};
-  // mutant: sm90-fused-next-work-if
-  if (index < static_cast<unsigned>(list_length(p)) * heads) {
-    tile = tile_at(p.tiles + 4 * list_length(p), index / heads);
-  }
-  const int head = static_cast<int>(index % heads);
-  // mutant: sm90-fused-next-work-wait
-  ptx::barrier_wait(storage.work_empty(), parity ^ 1);
-  const uint32_t at = storage.work();
-  ptx::store_shared(at,
-                    uint4{static_cast<uint32_t>(tile.begin), static_cast<uint32_t>(tile.length),
-                          static_cast<uint32_t>(tile.first), static_cast<uint32_t>(tile.segment)});
-  ptx::store_shared(at + 16, uint2{static_cast<uint32_t>(head), 0});
-  ptx::barrier_arrive(storage.work_full());
-  parity ^= 1;
-  return fused_work<kDim>(p, tile, head);
-}
-
-// The other warps get it.
-template <int kDim>
-__device__ __forceinline__ FusedWork take_work(const AttentionParams& p,
-                                               const FusedStorage<kDim>& storage,
-                                               uint32_t& parity) {
-  ptx::barrier_wait(storage.work_full(), parity);  // mutant: sm90-fused-take-wait
-  const uint4 v = ptx::load_shared(storage.work());
-  uint2 more;
-  ptx::load_shared(storage.work() + 16, more);
-  release(storage.work_empty());  // mutant: sm90-fused-take-release
-  parity ^= 1;
-  const Tile tile = {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z),
-                     static_cast<int>(v.w)};
-  return fused_work<kDim>(p, tile, static_cast<int>(more.x));
+  return {tile, item.head, group, first, (tile.length - first + kStep - 1) / kStep};
 }
 
 // Where a step's part of dq is: among the parts of a head, of which each segment has room for its
@@ -199,16 +151,16 @@ __device__ __forceinline__ int64_t part_at(const AttentionParams& p, const Tile&
 
 // One thread.
 template <int kDim>
-__device__ __forceinline__ void produce(const AttentionGradParams& params,
-                                        const CUtensorMap* const (&resident)[2],
-                                        const CUtensorMap* const (&stream)[2],
+__device__ __forceinline__ void produce(const AttentionParams& p,
+                                        const TensorMaps* const (&resident)[2],
+                                        const TensorMaps* const (&stream)[2],
                                         const FusedStorage<kDim>& storage) {
   using S = FusedShape<kDim>;
   PipelineState<S::kStages> ring;
   uint32_t taken = 0;  // parity: the other one is of the barriers of the tile that was taken
 #pragma unroll 1
   for (;;) {
-    const FusedWork work = next_work<kDim>(params, storage, taken);
+    const FusedWork work = fused_work<kDim>(p, storage.scheduler().next(p, true, taken));
     if (work.steps == 0) return;
     const int begin = work.tile.begin;
 #pragma unroll 1
@@ -254,7 +206,7 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
   uint32_t taken = 0;  // parity: the other one is of the barriers of the tile that was taken
 #pragma unroll 1
   for (;;) {
-    const FusedWork work = take_work<kDim>(p, storage, taken);
+    const FusedWork work = fused_work<kDim>(p, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     if (which == 0) {
       if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
@@ -303,7 +255,7 @@ __device__ __forceinline__ void add_parts(const AttentionGradParams& params,
   uint32_t taken = 0;  // parity: the other one is of the barriers of the tile that was taken
 #pragma unroll 1
   for (;;) {
-    const FusedWork work = take_work<kDim>(p, storage, taken);
+    const FusedWork work = fused_work<kDim>(p, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     const int turn = work.tile.first / kTileRows;
 #pragma unroll 1
@@ -315,7 +267,7 @@ __device__ __forceinline__ void add_parts(const AttentionGradParams& params,
         if (threadIdx.x % kWarpSize == 0) {
           // mutant: sm90-fused-add-wait-full
           ptx::barrier_wait(storage.part_full(parts.stage), parts.parity);
-          int* const done = params.done + 1 + place;
+          int* const done = params.done + place;
           ptx::wait_count(done, turn);      // mutant: sm90-fused-add-wait-turn
           ptx::fence_async_proxy_global();  // mutant: sm90-fused-add-fence
           float* const to = params.dq_sum + place * (S::kPartBytes / 4);
@@ -347,8 +299,7 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
   const int thread = threadIdx.x % kWarpgroupSize;
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int warp_row = kConsumer * 64 + warp * 16;  // of the tile
-  const uint32_t keys = storage.resident(0) + kConsumer * 64 * S::kRowBytes;
-  const uint32_t values = storage.resident(1) + kConsumer * 64 * S::kRowBytes;
+  const uint32_t keys = storage.resident(0), values = storage.resident(1);
   const float exponent = p.scale < 0.f ? -exponent_of(p.scale) : exponent_of(p.scale);
   // Named barriers of both warpgroups: nobody reads dS any more, and it is written.
   constexpr int kDsEmpty = 1, kDsFull = 2, kBoth = S::kConsumers * kWarpgroupSize;
@@ -361,7 +312,7 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
   uint32_t taken = 0;  // parity: the other one is of the barriers of the tile that was taken
 #pragma unroll 1
   for (;;) {
-    const FusedWork work = take_work<kDim>(p, storage, taken);
+    const FusedWork work = fused_work<kDim>(p, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     const int first = work.tile.first + warp_row;  // of the warp's keys
     const int length = work.tile.length - first;   // of them
@@ -371,6 +322,10 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
     for (int i = 0; i < S::kWide / 2; ++i) dk[i] = dv[i] = 0.f;
 #pragma unroll
     for (float& x : S::kOverlap ? ds : s) x = 0.f;
+    // Registers of dQ alone where it has a tail: else ptxas waits for every product.
+    float of_dq[S::kStep / 2];
+#pragma unroll
+    for (float& x : of_dq) x = 0.f;
 
     // S^T with the queries from `query` on becomes probabilities: exp2(s * exponent - lse), 0 where
     // the query is earlier than the key.
@@ -400,7 +355,8 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
     const auto differ = [&] {
       pack<Math, S::kStep>(probabilities, s);
       if constexpr (S::kOverlap) ptx::wgmma_results(ds);
-      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, storage.stream(1, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(ds, values, kConsumer * 64,
+                                                  storage.stream(1, ring.stage));
       if constexpr (S::kOverlap) {
         // mutant: sm90-fused-dv
         start_columns<Math, kDim, S::kStep>(dv, probabilities, storage.stream(1, ring.stage));
@@ -434,7 +390,7 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
         start_columns<Math, kDim, S::kStep>(dv, probabilities, storage.stream(1, ring.stage));
       }
     };
-    float (&dq)[S::kStep / 2] = S::kOverlap ? ds : s;
+    float (&dq)[S::kStep / 2] = S::kTail > 0 ? of_dq : S::kOverlap ? ds : s;
     // Gives dS to both warpgroups, and starts dQ.
     const auto start_dq = [&] {
       ptx::named_barrier_sync(kDsEmpty, kBoth);  // mutant: sm90-fused-ds-empty
@@ -454,17 +410,21 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
       ptx::named_barrier_sync(kDsFull, kBoth);  // mutant: sm90-fused-ds-full
       if constexpr (kColumns > 0) {
         constexpr int kChunkBytes = Sm90Tile<kDim, kTileRows>::kChunkBytes;
+        constexpr bool kOfTail = kColumn == S::kBody;
+        constexpr int kRowBytes = kOfTail ? S::kTailRowBytes : S::kRowBytes;
         const uint64_t a = ptx::matrix_descriptor<128, 16, 8 * 128>(storage.ds());
         // mutant: sm90-fused-dq-b
-        const uint64_t b = ptx::matrix_descriptor<S::kRowBytes, kChunkBytes, 8 * S::kRowBytes>(
-            storage.resident(0) + kColumn / S::kChunk * kChunkBytes);
+        const uint64_t b =
+            kOfTail ? tail_columns<kDim, kTileRows>(keys)
+                    : ptx::matrix_descriptor<S::kRowBytes, kChunkBytes, 8 * S::kRowBytes>(
+                          keys + kColumn / S::kChunk * kChunkBytes);
         ptx::wgmma_results(dq);
         ptx::wgmma_fence();
 #pragma unroll
         for (int n = 0; n < kTileRows / 16; ++n) {
           // mutant: sm90-fused-dq
           ptx::Wgmma<Math, kColumns>::deep(reinterpret_cast<float (&)[kColumns / 2]>(dq),
-                                           a + n * 128, b + n * S::kRowBytes, n > 0);
+                                           a + n * 128, b + n * kRowBytes, n > 0);
         }
         ptx::wgmma_commit();
       }
@@ -492,7 +452,8 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
       // mutant: sm90-fused-wait-ready
       ptx::barrier_wait(storage.ready(ring.stage), ring.parity);
       if constexpr (!S::kOverlap) ptx::wgmma_results(s);
-      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, storage.stream(0, ring.stage));
+      start_rows<Math, kDim, kTileRows, S::kStep>(s, keys, kConsumer * 64,
+                                                  storage.stream(0, ring.stage));
     };
 
     // Over before the first step is ready; without this branch ptxas waits for each product.
@@ -563,16 +524,15 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
 
 template <class Math, int kDim>
 __global__ void __launch_bounds__(Sm90Block::kThreads, 1)
-    sm90_backward_fused(const AttentionGradParams params, const __grid_constant__ CUtensorMap k,
-                        const __grid_constant__ CUtensorMap v,
-                        const __grid_constant__ CUtensorMap q,
-                        const __grid_constant__ CUtensorMap dout) {
+    sm90_backward_fused(const AttentionGradParams params, const __grid_constant__ TensorMaps k,
+                        const __grid_constant__ TensorMaps v, const __grid_constant__ TensorMaps q,
+                        const __grid_constant__ TensorMaps dout) {
   extern __shared__ __align__(1024) char storage_bytes[];
   const FusedStorage<kDim> storage{ptx::shared_address(storage_bytes)};
   specialise(
       storage,
       [&](int warp) {
-        if (threadIdx.x == 0) produce<kDim>(params, {&k, &v}, {&q, &dout}, storage);
+        if (threadIdx.x == 0) produce<kDim>(params.forward, {&k, &v}, {&q, &dout}, storage);
         if (warp == 1 || warp == 2) follow<kDim>(params, storage, warp - 1);
         if (warp == 3) add_parts<kDim>(params, storage);
       },
@@ -626,11 +586,11 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
   const AttentionParams& p = params.forward;
   if (p.tokens == 0) return cudaSuccess;  // which no tensor map describes
   if (const int error = launch_preprocess<Math, kDim>(params, stream)) return error;
-  CUtensorMap k, v, q, dout;
-  int error = make_map<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
-  if (!error) error = make_map<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
-  if (!error) error = make_map<kDim, S::kStep>(&q, p.dtype, p.q, p.tokens, p.heads);
-  if (!error) error = make_map<kDim, S::kStep>(&dout, p.dtype, params.dout, p.tokens, p.heads);
+  TensorMaps k{}, v{}, q{}, dout{};
+  int error = make_maps<kDim, kTileRows>(&k, p.dtype, p.k, p.tokens, p.kv_heads);
+  if (!error) error = make_maps<kDim, kTileRows>(&v, p.dtype, p.v, p.tokens, p.kv_heads);
+  if (!error) error = make_maps<kDim, S::kStep>(&q, p.dtype, p.q, p.tokens, p.heads);
+  if (!error) error = make_maps<kDim, S::kStep>(&dout, p.dtype, params.dout, p.tokens, p.heads);
   if (error) return error;
   error = launch_items(sm90_backward_fused<Math, kDim>, list_length(p) * p.kv_heads, S::kShared,
                        stream, params, k, v, q, dout);
@@ -639,26 +599,16 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
                 kTileRows * kPitch<kDim>, stream, params);
 }
 
-// In bfloat16, but for head_dim 72. Elsewhere ptxas 13.0 waits after every product (bfloat16 at 72,
-// float16 at 80) or spills (float16 at 128).
-template <class Math, int kDim>
-int launch_instance(const AttentionGradParams& params, void* stream) {
-  if constexpr (kDim == 72) {
-    return cudaErrorInvalidValue;
-  } else {
-    return launch_backward<Math, kDim>(params, stream);
-  }
-}
-
 }  // namespace
 
 int sm90_fused_backward_cuda(const AttentionGradParams& p, void* stream) {
   const AttentionParams& f = p.forward;
+  // In float16 ptxas 13.0 spills at 128.
   if (f.dtype != DType::kBFloat16 || f.tokens > 0x7fffffff || !p.dq_sum || !p.done) {
     return cudaErrorInvalidValue;
   }
   if (f.segments == 0) return cudaSuccess;
-  VLMK_HEAD_DIMS(launch_instance, ptx::Bf16Math, f.head_dim)
+  VLMK_HEAD_DIMS(launch_backward, ptx::Bf16Math, f.head_dim)
 }
 
 }  // namespace vlmk

@@ -1,0 +1,61 @@
+"""Linears of a tensor-parallel group of one: product, bias and gradients against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.kernels.numeric import assert_accurate
+from vlmtrain.models import weight_gradients
+from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowParallelLinear
+
+
+@pytest.mark.parametrize("kind", [WholeColumnParallelLinear, WholeRowParallelLinear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", ["none", "added", "handed on"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_product_and_gradients(kind: type, dtype: torch.dtype, bias: str, frozen: bool) -> None:
+    weight_gradients.enable()
+    tokens, inputs, outputs = torch.randint(1, 60, (3,)).tolist()
+    linear = kind.__new__(kind)
+    torch.nn.Module.__init__(linear)
+    linear.weight = torch.nn.Parameter(torch.randn(outputs, inputs).to(dtype))
+    linear.weight.requires_grad_(not frozen)
+    linear.bias = None if bias == "none" else torch.nn.Parameter(torch.randn(outputs).to(dtype))
+    linear.skip_bias_add = bias == "handed on"
+    before = torch.randn(outputs, inputs)
+    linear.weight.main_grad = before.clone()
+    x = torch.randn(tokens, 1, inputs).to(dtype).requires_grad_()
+    upstream = torch.randn(tokens, 1, outputs).to(dtype)
+
+    out, handed_on = linear(x)
+    out.backward(upstream)
+    assert out.shape == upstream.shape
+    assert handed_on is (linear.bias if linear.skip_bias_add else None)
+
+    def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        leaves = [x.detach().to(dtype), linear.weight.detach().to(dtype)]
+        leaves += [linear.bias.detach().to(dtype)] if bias == "added" else []
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        want = F.linear(*leaves)
+        want.backward(upstream.to(dtype))
+        found = {"out": want.detach(), "dx": leaves[0].grad}
+        if bias == "added":
+            found["dbias"] = leaves[2].grad
+        if not frozen:
+            found["main_grad"] = before + leaves[1].grad.float()
+            if dtype == torch.float64:
+                found["main_grad"] = before + leaves[1].grad
+        return found
+
+    got = {"out": out.detach(), "dx": x.grad, "main_grad": linear.weight.main_grad}
+    if bias == "added":
+        got["dbias"] = linear.bias.grad
+    stock, exact = plain(dtype), plain(torch.float64)
+    for name, want in exact.items():
+        assert_accurate(name, got[name], stock[name], want)
+    if frozen:
+        assert torch.equal(linear.weight.main_grad, before) and linear.weight.grad is None
+    else:
+        assert linear.weight.grad_added_to_main_grad
