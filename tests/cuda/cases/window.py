@@ -148,7 +148,8 @@ def run_attention(
         "tiles": None,
     }
     if tiled:
-        names.append("tiles")
+        if case.lengths:  # else no kernel runs
+            names.append("tiles")
         most = case.tokens // TILE_ROWS + len(case.lengths)
         segments["tiles"] = memory.reserve("tiles", (2 * most + 1, 4), np.int32)
         lists = fill("TileListParams", **segments, vision=case.table is not None)

@@ -322,7 +322,7 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
     for (int i = 0; i < S::kWide / 2; ++i) dk[i] = dv[i] = 0.f;
 #pragma unroll
     for (float& x : S::kOverlap ? ds : s) x = 0.f;
-    // Registers of dQ alone where it has a tail: else ptxas waits for every product.
+    // Registers of dQ alone for 72, 80 and 96 columns: else ptxas waits for every product.
     float of_dq[S::kStep / 2];
 #pragma unroll
     for (float& x : of_dq) x = 0.f;
@@ -390,7 +390,7 @@ __device__ __forceinline__ void consume(const AttentionGradParams& params,
         start_columns<Math, kDim, S::kStep>(dv, probabilities, storage.stream(1, ring.stage));
       }
     };
-    float (&dq)[S::kStep / 2] = S::kTail > 0 ? of_dq : S::kOverlap ? ds : s;
+    float (&dq)[S::kStep / 2] = S::kOverlap && kDim > 64 ? of_dq : S::kOverlap ? ds : s;
     // Gives dS to both warpgroups, and starts dQ.
     const auto start_dq = [&] {
       ptx::named_barrier_sync(kDsEmpty, kBoth);  // mutant: sm90-fused-ds-empty
