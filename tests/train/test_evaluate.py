@@ -213,11 +213,12 @@ def test_adapters_merge_to_what_training_wrote(two_ranks, model, tmp_path) -> No
             merged = HFWeights(folder)
             assert merged.names() == wanted.names()
             for name in merged.names():
-                want, got, before = wanted.read(name), merged.read(name), base.read(name)
-                moved = (want - before).abs().max()
+                want, got = wanted.read(name), merged.read(name)
                 # Sums of two products in another order: a few units in the last place.
                 assert (got - want).abs().max() <= 1e-6 * want.abs().max(), (source, name)
                 if name.endswith(("attn.qkv.weight", "self_attn.q_proj.weight", "up_proj.weight")):
+                    before = base.read(name)
+                    moved = (want - before).abs().max()
                     assert moved > 1e-3 * before.abs().max() or "mlp.up" in name, name
             assert (folder / "tokenizer.json").is_file()
         assert list(tmp_path.iterdir()) == []
