@@ -307,8 +307,8 @@ class Learning:
 class ActivationModel:
     """What one stage of a layout keeps of a microbatch.
 
-    `cuda`: its norms keep their input and one or two statistics; on the CPU torch's RMSNorm of
-    bf16 keeps its steps in float32, and host_ops.py's activations keep their input alone.
+    Norms keep their input and one or two statistics; on the CPU host_ops.py's activations keep
+    their input alone.
     """
 
     spec: ModelSpec
@@ -322,26 +322,23 @@ class ActivationModel:
     def shards(self) -> int:
         return self.tensor if self.sequence else 1
 
-    def _norm(self, width: int, shards: int, *, layer_norm: bool, trained: bool) -> float:
+    def _norm(self, width: int, shards: int, *, layer_norm: bool) -> float:
         """What a norm itself keeps; its output is kept by the weight that reads it."""
         e = self.element
         if layer_norm:
             statistics = 8 if self.cuda else 2 * e
             return (e * width + statistics) / shards
-        if self.cuda or e == 4:
-            return (e * width + 4) / shards
-        return ((8 if trained else 4) * width + 4) / shards
+        return (e * width + 4) / shards
 
     def _head_norms(self, q: int, kv: int) -> float:
         """The norms of queries and keys. Queries are copied out of the fused projection where there
-        are several to a key; keys are a view of it."""
+        are several to a key and a rank has several keys; keys are a view of it."""
         spec, e = self.spec, self.element
         statistics = 4 * (spec.num_heads + spec.num_kv_heads)
         if self.cuda:
             return e * (q + kv) + statistics
-        if e == 4:
-            return (e * q if spec.num_heads > spec.num_kv_heads else 0) + statistics
-        return (8 if self.learning.language else 4) * (q + kv) + statistics
+        copied = spec.num_heads > spec.num_kv_heads > self.tensor
+        return e * q * copied + statistics
 
     def _layer(self, recompute: str, *, vision: bool, below: bool) -> float:
         """Bytes per row, linear by linear: what learns, and what it keeps.
@@ -358,7 +355,7 @@ class ActivationModel:
         else:
             heads, head_dim = spec.num_heads, spec.head_dim
             trained, ranks = self.learning.language, self.learning.text_adapters
-        norm = self._norm(h, self.shards, layer_norm=layer.norm_bias, trained=trained)
+        norm = self._norm(h, self.shards, layer_norm=layer.norm_bias)
         learns = [trained or rank > 0 for rank in ranks]
         read = e * h / self.shards  # the output of a norm, kept by the linear after it
         kept = norm if below else 0.0
@@ -434,14 +431,12 @@ class ActivationModel:
         normalise rows of four patches, which without sequence parallelism the next one keeps."""
         wide, layer_norm = self.spec.vision.hidden_size, table_of(self.spec).merger.norm_bias
         trained, e = self.learning.merger, self.element
-        norm = self._norm(wide, 1, layer_norm=layer_norm, trained=trained)
+        norm = self._norm(wide, 1, layer_norm=layer_norm)
         if behind is not None:
             norm = (norm - e * wide) / self.spec.vision.merge_unit
             kept_by_next = self.learning.tower or behind == self.spec.vision.depth - 1
             norm += 0.0 if kept_by_next and not self.sequence else e * wide
         kept = norm if self.learning.tower or trained else 0.0
-        if not self.learning.tower and trained and not layer_norm and not self.cuda and e == 2:
-            kept = 4.0 * wide  # for its weight alone
         kept += e * wide / self.tensor if self.learning.tower or trained else 0.0  # GELU's input
         if trained:
             kept += e * wide + e * wide / self.tensor  # inputs of the two products
@@ -458,8 +453,7 @@ class ActivationModel:
     def head(self) -> Kept:
         """Final norm, the loss's input and its gradient, statistics and labels."""
         width = self.spec.hidden_size
-        trained = self.learning.language
-        norm = self._norm(width, self.shards, layer_norm=False, trained=trained)
+        norm = self._norm(width, self.shards, layer_norm=False)
         labels = 0 if self.cuda else 8
         return Kept(per_token=norm + 2 * self.element * width / self.shards + 16 + labels)
 

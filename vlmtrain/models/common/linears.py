@@ -22,15 +22,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
-        grad = grad.reshape(-1, grad.shape[-1])
-        dx = grad.mm(weight).view(x.shape) if needs_dx else None
+        shape, grad = grad.shape[:-1], grad.reshape(-1, grad.shape[-1])
+        dx = grad.mm(weight).view(*shape, -1) if needs_dx else None
         dweight = None
         if needs_dweight:
             add = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
