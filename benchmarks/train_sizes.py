@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -159,18 +159,8 @@ def real_vocabulary() -> Size:
     """Layers as wide as those of Qwen2.5-0.5B and its tied table of 151,936 words, 12 of its 24
     layers: with them both models, their gradients and their moments (38 bytes a parameter in
     bfloat16) and transformers' logits fit in 20 GB."""
-    return Size(
-        name="350M",
-        text=_text(896, 14, 4864, 12),
-        vision=_tower(640, 8, 1728, 8),
-        vocabulary=151936,
-        mrope_section=[8, 12, 12],
-        drawn=_PHOTOGRAPHS,
-        packs=[[0, 1, 2, 3]],
-        pack_length=1024,
-        bar=1.5,
-        tied=True,
-    )
+    text = _text(896, 14, 4864, 12)
+    return replace(hundred_million(), name="350M", text=text, vocabulary=151936, tied=True)
 
 
 def mixed(samples: int = 64) -> Size:

@@ -157,7 +157,7 @@ def _run(
 def _logits(x: Tensor, weight: Tensor, buffer: Tensor, make: bool = True) -> Tensor:
     """In `buffer`, where they are already unless `make`."""
     out = buffer[: len(x) * len(weight)].view(len(x), len(weight))
-    for part in _columns(weight, _WEIGHT_BYTES) if make else []:
+    for part in _columns(weight) if make else []:
         torch.mm(x, weight[part].t(), out=out[:, part])
     return out
 
@@ -270,16 +270,16 @@ def _over_group(stats: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat([largest[None], sums])
 
 
-def _columns(weight: Tensor, most: int) -> list[slice]:
-    """Parts of the weight's rows, of `most` bytes on the CPU, whole on a GPU."""
+def _columns(weight: Tensor) -> list[slice]:
+    """Parts of the weight's rows, which are columns of the logits; on a GPU all of them."""
     if weight.is_cuda:
         return [slice(None)]
-    return _parts(len(weight), max(1, most // (weight.itemsize * weight.shape[1])))
+    return _parts(len(weight), max(1, _WEIGHT_BYTES // (weight.itemsize * weight.shape[1])))
 
 
 def _add_to_hidden(total: Tensor, z: Tensor, weight: Tensor) -> None:
     """total += z weight, float32."""
-    for part in _columns(weight, _WEIGHT_BYTES):
+    for part in _columns(weight):
         if total.dtype == z.dtype:
             total.addmm_(z[:, part], weight[part])
         else:
@@ -289,7 +289,7 @@ def _add_to_hidden(total: Tensor, z: Tensor, weight: Tensor) -> None:
 def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
     """to = z^T x, or added to what it holds."""
     if first or to.dtype == z.dtype:
-        for part in _columns(to, _WEIGHT_BYTES):
+        for part in _columns(to):
             if first:
                 torch.mm(z[:, part].t(), x, out=to[part])
             else:

@@ -1,9 +1,9 @@
 """megatron-core's linears on a tensor-parallel group of one, where nothing is exchanged.
 
 Megatron's path is made for exchanges in every pass: identities in the graph on both sides of the
-product, contexts for automatic casting, a bias that is added afterwards. Of a small layer's time on
-a CPU that is a third. These have the product, the bias in it, and the same gradients: that of the
-weight is added to Megatron's main_grad.
+product, contexts for automatic casting, a bias that is added afterwards. These have the product,
+the bias in it, and the same gradients: that of the weight is added to Megatron's main_grad
+(float32, as parallel/ddp.py asks for).
 """
 
 from __future__ import annotations
