@@ -11,10 +11,10 @@
 namespace vlmk {
 namespace {
 
-using View = std::array<int64_t, 3>;  // address, token stride, head stride
+using View = std::array<int64_t, 5>;  // as HeadsView
 
 HeadsView heads_view(const View& v) {
-  return {pointer<void>(static_cast<uintptr_t>(v[0])), v[1], v[2]};
+  return {pointer<void>(static_cast<uintptr_t>(v[0])), v[1], v[2], v[3], v[4]};
 }
 
 AttentionParams attention_params(int dtype, View q, View k, View v, View out, uintptr_t row_stats,

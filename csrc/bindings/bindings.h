@@ -31,6 +31,7 @@ using namespace pybind11::literals;  // "name"_a
 void register_attention(py::module_& m);
 void register_embedding(py::module_& m);
 void register_image(py::module_& m);
+void register_layer(py::module_& m);
 void register_loss(py::module_& m);
 void register_optim(py::module_& m);
 

@@ -44,6 +44,7 @@ PYBIND11_MODULE(_C, m) {
   register_attention(m);
   register_embedding(m);
   register_image(m);
+  register_layer(m);
   register_loss(m);
   register_optim(m);
 }

@@ -7,11 +7,14 @@ namespace vlmk {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // as in _native.py
 
-// A [tokens, heads, head_dim] tensor: element strides, last dimension contiguous.
+// A [tokens, heads, head_dim] tensor: element strides, last dimension contiguous. On the CPU heads
+// may lie in groups: those of one group head_stride apart, and group_gap more between two groups.
 struct HeadsView {
   void* data;
   int64_t token_stride;
   int64_t head_stride;
+  int64_t group = 1;
+  int64_t group_gap = 0;
 };
 
 struct AttentionParams {
@@ -191,6 +194,55 @@ struct EmbeddingReduceParams {
   DType grad_dtype;
   DType dweight_dtype;
   bool accumulate;  // add the sum, in fp32, to what dweight holds; rows without a key stay
+};
+
+// RMSNorm of rows: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps). N = rows, all dtype.
+struct RmsNormParams {
+  const void* x;       // [N, width]
+  const void* weight;  // [width]
+  void* y;             // [N, width]
+  float* rstd;         // [N]
+  int64_t rows;
+  int64_t width;
+  float eps;
+  DType dtype;
+};
+
+// Rows whose shares of a sum over all rows are added first.
+constexpr int64_t kSumRows = 32;
+
+struct RmsNormGradParams {
+  const void* dy;  // [N, width]
+  const void* x;
+  const void* weight;
+  const float* rstd;
+  void* dx;       // [N, width]
+  void* dweight;  // [width], or null where sums is
+  float* sums;    // [ceil(N / kSumRows), width] workspace, or null
+  int64_t rows;
+  int64_t width;
+  DType dtype;
+};
+
+// y = silu(gate) up of rows [gate | up], all dtype.
+struct SwigluParams {
+  void* x;           // [N, 2 width], becomes x + bias
+  const void* bias;  // [2 width] or null
+  void* y;           // [N, width]
+  int64_t rows;
+  int64_t width;
+  DType dtype;
+};
+
+struct SwigluGradParams {
+  const void* dy;  // [N, width]
+  const void* x;   // [N, 2 width], the bias in it
+  void* dx;        // [N, 2 width]
+  void* dbias;     // [2 width], or null where sums is
+  float* sums;     // [ceil(N / kSumRows), 2 width] workspace, or null
+  int64_t rows;
+  int64_t width;
+  DType dtype;
 };
 
 // Rows of logits to statistics and, in their place, gradients. N = rows, C = columns, which are

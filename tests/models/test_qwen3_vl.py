@@ -17,7 +17,7 @@ from tests.released import released_spec
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models import message
-from vlmtrain.models.common.positions import mrope_cos_sin
+from vlmtrain.models.common.positions import mrope_table
 from vlmtrain.models.family import family_of
 from vlmtrain.models.qwen3_vl.vision import interpolation
 from vlmtrain.parallel.step_inputs import StepInputs
@@ -58,7 +58,7 @@ def test_angles_take_turns_as_in_transformers(
     config = reference.Qwen3VLTextConfig(head_dim=spec.head_dim, rope_parameters=rope)
     positions = torch.randint(0, 5000, (3, 40))
     theirs = reference.Qwen3VLTextRotaryEmbedding(config)(torch.zeros(1), positions[:, None])
-    for ours, want in zip(mrope_cos_sin(positions, spec), theirs, strict=True):
+    for ours, want in zip(mrope_table(positions, spec).chunk(2, -1), theirs, strict=True):
         torch.testing.assert_close(ours, want[0, :, : spec.head_dim // 2], rtol=0, atol=1e-6)
 
 

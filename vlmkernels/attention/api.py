@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vlmkernels._native import check_tensors
-from vlmkernels.attention.launch import check_varlen, check_vision, varlen_op, vision_op
+from vlmkernels.attention.launch import check_varlen, check_vision, qkv_op, varlen_op, vision_op
 from vlmkernels.attention.select import flash_attn, machine_of, select
 from vlmkernels.layout import VisionLayout
 from vlmkernels.rotary import rotate
@@ -194,3 +194,42 @@ def _composed(
         q, k, v = (x.index_select(0, order) for x in (q, k, v))
     out = varlen_attention(q, k, v, cu_seqlens, max_seqlen=max_seqlen, scale=scale)
     return out if order is None else torch.empty_like(out).index_copy(0, order.long(), out)
+
+
+def qkv_attention(
+    qkv: Tensor,
+    table: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """A language model's attention, on the CPU, from its fused projection: rotary embedding, then
+    varlen_attention. No copy of q, no rotated copies, one gradient of the projection.
+
+    Args:
+        qkv: [T, Hkv, H / Hkv + 2, D], float32, bfloat16 or float16 in host memory: of each
+            key/value head the query heads that read it, its key and its value, as Megatron's
+            linear_qkv leaves them. D is even and up to 256, and contiguous.
+        table: float32 [T, D], of each token D / 2 cosines, then as many sines. q and k are rotated
+            in float32 while they are read.
+        cu_seqlens: int32 [n + 1], as for varlen_attention.
+        causal: a token sees itself and earlier tokens of its segment only.
+        scale: default D ** -0.5.
+
+    Returns:
+        [T, H, D], contiguous, qkv's dtype. Differentiable in qkv; bitwise repeatable with any
+        number of threads.
+
+    Raises:
+        ValueError: an argument's dtype, shape, strides or values don't fit, or qkv is not in host
+            memory.
+    """
+    check_tensors(qkv=qkv, table=table, cu_seqlens=cu_seqlens)
+    if qkv.device.type != "cpu":
+        raise ValueError(
+            f"qkv is on {qkv.device}; qkv_attention runs on the CPU: use apply_rotary and "
+            "varlen_attention there"
+        )
+    scale = max(qkv.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    return qkv_op(qkv, table, cu_seqlens, causal, scale)[0]

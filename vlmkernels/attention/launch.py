@@ -1,8 +1,9 @@
-"""The two torch ops of attention: checks, workspace, the native call of one kernel, gradients.
+"""The three torch ops of attention: checks, workspace, the native call of one kernel, gradients.
 
 T = tokens (of vision_attention patches), H = heads, Hkv = key/value heads, D = head_dim, n =
-segments. Both ops hand the same arguments to the same kernels; vision_attention's take q, k and v
-from one projection, a rotary table and an order, and write one gradient of the projection.
+segments. All ops hand the same arguments to the same kernels; those of vision_attention and
+qkv_attention take q, k and v from one projection, a rotary table and, in a vision tower, an order,
+and write one gradient of the projection.
 """
 
 from __future__ import annotations
@@ -97,6 +98,30 @@ def check_vision(qkv: Tensor, table: Tensor, cu_seqlens: Tensor, order: Tensor |
             )
 
 
+def check_qkv(qkv: Tensor, table: Tensor, cu_seqlens: Tensor) -> None:
+    check_tensor("qkv", qkv, dtypes=DTYPES, shape="[T, Hkv, H / Hkv + 2, D]", dim=4)
+    tokens, kv_heads, group, head_dim = qkv.shape
+    if kv_heads == 0 or group < 3:
+        raise ValueError(
+            f"qkv is {list(qkv.shape)}; it must be [T, Hkv, H / Hkv + 2, D] with at least one head "
+            "of q for each of k and v"
+        )
+    if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"qkv's head_dim is {head_dim}; it must be even and 2 to {MAX_HEAD_DIM}")
+    check_last_contiguous("qkv", qkv)
+    for name, x, dtype, dim in (
+        ("table", table, torch.float32, 2),
+        ("cu_seqlens", cu_seqlens, torch.int32, 1),
+    ):
+        shape = f"[{tokens}, {head_dim}]" if dim == 2 else "[n + 1]"
+        check_tensor(name, x, dtypes=(dtype,), shape=shape, dim=dim, device=qkv.device)
+    if table.shape != (tokens, head_dim) or len(cu_seqlens) == 0:
+        raise ValueError(
+            f"table is {list(table.shape)} and cu_seqlens {list(cu_seqlens.shape)}; qkv "
+            f"{list(qkv.shape)} needs {[tokens, head_dim]} and [n + 1]"
+        )
+
+
 def check_device(kernel: str, q: Tensor) -> None:
     if kernel not in NATIVE or q.is_cuda == (kernel == "cpu"):
         raise ValueError(f"kernel is {kernel!r}, which takes no tensors on {q.device}")
@@ -105,10 +130,14 @@ def check_device(kernel: str, q: Tensor) -> None:
 # ---- launch --------------------------------------------------------------------------------------
 
 
-def heads_view(x: Tensor) -> tuple[int, int, int]:
-    """vlmk::HeadsView: address, strides of tokens and heads in elements."""
-    token_stride, head_stride, _ = x.stride()
-    return x.data_ptr(), token_stride, head_stride
+def heads_view(x: Tensor) -> tuple[int, int, int, int, int]:
+    """vlmk::HeadsView of [T, H, D], or on the CPU of [T, Hkv, H / Hkv, D]: address, strides of
+    tokens and heads in elements, heads of a group, what lies between two groups."""
+    token_stride, *group_stride, head_stride, _ = x.stride()
+    if not group_stride:
+        return x.data_ptr(), token_stride, head_stride, 1, 0
+    group = x.shape[2]
+    return x.data_ptr(), token_stride, head_stride, group, group_stride[0] - group * head_stride
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -218,7 +247,7 @@ def _run(
     """
     (q, k, _), (out, softmax_stats) = qkv, results
     check_device(kernel, q)
-    tokens, heads, head_dim = q.shape
+    tokens, heads, head_dim = q.shape[0], q.shape[1:-1].numel(), q.shape[-1]
     segments = cu_seqlens.shape[0] - 1
     if kernel != "cpu" and segments == 0 and tokens > 0:  # no kernel would see it
         raise ValueError(
@@ -369,22 +398,69 @@ def _vision_backward(
     return dqkv
 
 
+# ---- qkv_attention -------------------------------------------------------------------------------
+
+
+def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, Hkv, H / Hkv, D], k and v [T, Hkv, D]."""
+    group = qkv.shape[2] - 2
+    return qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
+
+
+def _qkv_outputs(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, kv_heads, group, head_dim = qkv.shape
+    heads = kv_heads * (group - 2)
+    softmax_stats = torch.empty(2, heads, tokens, dtype=torch.float32, device=qkv.device)
+    return qkv.new_empty(tokens, heads, head_dim), softmax_stats
+
+
+def _qkv_forward(
+    qkv: Tensor, table: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    check_qkv(qkv, table, cu_seqlens)
+    results = _qkv_outputs(qkv)
+    _run("cpu", _split(qkv), cu_seqlens, None, causal, scale, results, rotary=(table, None))
+    return results
+
+
+def _qkv_gradient(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(qkv)
+
+
+def _qkv_backward(
+    dout: Tensor,
+    qkv: Tensor,
+    table: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    softmax_stats: Tensor,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    check_qkv(qkv, table, cu_seqlens)
+    dout = _upstream(dout, qkv, "[T, H, D]", "cpu")
+    dqkv = _qkv_gradient(dout, qkv)
+    results, grads = (out, softmax_stats), (dout, *_split(dqkv))
+    _run("cpu", _split(qkv), cu_seqlens, None, causal, scale, results, grads, (table, None))
+    return dqkv
+
+
 # ---- registration --------------------------------------------------------------------------------
 
 
-def _autograd(backward_op: Callable[..., Any]) -> tuple[Callable, Callable]:
-    """Of both ops: four tensors and options go in, out and softmax_stats come out; their backward
-    gets dout, the four tensors, both results and the options."""
+def _autograd(backward_op: Callable[..., Any], tensors: int = 4) -> tuple[Callable, Callable]:
+    """Of all ops: some tensors and options go in, out and softmax_stats come out; their backward
+    gets dout, the tensors, both results and the options."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.options = inputs[4:]
-        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.options = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors], *output)
         ctx.mark_non_differentiable(output[1])
 
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grads = once(backward_op, dout, *ctx.saved_tensors, *ctx.options)
         grads = (grads,) if isinstance(grads, Tensor) else grads
-        return (*grads, *[None] * (4 - len(grads) + len(ctx.options)))
+        return (*grads, *[None] * (tensors - len(grads) + len(ctx.options)))
 
     return setup_context, backward
 
@@ -416,4 +492,19 @@ vision_op = define(
     _vision_forward,
     fake=_vision_outputs,
     autograd=_autograd(_vision_backward_op),
+)
+_qkv_backward_op = define(
+    "qkv_attention_backward(Tensor dout, Tensor qkv, Tensor table, Tensor cu_seqlens, Tensor out, "
+    "Tensor softmax_stats, bool causal, float scale) -> Tensor",
+    _qkv_backward,
+    fake=_qkv_gradient,
+    devices=("CPU",),
+)
+qkv_op = define(
+    "qkv_attention(Tensor qkv, Tensor table, Tensor cu_seqlens, bool causal, float scale) "
+    "-> (Tensor, Tensor)",
+    _qkv_forward,
+    fake=_qkv_outputs,
+    devices=("CPU",),
+    autograd=_autograd(_qkv_backward_op, tensors=3),
 )

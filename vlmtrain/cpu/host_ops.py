@@ -14,72 +14,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from torch import Tensor
+
+from vlmkernels.layer import rms_norm, swiglu_
 
 aten = torch.ops.aten
 
 
-class _RMSNorm(torch.autograd.Function):
-    """y = x r w with r = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich, arXiv 1910.07467)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, rstd)
-        return _times(wide, rstd, x).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        x, weight, rstd = ctx.saved_tensors
-        width = x.shape[-1]
-        wide, normed = grad.float(), _times(x.float(), rstd, x)
-        product = (wide * normed).view(-1, width)
-        dweight = product.sum(0).to(weight.dtype)
-        weight = weight.float()
-        # mean over the row of grad w normed: a matrix-vector product
-        mean = torch.mv(product, weight).div_(-width).view(rstd.shape)
-        dx = _times(wide, weight, grad).addcmul_(normed, mean).mul_(rstd)
-        return dx.to(x.dtype), dweight, None
-
-
-def _times(wide: Tensor, factor: Tensor, source: Tensor) -> Tensor:
-    """wide * factor, in place where `wide` is a copy of `source` in another type."""
-    return wide * factor if wide.dtype == source.dtype else wide.mul_(factor)
-
-
 class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm, computed in float32; on the CPU in 3 passes forward and 9 backward, and for
-    bfloat16 those that convert."""
+    """torch.nn.RMSNorm; on the CPU vlmkernels', in one call each way."""
 
     def forward(self, x: Tensor) -> Tensor:
         known = x.dtype in (torch.float32, torch.bfloat16) and self.weight.dtype == x.dtype
         if x.device.type != "cpu" or not known:
             return super().forward(x)
-        return _RMSNorm.apply(x, self.weight, self.eps)
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [.., 2 F]; adds the bias to its input, which nobody else reads."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        _keep(ctx, x, bias)
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, -1)
-        dx = torch.empty_like(x)
-        dgate, dup = dx.chunk(2, -1)
-        torch.mul(grad, up, out=dgate)
-        aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-        aten.silu.out(gate, out=dup)
-        dup.mul_(grad)
-        return dx, _bias_gradient(ctx, dx)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class _QuickGelu(torch.autograd.Function):
@@ -129,8 +79,9 @@ def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
 
 
 def swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(gate) * up [.., F] of x + bias = [gate | up], x [.., 2 F]. x itself gets the bias."""
-    return _SwiGLU.apply(x, bias)
+    """silu(gate) * up [.., F] of x + bias = [gate | up], x [.., 2 F]. x itself gets the bias; on
+    CUDA Megatron's fused kernel, and x stays."""
+    return swiglu_(x, bias) if x.device.type == "cpu" else bias_swiglu_impl(x, bias)
 
 
 def quick_gelu(x: Tensor, bias: Tensor | None) -> Tensor:

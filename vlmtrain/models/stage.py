@@ -29,7 +29,7 @@ from vlmtrain.models import message
 from vlmtrain.models.common.balance import Routing, aux_loss
 from vlmtrain.models.common.language import LanguageModel
 from vlmtrain.models.common.layers import adapt, ask_for_gradient, block_submodules, touch
-from vlmtrain.models.common.positions import mrope_cos_sin
+from vlmtrain.models.common.positions import mrope_table
 from vlmtrain.models.common.vision import VisionInputs, VisionTower
 from vlmtrain.models.family import family_of
 
@@ -309,14 +309,12 @@ class QwenVLStage(LanguageModule):
             shard = self._part if self.layout.sequence else None
             return add_visual_(x, rows, index, shard=shard, allow_unused=True)
 
-        cos, sin = mrope_cos_sin(batch.position_ids, self.spec)
         packed = RotaryPackedSeqParams(
             qkv_format="sbhd",
             cu_seqlens_q=batch.cu_seqlens,
             cu_seqlens_kv=batch.cu_seqlens,
             max_seqlen_q=batch.max_seqlen,
-            rotary_cos=cos,
-            rotary_sin=sin,
+            rotary_table=mrope_table(batch.position_ids, self.spec),
         )
         if embeddings is not None:
             embeddings = ask_for_gradient(self.language_model.decoder, embeddings.unsqueeze(1))

@@ -46,6 +46,8 @@ def wrap(
         disable_bucketing=disable_bucketing,
         pg_collection=groups,
     )
+    for parameter in module.parameters():
+        parameter.reduced_in_backward = overlap_grad_reduce  # read by models/common/linears.py
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         # With one data-parallel rank gloo's reduce-scatter of gradients and all-gather of weights
         # copy whole buffers onto themselves, several times. (NCCL returns at once.)

@@ -8,6 +8,7 @@ after the optimizer was made and the weights were loaded, `offload(optimizer, 0.
 from __future__ import annotations
 
 from .attention import (
+    PackedSelfAttention,
     RotaryPackedSeqParams,
     VarlenCoreAttention,
     VisionPackedSeqParams,
@@ -17,6 +18,7 @@ from .optimizer import OffloadedOptimizer, check_masters, offload
 
 __all__ = [
     "OffloadedOptimizer",
+    "PackedSelfAttention",
     "RotaryPackedSeqParams",
     "VarlenCoreAttention",
     "VisionPackedSeqParams",

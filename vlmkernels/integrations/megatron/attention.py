@@ -6,7 +6,10 @@ Usage, in a layer spec of your own:
 
 The attention reads segments from `packed_seq_params.cu_seqlens_q`; with
 `RotaryPackedSeqParams` it also rotates queries and keys, by angles that are computed once per
-forward (Megatron's own rotary code takes their cosine and sine in every layer).
+forward (Megatron's own rotary code takes their cosine and sine in every layer). On a CPU the module
+around it can read the fused projection where it lies, without Megatron's split of it:
+
+    spec.submodules.self_attention.module = PackedSelfAttention
 
 A vision tower of Qwen2-VL or Qwen2.5-VL also replaces the module itself and passes
 `VisionPackedSeqParams`, of which every layer takes the windows that the config does not list in
@@ -27,18 +30,19 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from vlmkernels import VisionLayout, varlen_attention, vision_attention
+from vlmkernels.attention.api import qkv_attention
 from vlmkernels.rotary import apply_rotary
 
 
 @dataclass
 class RotaryPackedSeqParams(PackedSeqParams):
-    """PackedSeqParams with the cosine and sine of every token's angles, [T, head_dim / 2] each.
+    """PackedSeqParams with float32 [T, head_dim], of each token the cosines of its head_dim / 2
+    angles, then the sines.
 
     Leave the layers' own `rotary_pos_emb` None with it.
     """
 
-    rotary_cos: Tensor | None = None
-    rotary_sin: Tensor | None = None
+    rotary_table: Tensor | None = None
 
 
 @dataclass
@@ -110,9 +114,9 @@ class VarlenCoreAttention(MegatronModule):
         batched = query.dim() == 4
         if batched:
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        cos = getattr(packed_seq_params, "rotary_cos", None)
-        if cos is not None:
-            sin = packed_seq_params.rotary_sin  # type: ignore[attr-defined]
+        table = getattr(packed_seq_params, "rotary_table", None)
+        if table is not None:
+            cos, sin = table.chunk(2, -1)
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         out = varlen_attention(
             query,
@@ -129,6 +133,46 @@ class VarlenCoreAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
         return {}  # no parameters
+
+
+class PackedSelfAttention(SelfAttention):
+    """megatron-core's SelfAttention around VarlenCoreAttention, on the CPU without its split of the
+    fused projection.
+
+    With RotaryPackedSeqParams and a projection in host memory, queries and keys that are not
+    normalized and a key/value head or more a rank; else Megatron's own forward.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [T, 1, width], or [T / tp, 1, width] with sequence parallelism."""
+        table = getattr(packed_seq_params, "rotary_table", None)
+        if (
+            packed_seq_params is None
+            or table is None
+            or hidden_states.device.type != "cpu"
+            or self.config.qk_layernorm
+            or getattr(self.config, "attention_output_gate", False)
+            or (self.config.num_query_groups or 0) < self.world_size
+            or attention_mask is not None
+            or any(value is not None for value in others.values())
+        ):
+            return super().forward(
+                hidden_states, attention_mask, packed_seq_params=packed_seq_params, **others
+            )
+        core, head_dim = self.core_attention, self.hidden_size_per_attention_head
+        qkv, _ = self.linear_qkv(hidden_states)  # [T, 1, Hkv * (H / Hkv + 2) * D]
+        qkv = qkv.view(qkv.shape[0], self.num_query_groups_per_partition, -1, head_dim)
+        causal = core.attn_mask_type == AttnMaskType.causal
+        segments = packed_seq_params.cu_seqlens_q
+        out = qkv_attention(qkv, table, segments, causal=causal, scale=core.scale)
+        return self.linear_proj(out.flatten(1).unsqueeze(1))
 
 
 class VisionSelfAttention(SelfAttention):

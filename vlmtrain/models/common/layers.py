@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from vlmkernels.integrations.megatron import VarlenCoreAttention
+from vlmkernels.integrations.megatron import PackedSelfAttention, VarlenCoreAttention
 from vlmtrain.cpu import host_ops
 from vlmtrain.models.common.balance import Routing
 from vlmtrain.models.common.configs import gelu_tanh, quick_gelu
@@ -209,6 +209,7 @@ def block_submodules(
     )
     spec.submodules.input_layernorm = Norm
     spec.submodules.pre_mlp_layernorm = Norm
+    spec.submodules.self_attention.module = PackedSelfAttention
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = VarlenCoreAttention
     if config.qk_layernorm:

@@ -35,9 +35,10 @@ class _Product(torch.autograd.Function):
         if needs_dweight:
             add = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
             add(x.reshape(-1, x.shape[-1]), grad, weight.main_grad)
-            # Megatron's hook wants a gradient, and does not read it.
             weight.grad_added_to_main_grad = True
-            dweight = torch.empty_like(weight)
+            # Megatron's hook, where it starts a reduction, wants a gradient and does not read it.
+            if getattr(weight, "reduced_in_backward", True):
+                dweight = torch.empty_like(weight)
         return dx, dweight, grad.sum(0) if needs_dbias else None
 
 

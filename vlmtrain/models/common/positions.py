@@ -101,8 +101,8 @@ def mrope_positions(
     return torch.from_numpy(np.concatenate(pieces, axis=1).astype(np.int64))
 
 
-def mrope_cos_sin(position_ids: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotation angles, float32 [S, head_dim / 2] each.
+def mrope_table(position_ids: Tensor, spec: ModelSpec) -> Tensor:
+    """float32 [S, head_dim]: of each token the cosines of its head_dim / 2 angles, then the sines.
 
     position_ids: int64 [3, S]. Each axis rotates its own section of the frequencies
     (`spec.mrope_section`: time first, then height, then width). Interleaved, the axes take turns
@@ -117,7 +117,7 @@ def mrope_cos_sin(position_ids: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor
         for axis in (1, 2):
             turns = slice(axis, 3 * spec.mrope_section[axis], 3)
             angles[:, turns] = positions[axis, :, None] * frequencies[turns]
-        return angles.cos(), angles.sin()
+        return torch.cat([angles.cos(), angles.sin()], -1)
     angles = torch.cat(
         [
             positions[axis, :, None] * part
@@ -125,4 +125,4 @@ def mrope_cos_sin(position_ids: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor
         ],
         -1,
     )
-    return angles.cos(), angles.sin()
+    return torch.cat([angles.cos(), angles.sin()], -1)

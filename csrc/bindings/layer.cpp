@@ -1,0 +1,68 @@
+#include "cpu/layer/layer.h"
+
+#include "bindings/bindings.h"
+
+namespace vlmk {
+namespace {
+
+RmsNormParams rms_norm_params(uintptr_t x, uintptr_t weight, uintptr_t y, uintptr_t rstd,
+                              int64_t rows, int64_t width, double eps, int dtype) {
+  return {pointer<const void>(x),
+          pointer<const void>(weight),
+          pointer<void>(y),
+          pointer<float>(rstd),
+          rows,
+          width,
+          static_cast<float>(eps),
+          static_cast<DType>(dtype)};
+}
+
+RmsNormGradParams rms_norm_grad_params(uintptr_t dy, uintptr_t x, uintptr_t weight, uintptr_t rstd,
+                                       uintptr_t dx, uintptr_t dweight, uintptr_t sums,
+                                       int64_t rows, int64_t width, int dtype) {
+  return {pointer<const void>(dy),
+          pointer<const void>(x),
+          pointer<const void>(weight),
+          pointer<const float>(rstd),
+          pointer<void>(dx),
+          pointer<void>(dweight),
+          pointer<float>(sums),
+          rows,
+          width,
+          static_cast<DType>(dtype)};
+}
+
+SwigluParams swiglu_params(uintptr_t x, uintptr_t bias, uintptr_t y, int64_t rows, int64_t width,
+                           int dtype) {
+  return {pointer<void>(x),         pointer<const void>(bias), pointer<void>(y), rows, width,
+          static_cast<DType>(dtype)};
+}
+
+SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uintptr_t dbias,
+                                    uintptr_t sums, int64_t rows, int64_t width, int dtype) {
+  return {pointer<const void>(dy),
+          pointer<const void>(x),
+          pointer<void>(dx),
+          pointer<void>(dbias),
+          pointer<float>(sums),
+          rows,
+          width,
+          static_cast<DType>(dtype)};
+}
+
+}  // namespace
+
+void register_layer(py::module_& m) {
+  m.attr("SUM_ROWS") = kSumRows;
+  m.def("rms_norm", on_cpu(rms_norm_params, rms_norm), "x"_a, "weight"_a, "y"_a, "rstd"_a, "rows"_a,
+        "width"_a, "eps"_a, "dtype"_a, VLMK_NO_GIL);
+  m.def("rms_norm_backward", on_cpu(rms_norm_grad_params, rms_norm_backward), "dy"_a, "x"_a,
+        "weight"_a, "rstd"_a, "dx"_a, "dweight"_a, "sums"_a, "rows"_a, "width"_a, "dtype"_a,
+        VLMK_NO_GIL);
+  m.def("swiglu", on_cpu(swiglu_params, swiglu), "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a,
+        "dtype"_a, VLMK_NO_GIL);
+  m.def("swiglu_backward", on_cpu(swiglu_grad_params, swiglu_backward), "dy"_a, "x"_a, "dx"_a,
+        "dbias"_a, "sums"_a, "rows"_a, "width"_a, "dtype"_a, VLMK_NO_GIL);
+}
+
+}  // namespace vlmk

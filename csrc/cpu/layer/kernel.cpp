@@ -1,0 +1,174 @@
+// RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and SwiGLU (Shazeer, arXiv 2002.05202), compiled
+// once per instruction set (dispatch.h). All arithmetic is fp32, rounded once. A row is read twice,
+// from a first-level cache the second time. Gradients of weight and bias are sums over rows: first
+// of kSumRows rows each, then of these sums in their order, so the number of threads changes no
+// bit.
+#include <cmath>
+#include <cstdint>
+
+#include "cpu/layer/layer.h"
+#include "cpu/simd.h"
+
+namespace vlmk::VLMK_ISA {
+namespace {
+
+constexpr int64_t kParallelFrom = 16 << 10;  // elements
+
+// use(first column, lanes) for each vector of a row.
+template <class Use>
+VLMK_INLINE void each_vector(int64_t n, const Use& use) {
+  int64_t c = 0;
+  for (; c + kWidth <= n; c += kWidth) use(c, kWidth);
+  if (c < n) use(c, static_cast<int>(n - c));
+}
+template <class T>
+VLMK_INLINE Vec load_first(const T* x, int lanes) {
+  return lanes == kWidth ? load(x) : load_n(x, lanes);
+}
+template <class T>
+VLMK_INLINE void store_first(T* x, Vec v, int lanes) {
+  if (lanes == kWidth) return store(x, v);
+  store_n(x, v, lanes);
+}
+VLMK_INLINE void add_to(float* sum, Vec v, int lanes) {
+  store_first(sum, load_first(sum, lanes) + v, lanes);
+}
+
+VLMK_INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// run(row, sums) for all rows on torch's threads, with sums [columns] of its kSumRows rows, zero
+// before the first; then total [columns] is the sum of sums [ceil(rows / kSumRows), columns].
+template <class T, class Run>
+void each_row(int64_t rows, int64_t columns, float* sums, void* total, const Run& run) {
+  const int64_t parts = (rows + kSumRows - 1) / kSumRows;
+#pragma omp parallel for schedule(static) if (rows * columns >= kParallelFrom)
+  for (int64_t part = 0; part < parts; ++part) {
+    float* sum = sums == nullptr ? nullptr : sums + part * columns;
+    for (int64_t c = 0; sum != nullptr && c < columns; ++c) sum[c] = 0.f;
+    const int64_t end = minimum((part + 1) * kSumRows, rows);
+    for (int64_t row = part * kSumRows; row < end; ++row) run(row, sum);
+  }
+  if (sums == nullptr) return;
+  const int64_t vectors = (columns + kWidth - 1) / kWidth;
+#pragma omp parallel for schedule(static) if (parts * columns >= kParallelFrom)
+  for (int64_t v = 0; v < vectors; ++v) {
+    const int64_t c = v * kWidth;
+    const int lanes = static_cast<int>(minimum(kWidth, columns - c));
+    Vec sum = set1(0.f);
+    for (int64_t part = 0; part < parts; ++part) {
+      sum = sum + load_first(sums + part * columns + c, lanes);
+    }
+    store_first(static_cast<T*>(total) + c, sum, lanes);
+  }
+}
+
+template <class T>
+void norm_forward(const RmsNormParams& p) {
+  const auto* weight = static_cast<const T*>(p.weight);
+  each_row<T>(p.rows, p.width, nullptr, nullptr, [&](int64_t row, float*) {
+    const T* x = static_cast<const T*>(p.x) + row * p.width;
+    T* y = static_cast<T*>(p.y) + row * p.width;
+    Vec squares = set1(0.f);
+    each_vector(p.width, [&](int64_t c, int lanes) {
+      const Vec v = load_first(x + c, lanes);
+      squares = fma(v, v, squares);
+    });
+    const float mean = reduce_add(squares) / static_cast<float>(p.width);
+    const float rstd = 1.f / std::sqrt(mean + p.eps);
+    p.rstd[row] = rstd;
+    each_vector(p.width, [&](int64_t c, int lanes) {
+      const Vec v = load_first(x + c, lanes) * set1(rstd);
+      store_first(y + c, v * load_first(weight + c, lanes), lanes);
+    });
+  });
+}
+
+// With n = x rstd and g = dy w: dx = (g - n mean(g n)) rstd, dw = sum over rows of dy n.
+template <class T>
+void norm_backward(const RmsNormGradParams& p) {
+  const auto* weight = static_cast<const T*>(p.weight);
+  each_row<T>(p.rows, p.width, p.sums, p.dweight, [&](int64_t row, float* sums) {
+    const T* x = static_cast<const T*>(p.x) + row * p.width;
+    const T* dy = static_cast<const T*>(p.dy) + row * p.width;
+    T* dx = static_cast<T*>(p.dx) + row * p.width;
+    const Vec rstd = set1(p.rstd[row]);
+    Vec dots = set1(0.f);
+    each_vector(p.width, [&](int64_t c, int lanes) {
+      const Vec g = load_first(dy + c, lanes);
+      const Vec product = g * (load_first(x + c, lanes) * rstd);
+      dots = fma(product, load_first(weight + c, lanes), dots);
+      if (sums != nullptr) add_to(sums + c, product, lanes);
+    });
+    const Vec mean = set1(reduce_add(dots) / static_cast<float>(p.width));
+    each_vector(p.width, [&](int64_t c, int lanes) {
+      const Vec g = load_first(dy + c, lanes) * load_first(weight + c, lanes);
+      const Vec n = load_first(x + c, lanes) * rstd;
+      store_first(dx + c, (g - n * mean) * rstd, lanes);
+    });
+  });
+}
+
+// 1 / (1 + exp(-x)), of exp(-|x|), which never overflows.
+VLMK_INLINE Vec sigmoid(Vec x) {
+  const Vec zero = set1(0.f), one = set1(1.f);
+  const Vec e = exp2(max(x, zero - x) * set1(-1.44269504f));
+  return (x < zero ? e : one) / (one + e);
+}
+
+// x [N, 2 F] = [gate | up], y [N, F] = gate sigmoid(gate) up. With a bias [2 F] x becomes x + bias.
+template <class T>
+void swiglu_forward(const SwigluParams& p) {
+  const auto* bias = static_cast<const T*>(p.bias);
+  const int64_t width = p.width;
+  each_row<T>(p.rows, 2 * width, nullptr, nullptr, [&](int64_t row, float*) {
+    T* x = static_cast<T*>(p.x) + row * 2 * width;
+    T* y = static_cast<T*>(p.y) + row * width;
+    const auto with_bias = [&](int64_t c, int lanes) {
+      if (bias == nullptr) return load_first(x + c, lanes);
+      store_first(x + c, load_first(x + c, lanes) + load_first(bias + c, lanes), lanes);
+      return load_first(x + c, lanes);  // as rounded
+    };
+    each_vector(width, [&](int64_t c, int lanes) {
+      const Vec gate = with_bias(c, lanes), up = with_bias(width + c, lanes);
+      store_first(y + c, gate * sigmoid(gate) * up, lanes);
+    });
+  });
+}
+
+// With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)).
+template <class T>
+void swiglu_gradient(const SwigluGradParams& p) {
+  const int64_t width = p.width;
+  each_row<T>(p.rows, 2 * width, p.sums, p.dbias, [&](int64_t row, float* sums) {
+    const T* x = static_cast<const T*>(p.x) + row * 2 * width;
+    const T* dy = static_cast<const T*>(p.dy) + row * width;
+    T* dx = static_cast<T*>(p.dx) + row * 2 * width;
+    each_vector(width, [&](int64_t c, int lanes) {
+      const Vec gate = load_first(x + c, lanes), up = load_first(x + width + c, lanes);
+      const Vec s = sigmoid(gate), ds = load_first(dy + c, lanes) * s;
+      const Vec dup = ds * gate, dgate = ds * up * fma(gate, set1(1.f) - s, set1(1.f));
+      store_first(dx + c, dgate, lanes);
+      store_first(dx + width + c, dup, lanes);
+      if (sums == nullptr) return;
+      add_to(sums + c, dgate, lanes);
+      add_to(sums + width + c, dup, lanes);
+    });
+  });
+}
+
+}  // namespace
+
+void rms_norm(const RmsNormParams& p) {
+  with_type(p.dtype, [&](auto zero) { norm_forward<decltype(zero)>(p); });
+}
+void rms_norm_backward(const RmsNormGradParams& p) {
+  with_type(p.dtype, [&](auto zero) { norm_backward<decltype(zero)>(p); });
+}
+void swiglu(const SwigluParams& p) {
+  with_type(p.dtype, [&](auto zero) { swiglu_forward<decltype(zero)>(p); });
+}
+void swiglu_backward(const SwigluGradParams& p) {
+  with_type(p.dtype, [&](auto zero) { swiglu_gradient<decltype(zero)>(p); });
+}
+
+}  // namespace vlmk::VLMK_ISA
