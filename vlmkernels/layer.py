@@ -1,8 +1,7 @@
 """RMSNorm and SwiGLU of a transformer layer on the CPU: one native call each way.
 
 Plain torch makes them of 3 to 9 calls with a tensor each, whose page faults and fixed costs are
-more than the arithmetic. On CUDA torch and Megatron have kernels of their own. N = rows, the product
-of all dimensions but the last.
+more than the arithmetic. On CUDA torch and Megatron have kernels of their own.
 
 Arithmetic is float32 for all dtypes, rounded once; bitwise repeatable with any number of threads.
 """

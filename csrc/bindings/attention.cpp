@@ -11,17 +11,18 @@
 namespace vlmk {
 namespace {
 
-using View = std::array<int64_t, 5>;  // as HeadsView
+using View = std::array<int64_t, 3>;  // address, token stride, head stride
 
 HeadsView heads_view(const View& v) {
-  return {pointer<void>(static_cast<uintptr_t>(v[0])), v[1], v[2], v[3], v[4]};
+  return {pointer<void>(static_cast<uintptr_t>(v[0])), v[1], v[2]};
 }
 
 AttentionParams attention_params(int dtype, View q, View k, View v, View out, uintptr_t row_stats,
                                  uintptr_t cu_seqlens, int64_t segments, int64_t tokens,
                                  int64_t heads, int64_t kv_heads, int64_t head_dim, double scale,
-                                 bool causal, uintptr_t order, uintptr_t rotary, int64_t max_seqlen,
-                                 uintptr_t tiles, uintptr_t rotated_k, uintptr_t rotated_q) {
+                                 bool causal, uintptr_t order, uintptr_t rotary,
+                                 int64_t q_group_gap, int64_t max_seqlen, uintptr_t tiles,
+                                 uintptr_t rotated_k, uintptr_t rotated_q) {
   float* row_max = pointer<float>(row_stats);  // row_stats [2, H, T]
   return {static_cast<DType>(dtype),
           heads_view(q),
@@ -40,6 +41,7 @@ AttentionParams attention_params(int dtype, View q, View k, View v, View out, ui
           causal,
           pointer<const int32_t>(order),
           pointer<const float>(rotary),
+          q_group_gap,
           max_seqlen,
           pointer<int32_t>(tiles),
           pointer<void>(rotated_k),
@@ -82,8 +84,8 @@ void register_attention(py::module_& m) {
   const std::tuple arguments("dtype"_a, "q"_a, "k"_a, "v"_a, "out"_a, "row_stats"_a, "cu_seqlens"_a,
                              "segments"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
                              "scale"_a, "causal"_a = false, "order"_a = 0, "rotary"_a = 0,
-                             "max_seqlen"_a = 0, "tiles"_a = 0, "rotated_k"_a = 0,
-                             "rotated_q"_a = 0);
+                             "q_group_gap"_a = 0, "max_seqlen"_a = 0, "tiles"_a = 0,
+                             "rotated_k"_a = 0, "rotated_q"_a = 0);
   const std::tuple gradients("dout"_a, "dq"_a, "dk"_a, "dv"_a, "lse_delta"_a = 0, "dq_sum"_a = 0,
                              "done"_a = 0);
   const auto define = [&](const char* name, const auto& function, const auto&... names) {

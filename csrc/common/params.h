@@ -7,14 +7,11 @@ namespace vlmk {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // as in _native.py
 
-// A [tokens, heads, head_dim] tensor: element strides, last dimension contiguous. On the CPU heads
-// may lie in groups: those of one group head_stride apart, and group_gap more between two groups.
+// A [tokens, heads, head_dim] tensor: element strides, last dimension contiguous.
 struct HeadsView {
   void* data;
   int64_t token_stride;
   int64_t head_stride;
-  int64_t group = 1;
-  int64_t group_gap = 0;
 };
 
 struct AttentionParams {
@@ -36,6 +33,9 @@ struct AttentionParams {
   // vision_attention:
   const int32_t* order;  // [T]: the token at each place of the segments, or null
   const float* rotary;   // [T, D] by token: D / 2 cosines, as many sines, or null
+  // qkv_attention, on the CPU: elements between the last of the H / Hkv heads of q (dq) that share
+  // a key and the first of the next ones, beyond head_stride
+  int64_t q_group_gap;
   // CUDA, where types are bf16 or fp16 and rows 16-byte aligned:
   int64_t max_seqlen;  // of a segment; window kernels take at most 128
   // Workspace of the kernels for segments of any length, 16-byte aligned:

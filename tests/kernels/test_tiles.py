@@ -154,7 +154,7 @@ class AttentionOnTiles:
     def params(self, **values: Any) -> ctypes.Structure:
         stats = values.pop("row_stats")
         values |= {name: fill("HeadsView", **view(values[name])) for name in ("q", "k", "v", "out")}
-        defaults: dict[str, Any] = {"causal": False, "max_seqlen": 0}
+        defaults: dict[str, Any] = {"causal": False, "max_seqlen": 0, "q_group_gap": 0}
         defaults |= dict.fromkeys(("order", "rotary", "tiles", "rotated_k", "rotated_q"))
         values["row_max"] = stats
         values["row_sum"] = stats + 4 * values["heads"] * values["tokens"]

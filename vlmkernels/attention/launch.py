@@ -130,14 +130,15 @@ def check_device(kernel: str, q: Tensor) -> None:
 # ---- launch --------------------------------------------------------------------------------------
 
 
-def heads_view(x: Tensor) -> tuple[int, int, int, int, int]:
-    """vlmk::HeadsView of [T, H, D], or on the CPU of [T, Hkv, H / Hkv, D]: address, strides of
-    tokens and heads in elements, heads of a group, what lies between two groups."""
-    token_stride, *group_stride, head_stride, _ = x.stride()
-    if not group_stride:
-        return x.data_ptr(), token_stride, head_stride, 1, 0
-    group = x.shape[2]
-    return x.data_ptr(), token_stride, head_stride, group, group_stride[0] - group * head_stride
+def heads_view(x: Tensor) -> tuple[int, int, int]:
+    """vlmk::HeadsView of [T, H, D] or [T, Hkv, H / Hkv, D]: address, strides of tokens and heads in
+    elements."""
+    return x.data_ptr(), x.stride(0), x.stride(-2)
+
+
+def group_gap(q: Tensor) -> int:
+    """Elements between two groups of q's heads beyond the heads' stride."""
+    return q.stride(1) - q.shape[2] * q.stride(2) if q.dim() == 4 else 0
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -281,7 +282,7 @@ def _run(
         causal=causal,
         order=pointer(order),
         rotary=pointer(table),
-        **({} if kernel == "cpu" else {"max_seqlen": max_seqlen}),
+        **({"q_group_gap": group_gap(q)} if kernel == "cpu" else {"max_seqlen": max_seqlen}),
         **{name: x.data_ptr() for name, x in workspace.items()},
         **dict(zip(("dout", "dq", "dk", "dv"), map(heads_view, gradients), strict=False)),
     )

@@ -202,7 +202,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
       const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
       const int rows = static_cast<int>(queries);
       const int lanes = vectors_of(whole_tiles(queries));  // mutant: backward-lanes
-      const Rows<const T> q = rows_of<const T>(p.q, p.order, place, head);
+      const Rows<const T> q = query_rows<const T>(p, p.q, place, head);
       const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
       if constexpr (Math::kStep == 1) {
         const Panel<Fp32> packed = pack_both(p, q, place, queries, q_depth);
@@ -228,7 +228,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
       float* dq = item.shared_dq ? semaphore.dq : local_dq;
       const int64_t key_end = p.causal ? minimum(q0 + queries - keys_begin, keys) : keys;
       const bool one_pass = key_end <= kBlock && !p.rotary && !item.shared_dq && !Math::kTiled;
-      const RowEpilogue<true, T> dq_rows{rows_of<T>(g.dq, p.order, place, head), dim, &p.scale,
+      const RowEpilogue<true, T> dq_rows{query_rows<T>(p, g.dq, place, head), dim, &p.scale,
                                          non_temporal};
       for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
         const int n = static_cast<int>(minimum(kBlock, key_end - k0));

@@ -165,7 +165,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
     const int lanes = vectors_of(queries);
     const int64_t place = item.begin + q0;
     with_rotated<Math>(
-        p, rows_of<const T>(p.q, p.order, place, item.head), place, queries, out,
+        p, query_rows<const T>(p, p.q, place, item.head), place, queries, out,
         [&](const auto& rows) { pack_lanes(rows, queries, dim, score_sign(p), qt); });
     const RowEpilogue<false, T> results{rows_of<T>(p.out, p.order, place, item.head), dim,
                                         correction, non_temporal};
@@ -313,7 +313,7 @@ void attention_forward_items(const AttentionParams& p, const AttentionWork& work
 void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
   const int64_t dim = g.forward.head_dim, floats = backward_floats(g.forward, work.max_rows);
   const bool non_temporal = work.non_temporal && whole_lines(g.dq, dim) && whole_lines(g.dk, dim) &&
-                            whole_lines(g.dv, dim);
+                            whole_lines(g.dv, dim) && g.forward.q_group_gap % 16 == 0;
   switch (g.forward.dtype) {
     case DType::kFloat32:
       return run_items(g, work, floats, non_temporal, backward_item<float, Fp32>,

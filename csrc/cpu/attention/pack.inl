@@ -61,8 +61,16 @@ struct Rows {
 
 template <class T>
 VLMK_INLINE Rows<T> rows_of(const HeadsView& x, const int32_t* order, int64_t place, int64_t head) {
-  const int64_t at = head * x.head_stride + head / x.group * x.group_gap;
-  return Rows<T>{static_cast<T*>(x.data) + at, x.token_stride, order}.from(place);
+  return Rows<T>{static_cast<T*>(x.data) + head * x.head_stride, x.token_stride, order}.from(place);
+}
+
+// The rows of a query head, of q or dq.
+template <class T>
+VLMK_INLINE Rows<T> query_rows(const AttentionParams& p, const HeadsView& q, int64_t place,
+                               int64_t head) {
+  Rows<T> rows = rows_of<T>(q, p.order, place, head);
+  rows.data += head / (p.heads / p.kv_heads) * p.q_group_gap;
+  return rows;
 }
 
 template <class Math>
@@ -326,8 +334,8 @@ struct RowEpilogue : Epilogue {
 // Whether rows of x may be written by non-temporal stores: whole, aligned cache lines.
 VLMK_INLINE bool whole_lines(const HeadsView& x, int64_t dim) {
   return (reinterpret_cast<uintptr_t>(x.data) % 64 | static_cast<uint64_t>(dim % 16) |
-          static_cast<uint64_t>(x.token_stride % 16) | static_cast<uint64_t>(x.head_stride % 16) |
-          static_cast<uint64_t>(x.group_gap % 16)) == 0;
+          static_cast<uint64_t>(x.token_stride % 16) | static_cast<uint64_t>(x.head_stride % 16)) ==
+         0;
 }
 
 }  // namespace
