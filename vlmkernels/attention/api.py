@@ -210,7 +210,8 @@ def qkv_attention(
     Args:
         qkv: [T, Hkv, H / Hkv + 2, D], float32, bfloat16 or float16 in host memory: of each
             key/value head the query heads that read it, its key and its value, as Megatron's
-            linear_qkv leaves them. D is even and up to 256, and contiguous.
+            linear_qkv leaves them; D even and up to 256. Another view whose last dimension is
+            contiguous is copied.
         table: float32 [T, D], of each token D / 2 cosines, then as many sines. q and k are rotated
             in float32 while they are read.
         cu_seqlens: int32 [n + 1], as for varlen_attention.

@@ -402,6 +402,11 @@ def _vision_backward(
 # ---- qkv_attention -------------------------------------------------------------------------------
 
 
+def _dense(qkv: Tensor) -> Tensor:
+    """qkv, copied where its gradient has other strides: kernels have one gap for q and dq."""
+    return qkv if torch.empty_like(qkv).stride() == qkv.stride() else qkv.contiguous()
+
+
 def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q [T, Hkv, H / Hkv, D], k and v [T, Hkv, D]."""
     group = qkv.shape[2] - 2
@@ -419,7 +424,7 @@ def _qkv_forward(
     qkv: Tensor, table: Tensor, cu_seqlens: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     check_qkv(qkv, table, cu_seqlens)
-    results = _qkv_outputs(qkv)
+    qkv, results = _dense(qkv), _qkv_outputs(qkv)
     _run("cpu", _split(qkv), cu_seqlens, None, causal, scale, results, rotary=(table, None))
     return results
 
@@ -440,7 +445,7 @@ def _qkv_backward(
 ) -> Tensor:
     check_qkv(qkv, table, cu_seqlens)
     dout = _upstream(dout, qkv, "[T, H, D]", "cpu")
-    dqkv = _qkv_gradient(dout, qkv)
+    qkv, dqkv = _dense(qkv), _qkv_gradient(dout, qkv)
     results, grads = (out, softmax_stats), (dout, *_split(dqkv))
     _run("cpu", _split(qkv), cu_seqlens, None, causal, scale, results, grads, (table, None))
     return dqkv
