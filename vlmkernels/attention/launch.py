@@ -404,7 +404,8 @@ def _vision_backward(
 
 def _dense(qkv: Tensor) -> Tensor:
     """qkv, copied where its gradient has other strides: kernels have one gap for q and dq."""
-    return qkv if torch.empty_like(qkv).stride() == qkv.stride() else qkv.contiguous()
+    same = qkv.is_contiguous() or torch.empty_like(qkv).stride() == qkv.stride()
+    return qkv if same else qkv.contiguous()
 
 
 def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,9 +15,10 @@ by tensor. e = bytes per element, t = tensor-parallel size, s = t under sequence
     e(3q + 3kv)/t          rotated q and k, the fused projection that v is a view of, the output
     8H/t + 2ed             softmax statistics, cos and sin of q and of k (float32 runs share one
                            table of 4d bytes among a stage's layers)
-                           (vision on the CPU, and in bf16 on CUDA at the head widths of its
-                           kernels: the fused projection and the output, 4eh/t, and one table a
-                           stage: vision_attention rotates as it reads)
+                           (on the CPU, queries and keys without norms, and vision in bf16 on
+                           CUDA at the head widths of its kernels: the fused projection and the
+                           output, 4eh/t of vision, and one table a stage: qkv_attention and
+                           vision_attention rotate as they read)
     2eh/s + 16             of the last stage: the loss's input and its gradient, statistics
     5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product; on the CPU 3ef
 
@@ -330,16 +331,6 @@ class ActivationModel:
             return (e * width + statistics) / shards
         return (e * width + 4) / shards
 
-    def _head_norms(self, q: int, kv: int) -> float:
-        """The norms of queries and keys. Queries are copied out of the fused projection where there
-        are several to a key and a rank has several keys; keys are a view of it."""
-        spec, e = self.spec, self.element
-        statistics = 4 * (spec.num_heads + spec.num_kv_heads)
-        if self.cuda:
-            return e * (q + kv) + statistics
-        copied = spec.num_heads > spec.num_kv_heads > self.tensor
-        return e * q * copied + statistics
-
     def _layer(self, recompute: str, *, vision: bool, below: bool) -> float:
         """Bytes per row, linear by linear: what learns, and what it keeps.
 
@@ -362,14 +353,17 @@ class ActivationModel:
         kept += read if learns[0] else 0.0
         needs = below or learns[0]
         if needs:
-            # Where vision_attention is one kernel it keeps the fused projection and its output.
-            fused = vision and (not self.cuda or (e == 2 and head_dim in FUSED_HEAD_DIMS))
-            rotated = 0 if fused else (q + qkv.outputs) // 2  # queries and keys
-            inputs = rotated + qkv.outputs + q
-            angles = 0 if e == 4 or vision else 2 * e * head_dim
+            # Where attention reads the projection it keeps that and its output.
+            if vision:
+                fused = not self.cuda or (e == 2 and head_dim in FUSED_HEAD_DIMS)
+            else:
+                fused = not self.cuda and not spec.qk_norm and t <= spec.num_kv_heads
+            queries_and_keys = (q + qkv.outputs) // 2
+            inputs = qkv.outputs + q + (0 if fused else queries_and_keys)
+            angles = 0 if e == 4 or vision or fused else 2 * e * head_dim
             kept += e * inputs / t + 8 * heads / t + angles
-            if not vision and spec.qk_norm:
-                kept += self._head_norms(q, (qkv.outputs - q) // 2) / t
+            if not vision and spec.qk_norm:  # their norms' inputs and statistics
+                kept += (e * queries_and_keys + 4 * (heads + spec.num_kv_heads)) / t
         elif learns[1]:
             kept += e * q / t
         needs = needs or learns[1]
