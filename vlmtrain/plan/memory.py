@@ -331,6 +331,12 @@ class ActivationModel:
             return (e * width + statistics) / shards
         return (e * width + 4) / shards
 
+    @property
+    def _text_is_fused(self) -> bool:
+        """Whether a language layer's attention reads the projection: qkv_attention."""
+        spec = self.spec
+        return not self.cuda and not spec.qk_norm and self.tensor <= spec.num_kv_heads
+
     def _layer(self, recompute: str, *, vision: bool, below: bool) -> float:
         """Bytes per row, linear by linear: what learns, and what it keeps.
 
@@ -357,7 +363,7 @@ class ActivationModel:
             if vision:
                 fused = not self.cuda or (e == 2 and head_dim in FUSED_HEAD_DIMS)
             else:
-                fused = not self.cuda and not spec.qk_norm and t <= spec.num_kv_heads
+                fused = self._text_is_fused
             queries_and_keys = (q + qkv.outputs) // 2
             inputs = qkv.outputs + q + (0 if fused else queries_and_keys)
             angles = 0 if e == 4 or vision or fused else 2 * e * head_dim
@@ -494,8 +500,8 @@ class ActivationModel:
         if layout.vision_layers[0]:
             first = self.vision_layer(recompute_vision, first=True).per_patch
             per_patch[0] += first - vision.per_patch
-        # layers share the rotary table of their stage, where it is in their type
-        if self.element == 4 and recompute_text != "full":
+        # layers share the rotary table of their stage, where it is in their type or read as it is
+        if (self.element == 4 or self._text_is_fused) and recompute_text != "full":
             per_token += 4 * self.spec.head_dim * (per_token > 0)
         if recompute_vision != "full":
             per_patch += 4 * self.spec.vision.head_dim * (per_patch > 0)
