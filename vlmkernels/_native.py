@@ -94,19 +94,20 @@ def _direct(
     def call(*args: Any) -> Any:
         watched = (
             torch.compiler.is_compiling()
+            or torch.jit.is_tracing()
             or torch._C._len_torch_dispatch_stack()
             or forward_ad._current_level >= 0
             or get_interpreter_stack()
         )
-        for x in () if watched else args:
-            if isinstance(x, Tensor) and not (type(x) in _PLAIN and (x.is_cpu or x.is_cuda)):
-                watched = True
-        return op(*args) if watched else function.apply(*args)
+        if watched or any(isinstance(x, Tensor) and not _is_plain(x) for x in args):
+            return op(*args)
+        return function.apply(*args)
 
     return call
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and (x.is_cpu or x.is_cuda)
 
 
 def _counted(op: Any, written: list[int]) -> Callable:

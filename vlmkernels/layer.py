@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, describe, once, pointer
+from vlmkernels._native import _C, DTYPES, check_tensors, describe, once, pointer
 
 
 def _check(op: str, x: Tensor, others: dict[str, tuple[Tensor | None, int]]) -> None:
     """x: float32, bfloat16 or float16 on the CPU; the others [n] beside it."""
+    check_tensors(x=x, **{name: other for name, (other, _) in others.items() if other is not None})
     if x.dtype not in DTYPES or x.device.type != "cpu" or x.dim() == 0:
         raise ValueError(
             f"x is {describe(x)}; {op} needs float32, bfloat16 or float16 [.., width] on the CPU"
@@ -39,6 +40,7 @@ def _partial_sums(rows: int, width: int) -> Tensor:
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
+    """dx, and where the weight learns its gradient."""
     rows, width = len(rstd), x.shape[-1]
     dy, dx = dy.contiguous(), torch.empty_like(x)
     dweight = sums = None
@@ -95,6 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu_backward(dy: Tensor, x: Tensor, bias_learns: bool) -> tuple[Tensor, Tensor | None]:
+    """dx, and where the bias learns its gradient."""
     both = x.shape[-1]
     rows = x.numel() // max(both, 1)
     dy, dx = dy.contiguous(), torch.empty_like(x)

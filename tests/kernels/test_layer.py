@@ -120,6 +120,11 @@ def test_what_autograd_can_not_know_is_refused() -> None:
         square.sum().backward()
 
 
+def test_other_objects_are_refused() -> None:
+    with pytest.raises(TypeError, match="weight is a list; it must be a torch.Tensor"):
+        rms_norm(torch.zeros(3, 8), [1.0] * 8, 1e-6)  # type: ignore[arg-type]
+
+
 BAD = [
     (lambda: rms_norm(torch.zeros(3, 8).double(), torch.zeros(8), 1e-6), "x is float64 [3, 8] on"),
     (lambda: rms_norm(torch.zeros(3, 8, device="meta"), torch.zeros(8), 1e-6), "on meta; rms_norm"),

@@ -157,6 +157,7 @@ class PackedSelfAttention(SelfAttention):
             packed_seq_params is None
             or table is None
             or hidden_states.device.type != "cpu"
+            or not isinstance(self.core_attention, VarlenCoreAttention)
             or self.config.qk_layernorm
             or getattr(self.config, "attention_output_gate", False)
             or (self.config.num_query_groups or 0) < self.world_size
