@@ -44,6 +44,14 @@ def _seen_by_patches(arguments: tuple[Any, ...]) -> int:
     return qkv.shape[2] * qkv.shape[3] * pairs_of(cu_seqlens, False)
 
 
+def _seen_from_projection(arguments: tuple[Any, ...]) -> int:
+    """The same of a qkv [T, Hkv, H / Hkv + 2, D]."""
+    qkv = next(a for a in arguments if torch.is_tensor(a) and a.dim() == 4)
+    cu_seqlens = next(a for a in arguments if torch.is_tensor(a) and a.dtype == torch.int32)
+    causal = next(a for a in arguments if isinstance(a, bool))
+    return qkv.shape[1] * (qkv.shape[2] - 2) * qkv.shape[3] * pairs_of(cu_seqlens, causal)
+
+
 def forward_flops(*arguments: Any, **_: Any) -> int:
     """QK^T and PV."""
     return 4 * _seen(arguments)
@@ -62,6 +70,14 @@ def vision_backward_flops(*arguments: Any, **_: Any) -> int:
     return 10 * _seen_by_patches(arguments)
 
 
+def qkv_forward_flops(*arguments: Any, **_: Any) -> int:
+    return 4 * _seen_from_projection(arguments)
+
+
+def qkv_backward_flops(*arguments: Any, **_: Any) -> int:
+    return 10 * _seen_from_projection(arguments)
+
+
 def product_flops(total: Any, a: Any, b: Any, **_: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
@@ -71,6 +87,8 @@ for counted in (
     backward_flops,
     vision_forward_flops,
     vision_backward_flops,
+    qkv_forward_flops,
+    qkv_backward_flops,
     product_flops,
 ):
     counted._get_raw = True  # type: ignore[attr-defined]
@@ -101,6 +119,8 @@ def measure(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         torch.ops.vlmkernels.varlen_attention_backward: backward_flops,
         torch.ops.vlmkernels.vision_attention: vision_forward_flops,
         torch.ops.vlmkernels.vision_attention_backward: vision_backward_flops,
+        torch.ops.vlmkernels.qkv_attention: qkv_forward_flops,
+        torch.ops.vlmkernels.qkv_attention_backward: qkv_backward_flops,
         torch.ops.aten.addmm_: product_flops,  # a weight's gradient, added to what is there
     }
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
