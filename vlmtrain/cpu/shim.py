@@ -151,17 +151,6 @@ def install() -> None:
     if not hasattr(schedules.backward_step, "__wrapped__"):
         schedules.backward_step = _shimless(schedules.backward_step)
 
-    # And what an optimizer's step asks each parameter, in loops that never name a device.
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    for name in (
-        "get_main_grads_for_grad_norm",
-        "_copy_model_grads_to_main_grads",
-        "_copy_main_params_to_model_params",
-    ):
-        if not hasattr(getattr(DistributedOptimizer, name), "__wrapped__"):
-            setattr(DistributedOptimizer, name, _shimless(getattr(DistributedOptimizer, name)))
-
     _mode = _CudaMeansCpu()
     _mode.__enter__()
 
