@@ -3,7 +3,7 @@
 // Everything stands in namespace VLMK_ISA with internal linkage, see dispatch.h. + - * / work on
 // Vec directly (GCC and Clang vector types), the rest is here:
 //   kWidth, set1, load, store, load_n, store_n, fma, max, sqrt, exp2, reduce_add, keep_from,
-//   transpose; non-temporal stores: stream, fence_streams, kStreams
+//   transpose, each_vector; non-temporal stores: stream, fence_streams, kStreams
 // load/store take float, BFloat16, Float16; the _n ones touch only the first n elements, the other
 // lanes being zero. VecInt and VecUint are as many 32-bit integers; VLMK_HAS_BYTES: what AVX2 and
 // AVX-512 do with bytes, in lanes of 16.
@@ -412,6 +412,25 @@ VLMK_INLINE Vec exp2(Vec x) {
   }
   p = fma(p, r, set1(1.0f));
   return scale_by_floor(p, x);
+}
+
+VLMK_INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// use(first element, lanes that count) for each vector of n elements, and what it loads and stores.
+template <class Use>
+VLMK_INLINE void each_vector(int64_t n, const Use& use) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) use(i, kWidth);
+  if (i < n) use(i, static_cast<int>(n - i));
+}
+template <class T>
+VLMK_INLINE Vec load_first(const T* x, int lanes) {
+  return lanes == kWidth ? load(x) : load_n(x, lanes);
+}
+template <class T>
+VLMK_INLINE void store_first(T* x, Vec v, int lanes) {
+  if (lanes == kWidth) return store(x, v);
+  store_n(x, v, lanes);
 }
 
 }  // namespace

@@ -75,7 +75,7 @@ def test_accuracy(name: str, dtype: torch.dtype, dim: int) -> None:
     scale=st.sampled_from([None, 0.3, -0.2]),
     number=st.integers(0, 2**31 - 1),
 )
-def test_any_shape(kernel, lengths, kv_heads, group, half, causal, scale, number):  # type: ignore
+def test_any_shape(kernel, lengths, kv_heads, group, half, causal, scale, number):
     torch.manual_seed(number)
     name, dtype = kernel.values
     with isa(name), poisoned():

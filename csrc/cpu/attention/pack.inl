@@ -25,7 +25,6 @@ constexpr int kBlock = 64;  // queries in lanes; also keys per step of the onlin
 // rows a token apart fall into few sets of the cache.
 constexpr int64_t kInPlaceRows = 64;
 
-VLMK_INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
 VLMK_INLINE int vectors_of(int64_t n) { return static_cast<int>((n + kWidth - 1) / kWidth); }
 // Leading dimension of packed rows: whole cache lines.
 VLMK_INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }

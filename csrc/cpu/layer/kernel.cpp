@@ -14,27 +14,9 @@ namespace {
 
 constexpr int64_t kParallelFrom = 16 << 10;  // elements
 
-// use(first column, lanes) for each vector of a row.
-template <class Use>
-VLMK_INLINE void each_vector(int64_t n, const Use& use) {
-  int64_t c = 0;
-  for (; c + kWidth <= n; c += kWidth) use(c, kWidth);
-  if (c < n) use(c, static_cast<int>(n - c));
-}
-template <class T>
-VLMK_INLINE Vec load_first(const T* x, int lanes) {
-  return lanes == kWidth ? load(x) : load_n(x, lanes);
-}
-template <class T>
-VLMK_INLINE void store_first(T* x, Vec v, int lanes) {
-  if (lanes == kWidth) return store(x, v);
-  store_n(x, v, lanes);
-}
 VLMK_INLINE void add_to(float* sum, Vec v, int lanes) {
   store_first(sum, load_first(sum, lanes) + v, lanes);
 }
-
-VLMK_INLINE int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // run(row, sums) for all rows on torch's threads, with sums [columns] of its kSumRows rows, zero
 // before the first; then total [columns] is the sum of sums [ceil(rows / kSumRows), columns].

@@ -27,22 +27,15 @@ VLMK_INLINE float reduce_max(Vec x) {
   return largest;
 }
 
-// use(vector, lanes that count) for each vector of a row.
-template <class T, class Use>
-VLMK_INLINE void each_vector(const T* x, int64_t n, const Use& use) {
-  int64_t c = 0;
-  for (; c + kWidth <= n; c += kWidth) use(load(x + c), kWidth);
-  if (c < n) use(load_n(x + c, static_cast<int>(n - c)), static_cast<int>(n - c));
-}
-
 template <class T>
 void add_statistics(const CrossEntropyParams& p, const T* x, int64_t row) {
   float largest = p.row_max[row];
   double sum = p.row_sum[row], logit_sum = p.logit_sum[row];
   for (int64_t begin = 0; begin < p.columns; begin += kTile) {
-    const int64_t n = p.columns - begin < kTile ? p.columns - begin : kTile;
+    const int64_t n = minimum(kTile, p.columns - begin);
     Vec tile_max = set1(largest);
-    each_vector(x + begin, n, [&](Vec v, int lanes) {
+    each_vector(n, [&](int64_t c, int lanes) {
+      const Vec v = load_first(x + begin + c, lanes);
       // NaN is passed over here; it arrives in the sum.
       tile_max = max(lanes == kWidth ? v : keep_from(lanes, set1(largest), v), tile_max);
     });
@@ -50,7 +43,8 @@ void add_statistics(const CrossEntropyParams& p, const T* x, int64_t row) {
     largest = reduce_max(tile_max);
     if (largest > before) sum *= exp_below(before, largest);
     Vec tile_sum = set1(0.f), tile_logits = set1(0.f);
-    each_vector(x + begin, n, [&](Vec v, int lanes) {
+    each_vector(n, [&](int64_t c, int lanes) {
+      const Vec v = load_first(x + begin + c, lanes);
       tile_logits = tile_logits + v;
       const Vec e = exp_below(v, largest);
       tile_sum = tile_sum + (lanes == kWidth ? e : keep_from(lanes, set1(0.f), e));
@@ -71,7 +65,6 @@ void write_gradient(const CrossEntropyParams& p, T* x, int64_t row) {
   const double scale = p.scale[row], sum = p.row_sum[row], lse = largest + std::log(sum);
   const auto slope = static_cast<float>(scale * (1 + 2 * p.z_loss * lse) / sum);
   const auto even = static_cast<float>(scale * p.label_smoothing / p.classes);
-  const auto gradient = [&](Vec v) { return fma(exp_below(v, largest), set1(slope), set1(-even)); };
   const int64_t target = p.targets[row] - p.first_class;
   const bool here = target >= 0 && target < p.columns;
   float at_target = 0;
@@ -79,12 +72,10 @@ void write_gradient(const CrossEntropyParams& p, T* x, int64_t row) {
     const double probability = exp_below(to_float(x[target]), largest);
     at_target = static_cast<float>(probability * slope - even - scale * (1 - p.label_smoothing));
   }
-  int64_t c = 0;
-  for (; c + kWidth <= p.columns; c += kWidth) store(x + c, gradient(load(x + c)));
-  if (c < p.columns) {
-    const int lanes = static_cast<int>(p.columns - c);
-    store_n(x + c, gradient(load_n(x + c, lanes)), lanes);
-  }
+  each_vector(p.columns, [&](int64_t c, int lanes) {
+    const Vec e = exp_below(load_first(x + c, lanes), largest);
+    store_first(x + c, fma(e, set1(slope), set1(-even)), lanes);
+  });
   if (here) from_float(at_target, x[target]);
 }
 
