@@ -265,7 +265,7 @@ def _training(rows: list[Row]) -> list[str]:
         )
         if (row.ceiling or "").startswith("products") and row.ratio and row.percent_of_ceiling:
             limit = 100 * row.ratio / row.percent_of_ceiling
-            text += f" A step of nothing but its products, by torch, would be at {limit:.2f}."
+            text += f" A step of nothing but its products would be at {limit:.2f}."
         if "one padded batch a step" in (row.best_peer or ""):
             text += WHOLE_STEP
         out.append(text)

@@ -29,7 +29,7 @@ from benchmarks.harness import (
     say,
 )
 
-NAMES = ("attention", "embedding", "loss", "adam", "offload", "data", "train_step")
+NAMES = ("attention", "embedding", "product", "loss", "adam", "offload", "data", "train_step")
 MODES = {"fault-free": FAULT_FREE, "as-it-comes": AS_IT_COMES}
 
 

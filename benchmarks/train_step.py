@@ -3,8 +3,8 @@ in plain transformers, one process, the same number of cores. train_sizes.py has
 samples, train_peers.py what transformers does and what each side holds in memory.
 
 The ceiling: the products of the step's tokens, patches and targets with the model's weights and
-their gradients, by torch alone. No implementation needs less, so the ratio can't come above
-the ratio shown divided by this share.
+their gradients, by torch or the faster kernel of vlmkernels.product. No implementation needs less,
+so the ratio can't come above the ratio shown divided by this share.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.harness import AS_IT_COMES, Ceiling, Comparison, Context, Row, c
 from benchmarks.loss import available
 from benchmarks.train_peers import BETAS, CLIP, DECAY, EPS, LR, Plain
 from benchmarks.train_sizes import Size
+from vlmkernels.product import mm
 from vlmtrain.core.batch import PackedBatch
 
 SIZES: dict[str, Callable[[], Size]] = {
@@ -133,10 +134,10 @@ def products(engine: Any, packs: list[PackedBatch], dtype: torch.dtype) -> dict[
             for _ in range(count):
                 for start in range(0, rows, LARGEST_PRODUCT):
                     end = min(LARGEST_PRODUCT, rows - start)
-                    torch.mm(x[:end], w.t(), out=out[:end])
-                    torch.mm(out[:end].t(), x[:end], out=dw)
+                    mm(x[:end], w.t(), out=out[:end])
+                    mm(out[:end].t(), x[:end], out=dw)
                     if backward:
-                        torch.mm(out[:end], w, out=dx[:end])
+                        mm(out[:end], w, out=dx[:end])
 
     def untouched() -> None:
         with torch._C.DisableTorchFunction():

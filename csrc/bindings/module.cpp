@@ -47,4 +47,5 @@ PYBIND11_MODULE(_C, m) {
   register_layer(m);
   register_loss(m);
   register_optim(m);
+  register_product(m);
 }

@@ -196,6 +196,25 @@ struct EmbeddingReduceParams {
   bool accumulate;  // add the sum, in fp32, to what dweight holds; rows without a key stay
 };
 
+// C [rows, columns] = A [rows, depth] B [depth, columns] in float32: plus bias [columns] where it
+// is not null, plus what C holds if `add`. A's element (i, k) lies at a[i * a_row + k * a_column],
+// of which one is 1, and B's likewise; C's rows are c_row apart.
+struct ProductParams {
+  const float* a;
+  const float* b;
+  const float* bias;
+  float* c;
+  int64_t rows;
+  int64_t columns;
+  int64_t depth;
+  int64_t a_row;
+  int64_t a_column;
+  int64_t b_row;
+  int64_t b_column;
+  int64_t c_row;
+  bool add;
+};
+
 // RMSNorm of rows: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps). N = rows, all dtype.
 struct RmsNormParams {
   const void* x;       // [N, width]

@@ -104,8 +104,9 @@ struct Prefetcher {
   }
 };
 
-// What a tile starts from: 0, C, or C with row i multiplied by row_scale[i].
-enum class Start { kZero, kAdd, kScale };
+// What a tile starts from: 0, C, or C with row i multiplied by row_scale[i]. kAddLast: from 0, and
+// C is added to the sum.
+enum class Start { kZero, kAdd, kScale, kAddLast };
 
 // AVX-512: 6 x 4 accumulators + 4 of B + 1 broadcast = 29 of 32 registers, or 8 x 3 and 8 x 2, of
 // which 64 rows leave none over. (5 x 5 for rows of 80 was slower.)
@@ -145,7 +146,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   alignas(64) float piece[kRows * kVectors * kWidth];
   float* c = g.epilogue ? piece : g.c + row * g.ldc + column;
   const ptrdiff_t ldc = g.epilogue ? kVectors * kWidth : g.ldc;
-  if (g.start == Start::kZero) {
+  if (g.start == Start::kZero || g.start == Start::kAddLast) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -193,7 +194,10 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) store(c + i * ldc + j * kWidth, acc[i][j]);
+    for (int j = 0; j < kVectors; ++j) {
+      float* const to = c + i * ldc + j * kWidth;
+      store(to, g.start == Start::kAddLast ? load(to) + acc[i][j] : acc[i][j]);
+    }
   }
   if (g.epilogue) g.epilogue->put(*g.epilogue, piece, row, kRows, column, kVectors);
 }

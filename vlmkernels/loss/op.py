@@ -1,4 +1,4 @@
-"""The op: chunks of logits between torch's products.
+"""The op: chunks of logits between products.
 
 T = tokens, N = those with a target, h = hidden size, V = classes of this rank. Logits exist for R
 rows by C classes at a time, a block, in the dtype of hidden and CHUNK_BYTES large at most, and for
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vlmkernels._native import DTYPES, define, launch, pointer
+from vlmkernels.product import mm
 
 #: Largest tensor made beside inputs and results.
 CHUNK_BYTES = 64 << 20
@@ -141,7 +142,7 @@ def _run(
             if summed:
                 _add_to_hidden(total, z, weight[block])
             elif hidden_grad:
-                total = torch.mm(z, weight[block])
+                total = mm(z, weight[block])
             if into is not None:
                 _add_product(into[block], z, x, first=main_grad is None and part.start == 0)
         if hidden_grad:
@@ -158,7 +159,7 @@ def _logits(x: Tensor, weight: Tensor, buffer: Tensor, make: bool = True) -> Ten
     """In `buffer`, where they are already unless `make`."""
     out = buffer[: len(x) * len(weight)].view(len(x), len(weight))
     for part in _columns(weight) if make else []:
-        torch.mm(x, weight[part].t(), out=out[:, part])
+        mm(x, weight[part].t(), out=out[:, part])
     return out
 
 
@@ -281,9 +282,9 @@ def _add_to_hidden(total: Tensor, z: Tensor, weight: Tensor) -> None:
     """total += z weight, float32."""
     for part in _columns(weight):
         if total.dtype == z.dtype:
-            total.addmm_(z[:, part], weight[part])
+            mm(z[:, part], weight[part], out=total, add=True)
         else:
-            total += torch.mm(z[:, part], weight[part])
+            total += mm(z[:, part], weight[part])
 
 
 def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
@@ -291,14 +292,14 @@ def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
     if first or to.dtype == z.dtype:
         for part in _columns(to):
             if first:
-                torch.mm(z[:, part].t(), x, out=to[part])
+                mm(z[:, part].t(), x, out=to[part])
             else:
-                to[part].addmm_(z[:, part].t(), x)
+                mm(z[:, part].t(), x, out=to[part], add=True)
     else:
         most = CHUNK_BYTES if to.is_cuda else _PRODUCT_BYTES
         size = max(1, most // (x.itemsize * x.shape[1]))
         for part in _parts(len(to), size):
-            to[part] += torch.mm(z[:, part].t(), x)
+            to[part] += mm(z[:, part].t(), x)
 
 
 def _losses(stats: Tensor, classes: int, label_smoothing: float, z_loss: float) -> Tensor:

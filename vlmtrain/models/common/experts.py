@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from vlmkernels.product import mm
 from vlmtrain.cpu import host_ops
 from vlmtrain.models import weight_gradients
 from vlmtrain.models.common import balance
@@ -42,7 +43,7 @@ class _Product(torch.autograd.Function):
         ctx.counts = counts
         y = x.new_empty(x.shape[0], weight.shape[1])
         for rows, w, out in zip(x.split(counts), weight, y.split(counts), strict=True):
-            torch.mm(rows, w.t(), out=out)
+            mm(rows, w.t(), out=out)
         return y
 
     @staticmethod
@@ -53,13 +54,13 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = grad.new_empty(grad.shape[0], weight.shape[2])
             for g, w, out in zip(grads, weight, dx.split(ctx.counts), strict=True):
-                torch.mm(g, w, out=out)
+                mm(g, w, out=out)
         if ctx.needs_input_grad[1]:
             main_grad = getattr(weight, "main_grad", None)
             if main_grad is None:
                 dweight = torch.empty_like(weight)
                 for g, rows, out in zip(grads, x.split(ctx.counts), dweight, strict=True):
-                    torch.mm(g.t(), rows, out=out)
+                    mm(g.t(), rows, out=out)
             else:
                 for g, rows, out in zip(grads, x.split(ctx.counts), main_grad, strict=True):
                     weight_gradients.wgrad_gemm_accum_fp32(rows, g, out)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
+
+from vlmkernels.product import mm
 
 
 class _Product(torch.autograd.Function):
@@ -23,14 +24,15 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return F.linear(x, weight, bias)
+        y = mm(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias)
+        return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
         shape, grad = grad.shape[:-1], grad.reshape(-1, grad.shape[-1])
-        dx = grad.mm(weight).view(*shape, -1) if needs_dx else None
+        dx = mm(grad, weight).view(*shape, -1) if needs_dx else None
         dweight = None
         if needs_dweight:
             add = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32

@@ -1,0 +1,45 @@
+#include "cpu/product/product.h"
+
+#include "bindings/bindings.h"
+
+namespace vlmk {
+namespace {
+
+ProductParams product_params(uintptr_t a, uintptr_t b, uintptr_t bias, uintptr_t c, int64_t rows,
+                             int64_t columns, int64_t depth, int64_t a_row, int64_t a_column,
+                             int64_t b_row, int64_t b_column, int64_t c_row, bool add) {
+  return {pointer<const float>(a),
+          pointer<const float>(b),
+          pointer<const float>(bias),
+          pointer<float>(c),
+          rows,
+          columns,
+          depth,
+          a_row,
+          a_column,
+          b_row,
+          b_column,
+          c_row,
+          add};
+}
+
+// Whether AMD made the processor.
+bool is_amd() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+void register_product(py::module_& m) {
+  m.def("is_amd", &is_amd);
+  m.def("matrix_product", on_cpu(product_params, matrix_product), "a"_a, "b"_a, "bias"_a, "c"_a,
+        "rows"_a, "columns"_a, "depth"_a, "a_row"_a, "a_column"_a, "b_row"_a, "b_column"_a,
+        "c_row"_a, "add"_a, VLMK_NO_GIL);
+}
+
+}  // namespace vlmk

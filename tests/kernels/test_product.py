@@ -1,0 +1,166 @@
+"""mm of vlmkernels.product against float64, beside torch's product, on every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
+from vlmkernels import _native, product
+
+Strides = tuple[bool, bool]
+
+
+def make(rows: int, columns: int, depth: int, turned: Strides) -> tuple[Tensor, Tensor]:
+    """a [rows, depth] and b [depth, columns], each the transpose of what lies dense where turned;
+    rows of b lie apart."""
+    a = torch.randn(depth, rows).t() if turned[0] else torch.randn(rows, depth)
+    b = torch.randn(columns, depth).t() if turned[1] else torch.randn(depth, columns + 5)[:, 2:-3]
+    return a, b
+
+
+def check(a: Tensor, b: Tensor, kind: str) -> None:
+    """kind: what is added."""
+    added = torch.randn(a.shape[0], b.shape[1] + 3)[:, 1:-2]  # rows lie apart
+    bias = torch.randn(b.shape[1])
+    exact, plain = a.double() @ b.double(), torch.mm(a, b)
+    # Plain torch's error on a few products is luck; its noise, a rounding each of k sums, is not.
+    noise = (a.double().square() @ b.double().square()).sqrt() * 2**-24
+    noise = noise * max(1.0, (a.shape[1] / 2)) ** 0.5
+    if kind == "bias":
+        got = product.product(a, b, bias=bias)
+        exact, plain = exact + bias.double(), plain + bias
+    elif kind == "add":
+        exact, plain = exact + added.double(), plain + added
+        got = product.product(a, b, out=added, add=True)
+        assert got is added
+    elif kind == "out":
+        got = product.product(a, b, out=added)
+    else:
+        got = product.product(a, b)
+        assert got.is_contiguous()
+    assert_accurate(kind or "a b", got, plain, exact, noise)
+
+
+KINDS = ["", "out", "bias", "add"]
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("turned", [(False, True), (False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("rows, columns, depth", [(390, 4100, 70), (203, 77, 1200), (7, 130, 400)])
+def test_accuracy(name: str, turned: Strides, rows: int, columns: int, depth: int) -> None:
+    with isa(name), poisoned():
+        for kind in KINDS:
+            check(*make(rows, columns, depth, turned), kind)
+
+
+@settings(max_examples=60)
+@given(
+    name=st.sampled_from(ISAS),
+    rows=st.integers(1, 220),
+    columns=st.integers(1, 150),
+    depth=st.integers(1, 420),
+    turned=st.tuples(st.booleans(), st.booleans()),
+    kind=st.sampled_from(KINDS),
+    number=st.integers(0, 2**31 - 1),
+)
+def test_any_shape(
+    name: str, rows: int, columns: int, depth: int, turned: Strides, kind: str, number: int
+) -> None:
+    torch.manual_seed(number)
+    with isa(name), poisoned():
+        check(*make(rows, columns, depth, turned), kind)
+
+
+def test_any_threads_give_the_same_bits() -> None:
+    a, b = make(400, 333, 900, (False, True))
+    torch.set_num_threads(1)
+    first = product.product(a, b)
+    for threads in (2, 3, 7):
+        torch.set_num_threads(threads)
+        assert_bitwise(f"{threads} threads", product.product(a, b), first)
+
+
+def test_nan_and_inf_stay_in_their_rows_and_columns() -> None:
+    a, b = make(200, 200, 200, (False, False))
+    a[3, 5], b[7, 11] = torch.nan, torch.inf
+    wrong = torch.zeros(200, 200, dtype=torch.bool)
+    wrong[3], wrong[:, 11] = True, True
+    assert torch.equal(~product.product(a, b).isfinite(), wrong)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    """Sums of 220 products in float32, however they are ordered."""
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As on a processor where ours is the faster one; grows by one with each product of ours."""
+    calls: list[int] = []
+    kernel = product.product
+
+    def counted(*args: Tensor, **kw: object) -> Tensor:
+        calls.append(1)
+        return kernel(*args, **kw)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(product, "_is_faster", lambda isa: True)
+    monkeypatch.setattr(product, "product", counted)
+    return calls
+
+
+def test_mm_takes_ours_for_all_that_it_reads(ours: list[int]) -> None:
+    a, b = make(200, 210, 220, (False, True))
+    total, bias = torch.randn(200, 210), torch.randn(210)
+    close(product.mm(a, b), a @ b)
+    close(product.mm(a, b, bias=bias), a @ b + bias)
+    before, version = total.clone(), total._version
+    close(product.mm(a, b, out=total, add=True), before + a @ b)
+    assert total._version == version + 1
+    with torch.inference_mode():
+        close(product.mm(a, b, out=torch.empty(200, 210)), a @ b)
+    assert len(ours) == 4
+
+
+def test_mm_leaves_the_rest_to_torch(ours: list[int]) -> None:
+    a, b = make(200, 210, 220, (False, True))
+    square = torch.randn(200, 200)
+    cases = {
+        "small": (a[:191], b, None),
+        "float64": (a.double(), b.double(), None),
+        "no stride of 1": (torch.randn(200, 440)[:, ::2], b, None),
+        "a column of out at a time": (a, b, torch.empty(210, 200).t()),
+        "a storage twice": (square[:, :200], square, torch.empty(0)),
+    }
+    for name, (x, y, out) in cases.items():
+        if name == "a storage twice":
+            both = torch.randn(2, 200, 200)
+            x, y, out = both[0], square, both[1]
+        want = x @ y
+        close(product.mm(x, y, out=out), want)
+    with FlopCounterMode(display=False) as counter:
+        product.mm(a, b)
+    assert counter.get_total_flops() == 2 * 200 * 210 * 220
+    a.requires_grad_()
+    product.mm(a, b).sum().backward()
+    assert a.grad is not None
+    torch.set_float32_matmul_precision("medium")
+    try:
+        product.mm(a.detach(), b)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        product.mm(a.detach(), b[:-1])
+    with pytest.raises(RuntimeError):
+        product.mm(a.detach(), b, bias=torch.zeros(3))
+    assert ours == []
+
+
+def test_ours_is_taken_on_amd_with_avx512_only() -> None:
+    fast = {name for name in _native.available_isas() if product._is_faster(name)}
+    known = {"avx512", "avx512_bf16"} & set(_native.available_isas())
+    assert fast == (known if _native._C.is_amd() else set())
