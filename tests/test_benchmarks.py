@@ -265,7 +265,7 @@ def test_report(tmp_path: Path) -> None:
         assert part in table[0], part
     assert "4/10 (noisy)" in table[2] and "misses 3.5x" in table[2]
     assert text.count("Ours makes a pass for each pack") == 1
-    assert text.count("nothing but its products, by torch, would be at 2.00.") == 1
+    assert text.count("nothing but its products would be at 2.00.") == 1
     assert "321 tokens/s" in text and "nested tensor (RuntimeError: no)" in text
     assert "| 2B | verify | 4.42 | 20 | 221 | 1.17 | 1.5 | 2026-01-02, abc1234 |" in lines
     assert "old" not in text

@@ -31,7 +31,7 @@ def mm(
     Args:
         a: [M, K].
         b: [K, N], a's dtype.
-        bias: [N], with neither `add` nor `out`.
+        bias: [N], without `add`.
         out: [M, N]: where the result goes.
 
     Returns:

@@ -24,8 +24,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        y = mm(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias)
-        return y.view(*x.shape[:-1], -1)
+        y = x.new_empty(*x.shape[:-1], len(weight))
+        mm(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias, out=y.view(-1, len(weight)))
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
