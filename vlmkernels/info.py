@@ -11,7 +11,7 @@ import sys
 import torch
 
 import vlmkernels
-from vlmkernels import _native
+from vlmkernels import _native, product
 from vlmkernels.attention import select
 
 #: Import name -> distribution and what it would be used for.
@@ -75,6 +75,11 @@ def attention_lines() -> list[str]:
     return lines
 
 
+def product_types() -> str:
+    """The types in which vlmkernels.product.mm is ours."""
+    return " and ".join(str(dtype)[6:] for dtype in product.fast_types(_native._C.isa()))
+
+
 def report() -> str:
     """The whole text."""
     build = _native._C.build_info()
@@ -86,6 +91,7 @@ def report() -> str:
         ("CPU kernels", f"{_native._C.isa()} (by {chosen})"),
         ("available", ", ".join(_native.available_isas())),
         ("AMX", f"off: {why}" if (why := _native._C.why_no_amx()) else "on, for attention in bf16"),
+        ("products", f"ours in {ours}" if (ours := product_types()) else "torch's"),
         ("threads", str(torch.get_num_threads())),
     ]
     if build["cuda"] is None:

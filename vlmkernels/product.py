@@ -1,5 +1,5 @@
-"""Products of float32 matrices on the CPU. torch has MKL make them, whose fastest kernels are for
-Intel's processors: on AMD's with AVX-512 `mm` takes our own kernel.
+"""Products of float32 and bfloat16 matrices on the CPU. torch's libraries have their fastest
+kernels for Intel's processors: on AMD's with AVX-512 `mm` takes our own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, pointer
+from vlmkernels._native import _C, DTYPES, pointer
 
 #: Rows, columns and depth from which ours is the faster one: packing costs less than it saves.
 SMALLEST = 192
@@ -32,7 +32,7 @@ def mm(
         a: [M, K].
         b: [K, N], a's dtype.
         bias: [N], without `add`.
-        out: [M, N]: where the result goes.
+        out: [M, N]: where the result goes; a's dtype, or float32 with `add`.
 
     Returns:
         [M, N], `out` if given. The number of threads changes no bit of ours.
@@ -40,10 +40,10 @@ def mm(
     Raises:
         RuntimeError: torch's, where shapes, dtypes or devices do not fit.
     """
-    if _fits(a, b) and (out is None or _takes(out, a, b)) and (bias is None or _adds(bias, b)):
+    if _fits(a, b) and _takes(out, a, b, add) and (bias is None or _adds(bias, b)):
         return product(a, b, bias=bias, out=out, add=add)
     if add and out is not None:
-        return out.addmm_(a, b)
+        return out.addmm_(a, b) if out.dtype == a.dtype else out.add_(torch.mm(a, b))
     if bias is not None:
         return torch.addmm(bias, a, b, out=out)
     return torch.mm(a, b, out=out)
@@ -57,7 +57,8 @@ def product(
     out: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:
-    """Our kernel, of float32 matrices on the CPU with one stride of 1; out's rows are dense."""
+    """Our kernel, of matrices on the CPU with one stride of 1, float32, or bfloat16 where _C.isa()
+    is avx512_bf16; out's rows are dense, and float32 if `add`."""
     rows, depth = a.shape
     columns = b.shape[1]
     if out is None:
@@ -76,23 +77,28 @@ def product(
         *b.stride(),
         out.stride(0),
         add,
+        DTYPES[a.dtype],
+        DTYPES[out.dtype],
     )
     return out
 
 
 @functools.cache
-def _is_faster(isa: str) -> bool:
-    return isa in ("avx512", "avx512_bf16") and _C.is_amd()
+def fast_types(isa: str) -> tuple[torch.dtype, ...]:
+    """The dtypes whose products are ours."""
+    if not _C.is_amd() or isa not in ("avx512", "avx512_bf16"):
+        return ()
+    return (torch.float32, torch.bfloat16) if isa == "avx512_bf16" else (torch.float32,)
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
     return (
-        _is_faster(_C.isa())
+        a.dtype in fast_types(_C.isa())
         and a.dim() == b.dim() == 2
         and a.shape[1] == b.shape[0]
         and min(*a.shape, b.shape[1]) >= SMALLEST
-        and _is_plain(a)
-        and _is_plain(b)
+        and _is_plain(a, a.dtype)
+        and _is_plain(b, a.dtype)
         and 1 in a.stride()
         and 1 in b.stride()
         and torch.get_float32_matmul_precision() == "highest"
@@ -101,16 +107,18 @@ def _fits(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _is_plain(x: Tensor) -> bool:
-    kind = type(x) in (Tensor, torch.nn.Parameter) and x.dtype == torch.float32
+def _is_plain(x: Tensor, dtype: torch.dtype) -> bool:
+    kind = type(x) in (Tensor, torch.nn.Parameter) and x.dtype == dtype
     return kind and x.is_cpu and not x.is_neg()
 
 
-def _takes(out: Tensor, a: Tensor, b: Tensor) -> bool:
+def _takes(out: Tensor | None, a: Tensor, b: Tensor, add: bool) -> bool:
     """Whether our kernel may write it: of the right shape, no element twice, nothing of a and b."""
+    if out is None:
+        return not add
     storage = out.untyped_storage().data_ptr()
     return (
-        _is_plain(out)
+        _is_plain(out, torch.float32 if add else a.dtype)
         and out.shape == (a.shape[0], b.shape[1])
         and out.stride(1) == 1
         and out.stride(0) >= out.shape[1]
@@ -120,4 +128,4 @@ def _takes(out: Tensor, a: Tensor, b: Tensor) -> bool:
 
 
 def _adds(bias: Tensor, b: Tensor) -> bool:
-    return _is_plain(bias) and bias.shape == (b.shape[1],) and bias.is_contiguous()
+    return _is_plain(bias, b.dtype) and bias.shape == (b.shape[1],) and bias.is_contiguous()

@@ -196,14 +196,14 @@ struct EmbeddingReduceParams {
   bool accumulate;  // add the sum, in fp32, to what dweight holds; rows without a key stay
 };
 
-// C [rows, columns] = A [rows, depth] B [depth, columns] in float32: plus bias [columns] where it
-// is not null, plus what C holds if `add`. A's element (i, k) lies at a[i * a_row + k * a_column],
-// of which one is 1, and B's likewise; C's rows are c_row apart.
+// C [rows, columns] = A [rows, depth] B [depth, columns], summed in float32: plus bias [columns] of
+// C's type where it is not null, plus what a float32 C holds if `add`. A's element (i, k) lies at
+// a[i * a_row + k * a_column], of which one is 1, and B's likewise; C's rows are c_row apart.
 struct ProductParams {
-  const float* a;
-  const float* b;
-  const float* bias;
-  float* c;
+  const void* a;
+  const void* b;
+  const void* bias;
+  void* c;
   int64_t rows;
   int64_t columns;
   int64_t depth;
@@ -213,6 +213,8 @@ struct ProductParams {
   int64_t b_column;
   int64_t c_row;
   bool add;
+  DType dtype;    // of A and B: float32 or bf16
+  DType c_dtype;  // float32, or bf16 as they
 };
 
 // RMSNorm of rows: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps). N = rows, all dtype.

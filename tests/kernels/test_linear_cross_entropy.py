@@ -18,6 +18,7 @@ from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, po
 from vlmkernels import _native, linear_cross_entropy
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import linear_cross_entropy_reference
+from vlmkernels.product import SMALLEST
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IGNORE = -100
@@ -104,12 +105,14 @@ CASES += [(dtype, chunk) for dtype in DTYPES[1:] for chunk in (7000, 1400)]
 
 
 @pytest.mark.parametrize("dtype, chunk", CASES)
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("name", [*ISAS, ""])  # "": the machine's, with its products
 def test_against_float64(
     name: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
     sizes = [(41, 257, 24), (47, 1037, 33)]
+    if chunk == CHUNKS[0]:
+        sizes.append((450, 400, 2 * SMALLEST))
     cases = [("mean", 0.0, 0.0, 1.0), ("sum", 0.1, 1e-2, 0.5), ("none", 0.0, 1e-2, 0.3)]
     with isa(name), poisoned():
         for tokens, classes, hidden in sizes:

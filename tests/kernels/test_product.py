@@ -13,20 +13,26 @@ from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, po
 from vlmkernels import _native, product
 
 Strides = tuple[bool, bool]
+#: Instruction set and dtype of each kernel of this machine.
+KERNELS = [(name, torch.float32) for name in ISAS]
+KERNELS += [(name, torch.bfloat16) for name in _native.available_isas() if name == "avx512_bf16"]
 
 
-def make(rows: int, columns: int, depth: int, turned: Strides) -> tuple[Tensor, Tensor]:
+def make(
+    rows: int, columns: int, depth: int, turned: Strides, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """a [rows, depth] and b [depth, columns], each the transpose of what lies dense where turned;
     rows of b lie apart."""
-    a = torch.randn(depth, rows).t() if turned[0] else torch.randn(rows, depth)
-    b = torch.randn(columns, depth).t() if turned[1] else torch.randn(depth, columns + 5)[:, 2:-3]
-    return a, b
+    a = torch.randn(depth, rows).to(dtype).t() if turned[0] else torch.randn(rows, depth).to(dtype)
+    if turned[1]:
+        return a, torch.randn(columns, depth).to(dtype).t()
+    return a, torch.randn(depth, columns + 5).to(dtype)[:, 2:-3]
 
 
 def check(a: Tensor, b: Tensor, kind: str) -> None:
     """kind: what is added."""
     added = torch.randn(a.shape[0], b.shape[1] + 3)[:, 1:-2]  # rows lie apart
-    bias = torch.randn(b.shape[1])
+    added, bias = added if kind == "add" else added.to(a.dtype), torch.randn(b.shape[1]).to(a.dtype)
     exact, plain = a.double() @ b.double(), torch.mm(a, b)
     # Plain torch's error on a few products is luck; its noise, a rounding each of k sums, is not.
     noise = (a.double().square() @ b.double().square()).sqrt() * 2**-24
@@ -49,40 +55,58 @@ def check(a: Tensor, b: Tensor, kind: str) -> None:
 KINDS = ["", "out", "bias", "add"]
 
 
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("name, dtype", KERNELS)
 @pytest.mark.parametrize("turned", [(False, True), (False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("rows, columns, depth", [(390, 4100, 70), (203, 77, 1200), (7, 130, 400)])
-def test_accuracy(name: str, turned: Strides, rows: int, columns: int, depth: int) -> None:
+@pytest.mark.parametrize("rows, columns, depth", [(390, 4100, 70), (203, 77, 1201), (7, 130, 801)])
+def test_accuracy(
+    name: str, dtype: torch.dtype, turned: Strides, rows: int, columns: int, depth: int
+) -> None:
     with isa(name), poisoned():
         for kind in KINDS:
-            check(*make(rows, columns, depth, turned), kind)
+            check(*make(rows, columns, depth, turned, dtype), kind)
 
 
 @settings(max_examples=60)
 @given(
-    name=st.sampled_from(ISAS),
+    kernel=st.sampled_from(KERNELS),
     rows=st.integers(1, 220),
     columns=st.integers(1, 150),
-    depth=st.integers(1, 420),
+    depth=st.integers(1, 900),
     turned=st.tuples(st.booleans(), st.booleans()),
     kind=st.sampled_from(KINDS),
     number=st.integers(0, 2**31 - 1),
 )
 def test_any_shape(
-    name: str, rows: int, columns: int, depth: int, turned: Strides, kind: str, number: int
+    kernel: tuple[str, torch.dtype],
+    rows: int,
+    columns: int,
+    depth: int,
+    turned: Strides,
+    kind: str,
+    number: int,
 ) -> None:
     torch.manual_seed(number)
-    with isa(name), poisoned():
-        check(*make(rows, columns, depth, turned), kind)
+    with isa(kernel[0]), poisoned():
+        check(*make(rows, columns, depth, turned, kernel[1]), kind)
 
 
-def test_any_threads_give_the_same_bits() -> None:
-    a, b = make(400, 333, 900, (False, True))
-    torch.set_num_threads(1)
-    first = product.product(a, b)
-    for threads in (2, 3, 7):
-        torch.set_num_threads(threads)
-        assert_bitwise(f"{threads} threads", product.product(a, b), first)
+@pytest.mark.parametrize("name, dtype", KERNELS)
+def test_any_threads_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    a, b = make(400, 333, 1700, (False, True), dtype)
+    with isa(name):
+        torch.set_num_threads(1)
+        first = product.product(a, b)
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            assert_bitwise(f"{threads} threads", product.product(a, b), first)
+
+
+def test_many_rows_of_bf16_are_summed_in_parts() -> None:
+    """Sums of a depth of several panels lie in memory of a bounded size."""
+    if "avx512_bf16" not in _native.available_isas():
+        pytest.skip("this machine has no AVX-512 BF16")
+    with isa("avx512_bf16"), poisoned():
+        check(*make(30_000, 200, 800, (False, True), torch.bfloat16), "bias")
 
 
 def test_nan_and_inf_stay_in_their_rows_and_columns() -> None:
@@ -108,7 +132,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return kernel(*args, **kw)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(product, "_is_faster", lambda isa: True)
+    monkeypatch.setattr(product, "fast_types", lambda isa: (torch.float32,))
     monkeypatch.setattr(product, "product", counted)
     return calls
 
@@ -161,6 +185,13 @@ def test_mm_leaves_the_rest_to_torch(ours: list[int]) -> None:
 
 
 def test_ours_is_taken_on_amd_with_avx512_only() -> None:
-    fast = {name for name in _native.available_isas() if product._is_faster(name)}
-    known = {"avx512", "avx512_bf16"} & set(_native.available_isas())
-    assert fast == (known if _native._C.is_amd() else set())
+    fast = {name: product.fast_types(name) for name in _native.available_isas()}
+    float32, both = (torch.float32,), (torch.float32, torch.bfloat16)
+    known = {"avx512": float32, "avx512_bf16": both} if _native._C.is_amd() else {}
+    assert fast == {name: known.get(name, ()) for name in fast}
+
+
+def test_bf16_without_its_instructions_is_refused() -> None:
+    a = torch.ones(8, 8, dtype=torch.bfloat16)
+    with isa("generic"), pytest.raises(ValueError, match="need the avx512_bf16 kernels"):
+        product.product(a, a)

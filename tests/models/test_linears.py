@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.numeric import assert_accurate
+from vlmkernels.product import SMALLEST
 from vlmtrain.models import weight_gradients
 from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowParallelLinear
 
@@ -15,9 +16,12 @@ from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowPa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", ["none", "added", "handed on"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_product_and_gradients(kind: type, dtype: torch.dtype, bias: str, frozen: bool) -> None:
+@pytest.mark.parametrize("sizes", [(1, 60), (SMALLEST, 300)])
+def test_product_and_gradients(
+    kind: type, dtype: torch.dtype, bias: str, frozen: bool, sizes: tuple[int, int]
+) -> None:
     weight_gradients.enable()
-    tokens, inputs, outputs = torch.randint(1, 60, (3,)).tolist()
+    tokens, inputs, outputs = torch.randint(*sizes, (3,)).tolist()
     linear = kind.__new__(kind)
     torch.nn.Module.__init__(linear)
     linear.weight = torch.nn.Parameter(torch.randn(outputs, inputs).to(dtype))

@@ -281,10 +281,7 @@ def _columns(weight: Tensor) -> list[slice]:
 def _add_to_hidden(total: Tensor, z: Tensor, weight: Tensor) -> None:
     """total += z weight, float32."""
     for part in _columns(weight):
-        if total.dtype == z.dtype:
-            mm(z[:, part], weight[part], out=total, add=True)
-        else:
-            total += mm(z[:, part], weight[part])
+        mm(z[:, part], weight[part], out=total, add=True)
 
 
 def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
@@ -299,7 +296,7 @@ def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
         most = CHUNK_BYTES if to.is_cuda else _PRODUCT_BYTES
         size = max(1, most // (x.itemsize * x.shape[1]))
         for part in _parts(len(to), size):
-            to[part] += mm(z[:, part].t(), x)
+            mm(z[:, part].t(), x, out=to[part], add=True)
 
 
 def _losses(stats: Tensor, classes: int, label_smoothing: float, z_loss: float) -> Tensor:

@@ -22,12 +22,10 @@ from vlmkernels.product import mm
 
 def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
     """main_grad += grad^T x, into a float32 main_grad."""
-    if x.dtype == torch.float32:
-        mm(grad.t(), x, out=main_grad, add=True)
-    elif x.is_cuda and _accumulates_in_float32(x.dtype):
+    if x.is_cuda and x.dtype != torch.float32 and _accumulates_in_float32(x.dtype):
         torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad)
     else:
-        main_grad.add_(grad.t().mm(x))
+        mm(grad.t(), x, out=main_grad, add=True)
 
 
 def wgrad_gemm_accum_fp16(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:

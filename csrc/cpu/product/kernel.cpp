@@ -1,30 +1,37 @@
-// A float32 product as Goto and van de Geijn divide it (doi 10.1145/1356052.1356053), compiled once
-// per instruction set (dispatch.h): of each kDepth steps of the depth, B's columns are packed for
+// A product as Goto and van de Geijn divide it (doi 10.1145/1356052.1356053), compiled once per
+// instruction set (dispatch.h): of each kDepth elements of the depth, B's columns are packed for
 // all threads, in slivers as wide as a tile, and A's rows by the thread that multiplies them, so
 // that B's sliver and A's block lie in the second-level cache.
 //
-// A sum is made of sums over kDepth steps at most, in their order: the number of threads changes no
-// bit.
+// Sums are float32, of sums over a panel's depth in their order, rounded once: the number of
+// threads changes no bit.
 #include <omp.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/gemm.h"
 #include "cpu/product/product.h"
 #include "cpu/scratch.h"
 
+#if defined(__AVX512BF16__) && !defined(VLMK_TILES)
+#define VLMK_PAIRS  // this file has the products of bf16
+#endif
+
 namespace vlmk::VLMK_ISA {
 namespace {
 
-constexpr int64_t kDepth = 384;
-constexpr int64_t kRows = 192;      // of A, 288 KB of kDepth steps
-constexpr int64_t kColumns = 4096;  // of B, 6 MB
+constexpr int64_t kDepth = 768;     // elements of a panel: two bf16 numbers, or one float
+constexpr int64_t kRows = 120;      // of A, 360 KB of kDepth elements
+constexpr int64_t kColumns = 4096;  // of B, 12 MB
+constexpr int64_t kSums = 4 << 20;  // of C, 16 MB, where it is bf16 and has several panels
 constexpr int kSliver = kMaxTileVectors * kWidth;
 constexpr double kParallelFrom = 1 << 18;  // multiply-adds
 
 VLMK_INLINE int64_t parts(int64_t n, int64_t largest) { return (n + largest - 1) / largest; }
 VLMK_INLINE int64_t whole_vectors(int64_t n) { return parts(n, kWidth) * kWidth; }
 
+#if !defined(VLMK_PAIRS)
 // Element (i, k) of [n, depth] lies at from[i * row + k * step], one of them being 1; in `to` at
 // [k * ld + i], with zeros behind n as far as a whole vector.
 VLMK_NOINLINE void pack(const float* from, int64_t row, int64_t step, int64_t n, int64_t depth,
@@ -53,114 +60,215 @@ VLMK_NOINLINE void pack(const float* from, int64_t row, int64_t step, int64_t n,
   });
 }
 
-// What of C one thread multiplies at a time: rows from `row` on by all columns of its slivers.
+#else
+// The first n <= 32 of a row, zeros behind them.
+VLMK_INLINE __m512i load_row(const BFloat16* row, int64_t n) {
+  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+  return _mm512_maskz_loadu_epi16(mask, row);
+}
+
+// Element (i, k) of [n, depth] lies at from[i * row + k * step], one of them being 1; in `to` 2 k
+// and 2 k + 1 side by side at [k * ld + i], with zeros behind n as far as a whole vector and behind
+// an odd depth.
+VLMK_NOINLINE void pack(const BFloat16* from, int64_t row, int64_t step, int64_t n, int64_t depth,
+                        uint32_t* to, int64_t ld) {
+  if (row == 1) {
+    for (int64_t k = 0; k < depth; k += 2, to += ld) {
+      const BFloat16* const even = from + k * step;
+      each_vector(n, [&](int64_t i, int lanes) {
+        const __mmask16 mask = first_lanes(lanes), odd = k + 1 < depth ? mask : __mmask16{0};
+        _mm512_storeu_si512(to + i, interleave(_mm256_maskz_loadu_epi16(mask, even + i),
+                                               _mm256_maskz_loadu_epi16(odd, even + step + i)));
+      });
+    }
+    return;
+  }
+  each_vector(n, [&](int64_t i, int rows) {
+    for (int64_t k = 0; k < depth; k += 2 * kWidth) {
+      const int64_t left = depth - k, pairs = minimum(kWidth, parts(left, 2));
+      Vec r[kWidth];
+#pragma GCC unroll 16
+      for (int j = 0; j < kWidth; ++j) {
+        r[j] = j < rows ? _mm512_castsi512_ps(load_row(from + (i + j) * row + k, left)) : set1(0.f);
+      }
+      transpose(r);
+#pragma GCC unroll 16
+      for (int j = 0; j < kWidth; ++j) {
+        if (j < pairs) _mm512_storeu_ps(to + (k / 2 + j) * ld + i, r[j]);
+      }
+    }
+  });
+}
+#endif
+
+// What of C one thread multiplies at a time.
 struct Block {
   int64_t row, rows;
-  int64_t sliver, end;  // slivers of the packed columns
+  int64_t sliver, end;     // of the packed columns
+  int64_t first, columns;  // packed ones, of C
+  int64_t depth;           // elements of the panels
+  bool begins, ends;       // the depth's first panel, the last
 };
 
-// Adds A's packed block times B's packed columns [first, first + columns) to C, or writes it.
-void multiply(const ProductParams& p, const Block& block, const float* a, const float* b,
-              int64_t first, int64_t columns, int64_t depth, Start start, float* edge) {
-  Prefetcher none;
-  none.clear();
-  for (int64_t sliver = block.sliver; sliver < block.end; ++sliver) {
-    const int64_t column = sliver * kSliver, wide = minimum(kSliver, columns - column);
-    const int64_t ld = whole_vectors(wide);
-    float* const c = p.c + block.row * p.c_row + first + column;
-    GemmArgs<Fp32> g{};
+template <class Math, class Out>
+struct Product {
+  using In = std::conditional_t<Math::kStep == 2, BFloat16, float>;
+  using Element = typename Math::Element;
+  static constexpr bool kDirect = std::is_same_v<Out, float>;  // sums lie in C itself
+
+  const ProductParams& p;
+  const int64_t threads;
+
+  // A's packed block times B's packed columns. Sums of bf16 results lie in `sums` [rows, width]
+  // until the last panel, or in `edge` if that is the first too; so do a last sliver's.
+  void multiply(const Block& block, const Element* a, const Element* b, float* sums, int64_t width,
+                float* edge) const {
+    Prefetcher none;
+    none.clear();
+    GemmArgs<Math> g{};
     g.a = a;
     g.lda = whole_vectors(block.rows);
-    g.b = b + column * depth;
-    g.ldb = ld;
     g.rows = static_cast<int>(block.rows);
-    g.vectors = static_cast<int>(ld / kWidth);
-    g.depth = static_cast<int>(depth);
-    if (wide == ld) {
-      g.c = c;
-      g.ldc = p.c_row;
-      g.start = start;
-      gemm<Fp32, true>(g, none);
-      continue;
+    g.depth = static_cast<int>(block.depth);
+    for (int64_t sliver = block.sliver; sliver < block.end; ++sliver) {
+      const int64_t column = sliver * kSliver, wide = minimum(kSliver, block.columns - column);
+      Out* const c = static_cast<Out*>(p.c) + block.row * p.c_row + block.first + column;
+      g.ldb = whole_vectors(wide);
+      g.b = b + column * block.depth;
+      g.vectors = static_cast<int>(g.ldb / kWidth);
+      const bool whole = wide == g.ldb;
+      if constexpr (kDirect) {
+        g.c = whole ? c : edge;
+        g.ldc = whole ? p.c_row : g.ldb;
+        g.start = whole && adds(block) ? Start::kAddLast : Start::kZero;
+      } else {
+        const bool once = block.begins && block.ends;
+        g.c = once ? edge : sums + block.row * width + column;
+        g.ldc = once ? g.ldb : width;
+        g.start = block.begins ? Start::kZero : Start::kAddLast;
+      }
+      gemm<Math, true>(g, none);
+      if (kDirect ? !whole : block.ends) finish(block, g.c, g.ldc, c, wide, column);
     }
-    g.c = edge;
-    g.ldc = ld;
-    g.start = Start::kZero;
-    gemm<Fp32, true>(g, none);
+  }
+
+  bool adds(const Block& block) const { return !block.begins || p.add || p.bias != nullptr; }
+
+  // Sums [rows, wide] to C, or added to it.
+  void finish(const Block& block, const float* sums, int64_t ld, Out* c, int64_t wide,
+              int64_t column) const {
+    const Out* const bias = static_cast<const Out*>(p.bias) + block.first + column;
     for (int64_t i = 0; i < block.rows; ++i) {
       each_vector(wide, [&](int64_t j, int lanes) {
-        Vec sum = load_first(edge + i * ld + j, lanes);
-        float* const to = c + i * p.c_row + j;
-        if (start == Start::kAddLast) sum = sum + load_first(to, lanes);
-        store_first(to, sum, lanes);
+        Vec sum = load_first(sums + i * ld + j, lanes);
+        if (kDirect) {
+          if (adds(block)) sum = sum + load_first(c + i * p.c_row + j, lanes);
+        } else if (p.bias != nullptr) {
+          sum = sum + load_first(bias + j, lanes);
+        }
+        store_first(c + i * p.c_row + j, sum, lanes);
       });
     }
   }
-}
 
-void fill(const ProductParams& p, const Block& block, int64_t first, int64_t columns) {
-  const int64_t begin = block.sliver * kSliver, end = minimum(block.end * kSliver, columns);
-  for (int64_t i = block.row; i < block.row + block.rows; ++i) {
-    each_vector(end - begin, [&](int64_t j, int lanes) {
-      const int64_t column = first + begin + j;
-      const Vec from = p.bias ? load_first(p.bias + column, lanes) : set1(0.f);
-      store_first(p.c + i * p.c_row + column, from, lanes);
-    });
+  // The bias, to which sums are added.
+  void begin(const Block& block) const {
+    const int64_t column = block.sliver * kSliver;
+    const int64_t columns = minimum(block.end * kSliver, block.columns) - column;
+    const Out* const bias = static_cast<const Out*>(p.bias) + block.first + column;
+    Out* const c = static_cast<Out*>(p.c) + block.row * p.c_row + block.first + column;
+    for (int64_t i = 0; i < block.rows; ++i) {
+      each_vector(columns, [&](int64_t j, int lanes) {
+        store_first(c + i * p.c_row + j, load_first(bias + j, lanes), lanes);
+      });
+    }
   }
+
+  void run() const {
+    const auto* const a = static_cast<const In*>(p.a);
+    const auto* const b = static_cast<const In*>(p.b);
+    // Each thread takes as many rows, and where these are few the columns are divided too.
+    const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
+    const int64_t rows = parts(parts(p.rows, row_blocks), 6) * 6;
+    const int64_t groups = parts(p.rows, rows), chunks = parts(threads, groups);
+    const int64_t elements = parts(p.depth, Math::kStep), panels = parts(elements, kDepth);
+    const int64_t depth = parts(elements, panels);
+    const bool summed = !kDirect && panels > 1;
+    int64_t most = kColumns;
+    if (summed && kSums / p.rows < most) most = kSums / p.rows < kSliver ? kSliver : kSums / p.rows;
+    const int64_t width = parts(parts(p.columns, parts(p.columns, most)), kSliver) * kSliver;
+    const int64_t own = (depth + kSliver) * whole_vectors(rows);
+    const int64_t common = depth * width + (summed ? p.rows * width : 0);
+    float* const shared = scratch(static_cast<size_t>(common + own));
+    auto* const packed_b = reinterpret_cast<Element*>(shared);
+    float* const sums = shared + depth * width;
+    bool out_of_memory = shared == nullptr;
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    {
+      float* const mine =
+          omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
+      auto* const packed_a = reinterpret_cast<Element*>(mine);
+      float* const edge = mine + depth * whole_vectors(rows);
+      if (mine == nullptr) {
+#pragma omp atomic write
+        out_of_memory = true;
+      }
+#pragma omp barrier
+      for (int64_t first = 0; first < p.columns && !out_of_memory; first += width) {
+        const int64_t columns = minimum(width, p.columns - first);
+        const int64_t slivers = parts(columns, kSliver);
+        for (int64_t panel = 0; panel < panels; ++panel) {
+          const int64_t k = panel * depth * Math::kStep;
+          const int64_t steps = minimum(depth * Math::kStep, p.depth - k);
+          const int64_t packed = parts(steps, Math::kStep);
+#pragma omp for schedule(static)
+          for (int64_t s = 0; s < slivers; ++s) {
+            const int64_t column = s * kSliver, wide = minimum(kSliver, columns - column);
+            pack(b + (first + column) * p.b_column + k * p.b_row, p.b_column, p.b_row, wide, steps,
+                 packed_b + column * packed, whole_vectors(wide));
+          }
+#pragma omp for schedule(dynamic)
+          for (int64_t i = 0; i < groups * chunks; ++i) {
+            const int64_t row = i / chunks * rows, chunk = i % chunks;
+            const Block block{row,
+                              minimum(rows, p.rows - row),
+                              chunk * slivers / chunks,
+                              (chunk + 1) * slivers / chunks,
+                              first,
+                              columns,
+                              packed,
+                              panel == 0,
+                              panel == panels - 1};
+            if (block.sliver == block.end) continue;
+            pack(a + row * p.a_row + k * p.a_column, p.a_row, p.a_column, block.rows, steps,
+                 packed_a, whole_vectors(block.rows));
+            if (kDirect && block.begins && p.bias != nullptr) begin(block);
+            multiply(block, packed_a, packed_b, sums, width, edge);
+          }
+        }
+      }
+    }
+    if (out_of_memory) throw_out_of_memory(static_cast<size_t>(common + own));
+  }
+};
+
+int64_t threads_for(const ProductParams& p) {
+  const double work = static_cast<double>(p.rows) * static_cast<double>(p.columns * p.depth);
+  return work < kParallelFrom ? 1 : omp_get_max_threads();
 }
 
 }  // namespace
 
-void matrix_product(const ProductParams& p) {
-  const bool parallel =
-      static_cast<double>(p.rows) * static_cast<double>(p.columns * p.depth) >= kParallelFrom;
-  const int64_t threads = parallel ? omp_get_max_threads() : 1;
-  // Each thread takes as many rows, and where these are few the columns are divided too.
-  const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
-  const int64_t rows = parts(parts(p.rows, row_blocks), 6) * 6;
-  const int64_t depth = parts(p.depth, parts(p.depth, kDepth));
-  const int64_t width = parts(p.columns, parts(p.columns, kColumns));
-  const auto packed = static_cast<size_t>(depth * whole_vectors(width));
-  const auto own = static_cast<size_t>((depth + kSliver) * whole_vectors(rows));
-  float* const shared = scratch(packed + own);
-  bool out_of_memory = shared == nullptr;
-#pragma omp parallel num_threads(static_cast<int>(threads))
-  {
-    float* const a = omp_get_thread_num() == 0 ? shared + packed : scratch(own);
-    float* const edge = a + depth * whole_vectors(rows);
-    if (a == nullptr) {
-#pragma omp atomic write
-      out_of_memory = true;
-    }
-#pragma omp barrier
-    for (int64_t first = 0; first < p.columns && !out_of_memory; first += width) {
-      const int64_t columns = minimum(width, p.columns - first), slivers = parts(columns, kSliver);
-      const int64_t groups = parts(p.rows, rows), chunks = parts(threads, groups);
-      for (int64_t k = 0; k < p.depth; k += depth) {
-        const int64_t steps = minimum(depth, p.depth - k);
-#pragma omp for schedule(static)
-        for (int64_t s = 0; s < slivers; ++s) {
-          const int64_t column = s * kSliver, wide = minimum(kSliver, columns - column);
-          pack(p.b + (first + column) * p.b_column + k * p.b_row, p.b_column, p.b_row, wide, steps,
-               shared + column * steps, whole_vectors(wide));
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < groups * chunks; ++i) {
-          const int64_t row = i / chunks * rows, chunk = i % chunks;
-          const Block block{row, minimum(rows, p.rows - row), chunk * slivers / chunks,
-                            (chunk + 1) * slivers / chunks};
-          if (block.sliver == block.end) continue;
-          pack(p.a + row * p.a_row + k * p.a_column, p.a_row, p.a_column, block.rows, steps, a,
-               whole_vectors(block.rows));
-          if (k == 0 && p.bias != nullptr) fill(p, block, first, columns);
-          const bool adds = k > 0 || p.add || p.bias != nullptr;
-          multiply(p, block, a, shared, first, columns, steps,
-                   adds ? Start::kAddLast : Start::kZero, edge);
-        }
-      }
-    }
+#if defined(VLMK_PAIRS)
+void product_of_bf16(const ProductParams& p) {
+  if (p.c_dtype == DType::kFloat32) {
+    Product<Bf16Pairs, float>{p, threads_for(p)}.run();
+  } else {
+    Product<Bf16Pairs, BFloat16>{p, threads_for(p)}.run();
   }
-  if (out_of_memory) throw_out_of_memory(packed + own);
 }
+#else
+void product_of_float32(const ProductParams& p) { Product<Fp32, float>{p, threads_for(p)}.run(); }
+#endif
 
 }  // namespace vlmk::VLMK_ISA

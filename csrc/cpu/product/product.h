@@ -1,10 +1,16 @@
-// C = A B in float32, of matrices that lie as torch's views do.
+// Matrix products C = A B of float32 or bf16, of matrices that lie as torch's views do.
 #pragma once
 #include "common/params.h"
 #include "cpu/dispatch.h"
 
 namespace vlmk {
 
-VLMK_DECLARE(matrix_product, const ProductParams&);
+VLMK_DECLARE(product_of_float32, const ProductParams&);
+namespace avx512_bf16 {
+void product_of_bf16(const ProductParams&);
+}
+
+// Throws std::invalid_argument for bf16 where AVX-512 BF16 is not the active instruction set.
+void matrix_product(const ProductParams& p);
 
 }  // namespace vlmk
