@@ -254,7 +254,10 @@ def _embedding_share(size: Size, step_ms: float, context: Context) -> Row:
 
 #: Of torch's operators, what they are for; all others are element-wise.
 GROUPS = {
-    "products": ("mm", "addmm", "bmm", "baddbmm", "addmm_", "mv", "addmv", "convolution"),
+    "products": (
+        *("mm", "addmm", "bmm", "baddbmm", "addmm_", "mv", "addmv", "convolution"),
+        *("_Product", "_ProductBackward"),  # vlmtrain's linears, whose products torch does not see
+    ),
     "attention": ("attention", "attn"),
     "loss": ("cross_entropy", "nll_loss", "log_softmax"),
     "optimizer": ("adam", "Optimizer"),

@@ -1,5 +1,5 @@
-"""Products of float32 and bfloat16 matrices on the CPU. torch's libraries have their fastest
-kernels for Intel's processors: on AMD's with AVX-512 `mm` takes our own.
+"""Products of float32 and bfloat16 matrices on the CPU: torch's, and on AMD's processors with
+AVX-512, where these are slower (`python -m benchmarks.run product`), our own.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ def mm(
 
     Raises:
         RuntimeError: torch's, where shapes, dtypes or devices do not fit.
+        ValueError: `add` without `out`, or with a bias.
     """
+    if add and (out is None or bias is not None):
+        raise ValueError("add needs out, and no bias: what is added is what out holds")
     if _fits(a, b) and _takes(out, a, b, add) and (bias is None or _adds(bias, b)):
         return product(a, b, bias=bias, out=out, add=add)
-    if add and out is not None:
+    if out is not None and add:
         return out.addmm_(a, b) if out.dtype == a.dtype else out.add_(torch.mm(a, b))
     if bias is not None:
         return torch.addmm(bias, a, b, out=out)
@@ -115,7 +118,7 @@ def _is_plain(x: Tensor, dtype: torch.dtype) -> bool:
 def _takes(out: Tensor | None, a: Tensor, b: Tensor, add: bool) -> bool:
     """Whether our kernel may write it: of the right shape, no element twice, nothing of a and b."""
     if out is None:
-        return not add
+        return True
     storage = out.untyped_storage().data_ptr()
     return (
         _is_plain(out, torch.float32 if add else a.dtype)
