@@ -123,6 +123,9 @@ struct Epilogue {
   void (*put)(const Epilogue& self, const float* tile, int row, int rows, int column, int vectors);
 };
 
+// Depth from which a tile fetches its C at the start: the tiles of that many steps lie in memory.
+constexpr int kFar = 192;
+
 // A's element (row i, step k): a[i * lda + k], or a[k * lda + i] if kByColumns.
 template <class Math>
 struct GemmArgs {
@@ -146,6 +149,13 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   alignas(64) float piece[kRows * kVectors * kWidth];
   float* c = g.epilogue ? piece : g.c + row * g.ldc + column;
   const ptrdiff_t ldc = g.epilogue ? kVectors * kWidth : g.ldc;
+  if (g.depth >= kFar) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) __builtin_prefetch(c + i * ldc + j * kWidth, 1);
+    }
+  }
   if (g.start == Start::kZero || g.start == Start::kAddLast) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {

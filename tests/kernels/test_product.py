@@ -68,6 +68,16 @@ def test_accuracy(
             check(*make(rows, columns, depth, turned, dtype), kind)
 
 
+@pytest.mark.parametrize("name, dtype", KERNELS)
+@pytest.mark.parametrize("turned", [(False, True), (True, False)])
+def test_few_rows(name: str, dtype: torch.dtype, turned: Strides) -> None:
+    """Each thread packs its own columns; of the rows, two panels of the depth at a time."""
+    torch.set_num_threads(2)
+    with isa(name), poisoned():
+        for kind in KINDS:
+            check(*make(250, 601, 3201, turned, dtype), kind)
+
+
 @settings(max_examples=60)
 @given(
     kernel=st.sampled_from(KERNELS),
@@ -93,8 +103,12 @@ def test_any_shape(
 
 
 @pytest.mark.parametrize("name, dtype", KERNELS)
-def test_any_threads_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    a, b = make(400, 333, 1700, (False, True), dtype)
+@pytest.mark.parametrize("rows, columns", [(400, 333), (250, 1100)])
+def test_any_threads_give_the_same_bits(
+    name: str, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    """Seven threads divide the rows of both, fewer than seven the columns of the second."""
+    a, b = make(rows, columns, 3201, (False, True), dtype)
     with isa(name):
         torch.set_num_threads(1)
         first = product.product(a, b)

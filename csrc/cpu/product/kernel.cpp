@@ -1,12 +1,14 @@
 // A product as Goto and van de Geijn divide it (doi 10.1145/1356052.1356053), compiled once per
-// instruction set (dispatch.h): of each kDepth elements of the depth, B's columns are packed for
-// all threads, in slivers as wide as a tile, and A's rows by the thread that multiplies them, so
-// that B's sliver and A's block lie in the second-level cache.
+// instruction set (dispatch.h): of each kDepth elements of the depth, B's columns are packed in
+// slivers as wide as a tile and A's rows in blocks, so that a sliver and a block lie in the
+// second-level cache. The larger of the two is divided among the threads, and the thread that
+// multiplies a part of it packs it; the other is packed for all.
 //
 // Sums are float32, of sums over a panel's depth in their order, rounded once: the number of
 // threads changes no bit.
 #include <omp.h>
 
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
@@ -21,10 +23,13 @@
 namespace vlmk::VLMK_ISA {
 namespace {
 
-constexpr int64_t kDepth = 768;     // elements of a panel: two bf16 numbers, or one float
-constexpr int64_t kRows = 120;      // of A, 360 KB of kDepth elements
-constexpr int64_t kColumns = 4096;  // of B, 12 MB
-constexpr int64_t kSums = 4 << 20;  // of C, 16 MB, where it is bf16 and has several panels
+constexpr int64_t kDepth = 768;       // elements of a panel: two bf16 numbers, or one float
+constexpr int64_t kRows = 120;        // of A, 360 KB of kDepth elements
+constexpr int64_t kColumns = 4096;    // of B, 12 MB
+constexpr int64_t kSums = 4 << 20;    // of C, 16 MB, where it is bf16 and has several panels
+constexpr int64_t kFew = 256;         // rows of A up to which B is divided
+constexpr int64_t kFewRowwise = 512;  // where packing transposes B, which takes longer
+constexpr int64_t kShared = 1 << 18;  // elements of A packed at a time then, 1 MB
 constexpr int kSliver = kMaxTileVectors * kWidth;
 constexpr double kParallelFrom = 1 << 18;  // multiply-adds
 
@@ -118,13 +123,16 @@ struct Product {
 
   const ProductParams& p;
   const int64_t threads;
+  const int64_t elements = parts(p.depth, Math::kStep);
+  const int64_t panels = parts(elements, kDepth);
+  const int64_t depth = parts(elements, panels);  // elements of a panel
+  const int64_t panel_steps = depth * Math::kStep;
 
-  // A's packed block times B's packed columns. Sums of bf16 results lie in `sums` [rows, width]
-  // until the last panel, or in `edge` if that is the first too; so do a last sliver's.
+  // A's packed block times B's packed columns, while `next` is fetched. Sums of bf16 results lie in
+  // `sums` [rows, width] until the last panel, or in `edge` if that is the first too; so do a last
+  // sliver's.
   void multiply(const Block& block, const Element* a, const Element* b, float* sums, int64_t width,
-                float* edge) const {
-    Prefetcher none;
-    none.clear();
+                float* edge, Prefetcher& next) const {
     GemmArgs<Math> g{};
     g.a = a;
     g.lda = whole_vectors(block.rows);
@@ -147,7 +155,7 @@ struct Product {
         g.ldc = once ? g.ldb : width;
         g.start = block.begins ? Start::kZero : Start::kAddLast;
       }
-      gemm<Math, true>(g, none);
+      gemm<Math, true>(g, next);
       if (kDirect ? !whole : block.ends) finish(block, g.c, g.ldc, c, wide, column);
     }
   }
@@ -184,15 +192,112 @@ struct Product {
     }
   }
 
+  const In* of_a(int64_t panel, int64_t row) const {
+    return static_cast<const In*>(p.a) + panel * panel_steps * p.a_column + row * p.a_row;
+  }
+  const In* of_b(int64_t panel, int64_t column) const {
+    return static_cast<const In*>(p.b) + panel * panel_steps * p.b_row + column * p.b_column;
+  }
+  int64_t steps_of(int64_t panel) const {
+    return minimum(panel_steps, p.depth - panel * panel_steps);
+  }
+
+  // What pack reads.
+  void list(Prefetcher& next, const In* from, int64_t columns, int64_t steps) const {
+    const bool dense = p.b_column == 1;
+    for (int64_t i = 0; i < (dense ? steps : columns); ++i) {
+      next.add(reinterpret_cast<const char*>(from + i * (dense ? p.b_row : p.b_column)),
+               (dense ? columns : steps) * static_cast<int64_t>(sizeof(In)));
+    }
+  }
+
+  // With few rows packing B takes as long as a quarter of the multiply-adds, as it waits for
+  // memory: so a thread packs a sliver right before it multiplies it and fetches the one after
+  // meanwhile.
+  void divide_columns() const {
+    const int64_t rows = parts(parts(p.rows, parts(p.rows, kRows)), 6) * 6;
+    const int64_t groups = parts(p.rows, rows), slivers = parts(p.columns, kSliver);
+    const int64_t block_size = depth * whole_vectors(rows);
+    // Sums of bf16 results wait for all panels.
+    const int64_t at_once = kDirect ? minimum(panels, parts(kShared, groups * block_size)) : panels;
+    const int64_t common = at_once * groups * block_size, own = (depth + rows + p.rows) * kSliver;
+    float* const shared = scratch(static_cast<size_t>(common + own));
+    auto* const packed_a = reinterpret_cast<Element*>(shared);
+    bool out_of_memory = shared == nullptr;
+    std::atomic<int64_t> taken{0};  // slivers, counted anew for each panels at once
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    {
+      float* const mine =
+          omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
+      auto* const packed_b = reinterpret_cast<Element*>(mine);
+      float* const edge = mine + depth * kSliver;
+      float* const sums = edge + rows * kSliver;
+      if (mine == nullptr) {
+#pragma omp atomic write
+        out_of_memory = true;
+      }
+#pragma omp barrier
+      Prefetcher next;
+      int64_t unit = taken++, done = 0;
+      for (int64_t from = 0; from < panels && !out_of_memory; from += at_once, done += slivers) {
+        const int64_t to = minimum(from + at_once, panels);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < (to - from) * groups; ++i) {
+          const int64_t panel = from + i / groups, row = i % groups * rows;
+          const int64_t n = minimum(rows, p.rows - row);
+          pack(of_a(panel, row), p.a_row, p.a_column, n, steps_of(panel), packed_a + i * block_size,
+               whole_vectors(n));
+        }
+        while (unit < done + slivers) {
+          const int64_t column = (unit - done) * kSliver,
+                        wide = minimum(kSliver, p.columns - column);
+          unit = taken++;
+          const int64_t after = (unit - done) * kSliver;
+          for (int64_t panel = from; panel < to; ++panel) {
+            const int64_t steps = steps_of(panel);
+            pack(of_b(panel, column), p.b_column, p.b_row, wide, steps, packed_b,
+                 whole_vectors(wide));
+            next.clear();
+            for (int64_t i = 0; i < groups; ++i) {
+              // With the last block: A's rows would drive it out of the cache again.
+              if (i == groups - 1 && panel + 1 < to) {
+                list(next, of_b(panel + 1, column), wide, steps_of(panel + 1));
+              } else if (i == groups - 1 && after < p.columns) {
+                list(next, of_b(from, after), minimum(kSliver, p.columns - after), steps_of(from));
+              }
+              const Block block{i * rows,
+                                minimum(rows, p.rows - i * rows),
+                                0,
+                                1,
+                                column,
+                                wide,
+                                parts(steps, Math::kStep),
+                                panel == 0,
+                                panel == panels - 1};
+              if (kDirect && block.begins && p.bias != nullptr) begin(block);
+              multiply(block, packed_a + ((panel - from) * groups + i) * block_size, packed_b, sums,
+                       kSliver, edge, next);
+            }
+          }
+        }
+#pragma omp barrier
+      }
+    }
+    if (out_of_memory) throw_out_of_memory(static_cast<size_t>(common + own));
+  }
+
   void run() const {
-    const auto* const a = static_cast<const In*>(p.a);
-    const auto* const b = static_cast<const In*>(p.b);
+    const bool few = p.rows <= (p.b_column == 1 ? kFew : kFewRowwise);
+    const bool enough = p.columns >= 4 * threads * kSliver;
+    const bool fits = kDirect || p.rows * p.depth <= kSums;
+    few && enough && fits ? divide_columns() : divide_rows();
+  }
+
+  void divide_rows() const {
     // Each thread takes as many rows, and where these are few the columns are divided too.
     const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
     const int64_t rows = parts(parts(p.rows, row_blocks), 6) * 6;
     const int64_t groups = parts(p.rows, rows), chunks = parts(threads, groups);
-    const int64_t elements = parts(p.depth, Math::kStep), panels = parts(elements, kDepth);
-    const int64_t depth = parts(elements, panels);
     const bool summed = !kDirect && panels > 1;
     int64_t most = kColumns;
     if (summed && kSums / p.rows < most) most = kSums / p.rows < kSliver ? kSliver : kSums / p.rows;
@@ -209,6 +314,8 @@ struct Product {
           omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
       auto* const packed_a = reinterpret_cast<Element*>(mine);
       float* const edge = mine + depth * whole_vectors(rows);
+      Prefetcher none;
+      none.clear();
       if (mine == nullptr) {
 #pragma omp atomic write
         out_of_memory = true;
@@ -218,13 +325,12 @@ struct Product {
         const int64_t columns = minimum(width, p.columns - first);
         const int64_t slivers = parts(columns, kSliver);
         for (int64_t panel = 0; panel < panels; ++panel) {
-          const int64_t k = panel * depth * Math::kStep;
-          const int64_t steps = minimum(depth * Math::kStep, p.depth - k);
+          const int64_t steps = steps_of(panel);
           const int64_t packed = parts(steps, Math::kStep);
 #pragma omp for schedule(static)
           for (int64_t s = 0; s < slivers; ++s) {
             const int64_t column = s * kSliver, wide = minimum(kSliver, columns - column);
-            pack(b + (first + column) * p.b_column + k * p.b_row, p.b_column, p.b_row, wide, steps,
+            pack(of_b(panel, first + column), p.b_column, p.b_row, wide, steps,
                  packed_b + column * packed, whole_vectors(wide));
           }
 #pragma omp for schedule(dynamic)
@@ -240,10 +346,10 @@ struct Product {
                               panel == 0,
                               panel == panels - 1};
             if (block.sliver == block.end) continue;
-            pack(a + row * p.a_row + k * p.a_column, p.a_row, p.a_column, block.rows, steps,
-                 packed_a, whole_vectors(block.rows));
+            pack(of_a(panel, row), p.a_row, p.a_column, block.rows, steps, packed_a,
+                 whole_vectors(block.rows));
             if (kDirect && block.begins && p.bias != nullptr) begin(block);
-            multiply(block, packed_a, packed_b, sums, width, edge);
+            multiply(block, packed_a, packed_b, sums, width, edge, none);
           }
         }
       }
