@@ -1,4 +1,4 @@
-"""The products of a linear layer in float32 beside torch's (MKL) and oneDNN's."""
+"""The products of a linear layer beside torch's (MKL's in float32, oneDNN's in bfloat16)."""
 
 from __future__ import annotations
 
@@ -18,34 +18,40 @@ SHAPES = [(1007, 640, 3584), (2048, 1536, 8960), (220, 1536, 4096)]
 
 
 def _same(theirs: Tensor, ours: Tensor) -> str | None:
-    error = float((theirs - ours).norm() / ours.norm())
-    return None if error <= 1e-5 else f"differs from ours by {error:.1e}"
+    """Both rounded to their dtype."""
+    error = float((theirs.float() - ours.float()).norm() / ours.float().norm())
+    largest = max(1e-5, torch.finfo(ours.dtype).eps)
+    return None if error <= largest else f"differs from ours by {error:.1e}"
 
 
-def comparisons(tokens: int, ins: int, outs: int, context: Context) -> Iterator[Comparison]:
-    x, w, dy = torch.randn(tokens, ins), torch.randn(outs, ins), torch.randn(tokens, outs)
-    onednn = torch.ops.mkldnn._linear_pointwise
+def comparisons(
+    tokens: int, ins: int, outs: int, dtype: torch.dtype, context: Context
+) -> Iterator[Comparison]:
+    sizes = (tokens, ins), (outs, ins), (tokens, outs)
+    x, w, dy = (torch.randn(size).to(dtype) for size in sizes)
+    onednn = partial(torch.ops.mkldnn._linear_pointwise, x, w, None, "none", [], "")
     passes: dict[str, tuple[Tensor, Tensor, dict[str, Callable[[], Tensor]]]] = {
-        "x W^T": (x, w.t(), {"oneDNN": partial(onednn, x, w, None, "none", [], "")}),
+        "x W^T": (x, w.t(), {"oneDNN": onednn} if dtype == torch.float32 else {}),
         "dy W": (dy, w, {}),
         "dy^T x": (dy.t(), x, {}),
     }
     for name, (a, b, more) in passes.items():
-        out, other = torch.empty(len(a), b.shape[1]), torch.empty(len(a), b.shape[1])
+        out, other = (torch.empty(len(a), b.shape[1], dtype=dtype) for _ in range(2))
         yield Comparison(
             op=f"product of a linear layer, {name}",
             shape=f"x [{tokens}, {ins}], W [{outs}, {ins}]",
-            dtype="float32",
+            dtype=str(dtype)[6:],
             ours=partial(mm, a, b, out=out),
             peers={"torch.mm": partial(torch.mm, a, b, out=other), **more},
             check=_same,
-            ceilings=ceilings.arithmetic(2.0 * tokens * ins * outs, torch.float32, context),
+            ceilings=ceilings.arithmetic(2.0 * tokens * ins * outs, dtype, context),
         )
 
 
 def rows(context: Context) -> Iterator[Row]:
     if context.device != "cpu":
         return
-    for tokens, ins, outs in [(256, 192, 256)] if context.quick else SHAPES:
-        for comparison in comparisons(tokens, ins, outs, context):
-            yield compare(comparison, context)
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in [(256, 192, 256)] if context.quick else SHAPES:
+            for comparison in comparisons(*shape, dtype, context):
+                yield compare(comparison, context)
