@@ -11,8 +11,9 @@ from torch import Tensor
 
 from vlmkernels._native import _C, DTYPES, pointer
 
-#: Rows, columns and depth from which ours is the faster one: packing costs less than it saves.
-SMALLEST = 192
+#: Rows, columns and depth from which ours is the faster one, packing costs less than it saves; and
+#: multiply-adds.
+SMALLEST, WORK = 64, 1 << 25
 
 
 def mm(
@@ -25,8 +26,9 @@ def mm(
 ) -> Tensor:
     """a b, plus bias, or plus what out holds if `add`. Not differentiable: for the inside of an op.
 
-    Ours (csrc/cpu/product: Goto and van de Geijn, doi 10.1145/1356052.1356053) for matrices from
-    SMALLEST on that the kernel can read; under a dispatch mode, which may count, torch's.
+    Ours (csrc/cpu/product: Goto and van de Geijn, doi 10.1145/1356052.1356053) of SMALLEST
+    rows, columns and depth and WORK multiply-adds at least, that the kernel can read; under a
+    dispatch mode, which may count, torch's.
 
     Args:
         a: [M, K].
@@ -100,6 +102,7 @@ def _fits(a: Tensor, b: Tensor) -> bool:
         and a.dim() == b.dim() == 2
         and a.shape[1] == b.shape[0]
         and min(*a.shape, b.shape[1]) >= SMALLEST
+        and a.shape[0] * a.shape[1] * b.shape[1] >= WORK
         and _is_plain(a, a.dtype)
         and _is_plain(b, a.dtype)
         and 1 in a.stride()

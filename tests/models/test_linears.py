@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.numeric import assert_accurate
-from vlmkernels.product import SMALLEST
+from vlmkernels.product import WORK
 from vlmtrain.models import weight_gradients
 from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowParallelLinear
 
@@ -16,7 +16,7 @@ from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowPa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", ["none", "added", "handed on"])
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("sizes", [(1, 60), (SMALLEST, 300)])
+@pytest.mark.parametrize("sizes", [(1, 60), (round(WORK ** (1 / 3)) + 1, 450)])
 def test_product_and_gradients(
     kind: type, dtype: torch.dtype, bias: str, frozen: bool, sizes: tuple[int, int]
 ) -> None:
