@@ -1,8 +1,8 @@
 // A product as Goto and van de Geijn divide it (doi 10.1145/1356052.1356053), compiled once per
 // instruction set (dispatch.h): of each kDepth elements of the depth, B's columns are packed in
 // slivers as wide as a tile and A's rows in blocks, so that a sliver and a block lie in the
-// second-level cache. The larger of the two is divided among the threads, and the thread that
-// multiplies a part of it packs it; the other is packed for all.
+// second-level cache. A's rows are divided among the threads, or B's columns where A has few rows;
+// the thread that multiplies a part packs it, and what is not divided is packed for all.
 //
 // Sums are float32, of sums over a panel's depth in their order, rounded once: the number of
 // threads changes no bit.
@@ -202,7 +202,7 @@ struct Product {
     return minimum(panel_steps, p.depth - panel * panel_steps);
   }
 
-  // What pack reads.
+  // What pack reads of B.
   void list(Prefetcher& next, const In* from, int64_t columns, int64_t steps) const {
     const bool dense = p.b_column == 1;
     for (int64_t i = 0; i < (dense ? steps : columns); ++i) {
@@ -249,8 +249,8 @@ struct Product {
                whole_vectors(n));
         }
         while (unit < done + slivers) {
-          const int64_t column = (unit - done) * kSliver,
-                        wide = minimum(kSliver, p.columns - column);
+          const int64_t column = (unit - done) * kSliver;
+          const int64_t wide = minimum(kSliver, p.columns - column);
           unit = taken++;
           const int64_t after = (unit - done) * kSliver;
           for (int64_t panel = from; panel < to; ++panel) {
