@@ -24,12 +24,24 @@ def run(op: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor) -> Re
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def check(ours: Callable, plain: Callable, inputs: list[Tensor], upstream: Tensor) -> None:
+def check(
+    ours: Callable,
+    plain: Callable,
+    inputs: list[Tensor],
+    upstream: Tensor,
+    terms: Tensor | None = None,
+) -> None:
+    """terms [rows, 1, width]: what the second input's gradient adds up; None: the first's."""
     exact = run(plain, inputs, upstream.double())
     for i, (got, peer, want) in enumerate(
         zip(run(ours, inputs, upstream), run(plain, inputs, upstream), exact, strict=True)
     ):
-        assert_accurate(f"result {i}", got, peer, want)
+        noise = None
+        if i == 2:  # plain torch's error in a few sums is luck; one rounding of each is not
+            terms = exact[1] if terms is None else terms
+            noise = terms.double().square().sum((0, 1)).sqrt() * 2**-24
+            noise = noise * max(1.0, len(terms) / 2) ** 0.5
+        assert_accurate(f"result {i}", got, peer, want, noise)
 
 
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -47,13 +59,10 @@ def plain_swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 def test_rms_norm(name: str, dtype: torch.dtype, rows: int, width: int) -> None:
     size = 1.0 if dtype == torch.float16 else 10.0 ** float(torch.randint(-2, 3, ()))
     x, weight = (torch.randn(rows, 1, width) * size).to(dtype), torch.randn(width).to(dtype)
+    upstream = torch.randn(rows, 1, width).to(dtype)
+    terms = plain_norm(x.double(), torch.ones(width).double()) * upstream
     with isa(name):
-        check(
-            lambda x, w: rms_norm(x, w, 1e-6),
-            plain_norm,
-            [x, weight],
-            torch.randn(rows, 1, width).to(dtype),
-        )
+        check(lambda x, w: rms_norm(x, w, 1e-6), plain_norm, [x, weight], upstream, terms)
 
 
 @pytest.mark.parametrize("name", ISAS)
