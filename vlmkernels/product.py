@@ -1,5 +1,5 @@
 """Products of float32 and bfloat16 matrices on the CPU: torch's, and on AMD's processors with
-AVX-512, where these are slower (`python -m benchmarks.run product`), our own.
+AVX-512 our own, which are faster there or as fast (`python -m benchmarks.run product`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from vlmkernels._native import _C, DTYPES, pointer
 
-#: Rows, columns and depth from which ours is the faster one, packing costs less than it saves; and
-#: multiply-adds.
-SMALLEST, WORK = 64, 1 << 25
+#: Rows, columns and depth from which ours is taken: packing costs less than it saves.
+SMALLEST = 64
+#: Multiply-adds from which ours is taken.
+WORK = 1 << 25
 
 
 def mm(

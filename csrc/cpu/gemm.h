@@ -123,7 +123,8 @@ struct Epilogue {
   void (*put)(const Epilogue& self, const float* tile, int row, int rows, int column, int vectors);
 };
 
-// Depth from which a tile fetches its C at the start: the tiles of that many steps lie in memory.
+// Depth from which a tile fetches its C before its first step: such products write to memory, not
+// to a buffer in cache, and the line arrives while the tile is computed.
 constexpr int kFar = 192;
 
 // A's element (row i, step k): a[i * lda + k], or a[k * lda + i] if kByColumns.

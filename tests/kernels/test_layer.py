@@ -31,13 +31,13 @@ def check(
     upstream: Tensor,
     terms: Tensor | None = None,
 ) -> None:
-    """terms [rows, 1, width]: what the second input's gradient adds up; None: the first's."""
+    """terms [rows, 1, width]: what the second input's gradient adds up; None: that of the first."""
     exact = run(plain, inputs, upstream.double())
     for i, (got, peer, want) in enumerate(
         zip(run(ours, inputs, upstream), run(plain, inputs, upstream), exact, strict=True)
     ):
         noise = None
-        if i == 2:  # plain torch's error in a few sums is luck; one rounding of each is not
+        if i == 2 and want.numel() < 100:  # of few sums plain torch's error is luck
             terms = exact[1] if terms is None else terms
             noise = terms.double().square().sum((0, 1)).sqrt() * 2**-24
             noise = noise * max(1.0, len(terms) / 2) ** 0.5

@@ -29,7 +29,7 @@ constexpr int64_t kColumns = 4096;    // of B, 12 MB
 constexpr int64_t kSums = 4 << 20;    // of C, 16 MB, where it is bf16 and has several panels
 constexpr int64_t kFew = 256;         // rows of A up to which B is divided
 constexpr int64_t kFewRowwise = 512;  // where packing transposes B, which takes longer
-constexpr int64_t kShared = 1 << 18;  // elements of A packed at a time then, 1 MB
+constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole panels are packed then
 constexpr int kSliver = kMaxTileVectors * kWidth;
 constexpr double kParallelFrom = 1 << 18;  // multiply-adds
 
@@ -289,7 +289,7 @@ struct Product {
   void run() const {
     const bool few = p.rows <= (p.b_column == 1 ? kFew : kFewRowwise);
     const bool enough = p.columns >= 4 * threads * kSliver;
-    const bool fits = kDirect || p.rows * p.depth <= kSums;
+    const bool fits = kDirect || p.rows * p.depth <= kSums;  // all of A packed, see at_once
     few && enough && fits ? divide_columns() : divide_rows();
   }
 
