@@ -5,6 +5,7 @@
 // loads and R broadcasts. Two multiply-adds and two loads a cycle, latency 4: R*V >= 8 chains, R*V
 // >= R+V loads.
 #pragma once
+#include <climits>
 #include <type_traits>
 
 #include "cpu/simd.h"
@@ -16,8 +17,7 @@ namespace {
 // What one step of the depth is. An element of A is broadcast, one of B stands in each lane.
 struct Fp32 {
   using Element = float;
-  static constexpr int kStep = 1;        // of the depth, per element
-  static constexpr bool kTiled = false;  // see tile_gemm.h
+  static constexpr int kStep = 1;  // of the depth, per element
   static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) { return fma(x, y, sum); }
   static VLMK_MEMBER Vec broadcast(const float* p) { return set1(*p); }
 };
@@ -41,6 +41,20 @@ VLMK_INLINE Vec pair_bf16(Vec even, Vec odd) {
   return _mm512_castsi512_ps(interleave(narrow(even, BFloat16{}), narrow(odd, BFloat16{})));
 #endif
 }
+
+// The same, even's 16 in front of odd's.
+VLMK_INLINE __m512i round_bf16(Vec first, Vec second) {
+#if defined(__AVX512BF16__)
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+#else
+  const __m512i half = _mm512_castsi256_si512(narrow(first, BFloat16{}));
+  return _mm512_inserti64x4(half, narrow(second, BFloat16{}), 1);
+#endif
+}
+
+VLMK_INLINE __mmask32 first_words(int64_t n) {
+  return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+}
 #endif
 
 #if defined(__AVX512BF16__)
@@ -48,7 +62,6 @@ VLMK_INLINE Vec pair_bf16(Vec even, Vec odd) {
 struct Bf16Pairs {
   using Element = uint32_t;
   static constexpr int kStep = 2;
-  static constexpr bool kTiled = false;
   static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(y));
   }
@@ -99,9 +112,21 @@ struct Prefetcher {
     done &= over - 1;  // 0 if over
   }
   VLMK_MEMBER bool busy() const { return next < count; }
-  VLMK_MEMBER void finish() {
-    while (busy()) step();
+  // Up to `lines` steps, in registers.
+  VLMK_MEMBER void fetch(int lines) {
+    int run = next;
+    size_t from = done;
+    for (int i = 0; i < lines && run < count; ++i) {
+      __builtin_prefetch(runs[run].line + from, 0, 2);
+      from += 64;
+      const size_t over = from >= runs[run].bytes;
+      run += static_cast<int>(over);
+      from &= over - 1;  // 0 if over
+    }
+    next = run;
+    done = from;
   }
+  VLMK_MEMBER void finish() { fetch(INT_MAX); }
 };
 
 // What a tile starts from: 0, C, or C with row i multiplied by row_scale[i]. kAddLast: from 0, and

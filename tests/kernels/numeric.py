@@ -31,6 +31,11 @@ MACHINE_GRID = [
         if x.values[0] == "amx_emulated"
     ),
 ]
+#: Results past the caches have code of their own in fp32 and, on tiles, in bf16.
+PAST_CACHES_GRID = [
+    pytest.param(ISAS[-1], torch.float32, id=f"{ISAS[-1]}-float32"),
+    *(x for x in ATTENTION_GRID if x.values[0].startswith("amx")),
+]
 
 
 def assert_accurate(

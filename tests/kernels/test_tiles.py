@@ -182,12 +182,15 @@ def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
         ([64, 17, 130], 2, 2, 80, False),
         ([1, 100], 4, 2, 72, True),
         ([600], 2, 1, 16, False),  # keys dealt out to two items
+        ([48, 64], 2, 2, 32, False),  # read where they are
+        ([64] * 128, 16, 16, 64, False),  # 16 MB of results: past the caches
     ):
         q, k, v, dout = test_attention.make(lengths, heads, kv_heads, dim, torch.bfloat16)
         cu = test_attention.offsets(lengths)
         yield test_attention, {"q": q, "k": k, "v": v, "dout": dout, "cu": cu, "causal": causal}
-    layout, qkv, dout = test_vision_attention.make([[1, 12, 20]], 2, 80, torch.bfloat16)
-    yield test_vision_attention, {"layout": layout, "qkv": qkv, "dout": dout, "window": False}
+    for grid, window in (([[1, 12, 20]], False), ([[1, 16, 24]], True)):  # whole; windows of 64
+        layout, qkv, dout = test_vision_attention.make(grid, 2, 80, torch.bfloat16)
+        yield test_vision_attention, {"layout": layout, "qkv": qkv, "dout": dout, "window": window}
 
 
 def check_attention() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.kernels.numeric import (
     ATTENTION_GRID,
-    ISAS,
     MACHINE_GRID,
+    PAST_CACHES_GRID,
     assert_accurate,
     assert_bitwise,
     isa,
@@ -185,11 +185,12 @@ def test_megatrons_projection_is_read_in_place(name, dtype):
     assert op is not None and dqkv.stride() == view.stride()
 
 
-@pytest.mark.parametrize("name", ISAS[-1:])
+@pytest.mark.parametrize("name, dtype", PAST_CACHES_GRID)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_results_past_the_caches_are_the_same(name, interleaved):
+def test_results_past_the_caches_are_the_same(name, dtype, interleaved):
     """Above 16 MB they are written by other instructions, and rows are fetched ahead."""
-    layout, qkv, dout = make([[1, 60, 56]], 16, 80)  # 3,360 patches of 5 KB
+    images = 1 if dtype == torch.float32 else 2  # of 3,360 patches of 5 KB; of 2.5 KB
+    layout, qkv, dout = make([[1, 60, 56]] * images, 16, 80, dtype)
     if interleaved:
         qkv = qkv.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     with isa(name), poisoned():

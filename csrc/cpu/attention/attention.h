@@ -13,8 +13,7 @@ namespace vlmk {
 // after the other, block by block of queries, so that every sum has the order that one item gives.
 struct SharedDq {
   int64_t rows;   // keys of an item, a multiple of 64; the last one may have fewer
-  float* dq;      // [heads / kv_heads, length, padded head_dim], in blocks of 64 rows; on tiles
-                  // each of them is transposed
+  float* dq;      // [heads / kv_heads, length, padded head_dim], in blocks of 64 rows
   int32_t* done;  // [heads / kv_heads, blocks of 64 queries]: items that have added, atomic
 };
 

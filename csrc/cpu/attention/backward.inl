@@ -75,7 +75,6 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vect
         const Vec pairs = Math::pair(ds[0], ds[1]);
         store(g.dpt + i / 2 * kBlock + j * kWidth, pairs);
       }
-      if (Math::kTiled) clear_tile_rows(g.dpt + j * kWidth, keys);  // mutant: backward-clear
     }
   }
 }
@@ -95,15 +94,15 @@ VLMK_INLINE Panel<Fp32> pack_both(const AttentionParams& p, const Rows<const T>&
 }
 
 // A gradient of rotated rows src [n, padded(dim)], from `place` on, to where it belongs.
-template <class T>
+template <class T, class Fetch = NoFetch>
 void store_rotated_back(const AttentionParams& p, float* src, int64_t place, int64_t n,
-                        const RowEpilogue<true, T>& to) {
+                        const RowEpilogue<true, T>& to, Fetch fetch = {}) {
   const auto ld = static_cast<ptrdiff_t>(padded(p.head_dim));
   if (p.rotary) {
     const Rows<float> rows{src, ld};
     rotate_rows<true>(rows, rotary_rows(p, place), n, p.head_dim, rows);
   }
-  store_rows<true>(src, ld, n, p.head_dim, to.scale, to.rows, to.non_temporal);
+  store_rows<true>(src, ld, n, p.head_dim, to.scale, to.rows, to.non_temporal, fetch);
 }
 
 int64_t backward_floats(const AttentionParams& p, int64_t max_rows) {
@@ -143,8 +142,8 @@ struct DqSemaphore {
 };
 
 template <class T, class Math>
-void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool non_temporal,
-                   Prefetcher& prefetcher, float* memory) {
+void backward_item(const AttentionGradParams& g, const AttentionItem& item,
+                   const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
   using Element = typename Math::Element;
   const AttentionParams& p = g.forward;
   const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;
@@ -183,25 +182,25 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
     key = pack_both(p, k_rows, keys_place, keys, key_depth);
   } else {
     with_rotated<Math>(p, k_rows, keys_place, keys, key_buffer, [&](const auto& rows) {
-      pack_right<Math>(rows, keys, dim, key_depth);
+      pack_depth(rows, keys, dim, key_depth);
       key = pack_rows(Math{}, rows, keys, dim, key_buffer);
     });
   }
   const Panel<Math> value = pack_rows(Math{}, rows_of<const T>(p.v, p.order, keys_place, kv_head),
                                       keys, dim, value_buffer);
   // Sums that are complete after one product leave from there.
-  const bool one_block = length <= kBlock && group == 1 && !Math::kTiled;
+  const bool one_block = length <= kBlock && group == 1;
   const float one = 1.f;
   const RowEpilogue<true, T> dk_rows{rows_of<T>(g.dk, p.order, keys_place, kv_head), dim, &p.scale,
-                                     non_temporal};
+                                     work.non_temporal};
   const RowEpilogue<true, T> dv_rows{rows_of<T>(g.dv, p.order, keys_place, kv_head), dim, &one,
-                                     non_temporal};
+                                     work.non_temporal};
 
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     for (int64_t q0 = p.causal ? keys_begin : 0; q0 < length; q0 += kBlock) {
       const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
       const int rows = static_cast<int>(queries);
-      const int lanes = vectors_of(whole_tiles(queries));  // mutant: backward-lanes
+      const int lanes = vectors_of(queries);
       const Rows<const T> q = query_rows<const T>(p, p.q, place, head);
       const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
       if constexpr (Math::kStep == 1) {
@@ -227,9 +226,9 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
       const DqSemaphore semaphore(item, p, head - kv_head * group, q0, queries);
       float* dq = item.shared_dq ? semaphore.dq : local_dq;
       const int64_t key_end = p.causal ? minimum(q0 + queries - keys_begin, keys) : keys;
-      const bool one_pass = key_end <= kBlock && !p.rotary && !item.shared_dq && !Math::kTiled;
+      const bool one_pass = key_end <= kBlock && !p.rotary && !item.shared_dq;
       const RowEpilogue<true, T> dq_rows{query_rows<T>(p, g.dq, place, head), dim, &p.scale,
-                                         non_temporal};
+                                         work.non_temporal};
       for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
         const int n = static_cast<int>(minimum(kBlock, key_end - k0));
         gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, st, kBlock, n, lanes, depth,
@@ -255,19 +254,19 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, bool
                           prefetcher);
         if (k0 == 0) semaphore.wait();
         gemm<Math, true>(
-            {reinterpret_cast<const Element*>(dpt), kBlock, key_depth + k0 / Math::kStep * ld,
-             right_ld<Math>(dim), dq, result_ld<Math>(dim), rows, columns, steps_of<Math>(n),
-             k == 0 ? Start::kZero : Start::kAdd, nullptr, one_pass ? &dq_rows : nullptr},
+            {reinterpret_cast<const Element*>(dpt), kBlock, key_depth + k0 / Math::kStep * ld, ld,
+             dq, ld, rows, columns, steps_of<Math>(n), k == 0 ? Start::kZero : Start::kAdd, nullptr,
+             one_pass ? &dq_rows : nullptr},
             prefetcher);
       }
       if (!one_pass && semaphore.last) {
-        store_rotated_back(p, result_rows<Math>(dq, queries, dim, qt), place, queries, dq_rows);
+        store_rotated_back(p, dq, place, queries, dq_rows);
       }
       semaphore.release();
     }
   }
   if (!one_block || p.rotary) store_rotated_back(p, dk, keys_place, keys, dk_rows);
-  if (!one_block) store_rows<true>(dv, ld, keys, dim, &one, dv_rows.rows, non_temporal);
+  if (!one_block) store_rows<true>(dv, ld, keys, dim, &one, dv_rows.rows, work.non_temporal);
 }
 
 }  // namespace

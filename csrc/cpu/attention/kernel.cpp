@@ -7,9 +7,8 @@
 //   forward   S^T = K Q^T   O += P V
 //   backward  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q   dQ += dS K
 // Math = Fp32: storage types are converted while packing, all arithmetic is fp32. Math = Bf16Pairs
-// (AVX-512 BF16) and Bf16Tiles (AMX): products of bf16 summed in fp32; P and dS are rounded to bf16
-// before their products, as plain torch does. On tiles the two products whose left operand has
-// queries in lanes give their transposes, O^T = V^T P^T and dQ^T = K^T dS^T.
+// (AVX-512 BF16): products of bf16 summed in fp32; P and dS are rounded to bf16 before their
+// products, as plain torch does. AMX does the same another way: tiles.inl.
 //
 // Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2
 // (about 12 operations) per pair: GEMM-bound for every D >= 64, if the rows arrive in time; see
@@ -53,13 +52,6 @@ VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int
       const int first = static_cast<int>(k0 + i - q0) - j * kWidth;
       if (first > 0) store(at, keep_from(first, load(at), set1(-__builtin_inff())));
     }
-  }
-}
-
-// Zeros behind `keys` rows of pairs, up to a whole tile.
-VLMK_INLINE void clear_tile_rows(float* column, int keys) {
-  for (int i = (keys + 1) / 2; i % 16 != 0; ++i) {  // mutant: clear-rows
-    store(column + i * kBlock, set1(0.f));
   }
 }
 
@@ -109,7 +101,6 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
         store(column + i / 2 * kBlock, Math::pair(e, set1(0.f)));
       }
     }
-    if (Math::kTiled) clear_tile_rows(column, keys);  // mutant: forward-clear
     Vec sum = sum0 + sum1;
     if (!first) {
       const Vec moved = exp2(old_max * c + shift);
@@ -128,7 +119,7 @@ int64_t forward_floats(const AttentionParams& p, int64_t max_seqlen) {
 }
 
 template <class T, class Math>
-void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_temporal,
+void forward_item(const AttentionParams& p, const AttentionItem& item, const AttentionWork& work,
                   Prefetcher& prefetcher, float* memory) {
   using Element = typename Math::Element;
   const int64_t dim = p.head_dim, ld = padded(dim), group = p.heads / p.kv_heads;
@@ -149,7 +140,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
       p, rows_of<const T>(p.k, p.order, item.begin, kv_head), item.begin, keys, key_buffer,
       [&](const auto& rows) { key = pack_rows(Math{}, rows, keys, dim, key_buffer); });
   const auto pack_values = [&] {
-    pack_right<Math>(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
+    pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
   };
   // Of a window the queries have been used when the values are wanted: in their place, values are
   // written to lines that a first-level cache still holds.
@@ -168,14 +159,14 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
         p, query_rows<const T>(p, p.q, place, item.head), place, queries, out,
         [&](const auto& rows) { pack_lanes(rows, queries, dim, score_sign(p), qt); });
     const RowEpilogue<false, T> results{rows_of<T>(p.out, p.order, place, item.head), dim,
-                                        correction, non_temporal};
+                                        correction, work.non_temporal};
     const auto invert_sums = [&] {
       for (int j = 0; j < lanes; ++j) {
         store(correction + j * kWidth, set1(1.f) / load(row_sum + j * kWidth));
       }
     };
     const int64_t key_end = p.causal ? q0 + queries : keys;
-    const bool one_pass = key_end <= kBlock && !Math::kTiled;  // results leave from the product
+    const bool one_pass = key_end <= kBlock;  // results leave from the product
     for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
       const int n = static_cast<int>(minimum(kBlock, key_end - k0));
       const bool first = k0 == 0;
@@ -187,19 +178,18 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
                                      correction);
       if (window) pack_values();
       if (one_pass) invert_sums();
-      gemm<Math, true>({reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld,
-                        right_ld<Math>(dim), out, result_ld<Math>(dim), static_cast<int>(queries),
-                        vectors_of(dim), steps_of<Math>(n), first ? Start::kZero : Start::kScale,
-                        correction, one_pass ? &results : nullptr},
-                       prefetcher);
+      gemm<Math, true>(
+          {reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld, ld, out, ld,
+           static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
+           first ? Start::kZero : Start::kScale, correction, one_pass ? &results : nullptr},
+          prefetcher);
     }
     const int64_t first_row = item.head * p.tokens + place;
     copy(row_max, queries, p.row_max + first_row);
     copy(row_sum, queries, p.row_sum + first_row);
     if (one_pass) continue;
     invert_sums();
-    store_rows<false>(result_rows<Math>(out, queries, dim, qt), ld, queries, dim, correction,
-                      results.rows, non_temporal);
+    store_rows<false>(out, ld, queries, dim, correction, results.rows, work.non_temporal);
   }
 }
 
@@ -208,24 +198,30 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, bool non_
 }  // namespace vlmk
 
 #include "cpu/attention/backward.inl"
+#if defined(VLMK_TILES)
+#include "cpu/attention/tiles_backward.inl"
+#include "cpu/attention/tiles_forward.inl"
+#endif
 
 namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
-// Runs run(params, item, non_temporal, prefetcher, memory) over all items on torch's threads. A
+// Runs run(params, item, work, prefetcher, memory) over all items on torch's threads. A
 // thread takes work.chunk consecutive items at a time, and already while it works on the chunk
 // before, so that it can have prefetch(params, first item, last item, non_temporal, prefetcher)
 // name what to fetch.
 template <class Params>
-using RunItem = void (*)(const Params&, const AttentionItem&, bool, Prefetcher&, float*);
+using RunItem = void (*)(const Params&, const AttentionItem&, const AttentionWork&, Prefetcher&,
+                         float*);
 template <class Params>
 using PrefetchItems = void (*)(const Params&, const AttentionItem&, const AttentionItem&, bool,
                                Prefetcher&);
 
 template <class Params>
-void run_items(const Params& params, const AttentionWork& work, int64_t floats, bool non_temporal,
+void run_items(const Params& params, AttentionWork work, int64_t floats, bool non_temporal,
                RunItem<Params> run, PrefetchItems<Params> prefetch) {
+  work.non_temporal = non_temporal;
   const int64_t chunks = (work.count + work.chunk - 1) / work.chunk;
   const auto end_of = [&](int64_t chunk) { return minimum((chunk + 1) * work.chunk, work.count); };
   // Items that share a dq must not wait behind another one of the same thread.
@@ -257,8 +253,9 @@ void run_items(const Params& params, const AttentionWork& work, int64_t floats, 
         prefetch(params, work.items[next * work.chunk], work.items[end_of(next) - 1], non_temporal,
                  prefetcher);
       }
+      float* memory = scratch(static_cast<size_t>(floats));
       for (int64_t i = chunk * work.chunk; i < end_of(chunk); ++i) {
-        run(params, work.items[i], non_temporal, prefetcher, scratch(static_cast<size_t>(floats)));
+        run(params, work.items[i], work, prefetcher, memory);
       }
       prefetcher.finish();
     }
@@ -273,23 +270,29 @@ void run_items(const Params& params, const AttentionWork& work, int64_t floats, 
 
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
 #if defined(VLMK_TILES)
-  const auto run = forward_item<BFloat16, Bf16Tiles>;
+  const bool gathers = work.non_temporal && gathered(p, work, p.out);
+  run_items(p, work, forward_tiles_floats(p, work), gathers, forward_tiles,
+            prefetch_forward<BFloat16>);
 #else
   const auto run =
       work.bf16_dots ? forward_item<BFloat16, Bf16Pairs> : forward_item<BFloat16, Fp32>;
-#endif
   run_items(p, work, forward_floats(p, work.max_seqlen), false, run, prefetch_forward<BFloat16>);
+#endif
 }
 
 void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
 #if defined(VLMK_TILES)
-  const auto run = backward_item<BFloat16, Bf16Tiles>;
+  const AttentionParams& p = g.forward;
+  const bool gathers = work.non_temporal && gathered(p, work, g.dq) && gathered(p, work, g.dk) &&
+                       gathered(p, work, g.dv);
+  run_items(g, work, backward_tiles_floats(p, work), gathers, backward_tiles,
+            prefetch_backward<BFloat16>);
 #else
   const auto run =
       work.bf16_dots ? backward_item<BFloat16, Bf16Pairs> : backward_item<BFloat16, Fp32>;
-#endif
   run_items(g, work, backward_floats(g.forward, work.max_rows), false, run,
             prefetch_backward<BFloat16>);
+#endif
 }
 
 #else

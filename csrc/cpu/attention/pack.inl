@@ -4,17 +4,12 @@
 //   pack_rows   [n tokens, dim], A of a product over dim: one element per step of dim, broadcast
 //   pack_lanes  [dim, 64 tokens], B of a product over dim: tokens in lanes
 //   pack_depth  [n tokens, dim], B of a product over tokens: dim in lanes
-//   pack_right  the same, where A lies by columns: Bf16Tiles takes B transposed
 //
-// Fp32 panels hold floats, whatever the storage type was; those of Bf16Pairs and Bf16Tiles hold
-// pairs of what is multiplied and added in one step, and zeros as far as tiles read.
+// Fp32 panels hold floats, whatever the storage type was; those of bf16 hold pairs of what is
+// multiplied and added in one step, and zeros as far as tiles read (tiles.inl).
 #pragma once
 #include "common/params.h"
-#if defined(VLMK_TILES)
-#include "cpu/tile_gemm.h"
-#else
 #include "cpu/gemm.h"
-#endif
 
 namespace vlmk {
 namespace VLMK_ISA {
@@ -78,6 +73,16 @@ struct Panel {
   ptrdiff_t ld;
 };
 
+// Called after every row or two: prefetches some cache lines.
+struct NoFetch {
+  VLMK_MEMBER void operator()() const {}
+};
+struct Fetch {
+  Prefetcher& prefetcher;
+  int lines;
+  VLMK_MEMBER void operator()() const { prefetcher.fetch(lines); }
+};
+
 // rows [n, dim] -> dst [n, padded(dim)], zeros behind dim.
 template <class T>
 VLMK_NOINLINE void pack_depth(const Rows<T>& rows, int64_t n, int64_t dim, float* dst) {
@@ -138,21 +143,18 @@ VLMK_NOINLINE void pack_lanes(const Rows<T>& rows, int64_t n, int64_t dim, float
 #if defined(VLMK_BF16_PANELS)
 // Up to 32 bf16 of a row from element d on, zeros behind dim.
 VLMK_INLINE __m512i load_row(const BFloat16* row, int64_t d, int64_t dim) {
-  const int64_t left = dim - d;  // mutant: pack-row-left
-  const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
-  return _mm512_maskz_loadu_epi16(mask, row + d);
+  return _mm512_maskz_loadu_epi16(first_words(dim - d), row + d);  // mutant: pack-row-left
 }
 
+#if !defined(VLMK_TILES)
 // rows may lie where they are packed to, 2 * padded_pairs(dim) apart.
 template <class Math>
 VLMK_INLINE Panel<Math> pack_rows(Math, const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
                                   uint32_t* dst) {
   const int64_t ld = padded_pairs(dim);
-  if constexpr (!Math::kTiled) {
-    const bool dense = rows.stride == 2 * ld;
-    if ((n <= kInPlaceRows || dense) && dim % 2 == 0 && rows.stride % 2 == 0 && !rows.order) {
-      return {reinterpret_cast<const uint32_t*>(rows.data), rows.stride / 2};
-    }
+  const bool dense = rows.stride == 2 * ld;
+  if ((n <= kInPlaceRows || dense) && dim % 2 == 0 && rows.stride % 2 == 0 && !rows.order) {
+    return {reinterpret_cast<const uint32_t*>(rows.data), rows.stride / 2};
   }
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t d = 0; d < ld; d += 16) {
@@ -166,9 +168,9 @@ VLMK_INLINE Panel<Math> pack_rows(Math, const Rows<const BFloat16>& rows, int64_
 VLMK_NOINLINE void pack_lanes(const Rows<const BFloat16>& rows, int64_t n, int64_t dim, float sign,
                               uint32_t* dst) {
   const __m512i flip = _mm512_set1_epi32(sign < 0 ? static_cast<int>(0x80008000u) : 0);
-  for (int64_t i = 0; i < whole_tiles(n); i += kWidth) {  // mutant: pack-lanes-tokens
+  for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t present = minimum(kWidth, n - i);
-    for (int64_t d = 0; d < padded_pairs(dim); d += kWidth) {  // mutant: pack-lanes-pairs
+    for (int64_t d = 0; d < padded_pairs(dim); d += kWidth) {
       Vec r[kWidth];
       for (int j = 0; j < kWidth; ++j) {
         r[j] = j < present
@@ -182,97 +184,38 @@ VLMK_NOINLINE void pack_lanes(const Rows<const BFloat16>& rows, int64_t n, int64
     }
   }
 }
+#endif
 
-// Elements [d, d + 16) of the rows of tokens i and i + 1, in pairs.
-VLMK_INLINE __m512i load_pairs(const Rows<const BFloat16>& rows, int64_t n, int64_t i, int64_t d,
-                               int64_t dim) {
-  const __mmask16 mask = first_lanes(static_cast<int>(minimum(kWidth, dim - d)));
-  const auto load_half = [&](int64_t token) {
-    // mutant: pack-pairs-token
-    return token < n ? _mm256_maskz_loadu_epi16(mask, rows[token] + d) : _mm256_setzero_si256();
-  };
-  return interleave(load_half(i), load_half(i + 1));
+// Of a permutation of two vectors: words from `first` on, of one and of the other in turn.
+VLMK_INLINE __m512i load_turns(int first) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i word = _mm512_add_epi32(lanes, _mm512_set1_epi32(first));
+  return _mm512_or_si512(word,
+                         _mm512_slli_epi32(_mm512_add_epi32(word, _mm512_set1_epi32(32)), 16));
 }
 
 // dst [n / 2, padded(dim)]: pairs along the tokens.
+template <class Fetch = NoFetch>
 VLMK_NOINLINE void pack_depth(const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
-                              uint32_t* dst) {
+                              uint32_t* dst, Fetch fetch = {}) {
   const int64_t ld = padded(dim);
+  const __m512i low = load_turns(0), high = load_turns(16);
   for (int64_t i = 0; i < whole_tiles(n); i += 2, dst += ld) {  // mutant: pack-depth-tokens
-    for (int64_t d = 0; d < ld; d += 16) {
-      _mm512_storeu_si512(dst + d, load_pairs(rows, n, i, d, dim));
+    const auto load_token = [&](int64_t token, int64_t d) {
+      // mutant: pack-pairs-token
+      return token < n ? load_row(rows[token], d, dim) : _mm512_setzero_si512();
+    };
+    for (int64_t d = 0; d < ld; d += 32) {
+      const __m512i even = load_token(i, d), odd = load_token(i + 1, d);
+      _mm512_storeu_si512(dst + d, _mm512_permutex2var_epi16(even, low, odd));
+      if (d + 16 < ld) {
+        _mm512_storeu_si512(dst + d + 16, _mm512_permutex2var_epi16(even, high, odd));
+      }
     }
+    fetch();
   }
 }
 #endif
-
-#if defined(VLMK_TILES)
-// dst [n / 64, padded(dim), 32]: blocks of 64 tokens, transposed, pairs along the tokens.
-VLMK_NOINLINE void pack_transposed(const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
-                                   uint32_t* dst) {
-  const int64_t ld = padded(dim), pairs = kBlock / 2;
-  for (int64_t i = 0; i < n; i += 2 * kTile) {
-    // mutant: pack-transposed-block
-    uint32_t* block = dst + i / kBlock * pairs * ld + i % kBlock / 2;
-    for (int64_t d = 0; d < ld; d += kTile) {
-      Vec r[kTile];
-      for (int j = 0; j < kTile; ++j) {
-        // mutant: pack-transposed-load
-        r[j] = _mm512_castsi512_ps(load_pairs(rows, n, i + 2 * j, d, dim));
-      }
-      transpose(r);
-      for (int j = 0; j < kTile; ++j) {
-        _mm512_storeu_ps(reinterpret_cast<float*>(block + (d + j) * pairs), r[j]);
-      }
-    }
-  }
-}
-#endif
-
-// src [padded(dim), 64 tokens], a product's transposed result -> dst [n, padded(dim)].
-template <class Math>
-VLMK_NOINLINE void transpose_block(const float* src, int64_t n, int64_t dim, float* dst) {
-  const int64_t ld = padded(dim);
-  for (int64_t i = 0; i < n; i += kWidth) {
-    for (int64_t d = 0; d < ld; d += kWidth) {
-      Vec r[kWidth];
-      for (int j = 0; j < kWidth; ++j) r[j] = load(src + (d + j) * kBlock + i);
-      transpose(r);
-      for (int j = 0; j < kWidth; ++j) store(dst + (i + j) * ld + d, r[j]);
-    }
-  }
-}
-
-// B of a product over tokens whose A lies by columns. A block of 64 tokens begins at its first
-// token / kStep * padded(dim); right_ld is the distance of B's rows there, result_ld that of the
-// result's.
-template <class Math, class T>
-VLMK_INLINE void pack_right(const Rows<const T>& rows, int64_t n, int64_t dim,
-                            typename Math::Element* dst) {
-  if constexpr (Math::kTiled) {
-    pack_transposed(rows, n, dim, dst);
-  } else {
-    pack_depth(rows, n, dim, dst);
-  }
-}
-template <class Math>
-VLMK_INLINE ptrdiff_t right_ld(int64_t dim) {
-  return Math::kTiled ? kBlock / Math::kStep : padded(dim);
-}
-template <class Math>
-VLMK_INLINE ptrdiff_t result_ld(int64_t dim) {
-  return Math::kTiled ? kBlock : padded(dim);
-}
-// The result as rows [n, padded(dim)]: c, or on tiles what is then in buffer [64, padded(dim)].
-template <class Math>
-VLMK_INLINE float* result_rows(float* c, int64_t n, int64_t dim, void* buffer) {
-  if constexpr (Math::kTiled) {
-    transpose_block<Math>(c, n, dim, static_cast<float*>(buffer));
-    return static_cast<float*>(buffer);
-  } else {
-    return c;
-  }
-}
 
 VLMK_INLINE void copy(const float* src, int64_t n, float* dst) {
   for (int64_t i = 0; i < n; ++i) dst[i] = src[i];
@@ -280,9 +223,10 @@ VLMK_INLINE void copy(const float* src, int64_t n, float* dst) {
 
 // src [n, padded(dim)], row i times scale[i] (or scale[0] if kOneScale) -> rows [n, dim].
 // `non_temporal`: rows are whole lines then.
-template <bool kOneScale, class T>
+template <bool kOneScale, class T, class Fetch = NoFetch>
 VLMK_NOINLINE void store_rows(const float* src, int64_t ld, int64_t n, int64_t dim,
-                              const float* scale, const Rows<T>& rows, bool non_temporal) {
+                              const float* scale, const Rows<T>& rows, bool non_temporal,
+                              Fetch fetch = {}) {
   const int64_t whole = dim / kWidth * kWidth;
   if constexpr (std::is_same<T, float>::value) {
     if (non_temporal) {
@@ -297,10 +241,22 @@ VLMK_NOINLINE void store_rows(const float* src, int64_t ld, int64_t n, int64_t d
   for (int64_t i = 0; i < n; ++i, src += ld) {
     T* row = rows[i];
     const Vec s = set1(scale[kOneScale ? 0 : i]);
+#if defined(VLMK_BF16_PANELS)
+    if constexpr (std::is_same<T, BFloat16>::value) {
+      for (int64_t d = 0; d < dim; d += 32) {
+        const Vec low = load(src + d) * s;
+        const Vec high = d + 16 < dim ? load(src + d + 16) * s : low;
+        _mm512_mask_storeu_epi16(row + d, first_words(dim - d), round_bf16(low, high));
+      }
+      fetch();
+      continue;
+    }
+#endif
     for (int64_t d = 0; d < whole; d += kWidth) store(row + d, load(src + d) * s);
     if (whole < dim) {
       store_n(row + whole, load(src + whole) * s, static_cast<int>(dim - whole));
     }
+    fetch();
   }
 }
 
