@@ -58,10 +58,12 @@ def describe_machine(device: str) -> dict[str, Any]:
             packages[name] = version(name)
         except PackageNotFoundError:
             continue
+    kernels = _native._C.isa()
     machine = {
-        "cpu": _cpu_name(),
+        # A hypervisor may give one name to processors with AMX and without.
+        "cpu": _cpu_name() + (" with AMX" if kernels.startswith("amx") else ""),
         "cores": len(affinity) or os.cpu_count() or 1,
-        "kernels": _native._C.isa(),
+        "kernels": kernels,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": packages,

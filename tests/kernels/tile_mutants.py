@@ -67,8 +67,7 @@ MUTANTS = [
     A("dS of half a block", "backward-block-end", "if (end != key_end) return;"),
     A("half of the row's dot", "dots-depth", "d < dim / 2 && row + i < n"),
     A("queries behind the last", "backward-lanes", "vectors_of(queries)"),
-    A("heads of a shared dq overlap", "shared-dq",
-      "shared.dq + (head * item.length + q0) * padded(p.head_dim)"),
+    A("one shared dq for all heads", "shared-dq", "shared.dq + q0 * padded(p.head_dim)"),
     # ---- results past the caches
     A("heads gathered in one place", "gather-head",
       "{buffer, static_cast<ptrdiff_t>(work.chunk * p.head_dim)}"),

@@ -7,7 +7,8 @@
 // multiply for one while vectors work on another, and what a tile loads was stored a strip ago.
 //
 // Windows take as long as their rows take to arrive: a core has few line fills in flight, so the
-// next rows are fetched a few lines at a time all the way, Prefetcher::fetch().
+// next rows are fetched a few lines at a time all the way, Prefetcher::fetch(). How many lines each
+// phase fetches is about in proportion to its time, so that a window's are done when it is.
 #pragma once
 
 #include "cpu/attention/attention.h"
@@ -84,7 +85,7 @@ VLMK_NOINLINE void pack_right_rows(const Rows<const BFloat16>& rows, int64_t n, 
       transpose(r);
       float* to = reinterpret_cast<float*>(block + kTile * step * kBlock);
       for (int j = 0; j < kTile; ++j) store(to + j * kBlock, r[j]);
-      prefetcher.fetch(8);
+      prefetcher.fetch(6);
     }
   }
 }
@@ -135,7 +136,7 @@ VLMK_INLINE void multiply_tiles(const Left& a, const uint32_t* b, ptrdiff_t ldb,
       tile_dot<2, 5, 6>();                            // mutant: tiles-dot-2
       if (kUse[3]) tile_dot<3, 5, 7>();               // mutant: tiles-dot-3
     }
-    prefetcher.fetch(5);
+    prefetcher.fetch(4);
   }
   tile_store<0>(at(0), 4 * ldc);
   if (kUse[1]) tile_store<1>(at(1), 4 * ldc);  // mutant: tiles-store-1

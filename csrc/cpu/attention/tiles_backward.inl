@@ -29,7 +29,7 @@ VLMK_NOINLINE void dots_of_rows(const Rows<const BFloat16>& outs, const Rows<con
         high = fma(upper(a), upper(b), high);
       }
       store(sums[i], low + high);
-      prefetcher.fetch(2);
+      prefetcher.fetch(1);
     }
     Vec r[kTile];
     for (int i = 0; i < kTile; ++i) r[i] = load(sums[i]);
@@ -79,7 +79,7 @@ VLMK_NOINLINE void gradient_strip(const float* st, const float* dpt, int keys, i
         store(pairs + i / 2 * kBlock + (j + v) * kWidth,
               pair_bf16(ds[0][v], both ? ds[1][v] : set1(0.f)));
       }
-      prefetcher.fetch(4);
+      prefetcher.fetch(3);
     }
     for (; i < kStrip; i += 2) {  // mutant: gradient-clear
       store(pairs + i / 2 * kBlock + j * kWidth, set1(0.f));
@@ -150,7 +150,7 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
   Left key;
   with_rotated<Bf16Tiles>(p, rows_of<const T>(p.k, p.order, keys_place, kv_head), keys_place, keys,
                           key_buffer, [&](const auto& rows) {
-                            pack_depth(rows, keys, dim, key_depth, Fetch{prefetcher, 2});
+                            pack_depth(rows, keys, dim, key_depth, Fetch{prefetcher, 1});
                             key = left_rows(rows, keys, dim, window,
                                             reinterpret_cast<T*>(key_buffer));
                           });
@@ -166,10 +166,10 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
       with_rotated<Bf16Tiles>(p, query_rows<const T>(p, p.q, place, head), place, queries, local_dq,
                               [&](const auto& rows) {
                                 pack_right_rows(rows, queries, dim, score_sign(p), qt, prefetcher);
-                                pack_depth(rows, queries, dim, q_depth, Fetch{prefetcher, 2});
+                                pack_depth(rows, queries, dim, q_depth, Fetch{prefetcher, 1});
                               });
       pack_right_rows(dout, queries, dim, 1.f, gt, prefetcher);
-      pack_depth(dout, queries, dim, g_depth, Fetch{prefetcher, 2});
+      pack_depth(dout, queries, dim, g_depth, Fetch{prefetcher, 1});
       for (int64_t i = 0; i < kBlock; ++i) {
         const int64_t at = head * p.tokens + place + i;
         row_max[i] = i < queries ? p.row_max[at] : 0.f;
@@ -237,7 +237,7 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
         const RowEpilogue<true, T> rows{dq_gather ? result_rows_of(p, item, work, g.dq, dq_gather)
                                                   : query_rows<T>(p, g.dq, place, head),
                                         dim, &p.scale, false};
-        store_rotated_back(p, dq, place, queries, rows, Fetch{prefetcher, 2});
+        store_rotated_back(p, dq, place, queries, rows, Fetch{prefetcher, 1});
       }
       semaphore.release();
     }
@@ -246,8 +246,8 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
     return result_rows_of(p, item, work, x, gather).from(keys_begin);
   };
   const RowEpilogue<true, T> dk_rows{key_rows(g.dk, dk_gather), dim, &p.scale, false};
-  store_rotated_back(p, dk, keys_place, keys, dk_rows, Fetch{prefetcher, 2});
-  store_rows<true>(dv, ld, keys, dim, &one, key_rows(g.dv, dv_gather), false, Fetch{prefetcher, 2});
+  store_rotated_back(p, dk, keys_place, keys, dk_rows, Fetch{prefetcher, 1});
+  store_rows<true>(dv, ld, keys, dim, &one, key_rows(g.dv, dv_gather), false, Fetch{prefetcher, 1});
   write_gathered(p, item, work, g.dq, dq_gather);
   write_gathered(p, item, work, g.dk, dk_gather);
   write_gathered(p, item, work, g.dv, dv_gather);

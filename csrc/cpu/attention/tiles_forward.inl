@@ -107,7 +107,7 @@ void forward_tiles(const AttentionParams& p, const AttentionItem& item, const At
       p, rows_of<const BFloat16>(p.k, p.order, item.begin, kv_head), item.begin, keys, values,
       [&](const auto& rows) { pack_right_rows(rows, keys, dim, score_sign(p), kt, prefetcher); });
   pack_depth(rows_of<const BFloat16>(p.v, p.order, item.begin, kv_head), keys, dim, values,
-             Fetch{prefetcher, 4});
+             Fetch{prefetcher, 3});
 
   for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {
     const int64_t queries = minimum(kBlock, item.rows_end - q0), place = item.begin + q0;
