@@ -111,8 +111,8 @@ struct Prefetcher {
     done &= over - 1;  // 0 if over
   }
   VLMK_MEMBER bool busy() const { return next < count; }
-  // Up to `lines` steps between rows or tiles, which leave it to the registers where they are; to
-  // the first-level cache, which serves these (windows on AMX: 1.05x).
+  // Up to `lines` steps at once, `next` and `done` in registers meanwhile; into the first-level
+  // cache (windows on AMX: 1.05x).
   VLMK_MEMBER void fetch(int lines) {
     int run = next;
     size_t from = done;

@@ -144,7 +144,8 @@ std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, i
 }
 
 // A thread takes a few heads of a window at a time: rows of 1.3 KB, which the hardware's prefetcher
-// follows, and two such chunks of 64 tokens fit into a 1 MB cache. Processors with AMX have 2 MB.
+// follows, and two such chunks of 64 tokens fit into a 1 MB cache. Processors with AMX have 2 MB:
+// rows of 2.6 KB.
 AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
                         int64_t heads, int64_t rows, int64_t max_seqlen) {
   // Above that the results go to memory by non-temporal stores: by the time that they are read,

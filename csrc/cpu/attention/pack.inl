@@ -241,18 +241,15 @@ VLMK_NOINLINE void store_rows(const float* src, int64_t ld, int64_t n, int64_t d
   for (int64_t i = 0; i < n; ++i, src += ld) {
     T* row = rows[i];
     const Vec s = set1(scale[kOneScale ? 0 : i]);
+    int64_t d = 0;
 #if defined(VLMK_BF16_PANELS)
     if constexpr (std::is_same<T, BFloat16>::value) {
-      for (int64_t d = 0; d < dim; d += 32) {
-        const Vec low = load(src + d) * s;
-        const Vec high = d + 16 < dim ? load(src + d + 16) * s : low;
-        _mm512_mask_storeu_epi16(row + d, first_words(dim - d), round_bf16(low, high));
+      for (; d + 2 * kWidth <= dim; d += 2 * kWidth) {
+        _mm512_storeu_si512(row + d, round_bf16(load(src + d) * s, load(src + d + kWidth) * s));
       }
-      fetch();
-      continue;
     }
 #endif
-    for (int64_t d = 0; d < whole; d += kWidth) store(row + d, load(src + d) * s);
+    for (; d < whole; d += kWidth) store(row + d, load(src + d) * s);
     if (whole < dim) {
       store_n(row + whole, load(src + whole) * s, static_cast<int>(dim - whole));
     }
