@@ -35,7 +35,8 @@ struct AttentionWork {
   int64_t max_rows;    // of an item
   int64_t max_seqlen;  // of a segment
   int64_t chunk;       // consecutive items that one thread takes, >= 1
-  bool non_temporal;   // the results are too large to be found in a cache by whoever reads them
+  bool non_temporal;   // the results are too large to be found in a cache by whoever reads them; to
+                       // an item: and go past the caches
   bool bf16_dots;      // multiply bf16 by dot products, where the instruction set has them
 };
 

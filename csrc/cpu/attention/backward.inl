@@ -94,9 +94,9 @@ VLMK_INLINE Panel<Fp32> pack_both(const AttentionParams& p, const Rows<const T>&
 }
 
 // A gradient of rotated rows src [n, padded(dim)], from `place` on, to where it belongs.
-template <class T, class Fetch = NoFetch>
+template <class T, class F = NoFetch>
 void store_rotated_back(const AttentionParams& p, float* src, int64_t place, int64_t n,
-                        const RowEpilogue<true, T>& to, Fetch fetch = {}) {
+                        const RowEpilogue<true, T>& to, F fetch = {}) {
   const auto ld = static_cast<ptrdiff_t>(padded(p.head_dim));
   if (p.rotary) {
     const Rows<float> rows{src, ld};

@@ -195,9 +195,9 @@ VLMK_INLINE __m512i load_turns(int first) {
 }
 
 // dst [n / 2, padded(dim)]: pairs along the tokens.
-template <class Fetch = NoFetch>
+template <class F = NoFetch>
 VLMK_NOINLINE void pack_depth(const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
-                              uint32_t* dst, Fetch fetch = {}) {
+                              uint32_t* dst, F fetch = {}) {
   const int64_t ld = padded(dim);
   const __m512i low = load_turns(0), high = load_turns(16);
   for (int64_t i = 0; i < whole_tiles(n); i += 2, dst += ld) {  // mutant: pack-depth-tokens
@@ -223,10 +223,10 @@ VLMK_INLINE void copy(const float* src, int64_t n, float* dst) {
 
 // src [n, padded(dim)], row i times scale[i] (or scale[0] if kOneScale) -> rows [n, dim].
 // `non_temporal`: rows are whole lines then.
-template <bool kOneScale, class T, class Fetch = NoFetch>
+template <bool kOneScale, class T, class F = NoFetch>
 VLMK_NOINLINE void store_rows(const float* src, int64_t ld, int64_t n, int64_t dim,
                               const float* scale, const Rows<T>& rows, bool non_temporal,
-                              Fetch fetch = {}) {
+                              F fetch = {}) {
   const int64_t whole = dim / kWidth * kWidth;
   if constexpr (std::is_same<T, float>::value) {
     if (non_temporal) {

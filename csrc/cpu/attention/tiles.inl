@@ -144,7 +144,7 @@ VLMK_INLINE void multiply_tiles(const Left& a, const uint32_t* b, ptrdiff_t ldb,
   if (kUse[3]) tile_store<3>(at(3), 4 * ldc);  // mutant: tiles-store-3
 }
 
-// C [rows, columns] (+)= a b, both up to whole tiles; at most 32 rows.
+// C [rows, columns] (+)= a b, both up to whole tiles; of more than 32 rows, the first 32.
 VLMK_NOINLINE void multiply_strip(const Left& a, int64_t rows, const uint32_t* b, ptrdiff_t ldb,
                                   float* c, ptrdiff_t ldc, int64_t columns, int steps, bool add,
                                   Prefetcher& prefetcher) {

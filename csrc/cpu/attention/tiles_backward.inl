@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kStrip = 32;  // keys
 
-// delta [n up to 16] = sum over dim of out * dout, in fp32.
+// row_dots() of bf16, the lanes of 16 rows added at a time. delta [n up to 16].
 VLMK_NOINLINE void dots_of_rows(const Rows<const BFloat16>& outs, const Rows<const BFloat16>& douts,
                                 int64_t n, int64_t dim, float* delta, Prefetcher& prefetcher) {
   const auto lower = [](__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); };
@@ -100,16 +100,17 @@ VLMK_NOINLINE void transpose_pairs(const float* pairs, int vectors, float* ds) {
 }
 
 int64_t backward_tiles_floats(const AttentionParams& p, const AttentionWork& work) {
-  const int64_t ld = padded(p.head_dim), pairs = kTile * dim_steps(p.head_dim);
-  return 3 * gathered_floats(p, work)  // dq, dk, dv of windows
-                                       // dk, dv, keys by pairs of tokens, keys, values
-         + whole_blocks(work.max_rows) * (2 * ld + ld / 2 + 2 * pairs) +
-         kBlock * (2 * pairs + ld + ld)  // Q^T, dO^T, Q and dO by pairs, dq
-         + 4 * kStrip * kBlock           // S^T and dP^T of two strips
-         + 2 * kStrip * kBlock           // P^T and dS^T of two strips
-         + kTile * kBlock                // pairs
-         + kBlock * kBlock               // dS of two blocks of keys
-         + 3 * kBlock;                   // row_max, inverse_sum, delta
+  const int64_t ld = padded(p.head_dim), pairs = padded_pairs(p.head_dim);
+  return 3 * gathered_floats(p, work)               // dq, dk, dv of windows
+         + whole_blocks(work.max_rows) * 2 * ld     // dk, dv
+         + whole_blocks(work.max_rows) * ld / 2     // keys by pairs of tokens
+         + whole_blocks(work.max_rows) * 2 * pairs  // keys, values
+         + kBlock * (2 * pairs + ld + ld)           // Q^T, dO^T, Q and dO by pairs, dq
+         + 4 * kStrip * kBlock                      // S^T and dP^T of two strips
+         + 2 * kStrip * kBlock                      // P^T and dS^T of two strips
+         + kTile * kBlock                           // pairs
+         + kBlock * kBlock                          // dS of two blocks of keys
+         + 3 * kBlock;                              // row_max, inverse_sum, delta
 }
 
 void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
@@ -120,7 +121,8 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
   const int64_t keys_begin = item.rows_begin, keys = item.rows_end - keys_begin;
   const int64_t keys_place = item.begin + keys_begin, group = p.heads / p.kv_heads;
   const int64_t blocks = whole_blocks(keys);
-  const int steps = dim_steps(dim), pairs_of_dim = kTile * steps;
+  const int64_t pairs_of_dim = padded_pairs(dim);
+  const int steps = dim_steps(dim);
   const auto take = [&](int64_t floats) {
     float* const taken = memory;
     memory += floats;

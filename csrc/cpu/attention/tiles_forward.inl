@@ -75,7 +75,7 @@ VLMK_NOINLINE bool softmax_strip(const float* s, float scale, bool first, float*
 }
 
 int64_t forward_tiles_floats(const AttentionParams& p, const AttentionWork& work) {
-  const int64_t pairs = kTile * dim_steps(p.head_dim), ld = padded(p.head_dim);
+  const int64_t pairs = padded_pairs(p.head_dim), ld = padded(p.head_dim);
   return gathered_floats(p, work)                     // output of a window
          + 2 * whole_blocks(work.max_seqlen) * pairs  // keys, values
          + kBlock * (pairs + ld)                      // queries, output
@@ -85,10 +85,10 @@ int64_t forward_tiles_floats(const AttentionParams& p, const AttentionWork& work
 
 void forward_tiles(const AttentionParams& p, const AttentionItem& item, const AttentionWork& work,
                    Prefetcher& prefetcher, float* memory) {
-  const int64_t dim = p.head_dim, ld = padded(dim);
+  const int64_t dim = p.head_dim, ld = padded(dim), pairs = padded_pairs(dim);
   const int64_t kv_head = item.head / (p.heads / p.kv_heads);
   const int64_t keys = p.causal ? item.rows_end : item.length;
-  const int steps = dim_steps(dim), pairs = kTile * steps;
+  const int steps = dim_steps(dim);
   const bool window = item.length <= kBlock;
   auto* gather = window && work.non_temporal ? reinterpret_cast<BFloat16*>(memory) : nullptr;
   memory += gathered_floats(p, work);
