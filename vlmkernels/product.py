@@ -124,15 +124,24 @@ def _takes(out: Tensor | None, a: Tensor, b: Tensor, add: bool) -> bool:
     """Whether our kernel may write it: of the right shape, no element twice, nothing of a and b."""
     if out is None:
         return True
-    storage = out.untyped_storage().data_ptr()
     return (
         _is_plain(out, torch.float32 if add else a.dtype)
         and out.shape == (a.shape[0], b.shape[1])
         and out.stride(1) == 1
         and out.stride(0) >= out.shape[1]
-        and all(x.untyped_storage().data_ptr() != storage for x in (a, b))
+        and not any(_overlap(x, out) for x in (a, b))
         and not (torch.is_grad_enabled() and out.requires_grad)
     )
+
+
+def _overlap(x: Tensor, out: Tensor) -> bool:
+    """Whether the memory between the first and the last element of both has a byte in common."""
+    return x.data_ptr() < _end(out) and out.data_ptr() < _end(x)
+
+
+def _end(x: Tensor) -> int:
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr() + (last + 1) * x.itemsize
 
 
 def _adds(bias: Tensor, b: Tensor) -> bool:

@@ -222,11 +222,12 @@ def test_the_kernel_is_deterministic(name: str, dtype: torch.dtype) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Products done, and the largest storage that was made."""
+    """Products done, and the largest storage that was made, but for those of `result` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, result: int = 0) -> None:
         super().__init__()
         self.products = self.largest = 0
+        self.result = result
         self.shapes: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,7 +235,8 @@ class _Watch(TorchDispatchMode):
         self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
         for tensor in out if isinstance(out, tuple) else (out,):
             if isinstance(tensor, Tensor) and tensor.numel():
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+                size = tensor.untyped_storage().nbytes()
+                self.largest = max(self.largest, 0 if size == self.result else size)
                 self.shapes.add(tuple(tensor.shape))
         return out
 
@@ -258,30 +260,59 @@ def test_memory(dtype: torch.dtype, main_grad: bool) -> None:
     assert watch.largest > 30 << 20, "the watch sees no chunk"
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_logits_lie_in_the_gradient_of_the_weight(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it nothing made is larger than a chunk; the logits here are as large as it is."""
+    monkeypatch.setattr(op, "CHUNK_BYTES", 1 << 20)
+    x, weight, targets = make(512, 4096, 512, dtype)
+    settings = IGNORE, 0, 4096, 4096, 0.0, 0.0, "", True, True
+    watch = _Watch(weight.numel() * weight.itemsize)
+    with watch, torch.no_grad():
+        op._run(x, weight, targets, torch.ones(512), None, None, *settings)
+    assert 1 << 19 <= watch.largest <= 1 << 20
+    assert watch.products % 3 == 0
+
+
 @given(
     st.integers(0, 40_000),
     st.integers(0, 300_000),
     st.integers(1, 9000),
     st.sampled_from([2, 4]),
-    st.booleans(),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
-def test_plan(rows: int, classes: int, hidden: int, item: int, rounded: bool) -> None:
-    """Chunks fit, are no smaller than they need be, and cover everything."""
-    count, columns = op.plan(rows, classes, hidden, item, rounded)
-    assert 1 <= count and 1 <= columns
-    assert count * columns * item <= op.CHUNK_BYTES
-    assert count * hidden * 4 <= op.CHUNK_BYTES
+def test_plan(
+    rows: int, classes: int, hidden: int, item: int, cases: tuple[bool, bool, bool]
+) -> None:
+    """Chunks fit, are no more than they need be, and cover everything."""
+    twice, inside, rounded = cases
+    chunks = op.plan(rows, classes, hidden, item, twice=twice, inside=inside, rounded=rounded)
+    assert [x for part, _ in chunks for x in range(part.start, part.stop)] == list(range(rows))
     part = -(-classes // op.KEPT)
-    by_columns = columns < part
+    for block, columns in chunks:
+        count = block.stop - block.start
+        assert count >= 1 and columns >= 1
+        assert count * columns * item <= op.CHUNK_BYTES
+        assert count * hidden * 4 <= op.CHUNK_BYTES
+    most = op.CHUNK_BYTES // (4 * hidden)
+    fitting = min(most, op.CHUNK_BYTES // (item * max(part, 1)))
+    if not twice:
+        assert len(chunks) == -(-rows // most)
+        return
+    if inside and rows > fitting:
+        first, columns = chunks.pop(0)
+        rows -= first.stop
+        assert first.stop == min(rows + first.stop, hidden, most)
+        assert first.stop * columns * item <= op.CHUNK_BYTES // 2
+    by_columns = any(columns < part for _, columns in chunks)
+    allowed = op.MOST_ROUNDINGS - (inside and rows > fitting)
     if by_columns:
-        assert rounded and rows > op.MOST_ROUNDINGS * (op.CHUNK_BYTES // (item * part))
-    elif columns < classes:
-        assert columns == part and count * classes * item > op.CHUNK_BYTES
-    if count < rows:
-        larger = -(-rows // max(1, -(-rows // count) - 1))  # rows in one chunk fewer
-        assert larger * max(hidden * 4, 0 if by_columns else part * item) > op.CHUNK_BYTES
-        if rounded and not by_columns and larger * hidden * 4 <= op.CHUNK_BYTES:
-            assert -(-rows // count) <= op.MOST_ROUNDINGS
+        assert rounded and rows > (op.MOST_ROUNDINGS - 1) * fitting
+        assert len(chunks) == -(-rows // most)
+    elif chunks:
+        assert len(chunks) == -(-rows // fitting)
+        assert not rounded or fitting == most or len(chunks) <= allowed
 
 
 def products(hidden: bool, weight: bool, chunk: int, **options: Any) -> tuple[int, int]:
@@ -309,7 +340,7 @@ def products(hidden: bool, weight: bool, chunk: int, **options: Any) -> tuple[in
 
 
 def test_products_are_no_more_than_needed() -> None:
-    """Per chunk of 8 rows by 40 columns, and with 64 bytes of memory."""
+    """Of 8 rows by 40 columns, with memory for all of them and for less."""
     everything, none, main = 1 << 20, {"reduction": "none"}, {"weight_grad": "main_grad"}
     assert products(True, True, everything) == (3, 0)
     assert products(True, False, everything) == (2, 0)
@@ -321,10 +352,13 @@ def test_products_are_no_more_than_needed() -> None:
     assert products(True, True, everything, grad_scale=1.0, **main) == (3, 0)
     # 4 rows at a time, and 8 in two blocks.
     assert products(True, True, 160, grad_scale=1.0, **main) == (12, 0)
-    assert products(True, True, 160) == (12, 0)
     assert products(True, True, 320) == (6, 0)
-    # 4 rows by 8 columns: the last two of 5 blocks are not done again.
-    assert products(True, True, 64) == (36, 0)
+    # The gradient [40, 4] has room for 4 rows: in blocks of 10 columns, then 4 rows in two.
+    assert products(True, True, 160) == (4 * 3 + 2 * 3, 0)
+    # 2 in blocks of 4 columns; 2 at a time by 8 columns, the last two of 5 blocks not done again.
+    assert products(True, True, 36) == (10 * 3 + 3 * (5 + 3 + 2 * 5), 0)
+    # Statistics known: all rows by 10 columns.
+    assert products(True, True, 320, **none) == (4, 12)
 
 
 # ---- the incoming gradient -----------------------------------------------------------------------

@@ -1,23 +1,28 @@
 """The op: chunks of logits between products.
 
 T = tokens, N = those with a target, h = hidden size, V = classes of this rank. Logits exist for R
-rows by C classes at a time, a block, in the dtype of hidden and CHUNK_BYTES large at most, and for
-KEPT blocks; the native kernel turns them into statistics and, in place, into their gradient. Which
-(`plan`):
+rows by C classes at a time, a block, in the dtype of hidden; the native kernel turns them into
+statistics and, in place, into their gradient. A row's softmax must be known before its first
+gradient, so the blocks of a chunk of rows are gone through twice, for the statistics and for the
+gradients, and three products a row need all its logits to be kept meanwhile. Where (`plan`):
 
-    rows by rows, C = V / KEPT, or V where N rows of it fit: three products a row. The weight's
-        gradient is added to N / R times.
-    columns by columns, all rows: four products a row, because a row's softmax must be known before
-        the first gradient, and the logits of KEPT blocks are all that is kept. Every sum over rows
-        is one product. FLOPs and elements moved, of N rows:
+    in the weight's gradient, if that is made here: until it is written, its memory has room for the
+        logits of h rows. Those of block j lie where the gradient of the classes of block j - 1 will
+        be, and the gradients are written from the last block to the first.
+    in KEPT blocks, rows by rows, C = V / KEPT, or V where N rows of it fit. The weight's gradient
+        is added to N / R times.
+    nowhere, columns by columns, all rows: the logits of all but the last KEPT blocks are made
+        again. Every sum over rows is one product. So it is, without a fourth product, where the
+        statistics are all that is wanted, or are known. FLOPs and elements moved, of N rows:
 
                          FLOPs     weight read   gradient of the weight, read and written
+        in the gradient  6 N V h   2 V h         V h, written
         rows             6 N V h   2 V h N / R   2 V h N / R
         columns          8 N V h   3 V h         V h, written
 
-    The first, unless the gradient has 16 bits and would be rounded too often: k sums of equal parts
-    have sqrt((k + 1) / 2) times the error of one rounding, 1.9 for MOST_ROUNDINGS. R is 441 for
-    152,064 classes, so more than 2,646 rows go by columns.
+    Rows beyond the first h, or of a gradient that others add to, go by rows, unless the gradient
+    has 16 bits and would be rounded too often: k sums of equal parts have sqrt((k + 1) / 2) times
+    the error of one rounding, 1.9 for MOST_ROUNDINGS. R is 441 there for 152,064 classes.
 """
 
 from __future__ import annotations
@@ -32,9 +37,9 @@ from torch import Tensor
 from vlmkernels._native import DTYPES, define, launch, pointer
 from vlmkernels.product import mm
 
-#: Largest tensor made beside inputs and results.
+#: Largest block, and largest tensor made beside inputs and results.
 CHUNK_BYTES = 64 << 20
-#: Blocks of logits that exist at a time. Two: half as many passes over the weight and its gradient.
+#: Blocks of logits beside the gradient. Two: half as many passes over the weight and its gradient.
 KEPT = 2
 #: Of a 16-bit gradient, so that its error is less than twice that of one.
 MOST_ROUNDINGS = 6
@@ -44,19 +49,33 @@ _PRODUCT_BYTES = 4 << 20
 _WEIGHT_BYTES = 24 << 20
 
 
-def plan(rows: int, classes: int, hidden: int, item: int, rounded: bool) -> tuple[int, int]:
-    """Rows and columns of a chunk, logits being of `item` bytes; rounded: a sum over rows has 16
-    bits. Pure, for tests."""
+def plan(
+    rows: int, classes: int, hidden: int, item: int, *, twice: bool, inside: bool, rounded: bool
+) -> list[tuple[slice, int]]:
+    """Chunks of rows, each with the columns of its blocks, logits being of `item` bytes; twice: for
+    statistics and gradients; inside: the first chunk's lie in the weight's gradient; rounded: a sum
+    over rows has 16 bits. Pure, for tests."""
     most = max(1, CHUNK_BYTES // (4 * hidden))  # rows of hidden, summed in float32
     classes = max(classes, 1)
     part = -(-classes // KEPT)
     fitting = min(most, CHUNK_BYTES // (item * part))  # rows with all columns, in KEPT blocks
-    few = rows <= MOST_ROUNDINGS * fitting or fitting == most
+    if not twice:
+        return _chunks(0, rows, most, classes, 2 * item)
+    first = min(rows, hidden, most) if inside and rows > fitting else 0
+    chunks = _chunks(0, first, most, classes, 2 * item)
+    few = rows - first <= (MOST_ROUNDINGS - len(chunks)) * fitting or fitting == most
     if few or (fitting > 0 and not rounded):
-        count = _even(rows, fitting)
-        return count, classes if item * count * classes <= CHUNK_BYTES else part
-    count = _even(rows, most) if rounded else 1
-    return count, _even(classes, max(1, CHUNK_BYTES // (item * count)))
+        count = _even(rows - first, fitting)
+        columns = classes if item * count * classes <= CHUNK_BYTES else part
+        return chunks + [(x, columns) for x in _parts(first, rows, count)]
+    return chunks + _chunks(first, rows, most if rounded else 1, classes, item)
+
+
+def _chunks(start: int, end: int, most: int, classes: int, item: int) -> list[tuple[slice, int]]:
+    """Of `most` rows at most, in blocks as wide as CHUNK_BYTES allows."""
+    count = _even(end - start, most)
+    columns = _even(classes, max(1, CHUNK_BYTES // (item * count)))
+    return [(x, columns) for x in _parts(start, end, count)]
 
 
 def _even(count: int, largest: int) -> int:
@@ -64,8 +83,8 @@ def _even(count: int, largest: int) -> int:
     return -(-count // -(-count // largest)) if count else 1
 
 
-def _parts(count: int, size: int) -> list[slice]:
-    return [slice(i, min(i + size, count)) for i in range(0, count, size)]
+def _parts(start: int, end: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, end)) for i in range(start, end, size)]
 
 
 def _run(
@@ -113,20 +132,33 @@ def _run(
         work = hidden.new_zeros(4, len(rows), dtype=torch.float32)
         work[0] = torch.finfo(torch.float32).min
 
-    rounded = into is not None and into.dtype != torch.float32
-    count, columns = plan(len(rows), widest, hidden.shape[1], hidden.itemsize, rounded)
-    blocks = _parts(len(weight), columns) or [slice(0, 0)]
-    at_once = len(blocks) == 1 and process_group is None
-    size = min(count, len(rows)) * min(columns, len(weight))
-    buffers = [hidden.new_empty(size) for _ in blocks[:KEPT]]
+    chunks = plan(
+        len(rows),
+        widest,
+        hidden.shape[1],
+        hidden.itemsize,
+        twice=backward and not known,
+        inside=into is dweight,
+        rounded=into is not None and into.dtype != torch.float32,
+    )
+    largest = max((c.stop - c.start) * min(n, len(weight)) for c, n in chunks) if chunks else 0
+    buffers = [hidden.new_empty(largest)]
 
-    for part in _parts(len(rows), count):
+    for part, columns in chunks:
         x, local = _gather(hidden, rows, part, shares, process_group), work[:, part]
         part_scale = None if row_scale is None else row_scale[part]
         chunk = labels[part], local, first_class, classes, label_smoothing, z_loss
+        blocks = _parts(0, len(weight), columns) or [slice(0, 0)]
+        at_once = len(blocks) == 1 and process_group is None
+        written = into is dweight and part.start == 0  # over what lies there, not added
+        if written and len(x) <= hidden.shape[1]:
+            kept = buffers[:1] + [dweight[block] for block in blocks[:-1]]
+        else:
+            buffers += [torch.empty_like(buffers[0]) for _ in blocks[len(buffers) : KEPT]]
+            kept = buffers[: len(blocks)]
         if not known:
             for i, block in enumerate(blocks):
-                z = _logits(x, weight[block], buffers[i % KEPT])
+                z = _logits(x, weight[block], kept[i % len(kept)])
                 _cross_entropy(z, block, part_scale if at_once else None, True, *chunk)
             if process_group is not None:
                 local.copy_(_over_group(local, process_group))
@@ -136,7 +168,8 @@ def _run(
         summed = hidden_grad and (len(blocks) > 1 or process_group is not None)
         total = x.new_zeros(x.shape, dtype=torch.float32) if summed else x.new_empty(0)
         for i, block in reversed(list(enumerate(blocks))):
-            z = _logits(x, weight[block], buffers[i % KEPT], known or i < len(blocks) - KEPT)
+            made = not known and i >= len(blocks) - len(kept)
+            z = _logits(x, weight[block], kept[i % len(kept)], not made)
             if known or not at_once:
                 _cross_entropy(z, block, part_scale, False, *chunk)
             if summed:
@@ -144,7 +177,7 @@ def _run(
             elif hidden_grad:
                 total = mm(z, weight[block])
             if into is not None:
-                _add_product(into[block], z, x, first=main_grad is None and part.start == 0)
+                _add_product(into[block], z, x, written)
         if hidden_grad:
             _scatter(total, dhidden, rows, part, shares, process_group)
 
@@ -157,7 +190,7 @@ def _run(
 
 def _logits(x: Tensor, weight: Tensor, buffer: Tensor, make: bool = True) -> Tensor:
     """In `buffer`, where they are already unless `make`."""
-    out = buffer[: len(x) * len(weight)].view(len(x), len(weight))
+    out = buffer.view(-1)[: len(x) * len(weight)].view(len(x), len(weight))
     for part in _columns(weight) if make else []:
         mm(x, weight[part].t(), out=out[:, part])
     return out
@@ -228,7 +261,7 @@ def _gather(
 ) -> Tensor:
     """Rows `part` of those with a target [R, h], each from the rank that has it."""
     if not shares:
-        return hidden[rows[part]]
+        return hidden[part] if len(rows) == len(hidden) else hidden[rows[part]]
     x = hidden.new_empty(part.stop - part.start, hidden.shape[1])
     for rank, local, which in _inside(part, shares):
         if rank == dist.get_rank(group):
@@ -275,7 +308,7 @@ def _columns(weight: Tensor) -> list[slice]:
     """Parts of the weight's rows, which are columns of the logits; on a GPU all of them."""
     if weight.is_cuda:
         return [slice(None)]
-    return _parts(len(weight), max(1, _WEIGHT_BYTES // (weight.itemsize * weight.shape[1])))
+    return _parts(0, len(weight), max(1, _WEIGHT_BYTES // (weight.itemsize * weight.shape[1])))
 
 
 def _add_to_hidden(total: Tensor, z: Tensor, weight: Tensor) -> None:
@@ -295,7 +328,7 @@ def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
     else:
         most = CHUNK_BYTES if to.is_cuda else _PRODUCT_BYTES
         size = max(1, most // (x.itemsize * x.shape[1]))
-        for part in _parts(len(to), size):
+        for part in _parts(0, len(to), size):
             mm(z[:, part].t(), x, out=to[part], add=True)
 
 
