@@ -1,5 +1,6 @@
 """Products of float32 and bfloat16 matrices on the CPU: torch's, and on AMD's processors with
-AVX-512 our own: faster than torch's in float32, in bfloat16 about as fast
+AVX-512 our own: faster than torch's in float32, in bfloat16 about as fast. On AMX torch's products
+of a transposed bfloat16 matrix take up to twice as long, so it is copied first
 (`python -m benchmarks.run product`).
 """
 
@@ -16,6 +17,11 @@ from vlmkernels._native import _C, DTYPES, pointer
 SMALLEST = 64
 #: Multiply-adds from which ours is taken: of fewer, bfloat16's were slower than torch's.
 WORK = {torch.float32: 1 << 25, torch.bfloat16: 1 << 28}
+
+#: Multiply-adds from which a transposed matrix is copied on AMX: of fewer torch's were faster.
+COPIED_WORK = 1 << 30
+#: Of the copy: it stays in the last cache.
+_COPY_BYTES = 16 << 20
 
 
 def mm(
@@ -49,6 +55,12 @@ def mm(
         raise ValueError("add needs out, and no bias: what is added is what out holds")
     if _fits(a, b) and _takes(out, a, b, add) and (bias is None or _adds(bias, b)):
         return product(a, b, bias=bias, out=out, add=add)
+    if _is_slow(a, b):
+        return _by_copies(a, b, bias, out, add)
+    return _torch_mm(a, b, bias, out, add)
+
+
+def _torch_mm(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
     if out is not None and add:
         return out.addmm_(a, b) if out.dtype == a.dtype else out.add_(torch.mm(a, b))
     if bias is not None:
@@ -90,6 +102,23 @@ def product(
     return out
 
 
+def _by_copies(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None, add: bool) -> Tensor:
+    """torch's product of dense copies of a's rows, some at a time."""
+    if out is None:
+        out = a.new_empty(a.shape[0], b.shape[1])
+    size = max(1, _COPY_BYTES // (2 * a.shape[1]))
+    for rows, to in zip(a.split(size), out.split(size), strict=True):
+        _torch_mm(transposed(rows.t()), b, bias, to, add)
+    return out
+
+
+def transposed(x: Tensor) -> Tensor:
+    """x^T, dense, of a plain 16-bit x [M, N] on the CPU whose columns lie side by side."""
+    y = x.new_empty(x.shape[1], x.shape[0])
+    _C.transpose_16(x.data_ptr(), y.data_ptr(), *x.shape, x.stride(0))
+    return y
+
+
 @functools.cache
 def fast_types(isa: str) -> tuple[torch.dtype, ...]:
     """The dtypes whose products are ours."""
@@ -98,18 +127,40 @@ def fast_types(isa: str) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16) if isa == "avx512_bf16" else (torch.float32,)
 
 
+def slow_transposes(isa: str) -> bool:
+    """Whether torch's bfloat16 products of a transposed matrix are slower than those of a copy."""
+    return isa == "amx_bf16"
+
+
+def _is_slow(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == torch.bfloat16
+        and slow_transposes(_C.isa())
+        and _are_matrices(a, b)
+        and a.stride(0) == 1 < a.stride(1)
+        and a.shape[0] * a.shape[1] * b.shape[1] >= COPIED_WORK
+    )
+
+
 def _fits(a: Tensor, b: Tensor) -> bool:
     return (
         a.dtype in fast_types(_C.isa())
-        and a.dim() == b.dim() == 2
-        and a.shape[1] == b.shape[0]
+        and _are_matrices(a, b)
         and min(*a.shape, b.shape[1]) >= SMALLEST
         and a.shape[0] * a.shape[1] * b.shape[1] >= WORK[a.dtype]
-        and _is_plain(a, a.dtype)
-        and _is_plain(b, a.dtype)
         and 1 in a.stride()
         and 1 in b.stride()
         and torch.get_float32_matmul_precision() == "highest"
+    )
+
+
+def _are_matrices(a: Tensor, b: Tensor) -> bool:
+    """Of one dtype, that fit, in memory as they say, and nobody watches."""
+    return (
+        a.dim() == b.dim() == 2
+        and a.shape[1] == b.shape[0]
+        and _is_plain(a, a.dtype)
+        and _is_plain(b, a.dtype)
         and not torch._C._len_torch_dispatch_stack()
         and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
     )

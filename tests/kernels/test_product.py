@@ -31,7 +31,7 @@ def make(
     return a, torch.randn(depth, columns + 5).to(dtype)[:, 2:-3]
 
 
-def check(a: Tensor, b: Tensor, kind: str) -> None:
+def check(a: Tensor, b: Tensor, kind: str, multiply: Any = product.product) -> None:
     """kind: what is added."""
     added = torch.randn(a.shape[0], b.shape[1] + 3)[:, 1:-2]  # rows lie apart
     added, bias = added if kind == "add" else added.to(a.dtype), torch.randn(b.shape[1]).to(a.dtype)
@@ -40,16 +40,16 @@ def check(a: Tensor, b: Tensor, kind: str) -> None:
     noise = (a.double().square() @ b.double().square()).sqrt() * 2**-24
     noise = noise * max(1.0, (a.shape[1] / 2)) ** 0.5
     if kind == "bias":
-        got = product.product(a, b, bias=bias)
+        got = multiply(a, b, bias=bias)
         exact, plain = exact + bias.double(), plain + bias
     elif kind == "add":
         exact, plain = exact + added.double(), plain + added
-        got = product.product(a, b, out=added, add=True)
+        got = multiply(a, b, out=added, add=True)
         assert got is added
     elif kind == "out":
-        got = product.product(a, b, out=added)
+        got = multiply(a, b, out=added)
     else:
-        got = product.product(a, b)
+        got = multiply(a, b)
         assert got.is_contiguous()
     assert_accurate(kind or "a b", got, plain, exact, noise)
 
@@ -215,3 +215,40 @@ def test_bf16_without_its_instructions_is_refused() -> None:
     a = torch.ones(8, 8, dtype=torch.bfloat16)
     with isa("generic"), pytest.raises(ValueError, match="need the avx512_bf16 kernels"):
         product.product(a, a)
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("rows, columns", [(1, 1), (32, 64), (33, 65), (100, 31), (1300, 257)])
+def test_transposed(name: str, rows: int, columns: int) -> None:
+    """Every bit pattern, rows that lie apart."""
+    x = torch.randint(-(2**15), 2**15, (rows, columns + 5), dtype=torch.int16)[:, 2:-3]
+    with isa(name):
+        assert torch.equal(product.transposed(x), x.t())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slow_transposes_are_copied(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMX, a part of the rows at a time."""
+    copies = []
+
+    def copied(x: Tensor) -> Tensor:
+        copies.append(x.shape[1])
+        return x.t().contiguous()
+
+    monkeypatch.setattr(product, "fast_types", lambda isa: ())
+    monkeypatch.setattr(product, "slow_transposes", lambda isa: True)
+    monkeypatch.setattr(product, "COPIED_WORK", 77 * 203 * 301)
+    monkeypatch.setattr(product, "_COPY_BYTES", 2 * 301 * 90)
+    monkeypatch.setattr(product, "transposed", copied)
+    turned = make(203, 77, 301, (True, False), torch.bfloat16)
+    with poisoned():
+        check(*turned, kind, product.mm)
+    assert copies == [90, 90, 23]
+    a, b = turned
+    for x, y in ((a.contiguous(), b), (a[:-1], b), (a.float(), b.float())):
+        product.mm(x, y)
+    with FlopCounterMode(display=False):
+        product.mm(a, b)
+    a.requires_grad_()
+    product.mm(a, b)
+    assert len(copies) == 3

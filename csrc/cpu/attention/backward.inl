@@ -105,7 +105,7 @@ void store_rotated_back(const AttentionParams& p, float* src, int64_t place, int
   store_rows<true>(src, ld, n, p.head_dim, to.scale, to.rows, to.non_temporal, fetch);
 }
 
-int64_t backward_floats(const AttentionParams& p, int64_t max_rows) {
+[[maybe_unused]] int64_t backward_floats(const AttentionParams& p, int64_t max_rows) {
   const int64_t ld = padded(p.head_dim);
   return 5 * whole_blocks(max_rows) * ld        // keys in two layouts, values, dk, dv
          + kBlock * (5 * ld + 3 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, pairs, 3 rows

@@ -112,7 +112,7 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
   }
 }
 
-int64_t forward_floats(const AttentionParams& p, int64_t max_seqlen) {
+[[maybe_unused]] int64_t forward_floats(const AttentionParams& p, int64_t max_seqlen) {
   return 2 * whole_blocks(max_seqlen) * padded(p.head_dim)  // keys, values
          + kBlock * (padded(p.head_dim) * 2 + kBlock)       // Q^T, output, S^T
          + 3 * kBlock;                                      // row_max, row_sum, correction
