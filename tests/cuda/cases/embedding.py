@@ -366,7 +366,7 @@ def small_suite() -> dict[str, Check]:
         "scatter": _scatter_shards,
         # 170 units: a full batch of four a lane and one that ends inside. 10 rows: three blocks.
         "add": lambda k, r: check_add(k, Pack(r, 20, 680, "bfloat16"), shard=(1, 2)),
-        "add, float32": lambda k, r: check_add(k, Pack(r, 6, 24, "float32", share=0.9)),
+        "add, float32": lambda k, r: check_add(k, Pack(r, 6, 24, "float32", share=0.7)),
         "add, far": lambda k, r: check_add(k, Pack(r, 8, 16, "float32"), far=far),
         "add, narrow": _add_narrow,
         "gather": lambda k, r: check_gather(k, Pack(r, 40, 40, "bfloat16"), shard=(1, 2)),
