@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import math
 import os
 import platform
 import sys
@@ -77,7 +78,14 @@ def attention_lines() -> list[str]:
 
 def product_types() -> str:
     """The types in which vlmkernels.product.mm is ours."""
-    return " and ".join(str(dtype)[6:] for dtype in product.fast_types(_native._C.isa()))
+    found = []
+    for dtype in product.WORK:
+        plain, transposed = (
+            product.least_work(_native._C.isa(), dtype, t) < math.inf for t in (False, True)
+        )
+        if transposed:
+            found.append(str(dtype)[6:] + ("" if plain else " of a transposed matrix"))
+    return " and ".join(found)
 
 
 def report() -> str:
@@ -90,7 +98,7 @@ def report() -> str:
         ("native module", f"version {build['version']}, compiler {build['compiler']}"),
         ("CPU kernels", f"{_native._C.isa()} (by {chosen})"),
         ("available", ", ".join(_native.available_isas())),
-        ("AMX", f"off: {why}" if (why := _native._C.why_no_amx()) else "on, for attention in bf16"),
+        ("AMX", f"off: {why}" if (why := _native._C.why_no_amx()) else "on"),
         ("products", f"ours in {ours}" if (ours := product_types()) else "torch's"),
         ("threads", str(torch.get_num_threads())),
     ]

@@ -26,11 +26,6 @@ ProductParams product_params(uintptr_t a, uintptr_t b, uintptr_t bias, uintptr_t
           static_cast<DType>(c_dtype)};
 }
 
-TransposeParams transpose_params(uintptr_t from, uintptr_t to, int64_t rows, int64_t columns,
-                                 int64_t from_row) {
-  return {pointer<const uint16_t>(from), pointer<uint16_t>(to), rows, columns, from_row};
-}
-
 // Whether AMD made the processor.
 bool is_amd() {
 #if defined(__x86_64__)
@@ -48,8 +43,6 @@ void register_product(py::module_& m) {
   m.def("matrix_product", on_cpu(product_params, matrix_product), "a"_a, "b"_a, "bias"_a, "c"_a,
         "rows"_a, "columns"_a, "depth"_a, "a_row"_a, "a_column"_a, "b_row"_a, "b_column"_a,
         "c_row"_a, "add"_a, "dtype"_a, "c_dtype"_a, VLMK_NO_GIL);
-  m.def("transpose_16", on_cpu(transpose_params, transpose_16), "from"_a, "to"_a, "rows"_a,
-        "columns"_a, "from_row"_a, VLMK_NO_GIL);
 }
 
 }  // namespace vlmk

@@ -1,5 +1,9 @@
 #include "cpu/scratch.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -9,6 +13,8 @@
 
 namespace vlmk {
 namespace {
+
+constexpr size_t kLargePage = 2 << 20;
 
 std::atomic<bool> poisoned{false};
 
@@ -22,11 +28,17 @@ struct Buffer {
 
 float* scratch(size_t floats) {
   static thread_local Buffer buffer;
-  const size_t bytes = (floats * sizeof(float) + 4095) / 4096 * 4096;
+  // Large ones in large pages where the system has them: a second-level cache holds what lies in
+  // one piece, of scattered pages only what happens not to meet in its sets.
+  const size_t page = floats * sizeof(float) < kLargePage ? 4096 : kLargePage;
+  const size_t bytes = (floats * sizeof(float) + page - 1) / page * page;
   if (buffer.bytes < bytes) {
     std::free(buffer.data);
-    buffer.data = static_cast<float*>(std::aligned_alloc(4096, bytes));
+    buffer.data = static_cast<float*>(std::aligned_alloc(page, bytes));
     buffer.bytes = buffer.data ? bytes : 0;
+#ifdef MADV_HUGEPAGE
+    if (buffer.data && page == kLargePage) madvise(buffer.data, bytes, MADV_HUGEPAGE);
+#endif
   }
   if (buffer.data && poisoned.load(std::memory_order_relaxed)) {
     std::fill_n(buffer.data, buffer.bytes / sizeof(float), std::numeric_limits<float>::quiet_NaN());

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,6 +19,12 @@ Strides = tuple[bool, bool]
 #: Instruction set and dtype of each kernel of this machine.
 KERNELS = [(name, torch.float32) for name in ISAS]
 KERNELS += [(name, torch.bfloat16) for name in _native.available_isas() if name == "avx512_bf16"]
+KERNELS += [
+    (name, dtype)
+    for name in _native.available_isas()
+    if name.startswith("amx")
+    for dtype in (torch.float32, torch.bfloat16)
+]
 
 
 def make(
@@ -31,7 +38,7 @@ def make(
     return a, torch.randn(depth, columns + 5).to(dtype)[:, 2:-3]
 
 
-def check(a: Tensor, b: Tensor, kind: str, multiply: Any = product.product) -> None:
+def check(a: Tensor, b: Tensor, kind: str) -> None:
     """kind: what is added."""
     added = torch.randn(a.shape[0], b.shape[1] + 3)[:, 1:-2]  # rows lie apart
     added, bias = added if kind == "add" else added.to(a.dtype), torch.randn(b.shape[1]).to(a.dtype)
@@ -40,20 +47,21 @@ def check(a: Tensor, b: Tensor, kind: str, multiply: Any = product.product) -> N
     noise = (a.double().square() @ b.double().square()).sqrt() * 2**-24
     noise = noise * max(1.0, (a.shape[1] / 2)) ** 0.5
     if kind == "bias":
-        got = multiply(a, b, bias=bias)
+        got = product.product(a, b, bias=bias)
         exact, plain = exact + bias.double(), plain + bias
     elif kind == "add":
         exact, plain = exact + added.double(), plain + added
-        got = multiply(a, b, out=added, add=True)
+        got = product.product(a, b, out=added, add=True)
         assert got is added
     elif kind == "out":
-        got = multiply(a, b, out=added)
+        got = product.product(a, b, out=added)
     else:
-        got = multiply(a, b)
+        got = product.product(a, b)
         assert got.is_contiguous()
     assert_accurate(kind or "a b", got, plain, exact, noise)
 
 
+CASES = [(dtype, t) for dtype in product.WORK for t in (False, True)]
 KINDS = ["", "out", "bias", "add"]
 
 
@@ -102,6 +110,25 @@ def test_any_shape(
         check(*make(rows, columns, depth, turned, kernel[1]), kind)
 
 
+def check_all_of_a_number() -> None:
+    """A float32 number times one is itself, but for a rounding where parts are added; on the left
+    the largest ones too."""
+    largest = torch.finfo(torch.float32).max
+    signs = torch.randint(2, (70, 96)) * 2 - 1
+    numbers = signs * (1 + torch.rand(70, 96)) * torch.randint(-100, 127, (70, 96)).float().exp2()
+    numbers[3, :5] = torch.tensor([largest, -largest, 2.0**-108, 0.0, torch.pi])
+    one = torch.eye(96)
+    torch.testing.assert_close(product.product(numbers, one), numbers, rtol=2**-23, atol=0)
+    got = product.product(one, numbers[4:].t())
+    torch.testing.assert_close(got, numbers[4:].t(), rtol=2**-23, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name, dtype in KERNELS if dtype == torch.float32])
+def test_float32_takes_all_of_a_number(name: str) -> None:
+    with isa(name):
+        check_all_of_a_number()
+
+
 @pytest.mark.parametrize("name, dtype", KERNELS)
 @pytest.mark.parametrize("rows, columns", [(400, 333), (250, 1100)])
 def test_any_threads_give_the_same_bits(
@@ -148,7 +175,10 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return kernel(*args, **kw)
 
-    monkeypatch.setattr(product, "fast_types", lambda isa: (torch.float32,))
+    least = {torch.float32: product.WORK[torch.float32]}
+    monkeypatch.setattr(
+        product, "least_work", lambda isa, dtype, transposed: least.get(dtype, math.inf)
+    )
     monkeypatch.setattr(product, "product", counted)
     return calls
 
@@ -204,51 +234,17 @@ def test_mm_leaves_the_rest_to_torch(ours: list[int]) -> None:
     assert ours == []
 
 
-def test_ours_is_taken_on_amd_with_avx512_only() -> None:
-    fast = {name: product.fast_types(name) for name in _native.available_isas()}
-    float32, both = (torch.float32,), (torch.float32, torch.bfloat16)
+def test_ours_is_taken_where_it_is_faster() -> None:
+    """On AMD's processors with AVX-512, and on AMX but for bfloat16 as it lies."""
+    float32, both = {(torch.float32, t) for t in (False, True)}, set(CASES)
     known = {"avx512": float32, "avx512_bf16": both} if _native._C.is_amd() else {}
-    assert fast == {name: known.get(name, ()) for name in fast}
+    known["amx_bf16"] = float32 | {(torch.bfloat16, True)}
+    for name in _native.available_isas():
+        fast = {case for case in CASES if product.least_work(name, *case) < math.inf}
+        assert fast == known.get(name, set()), name
 
 
 def test_bf16_without_its_instructions_is_refused() -> None:
     a = torch.ones(8, 8, dtype=torch.bfloat16)
-    with isa("generic"), pytest.raises(ValueError, match="need the avx512_bf16 kernels"):
+    with isa("generic"), pytest.raises(ValueError, match="need the avx512_bf16 or the amx_bf16"):
         product.product(a, a)
-
-
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("rows, columns", [(1, 1), (32, 64), (33, 65), (100, 31), (1300, 257)])
-def test_transposed(name: str, rows: int, columns: int) -> None:
-    """Every bit pattern, rows that lie apart."""
-    x = torch.randint(-(2**15), 2**15, (rows, columns + 5), dtype=torch.int16)[:, 2:-3]
-    with isa(name):
-        assert torch.equal(product.transposed(x), x.t())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_slow_transposes_are_copied(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on AMX, a part of the rows at a time."""
-    copies = []
-
-    def copied(x: Tensor) -> Tensor:
-        copies.append(x.shape[1])
-        return x.t().contiguous()
-
-    monkeypatch.setattr(product, "fast_types", lambda isa: ())
-    monkeypatch.setattr(product, "slow_transposes", lambda isa: True)
-    monkeypatch.setattr(product, "COPIED_WORK", 77 * 203 * 301)
-    monkeypatch.setattr(product, "_COPY_BYTES", 2 * 301 * 90)
-    monkeypatch.setattr(product, "transposed", copied)
-    turned = make(203, 77, 301, (True, False), torch.bfloat16)
-    with poisoned():
-        check(*turned, kind, product.mm)
-    assert copies == [90, 90, 23]
-    a, b = turned
-    for x, y in ((a.contiguous(), b), (a[:-1], b), (a.float(), b.float())):
-        product.mm(x, y)
-    with FlopCounterMode(display=False):
-        product.mm(a, b)
-    a.requires_grad_()
-    product.mm(a, b)
-    assert len(copies) == 3

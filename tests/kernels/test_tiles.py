@@ -2,12 +2,14 @@
 exact arithmetic; the real instructions against the stand-in, where the processor has none by traps;
 every mutant of both sources.
 
-The tests of attention run these kernels too, as the instruction sets amx_emulated and amx_bf16.
+The tests of attention and products run these kernels too, as the instruction sets amx_emulated and
+amx_bf16.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -21,11 +23,12 @@ import pytest
 import torch
 
 from tests.cuda.mutants.mutant import Mutant, plant
-from tests.cuda.params import fill
-from tests.kernels import test_attention, test_vision_attention
+from tests.cuda.params import fill, params_struct
+from tests.kernels import test_attention, test_product, test_vision_attention
 from tests.kernels.numeric import assert_bitwise, isa, poisoned
 from tests.kernels.tile_mutants import MUTANTS
 from vlmkernels import _native, varlen_attention, vision_attention
+from vlmkernels import product as products
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
@@ -33,8 +36,14 @@ AVX512 = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl".split(
 AMX = ["-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
 #: Set -> its name in dispatch.h.
 SETS = {"amx_emulated": "kAmxEmulated", "amx_bf16": "kAmxBf16"}
-ATTENTION = [
-    CSRC / "cpu" / name for name in ("scratch.cpp", "attention/launch.cpp", "attention/kernel.cpp")
+SOURCES = [
+    CSRC / "cpu" / name
+    for name in (
+        "scratch.cpp",
+        "attention/launch.cpp",
+        "attention/kernel.cpp",
+        "product/tile_kernel.cpp",
+    )
 ]
 
 pytestmark = pytest.mark.skipif(
@@ -53,7 +62,7 @@ def compiled(
         *(f"-DVLMK_ISA={name}", f"-DVLMK_TEST_ISA={SETS[name]}", "-DVLMK_TILES", f"-I{csrc}"),
         *(f"-DVLMKERNELS_HAVE_{name.upper()}", "-DVLMKERNELS_HAVE_AVX512", *AVX512),
         *(AMX if name == "amx_bf16" else []),
-        *(["-DVLMK_WITH_ATTENTION"] if sources else []),
+        *(["-DVLMK_WITH_KERNELS"] if sources else []),
         *(["-include", str(include)] if include else []),
         *("-o", str(library), str(HERE / "tiles.cpp"), *map(str, sources)),
     ]
@@ -139,8 +148,8 @@ def test_the_stand_in_multiplies_as_intels_manual_has_it(tmp_path, seed):
 # ---- attention -----------------------------------------------------------------------------------
 
 
-class AttentionOnTiles:
-    """The native module, attention from a library."""
+class OnTiles:
+    """The native module, attention and products from a library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.native, self.library = _native._C, library
@@ -171,6 +180,11 @@ class AttentionOnTiles:
         params = fill("AttentionGradParams", forward=self.params(**values), **unused, **views)
         self.library.attention_backward(ctypes.byref(params))
 
+    def matrix_product(self, *values: Any) -> None:
+        fields = [name for name, _ in params_struct("ProductParams")._fields_]
+        params = fill("ProductParams", **dict(zip(fields, values, strict=True)))
+        self.library.matrix_product(ctypes.byref(params))
+
 
 def view(x: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("data", "token_stride", "head_stride"), x, strict=True))
@@ -197,6 +211,19 @@ def check_attention() -> None:
     with poisoned():
         for module, arguments in cases():
             module.check(**arguments)
+
+
+def check_products() -> None:
+    """Every orientation, several panels of either dtype; and that a number is all of its parts."""
+    with poisoned():
+        for dtype in (torch.float32, torch.bfloat16):
+            for turned in itertools.product((False, True), repeat=2):
+                for kind in test_product.KINDS:
+                    test_product.check(*test_product.make(67, 45, 150, turned, dtype), kind)
+            deep = test_product.make(40, 70, 2500, (False, True), dtype)
+            for kind in test_product.KINDS:
+                test_product.check(*deep, kind)
+        test_product.check_all_of_a_number()
 
 
 def results(module: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -227,7 +254,7 @@ def test_the_instructions_give_the_bits_of_the_stand_in(tmp_path, seed, monkeypa
     """The machine code for AMX itself: configuration, operands, strides."""
     if "avx512_bf16" not in _native.available_isas():
         pytest.skip("this machine has no AVX-512 BF16, which the kernels for AMX use too")
-    library = compiled(tmp_path, "amx_bf16", *ATTENTION)
+    library = compiled(tmp_path, "amx_bf16", *SOURCES)
     real = not _native._C.why_no_amx()
     print("real tiles" if real else "no tiles here: each instruction is trapped and carried out")
     with nullcontext() if real else trapped(tmp_path):
@@ -236,7 +263,7 @@ def test_the_instructions_give_the_bits_of_the_stand_in(tmp_path, seed, monkeypa
             with isa("amx_emulated"):
                 expected = results(module, arguments)
             with monkeypatch.context() as patch, poisoned():
-                patch.setattr(_native, "_C", AttentionOnTiles(library))
+                patch.setattr(_native, "_C", OnTiles(library))
                 ours = results(module, arguments)
             for name in expected:
                 assert_bitwise(name, ours[name], expected[name])
@@ -256,7 +283,7 @@ def mutants(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         path.write_text(plant(path.read_text(), planted))
     declared = csrc / "mutant.h"
     declared.write_text('extern "C" int mutant;\n')
-    sources = [csrc / source.relative_to(CSRC) for source in ATTENTION]
+    sources = [csrc / source.relative_to(CSRC) for source in SOURCES]
     return compiled(csrc, "amx_emulated", *sources, csrc=csrc, include=declared)
 
 
@@ -265,13 +292,16 @@ def mutants(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def test_mutant_is_noticed(
     mutant: Mutant | None, mutants: ctypes.CDLL, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_native, "_C", AttentionOnTiles(mutants))
+    for module in (_native, products):
+        monkeypatch.setattr(module, "_C", OnTiles(mutants))
 
     def check() -> None:
         if mutant is None or mutant.family == "instructions":
             check_instructions(mutants, np.random.default_rng(seed))
         if mutant is None or mutant.family == "attention":
             check_attention()
+        if mutant is None or mutant.family == "product":
+            check_products()
 
     number = ctypes.c_int.in_dll(mutants, "mutant")
     number.value = 0 if mutant is None else 1 + MUTANTS.index(mutant)

@@ -1,4 +1,4 @@
-"""Mutants of attention on AMX tiles, and of what stands in for the tile instructions."""
+"""Mutants of attention and products on AMX tiles, and of what stands in for their instructions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tests.cuda.mutants.mutant import Mutant
 
 I = partial(Mutant, "instructions")  # noqa: E741
 A = partial(Mutant, "attention")
+P = partial(Mutant, "product")
 
 #: In the order of their numbers in a build, from 1 on.
 MUTANTS = [
@@ -72,4 +73,17 @@ MUTANTS = [
     A("heads gathered in one place", "gather-head",
       "{buffer, static_cast<ptrdiff_t>(work.chunk * p.head_dim)}"),
     A("gathered and not written", "gather-last", "return;"),
+    # ---- products of matrices
+    P("largest numbers infinite", "part-cut", "__mmask16{0}"),
+    P("the first part thrice", "part-left", "x"),
+    P("no last part of A", "parts-20", ""),
+    P("no middle part of A", "parts-10", ""),
+    P("no product of middle parts", "parts-11", ""),
+    P("no middle part of B", "parts-01", ""),
+    P("no last part of B", "parts-02", ""),
+    P("all packed the other way", "pack-turned", "true"),
+    P("only the last panel", "panel-add", "p.add"),
+    P("bias in every panel", "panel-bias", "p.bias != nullptr"),
+    P("only the last part of the depth", "depth-sums", "nullptr"),
+    P("not added to C", "finish-add", ""),
 ]  # fmt: skip

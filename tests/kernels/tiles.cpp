@@ -1,5 +1,7 @@
-// The library of test_tiles.py: a product on tiles, and attention of these kernels alone.
+// The library of test_tiles.py: a product on tiles, and attention and products of matrices of these
+// kernels alone.
 #include "cpu/attention/attention.h"
+#include "cpu/product/product.h"
 #include "cpu/scratch.h"
 #include "cpu/tile.h"
 
@@ -26,14 +28,15 @@ unsigned tile_product(const void* a, ptrdiff_t a_row, const void* b, ptrdiff_t b
   return mode;
 }
 
-#ifdef VLMK_WITH_ATTENTION
+#ifdef VLMK_WITH_KERNELS
 void poison_scratch(bool on) { vlmk::poison_scratch(on); }
 void attention_forward(const vlmk::AttentionParams& p) { vlmk::attention_forward(p); }
 void attention_backward(const vlmk::AttentionGradParams& p) { vlmk::attention_backward(p); }
+void matrix_product(const vlmk::ProductParams& p) { vlmk::VLMK_ISA::product_on_tiles(p); }
 #endif
 }
 
-#ifdef VLMK_WITH_ATTENTION
+#ifdef VLMK_WITH_KERNELS
 namespace vlmk {
 
 Isa active_isa() { return Isa::VLMK_TEST_ISA; }
