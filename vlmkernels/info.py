@@ -98,7 +98,12 @@ def report() -> str:
         ("native module", f"version {build['version']}, compiler {build['compiler']}"),
         ("CPU kernels", f"{_native._C.isa()} (by {chosen})"),
         ("available", ", ".join(_native.available_isas())),
-        ("AMX", f"off: {why}" if (why := _native._C.why_no_amx()) else "on"),
+        (
+            "AMX",
+            f"off: {why}"
+            if (why := _native._C.why_no_amx())
+            else "on, for attention in bf16 and products",
+        ),
         ("products", f"ours in {ours}" if (ours := product_types()) else "torch's"),
         ("threads", str(torch.get_num_threads())),
     ]
