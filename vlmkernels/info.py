@@ -90,7 +90,7 @@ def product_types() -> str:
 
 def report() -> str:
     """The whole text."""
-    build = _native._C.build_info()
+    build, why = _native._C.build_info(), _native._C.why_no_amx()
     chosen = "VLMKERNELS_ISA" if os.environ.get("VLMKERNELS_ISA") else "cpuid"
     rows = [
         ("vlmkernels", f"{vlmkernels.__version__} in {os.path.dirname(vlmkernels.__file__)}"),
