@@ -119,10 +119,9 @@ def adam(
     if (lib := library()) is None:
         return {}
     size = tensors[0].numel()
-    addresses = [t.data_ptr() for t in tensors]
 
-    def run(ahead: int) -> None:
-        lib.adam_stream(*addresses, size, ahead, context.threads)
+    def run(ahead: int) -> None:  # keeps the tensors alive
+        lib.adam_stream(*(t.data_ptr() for t in tensors), size, ahead, context.threads)
 
     scale, work = bytes_moved / (28 * size), 28e-9 * size
     return {
