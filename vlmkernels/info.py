@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import math
 import os
 import platform
 import sys
@@ -80,11 +79,10 @@ def product_types() -> str:
     """The types in which vlmkernels.product.mm is ours."""
     found = []
     for dtype in product.WORK:
-        plain, transposed = (
-            product.least_work(_native._C.isa(), dtype, t) < math.inf for t in (False, True)
-        )
+        plain, transposed = (product.our_work(_native._C.isa(), dtype, t) for t in (False, True))
         if transposed:
-            found.append(str(dtype)[6:] + ("" if plain else " of a transposed matrix"))
+            name, both = str(dtype)[6:], plain == transposed
+            found.append(name if both else f"{name} of a transposed matrix or small")
     return " and ".join(found)
 
 

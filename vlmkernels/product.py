@@ -1,13 +1,13 @@
 """Products of float32 and bfloat16 matrices on the CPU: torch's, and our own where they are faster
 (`python -m benchmarks.run product`): on AMD's processors with AVX-512 in float32, in bfloat16 about
-as fast; on AMX in float32, from three bfloat16 parts of each number, and of a transposed bfloat16
-matrix, for which torch's take up to twice as long.
+as fast; on AMX in float32, from three bfloat16 parts of each number, and in bfloat16 of a
+transposed matrix and of few multiply-adds, where oneDNN's take up to three times as long.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import sys
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from vlmkernels._native import _C, DTYPES, pointer
 
 #: Rows, columns and depth from which ours is taken: packing costs less than it saves.
 SMALLEST = 64
-#: Multiply-adds from which ours is taken, on AVX-512 and on AMX: of fewer torch's were faster.
+#: Multiply-adds from which ours is taken on AVX-512: of fewer torch's were faster.
 WORK = {torch.float32: 1 << 25, torch.bfloat16: 1 << 28}
-TILE_WORK = 1 << 26
+#: On AMX float32 from there on; bfloat16 up to there, and of a transposed matrix always.
+TILE_WORK = {torch.float32: 1 << 26, torch.bfloat16: 1 << 28}
 
 
 def mm(
@@ -33,9 +34,9 @@ def mm(
 
     Ours (csrc/cpu/product: Goto and van de Geijn, doi 10.1145/1356052.1356053; on AMX float32 by
     parts: Henry, Tang and Heinecke, doi 10.1109/ARITH.2019.00019) of SMALLEST rows, columns and
-    depth and WORK multiply-adds at least, that the kernel can read; under a dispatch mode, which
-    may count, torch's. float32 on AMX is as accurate as torch's, but for numbers below 2^-109, and
-    NaN where an infinite element takes part.
+    depth at least and as many multiply-adds as our_work() has, that the kernel can read; under a
+    dispatch mode, which may count, torch's. float32 on AMX is as accurate as torch's, but for
+    numbers below 2^-109, and NaN where an infinite element takes part.
 
     Args:
         a: [M, K].
@@ -96,24 +97,27 @@ def product(
 
 
 @functools.cache
-def least_work(isa: str, dtype: torch.dtype, transposed: bool) -> float:
-    """Multiply-adds from which products are ours, a being a dense matrix's transpose or not."""
+def our_work(isa: str, dtype: torch.dtype, transposed: bool) -> range:
+    """Multiply-adds of products that are ours, a being a dense matrix's transpose or not."""
     if isa == "amx_bf16":
-        return TILE_WORK if dtype == torch.float32 or transposed else math.inf
+        if dtype == torch.float32:
+            return range(TILE_WORK[dtype], sys.maxsize)
+        return range(sys.maxsize if transposed else TILE_WORK[dtype])
     if not _C.is_amd() or isa != "avx512_bf16" and (isa, dtype) != ("avx512", torch.float32):
-        return math.inf
-    return WORK[dtype]
+        return range(0)
+    return range(WORK[dtype], sys.maxsize)
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
+    if not a.dim() == b.dim() == 2 or a.dtype not in WORK:
+        return False
+    (rows, depth), (inner, columns), strides = a.shape, b.shape, a.stride()
     return (
-        a.dtype in WORK
-        and a.dim() == b.dim() == 2
-        and a.shape[1] == b.shape[0]
-        and min(*a.shape, b.shape[1]) >= SMALLEST
-        and 1 in a.stride()
+        rows * depth * columns in our_work(_C.isa(), a.dtype, strides[0] == 1)
+        and depth == inner
+        and min(rows, depth, columns) >= SMALLEST
+        and 1 in strides
         and 1 in b.stride()
-        and a.shape[0] * a.shape[1] * b.shape[1] >= least_work(_C.isa(), a.dtype, a.stride(0) == 1)
         and _is_plain(a, a.dtype)
         and _is_plain(b, a.dtype)
         and torch.get_float32_matmul_precision() == "highest"
@@ -136,19 +140,21 @@ def _takes(out: Tensor | None, a: Tensor, b: Tensor, add: bool) -> bool:
         and out.shape == (a.shape[0], b.shape[1])
         and out.stride(1) == 1
         and out.stride(0) >= out.shape[1]
-        and not any(_overlap(x, out) for x in (a, b))
+        and not _overlap(a, out)
+        and not _overlap(b, out)
         and not (torch.is_grad_enabled() and out.requires_grad)
     )
 
 
 def _overlap(x: Tensor, out: Tensor) -> bool:
-    """Whether the memory between the first and the last element of both has a byte in common."""
+    """Whether the memory between the first and the last element of two matrices has a byte in
+    common."""
     return x.data_ptr() < _end(out) and out.data_ptr() < _end(x)
 
 
 def _end(x: Tensor) -> int:
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr() + (last + 1) * x.itemsize
+    (rows, columns), (row, column) = x.shape, x.stride()
+    return x.data_ptr() + ((rows - 1) * row + (columns - 1) * column + 1) * x.itemsize
 
 
 def _adds(bias: Tensor, b: Tensor) -> bool:

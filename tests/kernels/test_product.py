@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import pytest
@@ -175,9 +175,9 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return kernel(*args, **kw)
 
-    least = {torch.float32: product.WORK[torch.float32]}
+    work = {torch.float32: range(product.WORK[torch.float32], sys.maxsize)}
     monkeypatch.setattr(
-        product, "least_work", lambda isa, dtype, transposed: least.get(dtype, math.inf)
+        product, "our_work", lambda isa, dtype, transposed: work.get(dtype, range(0))
     )
     monkeypatch.setattr(product, "product", counted)
     return calls
@@ -235,13 +235,15 @@ def test_mm_leaves_the_rest_to_torch(ours: list[int]) -> None:
 
 
 def test_ours_is_taken_where_it_is_faster() -> None:
-    """On AMD's processors with AVX-512, and on AMX but for bfloat16 as it lies."""
+    """On AMD's processors with AVX-512, and on AMX, in bfloat16 of small matrices only."""
     float32, both = {(torch.float32, t) for t in (False, True)}, set(CASES)
     known = {"avx512": float32, "avx512_bf16": both} if _native._C.is_amd() else {}
-    known["amx_bf16"] = float32 | {(torch.bfloat16, True)}
+    known["amx_bf16"] = both
     for name in _native.available_isas():
-        fast = {case for case in CASES if product.least_work(name, *case) < math.inf}
-        assert fast == known.get(name, set()), name
+        ours = {case for case in CASES if product.our_work(name, *case)}
+        assert ours == known.get(name, set()), name
+    of_bf16 = [product.our_work("amx_bf16", torch.bfloat16, t) for t in (False, True)]
+    assert [1 << 28 in work for work in of_bf16] == [False, True]
 
 
 def test_bf16_without_its_instructions_is_refused() -> None:

@@ -74,7 +74,7 @@ MUTANTS = [
       "{buffer, static_cast<ptrdiff_t>(work.chunk * p.head_dim)}"),
     A("gathered and not written", "gather-last", "return;"),
     # ---- products of matrices
-    P("largest numbers infinite", "part-cut", "__mmask16{0}"),
+    P("no last part", "part-last", "parts[2] = _mm512_setzero_si512();"),
     P("the first part thrice", "part-left", "x"),
     P("no last part of A", "parts-20", ""),
     P("no middle part of A", "parts-10", ""),

@@ -1,8 +1,8 @@
-// Products on AMX tiles (cpu/tile.h), of bf16 and, by parts, of float32: the bf16 number nearest to
-// x, the one nearest to what is left and what is left then are together x, and of the nine products
-// of two numbers' parts the six larger ones leave out less than a rounding (Henry, Tang and
-// Heinecke, doi 10.1109/ARITH.2019.00019). Numbers below 2^-109 lose their last parts; an infinite
-// element makes NaN what it takes part in, one within 2^-16 of the largest may make it infinite.
+// Products on AMX tiles (cpu/tile.h), of bf16 and, by parts, of float32: x cut to bf16, the bf16
+// number nearest to what is left and what is left then are together x, and of the nine products of
+// two numbers' parts the six larger ones leave out less than a rounding (Henry, Tang and Heinecke,
+// doi 10.1109/ARITH.2019.00019, whose first part is rounded too). Numbers below 2^-109 lose their
+// last parts; an infinite element makes NaN what it takes part in.
 //
 // Each thread has some of C's rows and columns, and packs what it multiplies: lines that another
 // core has written arrive slowly. Operands are packed as tiles, two tiles' rows or columns, a
@@ -67,24 +67,14 @@ template <>
 struct Parts<float> {
   static constexpr int kCount = 3;
 
-  // Rounded to bf16's bits; cut off where that would be infinite, or is no number.
-  static VLMK_MEMBER Vec nearest(Vec x) {
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i half = _mm512_set1_epi32(0x7fff);
-    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(even, half));
-    const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
-    const __m512i largest = _mm512_set1_epi32(0x7f7f8000);
-    const __mmask16 cut = _mm512_cmpge_epu32_mask(size, largest);  // mutant: part-cut
-    const __m512i chosen = _mm512_mask_mov_epi32(up, cut, bits);
-    return _mm512_castsi512_ps(_mm512_and_si512(chosen, _mm512_set1_epi32(~0xffff)));
-  }
+  // In the upper halves of lanes: x cut off, which no number is too large for, what is left
+  // rounded, and what is left then.
   static VLMK_MEMBER void split(Vec x, __m512i (&parts)[kCount]) {
-    for (int i = 0; i < kCount; ++i) {
-      const Vec part = nearest(x);
-      parts[i] = _mm512_castps_si512(part);
-      x = x - part;  // mutant: part-left
-    }
+    const __m512i upper = _mm512_set1_epi32(~0xffff), half = _mm512_set1_epi32(0x8000);
+    parts[0] = _mm512_and_si512(_mm512_castps_si512(x), upper);
+    x = x - _mm512_castsi512_ps(parts[0]);  // mutant: part-left
+    parts[1] = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(x), half), upper);
+    parts[2] = _mm512_castps_si512(x - _mm512_castsi512_ps(parts[1]));  // mutant: part-last
   }
   static VLMK_MEMBER void load(const float* from, int64_t n, __m512i (&parts)[kCount]) {
     static constexpr auto kUpper = [] {
@@ -109,7 +99,7 @@ struct Parts<float> {
     split(_mm512_maskz_loadu_ps(mask, even), first);
     split(odd != nullptr ? _mm512_maskz_loadu_ps(mask, odd) : set1(0.f), second);
     for (int i = 0; i < kCount; ++i) {
-      parts[i] = _mm512_or_si512(_mm512_srli_epi32(first[i], 16), second[i]);
+      parts[i] = _mm512_mask_mov_epi16(_mm512_srli_epi32(first[i], 16), 0xaaaaaaaa, second[i]);
     }
   }
 };
