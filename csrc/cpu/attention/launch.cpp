@@ -28,10 +28,9 @@ bool use_bf16_dots() {
 #endif
 }
 
-bool on_tiles(const AttentionParams& p) {
-  return p.dtype == DType::kBFloat16 &&
-         (active_isa() == Isa::kAmxBf16 || active_isa() == Isa::kAmxEmulated);
-}
+bool on_amx() { return active_isa() == Isa::kAmxBf16 || active_isa() == Isa::kAmxEmulated; }
+
+bool on_tiles(const AttentionParams& p) { return p.dtype == DType::kBFloat16 && on_amx(); }
 
 }  // namespace
 
@@ -152,8 +151,7 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
   // they would have left the reader's cache anyway, and a plain store reads the line first
   // (windows: 1.25x).
   constexpr int64_t kNonTemporalBytes = 16 << 20;
-  const bool amx = active_isa() == Isa::kAmxBf16 || active_isa() == Isa::kAmxEmulated;
-  const int64_t run = amx ? 2560 : 1280;  // bytes
+  const int64_t run = on_amx() ? 2560 : 1280;  // bytes
   const int64_t element = size_of(p.dtype);
   int64_t chunk = 1;
   if (max_seqlen <= 128) {
