@@ -20,7 +20,8 @@ struct AttentionParams {
   HeadsView k;                // [T, Hkv, D]
   HeadsView v;                // [T, Hkv, D]
   HeadsView out;              // [T, H, D]
-  float* row_max;             // [H, T] by place, largest |scale|-free score, sign(scale) * q.k
+  float* row_max;             // [H, T] by place, largest |scale|-free score, sign(scale) * q.k, or
+                              // one little below it
   float* row_sum;             // [H, T] by place, sum of exp(|scale| * (score - row_max))
   const int32_t* cu_seqlens;  // [n + 1], checked by the launcher
   int64_t segments;           // n

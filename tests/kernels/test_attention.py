@@ -155,6 +155,19 @@ def test_large_scores_neither_overflow_nor_lose_their_order(name):
         check(q, k, v, dout, offsets([150]), scale=30.0)  # scores of some hundreds
 
 
+def rising(dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of check(): the scores of later keys are larger, by over 200 powers of two."""
+    q, k, v, dout = make([200], 2, 2, 64, dtype)
+    k = (k.detach() * torch.linspace(0, 120, 200).view(-1, 1, 1)).to(dtype).requires_grad_()
+    return {"q": q, "k": k, "v": v, "dout": dout, "cu": offsets([200]), "causal": False}
+
+
+@pytest.mark.parametrize("name, dtype", ATTENTION_GRID)
+def test_scores_that_rise_with_the_keys(name, dtype):
+    with isa(name), poisoned():
+        check(**rising(dtype))
+
+
 @pytest.mark.parametrize("name, dtype", ATTENTION_GRID)
 def test_exponential(name, dtype):
     """A segment of two keys with scores 0 and -t has the row sum 1 + exp(-t): the exponential and

@@ -60,6 +60,7 @@ MUTANTS = [
     A("a later key seen", "forward-allowed",
       "p.causal ? minimum(q0 + row - k0 + 2, kBlock) : n"),
     A("sums not moved", "forward-moves", "return;"),
+    A("exponentials relative to the first keys", "slack", "first ? 0xffff : 0"),
     A("a key behind the last", "gradient-both", "true"),
     A("pairs behind the keys", "gradient-clear", "false"),
     A("transposed to the same rows", "transpose-pairs",
