@@ -202,7 +202,6 @@ def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
         q, k, v, dout = test_attention.make(lengths, heads, kv_heads, dim, torch.bfloat16)
         cu = test_attention.offsets(lengths)
         yield test_attention, {"q": q, "k": k, "v": v, "dout": dout, "cu": cu, "causal": causal}
-    yield test_attention, test_attention.rising(torch.bfloat16)
     for grid, window in (([[1, 12, 20]], False), ([[1, 16, 24]], True)):  # whole; windows of 64
         layout, qkv, dout = test_vision_attention.make(grid, 2, 80, torch.bfloat16)
         yield test_vision_attention, {"layout": layout, "qkv": qkv, "dout": dout, "window": window}
@@ -212,6 +211,8 @@ def check_attention() -> None:
     with poisoned():
         for module, arguments in cases():
             module.check(**arguments)
+        # Has gradients too small to be normal, which AVX-512 BF16 rounds to 0 and the stand-in not.
+        test_attention.check(**test_attention.rising(torch.bfloat16))
 
 
 def check_products() -> None:
