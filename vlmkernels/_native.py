@@ -283,8 +283,8 @@ def check_last_contiguous(name: str, tensor: Tensor) -> None:
         )
 
 
-def main_grad_of(weight: Tensor) -> Tensor | None:
-    """What weight_grad="main_grad" adds to; None where no gradient is wanted, and under
+def main_grad_of(weight: Tensor, name: str = "weight") -> Tensor | None:
+    """What weight_grad="main_grad" (name_grad) adds to; None where no gradient is wanted, and under
     torch.compile."""
     if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
         return None
@@ -297,7 +297,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
         or not main_grad.is_contiguous()
     ):
         raise ValueError(
-            f"weight.main_grad is {describe(main_grad)}; weight_grad='main_grad' needs a "
+            f"{name}.main_grad is {describe(main_grad)}; {name}_grad='main_grad' needs a "
             f"contiguous float32 {list(weight.shape)} on {weight.device}"
         )
     return main_grad

@@ -8,83 +8,142 @@ Arithmetic is float32 for all dtypes, rounded once; bitwise repeatable with any 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, check_tensors, describe, once, pointer
+from vlmkernels._native import (
+    _C,
+    DTYPES,
+    check,
+    check_tensors,
+    describe,
+    main_grad_of,
+    once,
+    pointer,
+)
+
+Grad = Literal["dense", "main_grad"]
 
 
-def _check(op: str, x: Tensor, others: dict[str, tuple[Tensor | None, int]]) -> None:
-    """x: float32, bfloat16 or float16 on the CPU; the others [n] beside it."""
-    check_tensors(x=x, **{name: other for name, (other, _) in others.items() if other is not None})
+def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
+    """x: float32, bfloat16 or float16 on the CPU; a parameter of its last dimension."""
+    check_tensors(x=x, **({} if parameter is None else {name: parameter}))
     if x.dtype not in DTYPES or x.device.type != "cpu" or x.dim() == 0:
         raise ValueError(
             f"x is {describe(x)}; {op} needs float32, bfloat16 or float16 [.., width] on the CPU"
         )
-    for name, (other, width) in others.items():
-        if other is None:
-            continue
-        if other.shape != (width,) or other.dtype != x.dtype or other.device != x.device:
-            raise ValueError(
-                f"{name} is {describe(other)}; {op} of x, {describe(x)}, needs {[width]} of its "
-                "dtype and device"
-            )
+    if parameter is not None and (
+        parameter.shape != x.shape[-1:]
+        or parameter.dtype != x.dtype
+        or parameter.device != x.device
+    ):
+        raise ValueError(
+            f"{name} is {describe(parameter)}; {op} of x, {describe(x)}, needs "
+            f"{[x.shape[-1]]} of its dtype and device"
+        )
 
 
-def _partial_sums(rows: int, width: int) -> Tensor:
-    return torch.empty((rows + _C.SUM_ROWS - 1) // _C.SUM_ROWS, width, dtype=torch.float32)
+def _parameter(
+    name: str, parameter: Tensor | None, grad: str, x: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """What autograd gets of a parameter, and the main_grad that its gradient is added to."""
+    if grad not in ("dense", "main_grad"):
+        raise ValueError(f"{name}_grad is {grad!r}; it must be 'dense' or 'main_grad'")
+    main_grad = None
+    if parameter is not None and grad == "main_grad":
+        main_grad = main_grad_of(parameter, name)
+    # Without x the parameter brings the backward pass about.
+    return None if main_grad is not None and x.requires_grad else parameter, main_grad
+
+
+def _gradient(
+    like: Tensor, columns: int, rows: int, learns: bool, main_grad: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
+    """A parameter's new gradient if it gets one, and where the native call sums it: the float32
+    workspace, to be held until then, and two pointers."""
+    if not learns and main_grad is None:
+        return None, None, (0, 0)
+    sums = torch.empty((rows + _C.SUM_ROWS - 1) // _C.SUM_ROWS, columns, dtype=torch.float32)
+    if main_grad is None:
+        new = like.new_empty(columns)
+        return new, sums, (new.data_ptr(), sums.data_ptr())
+    torch.autograd.graph.increment_version(main_grad)
+    return None, sums, (main_grad.data_ptr(), sums.data_ptr())
 
 
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, learns: bool
+    dy: Tensor,
+    skipped: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    learns: bool,
+    main_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx, and where the weight learns its gradient."""
-    rows, width = len(rstd), x.shape[-1]
+    """dx and the weight's gradient, None where it does not learn or main_grad has it. skipped: the
+    gradient of x's use beside the norm, added to dx."""
+    rows, width = rstd.shape[0], x.shape[-1]
     dy, dx = dy.contiguous(), torch.empty_like(x)
-    dweight = sums = None
-    if learns:
-        dweight, sums = torch.empty_like(weight), _partial_sums(rows, width)
+    skipped = skipped if skipped is None else skipped.contiguous()
+    dweight, sums, places = _gradient(x, width, rows, learns, main_grad)
     _C.rms_norm_backward(
         dy.data_ptr(),
+        pointer(skipped),
         x.data_ptr(),
         weight.data_ptr(),
         rstd.data_ptr(),
         dx.data_ptr(),
-        pointer(dweight),
-        pointer(sums),
+        *places,
         rows,
         width,
+        main_grad is not None,
         DTYPES[x.dtype],
     )
     return dx, dweight
 
 
+def _normalize(
+    x: Tensor, residual: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and what the backward pass reads beside x: the dense weight, and rstd of every row."""
+    width, weight = x.shape[-1], weight.contiguous()
+    rows = x.numel() // max(width, 1)
+    y, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32)
+    pointers = (x.data_ptr(), pointer(residual), pointer(bias), weight.data_ptr(), y.data_ptr())
+    _C.rms_norm(*pointers, rstd.data_ptr(), rows, width, eps, DTYPES[x.dtype])
+    return y, weight, rstd
+
+
 class _RMSNorm(torch.autograd.Function):
+    """`own`: weight and main_grad; `weight`: what autograd gets."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        width = x.shape[-1]
-        _check("rms_norm", x, {"weight": (weight, width)})
-        x, weight = x.contiguous(), weight.contiguous()
-        rows = x.numel() // max(width, 1)
-        y, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32)
-        ctx.save_for_backward(x, weight, rstd)
-        pointers = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), rstd.data_ptr())
-        _C.rms_norm(*pointers, rows, width, eps, DTYPES[x.dtype])
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, own: tuple[Tensor, Tensor | None], eps: float
+    ) -> Tensor:
+        gain, ctx.main_grad = own
+        x = x.contiguous()
+        y, *kept = _normalize(x, None, None, gain, eps)
+        ctx.save_for_backward(x, *kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *once(rms_norm_backward, dy, *ctx.saved_tensors, ctx.needs_input_grad[1]), None
+        learns = ctx.needs_input_grad[1]
+        both = once(rms_norm_backward, dy, None, *ctx.saved_tensors, learns, ctx.main_grad)
+        return *both, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dense") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
     Args:
         x: [.., width], float32, bfloat16 or float16 on the CPU; a strided one is copied.
         weight: [width], x's dtype.
+        weight_grad: "dense", or "main_grad": added to weight.main_grad, a contiguous float32
+            [width], and no hook of the weight runs where x requires a gradient.
 
     Returns:
         [.., width], contiguous, x's dtype. Differentiable once in x and weight; keeps x and a
@@ -93,54 +152,144 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: a dtype, device or shape does not fit.
     """
-    return _RMSNorm.apply(x, weight, eps)
+    _check("rms_norm", x, "weight", weight)
+    seen, main_grad = _parameter("weight", weight, weight_grad, x)
+    return _RMSNorm.apply(x, seen, (weight, main_grad), eps)
 
 
-def swiglu_backward(dy: Tensor, x: Tensor, bias_learns: bool) -> tuple[Tensor, Tensor | None]:
-    """dx, and where the bias learns its gradient."""
+class _AddRMSNorm(torch.autograd.Function):
+    """`own`: weight and bias, each with its main_grad; `weight`, `bias`: what autograd gets."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        own: tuple[tuple[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]],
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        (gain, ctx.main_grad), (added, ctx.bias_main_grad) = own
+        ctx.set_materialize_grads(False)
+        if residual is not None:
+            residual = residual.contiguous()
+            added = added if added is None else added.contiguous()
+            torch.autograd.graph.increment_version(x)
+        y, *kept = _normalize(x, residual, added, gain, eps)
+        total = x if residual is None else x.detach()
+        ctx.save_for_backward(total, *kept)
+        return total, y
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, skipped: Tensor | None, dy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        _, needs_residual, learns, bias_learns, *_ = ctx.needs_input_grad
+        dx, dweight, dbias = skipped, None, None
+        if dy is not None:
+            saved = ctx.saved_tensors
+            dx, dweight = once(rms_norm_backward, dy, skipped, *saved, learns, ctx.main_grad)
+        if dx is not None and (bias_learns or ctx.bias_main_grad is not None):
+            dbias = dx.reshape(-1, dx.shape[-1]).sum(0)
+            if ctx.bias_main_grad is not None:
+                ctx.bias_main_grad.add_(dbias)
+                dbias = None
+        return dx, dx if needs_residual else None, dweight, dbias, None, None
+
+
+def add_rms_norm_(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    weight_grad: Grad = "dense",
+    bias_grad: Grad = "dense",
+) -> tuple[Tensor, Tensor]:
+    """s = x + residual + bias and rms_norm(s), in one pass over memory; s is written over x.
+
+    Args:
+        x: [.., width], float32, bfloat16 or float16 on the CPU, contiguous: with a residual a
+            linear's output, which nobody else reads.
+        residual: x's shape and dtype. None: s is x. That too saves a pass, in backward: gradients
+            of s and of the norm are added where the latter are made.
+        weight, weight_grad: as in rms_norm.
+        bias: [width], x's dtype; with a residual only.
+        bias_grad: as weight_grad.
+
+    Returns:
+        s and rms_norm(s), [.., width] of x's dtype, rounded once each. Differentiable once in all;
+        keeps s and a float32 a row for it.
+
+    Raises:
+        ValueError: a dtype, device, shape or stride does not fit.
+    """
+    _check("add_rms_norm_", x, "weight", weight)
+    _check("add_rms_norm_", x, "bias", bias)
+    if not x.is_contiguous():
+        raise ValueError(f"x has strides {x.stride()}; add_rms_norm_ needs a contiguous one")
+    if residual is None:
+        check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
+    elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
+        raise ValueError(f"residual is {describe(residual)}; it must be as x, {describe(x)}")
+    seen, main_grad = _parameter("weight", weight, weight_grad, x)
+    seen_bias, bias_main_grad = _parameter("bias", bias, bias_grad, x)
+    own = (weight, main_grad), (bias, bias_main_grad)
+    return _AddRMSNorm.apply(x, residual, seen, seen_bias, own, eps)
+
+
+def swiglu_backward(
+    dy: Tensor, x: Tensor, learns: bool, main_grad: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """dx and the bias's gradient, None where it does not learn or main_grad has it."""
     both = x.shape[-1]
     rows = x.numel() // max(both, 1)
     dy, dx = dy.contiguous(), torch.empty_like(x)
-    dbias = sums = None
-    if bias_learns:
-        dbias, sums = x.new_empty(both), _partial_sums(rows, both)
-    pointers = (dy.data_ptr(), x.data_ptr(), dx.data_ptr(), pointer(dbias), pointer(sums))
-    _C.swiglu_backward(*pointers, rows, both // 2, DTYPES[x.dtype])
+    dbias, sums, places = _gradient(x, both, rows, learns, main_grad)
+    pointers = (dy.data_ptr(), x.data_ptr(), dx.data_ptr())
+    adds = main_grad is not None
+    _C.swiglu_backward(*pointers, *places, rows, both // 2, adds, DTYPES[x.dtype])
     return dx, dbias
 
 
 class _SwiGLU(torch.autograd.Function):
+    """`own`: bias and main_grad; `bias`: what autograd gets."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        both = x.shape[-1]
-        _check("swiglu_", x, {"bias": (bias, both)})
-        if both % 2 or not x.is_contiguous():
-            raise ValueError(
-                f"x has shape {list(x.shape)} and strides {x.stride()}; swiglu_ needs a contiguous "
-                "tensor whose last dimension is even"
-            )
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        own: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
+        both, (added, ctx.main_grad) = x.shape[-1], own
         rows = x.numel() // max(both, 1)
         y = x.new_empty(*x.shape[:-1], both // 2)
-        if bias is not None:
-            bias = bias.contiguous()
+        if added is not None:
+            added = added.contiguous()
             torch.autograd.graph.increment_version(x)
         ctx.save_for_backward(x)
-        pointers = (x.data_ptr(), pointer(bias), y.data_ptr())
+        pointers = (x.data_ptr(), pointer(added), y.data_ptr())
         _C.swiglu(*pointers, rows, both // 2, DTYPES[x.dtype])
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return once(swiglu_backward, dy, *ctx.saved_tensors, ctx.needs_input_grad[1])
+        learns = ctx.needs_input_grad[1]
+        return *once(swiglu_backward, dy, *ctx.saved_tensors, learns, ctx.main_grad), None
 
 
-def swiglu_(x: Tensor, bias: Tensor | None = None) -> Tensor:
+def swiglu_(x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense") -> Tensor:
     """silu(gate) * up of x + bias = [gate | up] (arXiv 2002.05202). x itself becomes x + bias.
 
     Args:
         x: [.., 2 F], float32, bfloat16 or float16 on the CPU, contiguous: a linear's output, which
             nobody else reads.
         bias: [2 F], x's dtype.
+        bias_grad: "dense", or "main_grad": added to bias.main_grad, a contiguous float32 [2 F],
+            and no hook of the bias runs where x requires a gradient.
 
     Returns:
         [.., F], contiguous, x's dtype. Differentiable once in x and bias; keeps x for it.
@@ -148,4 +297,11 @@ def swiglu_(x: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: a dtype, device, shape or stride does not fit.
     """
-    return _SwiGLU.apply(x, bias)
+    _check("swiglu_", x, "bias", bias)
+    if x.shape[-1] % 2 or not x.is_contiguous():
+        raise ValueError(
+            f"x has shape {list(x.shape)} and strides {x.stride()}; swiglu_ needs a contiguous "
+            "tensor whose last dimension is even"
+        )
+    seen, main_grad = _parameter("bias", bias, bias_grad, x)
+    return _SwiGLU.apply(x, seen, (bias, main_grad))

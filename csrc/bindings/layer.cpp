@@ -5,9 +5,12 @@
 namespace vlmk {
 namespace {
 
-RmsNormParams rms_norm_params(uintptr_t x, uintptr_t weight, uintptr_t y, uintptr_t rstd,
-                              int64_t rows, int64_t width, double eps, int dtype) {
-  return {pointer<const void>(x),
+RmsNormParams rms_norm_params(uintptr_t x, uintptr_t residual, uintptr_t bias, uintptr_t weight,
+                              uintptr_t y, uintptr_t rstd, int64_t rows, int64_t width, double eps,
+                              int dtype) {
+  return {pointer<void>(x),
+          pointer<const void>(residual),
+          pointer<const void>(bias),
           pointer<const void>(weight),
           pointer<void>(y),
           pointer<float>(rstd),
@@ -17,10 +20,12 @@ RmsNormParams rms_norm_params(uintptr_t x, uintptr_t weight, uintptr_t y, uintpt
           static_cast<DType>(dtype)};
 }
 
-RmsNormGradParams rms_norm_grad_params(uintptr_t dy, uintptr_t x, uintptr_t weight, uintptr_t rstd,
-                                       uintptr_t dx, uintptr_t dweight, uintptr_t sums,
-                                       int64_t rows, int64_t width, int dtype) {
+RmsNormGradParams rms_norm_grad_params(uintptr_t dy, uintptr_t skipped, uintptr_t x,
+                                       uintptr_t weight, uintptr_t rstd, uintptr_t dx,
+                                       uintptr_t dweight, uintptr_t sums, int64_t rows,
+                                       int64_t width, bool adds, int dtype) {
   return {pointer<const void>(dy),
+          pointer<const void>(skipped),
           pointer<const void>(x),
           pointer<const void>(weight),
           pointer<const float>(rstd),
@@ -29,6 +34,7 @@ RmsNormGradParams rms_norm_grad_params(uintptr_t dy, uintptr_t x, uintptr_t weig
           pointer<float>(sums),
           rows,
           width,
+          adds,
           static_cast<DType>(dtype)};
 }
 
@@ -39,7 +45,8 @@ SwigluParams swiglu_params(uintptr_t x, uintptr_t bias, uintptr_t y, int64_t row
 }
 
 SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uintptr_t dbias,
-                                    uintptr_t sums, int64_t rows, int64_t width, int dtype) {
+                                    uintptr_t sums, int64_t rows, int64_t width, bool adds,
+                                    int dtype) {
   return {pointer<const void>(dy),
           pointer<const void>(x),
           pointer<void>(dx),
@@ -47,6 +54,7 @@ SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uin
           pointer<float>(sums),
           rows,
           width,
+          adds,
           static_cast<DType>(dtype)};
 }
 
@@ -54,15 +62,15 @@ SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uin
 
 void register_layer(py::module_& m) {
   m.attr("SUM_ROWS") = kSumRows;
-  m.def("rms_norm", on_cpu(rms_norm_params, rms_norm), "x"_a, "weight"_a, "y"_a, "rstd"_a, "rows"_a,
-        "width"_a, "eps"_a, "dtype"_a, VLMK_NO_GIL);
-  m.def("rms_norm_backward", on_cpu(rms_norm_grad_params, rms_norm_backward), "dy"_a, "x"_a,
-        "weight"_a, "rstd"_a, "dx"_a, "dweight"_a, "sums"_a, "rows"_a, "width"_a, "dtype"_a,
-        VLMK_NO_GIL);
+  m.def("rms_norm", on_cpu(rms_norm_params, rms_norm), "x"_a, "residual"_a, "bias"_a, "weight"_a,
+        "y"_a, "rstd"_a, "rows"_a, "width"_a, "eps"_a, "dtype"_a, VLMK_NO_GIL);
+  m.def("rms_norm_backward", on_cpu(rms_norm_grad_params, rms_norm_backward), "dy"_a, "skipped"_a,
+        "x"_a, "weight"_a, "rstd"_a, "dx"_a, "dweight"_a, "sums"_a, "rows"_a, "width"_a, "adds"_a,
+        "dtype"_a, VLMK_NO_GIL);
   m.def("swiglu", on_cpu(swiglu_params, swiglu), "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a,
         "dtype"_a, VLMK_NO_GIL);
   m.def("swiglu_backward", on_cpu(swiglu_grad_params, swiglu_backward), "dy"_a, "x"_a, "dx"_a,
-        "dbias"_a, "sums"_a, "rows"_a, "width"_a, "dtype"_a, VLMK_NO_GIL);
+        "dbias"_a, "sums"_a, "rows"_a, "width"_a, "adds"_a, "dtype"_a, VLMK_NO_GIL);
 }
 
 }  // namespace vlmk

@@ -220,10 +220,12 @@ struct ProductParams {
 
 // RMSNorm of rows: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + eps). N = rows, all dtype.
 struct RmsNormParams {
-  const void* x;       // [N, width]
-  const void* weight;  // [width]
-  void* y;             // [N, width]
-  float* rstd;         // [N]
+  void* x;               // [N, width], becomes x + residual + bias if there is a residual
+  const void* residual;  // [N, width], or null
+  const void* bias;      // [width], or null
+  const void* weight;    // [width]
+  void* y;               // [N, width]
+  float* rstd;           // [N]
   int64_t rows;
   int64_t width;
   float eps;
@@ -234,15 +236,17 @@ struct RmsNormParams {
 constexpr int64_t kSumRows = 32;
 
 struct RmsNormGradParams {
-  const void* dy;  // [N, width]
-  const void* x;
+  const void* dy;       // [N, width]
+  const void* skipped;  // [N, width], added to dx, or null: the gradient of x's use beside the norm
+  const void* x;        // [N, width], what was normalized
   const void* weight;
   const float* rstd;
   void* dx;       // [N, width]
-  void* dweight;  // [width], or null where sums is
+  void* dweight;  // [width], or null where sums is; float32 that is added to if adds
   float* sums;    // [ceil(N / kSumRows), width] workspace, or null
   int64_t rows;
   int64_t width;
+  bool adds;
   DType dtype;
 };
 
@@ -260,10 +264,11 @@ struct SwigluGradParams {
   const void* dy;  // [N, width]
   const void* x;   // [N, 2 width], the bias in it
   void* dx;        // [N, 2 width]
-  void* dbias;     // [2 width], or null where sums is
+  void* dbias;     // [2 width], or null where sums is; float32 that is added to if adds
   float* sums;     // [ceil(N / kSumRows), 2 width] workspace, or null
   int64_t rows;
   int64_t width;
+  bool adds;
   DType dtype;
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa
-from vlmkernels.layer import rms_norm, swiglu_
+from vlmkernels.layer import add_rms_norm_, rms_norm, swiglu_
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Results = list[Tensor]
@@ -29,15 +30,17 @@ def check(
     plain: Callable,
     inputs: list[Tensor],
     upstream: Tensor,
-    terms: Tensor | None = None,
+    summed: dict[int, Tensor | None],
 ) -> None:
-    """terms [rows, 1, width]: what the second input's gradient adds up; None: that of the first."""
+    """summed: of each result that is a sum over rows what it adds up [rows, 1, width]; None: the
+    gradient of the first input."""
     exact = run(plain, inputs, upstream.double())
     for i, (got, peer, want) in enumerate(
         zip(run(ours, inputs, upstream), run(plain, inputs, upstream), exact, strict=True)
     ):
         noise = None
-        if i == 2 and want.numel() < 100:  # of few sums plain torch's error is luck
+        if i in summed and want.numel() < 100:  # of few sums plain torch's error is luck
+            terms = summed[i]
             terms = exact[1] if terms is None else terms
             noise = terms.double().square().sum((0, 1)).sqrt() * 2**-24
             noise = noise * max(1.0, len(terms) / 2) ** 0.5
@@ -62,7 +65,7 @@ def test_rms_norm(name: str, dtype: torch.dtype, rows: int, width: int) -> None:
     upstream = torch.randn(rows, 1, width).to(dtype)
     terms = plain_norm(x.double(), torch.ones(width).double()) * upstream
     with isa(name):
-        check(lambda x, w: rms_norm(x, w, 1e-6), plain_norm, [x, weight], upstream, terms)
+        check(lambda x, w: rms_norm(x, w, 1e-6), plain_norm, [x, weight], upstream, {2: terms})
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -74,7 +77,122 @@ def test_swiglu(name: str, dtype: torch.dtype, bias: bool, rows: int, width: int
     if bias:
         inputs.append(torch.randn(2 * width).to(dtype))
     with isa(name):
-        check(swiglu_, plain_swiglu, inputs, torch.randn(rows, 1, width).to(dtype))
+        check(swiglu_, plain_swiglu, inputs, torch.randn(rows, 1, width).to(dtype), {2: None})
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.cat(add_rms_norm_(x, residual, weight, 1e-6, bias=bias), -1)
+
+
+def plain_add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    total = x + residual if bias is None else x + bias + residual
+    return torch.cat([total, plain_norm(total, weight)], -1)
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows, width", [(3, 40), (33, 16), (100, 83), (700, 160)])
+def test_add_rms_norm(name: str, dtype: torch.dtype, bias: bool, rows: int, width: int) -> None:
+    x, residual = torch.randn(2, rows, 1, width).to(dtype)
+    inputs = [x, residual, torch.randn(width).to(dtype)]
+    if bias:
+        inputs.append(torch.randn(width).to(dtype))
+    upstream = torch.randn(rows, 1, 2 * width).to(dtype)
+    total = sum(part.double() for part in (x, residual, *inputs[3:]))
+    terms = plain_norm(total, torch.ones(width).double()) * upstream[..., width:]
+    with isa(name):
+        check(add_norm, plain_add_norm, inputs, upstream, {3: terms, 4: None})
+
+
+@pytest.mark.parametrize("used", ["sum", "norm", "both"])
+def test_gradients_of_a_sum_and_its_norm_are_added(used: str) -> None:
+    """Without a residual, in a strided gradient, and where one of the two has none."""
+    x, weight = torch.randn(37, 1, 24), torch.randn(24)
+    upstream = torch.randn(24, 1, 37).transpose(0, 2)
+
+    def gradients(dtype: torch.dtype, fused: bool) -> list[Tensor]:
+        leaf, gain = (t.to(dtype, copy=True).requires_grad_() for t in (x, weight))
+        both = (leaf, plain_norm(leaf, gain))
+        if fused:
+            both = add_rms_norm_(leaf, None, gain, 1e-6)
+            assert both[0].data_ptr() == leaf.data_ptr()
+        torch.autograd.backward(
+            *zip(
+                *[
+                    (out, upstream.to(dtype))
+                    for name, out in zip(("sum", "norm"), both, strict=True)
+                    if used in (name, "both")
+                ],
+                strict=True,
+            )
+        )
+        return [leaf.grad, gain.grad] if used != "sum" else [leaf.grad]  # type: ignore[list-item]
+
+    results = (gradients(torch.float32, True), gradients(torch.float32, False))
+    for got, peer, want in zip(*results, gradients(torch.float64, False), strict=True):
+        assert_accurate("gradient", got, peer, want)
+
+
+def norm_into(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, 1e-6, weight_grad="main_grad")
+
+
+def add_norm_into(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    into: Any = {"weight_grad": "main_grad", "bias_grad": "main_grad"}
+    return torch.cat(add_rms_norm_(x, residual, weight, 1e-6, bias=bias, **into), -1)
+
+
+def swiglu_into(x: Tensor, bias: Tensor) -> Tensor:
+    return swiglu_(x, bias, bias_grad="main_grad")
+
+
+# ours, plain torch, shapes of the inputs: parameters have one dimension
+INTO: list[tuple[Callable, Callable, list[list[int]]]] = [
+    (norm_into, plain_norm, [[90, 40], [40]]),
+    (add_norm_into, plain_add_norm, [[90, 40], [90, 40], [40], [40]]),
+    (swiglu_into, plain_swiglu, [[90, 80], [80]]),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("ours, plain, shapes", INTO)
+def test_main_grad(
+    ours: Callable, plain: Callable, shapes: list[list[int]], learns: bool, dtype: torch.dtype
+) -> None:
+    """The float32 sums are added to what main_grad holds, and where the input `learns` no hook of a
+    parameter is called."""
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    starts = [torch.randn(shape) for shape in shapes]
+    upstream = torch.randn(plain(*inputs).shape).to(dtype)
+    nodes: list[Any] = []  # as Megatron keeps them
+    called = 0
+
+    def called_once(*grads: Any) -> None:
+        nonlocal called
+        called += 1
+
+    def gradients(op: Callable, kind: torch.dtype, into: bool) -> list[Tensor]:
+        leaves = [x.to(kind, copy=True).requires_grad_(x.dim() == 1 or learns) for x in inputs]
+        found = []
+        for leaf, start in zip(leaves, starts, strict=True):
+            leaf.main_grad = start.clone()  # type: ignore[attr-defined]
+            if into and leaf.dim() == 1:
+                nodes.append(leaf.expand_as(leaf).grad_fn.next_functions[0][0])
+                nodes[-1].register_hook(called_once)
+        op(leaves[0] * 1.0, *leaves[1:]).backward(upstream.to(kind))
+        for leaf, start in zip(leaves, starts, strict=True):
+            if leaf.dim() == 1:
+                assert into == (leaf.grad is None)
+                found.append(leaf.main_grad if into else start + leaf.grad)  # type: ignore[attr-defined]
+        return found
+
+    results = gradients(ours, dtype, True), gradients(plain, dtype, False)
+    assert (called == 0) == learns
+    for got, peer, want in zip(*results, gradients(plain, torch.float64, False), strict=True):
+        assert got.dtype == torch.float32
+        assert_accurate("main_grad", got, peer, want)
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -98,6 +216,7 @@ def test_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
         torch.set_num_threads(threads)
         norm = run(lambda x, w: rms_norm(x, w, 1e-6), [x, weight], upstream)
         results = [*norm, *run(swiglu_, [both, bias], upstream)]
+        results += run(add_norm, [x, x, weight, weight], torch.cat([upstream, upstream], -1))
         first = first or results
         for i, (got, want) in enumerate(zip(results, first, strict=True)):
             assert_bitwise(f"result {i}, {threads} threads", got, want)
@@ -141,6 +260,28 @@ BAD = [
     (
         lambda: rms_norm(torch.zeros(3, 8), torch.zeros(8).bfloat16(), 1e-6),
         "weight is bfloat16 [8] on cpu; rms_norm of x, float32 [3, 8] on cpu, needs [8] of its",
+    ),
+    (
+        lambda: rms_norm(torch.zeros(3, 8), torch.zeros(8), 1e-6, weight_grad="sum"),  # type: ignore
+        "weight_grad is 'sum'; it must be 'dense' or 'main_grad'",
+    ),
+    (
+        lambda: swiglu_(torch.zeros(3, 8), torch.ones(8).requires_grad_(), bias_grad="main_grad"),
+        "bias.main_grad is a NoneType; bias_grad='main_grad' needs a contiguous float32 [8] on cpu",
+    ),
+    (
+        lambda: add_rms_norm_(torch.zeros(8, 3).t(), None, torch.zeros(8), 1e-6)[0],
+        "x has strides (1, 3); add_rms_norm_ needs a contiguous one",
+    ),
+    (
+        lambda: add_rms_norm_(torch.zeros(3, 8), torch.zeros(2, 8), torch.zeros(8), 1e-6)[0],
+        "residual is float32 [2, 8] on cpu; it must be as x, float32 [3, 8] on cpu",
+    ),
+    (
+        lambda: add_rms_norm_(
+            *(torch.zeros(3, 8), None, torch.zeros(8)), 1e-6, bias=torch.zeros(8)
+        )[0],
+        "bias is given without a residual; add_rms_norm_ adds both or nothing",
     ),
     (lambda: swiglu_(torch.zeros(3, 7)), "x has shape [3, 7] and strides (7, 1); swiglu_ needs"),
     (lambda: swiglu_(torch.zeros(8, 3).t()), "x has shape [3, 8] and strides (1, 3); swiglu_"),

@@ -105,6 +105,60 @@ def test_quick_gelu(bias: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("name", ["swiglu", "quick_gelu", "gelu_tanh", "bias_dropout_add"])
+def test_a_bias_past_autograd(name: str, skips: bool) -> None:
+    """Its gradient is what autograd would have had, added to main_grad."""
+    bias, start = torch.nn.Parameter(torch.randn(12)), torch.randn(12)
+    bias.main_grad, bias.skips_autograd = start.clone(), skips  # type: ignore[attr-defined]
+    x, residual = (t.requires_grad_() for t in torch.randn(2, 30, 1, 12))
+    if name == "bias_dropout_add":
+        out = host_ops.bias_dropout_add(True, False)((x * 1.0, bias), residual, 0.0)
+    else:
+        out = getattr(host_ops, name)(x * 1.0, bias)
+    out.sin().sum().backward()
+    assert x.grad is not None and (bias.grad is None) == skips
+    want = x.grad.sum((0, 1))  # every op adds the bias to x first
+    got = bias.main_grad - start if bias.grad is None else bias.grad  # type: ignore[attr-defined]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    frozen = torch.ones(12)
+    frozen.skips_autograd = skips  # type: ignore[attr-defined]
+    assert host_ops.past_autograd(x, frozen) is None
+    assert host_ops.past_autograd(x.detach(), bias) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sums_and_their_norms(dtype: torch.dtype, kind: str, bias: bool) -> None:
+    """A layer's first norm, and what attention returns added to the layer's input, and its norm."""
+    tokens, width = sizes()
+    add = host_ops.bias_dropout_add(True, False)
+
+    def ours(x: Tensor, out: Tensor, weight: Tensor, b: Tensor | None = None) -> Tensor:
+        norm = host_ops.RMSNorm(1, 1e-6) if kind == "RMSNorm" else torch.nn.LayerNorm(1, bias=False)
+        norm.normalized_shape = (width,)
+        del norm.weight
+        norm.weight = weight  # type: ignore[assignment]
+        x, first = host_ops.with_norm(norm, x)
+        x, second = host_ops.add_with_norm(norm, add, (out * 1.0, b), x, 0.0)
+        return torch.cat([x, first, second], -1)
+
+    def plain(x: Tensor, out: Tensor, weight: Tensor, b: Tensor | None = None) -> Tensor:
+        def norm(x: Tensor) -> Tensor:
+            if kind == "RMSNorm":
+                return F.rms_norm(x, (width,), weight, 1e-6)
+            return F.layer_norm(x, (width,), weight)
+
+        first = norm(x)
+        x = x + (out if b is None else out + b)
+        return torch.cat([x, first, norm(x)], -1)
+
+    inputs: list[Tensor | None] = [*torch.randn(2, tokens, 1, width), torch.randn(width)]
+    inputs += [torch.randn(width)] if bias else []
+    compare(ours, plain, inputs, consumes_first=False, dtype=dtype)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_bias_dropout_add(bias: bool) -> None:
     tokens, width = sizes()

@@ -17,9 +17,11 @@ from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowPa
 @pytest.mark.parametrize("bias", ["none", "added", "handed on"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
 def test_product_and_gradients(
-    kind: type, dtype: torch.dtype, bias: str, frozen: bool, large: bool
+    kind: type, dtype: torch.dtype, bias: str, frozen: bool, large: bool, skips: bool
 ) -> None:
+    """skips: no reduction waits behind autograd, so it hears of neither weight nor bias."""
     weight_gradients.enable()
     ours = round(WORK[dtype] ** (1 / 3)) + 1
     sizes = (ours, ours + 100) if large else (1, 60)
@@ -32,6 +34,10 @@ def test_product_and_gradients(
     linear.skip_bias_add = bias == "handed on"
     before = torch.randn(outputs, inputs)
     linear.weight.main_grad = before.clone()
+    linear.weight.skips_autograd = skips
+    if linear.bias is not None:
+        linear.bias.main_grad = torch.zeros(outputs)
+        linear.bias.skips_autograd = skips
     x = torch.randn(tokens, 1, inputs).to(dtype).requires_grad_()
     upstream = torch.randn(tokens, 1, outputs).to(dtype)
 
@@ -57,11 +63,15 @@ def test_product_and_gradients(
 
     got = {"out": out.detach(), "dx": x.grad, "main_grad": linear.weight.main_grad}
     if bias == "added":
-        got["dbias"] = linear.bias.grad
+        got["dbias"] = linear.bias.main_grad.to(dtype) if skips else linear.bias.grad
+        assert (linear.bias.grad is None) == skips
     stock, exact = plain(dtype), plain(torch.float64)
     for name, want in exact.items():
         assert_accurate(name, got[name], stock[name], want)
     if frozen:
         assert torch.equal(linear.weight.main_grad, before) and linear.weight.grad is None
+    elif skips:
+        assert linear.weight.grad is None
+        assert not hasattr(linear.weight, "grad_added_to_main_grad")
     else:
         assert linear.weight.grad_added_to_main_grad

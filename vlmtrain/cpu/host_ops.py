@@ -9,7 +9,7 @@ arithmetic. Each function here keeps for backward only what its formula needs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +17,72 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from torch import Tensor
 
-from vlmkernels.layer import rms_norm, swiglu_
+from vlmkernels.layer import add_rms_norm_, rms_norm, swiglu_
 
 aten = torch.ops.aten
+
+#: A bias, which autograd may not see, and the main_grad to which its gradient is then added.
+Bias = tuple[Tensor | None, Tensor | None]
+
+
+def past_autograd(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """The main_grad to which a parameter's gradient is added while x's is made, past autograd and
+    Megatron's hook behind it, which take 10 us for each parameter in each pass. None where the hook
+    has work to do (parallel/ddp.py), and where no gradient of x is made."""
+    if parameter is None or not (x.requires_grad and parameter.requires_grad):
+        return None
+    return parameter.main_grad if _where(parameter) == "main_grad" else None  # type: ignore[attr-defined]
+
+
+def _where(parameter: Tensor | None) -> Literal["dense", "main_grad"]:
+    return "main_grad" if getattr(parameter, "skips_autograd", False) else "dense"
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch.nn.RMSNorm; on the CPU vlmkernels', in one call each way."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        known = x.dtype in (torch.float32, torch.bfloat16) and self.weight.dtype == x.dtype
-        if x.device.type != "cpu" or not known:
+    def forward(self, x: Tensor, added: tuple[Tensor | None, Tensor | None] | None = None) -> Any:
+        """norm(x). added, where `fuses`: a residual and a bias, or None and None; then their sum
+        with x, written over x, and its norm."""
+        where = _where(self.weight)
+        if added is not None:
+            residual, bias = added
+            return add_rms_norm_(
+                *(x, residual, self.weight, self.eps),
+                bias=bias,
+                weight_grad=where,
+                bias_grad=_where(bias),
+            )
+        if not self._knows(x):
             return super().forward(x)
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, weight_grad=where)
+
+    def _knows(self, x: Tensor) -> bool:
+        known = x.dtype in (torch.float32, torch.bfloat16) and self.weight.dtype == x.dtype
+        return known and x.device.type == "cpu"
+
+    @staticmethod
+    def fuses(norm: torch.nn.Module, x: Tensor) -> bool:
+        return isinstance(norm, RMSNorm) and norm._knows(x) and x.is_contiguous()
+
+
+def with_norm(norm: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x and norm(x)."""
+    return norm(x, (None, None)) if RMSNorm.fuses(norm, x) else (x, norm(x))
+
+
+def add_with_norm(
+    norm: torch.nn.Module,
+    add: Callable[..., Tensor],
+    x_with_bias: tuple[Tensor, Tensor | None],
+    residual: Tensor,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """add(x_with_bias, residual, dropout) and its norm. add: of `bias_dropout_add`."""
+    x, bias = x_with_bias
+    if dropout or x.dtype != residual.dtype or not RMSNorm.fuses(norm, x):
+        return with_norm(norm, add(x_with_bias, residual, dropout))
+    return norm(x, (residual, bias))
 
 
 class _QuickGelu(torch.autograd.Function):
@@ -39,75 +92,89 @@ class _QuickGelu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seen: Tensor | None, bias: Bias) -> Tensor:
         _keep(ctx, x, bias)
         return F.silu(x * 1.702, inplace=True).div_(1.702)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         dx = x * 1.702
         aten.silu_backward.grad_input(grad, dx, grad_input=dx)
-        return dx, _bias_gradient(ctx, dx)
+        return dx, _bias_gradient(ctx, dx), None
 
 
 class _GeluTanh(torch.autograd.Function):
     """gelu(x + bias) by a tanh; adds the bias to its input, which nobody else reads."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seen: Tensor | None, bias: Bias) -> Tensor:
         _keep(ctx, x, bias)
         return F.gelu(x, approximate="tanh")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         dx = aten.gelu_backward(grad, x, approximate="tanh")
-        return dx, _bias_gradient(ctx, dx)
+        return dx, _bias_gradient(ctx, dx), None
 
 
-def _keep(ctx: Any, x: Tensor, bias: Tensor | None) -> None:
+def _keep(ctx: Any, x: Tensor, bias: Bias) -> None:
     """Adds the bias to x, and keeps the sum for backward."""
-    if bias is not None:
-        x.detach().add_(bias)
+    added, ctx.main_grad = bias
+    if added is not None:
+        x.detach().add_(added)
     ctx.save_for_backward(x)
-    ctx.has_bias = bias is not None
 
 
 def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
-    return grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
+    """The bias's gradient where autograd gets it; else it is added to main_grad."""
+    if ctx.main_grad is None and not ctx.needs_input_grad[1]:
+        return None
+    total = grad.reshape(-1, grad.shape[-1]).sum(0)
+    if ctx.main_grad is None:
+        return total
+    ctx.main_grad.add_(total)
+    return None
+
+
+def _with_bias(op: Any, x: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:
+    main_grad = past_autograd(x, bias)
+    return op.apply(x, bias if main_grad is None else None, (bias, main_grad), *others)
 
 
 def swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
     """silu(gate) * up [.., F] of x + bias = [gate | up], x [.., 2 F]. x itself gets the bias; on
     CUDA Megatron's fused kernel, and x stays."""
-    return swiglu_(x, bias) if x.device.type == "cpu" else bias_swiglu_impl(x, bias)
+    if x.device.type == "cpu":
+        return swiglu_(x, bias, bias_grad=_where(bias))
+    return bias_swiglu_impl(x, bias)
 
 
 def quick_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     """quick_gelu(x + bias), same shape. x itself gets the bias."""
-    return _QuickGelu.apply(x, bias)
+    return _with_bias(_QuickGelu, x, bias)
 
 
 def gelu_tanh(x: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(x + bias) by a tanh, same shape. x itself gets the bias."""
-    return _GeluTanh.apply(x, bias)
+    return _with_bias(_GeluTanh, x, bias)
 
 
 class _AddInPlace(torch.autograd.Function):
     """x + bias + residual, written over x: a linear's output, of which nothing else is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        ctx.has_bias = bias is not None
+    def forward(ctx: Any, x: Tensor, seen: Tensor | None, bias: Bias, residual: Tensor) -> Tensor:
+        added, ctx.main_grad = bias
         out = x.detach()
-        if bias is not None:
-            out.add_(bias)
+        if added is not None:
+            out.add_(added)
         return out.add_(residual)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:  # type: ignore[override]
-        return grad, _bias_gradient(ctx, grad), grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, _bias_gradient(ctx, grad), None, grad
 
 
 def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -118,6 +185,6 @@ def bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         x, bias = x_with_bias
         if fused or dropout or x.dtype != residual.dtype:
             return megatron(x_with_bias, residual, dropout)
-        return _AddInPlace.apply(x, bias, residual)
+        return _with_bias(_AddInPlace, x, bias, residual)
 
     return add

@@ -144,12 +144,25 @@ def install() -> None:
     from megatron.core.optimizer import clip_grads
 
     clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
+    clip_grads.to_local_if_dtensor = lambda gradient: gradient  # there are none
 
     # Backward passes run what `without_shim` ran forward.
     from megatron.core.pipeline_parallel import schedules
 
     if not hasattr(schedules.backward_step, "__wrapped__"):
         schedules.backward_step = _shimless(schedules.backward_step)
+
+    # And what an optimizer's step asks each parameter, in loops that name no device.
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for name in (
+        "zero_grad",
+        "get_main_grads_for_grad_norm",
+        "_copy_model_grads_to_main_grads",
+        "_copy_main_params_to_model_params",
+    ):
+        if not hasattr(getattr(DistributedOptimizer, name), "__wrapped__"):
+            setattr(DistributedOptimizer, name, _shimless(getattr(DistributedOptimizer, name)))
 
     _mode = _CudaMeansCpu()
     _mode.__enter__()

@@ -47,7 +47,9 @@ def wrap(
         pg_collection=groups,
     )
     for parameter in module.parameters():
-        parameter.reduced_in_backward = overlap_grad_reduce  # read by models/common/linears.py
+        # Behind autograd waits a hook that starts the reduction, or that has nothing to do: then
+        # ops add to main_grad and leave autograd out (cpu/host_ops.py, past_autograd).
+        parameter.skips_autograd = not overlap_grad_reduce
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         # With one data-parallel rank gloo's reduce-scatter of gradients and all-gather of weights
         # copy whole buffers onto themselves, several times. (NCCL returns at once.)

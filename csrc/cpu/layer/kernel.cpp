@@ -19,9 +19,10 @@ VLMK_INLINE void add_to(float* sum, Vec v, int lanes) {
 }
 
 // run(row, sums) for all rows on torch's threads, with sums [columns] of its kSumRows rows, zero
-// before the first; then total [columns] is the sum of sums [ceil(rows / kSumRows), columns].
+// before the first; then total [columns] is the sum of sums [ceil(rows / kSumRows), columns], or if
+// `adds` that is added to it, in float32.
 template <class T, class Run>
-void each_row(int64_t rows, int64_t columns, float* sums, void* total, const Run& run) {
+void each_row(int64_t rows, int64_t columns, float* sums, void* total, bool adds, const Run& run) {
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for schedule(static) if (rows * columns >= kParallelFrom)
   for (int64_t part = 0; part < parts; ++part) {
@@ -40,19 +41,30 @@ void each_row(int64_t rows, int64_t columns, float* sums, void* total, const Run
     for (int64_t part = 0; part < parts; ++part) {
       sum = sum + load_first(sums + part * columns + c, lanes);
     }
-    store_first(static_cast<T*>(total) + c, sum, lanes);
+    if (adds) {
+      add_to(static_cast<float*>(total) + c, sum, lanes);
+    } else {
+      store_first(static_cast<T*>(total) + c, sum, lanes);
+    }
   }
 }
 
 template <class T>
 void norm_forward(const RmsNormParams& p) {
-  const auto* weight = static_cast<const T*>(p.weight);
-  each_row<T>(p.rows, p.width, nullptr, nullptr, [&](int64_t row, float*) {
-    const T* x = static_cast<const T*>(p.x) + row * p.width;
+  const auto *weight = static_cast<const T*>(p.weight), *bias = static_cast<const T*>(p.bias);
+  const auto* residual = static_cast<const T*>(p.residual);
+  each_row<T>(p.rows, p.width, nullptr, nullptr, false, [&](int64_t row, float*) {
+    T* x = static_cast<T*>(p.x) + row * p.width;
     T* y = static_cast<T*>(p.y) + row * p.width;
+    const T* added = residual == nullptr ? nullptr : residual + row * p.width;
     Vec squares = set1(0.f);
     each_vector(p.width, [&](int64_t c, int lanes) {
-      const Vec v = load_first(x + c, lanes);
+      if (added != nullptr) {
+        Vec sum = load_first(x + c, lanes) + load_first(added + c, lanes);
+        if (bias != nullptr) sum = sum + load_first(bias + c, lanes);
+        store_first(x + c, sum, lanes);
+      }
+      const Vec v = load_first(x + c, lanes);  // as rounded
       squares = fma(v, v, squares);
     });
     const float mean = reduce_add(squares) / static_cast<float>(p.width);
@@ -65,13 +77,14 @@ void norm_forward(const RmsNormParams& p) {
   });
 }
 
-// With n = x rstd and g = dy w: dx = (g - n mean(g n)) rstd, dw = sum over rows of dy n.
+// With n = x rstd and g = dy w: dx = (g - n mean(g n)) rstd + skipped, dw = sum over rows of dy n.
 template <class T>
 void norm_backward(const RmsNormGradParams& p) {
-  const auto* weight = static_cast<const T*>(p.weight);
-  each_row<T>(p.rows, p.width, p.sums, p.dweight, [&](int64_t row, float* sums) {
+  const auto *weight = static_cast<const T*>(p.weight), *rest = static_cast<const T*>(p.skipped);
+  each_row<T>(p.rows, p.width, p.sums, p.dweight, p.adds, [&](int64_t row, float* sums) {
     const T* x = static_cast<const T*>(p.x) + row * p.width;
     const T* dy = static_cast<const T*>(p.dy) + row * p.width;
+    const T* skipped = rest == nullptr ? nullptr : rest + row * p.width;
     T* dx = static_cast<T*>(p.dx) + row * p.width;
     const Vec rstd = set1(p.rstd[row]);
     Vec dots = set1(0.f);
@@ -85,7 +98,8 @@ void norm_backward(const RmsNormGradParams& p) {
     each_vector(p.width, [&](int64_t c, int lanes) {
       const Vec g = load_first(dy + c, lanes) * load_first(weight + c, lanes);
       const Vec n = load_first(x + c, lanes) * rstd;
-      store_first(dx + c, (g - n * mean) * rstd, lanes);
+      const Vec v = (g - n * mean) * rstd;
+      store_first(dx + c, skipped == nullptr ? v : v + load_first(skipped + c, lanes), lanes);
     });
   });
 }
@@ -102,7 +116,7 @@ template <class T>
 void swiglu_forward(const SwigluParams& p) {
   const auto* bias = static_cast<const T*>(p.bias);
   const int64_t width = p.width;
-  each_row<T>(p.rows, 2 * width, nullptr, nullptr, [&](int64_t row, float*) {
+  each_row<T>(p.rows, 2 * width, nullptr, nullptr, false, [&](int64_t row, float*) {
     T* x = static_cast<T*>(p.x) + row * 2 * width;
     T* y = static_cast<T*>(p.y) + row * width;
     const auto with_bias = [&](int64_t c, int lanes) {
@@ -121,7 +135,7 @@ void swiglu_forward(const SwigluParams& p) {
 template <class T>
 void swiglu_gradient(const SwigluGradParams& p) {
   const int64_t width = p.width;
-  each_row<T>(p.rows, 2 * width, p.sums, p.dbias, [&](int64_t row, float* sums) {
+  each_row<T>(p.rows, 2 * width, p.sums, p.dbias, p.adds, [&](int64_t row, float* sums) {
     const T* x = static_cast<const T*>(p.x) + row * 2 * width;
     const T* dy = static_cast<const T*>(p.dy) + row * width;
     T* dx = static_cast<T*>(p.dx) + row * 2 * width;

@@ -173,7 +173,7 @@ class PackedSelfAttention(SelfAttention):
         causal = core.attn_mask_type == AttnMaskType.causal
         segments = packed_seq_params.cu_seqlens_q
         out = qkv_attention(qkv, table, segments, causal=causal, scale=core.scale)
-        return self.linear_proj(out.flatten(1).unsqueeze(1))
+        return self.linear_proj(out.view(len(out), 1, out.shape[1] * out.shape[2]))
 
 
 class VisionSelfAttention(SelfAttention):
@@ -218,4 +218,4 @@ class VisionSelfAttention(SelfAttention):
         qkv, _ = self.linear_qkv(hidden_states)  # [P, 1, H * 3 * D]
         qkv = qkv.view(qkv.shape[0], -1, 3, self.hidden_size_per_attention_head).transpose(1, 2)
         out = vision_attention(qkv, layout, window=self.windowed, scale=self.core_attention.scale)
-        return self.linear_proj(out.flatten(1).unsqueeze(1))
+        return self.linear_proj(out.view(len(out), 1, out.shape[1] * out.shape[2]))

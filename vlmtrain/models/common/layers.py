@@ -157,15 +157,15 @@ class Layer(TransformerLayer):
         packed_seq_params: PackedSeqParams,
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        x, fused = hidden_states, self.config.bias_dropout_fusion
+        fused, dropout = self.config.bias_dropout_fusion, self.hidden_dropout
+        x, normal = host_ops.with_norm(self.input_layernorm, hidden_states)
         attended = self.self_attention(
-            self.input_layernorm(x),
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
+            normal, attention_mask=attention_mask, packed_seq_params=packed_seq_params
         )
-        x = self.self_attn_bda(self.training, fused)(attended, x, self.hidden_dropout)
-        out = self.mlp(self.pre_mlp_layernorm(x), padding_mask=padding_mask)
-        x = self.mlp_bda(self.training, fused)(out, x, self.hidden_dropout)
+        add = self.self_attn_bda(self.training, fused)
+        x, normal = host_ops.add_with_norm(self.pre_mlp_layernorm, add, attended, x, dropout)
+        out = self.mlp(normal, padding_mask=padding_mask)
+        x = self.mlp_bda(self.training, fused)(out, x, dropout)
         return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True), None
 
 

@@ -16,33 +16,49 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from vlmkernels.product import mm
+from vlmtrain.cpu.host_ops import past_autograd
 
 
 class _Product(torch.autograd.Function):
-    """x w^T + bias of x [.., in], weight [out, in], bias [out] or None."""
+    """x w^T + bias of x [.., in], weight [out, in], bias [out] or None, both in `own`; autograd
+    gets them too where their gradients do not go past it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        y = x.new_empty(*x.shape[:-1], len(weight))
-        mm(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias, out=y.view(-1, len(weight)))
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        own: tuple[Tensor, Tensor | None],
+    ) -> Tensor:
+        ctx.own = matrix, added = own
+        ctx.save_for_backward(x if matrix.requires_grad else None, matrix)
+        width = matrix.shape[0]
+        y = x.new_empty(*x.shape[:-1], width)  # no view: what follows writes over it
+        mm(x.reshape(-1, x.shape[-1]), matrix.t(), bias=added, out=y.view(-1, width))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad
+        x, _ = ctx.saved_tensors
+        weight, bias = ctx.own
+        needs_dx, sees_weight, sees_bias, _ = ctx.needs_input_grad
         shape, grad = grad.shape[:-1], grad.reshape(-1, grad.shape[-1])
         dx = mm(grad, weight).view(*shape, -1) if needs_dx else None
-        dweight = None
-        if needs_dweight:
+        dweight = dbias = None
+        if x is not None:
             add = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
             add(x.reshape(-1, x.shape[-1]), grad, weight.main_grad)
+        if sees_weight:
+            # Megatron's hook wants a gradient where it starts a reduction, and does not read it.
             weight.grad_added_to_main_grad = True
-            # Megatron's hook, where it starts a reduction, wants a gradient and does not read it.
-            if getattr(weight, "reduced_in_backward", True):
-                dweight = torch.empty_like(weight)
-        return dx, dweight, grad.sum(0) if needs_dbias else None
+            dweight = torch.empty_like(weight)
+        if bias is not None and bias.requires_grad:
+            dbias = grad.sum(0)
+            if not sees_bias:
+                bias.main_grad.add_(dbias)
+                dbias = None
+        return dx, dweight, dbias, None
 
 
 class _Whole:
@@ -52,9 +68,9 @@ class _Whole:
 
     def forward(self, x: Tensor, *unused: Any) -> tuple[Tensor, Tensor | None]:
         """Output and the bias that the caller adds."""
-        if self.skip_bias_add:
-            return _Product.apply(x, self.weight, None), self.bias
-        return _Product.apply(x, self.weight, self.bias), None
+        own = self.weight, None if self.skip_bias_add else self.bias
+        seen = (None if past_autograd(x, p) is not None else p for p in own)
+        return _Product.apply(x, *seen, own), self.bias if self.skip_bias_add else None
 
 
 class WholeColumnParallelLinear(_Whole, ColumnParallelLinear):
