@@ -86,6 +86,10 @@ def product_types() -> str:
     return " and ".join(found)
 
 
+def _amx_types() -> str:
+    return "bf16 and fp16" if _native._C.tiles_multiply_fp16() else "bf16 (fp16: no AMX-FP16)"
+
+
 def report() -> str:
     """The whole text."""
     build, why = _native._C.build_info(), _native._C.why_no_amx()
@@ -100,7 +104,7 @@ def report() -> str:
             "AMX",
             f"off: {why}"
             if (why := _native._C.why_no_amx())
-            else "on, for attention in bf16 and products",
+            else f"on, for attention in {_amx_types()} and products",
         ),
         ("products", f"ours in {ours}" if (ours := product_types()) else "torch's"),
         ("threads", str(torch.get_num_threads())),

@@ -39,6 +39,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", [] { return std::string(isa_name(active_isa())); });
   m.def("available_isas", &available_isas);
   m.def("why_no_amx", &why_no_amx);
+  m.def("tiles_multiply_fp16", &tiles_multiply_fp16);
   m.def("set_isa", &set_isa, "name"_a);
   m.def("poison_scratch", &poison_scratch, "on"_a);
   register_attention(m);

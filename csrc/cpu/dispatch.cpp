@@ -140,6 +140,18 @@ const char* why_no_amx() {
   return compiled(Isa::kAmxBf16) ? why_no_tiles() : "the compiler of this build has no tiles";
 }
 
+bool tiles_multiply_fp16() {
+#if defined(__x86_64__)
+  static const bool amx_fp16 = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 21 & 1);
+  }();
+  return amx_fp16 || active_isa() == Isa::kAmxEmulated;
+#else
+  return false;
+#endif
+}
+
 Isa active_isa() {
   int isa = active.load(std::memory_order_relaxed);
   if (isa < 0) {

@@ -23,6 +23,10 @@ bool isa_available(Isa isa);
 // "" if kAmxBf16 is available, else why not.
 const char* why_no_amx();
 
+// Whether the active instruction set, of those with tiles, multiplies fp16 on them: what stands in
+// for the instructions does, a processor needs AMX-FP16 (Granite Rapids and later).
+bool tiles_multiply_fp16();
+
 // The best available one, or VLMKERNELS_ISA's. Throws std::invalid_argument for an unknown name or
 // one that this machine can't run.
 Isa active_isa();

@@ -28,28 +28,31 @@ VLMK_INLINE __m512i interleave(__m256i a, __m256i b) {
   return _mm512_or_si512(wide, _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
 }
 
-// Two vectors rounded to bf16: lane by lane, `even`'s below `odd`'s.
-VLMK_INLINE Vec pair_bf16(Vec even, Vec odd) {
+// Two vectors rounded to a 16-bit type: lane by lane, `even`'s below `odd`'s.
+template <class T>
+VLMK_INLINE Vec narrow_pairs(Vec even, Vec odd, T type) {
+  return _mm512_castsi512_ps(interleave(narrow(even, type), narrow(odd, type)));
+}
+
+// The same, even's 16 in front of odd's.
+template <class T>
+VLMK_INLINE __m512i narrow(Vec first, Vec second, T type) {
+  const __m512i half = _mm512_castsi256_si512(narrow(first, type));
+  return _mm512_inserti64x4(half, narrow(second, type), 1);
+}
+
 #if defined(__AVX512BF16__)
+VLMK_INLINE Vec narrow_pairs(Vec even, Vec odd, BFloat16) {
   const __m512i in_turn =
       interleave(_mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                  _mm256_setr_epi16(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31));
   const auto halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_turn, halves));
-#else
-  return _mm512_castsi512_ps(interleave(narrow(even, BFloat16{}), narrow(odd, BFloat16{})));
-#endif
 }
-
-// The same, even's 16 in front of odd's.
-VLMK_INLINE __m512i round_bf16(Vec first, Vec second) {
-#if defined(__AVX512BF16__)
+VLMK_INLINE __m512i narrow(Vec first, Vec second, BFloat16) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
-#else
-  const __m512i half = _mm512_castsi256_si512(narrow(first, BFloat16{}));
-  return _mm512_inserti64x4(half, narrow(second, BFloat16{}), 1);
-#endif
 }
+#endif
 
 VLMK_INLINE __mmask32 first_words(int64_t n) {
   return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
@@ -69,7 +72,7 @@ struct Bf16Pairs {
     std::memcpy(&bits, p, sizeof bits);
     return _mm512_castsi512_ps(_mm512_set1_epi32(bits));
   }
-  static VLMK_MEMBER Vec pair(Vec even, Vec odd) { return pair_bf16(even, odd); }
+  static VLMK_MEMBER Vec pair(Vec even, Vec odd) { return narrow_pairs(even, odd, BFloat16{}); }
 };
 #endif
 

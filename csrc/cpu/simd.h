@@ -59,6 +59,13 @@ VLMK_INLINE __m256i narrow(Vec x, BFloat16) {
 VLMK_INLINE __m256i narrow(Vec x, Float16) {
   return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+// Of pairs of elements, the lower ones and the upper ones.
+VLMK_INLINE Vec lower(__m512i x, BFloat16) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+VLMK_INLINE Vec upper(__m512i x, BFloat16) {
+  return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(~0xffff)));
+}
+VLMK_INLINE Vec lower(__m512i x, Float16) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x)); }
+VLMK_INLINE Vec upper(__m512i x, Float16) { return lower(_mm512_srli_epi32(x, 16), Float16{}); }
 VLMK_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 VLMK_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 VLMK_INLINE Vec load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }

@@ -1,12 +1,14 @@
-// The tile instructions of AMX-BF16; where the compiler may not use them (no __AMX_BF16__),
-// functions of the same names that compute the same bits, so that tests run the kernels on any
-// machine with AVX-512. Eight registers of 16 rows of 64 bytes, all of them always whole: rows of
-// 16 floats, or of 16 pairs of bf16. Included inside an ISA translation unit.
+// The tile instructions of AMX-BF16 and AMX-FP16; where the compiler may not use them (no
+// __AMX_BF16__), functions of the same names that compute the same bits, so that tests run the
+// kernels on any machine with AVX-512. Eight registers of 16 rows of 64 bytes, all of them always
+// whole: rows of 16 floats, or of 16 pairs of bf16 or fp16. Included inside an ISA translation
+// unit.
 //
 // asm instead of the compiler's intrinsics: GCC's _tile_loadd doesn't say that it reads memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu/simd.h"
 
@@ -46,10 +48,15 @@ VLMK_INLINE void tile_store(void* rows, ptrdiff_t row_bytes) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(rows), "r"(row_bytes), "i"(kRegister)
                : "memory");
 }
-// C [16, 16] += A [16, 16 pairs] B [16 pairs, 16].
-template <int kC, int kA, int kB>
+// C [16, 16] += A [16, 16 pairs] B [16 pairs, 16], pairs of T.
+template <class T, int kC, int kA, int kB>
 VLMK_INLINE void tile_dot() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+  } else {  // tdpfp16ps, which assemblers know since binutils 2.40
+    asm volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" ::"i"((15 - kB) << 3 | 3),
+                 "i"(0xc0 | kC << 3 | kA));
+  }
 }
 
 #else
@@ -88,29 +95,23 @@ VLMK_NOINLINE void tile_store(void* rows, ptrdiff_t row_bytes) {
   }
 }
 // Of each pair, the lower elements and the upper ones are two chains of FMAs from 0, whose sum is
-// added to C: rounding to nearest even, denormals read and written as 0, whatever MXCSR says (Intel
-// 64 and IA-32 Architectures Software Developer's Manual, TDPBF16PS).
-template <int kC, int kA, int kB>
+// added to C: rounding to nearest even, denormals read and written as 0, whatever MXCSR says, but
+// for those of fp16, which are read as they are (Intel 64 and IA-32 Architectures Software
+// Developer's Manual, TDPBF16PS and TDPFP16PS).
+template <class T, int kC, int kA, int kB>
 VLMK_NOINLINE void tile_dot() {
   constexpr unsigned kMasked = 0x1f80, kFlushToZero = 0x8000, kDenormalsAreZero = 0x40;
   float (*c)[kTile] = tile_register(kC);
   const float (*a)[kTile] = tile_register(kA), (*b)[kTile] = tile_register(kB);
-  const auto lower = [](Vec pairs) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
-  };
-  const auto upper = [](Vec pairs) {
-    return _mm512_castsi512_ps(
-        _mm512_and_si512(_mm512_castps_si512(pairs), _mm512_set1_epi32(~0xffff)));
-  };
   const unsigned mode = _mm_getcsr();
   _mm_setcsr(kMasked | kFlushToZero | kDenormalsAreZero);  // mutant: tile-dot-mode
   asm volatile("" ::: "memory");  // no arithmetic before this or after the next one
   for (int i = 0; i < kTile; ++i) {
     Vec low = set1(0.f), high = set1(0.f);
     for (int k = 0; k < kTile; ++k) {
-      const Vec x = set1(a[i][k]), y = load(b[k]);
-      low = fma(lower(x), lower(y), low);
-      high = fma(upper(x), upper(y), high);  // mutant: tile-dot-fma
+      const __m512i x = _mm512_castps_si512(set1(a[i][k])), y = _mm512_castps_si512(load(b[k]));
+      low = fma(lower(x, T{}), lower(y, T{}), low);
+      high = fma(upper(x, T{}), upper(y, T{}), high);  // mutant: tile-dot-fma
     }
     store(c[i], load(c[i]) + (low + high));  // mutant: tile-dot-sum
   }

@@ -13,13 +13,34 @@ from vlmkernels import _native
 
 #: Instruction sets with kernels of their own in every op; attention has more, for bf16.
 ISAS = [name for name in _native.available_isas() if name in ("generic", "avx2", "avx512")]
+
+
+@contextmanager
+def isa(name: str) -> Iterator[None]:
+    """Runs the block with this instruction set's kernels; "": with those chosen for the machine."""
+    _native.set_isa(name)
+    try:
+        yield
+    finally:
+        _native.set_isa("")
+
+
+def tiles_multiply_fp16(name: str) -> bool:
+    if not name.startswith("amx"):
+        return False
+    with isa(name):
+        return _native._C.tiles_multiply_fp16()
+
+
 #: What computes attention in its own way: instruction set, dtype. "": the machine's, with its kind
 #: of bf16 arithmetic.
 ATTENTION_GRID = [
     pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}")
     for name in (*_native.available_isas(), "")
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if name in ISAS or dtype == torch.bfloat16
+    if name in ISAS
+    or dtype == torch.bfloat16
+    or (dtype == torch.float16 and tiles_multiply_fp16(name))
 ]
 #: For what holds whatever the arithmetic: the machine's, and AMX in `make test-all`.
 MACHINE_GRID = [
@@ -31,7 +52,7 @@ MACHINE_GRID = [
         if x.values[0] == "amx_emulated"
     ),
 ]
-#: Results past the caches have code of their own in fp32 and, on tiles, in bf16.
+#: Results past the caches have code of their own in fp32 and on tiles.
 PAST_CACHES_GRID = [
     pytest.param(ISAS[-1], torch.float32, id=f"{ISAS[-1]}-float32"),
     *(x for x in ATTENTION_GRID if x.values[0].startswith("amx")),
@@ -91,16 +112,6 @@ def assert_bitwise(name: str, ours: Tensor, expected: Tensor) -> None:
             f"{name}: {int(different.sum())} of {ours.numel()} elements differ; first at {index}: "
             f"{ours[index].item()!r} for {expected[index].item()!r}"
         )
-
-
-@contextmanager
-def isa(name: str) -> Iterator[None]:
-    """Runs the block with this instruction set's kernels; "": with those chosen for the machine."""
-    _native.set_isa(name)
-    try:
-        yield
-    finally:
-        _native.set_isa("")
 
 
 @contextmanager

@@ -85,9 +85,10 @@ def fp32(x: Fraction) -> Fraction:
 
 
 def exact_product(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """TDPBF16PS as Intel's manual has it. a [16, 32], b [16 pairs, 16, 2], c [16, 16]."""
+    """TDPBF16PS and TDPFP16PS as Intel's manual has them. a [16, 32], b [16 pairs, 16, 2], c
+    [16, 16]."""
 
-    def operand(x: Any) -> Fraction:
+    def operand(x: Any) -> Fraction:  # no number of fp16 is smaller
         return Fraction(float(x)) if abs(float(x)) >= 2.0**-126 else Fraction(0)
 
     left, right = (np.vectorize(operand, otypes=[object])(x) for x in (a, b))
@@ -102,31 +103,40 @@ def exact_product(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 #: Magnitudes of a, b and c, powers of two: usual ones; products and sums about the smallest normal
 #: number; a's elements about it.
-MAGNITUDES = [(0, 0, 0), (-65, -65, -128), (-126, 112, -14)]
+MAGNITUDES = {
+    "bf16": [(0, 0, 0), (-65, -65, -128), (-126, 112, -14)],
+    "fp16": [(0, 0, 0), (-18, -18, -128), (-14, 8, -6)],
+}
 
 
-def operands(rng: np.random.Generator, magnitudes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    """a and b in bf16, c in fp32; 4 powers of two up and down."""
+def operands(
+    rng: np.random.Generator, kind: str, magnitudes: tuple[int, ...]
+) -> tuple[np.ndarray, ...]:
+    """a and b of a 16-bit type, c in fp32; 4 powers of two up and down."""
     shapes = ((16, 32), (16, 32), (16, 16))
     a, b, c = (
         rng.standard_normal(shape) * 2.0 ** (m + rng.integers(-4, 4, shape))
         for shape, m in zip(shapes, magnitudes, strict=True)
     )
+    if kind == "fp16":
+        return a.astype(np.float16), b.astype(np.float16), c.astype(np.float32)
     bits = [x.astype(np.float32).view(np.uint32) & 0xFFFF0000 for x in (a, b)]
     return bits[0].view(np.float32), bits[1].view(np.float32), c.astype(np.float32)
 
 
 def product(library: ctypes.CDLL, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """The library's, on rows with other things between them."""
+    """The library's, on rows with other things between them. a and b: fp16, or bf16 as floats."""
+    fp16 = a.dtype == np.float16
     spaced = [np.full((16, 40), 0x7FC0, np.uint16) for _ in "ab"]  # NaN
     for to, x in zip(spaced, (a, b), strict=True):
-        to[:, :32] = x.view(np.uint32) >> 16
+        to[:, :32] = x.view(np.uint16) if fp16 else x.view(np.uint32) >> 16
     out = np.full((16, 24), np.nan, np.float32)
     out[:, :16] = c
     mode = library.tile_product(
         *(ctypes.c_void_p(spaced[0].ctypes.data), ctypes.c_ssize_t(80)),
         *(ctypes.c_void_p(spaced[1].ctypes.data), ctypes.c_ssize_t(80)),
-        *(ctypes.c_void_p(out.ctypes.data), ctypes.c_ssize_t(96), ctypes.c_bool(not c.any())),
+        *(ctypes.c_void_p(out.ctypes.data), ctypes.c_ssize_t(96)),
+        *(ctypes.c_bool(not c.any()), ctypes.c_bool(fp16)),
     )
     assert mode & 0xFFC0 == 0x1F80, "MXCSR is not as it was"
     assert np.isnan(out[:, 16:]).all(), "written behind the tile"
@@ -134,11 +144,12 @@ def product(library: ctypes.CDLL, a: np.ndarray, b: np.ndarray, c: np.ndarray) -
 
 
 def check_instructions(library: ctypes.CDLL, rng: np.random.Generator) -> None:
-    for magnitudes in MAGNITUDES:
-        a, b, c = operands(rng, magnitudes)
+    for kind, magnitudes in ((kind, m) for kind, all_ in MAGNITUDES.items() for m in all_):
+        a, b, c = operands(rng, kind, magnitudes)
         for start in (c, np.zeros_like(c)):
             ours = product(library, a, b, start)
-            np.testing.assert_array_equal(ours, exact_product(a, b.reshape(16, 16, 2), start))
+            exact = exact_product(a, b.reshape(16, 16, 2), start)
+            np.testing.assert_array_equal(ours, exact, f"{kind} {magnitudes}")
 
 
 def test_the_stand_in_multiplies_as_intels_manual_has_it(tmp_path, seed):
@@ -192,18 +203,24 @@ def view(x: tuple[int, int, int]) -> dict[str, int]:
 
 def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
     """A module of tests, arguments of its check and outputs."""
-    for lengths, heads, kv_heads, dim, causal in (
-        ([64, 17, 130], 2, 2, 80, False),
-        ([1, 100], 4, 2, 72, True),
-        ([600], 2, 1, 16, False),  # keys dealt out to two items
-        ([48, 64], 2, 2, 32, False),  # read where they are
-        ([64] * 128, 16, 16, 64, False),  # 16 MB of results: past the caches
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for lengths, heads, kv_heads, dim, causal, dtype in (
+        ([64, 17, 130], 2, 2, 80, False, bf16),
+        ([1, 100], 4, 2, 72, True, bf16),
+        ([1, 100], 4, 2, 72, True, fp16),
+        ([600], 2, 1, 16, False, bf16),  # keys dealt out to two items
+        ([48, 64], 2, 2, 32, False, bf16),  # read where they are
+        ([64] * 128, 16, 16, 64, False, bf16),  # 16 MB of results: past the caches
     ):
-        q, k, v, dout = test_attention.make(lengths, heads, kv_heads, dim, torch.bfloat16)
+        q, k, v, dout = test_attention.make(lengths, heads, kv_heads, dim, dtype)
         cu = test_attention.offsets(lengths)
         yield test_attention, {"q": q, "k": k, "v": v, "dout": dout, "cu": cu, "causal": causal}
-    for grid, window in (([[1, 12, 20]], False), ([[1, 16, 24]], True)):  # whole; windows of 64
-        layout, qkv, dout = test_vision_attention.make(grid, 2, 80, torch.bfloat16)
+    for grid, window, dtype in (
+        ([[1, 12, 20]], False, bf16),  # whole
+        ([[1, 16, 24]], True, bf16),  # windows of 64
+        ([[1, 16, 24]], True, fp16),
+    ):
+        layout, qkv, dout = test_vision_attention.make(grid, 2, 80, dtype)
         yield test_vision_attention, {"layout": layout, "qkv": qkv, "dout": dout, "window": window}
 
 
@@ -237,18 +254,18 @@ def results(module: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def trapped(folder: Path) -> Iterator[None]:
-    """Tile instructions by the signal handler of tile_traps.cpp."""
+def trapped(folder: Path, has_tiles: bool) -> Iterator[None]:
+    """Tile instructions that the processor lacks by the signal handler of tile_traps.cpp."""
     library = folder / "tile_traps.so"
-    flags = "-std=c++17 -O2 -mfma -ffp-contract=off -fPIC -shared".split()
+    flags = "-std=c++17 -O2 -mfma -mf16c -ffp-contract=off -fPIC -shared".split()
     command = ["g++", *flags, str(HERE / "tile_traps.cpp"), "-o", str(library)]
     subprocess.run(command, check=True)
     traps = ctypes.CDLL(str(library))
-    traps.trap_tile_instructions(ctypes.c_bool(True))
+    traps.trap_tile_instructions(ctypes.c_bool(True), ctypes.c_bool(has_tiles))
     try:
         yield
     finally:
-        traps.trap_tile_instructions(ctypes.c_bool(False))
+        traps.trap_tile_instructions(ctypes.c_bool(False), ctypes.c_bool(has_tiles))
 
 
 @pytest.mark.slow
@@ -258,8 +275,10 @@ def test_the_instructions_give_the_bits_of_the_stand_in(tmp_path, seed, monkeypa
         pytest.skip("this machine has no AVX-512 BF16, which the kernels for AMX use too")
     library = compiled(tmp_path, "amx_bf16", *SOURCES)
     real = not _native._C.why_no_amx()
+    fp16 = real and _native._C.tiles_multiply_fp16()
     print("real tiles" if real else "no tiles here: each instruction is trapped and carried out")
-    with nullcontext() if real else trapped(tmp_path):
+    print("real products of fp16" if fp16 else "no AMX-FP16 here: its product is trapped")
+    with nullcontext() if fp16 else trapped(tmp_path, has_tiles=real):
         check_instructions(library, np.random.default_rng(seed))
         for module, arguments in cases():
             with isa("amx_emulated"):

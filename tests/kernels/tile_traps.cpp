@@ -1,6 +1,9 @@
-// Lets a processor without AMX run code with tile instructions: each is an illegal instruction there,
-// which this file's signal handler decodes and carries out. So the very code that a processor with
-// AMX will run is tested, its operands and configuration included; slowly. Linux, x86-64.
+// Lets a processor without AMX run code with tile instructions: each is an illegal instruction
+// there, which this file's signal handler decodes and carries out. So the very code that a
+// processor with AMX will run is tested, its operands and configuration included; slowly. Where
+// only AMX-FP16 is missing, its product alone is trapped, and works on the processor's tiles.
+// Linux, x86-64.
+#include <cpuid.h>
 #include <immintrin.h>
 #include <signal.h>
 #include <ucontext.h>
@@ -25,6 +28,7 @@ struct Tiles {
 };
 thread_local Tiles tiles;
 struct sigaction previous;
+bool processor_has_tiles;
 
 [[noreturn]] void fail(const char* why) {
   const char* const parts[] = {"tile_traps.cpp: ", why, "\n"};
@@ -48,16 +52,17 @@ void load_config(const void* from) {
   }
 }
 
-// TDPBF16PS: c += a b; two chains of FMAs and their sum, denormals as 0 (the processor's mode in a
-// signal handler is the handler's own).
-void dot(int c, int a, int b) {
+// TDPBF16PS and TDPFP16PS: c += a b; two chains of FMAs and their sum, denormals of float32 and
+// bf16 as 0 (the processor's mode in a signal handler is the handler's own).
+void dot(int c, int a, int b, bool fp16) {
   const int depth = tiles.row_bytes(a) / 4;
-  require(tiles.rows(c) > 0 && tiles.rows(c) == tiles.rows(a), "tdpbf16ps: rows of C and A");
-  require(tiles.row_bytes(c) == tiles.row_bytes(b), "tdpbf16ps: columns of C and B");
-  require(depth == tiles.rows(b), "tdpbf16ps: depth of A and B");
-  const auto part = [](float pair, int half) {
+  require(tiles.rows(c) > 0 && tiles.rows(c) == tiles.rows(a), "a product: rows of C and A");
+  require(tiles.row_bytes(c) == tiles.row_bytes(b), "a product: columns of C and B");
+  require(depth == tiles.rows(b), "a product: depth of A and B");
+  const auto part = [fp16](float pair, int half) {
     uint32_t bits;
     std::memcpy(&bits, &pair, 4);
+    if (fp16) return _cvtsh_ss(static_cast<uint16_t>(half ? bits >> 16 : bits));
     bits = half ? bits & 0xffff0000 : bits << 16;
     float x;
     std::memcpy(&x, &bits, 4);
@@ -80,9 +85,33 @@ void dot(int c, int a, int b) {
   asm volatile("" ::: "memory");
 }
 
-// VEX.128.0F38: 49 is configuration and tilezero, 4B load and store, 5C the product.
+// The tiles of the interrupted code, as the kernel has saved them for the handler (XSAVE's standard
+// format: what tells that it did, where the components lie, and which of them are not zero).
+void dot_of_the_processors(char* saved, int c, int a, int b) {
+  constexpr int kConfig = 17, kData = 18;
+  uint32_t magic, offsets[2];
+  std::memcpy(&magic, saved + 464, 4);
+  require(magic == 0x46505853, "the kernel has saved no extended state");
+  for (int i = 0; i < 2; ++i) {
+    unsigned size, flags, reserved;
+    __cpuid_count(0xd, kConfig + i, size, offsets[i], flags, reserved);
+  }
+  uint64_t present;
+  std::memcpy(&present, saved + 512, 8);
+  require(present >> kConfig & 1, "tdpfp16ps: no configuration");
+  std::memset(&tiles, 0, sizeof tiles);
+  std::memcpy(tiles.config, saved + offsets[0], sizeof tiles.config);
+  if (present >> kData & 1) std::memcpy(tiles.data, saved + offsets[1], sizeof tiles.data);
+  dot(c, a, b, true);
+  std::memcpy(saved + offsets[1], tiles.data, sizeof tiles.data);
+  present |= uint64_t{1} << kData;
+  std::memcpy(saved + 512, &present, 8);
+}
+
+// VEX.128.0F38: 49 is configuration and tilezero, 4B load and store, 5C a product.
 void on_illegal_instruction(int, siginfo_t*, void* context) {
-  greg_t* registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+  mcontext_t& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+  greg_t* registers = machine.gregs;
   constexpr int kOrder[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                             REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
   const auto* code = reinterpret_cast<const uint8_t*>(registers[REG_RIP]);
@@ -94,15 +123,18 @@ void on_illegal_instruction(int, siginfo_t*, void* context) {
   constexpr int kNone = 0, kF3 = 2, kF2 = 3;
   if (mode == 3) {
     require(extend_base == 0 && reg < 8 && third < 8, "no such tile");
-    if (op == 0x49 && prefix == kNone) {
+    if (processor_has_tiles) {
+      require(op == 0x5c && prefix == kF2, "the processor knows that instruction");
+      dot_of_the_processors(reinterpret_cast<char*>(machine.fpregs), reg, rm, third);
+    } else if (op == 0x49 && prefix == kNone) {
       std::memset(&tiles, 0, sizeof tiles);  // tilerelease
     } else if (op == 0x49 && prefix == kF2) {
       require(tiles.rows(reg) > 0, "tilezero: no configuration");
       std::memset(tiles.data[reg], 0, sizeof tiles.data[reg]);
-    } else if (op == 0x5c && prefix == kF3) {
-      dot(reg, rm, third);
+    } else if (op == 0x5c && (prefix == kF3 || prefix == kF2)) {
+      dot(reg, rm, third, prefix == kF2);
     } else {
-      fail("not an instruction of AMX-BF16");
+      fail("not an instruction of AMX-BF16 or AMX-FP16");
     }
     registers[REG_RIP] = reinterpret_cast<greg_t>(end);
     return;
@@ -147,7 +179,9 @@ void on_illegal_instruction(int, siginfo_t*, void* context) {
 
 }  // namespace
 
-extern "C" void trap_tile_instructions(bool on) {
+// has_tiles: only products of fp16 are illegal instructions.
+extern "C" void trap_tile_instructions(bool on, bool has_tiles) {
+  processor_has_tiles = has_tiles;
   struct sigaction action = {};
   action.sa_sigaction = on_illegal_instruction;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;

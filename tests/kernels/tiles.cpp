@@ -11,7 +11,7 @@ int mutant = 0;  // the number of the one that is on
 // c [16, 16] += a [16, 16 pairs] b [16 pairs, 16], rows that many bytes apart; or = with from_zero.
 // What the processor's floating point mode is afterwards.
 unsigned tile_product(const void* a, ptrdiff_t a_row, const void* b, ptrdiff_t b_row, float* c,
-                      ptrdiff_t c_row, bool from_zero) {
+                      ptrdiff_t c_row, bool from_zero, bool fp16) {
   using namespace vlmk::VLMK_ISA;
   const TileScope tiles;
   if (from_zero) {
@@ -21,7 +21,11 @@ unsigned tile_product(const void* a, ptrdiff_t a_row, const void* b, ptrdiff_t b
   }
   tile_load<5>(a, a_row);
   tile_load<7>(b, b_row);
-  tile_dot<3, 5, 7>();
+  if (fp16) {
+    tile_dot<vlmk::Float16, 3, 5, 7>();
+  } else {
+    tile_dot<vlmk::BFloat16, 3, 5, 7>();
+  }
   tile_store<3>(c, c_row);
   const unsigned mode = _mm_getcsr();
   _mm_setcsr(0x1f80);  // a mutant's would stay in the process
@@ -41,6 +45,7 @@ namespace vlmk {
 
 Isa active_isa() { return Isa::VLMK_TEST_ISA; }
 bool isa_is_forced() { return true; }
+bool tiles_multiply_fp16() { return true; }
 
 // Other instruction sets, which nothing here asks for.
 #define VLMK_MISSING(isa)                                                                          \

@@ -8,7 +8,7 @@
 //   backward  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q   dQ += dS K
 // Math = Fp32: storage types are converted while packing, all arithmetic is fp32. Math = Bf16Pairs
 // (AVX-512 BF16): products of bf16 summed in fp32; P and dS are rounded to bf16 before their
-// products, as plain torch does. AMX does the same another way: tiles.inl.
+// products, as plain torch does. AMX does the same another way, with fp16 too: tiles.inl.
 //
 // Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2
 // (about 12 operations) per pair: GEMM-bound for every D >= 64, if the rows arrive in time; see
@@ -264,6 +264,14 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
   if (out_of_memory) throw_out_of_memory(floats);
 }
 
+#if defined(VLMK_TILES)
+// Calls use(T{}), T the type that p has.
+template <class Use>
+void with_16_bits(const AttentionParams& p, const Use& use) {
+  p.dtype == DType::kFloat16 ? use(Float16{}) : use(BFloat16{});
+}
+#endif
+
 }  // namespace
 
 #if defined(VLMK_BF16_PANELS)
@@ -271,8 +279,11 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
 #if defined(VLMK_TILES)
   const bool gathers = work.non_temporal && gathered(p, work, p.out);
-  run_items(p, work, forward_tiles_floats(p, work), gathers, forward_tiles,
-            prefetch_forward<BFloat16>);
+  with_16_bits(p, [&](auto zero) {
+    using T = decltype(zero);
+    run_items(p, work, forward_tiles_floats(p, work), gathers, forward_tiles<T>,
+              prefetch_forward<T>);
+  });
 #else
   const auto run =
       work.bf16_dots ? forward_item<BFloat16, Bf16Pairs> : forward_item<BFloat16, Fp32>;
@@ -285,8 +296,11 @@ void attention_backward_items(const AttentionGradParams& g, const AttentionWork&
   const AttentionParams& p = g.forward;
   const bool gathers = work.non_temporal && gathered(p, work, g.dq) && gathered(p, work, g.dk) &&
                        gathered(p, work, g.dv);
-  run_items(g, work, backward_tiles_floats(p, work), gathers, backward_tiles,
-            prefetch_backward<BFloat16>);
+  with_16_bits(p, [&](auto zero) {
+    using T = decltype(zero);
+    run_items(g, work, backward_tiles_floats(p, work), gathers, backward_tiles<T>,
+              prefetch_backward<T>);
+  });
 #else
   const auto run =
       work.bf16_dots ? backward_item<BFloat16, Bf16Pairs> : backward_item<BFloat16, Fp32>;

@@ -30,11 +30,19 @@ bool use_bf16_dots() {
 
 bool on_amx() { return active_isa() == Isa::kAmxBf16 || active_isa() == Isa::kAmxEmulated; }
 
-bool on_tiles(const AttentionParams& p) { return p.dtype == DType::kBFloat16 && on_amx(); }
+bool on_tiles(const AttentionParams& p) {
+  const bool fp16 = p.dtype == DType::kFloat16 && on_amx() && tiles_multiply_fp16();
+  return fp16 || (p.dtype == DType::kBFloat16 && on_amx());
+}
+
+// The active instruction set, where it has kernels for this type alone.
+Isa isa_of_type(const AttentionParams& p) {
+  return p.dtype == DType::kBFloat16 || on_tiles(p) ? active_isa() : Isa::kGeneric;
+}
 
 }  // namespace
 
-// The instruction sets for bf16 alone; the others follow in VLMK_DISPATCH.
+// The instruction sets for 16-bit types alone; the others follow in VLMK_DISPATCH.
 #ifdef VLMKERNELS_HAVE_AVX512_BF16
 #define VLMK_CASE_AVX512_BF16(function, ...) \
   case Isa::kAvx512Bf16:                     \
@@ -56,21 +64,21 @@ bool on_tiles(const AttentionParams& p) { return p.dtype == DType::kBFloat16 && 
 #else
 #define VLMK_CASE_AMX_EMULATED(function, ...)
 #endif
-#define VLMK_ATTENTION_DISPATCH(dtype, function, ...)                 \
-  switch (dtype == DType::kBFloat16 ? active_isa() : Isa::kGeneric) { \
-    VLMK_CASE_AVX512_BF16(function, __VA_ARGS__)                      \
-    VLMK_CASE_AMX_BF16(function, __VA_ARGS__)                         \
-    VLMK_CASE_AMX_EMULATED(function, __VA_ARGS__)                     \
-    default:                                                          \
-      VLMK_DISPATCH(function, __VA_ARGS__)                            \
+#define VLMK_ATTENTION_DISPATCH(params, function, ...) \
+  switch (isa_of_type(params)) {                       \
+    VLMK_CASE_AVX512_BF16(function, __VA_ARGS__)       \
+    VLMK_CASE_AMX_BF16(function, __VA_ARGS__)          \
+    VLMK_CASE_AMX_EMULATED(function, __VA_ARGS__)      \
+    default:                                           \
+      VLMK_DISPATCH(function, __VA_ARGS__)             \
   }
 
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
-  VLMK_ATTENTION_DISPATCH(p.dtype, attention_forward_items, p, work)
+  VLMK_ATTENTION_DISPATCH(p, attention_forward_items, p, work)
 }
 
 void attention_backward_items(const AttentionGradParams& p, const AttentionWork& work) {
-  VLMK_ATTENTION_DISPATCH(p.forward.dtype, attention_backward_items, p, work)
+  VLMK_ATTENTION_DISPATCH(p.forward, attention_backward_items, p, work)
 }
 
 namespace {

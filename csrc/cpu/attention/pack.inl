@@ -141,8 +141,9 @@ VLMK_NOINLINE void pack_lanes(const Rows<T>& rows, int64_t n, int64_t dim, float
 }
 
 #if defined(VLMK_BF16_PANELS)
-// Up to 32 bf16 of a row from element d on, zeros behind dim.
-VLMK_INLINE __m512i load_row(const BFloat16* row, int64_t d, int64_t dim) {
+// Up to 32 elements of 16 bits of a row from element d on, zeros behind dim.
+template <class T>
+VLMK_INLINE __m512i load_row(const T* row, int64_t d, int64_t dim) {
   return _mm512_maskz_loadu_epi16(first_words(dim - d), row + d);  // mutant: pack-row-left
 }
 
@@ -195,9 +196,9 @@ VLMK_INLINE __m512i load_turns(int first) {
 }
 
 // dst [n / 2, padded(dim)]: pairs along the tokens.
-template <class F = NoFetch>
-VLMK_NOINLINE void pack_depth(const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
-                              uint32_t* dst, F fetch = {}) {
+template <class T, class F = NoFetch>
+VLMK_NOINLINE void pack_depth(const Rows<const T>& rows, int64_t n, int64_t dim, uint32_t* dst,
+                              F fetch = {}) {
   const int64_t ld = padded(dim);
   const __m512i low = load_turns(0), high = load_turns(16);
   for (int64_t i = 0; i < whole_tiles(n); i += 2, dst += ld) {  // mutant: pack-depth-tokens
@@ -243,9 +244,9 @@ VLMK_NOINLINE void store_rows(const float* src, int64_t ld, int64_t n, int64_t d
     const Vec s = set1(scale[kOneScale ? 0 : i]);
     int64_t d = 0;
 #if defined(VLMK_BF16_PANELS)
-    if constexpr (std::is_same<T, BFloat16>::value) {
+    if constexpr (sizeof(T) == 2) {
       for (; d + 2 * kWidth <= dim; d += 2 * kWidth) {
-        _mm512_storeu_si512(row + d, round_bf16(load(src + d) * s, load(src + d + kWidth) * s));
+        _mm512_storeu_si512(row + d, narrow(load(src + d) * s, load(src + d + kWidth) * s, T{}));
       }
     }
 #endif

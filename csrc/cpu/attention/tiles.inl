@@ -1,5 +1,5 @@
-// Attention of bf16 on tiles (cpu/tile.h): operands, products and results of both directions.
-// Included by kernel.cpp only.
+// Attention of bf16 and fp16 on tiles (cpu/tile.h): operands, products and results of both
+// directions. T is the type. Included by kernel.cpp only.
 //
 // A left operand lies as tiles read it, so it may be where it is: rows of q, k, v and dout, rows of
 // P and dS. A right operand holds pairs along the depth: pack_depth() and pack_right_rows() make
@@ -21,7 +21,7 @@ namespace VLMK_ISA {
 namespace {
 
 // What with_rotated() makes rows for.
-struct Bf16Tiles {
+struct Pairs {
   static constexpr int kStep = 2;
 };
 
@@ -36,7 +36,7 @@ VLMK_INLINE int64_t step_begin(int64_t step, int64_t dim) {
   return minimum(32 * step, last);
 }
 
-// Rows of bf16, of which a step reads 16 times 64 bytes.
+// Rows, of which a step reads 16 times 64 bytes.
 struct Left {
   const char* rows;
   ptrdiff_t bytes;               // from row to row
@@ -47,8 +47,9 @@ struct Left {
 
 // n rows as left operand: where they are if that is wanted and tiles read nothing else there, else
 // in buffer [n up to 16, 32 * dim_steps(dim)], where they may be already.
-VLMK_INLINE Left left_rows(const Rows<const BFloat16>& rows, int64_t n, int64_t dim, bool in_place,
-                           BFloat16* buffer) {
+template <class T>
+VLMK_INLINE Left left_rows(const Rows<const T>& rows, int64_t n, int64_t dim, bool in_place,
+                           T* buffer) {
   const int64_t steps = dim_steps(dim), ld = 32 * steps;
   if (in_place && !rows.order && dim >= 32 && n % kTile == 0) {  // mutant: left-in-place
     return {reinterpret_cast<const char*>(rows.data), 2 * rows.stride,
@@ -65,8 +66,9 @@ VLMK_INLINE Left left_rows(const Rows<const BFloat16>& rows, int64_t n, int64_t 
 
 // n rows as right operand of a product over dim, times sign (1 or -1): dst, for every 64 rows
 // [16 * dim_steps(dim), 64], pairs along dim, rows in lanes, 0 behind n up to 32.
-VLMK_NOINLINE void pack_right_rows(const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
-                                   float sign, uint32_t* dst, Prefetcher& prefetcher) {
+template <class T>
+VLMK_NOINLINE void pack_right_rows(const Rows<const T>& rows, int64_t n, int64_t dim, float sign,
+                                   uint32_t* dst, Prefetcher& prefetcher) {
   const int steps = dim_steps(dim);
   const __m512i flip = _mm512_set1_epi32(sign < 0 ? static_cast<int>(0x80008000u) : 0);
   for (int64_t i = 0; i < whole_tiles(n); i += kTile) {  // mutant: right-rows
@@ -94,7 +96,7 @@ VLMK_NOINLINE void pack_right_rows(const Rows<const BFloat16>& rows, int64_t n, 
 
 // C [16 * kRows, 16 * kColumns] of as many rows of a, over `steps` times 32 elements: kRows 1 with
 // up to 4 columns, or 2 with up to 2.
-template <int kRows, int kColumns>
+template <class T, int kRows, int kColumns>
 VLMK_INLINE void multiply_tiles(const Left& a, const uint32_t* b, ptrdiff_t ldb, float* c,
                                 ptrdiff_t ldc, int steps, bool add, Prefetcher& prefetcher) {
   constexpr bool kOne = kRows == 1;
@@ -118,23 +120,23 @@ VLMK_INLINE void multiply_tiles(const Left& a, const uint32_t* b, ptrdiff_t ldb,
     const char* rows = a.rows + minimum(64 * k, a.last);  // mutant: tiles-left
     tile_load<4>(rows, a.bytes);
     tile_load<6>(b, 4 * ldb);
-    tile_dot<0, 4, 6>();
+    tile_dot<T, 0, 4, 6>();
     if (kUse[1]) {
       tile_load<7>(b + kTile, 4 * ldb);  // mutant: tiles-second-columns
-      tile_dot<1, 4, 7>();               // mutant: tiles-dot-1
+      tile_dot<T, 1, 4, 7>();            // mutant: tiles-dot-1
     }
     if (kOne && kUse[2]) {
       tile_load<6>(b + 2 * kTile, 4 * ldb);  // mutant: tiles-third-columns
-      tile_dot<2, 4, 6>();
+      tile_dot<T, 2, 4, 6>();
     }
     if (kOne && kUse[3]) {
       tile_load<7>(b + 3 * kTile, 4 * ldb);  // mutant: tiles-fourth-columns
-      tile_dot<3, 4, 7>();
+      tile_dot<T, 3, 4, 7>();
     }
     if (!kOne) {
       tile_load<5>(rows + kTile * a.bytes, a.bytes);  // mutant: tiles-second-rows
-      tile_dot<2, 5, 6>();                            // mutant: tiles-dot-2
-      if (kUse[3]) tile_dot<3, 5, 7>();               // mutant: tiles-dot-3
+      tile_dot<T, 2, 5, 6>();                         // mutant: tiles-dot-2
+      if (kUse[3]) tile_dot<T, 3, 5, 7>();            // mutant: tiles-dot-3
     }
     prefetcher.fetch(4);
   }
@@ -145,6 +147,7 @@ VLMK_INLINE void multiply_tiles(const Left& a, const uint32_t* b, ptrdiff_t ldb,
 }
 
 // C [rows, columns] (+)= a b, both up to whole tiles; of more than 32 rows, the first 32.
+template <class T>
 VLMK_NOINLINE void multiply_strip(const Left& a, int64_t rows, const uint32_t* b, ptrdiff_t ldb,
                                   float* c, ptrdiff_t ldc, int64_t columns, int steps, bool add,
                                   Prefetcher& prefetcher) {
@@ -152,14 +155,14 @@ VLMK_NOINLINE void multiply_strip(const Left& a, int64_t rows, const uint32_t* b
   while (left > 0) {
     int now = left < 2 ? 1 : 2;
     if (rows > kTile) {  // mutant: strip-rows
-      if (now == 2) multiply_tiles<2, 2>(a, b, ldb, c, ldc, steps, add, prefetcher);
-      if (now == 1) multiply_tiles<2, 1>(a, b, ldb, c, ldc, steps, add, prefetcher);
+      if (now == 2) multiply_tiles<T, 2, 2>(a, b, ldb, c, ldc, steps, add, prefetcher);
+      if (now == 1) multiply_tiles<T, 2, 1>(a, b, ldb, c, ldc, steps, add, prefetcher);
     } else {
       now = left == 5 ? 3 : left < 4 ? left : 4;  // not 4 + 1
-      if (now == 4) multiply_tiles<1, 4>(a, b, ldb, c, ldc, steps, add, prefetcher);
-      if (now == 3) multiply_tiles<1, 3>(a, b, ldb, c, ldc, steps, add, prefetcher);
-      if (now == 2) multiply_tiles<1, 2>(a, b, ldb, c, ldc, steps, add, prefetcher);
-      if (now == 1) multiply_tiles<1, 1>(a, b, ldb, c, ldc, steps, add, prefetcher);
+      if (now == 4) multiply_tiles<T, 1, 4>(a, b, ldb, c, ldc, steps, add, prefetcher);
+      if (now == 3) multiply_tiles<T, 1, 3>(a, b, ldb, c, ldc, steps, add, prefetcher);
+      if (now == 2) multiply_tiles<T, 1, 2>(a, b, ldb, c, ldc, steps, add, prefetcher);
+      if (now == 1) multiply_tiles<T, 1, 1>(a, b, ldb, c, ldc, steps, add, prefetcher);
     }
     b += now * kTile;
     c += now * kTile;
@@ -203,22 +206,22 @@ VLMK_INLINE int64_t gathered_floats(const AttentionParams& p, const AttentionWor
 }
 
 // Where an item's rows of x go: to x, or, if buffer is not null, there.
-VLMK_INLINE Rows<BFloat16> result_rows_of(const AttentionParams& p, const AttentionItem& item,
-                                          const AttentionWork& work, const HeadsView& x,
-                                          BFloat16* buffer) {
-  if (!buffer) return rows_of<BFloat16>(x, p.order, item.begin, item.head);
+template <class T>
+VLMK_INLINE Rows<T> result_rows_of(const AttentionParams& p, const AttentionItem& item,
+                                   const AttentionWork& work, const HeadsView& x, T* buffer) {
+  if (!buffer) return rows_of<T>(x, p.order, item.begin, item.head);
   // mutant: gather-head
   return {buffer + item.head % work.chunk * p.head_dim,
           static_cast<ptrdiff_t>(work.chunk * p.head_dim)};
 }
 
 // After the last head of a chunk: from buffer to x.
+template <class T>
 VLMK_NOINLINE void write_gathered(const AttentionParams& p, const AttentionItem& item,
-                                  const AttentionWork& work, const HeadsView& x,
-                                  const BFloat16* buffer) {
+                                  const AttentionWork& work, const HeadsView& x, const T* buffer) {
   if (!buffer || (item.head + 1) % work.chunk != 0) return;  // mutant: gather-last
   const int64_t width = work.chunk * p.head_dim;
-  const auto rows = rows_of<BFloat16>(x, p.order, item.begin, item.head + 1 - work.chunk);
+  const auto rows = rows_of<T>(x, p.order, item.begin, item.head + 1 - work.chunk);
   for (int64_t i = 0; i < item.length; ++i, buffer += width) {
     for (int64_t d = 0; d < width; d += 32) {
       _mm512_stream_si512(reinterpret_cast<__m512i*>(rows[i] + d), _mm512_loadu_si512(buffer + d));

@@ -12,21 +12,18 @@ namespace {
 
 constexpr int kStrip = 32;  // keys
 
-// row_dots() of bf16, the lanes of 16 rows added at a time. delta [n up to 16].
-VLMK_NOINLINE void dots_of_rows(const Rows<const BFloat16>& outs, const Rows<const BFloat16>& douts,
-                                int64_t n, int64_t dim, float* delta, Prefetcher& prefetcher) {
-  const auto lower = [](__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); };
-  const auto upper = [](__m512i x) {
-    return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(~0xffff)));
-  };
+// row_dots(), the lanes of 16 rows added at a time. delta [n up to 16].
+template <class T>
+VLMK_NOINLINE void dots_of_rows(const Rows<const T>& outs, const Rows<const T>& douts, int64_t n,
+                                int64_t dim, float* delta, Prefetcher& prefetcher) {
   for (int64_t row = 0; row < n; row += kTile) {
     alignas(64) float sums[kTile][kWidth];
     for (int64_t i = 0; i < kTile; ++i) {
       Vec low = set1(0.f), high = set1(0.f);
       for (int64_t d = 0; d < dim && row + i < n; d += 32) {  // mutant: dots-depth
         const __m512i a = load_row(outs[row + i], d, dim), b = load_row(douts[row + i], d, dim);
-        low = fma(lower(a), lower(b), low);
-        high = fma(upper(a), upper(b), high);
+        low = fma(lower(a, T{}), lower(b, T{}), low);
+        high = fma(upper(a, T{}), upper(b, T{}), high);
       }
       store(sums[i], low + high);
       prefetcher.fetch(1);
@@ -45,6 +42,7 @@ struct GradientStrip {
 
 // st and dpt [32, 64]: scores and dP of `keys` <= 32 keys (rows) and vectors * 16 queries (lanes);
 // pairs [16, 64]: dS^T / scale once more, in pairs along keys, 0 behind them.
+template <class T>
 VLMK_NOINLINE void gradient_strip(const float* st, const float* dpt, int keys, int vectors,
                                   float scale, const float* row_max, const float* inverse_sum,
                                   const float* delta, const GradientStrip& to, float* pairs,
@@ -66,18 +64,18 @@ VLMK_NOINLINE void gradient_strip(const float* st, const float* dpt, int keys, i
         Vec p[2];
 #pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) {
-          p[v] = exp2<kDegree<BFloat16>>(fma(load(st + at + v * kWidth), c, shift[v])) * inverse[v];
+          p[v] = exp2<kDegree<T>>(fma(load(st + at + v * kWidth), c, shift[v])) * inverse[v];
           ds[u][v] = p[v] * (load(dpt + at + v * kWidth) - d[v]);
         }
         const int row = (i + u) * kBlock / 2 + j * kWidth / 2;
-        _mm512_storeu_si512(to.p + row, round_bf16(p[0], p[1]));
-        _mm512_storeu_si512(to.ds + row, round_bf16(ds[u][0], ds[u][1]));
+        _mm512_storeu_si512(to.p + row, narrow(p[0], p[1], T{}));
+        _mm512_storeu_si512(to.ds + row, narrow(ds[u][0], ds[u][1], T{}));
       }
       const bool both = i + 1 < keys;  // mutant: gradient-both
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
         store(pairs + i / 2 * kBlock + (j + v) * kWidth,
-              pair_bf16(ds[0][v], both ? ds[1][v] : set1(0.f)));
+              narrow_pairs(ds[0][v], both ? ds[1][v] : set1(0.f), T{}));
       }
       prefetcher.fetch(3);
     }
@@ -113,9 +111,9 @@ int64_t backward_tiles_floats(const AttentionParams& p, const AttentionWork& wor
          + 3 * kBlock;                              // row_max, inverse_sum, delta
 }
 
+template <class T>
 void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
                     const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
-  using T = BFloat16;
   const AttentionParams& p = g.forward;
   const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;
   const int64_t keys_begin = item.rows_begin, keys = item.rows_end - keys_begin;
@@ -150,12 +148,11 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
   float *row_max = take(kBlock), *inverse_sum = take(kBlock), *delta = take(kBlock);
 
   Left key;
-  with_rotated<Bf16Tiles>(p, rows_of<const T>(p.k, p.order, keys_place, kv_head), keys_place, keys,
-                          key_buffer, [&](const auto& rows) {
-                            pack_depth(rows, keys, dim, key_depth, Fetch{prefetcher, 1});
-                            key = left_rows(rows, keys, dim, window,
-                                            reinterpret_cast<T*>(key_buffer));
-                          });
+  with_rotated<Pairs>(p, rows_of<const T>(p.k, p.order, keys_place, kv_head), keys_place, keys,
+                      key_buffer, [&](const auto& rows) {
+                        pack_depth(rows, keys, dim, key_depth, Fetch{prefetcher, 1});
+                        key = left_rows(rows, keys, dim, window, reinterpret_cast<T*>(key_buffer));
+                      });
   const Left value = left_rows(rows_of<const T>(p.v, p.order, keys_place, kv_head), keys, dim,
                                window, reinterpret_cast<T*>(value_buffer));
   const float one = 1.f;
@@ -165,11 +162,11 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
       const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
       const int lanes = static_cast<int>(whole_tiles(queries) / kWidth);  // mutant: backward-lanes
       const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
-      with_rotated<Bf16Tiles>(p, query_rows<const T>(p, p.q, place, head), place, queries, local_dq,
-                              [&](const auto& rows) {
-                                pack_right_rows(rows, queries, dim, score_sign(p), qt, prefetcher);
-                                pack_depth(rows, queries, dim, q_depth, Fetch{prefetcher, 1});
-                              });
+      with_rotated<Pairs>(p, query_rows<const T>(p, p.q, place, head), place, queries, local_dq,
+                          [&](const auto& rows) {
+                            pack_right_rows(rows, queries, dim, score_sign(p), qt, prefetcher);
+                            pack_depth(rows, queries, dim, q_depth, Fetch{prefetcher, 1});
+                          });
       pack_right_rows(dout, queries, dim, 1.f, gt, prefetcher);
       pack_depth(dout, queries, dim, g_depth, Fetch{prefetcher, 1});
       for (int64_t i = 0; i < kBlock; ++i) {
@@ -188,10 +185,10 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
       const auto keys_of = [&](int64_t k0) { return minimum(kStrip, key_end - k0); };
       const auto scores = [&](int64_t unit) {
         const int64_t k0 = unit * kStrip, at = unit % 2 * kStrip * kBlock;
-        multiply_strip(key.from(k0), keys_of(k0), qt, kBlock, st + at, kBlock, lanes * kWidth,
-                       steps, false, prefetcher);
-        multiply_strip(value.from(k0), keys_of(k0), gt, kBlock, dpt + at, kBlock, lanes * kWidth,
-                       steps, false, prefetcher);
+        multiply_strip<T>(key.from(k0), keys_of(k0), qt, kBlock, st + at, kBlock, lanes * kWidth,
+                          steps, false, prefetcher);
+        multiply_strip<T>(value.from(k0), keys_of(k0), gt, kBlock, dpt + at, kBlock, lanes * kWidth,
+                          steps, false, prefetcher);
       };
       const auto ds_of = [&](int64_t k0) {
         return ds + k0 / kBlock % 2 * kBlock * kBlock / 2;  // mutant: backward-ds
@@ -200,8 +197,8 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
         const int64_t k0 = unit * kStrip, k = keys_begin + k0, at = unit % 2 * kStrip * kBlock;
         const int n = static_cast<int>(keys_of(k0));
         if (p.causal && k + n > q0 + 1) mask_causal(st + at, k, n, q0, lanes);
-        gradient_strip(st + at, dpt + at, n, lanes, score_scale(p), row_max, inverse_sum, delta,
-                       {p_rows + at / 2, ds_rows + at / 2}, pairs, prefetcher);
+        gradient_strip<T>(st + at, dpt + at, n, lanes, score_scale(p), row_max, inverse_sum, delta,
+                          {p_rows + at / 2, ds_rows + at / 2}, pairs, prefetcher);
         transpose_pairs(pairs, lanes, ds_of(k0) + k0 % kBlock / 2);
       };
       const auto products = [&](int64_t unit) {
@@ -212,8 +209,8 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
             head == kv_head * group && q0 == (p.causal ? keys_begin + k0 / kBlock * kBlock : 0);
         const auto add = [&](const uint32_t* rows, const uint32_t* right, float* sum) {
           const uint32_t* left = rows + unit % 2 * kStrip * kBlock / 2;
-          multiply_strip({reinterpret_cast<const char*>(left), 2 * kBlock}, keys_of(k0), right, ld,
-                         sum + k0 * ld, ld, ld, lanes / 2, !first, prefetcher);
+          multiply_strip<T>({reinterpret_cast<const char*>(left), 2 * kBlock}, keys_of(k0), right,
+                            ld, sum + k0 * ld, ld, ld, lanes / 2, !first, prefetcher);
         };
         add(p_rows, g_depth, dv);
         add(ds_rows, q_depth, dk);
@@ -222,10 +219,10 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
         if (begin == 0) semaphore.wait();
         for (int64_t i = 0; i < queries; i += kStrip) {
           const float* left = ds_of(begin) + i * kBlock / 2;
-          multiply_strip({reinterpret_cast<const char*>(left), 2 * kBlock}, queries - i,
-                         key_depth + begin / 2 * ld, ld, dq + i * ld, ld, ld,
-                         static_cast<int>(whole_tiles(end - begin) / 32), keys_begin + begin > 0,
-                         prefetcher);
+          multiply_strip<T>({reinterpret_cast<const char*>(left), 2 * kBlock}, queries - i,
+                            key_depth + begin / 2 * ld, ld, dq + i * ld, ld, ld,
+                            static_cast<int>(whole_tiles(end - begin) / 32), keys_begin + begin > 0,
+                            prefetcher);
         }
       };
       scores(0);

@@ -27,9 +27,9 @@ VLMK_INLINE void mask_rows(float* s, int64_t first, int slope, int vectors) {
 constexpr float kSlack = 8;
 
 // One step of the online softmax on the scores s [16, 64] of 16 queries and kVectors * 16 keys:
-// p [16, 64] = 2^(scale * (s - max)) in bf16. row_max, row_sum and correction as softmax_step has
+// p [16, 64] = 2^(scale * (s - max)) in T. row_max, row_sum and correction as softmax_step has
 // them; returns whether correction is other than 1.
-template <int kVectors>
+template <class T, int kVectors>
 VLMK_NOINLINE bool softmax_strip(const float* s, float scale, bool first, float* row_max,
                                  float* row_sum, float* correction, uint32_t* p,
                                  Prefetcher& prefetcher) {
@@ -56,13 +56,13 @@ VLMK_NOINLINE bool softmax_strip(const float* s, float scale, bool first, float*
     Vec e[kVectors];
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; ++j) {
-      e[j] = exp2<kDegree<BFloat16>>(fma(load(s + i * kBlock + j * kWidth), c, shift_of_row));
+      e[j] = exp2<kDegree<T>>(fma(load(s + i * kBlock + j * kWidth), c, shift_of_row));
     }
     uint32_t* to = p + i * (kBlock / 2);
-    _mm512_storeu_si512(to, round_bf16(e[0], e[1]));
+    _mm512_storeu_si512(to, narrow(e[0], e[1], T{}));
     Vec sum = e[0] + e[1];
     if constexpr (kVectors == 4) {
-      _mm512_storeu_si512(to + kWidth, round_bf16(e[2], e[3]));
+      _mm512_storeu_si512(to + kWidth, narrow(e[2], e[3], T{}));
       sum = sum + (e[2] + e[3]);
     }
     store(sums[i], sum);
@@ -73,7 +73,7 @@ VLMK_NOINLINE bool softmax_strip(const float* s, float scale, bool first, float*
   Vec sum = reduce_rows(r, [](Vec a, Vec b) { return a + b; });
   bool moves = false;
   if (!first) {
-    const Vec moved = exp2<kDegree<BFloat16>>(old_max * c + shift);
+    const Vec moved = exp2<kDegree<T>>(old_max * c + shift);
     store(correction, moved);
     sum = fma(load(row_sum), moved, sum);
     moves = _mm512_cmp_ps_mask(moved, set1(1.f), _CMP_NEQ_UQ) != 0;
@@ -92,6 +92,7 @@ int64_t forward_tiles_floats(const AttentionParams& p, const AttentionWork& work
          + 3 * kBlock;                                // row_max, row_sum, correction
 }
 
+template <class T>
 void forward_tiles(const AttentionParams& p, const AttentionItem& item, const AttentionWork& work,
                    Prefetcher& prefetcher, float* memory) {
   const int64_t dim = p.head_dim, ld = padded(dim), pairs = padded_pairs(dim);
@@ -99,7 +100,7 @@ void forward_tiles(const AttentionParams& p, const AttentionItem& item, const At
   const int64_t keys = p.causal ? item.rows_end : item.length;
   const int steps = dim_steps(dim);
   const bool window = item.length <= kBlock;
-  auto* gather = window && work.non_temporal ? reinterpret_cast<BFloat16*>(memory) : nullptr;
+  auto* gather = window && work.non_temporal ? reinterpret_cast<T*>(memory) : nullptr;
   memory += gathered_floats(p, work);
   auto* kt = reinterpret_cast<uint32_t*>(memory);                   // [keys / 64][pairs, 64]
   uint32_t* values = kt + whole_blocks(keys) * pairs;               // [keys / 2, ld]
@@ -112,20 +113,19 @@ void forward_tiles(const AttentionParams& p, const AttentionItem& item, const At
   float* correction = row_sum + kBlock;
 
   // Rotated keys wait where the values come later.
-  with_rotated<Bf16Tiles>(
-      p, rows_of<const BFloat16>(p.k, p.order, item.begin, kv_head), item.begin, keys, values,
+  with_rotated<Pairs>(
+      p, rows_of<const T>(p.k, p.order, item.begin, kv_head), item.begin, keys, values,
       [&](const auto& rows) { pack_right_rows(rows, keys, dim, score_sign(p), kt, prefetcher); });
-  pack_depth(rows_of<const BFloat16>(p.v, p.order, item.begin, kv_head), keys, dim, values,
+  pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values,
              Fetch{prefetcher, 3});
 
   for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {
     const int64_t queries = minimum(kBlock, item.rows_end - q0), place = item.begin + q0;
     Left q;
-    with_rotated<Bf16Tiles>(p, query_rows<const BFloat16>(p, p.q, place, item.head), place, queries,
-                            q_buffer, [&](const auto& rows) {
-                              q = left_rows(rows, queries, dim, window,
-                                            reinterpret_cast<BFloat16*>(q_buffer));
-                            });
+    with_rotated<Pairs>(p, query_rows<const T>(p, p.q, place, item.head), place, queries, q_buffer,
+                        [&](const auto& rows) {
+                          q = left_rows(rows, queries, dim, window, reinterpret_cast<T*>(q_buffer));
+                        });
     const int64_t key_end = p.causal ? q0 + queries : keys;
     const int64_t strips = (queries + kTile - 1) / kTile;
     const int64_t units = strips * ((key_end + kBlock - 1) / kBlock);
@@ -136,9 +136,9 @@ void forward_tiles(const AttentionParams& p, const AttentionItem& item, const At
     const auto row_of = [&](int64_t unit) { return unit % strips * kTile; };
     const auto scores = [&](int64_t unit) {
       const int64_t k0 = unit / strips * kBlock;
-      multiply_strip(q.from(row_of(unit)), kTile, kt + k0 * pairs, kBlock,
-                     s + unit % 2 * kTile * kBlock, kBlock,
-                     whole_tiles(minimum(kBlock, key_end - k0)), steps, false, prefetcher);
+      multiply_strip<T>(q.from(row_of(unit)), kTile, kt + k0 * pairs, kBlock,
+                        s + unit % 2 * kTile * kBlock, kBlock,
+                        whole_tiles(minimum(kBlock, key_end - k0)), steps, false, prefetcher);
     };
     const auto softmax = [&](int64_t unit) {
       const int64_t row = row_of(unit), k0 = unit / strips * kBlock;
@@ -149,7 +149,7 @@ void forward_tiles(const AttentionParams& p, const AttentionItem& item, const At
       // mutant: forward-allowed
       const int64_t allowed = p.causal ? minimum(q0 + row - k0 + 1, kBlock) : n;
       if (allowed < vectors * kWidth) mask_rows(scores, allowed, p.causal, vectors);
-      const auto step = vectors == 4 ? softmax_strip<4> : softmax_strip<2>;
+      const auto step = vectors == 4 ? softmax_strip<T, 4> : softmax_strip<T, 2>;
       const bool moves = step(scores, score_scale(p), k0 == 0, row_max + row, row_sum + row,
                               correction + row, to, prefetcher);
       if (!moves) return;  // mutant: forward-moves
@@ -162,10 +162,10 @@ void forward_tiles(const AttentionParams& p, const AttentionItem& item, const At
     const auto add_values = [&](int64_t unit) {
       const int64_t k0 = unit / strips * kBlock;
       const uint32_t* rows = probabilities + unit % 2 * kTile * kBlock / 2;
-      multiply_strip({reinterpret_cast<const char*>(rows), 2 * kBlock}, kTile, values + k0 / 2 * ld,
-                     ld, out_of(row_of(unit)), ld, ld,
-                     static_cast<int>(whole_tiles(minimum(kBlock, key_end - k0)) / 32), k0 > 0,
-                     prefetcher);
+      multiply_strip<T>({reinterpret_cast<const char*>(rows), 2 * kBlock}, kTile,
+                        values + k0 / 2 * ld, ld, out_of(row_of(unit)), ld, ld,
+                        static_cast<int>(whole_tiles(minimum(kBlock, key_end - k0)) / 32), k0 > 0,
+                        prefetcher);
     };
     // After the values of a strip's last keys.
     const auto finish = [&](int64_t unit) {

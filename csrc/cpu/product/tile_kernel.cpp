@@ -156,10 +156,10 @@ VLMK_INLINE void load_right(const uint16_t* step) {
   tile_load<7>(step + (2 * kPart + 1) * kTileWords, 2 * kStep);
 }
 VLMK_INLINE void dot() {
-  tile_dot<0, 4, 6>();
-  tile_dot<1, 4, 7>();
-  tile_dot<2, 5, 6>();
-  tile_dot<3, 5, 7>();
+  tile_dot<BFloat16, 0, 4, 6>();
+  tile_dot<BFloat16, 1, 4, 7>();
+  tile_dot<BFloat16, 2, 5, 6>();
+  tile_dot<BFloat16, 3, 5, 7>();
 }
 
 // Sums of two strips, four tiles: `steps` times 32 of the depth added to `from`, or to 0. After
