@@ -110,11 +110,15 @@ void check_segments(const AttentionParams& p) {
   }
 }
 
+constexpr int64_t kItemsPerThread = 4;  // or chunks of items: they even out unequal ones
+
+int64_t threads() { return omp_get_max_threads(); }
+
 // Rows of queries (backward: keys) per item. Each item packs the other side of the segment anew, so
-// whole segments unless that leaves threads idle: 4 items a thread even out unequal ones.
+// whole segments unless that leaves threads idle.
 int64_t choose_rows(const AttentionParams& p, int64_t heads, int64_t max_seqlen, int64_t fewest) {
   constexpr int64_t kBlock = 64;
-  const int64_t wanted = 4 * omp_get_max_threads();
+  const int64_t wanted = kItemsPerThread * threads();
   int64_t rows = std::max<int64_t>(max_seqlen, 1);
   while (rows > fewest && p.tokens * heads / rows < wanted) {
     rows = std::max((rows + 1) / 2, fewest);
@@ -152,7 +156,7 @@ std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, i
 
 // A thread takes a few heads of a window at a time: rows of 1.3 KB, which the hardware's prefetcher
 // follows, and two such chunks of 64 tokens fit into a 1 MB cache. Processors with AMX have 2 MB:
-// rows of 2.6 KB.
+// rows of 2.6 KB. Fewer where few windows would leave threads idle.
 AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
                         int64_t heads, int64_t rows, int64_t max_seqlen) {
   // Above that the results go to memory by non-temporal stores: by the time that they are read,
@@ -163,7 +167,8 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
   const int64_t element = size_of(p.dtype);
   int64_t chunk = 1;
   if (max_seqlen <= 128) {
-    const int64_t most = std::max<int64_t>(1, run / (p.head_dim * element));
+    const int64_t all = static_cast<int64_t>(items.size());
+    const int64_t most = std::min(run / (p.head_dim * element), all / kItemsPerThread / threads());
     for (int64_t n = 2; n <= std::min(most, heads); ++n) {
       if (heads % n == 0) chunk = n;
     }
