@@ -75,22 +75,22 @@ def _gradient(
 
 def rms_norm_backward(
     dy: Tensor,
-    skipped: Tensor | None,
+    ds: Tensor | None,
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
     learns: bool,
     main_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx and the weight's gradient, None where it does not learn or main_grad has it. skipped: the
+    """dx and the weight's gradient, None where it does not learn or main_grad has it. ds: the
     gradient of x's use beside the norm, added to dx."""
     rows, width = rstd.shape[0], x.shape[-1]
     dy, dx = dy.contiguous(), torch.empty_like(x)
-    skipped = skipped if skipped is None else skipped.contiguous()
+    ds = ds if ds is None else ds.contiguous()
     dweight, sums, places = _gradient(x, width, rows, learns, main_grad)
     _C.rms_norm_backward(
         dy.data_ptr(),
-        pointer(skipped),
+        pointer(ds),
         x.data_ptr(),
         weight.data_ptr(),
         rstd.data_ptr(),
@@ -183,13 +183,13 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, skipped: Tensor | None, dy: Tensor | None
+        ctx: Any, ds: Tensor | None, dy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         _, needs_residual, learns, bias_learns, *_ = ctx.needs_input_grad
-        dx, dweight, dbias = skipped, None, None
+        dx, dweight, dbias = ds, None, None
         if dy is not None:
             saved = ctx.saved_tensors
-            dx, dweight = once(rms_norm_backward, dy, skipped, *saved, learns, ctx.main_grad)
+            dx, dweight = once(rms_norm_backward, dy, ds, *saved, learns, ctx.main_grad)
         if dx is not None and (bias_learns or ctx.bias_main_grad is not None):
             dbias = dx.reshape(-1, dx.shape[-1]).sum(0)
             if ctx.bias_main_grad is not None:
@@ -228,6 +228,8 @@ def add_rms_norm_(
     """
     _check("add_rms_norm_", x, "weight", weight)
     _check("add_rms_norm_", x, "bias", bias)
+    if residual is not None:
+        check_tensors(residual=residual)
     if not x.is_contiguous():
         raise ValueError(f"x has strides {x.stride()}; add_rms_norm_ needs a contiguous one")
     if residual is None:

@@ -20,12 +20,12 @@ RmsNormParams rms_norm_params(uintptr_t x, uintptr_t residual, uintptr_t bias, u
           static_cast<DType>(dtype)};
 }
 
-RmsNormGradParams rms_norm_grad_params(uintptr_t dy, uintptr_t skipped, uintptr_t x,
-                                       uintptr_t weight, uintptr_t rstd, uintptr_t dx,
-                                       uintptr_t dweight, uintptr_t sums, int64_t rows,
-                                       int64_t width, bool adds, int dtype) {
+RmsNormGradParams rms_norm_grad_params(uintptr_t dy, uintptr_t ds, uintptr_t x, uintptr_t weight,
+                                       uintptr_t rstd, uintptr_t dx, uintptr_t dweight,
+                                       uintptr_t sums, int64_t rows, int64_t width, bool adds,
+                                       int dtype) {
   return {pointer<const void>(dy),
-          pointer<const void>(skipped),
+          pointer<const void>(ds),
           pointer<const void>(x),
           pointer<const void>(weight),
           pointer<const float>(rstd),
@@ -64,8 +64,8 @@ void register_layer(py::module_& m) {
   m.attr("SUM_ROWS") = kSumRows;
   m.def("rms_norm", on_cpu(rms_norm_params, rms_norm), "x"_a, "residual"_a, "bias"_a, "weight"_a,
         "y"_a, "rstd"_a, "rows"_a, "width"_a, "eps"_a, "dtype"_a, VLMK_NO_GIL);
-  m.def("rms_norm_backward", on_cpu(rms_norm_grad_params, rms_norm_backward), "dy"_a, "skipped"_a,
-        "x"_a, "weight"_a, "rstd"_a, "dx"_a, "dweight"_a, "sums"_a, "rows"_a, "width"_a, "adds"_a,
+  m.def("rms_norm_backward", on_cpu(rms_norm_grad_params, rms_norm_backward), "dy"_a, "ds"_a, "x"_a,
+        "weight"_a, "rstd"_a, "dx"_a, "dweight"_a, "sums"_a, "rows"_a, "width"_a, "adds"_a,
         "dtype"_a, VLMK_NO_GIL);
   m.def("swiglu", on_cpu(swiglu_params, swiglu), "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a,
         "dtype"_a, VLMK_NO_GIL);

@@ -236,9 +236,9 @@ struct RmsNormParams {
 constexpr int64_t kSumRows = 32;
 
 struct RmsNormGradParams {
-  const void* dy;       // [N, width]
-  const void* skipped;  // [N, width], added to dx, or null: the gradient of x's use beside the norm
-  const void* x;        // [N, width], what was normalized
+  const void* dy;  // [N, width]
+  const void* ds;  // [N, width], added to dx, or null: the gradient of x's use beside the norm
+  const void* x;   // [N, width], what was normalized
   const void* weight;
   const float* rstd;
   void* dx;       // [N, width]

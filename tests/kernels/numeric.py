@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vlmkernels import _native
 
-#: Instruction sets with kernels of their own in every op; attention has more, for bf16.
+#: Instruction sets with kernels of their own in every op; attention has more, for 16-bit types.
 ISAS = [name for name in _native.available_isas() if name in ("generic", "avx2", "avx512")]
 
 

@@ -169,7 +169,7 @@ def test_main_grad(
     nodes: list[Any] = []  # as Megatron keeps them
     called = 0
 
-    def called_once(*grads: Any) -> None:
+    def count(*grads: Any) -> None:
         nonlocal called
         called += 1
 
@@ -180,7 +180,7 @@ def test_main_grad(
             leaf.main_grad = start.clone()  # type: ignore[attr-defined]
             if into and leaf.dim() == 1:
                 nodes.append(leaf.expand_as(leaf).grad_fn.next_functions[0][0])
-                nodes[-1].register_hook(called_once)
+                nodes[-1].register_hook(count)
         op(leaves[0] * 1.0, *leaves[1:]).backward(upstream.to(kind))
         for leaf, start in zip(leaves, starts, strict=True):
             if leaf.dim() == 1:
@@ -249,6 +249,8 @@ def test_what_autograd_can_not_know_is_refused() -> None:
 
 
 def test_other_objects_are_refused() -> None:
+    with pytest.raises(TypeError, match="residual is a list; it must be a torch.Tensor"):
+        add_rms_norm_(torch.zeros(3, 8), [0.0], torch.zeros(8), 1e-6)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="weight is a list; it must be a torch.Tensor"):
         rms_norm(torch.zeros(3, 8), [1.0] * 8, 1e-6)  # type: ignore[arg-type]
 

@@ -27,8 +27,8 @@ Bias = tuple[Tensor | None, Tensor | None]
 
 def past_autograd(x: Tensor, parameter: Tensor | None) -> Tensor | None:
     """The main_grad to which a parameter's gradient is added while x's is made, past autograd and
-    Megatron's hook behind it, which take 10 us for each parameter in each pass. None where the hook
-    has work to do (parallel/ddp.py), and where no gradient of x is made."""
+    Megatron's hook behind it, a node and a call for each parameter in each pass. None where the
+    hook has work to do (parallel/ddp.py), and where no gradient of x is made."""
     if parameter is None or not (x.requires_grad and parameter.requires_grad):
         return None
     return parameter.main_grad if _where(parameter) == "main_grad" else None  # type: ignore[attr-defined]
@@ -127,15 +127,20 @@ def _keep(ctx: Any, x: Tensor, bias: Bias) -> None:
     ctx.save_for_backward(x)
 
 
-def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
-    """The bias's gradient where autograd gets it; else it is added to main_grad."""
-    if ctx.main_grad is None and not ctx.needs_input_grad[1]:
+def bias_gradient(grad: Tensor, seen: bool, main_grad: Tensor | None) -> Tensor | None:
+    """grad [.., out] summed over its rows where autograd has `seen` the bias; else that is added to
+    main_grad, if there is one."""
+    if main_grad is None and not seen:
         return None
     total = grad.reshape(-1, grad.shape[-1]).sum(0)
-    if ctx.main_grad is None:
+    if main_grad is None:
         return total
-    ctx.main_grad.add_(total)
+    main_grad.add_(total)
     return None
+
+
+def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
+    return bias_gradient(grad, ctx.needs_input_grad[1], ctx.main_grad)
 
 
 def _with_bias(op: Any, x: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:

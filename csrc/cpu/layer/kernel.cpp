@@ -77,14 +77,14 @@ void norm_forward(const RmsNormParams& p) {
   });
 }
 
-// With n = x rstd and g = dy w: dx = (g - n mean(g n)) rstd + skipped, dw = sum over rows of dy n.
+// With n = x rstd and g = dy w: dx = (g - n mean(g n)) rstd + ds, dw = sum over rows of dy n.
 template <class T>
 void norm_backward(const RmsNormGradParams& p) {
-  const auto *weight = static_cast<const T*>(p.weight), *rest = static_cast<const T*>(p.skipped);
+  const auto *weight = static_cast<const T*>(p.weight), *sums_grad = static_cast<const T*>(p.ds);
   each_row<T>(p.rows, p.width, p.sums, p.dweight, p.adds, [&](int64_t row, float* sums) {
     const T* x = static_cast<const T*>(p.x) + row * p.width;
     const T* dy = static_cast<const T*>(p.dy) + row * p.width;
-    const T* skipped = rest == nullptr ? nullptr : rest + row * p.width;
+    const T* ds = sums_grad == nullptr ? nullptr : sums_grad + row * p.width;
     T* dx = static_cast<T*>(p.dx) + row * p.width;
     const Vec rstd = set1(p.rstd[row]);
     Vec dots = set1(0.f);
@@ -99,7 +99,7 @@ void norm_backward(const RmsNormGradParams& p) {
       const Vec g = load_first(dy + c, lanes) * load_first(weight + c, lanes);
       const Vec n = load_first(x + c, lanes) * rstd;
       const Vec v = (g - n * mean) * rstd;
-      store_first(dx + c, skipped == nullptr ? v : v + load_first(skipped + c, lanes), lanes);
+      store_first(dx + c, ds == nullptr ? v : v + load_first(ds + c, lanes), lanes);
     });
   });
 }

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from vlmkernels.product import mm
-from vlmtrain.cpu.host_ops import past_autograd
+from vlmtrain.cpu.host_ops import bias_gradient, past_autograd
 
 
 class _Product(torch.autograd.Function):
@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
         needs_dx, sees_weight, sees_bias, _ = ctx.needs_input_grad
         shape, grad = grad.shape[:-1], grad.reshape(-1, grad.shape[-1])
         dx = mm(grad, weight).view(*shape, -1) if needs_dx else None
-        dweight = dbias = None
+        dweight = None
         if x is not None:
             add = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
             add(x.reshape(-1, x.shape[-1]), grad, weight.main_grad)
@@ -53,11 +53,8 @@ class _Product(torch.autograd.Function):
             # Megatron's hook wants a gradient where it starts a reduction, and does not read it.
             weight.grad_added_to_main_grad = True
             dweight = torch.empty_like(weight)
-        if bias is not None and bias.requires_grad:
-            dbias = grad.sum(0)
-            if not sees_bias:
-                bias.main_grad.add_(dbias)
-                dbias = None
+        hidden = bias is not None and bias.requires_grad and not sees_bias
+        dbias = bias_gradient(grad, sees_bias, bias.main_grad if hidden else None)
         return dx, dweight, dbias, None
 
 
