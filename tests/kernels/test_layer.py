@@ -108,8 +108,8 @@ def test_add_rms_norm(name: str, dtype: torch.dtype, bias: bool, rows: int, widt
 @pytest.mark.parametrize("used", ["sum", "norm", "both"])
 def test_gradients_of_a_sum_and_its_norm_are_added(used: str) -> None:
     """Without a residual, in a strided gradient, and where one of the two has none."""
-    x, weight = torch.randn(37, 1, 24), torch.randn(24)
-    upstream = torch.randn(24, 1, 37).transpose(0, 2)
+    x, weight = torch.randn(37, 1, 200), torch.randn(200)
+    upstream = torch.randn(200, 1, 37).transpose(0, 2)
 
     def gradients(dtype: torch.dtype, fused: bool) -> list[Tensor]:
         leaf, gain = (t.to(dtype, copy=True).requires_grad_() for t in (x, weight))
