@@ -28,6 +28,7 @@ from benchmarks.harness import (
     Row,
     say,
 )
+from benchmarks.no_amx import refuse_amx
 
 NAMES = ("attention", "embedding", "product", "loss", "adam", "offload", "data", "train_step")
 MODES = {"fault-free": FAULT_FREE, "as-it-comes": AS_IT_COMES}
@@ -59,6 +60,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--no-compile", action="store_true", help="without peers that torch.compile makes"
+    )
+    parser.add_argument(
+        "--no-amx", action="store_true", help="as on a processor without AMX, for torch too"
     )
     parser.add_argument("--part", help="of one benchmark with parts: only this one")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -150,6 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.child:
         child(options)
         return 0
+    if options.no_amx:  # to the processes started from here too
+        refuse_amx()
     if options.profile:
         import torch
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
+import platform
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -328,6 +331,28 @@ def test_memory_modes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ for the ceilings")
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="no AMX to refuse"
+)
+def test_refused_amx() -> None:
+    """Linux gives the tile registers no more; other requests of the same call go on."""
+    code = """if True:
+        import ctypes
+        from benchmarks.no_amx import refuse_amx
+        refuse_amx()
+        libc = ctypes.CDLL(None, use_errno=True)
+        place = ctypes.c_ulong()
+        tiles = libc.syscall(158, 0x1023, 18), ctypes.get_errno()
+        base = libc.syscall(158, 0x1003, ctypes.byref(place))
+        from vlmkernels import _native
+        print(tiles, base, place.value != 0, _native._C.isa().startswith("amx"))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.split("\n")[0] == "(-1, 1) 0 True False"
+
+
 def test_ceilings_compute_what_they_say() -> None:
     context = Context(threads=1)
     arrays = tuple(torch.randn(1000) for _ in range(4))

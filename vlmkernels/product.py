@@ -1,7 +1,11 @@
 """Products of float32 and bfloat16 matrices on the CPU: torch's, and our own where they are faster
-(`python -m benchmarks.run product`): on AMD's processors with AVX-512 in float32, in bfloat16 about
-as fast; on AMX in float32, from three bfloat16 parts of each number, and in bfloat16 of a
-transposed matrix and of few multiply-adds, where oneDNN's take up to three times as long.
+(`python -m benchmarks.run product`):
+
+- bfloat16 where the processor has AVX2 or AVX-512 but neither AMX nor AMD's dot products: in
+  float32, which such processors multiply faster than what torch does instead;
+- on AMD's processors with AVX-512: float32, and bfloat16 by dot products, about as fast;
+- on AMX: float32, from three bfloat16 parts of each number; bfloat16 of a transposed matrix and of
+  few multiply-adds, where oneDNN's take up to three times as long.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ from vlmkernels._native import _C, DTYPES, pointer
 
 #: Rows, columns and depth from which ours is taken: packing costs less than it saves.
 SMALLEST = 64
-#: Multiply-adds from which ours is taken on AVX-512: of fewer torch's were faster.
+#: Multiply-adds from which ours is taken on AMD's AVX-512: of fewer torch's were faster.
 WORK = {torch.float32: 1 << 25, torch.bfloat16: 1 << 28}
+#: The same of bfloat16 multiplied in float32.
+WIDENED_WORK = 1 << 22
 #: On AMX float32 from there on; bfloat16 up to there, and of a transposed matrix always.
 TILE_WORK = {torch.float32: 1 << 26, torch.bfloat16: 1 << 28}
 
@@ -70,8 +76,8 @@ def product(
     out: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:
-    """Our kernel, of matrices on the CPU with one stride of 1, float32, or bfloat16 where _C.isa()
-    is avx512_bf16 or has AMX; out's rows are dense, and float32 if `add`."""
+    """Our kernel, of matrices on the CPU with one stride of 1, float32 or bfloat16; out's rows are
+    dense, and float32 if `add`."""
     rows, depth = a.shape
     columns = b.shape[1]
     if out is None:
@@ -103,9 +109,10 @@ def our_work(isa: str, dtype: torch.dtype, transposed: bool) -> range:
         if dtype == torch.float32:
             return range(TILE_WORK[dtype], sys.maxsize)
         return range(sys.maxsize if transposed else TILE_WORK[dtype])
-    if not _C.is_amd() or isa != "avx512_bf16" and (isa, dtype) != ("avx512", torch.float32):
-        return range(0)
-    return range(WORK[dtype], sys.maxsize)
+    avx512, amd = isa in ("avx512", "avx512_bf16"), _C.is_amd()
+    if dtype == torch.float32 or (amd and isa == "avx512_bf16"):
+        return range(WORK[dtype], sys.maxsize) if amd and avx512 else range(0)
+    return range(WIDENED_WORK, sys.maxsize) if avx512 or isa == "avx2" else range(0)
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:

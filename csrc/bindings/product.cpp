@@ -26,16 +26,6 @@ ProductParams product_params(uintptr_t a, uintptr_t b, uintptr_t bias, uintptr_t
           static_cast<DType>(c_dtype)};
 }
 
-// Whether AMD made the processor.
-bool is_amd() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_is("amd");
-#else
-  return false;
-#endif
-}
-
 }  // namespace
 
 void register_product(py::module_& m) {

@@ -166,6 +166,19 @@ bool isa_is_forced() {
   return forced.load(std::memory_order_relaxed) || (name && *name);
 }
 
+bool is_amd() {
+#if defined(__x86_64__)
+  static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  return amd;
+#else
+  return false;
+#endif
+}
+
+bool uses_bf16_dots() {
+  return active_isa() == Isa::kAvx512Bf16 && (is_amd() || isa_is_forced());
+}
+
 void set_isa(const char* name) {
   const Isa isa = *name ? parse(name, "the instruction set") : choose();
   forced.store(*name != 0, std::memory_order_relaxed);

@@ -34,6 +34,13 @@ Isa active_isa();
 // Whether that was VLMKERNELS_ISA or set_isa, not the best one.
 bool isa_is_forced();
 
+// Whether bf16 is multiplied by AVX-512 BF16's dot products, rather than in float32. Zen 4 and 5 do
+// twice the work of FMAs by them, Intel's cores half or less: there only if forced.
+bool uses_bf16_dots();
+
+// Whether AMD made the processor.
+bool is_amd();
+
 // For tests: the same checks as VLMKERNELS_ISA; "" takes back what was set before. Not to be called
 // while kernels run.
 void set_isa(const char* name);

@@ -17,13 +17,11 @@ from vlmkernels import _native, product
 
 Strides = tuple[bool, bool]
 #: Instruction set and dtype of each kernel of this machine.
-KERNELS = [(name, torch.float32) for name in ISAS]
-KERNELS += [(name, torch.bfloat16) for name in _native.available_isas() if name == "avx512_bf16"]
-KERNELS += [
+KERNELS = [
     (name, dtype)
     for name in _native.available_isas()
-    if name.startswith("amx")
     for dtype in (torch.float32, torch.bfloat16)
+    if (name, dtype) != ("avx512_bf16", torch.float32)  # avx512's
 ]
 
 
@@ -144,11 +142,10 @@ def test_any_threads_give_the_same_bits(
             assert_bitwise(f"{threads} threads", product.product(a, b), first)
 
 
-def test_many_rows_of_bf16_are_summed_in_parts() -> None:
+@pytest.mark.parametrize("name", [name for name in _native.available_isas() if "amx" not in name])
+def test_many_rows_of_bf16_are_summed_in_parts(name: str) -> None:
     """Sums of a depth of several panels lie in memory of a bounded size."""
-    if "avx512_bf16" not in _native.available_isas():
-        pytest.skip("this machine has no AVX-512 BF16")
-    with isa("avx512_bf16"), poisoned():
+    with isa(name), poisoned():
         check(*make(30_000, 200, 800, (False, True), torch.bfloat16), "bias")
 
 
@@ -235,10 +232,9 @@ def test_mm_leaves_the_rest_to_torch(ours: list[int]) -> None:
 
 
 def test_ours_is_taken_where_it_is_faster() -> None:
-    """On AMD's processors with AVX-512, and on AMX, in bfloat16 of small matrices only."""
-    float32, both = {(torch.float32, t) for t in (False, True)}, set(CASES)
-    known = {"avx512": float32, "avx512_bf16": both} if _native._C.is_amd() else {}
-    known["amx_bf16"] = both
+    bf16, both = {(torch.bfloat16, t) for t in (False, True)}, set(CASES)
+    known = {"generic": set(), "avx2": bf16, "amx_bf16": both}
+    known |= dict.fromkeys(("avx512", "avx512_bf16"), both if _native._C.is_amd() else bf16)
     for name in _native.available_isas():
         ours = {case for case in CASES if product.our_work(name, *case)}
         assert ours == known.get(name, set()), name
@@ -246,7 +242,11 @@ def test_ours_is_taken_where_it_is_faster() -> None:
     assert [1 << 28 in work for work in of_bf16] == [False, True]
 
 
-def test_bf16_without_its_instructions_is_refused() -> None:
-    a = torch.ones(8, 8, dtype=torch.bfloat16)
-    with isa("generic"), pytest.raises(ValueError, match="need the avx512_bf16 or the amx_bf16"):
-        product.product(a, a)
+@pytest.mark.parametrize("name", ISAS)
+def test_bf16_in_float32_takes_all_of_a_number(name: str) -> None:
+    """The smallest and the largest too."""
+    tiny, largest = 2.0**-133, torch.finfo(torch.bfloat16).max
+    numbers = torch.tensor([[tiny, -largest, 1.5, 0.0]]).bfloat16().t()
+    with isa(name):
+        got = product.product(numbers, torch.ones(1, 3).bfloat16())
+    assert_bitwise(name, got, numbers.expand(4, 3))

@@ -16,18 +16,6 @@ namespace vlmk {
 
 namespace {
 
-// Whether bf16 is multiplied by dot products where there are some. Zen 4 and 5 do twice the work of
-// FMAs by them, Intel's cores a quarter (measured on Sapphire Rapids without AMX): there only when
-// the instruction set was asked for by name.
-bool use_bf16_dots() {
-#if defined(VLMKERNELS_HAVE_AVX512_BF16)
-  static const bool fast = __builtin_cpu_is("amd");
-  return fast || isa_is_forced();
-#else
-  return false;
-#endif
-}
-
 bool on_amx() { return active_isa() == Isa::kAmxBf16 || active_isa() == Isa::kAmxEmulated; }
 
 bool on_tiles(const AttentionParams& p) {
@@ -180,7 +168,7 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
           max_seqlen,
           chunk,
           non_temporal,
-          use_bf16_dots()};
+          uses_bf16_dots()};
 }
 
 int64_t whole_blocks(int64_t n) { return (n + 63) / 64 * 64; }

@@ -17,13 +17,13 @@
 #include "cpu/scratch.h"
 
 #if defined(__AVX512BF16__) && !defined(VLMK_TILES)
-#define VLMK_PAIRS  // this file has the products of bf16
+#define VLMK_PAIRS  // here are products of bf16 by dot products, elsewhere all in float32
 #endif
 
 namespace vlmk::VLMK_ISA {
 namespace {
 
-constexpr int64_t kDepth = 768;       // elements of a panel: two bf16 numbers, or one float
+constexpr int64_t kDepth = 768;       // elements of a panel: a float, or two bf16 numbers
 constexpr int64_t kRows = 120;        // of A, 360 KB of kDepth elements
 constexpr int64_t kColumns = 4096;    // of B, 12 MB
 constexpr int64_t kSums = 4 << 20;    // of C, 16 MB, where it is bf16 and has several panels
@@ -39,7 +39,8 @@ VLMK_INLINE int64_t whole_vectors(int64_t n) { return parts(n, kWidth) * kWidth;
 #if !defined(VLMK_PAIRS)
 // Element (i, k) of [n, depth] lies at from[i * row + k * step], one of them being 1; in `to` at
 // [k * ld + i], with zeros behind n as far as a whole vector.
-VLMK_NOINLINE void pack(const float* from, int64_t row, int64_t step, int64_t n, int64_t depth,
+template <class In>
+VLMK_NOINLINE void pack(const In* from, int64_t row, int64_t step, int64_t n, int64_t depth,
                         float* to, int64_t ld) {
   if (row == 1) {
     for (int64_t k = 0; k < depth; ++k) {
@@ -115,9 +116,8 @@ struct Block {
   bool begins, ends;       // the depth's first panel, the last
 };
 
-template <class Math, class Out>
+template <class Math, class In, class Out>
 struct Product {
-  using In = std::conditional_t<Math::kStep == 2, BFloat16, float>;
   using Element = typename Math::Element;
   static constexpr bool kDirect = std::is_same_v<Out, float>;  // sums lie in C itself
 
@@ -363,18 +363,24 @@ int64_t threads_for(const ProductParams& p) {
   return work < kParallelFrom ? 1 : omp_get_max_threads();
 }
 
+template <class Math>
+void product_of_bf16(const ProductParams& p) {
+  if (p.c_dtype == DType::kFloat32) {
+    Product<Math, BFloat16, float>{p, threads_for(p)}.run();
+  } else {
+    Product<Math, BFloat16, BFloat16>{p, threads_for(p)}.run();
+  }
+}
+
 }  // namespace
 
 #if defined(VLMK_PAIRS)
-void product_of_bf16(const ProductParams& p) {
-  if (p.c_dtype == DType::kFloat32) {
-    Product<Bf16Pairs, float>{p, threads_for(p)}.run();
-  } else {
-    Product<Bf16Pairs, BFloat16>{p, threads_for(p)}.run();
-  }
-}
+void product_by_dots(const ProductParams& p) { product_of_bf16<Bf16Pairs>(p); }
 #else
-void product_of_float32(const ProductParams& p) { Product<Fp32, float>{p, threads_for(p)}.run(); }
+void product_in_float32(const ProductParams& p) {
+  if (p.dtype == DType::kBFloat16) return product_of_bf16<Fp32>(p);
+  Product<Fp32, float, float>{p, threads_for(p)}.run();
+}
 #endif
 
 }  // namespace vlmk::VLMK_ISA

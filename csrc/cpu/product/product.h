@@ -6,9 +6,9 @@
 
 namespace vlmk {
 
-VLMK_DECLARE(product_of_float32, const ProductParams&);
+VLMK_DECLARE(product_in_float32, const ProductParams&);
 namespace avx512_bf16 {
-void product_of_bf16(const ProductParams&);
+void product_by_dots(const ProductParams&);  // of bf16
 }
 namespace amx_bf16 {
 void product_on_tiles(const ProductParams&);
@@ -17,8 +17,6 @@ namespace amx_emulated {
 void product_on_tiles(const ProductParams&);
 }
 
-// Throws std::invalid_argument for bf16 where neither AVX-512 BF16 nor AMX is the active
-// instruction set.
 void matrix_product(const ProductParams& p);
 
 }  // namespace vlmk
