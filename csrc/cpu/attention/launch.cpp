@@ -1,5 +1,6 @@
 // Splits attention into work items; the arithmetic is in kernel.cpp.
 #include <omp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -142,16 +143,25 @@ std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, i
   return items;
 }
 
+// Bytes of a core's second-level cache, 1 MB where the system does not say.
+int64_t second_level_cache() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const int64_t bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  if (bytes > 0) return bytes;
+#endif
+  return 1 << 20;
+}
+
 // A thread takes a few heads of a window at a time: rows of 1.3 KB, which the hardware's prefetcher
-// follows, and two such chunks of 64 tokens fit into a 1 MB cache. Processors with AMX have 2 MB:
-// rows of 2.6 KB. Fewer where few windows would leave threads idle.
+// follows, and two such chunks of 64 tokens fit into a 1 MB cache; rows of 2.6 KB into one of 2 MB.
+// Fewer where few windows would leave threads idle.
 AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
                         int64_t heads, int64_t rows, int64_t max_seqlen) {
   // Above that the results go to memory by non-temporal stores: by the time that they are read,
   // they would have left the reader's cache anyway, and a plain store reads the line first
   // (windows: 1.25x).
   constexpr int64_t kNonTemporalBytes = 16 << 20;
-  const int64_t run = on_amx() ? 2560 : 1280;  // bytes
+  const int64_t run = second_level_cache() >= 2 << 20 ? 2560 : 1280;  // bytes
   const int64_t element = size_of(p.dtype);
   int64_t chunk = 1;
   if (max_seqlen <= 128) {
