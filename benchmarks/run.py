@@ -168,6 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda":
         memories = ["as-it-comes"]  # host allocations don't matter there
     machine = report.describe_machine(options.device)
+    if options.no_amx:
+        machine["kernels"] += " (AMX refused)"
     target = options.results
     if target is None and not options.quick:
         target = report.RESULTS / f"{report.machine_slug(machine, options.device)}.json"

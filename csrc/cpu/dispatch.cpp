@@ -175,9 +175,7 @@ bool is_amd() {
 #endif
 }
 
-bool uses_bf16_dots() {
-  return active_isa() == Isa::kAvx512Bf16 && (is_amd() || isa_is_forced());
-}
+bool uses_bf16_dots() { return active_isa() == Isa::kAvx512Bf16 && (is_amd() || isa_is_forced()); }
 
 void set_isa(const char* name) {
   const Isa isa = *name ? parse(name, "the instruction set") : choose();
