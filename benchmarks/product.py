@@ -15,7 +15,7 @@ from vlmkernels import _native
 from vlmkernels.product import mm, our_work
 
 #: Tokens, inputs, outputs: a layer of the step's 112M model, one of 2B's MLP, a part of the
-#: vocabulary (vlmkernels/loss/op.py), the least that AMD's is taken for. Those that ours is for.
+#: vocabulary (vlmkernels/loss/op.py), the least of AMD's. Left out where no product is ours.
 SHAPES = [(1007, 640, 3584), (2048, 1536, 8960), (220, 1536, 4096), (64, 640, 1024)]
 
 
