@@ -44,7 +44,7 @@ void matrix_product(const vlmk::ProductParams& p) { vlmk::VLMK_ISA::product_on_t
 namespace vlmk {
 
 Isa active_isa() { return Isa::VLMK_TEST_ISA; }
-bool isa_is_forced() { return true; }
+bool uses_bf16_dots() { return true; }
 bool tiles_multiply_fp16() { return true; }
 
 // Other instruction sets, which nothing here asks for.
