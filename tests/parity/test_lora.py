@@ -128,6 +128,7 @@ def test_dropout(tmp_path):
         assert dropped["replicas_agree"], where
         assert dropped.get("passes_agree", False) or not layout.get("multiplexed"), where
         # B starts at 0: the first step's loss does not see the adapters, later ones do
-        assert dropped["losses"][0] == pytest.approx(plain["losses"][0], rel=1e-5), where
-        difference = abs(dropped["losses"][-1] / plain["losses"][-1] - 1)
+        first, *later = zip(dropped["losses"], plain["losses"], strict=True)
+        assert first[0] == pytest.approx(first[1], rel=1e-5), where
+        difference = max(abs(one / other - 1) for one, other in later)
         assert 1e-6 < difference < 0.05, f"{difference:.1e}; {where}"
