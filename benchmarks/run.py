@@ -155,7 +155,11 @@ def main(arguments: list[str] | None = None) -> int:
         child(options)
         return 0
     if options.no_amx:  # to the processes started from here too
-        refuse_amx()
+        try:
+            refuse_amx()
+        except (OSError, RuntimeError) as error:
+            say(f"--no-amx: {error}")
+            return 2
     if options.profile:
         import torch
 
@@ -169,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
         memories = ["as-it-comes"]  # host allocations don't matter there
     machine = report.describe_machine(options.device)
     if options.no_amx:
-        machine["kernels"] += " (AMX refused)"
+        machine["cpu"] += ", AMX refused"
     target = options.results
     if target is None and not options.quick:
         target = report.RESULTS / f"{report.machine_slug(machine, options.device)}.json"

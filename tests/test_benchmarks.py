@@ -330,7 +330,6 @@ def test_memory_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert faultless["MALLOC_TRIM_THRESHOLD_"] == "34359738368"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ for the ceilings")
 @pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="no AMX to refuse"
 )
@@ -350,9 +349,18 @@ def test_refused_amx() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert done.stdout.split("\n")[0] == "(-1, 1) 0 True False"
+    assert done.stdout.strip() == "(-1, 1) 0 True False"
 
 
+def test_amx_that_cannot_be_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert run.main(["product", "--no-amx", "--quick"]) == 2
+    assert "--no-amx: no AMX to refuse on Linux aarch64" in "".join(capsys.readouterr())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ for the ceilings")
 def test_ceilings_compute_what_they_say() -> None:
     context = Context(threads=1)
     arrays = tuple(torch.randn(1000) for _ in range(4))

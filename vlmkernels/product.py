@@ -109,10 +109,12 @@ def our_work(isa: str, dtype: torch.dtype, transposed: bool) -> range:
         if dtype == torch.float32:
             return range(TILE_WORK[dtype], sys.maxsize)
         return range(sys.maxsize if transposed else TILE_WORK[dtype])
-    avx512, amd = isa in ("avx512", "avx512_bf16"), _C.is_amd()
-    if dtype == torch.float32 or (amd and isa == "avx512_bf16"):
-        return range(WORK[dtype], sys.maxsize) if amd and avx512 else range(0)
-    return range(WIDENED_WORK, sys.maxsize) if avx512 or isa == "avx2" else range(0)
+    by_dots = _C.is_amd() and isa == "avx512_bf16"
+    if dtype == torch.bfloat16 and not by_dots:
+        widens = isa in ("avx2", "avx512", "avx512_bf16")
+        return range(WIDENED_WORK, sys.maxsize) if widens else range(0)
+    ours = by_dots or (_C.is_amd() and isa == "avx512")
+    return range(WORK[dtype], sys.maxsize) if ours else range(0)
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
