@@ -204,11 +204,19 @@ def line(row: Row) -> str:
     )
 
 
+def _ratio_at_ceiling(row: Row) -> float | None:
+    """What best peer / ours would be if ours were as fast as the ceiling."""
+    if not row.ratio or not row.percent_of_ceiling:
+        return None
+    return 100 * row.ratio / row.percent_of_ceiling
+
+
 def _verdict(row: Row) -> str:
     """Against the bars, if there are any."""
     missed = []
     if row.bar is not None and (row.ratio is None or row.ratio < row.bar):
-        missed.append(f"{row.bar:g}x")
+        limit = _ratio_at_ceiling(row)
+        missed.append(f"{row.bar:g}x" + (f" ({limit:.2f}x at the ceiling)" if limit else ""))
     percent = row.percent_of_ceiling
     if row.ceiling_bar is not None and (percent is None or percent < row.ceiling_bar):
         missed.append(f"{row.ceiling_bar:g}%")
@@ -265,8 +273,8 @@ def _training(rows: list[Row]) -> list[str]:
             f"{row.best_peer}: {_number(row.peer_tokens_per_second, 0)} tokens/s; "
             f"ratio {_number(row.ratio, 2)}."
         )
-        if (row.ceiling or "").startswith("products") and row.ratio and row.percent_of_ceiling:
-            limit = 100 * row.ratio / row.percent_of_ceiling
+        limit = _ratio_at_ceiling(row)
+        if (row.ceiling or "").startswith("products") and limit:
             text += f" A step of nothing but its products would be at {limit:.2f}."
         if "one padded batch a step" in (row.best_peer or ""):
             text += WHOLE_STEP
@@ -389,7 +397,7 @@ def render(
         f"{QUIET_SHARE:.0%} of it; times are medians of at least {REPETITIONS} such repetitions; "
         "a row that has fewer is marked noisy. The ratio is the median over rounds of best peer / "
         "ours: above 1 ours is faster. The ceiling is measured in the same rounds, scaled to the "
-        "op's work.",
+        "op's work; beside a missed bar stands the ratio that ours would have at that ceiling.",
     ]
     for name, (machine, rows) in sorted(files.items()):
         packages = ", ".join(f"{k} {v}" for k, v in machine["packages"].items())

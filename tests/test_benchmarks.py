@@ -266,7 +266,7 @@ def test_report(tmp_path: Path) -> None:
     assert {line.count("|") for line in [header, *table]} == {header.count("|")}
     for part in ("12.3", "49", "SDPA / per length", "3.97x", "77%", "met", "2026-01-02, abc1234"):
         assert part in table[0], part
-    assert "4/10 (noisy)" in table[2] and "misses 3.5x" in table[2]
+    assert "4/10 (noisy)" in table[2] and "misses 3.5x (1.29x at the ceiling)" in table[2]
     assert text.count("Ours makes a pass for each pack") == 1
     assert text.count("nothing but its products would be at 2.00.") == 1
     assert "321 tokens/s" in text and "nested tensor (RuntimeError: no)" in text

@@ -29,8 +29,11 @@ def make(
     rows: int, columns: int, depth: int, turned: Strides, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """a [rows, depth] and b [depth, columns], each the transpose of what lies dense where turned;
-    rows of b lie apart."""
-    a = torch.randn(depth, rows).to(dtype).t() if turned[0] else torch.randn(rows, depth).to(dtype)
+    else rows lie apart."""
+    if turned[0]:
+        a = torch.randn(depth, rows).to(dtype).t()
+    else:
+        a = torch.randn(rows, depth + 3).to(dtype)[:, 2:-1]
     if turned[1]:
         return a, torch.randn(columns, depth).to(dtype).t()
     return a, torch.randn(depth, columns + 5).to(dtype)[:, 2:-3]
@@ -82,6 +85,13 @@ def test_few_rows(name: str, dtype: torch.dtype, turned: Strides) -> None:
     with isa(name), poisoned():
         for kind in KINDS:
             check(*make(250, 601, 3201, turned, dtype), kind)
+
+
+@pytest.mark.parametrize("name, dtype", KERNELS)
+def test_rows_in_one_place(name: str, dtype: torch.dtype) -> None:
+    a, b = make(1, 140, 90, (False, False), dtype)
+    with isa(name), poisoned():
+        check(a.expand(300, 90), b, "")
 
 
 @settings(max_examples=60)

@@ -1,8 +1,9 @@
 // A product as Goto and van de Geijn divide it (doi 10.1145/1356052.1356053), compiled once per
 // instruction set (dispatch.h): of each kDepth elements of the depth, B's columns are packed in
 // slivers as wide as a tile and A's rows in blocks, so that a sliver and a block lie in the
-// second-level cache. A's rows are divided among the threads, or B's columns where A has few rows;
-// the thread that multiplies a part packs it, and what is not divided is packed for all.
+// second-level cache, and the next sliver is fetched there. A's rows are divided among the threads,
+// or B's columns where A has few rows; the thread that multiplies a part packs it, and what is not
+// divided is packed for all. Divided rows of float32 are read where they lie.
 //
 // Sums are float32, of sums over a panel's depth in their order, rounded once: the number of
 // threads changes no bit.
@@ -114,12 +115,14 @@ struct Block {
   int64_t first, columns;  // packed ones, of C
   int64_t depth;           // elements of the panels
   bool begins, ends;       // the depth's first panel, the last
+  bool in_place = false;   // A's rows lie p.a_row apart, not packed
 };
 
 template <class Math, class In, class Out>
 struct Product {
   using Element = typename Math::Element;
   static constexpr bool kDirect = std::is_same_v<Out, float>;  // sums lie in C itself
+  static constexpr bool kFloats = std::is_same_v<In, Element>;
 
   const ProductParams& p;
   const int64_t threads;
@@ -128,14 +131,14 @@ struct Product {
   const int64_t depth = parts(elements, panels);  // elements of a panel
   const int64_t panel_steps = depth * Math::kStep;
 
-  // A's packed block times B's packed columns, while `next` is fetched. Sums of bf16 results lie in
-  // `sums` [rows, width] until the last panel, or in `edge` if that is the first too; so do a last
-  // sliver's.
+  // A's block times B's packed columns, while `next` is fetched, or the next sliver. Sums of bf16
+  // results lie in `sums` [rows, width] until the last panel, or in `edge` if that is the first
+  // too; so do a last sliver's.
   void multiply(const Block& block, const Element* a, const Element* b, float* sums, int64_t width,
                 float* edge, Prefetcher& next) const {
     GemmArgs<Math> g{};
     g.a = a;
-    g.lda = whole_vectors(block.rows);
+    g.lda = block.in_place ? p.a_row : whole_vectors(block.rows);
     g.rows = static_cast<int>(block.rows);
     g.depth = static_cast<int>(block.depth);
     for (int64_t sliver = block.sliver; sliver < block.end; ++sliver) {
@@ -155,7 +158,13 @@ struct Product {
         g.ldc = once ? g.ldb : width;
         g.start = block.begins ? Start::kZero : Start::kAddLast;
       }
-      gemm<Math, true>(g, next);
+      if (sliver + 1 < block.end) {
+        const int64_t after = minimum(kSliver, block.columns - column - kSliver);
+        next.clear();
+        next.add(reinterpret_cast<const char*>(b + (column + kSliver) * block.depth),
+                 whole_vectors(after) * block.depth * static_cast<int64_t>(sizeof(Element)));
+      }
+      block.in_place ? gemm<Math, false>(g, next) : gemm<Math, true>(g, next);
       if (kDirect ? !whole : block.ends) finish(block, g.c, g.ldc, c, wide, column);
     }
   }
@@ -294,6 +303,7 @@ struct Product {
   }
 
   void divide_rows() const {
+    const bool in_place = kFloats && p.a_column == 1;
     // Each thread takes as many rows, and where these are few the columns are divided too.
     const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
     const int64_t rows = parts(parts(p.rows, row_blocks), 6) * 6;
@@ -314,8 +324,8 @@ struct Product {
           omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
       auto* const packed_a = reinterpret_cast<Element*>(mine);
       float* const edge = mine + depth * whole_vectors(rows);
-      Prefetcher none;
-      none.clear();
+      Prefetcher next;
+      next.clear();
       if (mine == nullptr) {
 #pragma omp atomic write
         out_of_memory = true;
@@ -344,12 +354,17 @@ struct Product {
                               columns,
                               packed,
                               panel == 0,
-                              panel == panels - 1};
+                              panel == panels - 1,
+                              in_place};
             if (block.sliver == block.end) continue;
-            pack(of_a(panel, row), p.a_row, p.a_column, block.rows, steps, packed_a,
-                 whole_vectors(block.rows));
+            const Element* a = packed_a;
+            if constexpr (kFloats) a = in_place ? of_a(panel, row) : packed_a;
+            if (!in_place) {
+              pack(of_a(panel, row), p.a_row, p.a_column, block.rows, steps, packed_a,
+                   whole_vectors(block.rows));
+            }
             if (kDirect && block.begins && p.bias != nullptr) begin(block);
-            multiply(block, packed_a, packed_b, sums, width, edge, none);
+            multiply(block, a, packed_b, sums, width, edge, next);
           }
         }
       }
