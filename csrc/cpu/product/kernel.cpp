@@ -3,7 +3,7 @@
 // slivers as wide as a tile and A's rows in blocks, so that a sliver and a block lie in the
 // second-level cache, and the next sliver is fetched there. A's rows are divided among the threads,
 // or B's columns where A has few rows; the thread that multiplies a part packs it, and what is not
-// divided is packed for all. Divided rows of float32 are read where they lie.
+// divided is packed for all. Dense rows of float32 that are divided are read where they lie.
 //
 // Sums are float32, of sums over a panel's depth in their order, rounded once: the number of
 // threads changes no bit.
@@ -121,8 +121,8 @@ struct Block {
 template <class Math, class In, class Out>
 struct Product {
   using Element = typename Math::Element;
-  static constexpr bool kDirect = std::is_same_v<Out, float>;  // sums lie in C itself
-  static constexpr bool kFloats = std::is_same_v<In, Element>;
+  static constexpr bool kDirect = std::is_same_v<Out, float>;   // sums lie in C itself
+  static constexpr bool kFloats = std::is_same_v<In, Element>;  // A is multiplied as it lies
 
   const ProductParams& p;
   const int64_t threads;
