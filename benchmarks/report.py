@@ -35,6 +35,16 @@ HEADER = f"{'op':<40} {'shape':<44} {'dtype':<9} thr {'ours':>10} {'best peer':>
 # ---- the machine ---------------------------------------------------------------------------------
 
 
+#: The best of the instruction sets that it has tells what generation a processor is of.
+GENERATIONS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512": "AVX-512",
+    "avx2": "AVX2",
+    "generic": "neither AVX2 nor AVX-512",
+}
+
+
 def _cpu_name() -> str:
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
@@ -58,12 +68,12 @@ def describe_machine(device: str) -> dict[str, Any]:
             packages[name] = version(name)
         except PackageNotFoundError:
             continue
-    kernels = _native._C.isa()
+    best = next(name for name in GENERATIONS if name in _native.available_isas())
     machine = {
-        # A hypervisor may give one name to processors with AMX and without.
-        "cpu": _cpu_name() + (" with AMX" if kernels.startswith("amx") else ""),
+        # A hypervisor may give one name to processors of several generations.
+        "cpu": f"{_cpu_name()} with {GENERATIONS[best]}",
         "cores": len(affinity) or os.cpu_count() or 1,
-        "kernels": kernels,
+        "kernels": _native._C.isa(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": packages,

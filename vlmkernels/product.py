@@ -3,7 +3,7 @@
 
 - bfloat16 where the processor has AVX2 or AVX-512 but neither AMX nor AMD's dot products: in
   float32, which such processors multiply faster than what torch does instead;
-- on AMD's processors with AVX-512: float32, and bfloat16 by dot products, about as fast;
+- on AMD's processors float32, and bfloat16 by dot products where they have them, about as fast;
 - on AMX: float32, from three bfloat16 parts of each number; bfloat16 of a transposed matrix and of
   few multiply-adds, where oneDNN's take up to three times as long.
 """
@@ -20,10 +20,13 @@ from vlmkernels._native import _C, DTYPES, pointer
 
 #: Rows, columns and depth from which ours is taken: packing costs less than it saves.
 SMALLEST = 64
-#: Multiply-adds from which ours is taken on AMD's AVX-512: of fewer torch's were faster.
+#: Multiply-adds from which ours is taken on AMD's processors: of fewer torch's were faster.
 WORK = {torch.float32: 1 << 25, torch.bfloat16: 1 << 28}
 #: The same of bfloat16 multiplied in float32.
 WIDENED_WORK = 1 << 22
+#: Both with AVX2 alone: oneDNN has no products of bfloat16 there, and torch's take 6 to 100 times
+#: as long as ours.
+AVX2_SMALLEST, AVX2_WORK = 4, 1 << 15
 #: On AMX float32 from there on; bfloat16 up to there, and of a transposed matrix always.
 TILE_WORK = {torch.float32: 1 << 26, torch.bfloat16: 1 << 28}
 
@@ -39,9 +42,9 @@ def mm(
     """a b, plus bias, or plus what out holds if `add`. Not differentiable: for the inside of an op.
 
     Ours (csrc/cpu/product: Goto and van de Geijn, doi 10.1145/1356052.1356053; on AMX float32 by
-    parts: Henry, Tang and Heinecke, doi 10.1109/ARITH.2019.00019) of SMALLEST rows, columns and
-    depth at least and as many multiply-adds as our_work() has, that the kernel can read; under a
-    dispatch mode, which may count, torch's. float32 on AMX is as accurate as torch's, but for
+    parts: Henry, Tang and Heinecke, doi 10.1109/ARITH.2019.00019) from smallest() rows, columns
+    and depth on, of as many multiply-adds as our_work() has, where the kernel can read them; under
+    a dispatch mode, which may count, torch's. float32 on AMX is as accurate as torch's, but for
     numbers below 2^-109, and NaN where an infinite element takes part.
 
     Args:
@@ -111,20 +114,26 @@ def our_work(isa: str, dtype: torch.dtype, transposed: bool) -> range:
         return range(sys.maxsize if transposed else TILE_WORK[dtype])
     by_dots = _C.is_amd() and isa == "avx512_bf16"
     if dtype == torch.bfloat16 and not by_dots:
-        widens = isa in ("avx2", "avx512", "avx512_bf16")
-        return range(WIDENED_WORK, sys.maxsize) if widens else range(0)
-    ours = by_dots or (_C.is_amd() and isa == "avx512")
+        least = {"avx2": AVX2_WORK, "avx512": WIDENED_WORK, "avx512_bf16": WIDENED_WORK}
+        return range(least[isa], sys.maxsize) if isa in least else range(0)
+    ours = by_dots or (_C.is_amd() and isa in ("avx2", "avx512"))
     return range(WORK[dtype], sys.maxsize) if ours else range(0)
+
+
+def smallest(isa: str, dtype: torch.dtype) -> int:
+    """Rows, columns and depth from which products are ours."""
+    return AVX2_SMALLEST if (isa, dtype) == ("avx2", torch.bfloat16) else SMALLEST
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
     if not a.dim() == b.dim() == 2 or a.dtype not in WORK:
         return False
     (rows, depth), (inner, columns), strides = a.shape, b.shape, a.stride()
+    isa = _C.isa()
     return (
-        rows * depth * columns in our_work(_C.isa(), a.dtype, strides[0] == 1)
+        rows * depth * columns in our_work(isa, a.dtype, strides[0] == 1)
         and depth == inner
-        and min(rows, depth, columns) >= SMALLEST
+        and min(rows, depth, columns) >= smallest(isa, a.dtype)
         and 1 in strides
         and 1 in b.stride()
         and _is_plain(a, a.dtype)

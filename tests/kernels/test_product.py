@@ -169,9 +169,9 @@ def test_nan_and_inf_stay_in_their_rows_and_columns() -> None:
     assert torch.equal(~product.product(a, b).isfinite(), wrong)
 
 
-def close(got: Tensor, want: Tensor) -> None:
+def close(got: Tensor, want: Tensor, rtol: float = 0) -> None:
     """Sums of at most 400 products in float32, however they are ordered."""
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=rtol)
 
 
 @pytest.fixture
@@ -245,13 +245,29 @@ def test_mm_leaves_the_rest_to_torch(ours: list[int]) -> None:
 
 def test_ours_is_taken_where_it_is_faster() -> None:
     bf16, both = {(torch.bfloat16, t) for t in (False, True)}, set(CASES)
-    known = {"generic": set(), "avx2": bf16, "amx_bf16": both}
-    known |= dict.fromkeys(("avx512", "avx512_bf16"), both if _native._C.is_amd() else bf16)
+    known = {"generic": set(), "amx_bf16": both}
+    on_amd = both if _native._C.is_amd() else bf16
+    known |= dict.fromkeys(("avx2", "avx512", "avx512_bf16"), on_amd)
     for name in _native.available_isas():
         ours = {case for case in CASES if product.our_work(name, *case)}
         assert ours == known.get(name, set()), name
     of_bf16 = [product.our_work("amx_bf16", torch.bfloat16, t) for t in (False, True)]
     assert [1 << 28 in work for work in of_bf16] == [False, True]
+
+
+@pytest.mark.parametrize("name", [name for name in ISAS if name in ("avx2", "avx512")])
+def test_small_bf16_products_are_ours_with_avx2(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has oneDNN's, those are faster."""
+    calls: list[int] = []
+    kernel = product.product
+    monkeypatch.setattr(product, "product", lambda *a, **k: calls.append(1) or kernel(*a, **k))
+    a, b = (torch.randn(4, 128).bfloat16(), torch.randn(128, 64).bfloat16())
+    with isa(name):
+        got = product.mm(a, b)
+        product.mm(a[:3], b)
+        product.mm(a[:, :96], b[:96])
+    close(got.float(), (a.double() @ b.double()).bfloat16().float(), rtol=2**-7)
+    assert len(calls) == (1 if name == "avx2" else 0)
 
 
 @pytest.mark.parametrize("name", ISAS)

@@ -3,7 +3,10 @@
 // slivers as wide as a tile and A's rows in blocks, so that a sliver and a block lie in the
 // second-level cache, and the next sliver is fetched there. A's rows are divided among the threads,
 // or B's columns where A has few rows; the thread that multiplies a part packs it, and what is not
-// divided is packed for all. Dense rows of float32 that are divided are read where they lie.
+// divided is packed for all. With AVX-512 dense rows of float32 that are divided are read where
+// they lie. With AVX2 a sliver stays in a first-level cache of 32 KB, and beside it what a tile
+// reads of A: hence a smaller depth, and A packed row by row where its rows are dense, else six
+// rows at a time.
 //
 // Sums are float32, of sums over a panel's depth in their order, rounded once: the number of
 // threads changes no bit.
@@ -24,14 +27,17 @@
 namespace vlmk::VLMK_ISA {
 namespace {
 
-constexpr int64_t kDepth = 768;       // elements of a panel: a float, or two bf16 numbers
-constexpr int64_t kRows = 120;        // of A, 360 KB of kDepth elements
-constexpr int64_t kColumns = 4096;    // of B, 12 MB
-constexpr int64_t kSums = 4 << 20;    // of C, 16 MB, where it is bf16 and has several panels
-constexpr int64_t kFew = 96;          // rows of A up to which B is divided
-constexpr int64_t kFewRowwise = 256;  // where packing transposes B, which takes longer
+constexpr bool kAvx2 = kWidth == 8;
+constexpr int64_t kDepth = kAvx2 ? 256 : 768;  // elements of a panel: a float, or two bf16 numbers
+constexpr int64_t kRows = 120;                 // of A, 360 KB of 768 elements
+constexpr int64_t kColumns = 4096;             // of B, 12 MB of 768 elements
+constexpr int64_t kSums = 4 << 20;          // of C, 16 MB, where it is bf16 and has several panels
+constexpr int64_t kFew = kAvx2 ? 256 : 96;  // rows of A up to which B is divided
+constexpr int64_t kFewRowwise = 256;        // where packing transposes B, which takes longer
 constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole panels are packed then
 constexpr int kSliver = kMaxTileVectors * kWidth;
+constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;  // columns packed at once: 256 bytes a row
+constexpr int64_t kTileRows = 6;
 constexpr double kParallelFrom = 1 << 18;  // multiply-adds
 
 VLMK_INLINE int64_t parts(int64_t n, int64_t largest) { return (n + largest - 1) / largest; }
@@ -65,6 +71,40 @@ VLMK_NOINLINE void pack(const In* from, int64_t row, int64_t step, int64_t n, in
       }
     });
   });
+}
+
+// The first n of dense columns (row == 1), n being whole slivers, which follow each other in `to`.
+template <class In>
+VLMK_NOINLINE void pack_slivers(const In* from, int64_t step, int64_t n, int64_t depth, float* to) {
+  for (int64_t k = 0; k < depth; ++k) {
+    for (int64_t i = 0; i < n; i += kWidth) {
+      store(to + (i / kSliver * depth + k) * kSliver + i % kSliver, load(from + k * step + i));
+    }
+  }
+}
+
+// Dense rows (step == 1): element (i, k) at [i * ld + k], ld being whole vectors.
+template <class In>
+VLMK_NOINLINE void pack_rows(const In* from, int64_t row, int64_t n, int64_t depth, float* to,
+                             int64_t ld) {
+  for (int64_t i = 0; i < n; ++i) {
+    each_vector(depth, [&](int64_t k, int lanes) {
+      store(to + i * ld + k, load_first(from + i * row + k, lanes));
+    });
+  }
+}
+
+// Dense columns (row == 1), for tiles of six rows: element (i, k) at [i / 6 * ld + k * 6 + i % 6].
+// Whole vectors are stored, so ld is 6 depth + kWidth.
+template <class In>
+VLMK_NOINLINE void pack_tiles(const In* from, int64_t step, int64_t n, int64_t depth, float* to,
+                              int64_t ld) {
+  for (int64_t k = 0; k < depth; ++k) {
+    for (int64_t i = 0; i < n; i += kTileRows) {
+      store(to + i / kTileRows * ld + k * kTileRows,
+            load_first(from + k * step + i, static_cast<int>(minimum(kWidth, n - i))));
+    }
+  }
 }
 
 #else
@@ -115,12 +155,18 @@ struct Block {
   int64_t first, columns;  // packed ones, of C
   int64_t depth;           // elements of the panels
   bool begins, ends;       // the depth's first panel, the last
-  bool in_place = false;   // A's rows lie p.a_row apart, not packed
+  bool fetches;            // the next sliver, while one is multiplied
 };
 
 template <class Math, class In, class Out>
 struct Product {
   using Element = typename Math::Element;
+  // Where tiles read a block of A: as rows lda apart, else by columns, of AVX2 six rows at a time.
+  struct Left {
+    const Element* data;
+    ptrdiff_t lda;
+    bool by_rows;
+  };
   static constexpr bool kDirect = std::is_same_v<Out, float>;   // sums lie in C itself
   static constexpr bool kFloats = std::is_same_v<In, Element>;  // A is multiplied as it lies
 
@@ -131,14 +177,64 @@ struct Product {
   const int64_t depth = parts(elements, panels);  // elements of a panel
   const int64_t panel_steps = depth * Math::kStep;
 
+  // Floats of a packed block of A, at most.
+  int64_t left_size(int64_t rows) const { return (depth + kWidth) * whole_vectors(rows); }
+
+  Left pack_a(int64_t panel, int64_t row, int64_t rows, Element* to) const {
+    const In* const from = of_a(panel, row);
+    const int64_t steps = steps_of(panel);
+    if constexpr (kAvx2) {
+      if (p.a_column == 1) {
+        pack_rows(from, p.a_row, rows, steps, to, whole_vectors(steps));
+      } else {
+        pack_tiles(from, p.a_column, rows, steps, to, kTileRows * steps + kWidth);
+      }
+    } else {
+      pack(from, p.a_row, p.a_column, rows, steps, to, whole_vectors(rows));
+    }
+    return packed_left(panel, rows, to);
+  }
+  Left packed_left(int64_t panel, int64_t rows, const Element* data) const {
+    if (!kAvx2) return {data, whole_vectors(rows), false};
+    if (p.a_column == 1) return {data, whole_vectors(steps_of(panel)), true};
+    return {data, kTileRows * steps_of(panel) + kWidth, false};
+  }
+
+  void pack_b(int64_t panel, int64_t column, int64_t n, Element* to) const {
+    const int64_t steps = steps_of(panel), packed = parts(steps, Math::kStep);
+    int64_t done = 0;
+    if constexpr (kAvx2) {
+      if (p.b_column == 1) {
+        done = n / kSliver * kSliver;
+        pack_slivers(of_b(panel, column), p.b_row, done, steps, to);
+      }
+    }
+    for (; done < n; done += kSliver) {
+      const int64_t wide = minimum(kSliver, n - done);
+      pack(of_b(panel, column + done), p.b_column, p.b_row, wide, steps, to + done * packed,
+           whole_vectors(wide));
+    }
+  }
+
+  void multiply_sliver(const Left& a, GemmArgs<Math> g, Prefetcher& next) const {
+    if (a.by_rows) return gemm<Math, false>(g, next);
+    if (!kAvx2) return gemm<Math, true>(g, next);
+    const int rows = g.rows;
+    g.lda = kTileRows;
+    for (int row = 0; row < rows; row += kTileRows, g.a += a.lda, g.c += kTileRows * g.ldc) {
+      g.rows = static_cast<int>(minimum(kTileRows, rows - row));
+      gemm<Math, true>(g, next);
+    }
+  }
+
   // A's block times B's packed columns, while `next` is fetched, or the next sliver. Sums of bf16
   // results lie in `sums` [rows, width] until the last panel, or in `edge` if that is the first
   // too; so do a last sliver's.
-  void multiply(const Block& block, const Element* a, const Element* b, float* sums, int64_t width,
+  void multiply(const Block& block, const Left& a, const Element* b, float* sums, int64_t width,
                 float* edge, Prefetcher& next) const {
     GemmArgs<Math> g{};
-    g.a = a;
-    g.lda = block.in_place ? p.a_row : whole_vectors(block.rows);
+    g.a = a.data;
+    g.lda = a.lda;
     g.rows = static_cast<int>(block.rows);
     g.depth = static_cast<int>(block.depth);
     for (int64_t sliver = block.sliver; sliver < block.end; ++sliver) {
@@ -158,13 +254,13 @@ struct Product {
         g.ldc = once ? g.ldb : width;
         g.start = block.begins ? Start::kZero : Start::kAddLast;
       }
-      if (sliver + 1 < block.end) {
+      if (block.fetches && sliver + 1 < block.end) {
         const int64_t after = minimum(kSliver, block.columns - column - kSliver);
         next.clear();
         next.add(reinterpret_cast<const char*>(b + (column + kSliver) * block.depth),
                  whole_vectors(after) * block.depth * static_cast<int64_t>(sizeof(Element)));
       }
-      block.in_place ? gemm<Math, false>(g, next) : gemm<Math, true>(g, next);
+      multiply_sliver(a, g, next);
       if (kDirect ? !whole : block.ends) finish(block, g.c, g.ldc, c, wide, column);
     }
   }
@@ -221,25 +317,26 @@ struct Product {
   }
 
   // With few rows packing B takes as long as a quarter of the multiply-adds, as it waits for
-  // memory: so a thread packs a sliver right before it multiplies it and fetches the one after
-  // meanwhile.
+  // memory: so a thread packs some columns right before it multiplies them and fetches the next
+  // ones meanwhile.
   void divide_columns() const {
     const int64_t rows = parts(parts(p.rows, parts(p.rows, kRows)), 6) * 6;
-    const int64_t groups = parts(p.rows, rows), slivers = parts(p.columns, kSliver);
-    const int64_t block_size = depth * whole_vectors(rows);
+    const int64_t groups = parts(p.rows, rows), units = parts(p.columns, kUnit);
+    const int64_t block_size = left_size(rows);
     // Sums of bf16 results wait for all panels.
     const int64_t at_once = kDirect ? minimum(panels, parts(kShared, groups * block_size)) : panels;
-    const int64_t common = at_once * groups * block_size, own = (depth + rows + p.rows) * kSliver;
+    const int64_t common = at_once * groups * block_size;
+    const int64_t own = (depth + p.rows) * kUnit + rows * kSliver;
     float* const shared = scratch(static_cast<size_t>(common + own));
     auto* const packed_a = reinterpret_cast<Element*>(shared);
     bool out_of_memory = shared == nullptr;
-    std::atomic<int64_t> taken{0};  // slivers, counted anew for each panels at once
+    std::atomic<int64_t> taken{0};  // units, counted anew for each panels at once
 #pragma omp parallel num_threads(static_cast<int>(threads))
     {
       float* const mine =
           omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
       auto* const packed_b = reinterpret_cast<Element*>(mine);
-      float* const edge = mine + depth * kSliver;
+      float* const edge = mine + depth * kUnit;
       float* const sums = edge + rows * kSliver;
       if (mine == nullptr) {
 #pragma omp atomic write
@@ -248,44 +345,41 @@ struct Product {
 #pragma omp barrier
       Prefetcher next;
       int64_t unit = taken++, done = 0;
-      for (int64_t from = 0; from < panels && !out_of_memory; from += at_once, done += slivers) {
+      for (int64_t from = 0; from < panels && !out_of_memory; from += at_once, done += units) {
         const int64_t to = minimum(from + at_once, panels);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < (to - from) * groups; ++i) {
           const int64_t panel = from + i / groups, row = i % groups * rows;
-          const int64_t n = minimum(rows, p.rows - row);
-          pack(of_a(panel, row), p.a_row, p.a_column, n, steps_of(panel), packed_a + i * block_size,
-               whole_vectors(n));
+          pack_a(panel, row, minimum(rows, p.rows - row), packed_a + i * block_size);
         }
-        while (unit < done + slivers) {
-          const int64_t column = (unit - done) * kSliver;
-          const int64_t wide = minimum(kSliver, p.columns - column);
+        while (unit < done + units) {
+          const int64_t column = (unit - done) * kUnit;
+          const int64_t wide = minimum(kUnit, p.columns - column);
           unit = taken++;
-          const int64_t after = (unit - done) * kSliver;
+          const int64_t after = (unit - done) * kUnit;
           for (int64_t panel = from; panel < to; ++panel) {
-            const int64_t steps = steps_of(panel);
-            pack(of_b(panel, column), p.b_column, p.b_row, wide, steps, packed_b,
-                 whole_vectors(wide));
+            pack_b(panel, column, wide, packed_b);
             next.clear();
             for (int64_t i = 0; i < groups; ++i) {
               // With the last block: A's rows would drive it out of the cache again.
               if (i == groups - 1 && panel + 1 < to) {
                 list(next, of_b(panel + 1, column), wide, steps_of(panel + 1));
               } else if (i == groups - 1 && after < p.columns) {
-                list(next, of_b(from, after), minimum(kSliver, p.columns - after), steps_of(from));
+                list(next, of_b(from, after), minimum(kUnit, p.columns - after), steps_of(from));
               }
               const Block block{i * rows,
                                 minimum(rows, p.rows - i * rows),
                                 0,
-                                1,
+                                parts(wide, kSliver),
                                 column,
                                 wide,
-                                parts(steps, Math::kStep),
+                                parts(steps_of(panel), Math::kStep),
                                 panel == 0,
-                                panel == panels - 1};
+                                panel == panels - 1,
+                                false};
               if (kDirect && block.begins && p.bias != nullptr) begin(block);
-              multiply(block, packed_a + ((panel - from) * groups + i) * block_size, packed_b, sums,
-                       kSliver, edge, next);
+              const Element* const a = packed_a + ((panel - from) * groups + i) * block_size;
+              multiply(block, packed_left(panel, block.rows, a), packed_b, sums, kUnit, edge, next);
             }
           }
         }
@@ -297,13 +391,13 @@ struct Product {
 
   void run() const {
     const bool few = p.rows <= (p.b_column == 1 ? kFew : kFewRowwise);
-    const bool enough = p.columns >= 4 * threads * kSliver;
+    const bool enough = p.columns >= 4 * threads * kUnit;
     const bool fits = kDirect || p.rows * p.depth <= kSums;  // all of A packed, see at_once
     few && enough && fits ? divide_columns() : divide_rows();
   }
 
   void divide_rows() const {
-    const bool in_place = kFloats && p.a_column == 1;
+    const bool in_place = kFloats && !kAvx2 && p.a_column == 1;
     // Each thread takes as many rows, and where these are few the columns are divided too.
     const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
     const int64_t rows = parts(parts(p.rows, row_blocks), 6) * 6;
@@ -311,8 +405,8 @@ struct Product {
     const bool summed = !kDirect && panels > 1;
     int64_t most = kColumns;
     if (summed && kSums / p.rows < most) most = kSums / p.rows < kSliver ? kSliver : kSums / p.rows;
-    const int64_t width = parts(parts(p.columns, parts(p.columns, most)), kSliver) * kSliver;
-    const int64_t own = (depth + kSliver) * whole_vectors(rows);
+    const int64_t width = parts(parts(p.columns, parts(p.columns, most)), kUnit) * kUnit;
+    const int64_t own = left_size(rows) + rows * kSliver;
     const int64_t common = depth * width + (summed ? p.rows * width : 0);
     float* const shared = scratch(static_cast<size_t>(common + own));
     auto* const packed_b = reinterpret_cast<Element*>(shared);
@@ -323,7 +417,7 @@ struct Product {
       float* const mine =
           omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
       auto* const packed_a = reinterpret_cast<Element*>(mine);
-      float* const edge = mine + depth * whole_vectors(rows);
+      float* const edge = mine + left_size(rows);
       Prefetcher next;
       next.clear();
       if (mine == nullptr) {
@@ -335,13 +429,11 @@ struct Product {
         const int64_t columns = minimum(width, p.columns - first);
         const int64_t slivers = parts(columns, kSliver);
         for (int64_t panel = 0; panel < panels; ++panel) {
-          const int64_t steps = steps_of(panel);
-          const int64_t packed = parts(steps, Math::kStep);
+          const int64_t packed = parts(steps_of(panel), Math::kStep);
 #pragma omp for schedule(static)
-          for (int64_t s = 0; s < slivers; ++s) {
-            const int64_t column = s * kSliver, wide = minimum(kSliver, columns - column);
-            pack(of_b(panel, first + column), p.b_column, p.b_row, wide, steps,
-                 packed_b + column * packed, whole_vectors(wide));
+          for (int64_t column = 0; column < columns; column += kUnit) {
+            pack_b(panel, first + column, minimum(kUnit, columns - column),
+                   packed_b + column * packed);
           }
 #pragma omp for schedule(dynamic)
           for (int64_t i = 0; i < groups * chunks; ++i) {
@@ -355,14 +447,11 @@ struct Product {
                               packed,
                               panel == 0,
                               panel == panels - 1,
-                              in_place};
+                              true};
             if (block.sliver == block.end) continue;
-            const Element* a = packed_a;
-            if constexpr (kFloats) a = in_place ? of_a(panel, row) : packed_a;
-            if (!in_place) {
-              pack(of_a(panel, row), p.a_row, p.a_column, block.rows, steps, packed_a,
-                   whole_vectors(block.rows));
-            }
+            Left a;
+            if constexpr (kFloats) a = {of_a(panel, row), p.a_row, true};
+            if (!in_place) a = pack_a(panel, row, block.rows, packed_a);
             if (kDirect && block.begins && p.bias != nullptr) begin(block);
             multiply(block, a, packed_b, sums, width, edge, next);
           }

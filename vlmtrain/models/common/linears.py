@@ -78,6 +78,18 @@ class WholeRowParallelLinear(_Whole, RowParallelLinear):
     """A RowParallelLinear of a group of one."""
 
 
+class PlainLinear(torch.nn.Linear):
+    """A linear that every rank has whole, with the same product and the same gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.requires_grad and not hasattr(self.weight, "main_grad"):
+            return super().forward(x)  # outside of Megatron's DistributedDataParallel
+        own = self.weight, self.bias
+        seen = (None if past_autograd(x, p) is not None else p for p in own)
+        result: Tensor = _Product.apply(x, *seen, own)
+        return result
+
+
 def whole_linear(module: Any) -> None:
     """Make a linear one of these where its group has one rank."""
     for parallel, whole in (

@@ -34,7 +34,7 @@ from vlmtrain.models.common.layers import (
     init_device,
     touch,
 )
-from vlmtrain.models.common.linears import whole_linear
+from vlmtrain.models.common.linears import PlainLinear, whole_linear
 
 
 def padded_groups(groups: int, shards: int) -> int:
@@ -231,7 +231,7 @@ class VisionTower(MegatronModule):
 
     def make_embeddings(self) -> None:
         """What stands before the layers."""
-        self.patch_embed = torch.nn.Linear(
+        self.patch_embed = PlainLinear(
             self.spec.patch_dim,
             self.spec.hidden_size,
             bias=self.spec.patch_bias,
