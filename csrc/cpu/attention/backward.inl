@@ -30,8 +30,8 @@ VLMK_NOINLINE void row_dots(const Rows<T>& outs, const Rows<T>& douts, int64_t n
 // What softmax_gradient leaves for the three products that follow it.
 template <class Math>
 struct Gradients {
-  float* st;                      // [keys, 64] scores -> P^T
-  float* dpt;                     // [keys, 64] dP^T -> dS^T / scale; of bf16: pairs along keys
+  float* st;   // [keys, kLaneRow] scores -> P^T
+  float* dpt;  // [keys, kLaneRow] dP^T -> dS^T / scale; of bf16: pairs along keys
   typename Math::Element* p_row;  // of bf16: [keys, 32] P^T, pairs along queries; Fp32: st
   typename Math::Element* ds_row;
   int row_ld;
@@ -46,16 +46,16 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vect
     const Vec shift = set1(0.f) - load(row_max + j * kWidth) * c;
     const Vec inverse = load(inverse_sum + j * kWidth), d = load(delta + j * kWidth);
     const auto probability = [&](int i) {
-      return exp2<kDegree>(fma(load(g.st + i * kBlock + j * kWidth), c, shift)) * inverse;
+      return exp2<kDegree>(fma(load(g.st + i * kLaneRow + j * kWidth), c, shift)) * inverse;
     };
     const auto gradient = [&](int i, Vec p) {
-      return p * (load(g.dpt + i * kBlock + j * kWidth) - d);
+      return p * (load(g.dpt + i * kLaneRow + j * kWidth) - d);
     };
     if constexpr (Math::kStep == 1) {
       for (int i = 0; i < keys; ++i) {
         const Vec p = probability(i);
-        store(g.dpt + i * kBlock + j * kWidth, gradient(i, p));
-        store(g.st + i * kBlock + j * kWidth, p);
+        store(g.dpt + i * kLaneRow + j * kWidth, gradient(i, p));
+        store(g.st + i * kLaneRow + j * kWidth, p);
       }
     } else {
       const auto store_row = [&](typename Math::Element* rows, int i, Vec x) {
@@ -73,7 +73,7 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vect
         }
         // Row i / 2 was read before: it is row i or an earlier one.
         const Vec pairs = Math::pair(ds[0], ds[1]);
-        store(g.dpt + i / 2 * kBlock + j * kWidth, pairs);
+        store(g.dpt + i / 2 * kLaneRow + j * kWidth, pairs);
       }
     }
   }
@@ -107,8 +107,8 @@ void store_rotated_back(const AttentionParams& p, float* src, int64_t place, int
 
 [[maybe_unused]] int64_t backward_floats(const AttentionParams& p, int64_t max_rows) {
   const int64_t ld = padded(p.head_dim);
-  return 5 * whole_blocks(max_rows) * ld        // keys in two layouts, values, dk, dv
-         + kBlock * (5 * ld + 3 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, pairs, 3 rows
+  return 5 * whole_blocks(max_rows) * ld          // keys in two layouts, values, dk, dv
+         + kLaneRow * (5 * ld + 3 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, pairs, 3 rows
 }
 
 // Orders the items that add their keys' shares to dq of one block of queries, where several do.
@@ -157,22 +157,22 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
   Element* key_buffer = key_depth + rows_ld;
   Element* value_buffer = key_buffer + rows_ld;
   Element* qt = value_buffer + rows_ld;  // [depth, 64]
-  Element* gt = qt + ld * kBlock;
-  Element* q_depth = gt + ld * kBlock;  // [64 / kStep, ld]
+  Element* gt = qt + ld * kLaneRow;
+  Element* q_depth = gt + ld * kLaneRow;  // [64 / kStep, ld]
   Element* g_depth = q_depth + ld * kBlock;
   float* local_dq = reinterpret_cast<float*>(g_depth) + ld * kBlock;  // [64, ld]
   float* st = local_dq + ld * kBlock;                                 // [64 keys, 64 queries]
-  float* dpt = st + kBlock * kBlock;
-  Gradients<Math> gradients{st, dpt, nullptr, nullptr, kBlock};
+  float* dpt = st + kBlock * kLaneRow;
+  Gradients<Math> gradients{st, dpt, nullptr, nullptr, kLaneRow};
   if constexpr (Math::kStep == 1) {
     gradients.p_row = st;
     gradients.ds_row = dpt;
   } else {
-    gradients.p_row = reinterpret_cast<Element*>(dpt + kBlock * kBlock);
+    gradients.p_row = reinterpret_cast<Element*>(dpt + kBlock * kLaneRow);
     gradients.ds_row = gradients.p_row + kBlock * kBlock / 2;
     gradients.row_ld = kBlock / 2;
   }
-  float* row_max = dpt + 2 * kBlock * kBlock;  // [64]
+  float* row_max = dpt + 2 * kBlock * kLaneRow;  // [64]
   float* inverse_sum = row_max + kBlock;
   float* delta = inverse_sum + kBlock;
 
@@ -231,11 +231,11 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
                                          work.non_temporal};
       for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
         const int n = static_cast<int>(minimum(kBlock, key_end - k0));
-        gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, st, kBlock, n, lanes, depth,
-                           Start::kZero, nullptr},
-                          prefetcher);
-        gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kBlock, dpt, kBlock, n, lanes,
+        gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, st, kLaneRow, n, lanes,
                            depth, Start::kZero, nullptr},
+                          prefetcher);
+        gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kLaneRow, dpt, kLaneRow, n,
+                           lanes, depth, Start::kZero, nullptr},
                           prefetcher);
         const int64_t k = keys_begin + k0;
         if (p.causal && k + n > q0 + 1) mask_causal(st, k, n, q0, lanes);
@@ -254,7 +254,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
                           prefetcher);
         if (k0 == 0) semaphore.wait();
         gemm<Math, true>(
-            {reinterpret_cast<const Element*>(dpt), kBlock, key_depth + k0 / Math::kStep * ld, ld,
+            {reinterpret_cast<const Element*>(dpt), kLaneRow, key_depth + k0 / Math::kStep * ld, ld,
              dq, ld, rows, columns, steps_of<Math>(n), k == 0 ? Start::kZero : Start::kAdd, nullptr,
              one_pass ? &dq_rows : nullptr},
             prefetcher);

@@ -43,21 +43,21 @@ VLMK_INLINE float score_scale(const AttentionParams& p) {
 template <class T>
 constexpr int kDegree = std::is_same<T, float>::value ? 6 : 4;
 
-// Scores of keys after their query become -inf. s [keys, 64]: key i is at position k0 + i, the
-// query of lane j at q0 + j.
+// Scores of keys after their query become -inf. s [keys, kLaneRow]: key i is at position k0 + i,
+// the query of lane j at q0 + j.
 VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int vectors) {
   for (int64_t i = 0; i < keys; ++i) {
     for (int j = 0; j < vectors; ++j) {
-      float* at = s + i * kBlock + j * kWidth;
+      float* at = s + i * kLaneRow + j * kWidth;
       const int first = static_cast<int>(k0 + i - q0) - j * kWidth;
       if (first > 0) store(at, keep_from(first, load(at), set1(-__builtin_inff())));
     }
   }
 }
 
-// One step of the online softmax on the scores s [keys, 64]: s becomes 2^(scale * (s - max)), pairs
-// [keys / 2, 64] where Math wants them; row_max, row_sum and correction [64] (what earlier sums and
-// outputs must be multiplied by) are updated. `first`: there is nothing earlier.
+// One step of the online softmax on the scores s [keys, kLaneRow]: s becomes 2^(scale * (s - max)),
+// pairs [keys / 2, 64] where Math wants them; row_max, row_sum and correction [64] (what earlier
+// sums and outputs must be multiplied by) are updated. `first`: there is nothing earlier.
 template <class Math, int kDegree>
 VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bool first,
                                 float* row_max, float* row_sum, float* correction) {
@@ -68,12 +68,12 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
     Vec m0 = old_max, m1 = old_max, m2 = old_max, m3 = old_max;
     int i = 0;
     for (; i + 4 <= keys; i += 4) {
-      m0 = max(m0, load(column + i * kBlock));
-      m1 = max(m1, load(column + (i + 1) * kBlock));
-      m2 = max(m2, load(column + (i + 2) * kBlock));
-      m3 = max(m3, load(column + (i + 3) * kBlock));
+      m0 = max(m0, load(column + i * kLaneRow));
+      m1 = max(m1, load(column + (i + 1) * kLaneRow));
+      m2 = max(m2, load(column + (i + 2) * kLaneRow));
+      m3 = max(m3, load(column + (i + 3) * kLaneRow));
     }
-    for (; i < keys; ++i) m0 = max(m0, load(column + i * kBlock));
+    for (; i < keys; ++i) m0 = max(m0, load(column + i * kLaneRow));
     const Vec new_max = max(max(m0, m1), max(m2, m3));
     // The rounding of this product is the same for all keys and cancels, in the backward too; hence
     // no FMA in `moved`, which takes sums from the old product to the new.
@@ -81,24 +81,24 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
 
     Vec sum0 = set1(0.f), sum1 = set1(0.f);
     for (i = 0; i + 2 <= keys; i += 2) {
-      const Vec e0 = exp2<kDegree>(fma(load(column + i * kBlock), c, shift));
-      const Vec e1 = exp2<kDegree>(fma(load(column + (i + 1) * kBlock), c, shift));
+      const Vec e0 = exp2<kDegree>(fma(load(column + i * kLaneRow), c, shift));
+      const Vec e1 = exp2<kDegree>(fma(load(column + (i + 1) * kLaneRow), c, shift));
       sum0 = sum0 + e0;
       sum1 = sum1 + e1;
       if constexpr (Math::kStep == 1) {
-        store(column + i * kBlock, e0);
-        store(column + (i + 1) * kBlock, e1);
+        store(column + i * kLaneRow, e0);
+        store(column + (i + 1) * kLaneRow, e1);
       } else {
-        store(column + i / 2 * kBlock, Math::pair(e0, e1));
+        store(column + i / 2 * kLaneRow, Math::pair(e0, e1));
       }
     }
     if (i < keys) {
-      const Vec e = exp2<kDegree>(fma(load(column + i * kBlock), c, shift));
+      const Vec e = exp2<kDegree>(fma(load(column + i * kLaneRow), c, shift));
       sum0 = sum0 + e;
       if constexpr (Math::kStep == 1) {
-        store(column + i * kBlock, e);
+        store(column + i * kLaneRow, e);
       } else {
-        store(column + i / 2 * kBlock, Math::pair(e, set1(0.f)));
+        store(column + i / 2 * kLaneRow, Math::pair(e, set1(0.f)));
       }
     }
     Vec sum = sum0 + sum1;
@@ -114,7 +114,7 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
 
 [[maybe_unused]] int64_t forward_floats(const AttentionParams& p, int64_t max_seqlen) {
   return 2 * whole_blocks(max_seqlen) * padded(p.head_dim)  // keys, values
-         + kBlock * (padded(p.head_dim) * 2 + kBlock)       // Q^T, output, S^T
+         + kLaneRow * (padded(p.head_dim) * 2 + kBlock)     // Q^T, output, S^T
          + 3 * kBlock;                                      // row_max, row_sum, correction
 }
 
@@ -127,11 +127,11 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
   const int64_t keys = p.causal ? item.rows_end : item.length;
   const int depth = steps_of<Math>(dim);
   auto* key_buffer = reinterpret_cast<Element*>(memory);
-  Element* values = key_buffer + whole_blocks(keys) * ld;  // [keys / kStep, ld]
-  Element* qt = values + whole_blocks(keys) * ld;          // [depth, 64]
-  auto* out = reinterpret_cast<float*>(qt) + ld * kBlock;  // [64, ld]
-  float* s = out + ld * kBlock;                            // [64 keys, 64 queries]
-  float* row_max = s + kBlock * kBlock;                    // [64]
+  Element* values = key_buffer + whole_blocks(keys) * ld;    // [keys / kStep, ld]
+  Element* qt = values + whole_blocks(keys) * ld;            // [depth, 64]
+  auto* out = reinterpret_cast<float*>(qt) + ld * kLaneRow;  // [64, ld]
+  float* s = out + ld * kLaneRow;                            // [64 keys, 64 queries]
+  float* row_max = s + kBlock * kLaneRow;                    // [64]
   float* row_sum = row_max + kBlock;
   float* correction = row_sum + kBlock;
 
@@ -170,7 +170,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
     for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
       const int n = static_cast<int>(minimum(kBlock, key_end - k0));
       const bool first = k0 == 0;
-      gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kBlock, s, kBlock, n, lanes, depth,
+      gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, s, kLaneRow, n, lanes, depth,
                          Start::kZero, nullptr},
                         prefetcher);
       if (p.causal && k0 + n > q0 + 1) mask_causal(s, k0, n, q0, lanes);
@@ -179,8 +179,8 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
       if (window) pack_values();
       if (one_pass) invert_sums();
       gemm<Math, true>(
-          {reinterpret_cast<const Element*>(s), kBlock, values + k0 / Math::kStep * ld, ld, out, ld,
-           static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
+          {reinterpret_cast<const Element*>(s), kLaneRow, values + k0 / Math::kStep * ld, ld, out,
+           ld, static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
            first ? Start::kZero : Start::kScale, correction, one_pass ? &results : nullptr},
           prefetcher);
     }

@@ -16,6 +16,9 @@ namespace VLMK_ISA {
 namespace {
 
 constexpr int kBlock = 64;  // queries in lanes; also keys per step of the online softmax
+// From a row of 64 queries in lanes to the next. A tile takes 16 of them with AVX2, a line of each
+// row: in rows 256 bytes apart these would fall into a quarter of the first-level cache's sets.
+constexpr int kLaneRow = kWidth == 8 ? kBlock + 16 : kBlock;
 // fp32 rows of one block of queries are read once, so where they are; more often: packed, because
 // rows a token apart fall into few sets of the cache.
 constexpr int64_t kInPlaceRows = 64;
@@ -110,8 +113,8 @@ VLMK_INLINE Panel<Fp32> pack_rows(Fp32, const Rows<const T>& rows, int64_t n, in
   return {dst, padded(dim)};
 }
 
-// rows [n <= 64, dim] -> dst [dim, 64] times sign (1 or -1); zeros in the lanes from n to a whole
-// vector.
+// rows [n <= 64, dim] -> dst [dim, kLaneRow] times sign (1 or -1); zeros in the lanes from n to a
+// whole vector.
 template <class T>
 VLMK_NOINLINE void pack_lanes(const Rows<T>& rows, int64_t n, int64_t dim, float sign, float* dst) {
   const Vec factor = set1(sign);
@@ -129,12 +132,12 @@ VLMK_NOINLINE void pack_lanes(const Rows<T>& rows, int64_t n, int64_t dim, float
         }
       }
       transpose(r);
-      float* to = dst + d * kBlock + i;
+      float* to = dst + d * kLaneRow + i;
       if (columns == kWidth) {
 #pragma GCC unroll 16
-        for (int j = 0; j < kWidth; ++j) store(to + j * kBlock, r[j] * factor);
+        for (int j = 0; j < kWidth; ++j) store(to + j * kLaneRow, r[j] * factor);
       } else {
-        for (int j = 0; j < columns; ++j) store(to + j * kBlock, r[j] * factor);
+        for (int j = 0; j < columns; ++j) store(to + j * kLaneRow, r[j] * factor);
       }
     }
   }
