@@ -46,8 +46,8 @@ PYTEST := $(RUN) -m pytest -n auto --dist loadscope --no-loadscope-reorder
 test: lint
 	$(PYTEST) -m "not slow"
 
-test-all: lint
-	$(PYTEST)
+test-all: test
+	$(PYTEST) -m slow
 
 # The kernels alone: in both simulators, and those of the CPU.
 test-kernels: setup
