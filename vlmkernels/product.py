@@ -24,7 +24,7 @@ SMALLEST = 64
 WORK = {torch.float32: 1 << 25, torch.bfloat16: 1 << 28}
 #: The same of bfloat16 multiplied in float32.
 WIDENED_WORK = 1 << 22
-#: Both with AVX2 alone: oneDNN has no products of bfloat16 there, and torch's take 6 to 100 times
+#: Both with AVX2 alone: oneDNN has no products of bfloat16 there, and torch's take up to 176 times
 #: as long as ours.
 AVX2_SMALLEST, AVX2_WORK = 4, 1 << 15
 #: On AMX float32 from there on; bfloat16 up to there, and of a transposed matrix always.

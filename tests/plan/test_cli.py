@@ -44,7 +44,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_72b_on_256_h100(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = time.process_time()
     assert plan(large, 256, "h100", output=tmp_path) == 0
-    assert time.process_time() - start < 60  # 10 s on a quiet core of 4 GHz
+    assert time.process_time() - start < 60  # no search that explodes
     text = capsys.readouterr().out
     assert "Qwen2-VL (73.4B) on 256 x h100" in text
     rows = re.findall(r"^\d[ *] +([\d.]+) +([\d,]+) +([\d.]+)% +(\d+)%", text, re.M)
