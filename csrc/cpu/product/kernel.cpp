@@ -8,8 +8,8 @@
 // reads of A: hence a smaller depth, and A packed row by row where its rows are dense, else six
 // rows at a time.
 //
-// Sums are float32, of sums over a panel's depth in their order, rounded once: the number of
-// threads changes no bit.
+// Sums are float32, of sums over a panel's depth, or parts of it, in their order, rounded once: the
+// number of threads changes no bit.
 #include <omp.h>
 
 #include <atomic>
@@ -29,8 +29,9 @@ namespace {
 
 constexpr bool kAvx2 = kWidth == 8;
 constexpr int64_t kDepth = kAvx2 ? 256 : 768;  // elements of a panel: a float, or two bf16 numbers
-constexpr int64_t kRows = 120;                 // of A, 360 KB of 768 elements
-constexpr int64_t kColumns = 4096;             // of B, 12 MB of 768 elements
+constexpr int64_t kChain = 384;  // of the depth, summed at once in float32; 768: twice MKL's error
+constexpr int64_t kRows = 120;   // of A, 360 KB of 768 elements
+constexpr int64_t kColumns = 4096;          // of B, 12 MB of 768 elements
 constexpr int64_t kSums = 4 << 20;          // of C, 16 MB, where it is bf16 and has several panels
 constexpr int64_t kFew = kAvx2 ? 256 : 96;  // rows of A up to which B is divided
 constexpr int64_t kFewRowwise = 256;        // where packing transposes B, which takes longer
@@ -217,6 +218,18 @@ struct Product {
   }
 
   void multiply_sliver(const Left& a, GemmArgs<Math> g, Prefetcher& next) const {
+    if constexpr (kFloats && kDepth > kChain) {
+      const int steps = g.depth;
+      const auto chain = static_cast<int>(parts(steps, parts(steps, kChain)));
+      for (int done = 0; done < steps; done += chain) {
+        g.depth = static_cast<int>(minimum(chain, steps - done));
+        a.by_rows ? gemm<Math, false>(g, next) : gemm<Math, true>(g, next);
+        g.a += chain * (a.by_rows ? 1 : g.lda);
+        g.b += chain * g.ldb;
+        g.start = Start::kAddLast;
+      }
+      return;
+    }
     if (a.by_rows) return gemm<Math, false>(g, next);
     if (!kAvx2) return gemm<Math, true>(g, next);
     const int rows = g.rows;
@@ -320,7 +333,7 @@ struct Product {
   // memory: so a thread packs some columns right before it multiplies them and fetches the next
   // ones meanwhile.
   void divide_columns() const {
-    const int64_t rows = parts(parts(p.rows, parts(p.rows, kRows)), 6) * 6;
+    const int64_t rows = parts(parts(p.rows, parts(p.rows, kRows)), kTileRows) * kTileRows;
     const int64_t groups = parts(p.rows, rows), units = parts(p.columns, kUnit);
     const int64_t block_size = left_size(rows);
     // Sums of bf16 results wait for all panels.
@@ -400,7 +413,7 @@ struct Product {
     const bool in_place = kFloats && !kAvx2 && p.a_column == 1;
     // Each thread takes as many rows, and where these are few the columns are divided too.
     const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
-    const int64_t rows = parts(parts(p.rows, row_blocks), 6) * 6;
+    const int64_t rows = parts(parts(p.rows, row_blocks), kTileRows) * kTileRows;
     const int64_t groups = parts(p.rows, rows), chunks = parts(threads, groups);
     const bool summed = !kDirect && panels > 1;
     int64_t most = kColumns;
