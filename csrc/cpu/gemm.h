@@ -147,11 +147,9 @@ constexpr int tile_rows(int vectors) {
   return kMaxTileVectors == 4 && vectors < 4 ? 8 : 6;
 }
 
-// Takes finished pieces of C instead of C: rows [row, row + rows) and vectors from `column` on, as
-// tile [rows, vectors * kWidth]. So results go where they belong while they are in L1.
-struct Epilogue {
-  void (*put)(const Epilogue& self, const float* tile, int row, int rows, int column, int vectors);
-};
+// An epilogue takes finished pieces of C from the registers, instead of C: put(sums
+// [rows][vectors], row, column). This one is none.
+struct NoEpilogue {};
 
 // Depth from which a tile fetches its C before its first step: such products write to memory, not
 // to a buffer in cache, and the line arrives while the tile is computed.
@@ -170,8 +168,7 @@ struct GemmArgs {
   int vectors;  // of columns
   int depth;    // elements, kStep of the depth each
   Start start;
-  const float* row_scale;              // [rows], for Start::kScale
-  const Epilogue* epilogue = nullptr;  // with Start::kZero only: C is not written then
+  const float* row_scale;  // [rows], for Start::kScale
 };
 
 // The next row of a tile, hidden from the compiler, which would compute the addresses of all rows
@@ -182,21 +179,22 @@ VLMK_INLINE float* next_row(float* row, ptrdiff_t ld) {
   return row;
 }
 
-template <class Math, bool kByColumns, int kRows, int kVectors>
-VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher& prefetcher) {
+template <class Math, bool kByColumns, class Epilogue, int kRows, int kVectors>
+VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher& prefetcher,
+                        const Epilogue& epilogue) {
+  constexpr bool kLeaves = !std::is_same_v<Epilogue, NoEpilogue>;
   Vec acc[kRows][kVectors];
-  alignas(64) float piece[kRows * kVectors * kWidth];
-  float* c = g.epilogue ? piece : g.c + row * g.ldc + column;
-  const ptrdiff_t ldc = g.epilogue ? kVectors * kWidth : g.ldc;
+  float* const c = g.c + row * g.ldc + column;
+  const ptrdiff_t ldc = g.ldc;
   float* to = c;
-  if (g.depth >= kFar) {
+  if (!kLeaves && g.depth >= kFar) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) __builtin_prefetch(to + j * kWidth, 1);
     }
   }
-  if (g.start == Start::kZero || g.start == Start::kAddLast) {
+  if (kLeaves || g.start == Start::kZero || g.start == Start::kAddLast) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -233,6 +231,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
     for (; k + 2 <= depth; k += 2) {
       prefetcher.step();
       step();
+      if (Math::kStep == 2) prefetcher.step();  // half as many steps for as many lines
       step();
     }
   } else {
@@ -242,55 +241,54 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
     }
   }
   if (k < depth) step();
-  to = c;
+  if constexpr (kLeaves) {
+    epilogue.put(acc, row, column);
+  } else {
+    to = c;
 #pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
+    for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) {
-      float* const at = to + j * kWidth;
-      store(at, g.start == Start::kAddLast ? load(at) + acc[i][j] : acc[i][j]);
+      for (int j = 0; j < kVectors; ++j) {
+        float* const at = to + j * kWidth;
+        store(at, g.start == Start::kAddLast ? load(at) + acc[i][j] : acc[i][j]);
+      }
     }
   }
-  if (g.epilogue) g.epilogue->put(*g.epilogue, piece, row, kRows, column, kVectors);
 }
 
-template <class Math, bool kByColumns, int kVectors>
-VLMK_INLINE void column_group(const GemmArgs<Math>& g, int column, Prefetcher& prefetcher) {
+template <class Math, bool kByColumns, int kVectors, class Epilogue>
+VLMK_INLINE void column_group(const GemmArgs<Math>& g, int column, Prefetcher& prefetcher,
+                              const Epilogue& epilogue) {
   constexpr int kRows = tile_rows(kVectors);
   int row = 0;
-  for (; row + kRows <= g.rows; row += kRows) {
-    tile<Math, kByColumns, kRows, kVectors>(g, row, column, prefetcher);
-  }
-  if (kRows > 6 && row + 6 <= g.rows) {
-    tile<Math, kByColumns, 6, kVectors>(g, row, column, prefetcher);
-    row += 6;
-  }
-  if (row + 4 <= g.rows) {
-    tile<Math, kByColumns, 4, kVectors>(g, row, column, prefetcher);
-    row += 4;
-  }
-  if (row + 2 <= g.rows) {
-    tile<Math, kByColumns, 2, kVectors>(g, row, column, prefetcher);
-    row += 2;
-  }
-  if (row < g.rows) tile<Math, kByColumns, 1, kVectors>(g, row, column, prefetcher);
+  const auto tiles = [&](auto rows) __attribute__((always_inline)) {
+    tile<Math, kByColumns, Epilogue, decltype(rows)::value, kVectors>(g, row, column, prefetcher,
+                                                                      epilogue);
+    row += rows;
+  };
+  while (row + kRows <= g.rows) tiles(std::integral_constant<int, kRows>{});
+  if (kRows > 6 && row + 6 <= g.rows) tiles(std::integral_constant<int, 6>{});
+  if (row + 4 <= g.rows) tiles(std::integral_constant<int, 4>{});
+  if (row + 2 <= g.rows) tiles(std::integral_constant<int, 2>{});
+  if (row < g.rows) tiles(std::integral_constant<int, 1>{});
 }
 
 // Every element of C is one sum over the depth in order, whatever the tiling: results don't depend
 // on how rows and columns are split.
-template <class Math, bool kByColumns>
-VLMK_NOINLINE void gemm(const GemmArgs<Math>& g, Prefetcher& prefetcher) {
+template <class Math, bool kByColumns, class Epilogue = NoEpilogue>
+VLMK_NOINLINE void gemm(const GemmArgs<Math>& g, Prefetcher& prefetcher,
+                        const Epilogue& epilogue = {}) {
   int done = 0;
   for (int groups = (g.vectors + kMaxTileVectors - 1) / kMaxTileVectors; groups > 0; --groups) {
     const int left = g.vectors - done;
     const int vectors = (left + groups - 1) / groups;  // even groups: 5 = 3 + 2, not 4 + 1
     const int column = done * kWidth;
     if constexpr (kMaxTileVectors == 4) {
-      if (vectors == 4) column_group<Math, kByColumns, 4>(g, column, prefetcher);
-      if (vectors == 3) column_group<Math, kByColumns, 3>(g, column, prefetcher);
+      if (vectors == 4) column_group<Math, kByColumns, 4>(g, column, prefetcher, epilogue);
+      if (vectors == 3) column_group<Math, kByColumns, 3>(g, column, prefetcher, epilogue);
     }
-    if (vectors == 2) column_group<Math, kByColumns, 2>(g, column, prefetcher);
-    if (vectors == 1) column_group<Math, kByColumns, 1>(g, column, prefetcher);
+    if (vectors == 2) column_group<Math, kByColumns, 2>(g, column, prefetcher, epilogue);
+    if (vectors == 1) column_group<Math, kByColumns, 1>(g, column, prefetcher, epilogue);
     done += vectors;
   }
 }

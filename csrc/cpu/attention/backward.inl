@@ -37,25 +37,47 @@ struct Gradients {
   int row_ld;
 };
 
-template <class Math, int kDegree>
+// kAllKeys: a row's share of the softmax's gradient is the sum of P dP over its keys, which are all
+// here; else it is given as delta.
+template <class Math, int kDegree, bool kAllKeys>
 VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vectors, float scale,
                                     const float* row_max, const float* inverse_sum,
                                     const float* delta) {
   const Vec c = set1(scale);
   for (int j = 0; j < vectors; ++j) {
     const Vec shift = set1(0.f) - load(row_max + j * kWidth) * c;
-    const Vec inverse = load(inverse_sum + j * kWidth), d = load(delta + j * kWidth);
+    const Vec inverse = load(inverse_sum + j * kWidth);
+    float *const st = g.st + j * kWidth, *const dpt = g.dpt + j * kWidth;
     const auto probability = [&](int i) {
-      return exp2<kDegree>(fma(load(g.st + i * kLaneRow + j * kWidth), c, shift)) * inverse;
+      return exp2<kDegree>(fma(load(st + i * kLaneRow), c, shift)) * inverse;
     };
-    const auto gradient = [&](int i, Vec p) {
-      return p * (load(g.dpt + i * kLaneRow + j * kWidth) - d);
+    Vec d;
+    if constexpr (kAllKeys) {
+      Vec sums[2] = {set1(0.f), set1(0.f)};
+      const auto add = [&](int i, Vec& sum) {
+        const Vec p = probability(i);
+        store(st + i * kLaneRow, p);
+        sum = fma(p, load(dpt + i * kLaneRow), sum);
+      };
+      int i = 0;
+      for (; i + 2 <= keys; i += 2) {
+        add(i, sums[0]);
+        add(i + 1, sums[1]);
+      }
+      if (i < keys) add(i, sums[0]);
+      d = sums[0] + sums[1];
+    } else {
+      d = load(delta + j * kWidth);
+    }
+    const auto final_probability = [&](int i) {
+      return kAllKeys ? load(st + i * kLaneRow) : probability(i);
     };
+    const auto gradient = [&](int i, Vec p) { return p * (load(dpt + i * kLaneRow) - d); };
     if constexpr (Math::kStep == 1) {
       for (int i = 0; i < keys; ++i) {
-        const Vec p = probability(i);
-        store(g.dpt + i * kLaneRow + j * kWidth, gradient(i, p));
-        store(g.st + i * kLaneRow + j * kWidth, p);
+        const Vec p = final_probability(i);
+        store(dpt + i * kLaneRow, gradient(i, p));
+        if (!kAllKeys) store(st + i * kLaneRow, p);
       }
     } else {
       const auto store_row = [&](typename Math::Element* rows, int i, Vec x) {
@@ -65,7 +87,7 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vect
         Vec p[2], ds[2];
         for (int u = 0; u < 2; ++u) {
           const bool inside = i + u < keys;
-          p[u] = inside ? probability(i + u) : set1(0.f);
+          p[u] = inside ? final_probability(i + u) : set1(0.f);
           ds[u] = inside ? gradient(i + u, p[u]) : set1(0.f);
           if (!inside) continue;
           store_row(g.p_row, i + u, p[u]);
@@ -73,7 +95,7 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vect
         }
         // Row i / 2 was read before: it is row i or an earlier one.
         const Vec pairs = Math::pair(ds[0], ds[1]);
-        store(g.dpt + i / 2 * kLaneRow + j * kWidth, pairs);
+        store(dpt + i / 2 * kLaneRow, pairs);
       }
     }
   }
@@ -188,7 +210,6 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
   }
   const Panel<Math> value = pack_rows(Math{}, rows_of<const T>(p.v, p.order, keys_place, kv_head),
                                       keys, dim, value_buffer);
-  // Sums that are complete after one product leave from there.
   const bool one_block = length <= kBlock && group == 1;
   const float one = 1.f;
   const RowEpilogue<true, T> dk_rows{rows_of<T>(g.dk, p.order, keys_place, kv_head), dim, &p.scale,
@@ -221,7 +242,10 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
         inverse_sum[i] = i < rows ? 1.f / p.row_sum[head * p.tokens + place + i] : 0.f;
         delta[i] = 0.f;
       }
-      row_dots(rows_of<const T>(p.out, p.order, place, head), dout, queries, dim, delta);
+      const bool all_keys = needs_no_out(length);
+      if (!all_keys) {
+        row_dots(rows_of<const T>(p.out, p.order, place, head), dout, queries, dim, delta);
+      }
 
       const DqSemaphore semaphore(item, p, head - kv_head * group, q0, queries);
       float* dq = item.shared_dq ? semaphore.dq : local_dq;
@@ -239,25 +263,34 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
                           prefetcher);
         const int64_t k = keys_begin + k0;
         if (p.causal && k + n > q0 + 1) mask_causal(st, k, n, q0, lanes);
-        softmax_gradient<Math, kDegree<T>>(gradients, n, lanes, score_scale(p), row_max,
-                                           inverse_sum, delta);
+        (all_keys ? softmax_gradient<Math, kDegree<T>, true>
+                  : softmax_gradient<Math, kDegree<T>, false>)(gradients, n, lanes, score_scale(p),
+                                                               row_max, inverse_sum, delta);
         // Blocks of keys are first met by the group's first head: at the first block of queries, or
         // with a causal mask at the diagonal.
         const bool first = head == kv_head * group && q0 == (p.causal ? k : 0);
         const Start start = first ? Start::kZero : Start::kAdd;
         const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;
-        gemm<Math, false>({gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns,
-                           steps, start, nullptr, one_block ? &dv_rows : nullptr},
-                          prefetcher);
-        gemm<Math, false>({gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns,
-                           steps, start, nullptr, one_block && !p.rotary ? &dk_rows : nullptr},
-                          prefetcher);
+        // A sum that is complete leaves at once.
+        const auto multiply = [&](auto by_columns, GemmArgs<Math> args, bool complete,
+                                  const RowEpilogue<true, T>& results) {
+          if (complete) return gemm<Math, by_columns>(args, prefetcher, results);
+          gemm<Math, by_columns>(args, prefetcher);
+        };
+        multiply(std::false_type{},
+                 {gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns, steps, start,
+                  nullptr},
+                 one_block, dv_rows);
+        multiply(std::false_type{},
+                 {gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns, steps, start,
+                  nullptr},
+                 one_block && !p.rotary, dk_rows);
         if (k0 == 0) semaphore.wait();
-        gemm<Math, true>(
-            {reinterpret_cast<const Element*>(dpt), kLaneRow, key_depth + k0 / Math::kStep * ld, ld,
-             dq, ld, rows, columns, steps_of<Math>(n), k == 0 ? Start::kZero : Start::kAdd, nullptr,
-             one_pass ? &dq_rows : nullptr},
-            prefetcher);
+        multiply(std::true_type{},
+                 {reinterpret_cast<const Element*>(dpt), kLaneRow,
+                  key_depth + k0 / Math::kStep * ld, ld, dq, ld, rows, columns, steps_of<Math>(n),
+                  k == 0 ? Start::kZero : Start::kAdd, nullptr},
+                 one_pass, dq_rows);
       }
       if (!one_pass && semaphore.last) {
         store_rotated_back(p, dq, place, queries, dq_rows);

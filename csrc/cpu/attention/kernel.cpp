@@ -178,11 +178,22 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
                                      correction);
       if (window) pack_values();
       if (one_pass) invert_sums();
-      gemm<Math, true>(
-          {reinterpret_cast<const Element*>(s), kLaneRow, values + k0 / Math::kStep * ld, ld, out,
-           ld, static_cast<int>(queries), vectors_of(dim), steps_of<Math>(n),
-           first ? Start::kZero : Start::kScale, correction, one_pass ? &results : nullptr},
-          prefetcher);
+      const GemmArgs<Math> product{reinterpret_cast<const Element*>(s),
+                                   kLaneRow,
+                                   values + k0 / Math::kStep * ld,
+                                   ld,
+                                   out,
+                                   ld,
+                                   static_cast<int>(queries),
+                                   vectors_of(dim),
+                                   steps_of<Math>(n),
+                                   first ? Start::kZero : Start::kScale,
+                                   correction};
+      if (one_pass) {
+        gemm<Math, true>(product, prefetcher, results);
+      } else {
+        gemm<Math, true>(product, prefetcher);
+      }
     }
     const int64_t first_row = item.head * p.tokens + place;
     copy(row_max, queries, p.row_max + first_row);

@@ -23,6 +23,15 @@ constexpr int kLaneRow = kWidth == 8 ? kBlock + 16 : kBlock;
 // rows a token apart fall into few sets of the cache.
 constexpr int64_t kInPlaceRows = 64;
 
+// Whether the backward of a segment adds P dP of its keys, which are one block, and reads no `out`.
+VLMK_INLINE bool needs_no_out([[maybe_unused]] int64_t length) {
+#if defined(VLMK_TILES)
+  return false;
+#else
+  return length <= kBlock;
+#endif
+}
+
 VLMK_INLINE int vectors_of(int64_t n) { return static_cast<int>((n + kWidth - 1) / kWidth); }
 // Leading dimension of packed rows: whole cache lines.
 VLMK_INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
@@ -263,27 +272,43 @@ VLMK_NOINLINE void store_rows(const float* src, int64_t ld, int64_t n, int64_t d
 
 // store_rows as the epilogue of a product.
 template <bool kOneScale, class T>
-struct RowEpilogue : Epilogue {
+struct RowEpilogue {
   Rows<T> rows;
   int64_t dim;
   const float* scale;
   bool non_temporal;
 
-  RowEpilogue(const Rows<T>& rows, int64_t dim, const float* scale, bool non_temporal)
-      : Epilogue{&RowEpilogue::store_piece},
-        rows(rows),
-        dim(dim),
-        scale(scale),
-        non_temporal(non_temporal) {}
-
-  static void store_piece(const Epilogue& epilogue, const float* piece, int row, int n, int column,
-                          int vectors) {
-    const auto& self = static_cast<const RowEpilogue&>(epilogue);
-    Rows<T> to = self.rows.from(row);
-    to.data += column;
-    const int64_t columns = minimum(vectors * kWidth, self.dim - column);
-    store_rows<kOneScale>(piece, vectors * kWidth, n, columns, self.scale + (kOneScale ? 0 : row),
-                          to, self.non_temporal);
+  template <int kRows, int kVectors>
+  VLMK_MEMBER void put(const Vec (&sums)[kRows][kVectors], int row, int column) const {
+    const auto left = static_cast<int>(dim - column);  // elements
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      T* const to = rows[row + i] + column;
+      const Vec s = set1(scale[kOneScale ? 0 : row + i]);
+      const auto put_one = [&](int j) __attribute__((always_inline)) {
+        const Vec result = sums[i][j] * s;
+        if constexpr (std::is_same_v<T, float>) {
+          if (non_temporal) return stream(to + j * kWidth, result);
+        }
+        store_first(to + j * kWidth, result, static_cast<int>(minimum(kWidth, left - j * kWidth)));
+      };
+#if defined(VLMK_BF16_PANELS)
+      if constexpr (sizeof(T) == 2) {
+#pragma GCC unroll 2
+        for (int j = 0; j < kVectors; j += 2) {
+          if (j + 1 < kVectors && (j + 2) * kWidth <= left) {
+            _mm512_storeu_si512(to + j * kWidth, narrow(sums[i][j] * s, sums[i][j + 1] * s, T{}));
+          } else {
+            put_one(j);
+            if (j + 1 < kVectors) put_one(j + 1);
+          }
+        }
+        continue;
+      }
+#endif
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) put_one(j);
+    }
   }
 };
 

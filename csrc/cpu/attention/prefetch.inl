@@ -120,7 +120,7 @@ void prefetch_backward(const AttentionGradParams& g, const AttentionItem& first,
   };
   add_three(p.q, p.k, p.v);
   list.add<T>(g.dout, p.order, at, q_first, q_last, dim);
-  list.add<T>(p.out, p.order, at, q_first, q_last, dim);
+  if (!needs_no_out(first.length)) list.add<T>(p.out, p.order, at, q_first, q_last, dim);
   if (!non_temporal) add_three(g.dq, g.dk, g.dv);
   list.hand_over(first.length, prefetcher);
 }
