@@ -17,22 +17,37 @@ VLMK_NOINLINE void rotate_rows(const Rows<From>& rows, const Rows<const float>& 
                                int64_t dim, const Rows<To>& to) {
   const int64_t half = dim / 2, whole = half / kWidth * kWidth;
   const int left = static_cast<int>(half - whole);
+  // A whole last vector instead of one in part, which is slow to store and to read again.
+  const bool overlaps = left > 0 && half > kWidth;
   const Vec flip = set1(kBack ? -1.f : 1.f);
   for (int64_t i = 0; i < n; ++i) {
     const float *cosine = table[i], *sine = cosine + half;
     From* x = rows[i];
     To* y = to[i];
-    for (int64_t d = 0; d < whole; d += kWidth) {
-      const Vec a = load(x + d), b = load(x + half + d);
-      const Vec c = load(cosine + d), s = load(sine + d) * flip;
-      store(y + d, fma(a, c, set1(0.f) - b * s));
-      store(y + half + d, fma(b, c, a * s));
-    }
-    if (left) {
-      const Vec a = load_n(x + whole, left), b = load_n(x + half + whole, left);
-      const Vec c = load_n(cosine + whole, left), s = load_n(sine + whole, left) * flip;
-      store_n(y + whole, fma(a, c, set1(0.f) - b * s), left);
-      store_n(y + half + whole, fma(b, c, a * s), left);
+    struct Halves {
+      Vec low, high;
+    };
+    const auto turn = [&](Vec a, Vec b, Vec c, Vec sines) {
+      const Vec s = sines * flip;
+      return Halves{fma(a, c, set1(0.f) - b * s), fma(b, c, a * s)};
+    };
+    const auto turn_at = [&](int64_t d) {
+      return turn(load(x + d), load(x + half + d), load(cosine + d), load(sine + d));
+    };
+    const auto store_at = [&](int64_t d, const Halves& turned) {
+      store(y + d, turned.low);
+      store(y + half + d, turned.high);
+    };
+    // Before the others are stored, as y may be x.
+    const Halves last = overlaps ? turn_at(half - kWidth) : Halves{set1(0.f), set1(0.f)};
+    for (int64_t d = 0; d < whole; d += kWidth) store_at(d, turn_at(d));
+    if (overlaps) {
+      store_at(half - kWidth, last);
+    } else if (left) {
+      const Halves turned =
+          turn(load_n(x, left), load_n(x + half, left), load_n(cosine, left), load_n(sine, left));
+      store_n(y, turned.low, left);
+      store_n(y + half, turned.high, left);
     }
   }
 }
