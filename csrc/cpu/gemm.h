@@ -147,8 +147,8 @@ constexpr int tile_rows(int vectors) {
   return kMaxTileVectors == 4 && vectors < 4 ? 8 : 6;
 }
 
-// An epilogue takes finished pieces of C from the registers, instead of C: put(sums
-// [rows][vectors], row, column). This one is none.
+// An epilogue takes finished pieces of C from the registers: put(sums [rows][vectors], row,
+// column). The product starts from 0 then, and C is not touched. This one is none.
 struct NoEpilogue {};
 
 // Depth from which a tile fetches its C before its first step: such products write to memory, not
@@ -231,7 +231,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
     for (; k + 2 <= depth; k += 2) {
       prefetcher.step();
       step();
-      if (Math::kStep == 2) prefetcher.step();  // half as many steps for as many lines
+      if constexpr (Math::kStep == 2) prefetcher.step();  // half as many steps for as many lines
       step();
     }
   } else {

@@ -89,6 +89,28 @@ def test_few_rows(name: str, dtype: torch.dtype, rows: int, depth: int, turned: 
             check(*make(rows, 601, depth, turned, dtype), kind)
 
 
+@pytest.mark.parametrize("name", [name for name, dtype in KERNELS if dtype == torch.float32])
+@pytest.mark.parametrize("turned", [(False, True), (True, False)])
+def test_error_does_not_grow_with_the_depth(name: str, turned: Strides) -> None:
+    """At any depth the relative error is that of 384 products added one to the other, each sum
+    rounded to float32: it goes as the root of their number. The allowed 1.2 lies between what 8
+    such parts add to it (1.01) and one sum of 768 (1.41)."""
+
+    def relative_error(got: Tensor, a: Tensor, b: Tensor) -> float:
+        exact = a.double() @ b.double()
+        return ((got - exact).norm() / exact.norm()).item()
+
+    a, b = make(150, 140, 384, turned)
+    chain = torch.zeros(150, 140)
+    for k in range(384):
+        chain = torch.addcmul(chain.double(), a[:, k, None].double(), b[k].double()).float()
+    allowed = 1.2 * relative_error(chain, a, b)
+    with isa(name):
+        for depth in (384, 768, 3072):
+            a, b = make(150, 140, depth, turned)
+            assert relative_error(product.product(a, b), a, b) <= allowed
+
+
 @pytest.mark.parametrize("name, dtype", KERNELS)
 def test_rows_in_one_place(name: str, dtype: torch.dtype) -> None:
     a, b = make(1, 140, 90, (False, False), dtype)

@@ -218,11 +218,11 @@ struct Product {
   }
 
   void multiply_sliver(const Left& a, GemmArgs<Math> g, Prefetcher& next) const {
-    if constexpr (kFloats && kDepth > kChain) {
-      const int steps = g.depth;
-      const auto chain = static_cast<int>(parts(steps, parts(steps, kChain)));
-      for (int done = 0; done < steps; done += chain) {
-        g.depth = static_cast<int>(minimum(chain, steps - done));
+    if constexpr (!kAvx2) {
+      const int depth = g.depth;
+      const auto chain = static_cast<int>(kFloats ? parts(depth, parts(depth, kChain)) : depth);
+      for (int done = 0; done < depth; done += chain) {
+        g.depth = static_cast<int>(minimum(chain, depth - done));
         a.by_rows ? gemm<Math, false>(g, next) : gemm<Math, true>(g, next);
         g.a += chain * (a.by_rows ? 1 : g.lda);
         g.b += chain * g.ldb;
@@ -231,7 +231,6 @@ struct Product {
       return;
     }
     if (a.by_rows) return gemm<Math, false>(g, next);
-    if (!kAvx2) return gemm<Math, true>(g, next);
     const int rows = g.rows;
     g.lda = kTileRows;
     for (int row = 0; row < rows; row += kTileRows, g.a += a.lda, g.c += kTileRows * g.ldc) {
