@@ -85,11 +85,12 @@ def test_same_as_peft(size, tmp_path):
         saved = peft.PeftModel.from_pretrained(again, case["adapter"] / "after")
         for name, parameter in saved.named_parameters():
             if ".lora_" in name:
-                # Of the way it has gone: Adam takes a full step also along a gradient that is
-                # rounding error, so single elements may part.
+                # Nine elements of ten: Adam takes a full step also along a gradient that is
+                # rounding error. There plain torch parts from float64, and pulls others along.
                 want = trainable[name]
-                way = want - before[name]
-                assert (parameter - want).norm() <= 0.05 * way.norm(), f"{name}; {where}"
+                way = (want - before[name]).abs().max()
+                difference = (parameter - want).abs().flatten().quantile(0.9)
+                assert difference <= 0.01 * way, f"{name}; {where}"
         merged, report = from_disk(case["save"], dtype=torch.float32)
         assert not report["missing_keys"] and not report["unexpected_keys"]
         sample = ref.make_samples(SEED)[0][0]
