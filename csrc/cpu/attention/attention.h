@@ -34,7 +34,8 @@ struct AttentionWork {
   int64_t count;
   int64_t max_rows;    // of an item
   int64_t max_seqlen;  // of a segment
-  int64_t chunk;       // consecutive items that one thread takes, >= 1
+  int64_t chunk;       // consecutive items whose rows a thread fetches at a time, >= 1
+  int64_t chunks;      // consecutive chunks that a thread takes at once, >= 1
   bool non_temporal;   // the results are too large to be found in a cache by whoever reads them; to
                        // an item: and go past the caches
   bool bf16_dots;      // multiply bf16 by dot products, where the instruction set has them

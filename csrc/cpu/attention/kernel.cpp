@@ -219,9 +219,8 @@ namespace VLMK_ISA {
 namespace {
 
 // Runs run(params, item, work, prefetcher, memory) over all items on torch's threads. A
-// thread takes work.chunk consecutive items at a time, and already while it works on the chunk
-// before, so that it can have prefetch(params, first item, last item, non_temporal, prefetcher)
-// name what to fetch.
+// thread goes through chunks of items, and knows the next while it works on one, so that it can have
+// prefetch(params, first item, last item, non_temporal, prefetcher) name what to fetch.
 template <class Params>
 using RunItem = void (*)(const Params&, const AttentionItem&, const AttentionWork&, Prefetcher&,
                          float*);
@@ -246,11 +245,13 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
       out_of_memory = true;
     }
 #pragma omp barrier  // nobody starts unless all can: others wait for their shares of dq
+    int64_t last = 0, left = 0;  // of the chunks that this thread has taken
     const auto take = [&] {
-      int64_t chunk;
+      if (left-- > 0) return ++last;
 #pragma omp atomic capture
-      chunk = taken++;
-      return chunk;
+      last = taken++;
+      left = work.chunks - 1;
+      return last *= work.chunks;
     };
     Prefetcher prefetcher;
 #if defined(VLMK_TILES)
