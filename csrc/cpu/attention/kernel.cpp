@@ -219,8 +219,8 @@ namespace VLMK_ISA {
 namespace {
 
 // Runs run(params, item, work, prefetcher, memory) over all items on torch's threads. A
-// thread goes through chunks of items, and knows the next while it works on one, so that it can have
-// prefetch(params, first item, last item, non_temporal, prefetcher) name what to fetch.
+// thread goes through chunks of items, and knows the next while it works on one, so that it can
+// have prefetch(params, first item, last item, non_temporal, prefetcher) name what to fetch.
 template <class Params>
 using RunItem = void (*)(const Params&, const AttentionItem&, const AttentionWork&, Prefetcher&,
                          float*);
@@ -244,7 +244,7 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
 #pragma omp atomic write
       out_of_memory = true;
     }
-#pragma omp barrier  // nobody starts unless all can: others wait for their shares of dq
+#pragma omp barrier              // nobody starts unless all can: others wait for their shares of dq
     int64_t last = 0, left = 0;  // of the chunks that this thread has taken
     const auto take = [&] {
       if (left-- > 0) return ++last;

@@ -153,10 +153,10 @@ int64_t second_level_cache() {
   return 1 << 20;
 }
 
-// A thread fetches a few heads of a window at a time: rows of 1.3 KB, which the hardware's prefetcher
-// follows, and two such chunks of 64 tokens fit into a 1 MB cache; rows of 2.6 KB into one of 2 MB.
-// Fewer where few windows would leave threads idle. Of many windows it takes all heads, so that no
-// other thread looks up the same pages (1.02x).
+// A thread fetches a few heads of a window at a time: rows of 1.3 KB, which the hardware's
+// prefetcher follows, and two such chunks of 64 tokens fit into a 1 MB cache; rows of 2.6 KB into
+// one of 2 MB. Fewer where few windows would leave threads idle. Of many windows it takes all
+// heads, so that no other thread looks up the same pages (1.02x).
 AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
                         int64_t heads, int64_t rows, int64_t max_seqlen) {
   // Above that the results go to memory by non-temporal stores: by the time that they are read,

@@ -1,12 +1,12 @@
 // A product as Goto and van de Geijn divide it (doi 10.1145/1356052.1356053), compiled once per
 // instruction set (dispatch.h): of each kDepth elements of the depth, B's columns are packed in
 // slivers as wide as a tile and A's rows in blocks, so that a sliver and a block lie in the
-// second-level cache, and the next sliver is fetched there. A's rows are divided among the threads,
-// or B's columns where A has few rows; the thread that multiplies a part packs it, and what is not
-// divided is packed for all. With AVX-512 dense rows of float32 that are divided are read where
-// they lie. With AVX2 a sliver stays in a first-level cache of 32 KB, and beside it what a tile
-// reads of A: hence a smaller depth, and A packed row by row where its rows are dense, else six
-// rows at a time.
+// second-level cache, and the next sliver and the next block's rows are fetched there. A's rows are
+// divided among the threads, or B's columns where A has few rows; the thread that multiplies a part
+// packs it, and what is not divided is packed for all. With AVX-512 dense rows of float32 that are
+// divided are read where they lie. With AVX2 a sliver stays in a first-level cache of 32 KB, and
+// beside it what a tile reads of A: hence a smaller depth, and A packed row by row where its rows
+// are dense, else six rows at a time.
 //
 // Sums are float32, of sums over a panel's depth, or parts of it, in their order, rounded once: the
 // number of threads changes no bit.
@@ -239,11 +239,12 @@ struct Product {
     }
   }
 
-  // A's block times B's packed columns, while `next` is fetched, or the next sliver. Sums of bf16
-  // results lie in `sums` [rows, width] until the last panel, or in `edge` if that is the first
-  // too; so do a last sliver's.
+  // A's block times B's packed columns, while `next` is fetched: with block.fetches the next
+  // sliver, and with the last one what list_next() names. Sums of bf16 results lie in `sums` [rows,
+  // width] until the last panel, or in `edge` if that is the first too; so do a last sliver's.
+  template <class ListNext>
   void multiply(const Block& block, const Left& a, const Element* b, float* sums, int64_t width,
-                float* edge, Prefetcher& next) const {
+                float* edge, Prefetcher& next, const ListNext& list_next) const {
     GemmArgs<Math> g{};
     g.a = a.data;
     g.lda = a.lda;
@@ -266,7 +267,9 @@ struct Product {
         g.ldc = once ? g.ldb : width;
         g.start = block.begins ? Start::kZero : Start::kAddLast;
       }
-      if (block.fetches && sliver + 1 < block.end) {
+      if (sliver + 1 == block.end) {
+        list_next();
+      } else if (block.fetches) {
         const int64_t after = minimum(kSliver, block.columns - column - kSliver);
         next.clear();
         next.add(reinterpret_cast<const char*>(b + (column + kSliver) * block.depth),
@@ -319,13 +322,20 @@ struct Product {
     return minimum(panel_steps, p.depth - panel * panel_steps);
   }
 
-  // What pack reads of B.
-  void list(Prefetcher& next, const In* from, int64_t columns, int64_t steps) const {
-    const bool dense = p.b_column == 1;
-    for (int64_t i = 0; i < (dense ? steps : columns); ++i) {
-      next.add(reinterpret_cast<const char*>(from + i * (dense ? p.b_row : p.b_column)),
-               (dense ? columns : steps) * static_cast<int64_t>(sizeof(In)));
+  // What is read of a part of A or B, `wide` rows of A or columns of B from `from` on.
+  static void list(Prefetcher& next, const In* from, int64_t wide, int64_t stride, int64_t steps,
+                   int64_t step) {
+    const bool dense = stride == 1;
+    for (int64_t i = 0; i < (dense ? steps : wide); ++i) {
+      next.add(reinterpret_cast<const char*>(from + i * (dense ? step : stride)),
+               (dense ? wide : steps) * static_cast<int64_t>(sizeof(In)));
     }
+  }
+  void list_b(Prefetcher& next, int64_t panel, int64_t column, int64_t columns) const {
+    list(next, of_b(panel, column), columns, p.b_column, steps_of(panel), p.b_row);
+  }
+  void list_a(Prefetcher& next, int64_t panel, int64_t row, int64_t rows) const {
+    list(next, of_a(panel, row), rows, p.a_row, steps_of(panel), p.a_column);
   }
 
   // With few rows packing B takes as long as a quarter of the multiply-adds, as it waits for
@@ -375,9 +385,9 @@ struct Product {
             for (int64_t i = 0; i < groups; ++i) {
               // With the last block: A's rows would drive it out of the cache again.
               if (i == groups - 1 && panel + 1 < to) {
-                list(next, of_b(panel + 1, column), wide, steps_of(panel + 1));
+                list_b(next, panel + 1, column, wide);
               } else if (i == groups - 1 && after < p.columns) {
-                list(next, of_b(from, after), minimum(kUnit, p.columns - after), steps_of(from));
+                list_b(next, from, after, minimum(kUnit, p.columns - after));
               }
               const Block block{i * rows,
                                 minimum(rows, p.rows - i * rows),
@@ -391,7 +401,8 @@ struct Product {
                                 false};
               if (kDirect && block.begins && p.bias != nullptr) begin(block);
               const Element* const a = packed_a + ((panel - from) * groups + i) * block_size;
-              multiply(block, packed_left(panel, block.rows, a), packed_b, sums, kUnit, edge, next);
+              multiply(block, packed_left(panel, block.rows, a), packed_b, sums, kUnit, edge, next,
+                       [] {});
             }
           }
         }
@@ -424,6 +435,7 @@ struct Product {
     auto* const packed_b = reinterpret_cast<Element*>(shared);
     float* const sums = shared + depth * width;
     bool out_of_memory = shared == nullptr;
+    std::atomic<int64_t> taken{0};  // blocks, counted anew for each panel
 #pragma omp parallel num_threads(static_cast<int>(threads))
     {
       float* const mine =
@@ -432,6 +444,8 @@ struct Product {
       float* const edge = mine + left_size(rows);
       Prefetcher next;
       next.clear();
+      const int64_t blocks = groups * chunks;
+      int64_t take = taken++, done = 0;
       if (mine == nullptr) {
 #pragma omp atomic write
         out_of_memory = true;
@@ -447,9 +461,10 @@ struct Product {
             pack_b(panel, first + column, minimum(kUnit, columns - column),
                    packed_b + column * packed);
           }
-#pragma omp for schedule(dynamic)
-          for (int64_t i = 0; i < groups * chunks; ++i) {
-            const int64_t row = i / chunks * rows, chunk = i % chunks;
+          while (take < done + blocks) {
+            const int64_t i = take - done, row = i / chunks * rows, chunk = i % chunks;
+            take = taken++;
+            const int64_t after = take - done;
             const Block block{row,
                               minimum(rows, p.rows - row),
                               chunk * slivers / chunks,
@@ -465,8 +480,14 @@ struct Product {
             if constexpr (kFloats) a = {of_a(panel, row), p.a_row, true};
             if (!in_place) a = pack_a(panel, row, block.rows, packed_a);
             if (kDirect && block.begins && p.bias != nullptr) begin(block);
-            multiply(block, a, packed_b, sums, width, edge, next);
+            multiply(block, a, packed_b, sums, width, edge, next, [&] {
+              next.clear();
+              const int64_t then = panel + after / blocks, from = after % blocks / chunks * rows;
+              if (then < panels) list_a(next, then, from, minimum(rows, p.rows - from));
+            });
           }
+          done += blocks;
+#pragma omp barrier
         }
       }
     }
