@@ -285,7 +285,8 @@ def _training(rows: list[Row]) -> list[str]:
         )
         limit = _ratio_at_ceiling(row)
         if (row.ceiling or "").startswith("products") and limit:
-            text += f" A step of nothing but its products would be at {limit:.2f}."
+            what = str(row.ceiling).split(",")[0]
+            text += f" A step of nothing but its {what} would be at {limit:.2f}."
         if "one padded batch a step" in (row.best_peer or ""):
             text += WHOLE_STEP
         out.append(text)

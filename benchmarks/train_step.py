@@ -3,8 +3,9 @@ in plain transformers, one process, the same number of cores. train_sizes.py has
 samples, train_peers.py what transformers does and what each side holds in memory.
 
 The ceiling: the products of the step's tokens, patches and targets with the model's weights and
-their gradients, by torch or the faster kernel of vlmkernels.product. No implementation needs less,
-so the ratio can't come above the ratio shown divided by this share.
+their gradients, by torch or the faster kernel of vlmkernels.product, and the multiply-adds of its
+attention at the processor's peak. No implementation needs less, so the ratio can't come above the
+ratio shown divided by this share.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import embedding, train_peers, train_sizes
+from benchmarks.ceilings import arithmetic
 from benchmarks.harness import AS_IT_COMES, Ceiling, Comparison, Context, Row, compare, say
 from benchmarks.loss import available
 from benchmarks.train_peers import BETAS, CLIP, DECAY, EPS, LR, Plain
 from benchmarks.train_sizes import Size
 from vlmkernels.product import mm
 from vlmtrain.core.batch import PackedBatch
+from vlmtrain.models import flops
 
 SIZES: dict[str, Callable[[], Size]] = {
     "demo": train_sizes.demo,
@@ -103,8 +107,11 @@ def ways(size: Size) -> dict[str, list[train_peers.Batch]]:
     return made
 
 
-def products(engine: Any, packs: list[PackedBatch], dtype: torch.dtype) -> dict[str, Ceiling]:
-    """Every product of a linear layer, forward and backward, of all real tokens of a step."""
+def ceilings(
+    engine: Any, packs: list[PackedBatch], dtype: torch.dtype, context: Context
+) -> dict[str, Ceiling]:
+    """Every product of a linear layer, forward and backward, of all real tokens of a step; and as
+    many multiply-adds as their attention needs, at the processor's peak."""
     patches = sum(int(pack.grid_thw.prod(1).sum()) for pack in packs)
     tokens = sum(pack.length - pack.pad_tokens for pack in packs)
     targets = sum(pack.target_tokens for pack in packs)
@@ -143,7 +150,22 @@ def products(engine: Any, packs: list[PackedBatch], dtype: torch.dtype) -> dict[
         with torch._C.DisableTorchFunction():
             run()
 
-    return {"products": Ceiling(untouched, 1.0, work, "GFLOP/s")}
+    pairs = sum((flops.Work.of_batch(pack, engine.spec.vision) for pack in packs), flops.Work())
+    counted = flops.count(engine.spec, pairs)
+    attention = sum(counted.attention_forward.values()) + sum(counted.attention_backward.values())
+    peaks = arithmetic(attention, dtype, context)
+    if not peaks:
+        return {"products": Ceiling(untouched, 1.0, work, "GFLOP/s")}
+    peak = max(peaks.values(), key=lambda peak: peak.work / timeit(peak.run, number=3))
+    times = int(peak.scale)
+
+    def with_attention() -> None:
+        untouched()
+        for _ in range(times):
+            peak.run()
+
+    whole = Ceiling(with_attention, 1.0, work + times * peak.work, "GFLOP/s")
+    return {"products and attention": whole}
 
 
 def _same_loss(theirs: float, ours: float) -> str | None:
@@ -153,7 +175,7 @@ def _same_loss(theirs: float, ours: float) -> str | None:
     return None
 
 
-def comparison(size: Size, dtype: str, folder: Path, *, quick: bool = False) -> Comparison:
+def comparison(size: Size, dtype: str, folder: Path, context: Context) -> Comparison:
     """The row of one size; its engine stays alive as long as the row does.
 
     Raises:
@@ -184,10 +206,10 @@ def comparison(size: Size, dtype: str, folder: Path, *, quick: bool = False) -> 
             for way, batches in ways(size).items()
             for form, step in plain.steps(batches).items()
         },
-        ceilings=products(engine, packs, DTYPES[dtype]),
+        ceilings=ceilings(engine, packs, DTYPES[dtype], context),
         check=_same_loss,
         tokens=tokens,
-        bar=None if quick else size.bar,
+        bar=None if context.quick else size.bar,
     )
 
 
@@ -225,7 +247,7 @@ def rows(context: Context) -> Iterator[Row]:
     size = SIZES[name]()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            case = comparison(size, dtype, Path(folder), quick=context.quick)
+            case = comparison(size, dtype, Path(folder), context)
         except MemoryError as error:
             say(f"training step, {context.part}: {error}")
             return
@@ -284,7 +306,7 @@ def profile(part: str, repetitions: int = 5, rows_shown: int = 30) -> str:
     name, dtype = part.split(", ") if ", " in part else (part, "float32")
     out = []
     with tempfile.TemporaryDirectory() as folder:
-        case = comparison(SIZES[name](), dtype, Path(folder))
+        case = comparison(SIZES[name](), dtype, Path(folder), Context())
         runs = {"ours": case.ours, **case.peers}
         walls = {}
         for label, run in runs.items():

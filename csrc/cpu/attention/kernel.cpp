@@ -244,8 +244,10 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
 #pragma omp atomic write
       out_of_memory = true;
     }
-#pragma omp barrier              // nobody starts unless all can: others wait for their shares of dq
-    int64_t last = 0, left = 0;  // of the chunks that this thread has taken
+#pragma omp barrier  // nobody starts unless all can: others wait for their shares of dq
+
+    // The last chunk that this thread has taken, and how many more of them it has.
+    int64_t last = 0, left = 0;
     const auto take = [&] {
       if (left-- > 0) return ++last;
 #pragma omp atomic capture
