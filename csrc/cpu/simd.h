@@ -101,7 +101,7 @@ VLMK_INLINE Vec sqrt(Vec x) { return _mm512_sqrt_ps(x); }
 VLMK_INLINE Vec fraction(Vec x) {
   return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
-// p * 2^floor(x); 0 where x is below -126.
+// p * 2^floor(x); 0 where x is below -126. (Without AVX-512 x is -127 or more.)
 VLMK_INLINE Vec scale_by_floor(Vec p, Vec x) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, set1(-126.f), _CMP_NLT_UQ), p, x);
 }
@@ -232,8 +232,7 @@ VLMK_INLINE Vec fraction(Vec x) { return x - _mm256_floor_ps(x); }
 VLMK_INLINE Vec scale_by_floor(Vec p, Vec x) {
   const __m256i n = _mm256_cvtps_epi32(_mm256_floor_ps(x));
   const __m256i e = _mm256_add_epi32(n, _mm256_set1_epi32(127));
-  const Vec scaled = p * _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
-  return _mm256_and_ps(scaled, _mm256_cmp_ps(x, set1(-126.f), _CMP_NLT_UQ));
+  return p * _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
 }
 VLMK_INLINE float reduce_add(Vec x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -360,10 +359,8 @@ VLMK_INLINE Vec floor(Vec x) {
 }
 VLMK_INLINE Vec fraction(Vec x) { return x - floor(x); }
 VLMK_INLINE Vec scale_by_floor(Vec p, Vec x) {
-  const VecInt too_small = x < set1(-126.f);
-  const VecInt e = __builtin_convertvector(select(too_small, set1(0.f), floor(x)), VecInt) + 127;
-  const Vec scaled = p * reinterpret_cast<Vec>(e << 23);
-  return select(too_small, set1(0.f), scaled);
+  const VecInt e = __builtin_convertvector(floor(x), VecInt) + 127;
+  return p * reinterpret_cast<Vec>(e << 23);
 }
 VLMK_INLINE float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 VLMK_INLINE Vec keep_from(int first, Vec x, Vec other) {
@@ -400,7 +397,7 @@ template <int kDegree = 6>
 VLMK_INLINE Vec exp2(Vec x) {
   static_assert(kDegree == 4 || kDegree == 6);
 #if !defined(__AVX512F__)
-  x = max(set1(-1e4f), x);  // -inf - -inf would be NaN; AVX-512 masks that lane out at the end
+  x = max(set1(-127.f), x);  // which gives 0; AVX-512 masks such lanes out at the end
 #endif
   const Vec r = fraction(x);
   Vec p;

@@ -129,15 +129,17 @@ VLMK_NOINLINE void pack_lanes(const Rows<T>& rows, int64_t n, int64_t dim, float
   const Vec factor = set1(sign);
   for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t present = minimum(kWidth, n - i);
+    T* row[kWidth];
+    for (int j = 0; j < kWidth; ++j) row[j] = rows[i + minimum(j, present - 1)];
     for (int64_t d = 0; d < dim; d += kWidth) {
       const int64_t columns = minimum(kWidth, dim - d);
       Vec r[kWidth];
       if (present == kWidth && columns == kWidth) {
 #pragma GCC unroll 16
-        for (int j = 0; j < kWidth; ++j) r[j] = load(rows[i + j] + d);
+        for (int j = 0; j < kWidth; ++j) r[j] = load(row[j] + d);
       } else {
         for (int j = 0; j < kWidth; ++j) {
-          r[j] = j < present ? load_n(rows[i + j] + d, static_cast<int>(columns)) : set1(0.f);
+          r[j] = j < present ? load_n(row[j] + d, static_cast<int>(columns)) : set1(0.f);
         }
       }
       transpose(r);

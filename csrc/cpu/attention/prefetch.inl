@@ -49,14 +49,17 @@ class PrefetchList {
     add<T>(v, order, place, head, last_head, dim);
   }
 
-  // Hands n rows of each to the prefetcher, row by row, as they will be used.
-  __attribute__((noinline)) void hand_over(int64_t n, Prefetcher& prefetcher) const {
+  // Hands n rows of each to the prefetcher, row by row, as they will be used, while products of as
+  // many multiply-adds run.
+  __attribute__((noinline)) void hand_over(int64_t n, int64_t multiply_adds,
+                                           Prefetcher& prefetcher) const {
     for (int64_t i = 0; i < n; ++i) {
       for (int t = 0; t < count_; ++t) {
         const Tensor& x = tensors_[t];
         prefetcher.add(x.row + (x.order ? x.order[i] : i) * x.stride, x.bytes);
       }
     }
+    prefetcher.spread_over(multiply_adds);
   }
 
  private:
@@ -82,6 +85,13 @@ VLMK_INLINE bool start_list(PrefetchList& list, const AttentionParams& p,
   return true;
 }
 
+// Of one product of each of the items. The items at work, during which those that come next are
+// fetched, are about as long.
+VLMK_INLINE int64_t multiply_adds(const AttentionParams& p, const AttentionItem& first,
+                                  const AttentionItem& last) {
+  return (last.head - first.head + 1) * first.length * first.length * p.head_dim;
+}
+
 template <class T>
 void prefetch_forward(const AttentionParams& p, const AttentionItem& first,
                       const AttentionItem& last, bool non_temporal, Prefetcher& prefetcher) {
@@ -97,7 +107,7 @@ void prefetch_forward(const AttentionParams& p, const AttentionItem& first,
     list.add<T>(p.v, p.order, at, first.head / group, last.head / group, dim);
   }
   if (!non_temporal) list.add<T>(p.out, p.order, at, first.head, last.head, dim);
-  list.hand_over(first.length, prefetcher);
+  list.hand_over(first.length, 2 * multiply_adds(p, first, last), prefetcher);
 }
 
 template <class T>
@@ -122,7 +132,7 @@ void prefetch_backward(const AttentionGradParams& g, const AttentionItem& first,
   list.add<T>(g.dout, p.order, at, q_first, q_last, dim);
   if (!needs_no_out(first.length)) list.add<T>(p.out, p.order, at, q_first, q_last, dim);
   if (!non_temporal) add_three(g.dq, g.dk, g.dv);
-  list.hand_over(first.length, prefetcher);
+  list.hand_over(first.length, 5 * group * multiply_adds(p, first, last), prefetcher);
 }
 
 }  // namespace
