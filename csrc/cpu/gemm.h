@@ -135,9 +135,9 @@ struct Prefetcher {
     done &= over - 1;  // 0 if over
   }
   VLMK_MEMBER bool busy() const { return next < count; }
-  // Before products of as many multiply-adds, during which the lines are fetched: spreads them
-  // where there is time. A core fetches a line in 8 ns or more, and one that is asked for earlier
-  // keeps the tile's own lines waiting (windows on Zen 3: 1.03 to 1.1x).
+  // Spreads the lines over products of as many multiply-adds, where these are enough. A core
+  // fetches a line in 8 ns or more, and one that is asked for earlier keeps the tile's own lines
+  // waiting (windows on Zen 3: 1.03 to 1.1x).
   VLMK_MEMBER void spread_over(int64_t multiply_adds) {
     constexpr int64_t kOfStep = 6 * kMaxTileVectors * kWidth;
     spread = kSpread > 0 && multiply_adds >= lines * kSpread * kOfStep;
