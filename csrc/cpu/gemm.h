@@ -85,8 +85,8 @@ constexpr int tile_rows(int vectors) {
   return kMaxTileVectors == 4 && vectors < 4 ? 8 : 6;
 }
 
-// Steps of a tile for a line that is fetched meanwhile, where there are so many. With AVX-512 there
-// are two, seldom more.
+// Steps of a tile for a line that is fetched meanwhile, where there are so many. 0 with AVX-512,
+// where there are two, seldom more.
 constexpr int kSpread = kWidth == 16 ? 0 : 6;
 
 // Rows that the thread will need next, fetched a cache line at a time between the steps of tiles: a
@@ -104,13 +104,11 @@ struct Prefetcher {
   int next = 0;
   int count = 0;
   size_t done = 0;      // bytes of the next run
-  int64_t lines = 0;    // of all runs
   bool spread = false;  // a line every kSpread steps of a tile, not every 2
 
   VLMK_MEMBER void clear() {
     next = count = 0;
     done = 0;
-    lines = 0;
     spread = false;
   }
   // What doesn't find room is not fetched. The first line is fetched at once: the core waits until
@@ -122,7 +120,6 @@ struct Prefetcher {
     const uintptr_t last = (begin + static_cast<uintptr_t>(bytes) + 63) & ~uintptr_t{63};
     if (count == kMaxRuns) return;
     __builtin_prefetch(data, 0, 2);
-    lines += static_cast<int64_t>((last - first) / 64);
     runs[count++] = {reinterpret_cast<const char*>(first), last - first};
     runs[count] = {runs[0].line, SIZE_MAX};  // a tile goes on there when all is fetched
   }
@@ -135,12 +132,12 @@ struct Prefetcher {
     done &= over - 1;  // 0 if over
   }
   VLMK_MEMBER bool busy() const { return next < count; }
-  // Spreads the lines over products of as many multiply-adds, where these are enough. A core
-  // fetches a line in 8 ns or more, and one that is asked for earlier keeps the tile's own lines
-  // waiting (windows on Zen 3: 1.03 to 1.1x).
-  VLMK_MEMBER void spread_over(int64_t multiply_adds) {
-    constexpr int64_t kOfStep = 6 * kMaxTileVectors * kWidth;
-    spread = kSpread > 0 && multiply_adds >= lines * kSpread * kOfStep;
+  // Spreads about as many lines over products of as many multiply-adds, where these are enough. A
+  // core fetches a line in 8 ns or more, and one that is asked for earlier keeps the tile's own
+  // lines waiting (windows on Zen 3: 1.03 to 1.1x).
+  VLMK_MEMBER void spread_over(int64_t lines, int64_t multiply_adds) {
+    constexpr int64_t kOfStep = tile_rows(kMaxTileVectors) * kMaxTileVectors * kWidth;
+    spread = multiply_adds >= lines * kSpread * kOfStep;
   }
   // Up to `lines` steps at once, `next` and `done` in registers meanwhile; into the first-level
   // cache (windows on AMX: 1.05x).

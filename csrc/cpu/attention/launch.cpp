@@ -153,11 +153,11 @@ int64_t second_level_cache() {
   return 1 << 20;
 }
 
-// A thread fetches a few heads of a window at a time: rows of 2.6 KB, which the hardware's
-// prefetcher follows, where two such chunks of 64 tokens fit into the second-level cache, which is
-// 2 MB; 1.3 KB of 1 MB, 0.6 KB of 512 KB (backward on Zen 3: 1.02x). Fewer where few windows would
-// leave threads idle. Of many windows it takes all heads, so that no other thread looks up the same
-// pages (1.02x).
+// A thread fetches a few heads of a window at a time, as rows that the hardware's prefetcher
+// follows and of which two chunks of 64 tokens fit into the second-level cache: of 2.6 KB where it
+// has 2 MB, 1.3 KB of 1 MB, 0.6 KB of 512 KB (backward on Zen 3: 1.02x). Fewer where few windows
+// would leave threads idle. Of many windows it takes all heads, so that no other thread looks up
+// the same pages (1.02x).
 AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionItem>& items,
                         int64_t heads, int64_t rows, int64_t max_seqlen) {
   // Above that the results go to memory by non-temporal stores: by the time that they are read,

@@ -59,7 +59,9 @@ class PrefetchList {
         prefetcher.add(x.row + (x.order ? x.order[i] : i) * x.stride, x.bytes);
       }
     }
-    prefetcher.spread_over(multiply_adds);
+    int64_t lines = 0;
+    for (int t = 0; t < count_; ++t) lines += n * ((tensors_[t].bytes + 63) / 64);
+    prefetcher.spread_over(lines, multiply_adds);
   }
 
  private:
