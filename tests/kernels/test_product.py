@@ -89,6 +89,14 @@ def test_few_rows(name: str, dtype: torch.dtype, rows: int, depth: int, turned: 
             check(*make(rows, 601, depth, turned, dtype), kind)
 
 
+@pytest.mark.parametrize("name, dtype", KERNELS)
+def test_panels_are_packed_a_few_at_once(name: str, dtype: torch.dtype) -> None:
+    """More of them than 12 MB hold, so in two rounds, and their blocks by three threads."""
+    torch.set_num_threads(3)
+    with isa(name), poisoned():
+        check(*make(260, 2100, 2900, (False, True), dtype), "add")
+
+
 @pytest.mark.parametrize("name", [name for name, dtype in KERNELS if dtype == torch.float32])
 @pytest.mark.parametrize("turned", [(False, True), (True, False)])
 def test_error_does_not_grow_with_the_depth(name: str, turned: Strides) -> None:

@@ -1,10 +1,9 @@
 // The backward of a segment and key/value head, or of some of its keys. Included by
 // kernel.cpp only, after what both directions share.
 #pragma once
-#include <sched.h>
-
 #include "cpu/attention/attention.h"
 #include "cpu/attention/rotary.inl"
+#include "cpu/counter.h"
 
 namespace vlmk {
 namespace VLMK_ISA {
@@ -152,14 +151,11 @@ struct DqSemaphore {
     // mutant: shared-dq
     dq = shared.dq + (head * whole_blocks(item.length) + q0) * padded(p.head_dim);
   }
-  // Ends: those before have been taken by a thread that waits for earlier ones only.
   void wait() const {
-    for (int i = 0; done && __atomic_load_n(done, __ATOMIC_ACQUIRE) != before; ++i) {
-      if (i > 4096) sched_yield();
-    }
+    if (done) wait_until(done, before);
   }
   void release() const {
-    if (done) __atomic_store_n(done, before + 1, __ATOMIC_RELEASE);
+    if (done) set_counter(done, before + 1);
   }
 };
 

@@ -8,6 +8,9 @@
 // beside it what a tile reads of A: hence a smaller depth, and A packed row by row where its rows
 // are dense, else six rows at a time.
 //
+// Some panels of B are packed at once, and their blocks taken one by one: no thread waits at the end
+// of a panel for another that is slower. A block's panels are added in their order.
+//
 // Sums are float32, of sums over a panel's depth, or parts of it, in their order, rounded once: the
 // number of threads changes no bit.
 #include <omp.h>
@@ -15,7 +18,9 @@
 #include <atomic>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
+#include "cpu/counter.h"
 #include "cpu/gemm.h"
 #include "cpu/product/product.h"
 #include "cpu/scratch.h"
@@ -38,6 +43,7 @@ constexpr int64_t kFewRowwise = 256;        // where packing transposes B, which
 constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole panels are packed then
 constexpr int kSliver = kMaxTileVectors * kWidth;
 constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;  // columns packed at once: 256 bytes a row
+constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, of which whole panels are packed at once
 constexpr int64_t kTileRows = 6;
 constexpr double kParallelFrom = 1 << 18;  // multiply-adds
 
@@ -430,12 +436,15 @@ struct Product {
     if (summed && kSums / p.rows < most) most = kSums / p.rows < kSliver ? kSliver : kSums / p.rows;
     const int64_t width = parts(parts(p.columns, parts(p.columns, most)), kUnit) * kUnit;
     const int64_t own = left_size(rows) + rows * kSliver;
-    const int64_t common = depth * width + (summed ? p.rows * width : 0);
+    const int64_t at_once = minimum(panels, parts(kPacked, depth * width));
+    const int64_t common = at_once * depth * width + (summed ? p.rows * width : 0);
     float* const shared = scratch(static_cast<size_t>(common + own));
     auto* const packed_b = reinterpret_cast<Element*>(shared);
-    float* const sums = shared + depth * width;
+    float* const sums = shared + at_once * depth * width;
     bool out_of_memory = shared == nullptr;
-    std::atomic<int64_t> taken{0};  // blocks, counted anew for each panel
+    const int64_t blocks = groups * chunks;
+    std::atomic<int64_t> taken{0};  // blocks of all panels
+    std::vector<int32_t> multiplied(static_cast<size_t>(blocks));  // panels of each block
 #pragma omp parallel num_threads(static_cast<int>(threads))
     {
       float* const mine =
@@ -444,7 +453,6 @@ struct Product {
       float* const edge = mine + left_size(rows);
       Prefetcher next;
       next.clear();
-      const int64_t blocks = groups * chunks;
       int64_t take = taken++, done = 0;
       if (mine == nullptr) {
 #pragma omp atomic write
@@ -453,16 +461,21 @@ struct Product {
 #pragma omp barrier
       for (int64_t first = 0; first < p.columns && !out_of_memory; first += width) {
         const int64_t columns = minimum(width, p.columns - first);
-        const int64_t slivers = parts(columns, kSliver);
-        for (int64_t panel = 0; panel < panels; ++panel) {
-          const int64_t packed = parts(steps_of(panel), Math::kStep);
-#pragma omp for schedule(static)
-          for (int64_t column = 0; column < columns; column += kUnit) {
+        const int64_t slivers = parts(columns, kSliver), units = parts(columns, kUnit);
+        for (int64_t from = 0; from < panels; from += at_once) {
+          const int64_t to = minimum(from + at_once, panels);
+#pragma omp for schedule(dynamic)
+          for (int64_t i = 0; i < (to - from) * units; ++i) {
+            const int64_t panel = from + i / units, column = i % units * kUnit;
             pack_b(panel, first + column, minimum(kUnit, columns - column),
-                   packed_b + column * packed);
+                   packed_b + (panel - from) * depth * width +
+                       column * parts(steps_of(panel), Math::kStep));
           }
-          while (take < done + blocks) {
-            const int64_t i = take - done, row = i / chunks * rows, chunk = i % chunks;
+          while (take < done + (to - from) * blocks) {
+            const int64_t i = take % blocks;
+            const auto before = static_cast<int32_t>(take / blocks);
+            const int64_t panel = from + (take - done) / blocks;
+            const int64_t row = i / chunks * rows, chunk = i % chunks;
             take = taken++;
             const int64_t after = take - done;
             const Block block{row,
@@ -471,22 +484,27 @@ struct Product {
                               (chunk + 1) * slivers / chunks,
                               first,
                               columns,
-                              packed,
+                              parts(steps_of(panel), Math::kStep),
                               panel == 0,
                               panel == panels - 1,
                               true};
-            if (block.sliver == block.end) continue;
-            Left a;
-            if constexpr (kFloats) a = {of_a(panel, row), p.a_row, true};
-            if (!in_place) a = pack_a(panel, row, block.rows, packed_a);
-            if (kDirect && block.begins && p.bias != nullptr) begin(block);
-            multiply(block, a, packed_b, sums, width, edge, next, [&] {
-              next.clear();
-              const int64_t then = panel + after / blocks, from = after % blocks / chunks * rows;
-              if (then < panels) list_a(next, then, from, minimum(rows, p.rows - from));
-            });
+            if (block.sliver < block.end) {
+              Left a;
+              if constexpr (kFloats) a = {of_a(panel, row), p.a_row, true};
+              if (!in_place) a = pack_a(panel, row, block.rows, packed_a);
+              wait_until(&multiplied[i], before);
+              if (kDirect && block.begins && p.bias != nullptr) begin(block);
+              multiply(block, a, packed_b + (panel - from) * depth * width, sums, width, edge, next,
+                       [&] {
+                         next.clear();
+                         const int64_t then = from + after / blocks;
+                         const int64_t at = after % blocks / chunks * rows;
+                         if (then < panels) list_a(next, then, at, minimum(rows, p.rows - at));
+                       });
+            }
+            set_counter(&multiplied[i], before + 1);
           }
-          done += blocks;
+          done += (to - from) * blocks;
 #pragma omp barrier
         }
       }
