@@ -264,16 +264,21 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   if (k < depth) step();
   if constexpr (kLeaves) {
     epilogue.put(acc, row, column);
-  } else {
+    return;
+  }
+  if (g.start == Start::kAddLast) {
     to = c;
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) {
-        float* const at = to + j * kWidth;
-        store(at, g.start == Start::kAddLast ? load(at) + acc[i][j] : acc[i][j]);
-      }
+      for (int j = 0; j < kVectors; ++j) acc[i][j] = load(to + j * kWidth) + acc[i][j];
     }
+  }
+  to = c;
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) store(to + j * kWidth, acc[i][j]);
   }
 }
 

@@ -280,37 +280,50 @@ struct RowEpilogue {
   const float* scale;
   bool non_temporal;
 
+  // What decides how vectors are stored is asked once for a tile, not for each of them.
   template <int kRows, int kVectors>
   VLMK_MEMBER void put(const Vec (&sums)[kRows][kVectors], int row, int column) const {
     const auto left = static_cast<int>(dim - column);  // elements
+    const auto put_rows = [&](auto put_row) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      T* const to = rows[row + i] + column;
-      const Vec s = set1(scale[kOneScale ? 0 : row + i]);
-      const auto put_one = [&](int j) __attribute__((always_inline)) {
-        const Vec result = sums[i][j] * s;
-        if constexpr (std::is_same_v<T, float>) {
-          if (non_temporal) return stream(to + j * kWidth, result);
+      for (int i = 0; i < kRows; ++i) {
+        const Vec s = set1(scale[kOneScale ? 0 : row + i]);
+        Vec results[kVectors];
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) results[j] = sums[i][j] * s;
+        put_row(rows[row + i] + column, results);
+      }
+    };
+    if constexpr (std::is_same_v<T, float>) {
+      if (non_temporal) {
+        return put_rows([](T* to, const Vec(&results)[kVectors]) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+          for (int j = 0; j < kVectors; ++j) stream(to + j * kWidth, results[j]);
+        });
+      }
+    }
+    if (left < kVectors * kWidth) {
+      return put_rows([&](T* to, const Vec(&results)[kVectors]) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) {
+          const int64_t lanes = minimum(kWidth, left - j * kWidth);
+          store_first(to + j * kWidth, results[j], static_cast<int>(lanes));
         }
-        store_first(to + j * kWidth, result, static_cast<int>(minimum(kWidth, left - j * kWidth)));
-      };
+      });
+    }
+    put_rows([](T* to, const Vec(&results)[kVectors]) __attribute__((always_inline)) {
+      int j = 0;
 #if defined(VLMK_BF16_PANELS)
       if constexpr (sizeof(T) == 2) {
 #pragma GCC unroll 2
-        for (int j = 0; j < kVectors; j += 2) {
-          if (j + 1 < kVectors && (j + 2) * kWidth <= left) {
-            _mm512_storeu_si512(to + j * kWidth, narrow(sums[i][j] * s, sums[i][j + 1] * s, T{}));
-          } else {
-            put_one(j);
-            if (j + 1 < kVectors) put_one(j + 1);
-          }
+        for (; j + 2 <= kVectors; j += 2) {
+          _mm512_storeu_si512(to + j * kWidth, narrow(results[j], results[j + 1], T{}));
         }
-        continue;
       }
 #endif
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) put_one(j);
-    }
+      for (; j < kVectors; ++j) store(to + j * kWidth, results[j]);
+    });
   }
 };
 
