@@ -213,8 +213,11 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
   const RowEpilogue<true, T> dv_rows{rows_of<T>(g.dv, p.order, keys_place, kv_head), dim, &one,
                                      work.non_temporal};
 
-  for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    for (int64_t q0 = p.causal ? keys_begin : 0; q0 < length; q0 += kBlock) {
+  // The last queries first: all parts of a causal segment's keys have those, so that none waits
+  // until another one comes to them.
+  const int64_t last_queries = (length - 1) / kBlock * kBlock;
+  for (int64_t q0 = last_queries; q0 >= (p.causal ? keys_begin : 0); q0 -= kBlock) {
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
       const int rows = static_cast<int>(queries);
       const int lanes = vectors_of(queries);
@@ -262,9 +265,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
         (all_keys ? softmax_gradient<Math, kDegree<T>, true>
                   : softmax_gradient<Math, kDegree<T>, false>)(gradients, n, lanes, score_scale(p),
                                                                row_max, inverse_sum, delta);
-        // Blocks of keys are first met by the group's first head: at the first block of queries, or
-        // with a causal mask at the diagonal.
-        const bool first = head == kv_head * group && q0 == (p.causal ? k : 0);
+        const bool first = head == kv_head * group && q0 == last_queries;
         const Start start = first ? Start::kZero : Start::kAdd;
         const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;
         // A sum that is complete leaves at once.

@@ -157,8 +157,10 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
                                window, reinterpret_cast<T*>(value_buffer));
   const float one = 1.f;
 
-  for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    for (int64_t q0 = p.causal ? keys_begin : 0; q0 < length; q0 += kBlock) {
+  // As in backward_item.
+  const int64_t last_queries = (length - 1) / kBlock * kBlock;
+  for (int64_t q0 = last_queries; q0 >= (p.causal ? keys_begin : 0); q0 -= kBlock) {
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
       const int lanes = static_cast<int>(whole_tiles(queries) / kWidth);  // mutant: backward-lanes
       const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
@@ -203,10 +205,7 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
       };
       const auto products = [&](int64_t unit) {
         const int64_t k0 = unit * kStrip;
-        // Blocks of keys are first met by the group's first head: at the first block of queries, or
-        // with a causal mask at the diagonal.
-        const bool first =
-            head == kv_head * group && q0 == (p.causal ? keys_begin + k0 / kBlock * kBlock : 0);
+        const bool first = head == kv_head * group && q0 == last_queries;
         const auto add = [&](const uint32_t* rows, const uint32_t* right, float* sum) {
           const uint32_t* left = rows + unit % 2 * kStrip * kBlock / 2;
           multiply_strip<T>({reinterpret_cast<const char*>(left), 2 * kBlock}, keys_of(k0), right,
