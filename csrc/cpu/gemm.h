@@ -85,6 +85,8 @@ constexpr int tile_rows(int vectors) {
   return kMaxTileVectors == 4 && vectors < 4 ? 8 : 6;
 }
 
+constexpr int kMaxTileRows = 12;
+
 // Steps of a tile for a line that is fetched meanwhile, where there are so many. 0 with AVX-512,
 // where there are two, seldom more.
 constexpr int kSpread = kWidth == 16 ? 0 : 6;
@@ -163,6 +165,14 @@ struct Prefetcher {
 // C is added to the sum.
 enum class Start { kZero, kAdd, kScale, kAddLast };
 
+// Of a block on the diagonal of a causal segment, what the mask leaves of a product.
+enum class Causal {
+  kAll,
+  kColumnsFromRow,  // rows are keys, columns queries: C is 0 in tiles where no query sees a key
+  kStepsUpToRow,    // rows are queries, steps keys: A is 0 behind step i of row i
+  kStepsFromRow,    // rows are keys, steps queries: A is 0 before step i of row i
+};
+
 // An epilogue takes finished pieces of C from the registers: put(sums [rows][vectors], row,
 // column). The product starts from 0 then, and C is not touched. This one is none.
 struct NoEpilogue {};
@@ -185,6 +195,7 @@ struct GemmArgs {
   int depth;    // elements, kStep of the depth each
   Start start;
   const float* row_scale;  // [rows], for Start::kScale
+  Causal causal = Causal::kAll;
 };
 
 // The next row of a tile, hidden from the compiler, which would compute the addresses of all rows
@@ -228,7 +239,15 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   const ptrdiff_t lda = g.lda, ldb = g.ldb;
   const typename Math::Element* a = g.a + (kByColumns ? row : row * lda);
   const typename Math::Element* b = g.b + column;
-  const int depth = g.depth;
+  int depth = g.depth;
+  if (g.causal == Causal::kStepsUpToRow) {
+    depth = minimum(depth, (row + kRows + Math::kStep - 1) / Math::kStep);
+  } else if (g.causal == Causal::kStepsFromRow) {
+    const int skipped = row / Math::kStep;
+    a += skipped * (kByColumns ? lda : 1);
+    b += skipped * ldb;
+    depth -= skipped;
+  }
   const auto step = [&]() __attribute__((always_inline)) {
     Vec y[kVectors];
 #pragma GCC unroll 4
@@ -286,17 +305,24 @@ template <class Math, bool kByColumns, int kVectors, class Epilogue>
 VLMK_INLINE void column_group(const GemmArgs<Math>& g, int column, Prefetcher& prefetcher,
                               const Epilogue& epilogue) {
   constexpr int kRows = tile_rows(kVectors);
-  int row = 0;
+  int row = 0, end = g.rows;
+  if (g.causal == Causal::kColumnsFromRow && column + kVectors * kWidth < end) {
+    end = column + kVectors * kWidth;
+    for (int i = end; i < g.rows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) store(g.c + i * g.ldc + column + j * kWidth, set1(0.f));
+    }
+  }
   const auto tiles = [&](auto rows) __attribute__((always_inline)) {
     tile<Math, kByColumns, Epilogue, decltype(rows)::value, kVectors>(g, row, column, prefetcher,
                                                                       epilogue);
     row += rows;
   };
-  while (row + kRows <= g.rows) tiles(std::integral_constant<int, kRows>{});
-  if (kRows > 6 && row + 6 <= g.rows) tiles(std::integral_constant<int, 6>{});
-  if (row + 4 <= g.rows) tiles(std::integral_constant<int, 4>{});
-  if (row + 2 <= g.rows) tiles(std::integral_constant<int, 2>{});
-  if (row < g.rows) tiles(std::integral_constant<int, 1>{});
+  while (row + kRows <= end) tiles(std::integral_constant<int, kRows>{});
+  if (kRows > 6 && row + 6 <= end) tiles(std::integral_constant<int, 6>{});
+  if (row + 4 <= end) tiles(std::integral_constant<int, 4>{});
+  if (row + 2 <= end) tiles(std::integral_constant<int, 2>{});
+  if (row < end) tiles(std::integral_constant<int, 1>{});
 }
 
 // Every element of C is one sum over the depth in order, whatever the tiling: results don't depend

@@ -37,13 +37,14 @@ struct Gradients {
 };
 
 // kAllKeys: a row's share of the softmax's gradient is the sum of P dP over its keys, which are all
-// here; else it is given as delta.
+// here; else it is given as delta. `diagonal` as in softmax_step.
 template <class Math, int kDegree, bool kAllKeys>
-VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vectors, float scale,
-                                    const float* row_max, const float* inverse_sum,
-                                    const float* delta) {
+VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int all_keys, int vectors,
+                                    float scale, bool diagonal, const float* row_max,
+                                    const float* inverse_sum, const float* delta) {
   const Vec c = set1(scale);
   for (int j = 0; j < vectors; ++j) {
+    const int keys = keys_seen(all_keys, j, diagonal), read = keys_read(all_keys, keys);
     const Vec shift = set1(0.f) - load(row_max + j * kWidth) * c;
     const Vec inverse = load(inverse_sum + j * kWidth);
     float *const st = g.st + j * kWidth, *const dpt = g.dpt + j * kWidth;
@@ -78,17 +79,21 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int keys, int vect
         store(dpt + i * kLaneRow, gradient(i, p));
         if (!kAllKeys) store(st + i * kLaneRow, p);
       }
+      for (int i = keys; i < read; ++i) {
+        store(st + i * kLaneRow, set1(0.f));
+        store(dpt + i * kLaneRow, set1(0.f));
+      }
     } else {
       const auto store_row = [&](typename Math::Element* rows, int i, Vec x) {
         store(reinterpret_cast<BFloat16*>(rows + i * g.row_ld) + j * kWidth, x);
       };
-      for (int i = 0; i < keys; i += 2) {
+      for (int i = 0; i < read; i += 2) {
         Vec p[2], ds[2];
         for (int u = 0; u < 2; ++u) {
           const bool inside = i + u < keys;
           p[u] = inside ? final_probability(i + u) : set1(0.f);
           ds[u] = inside ? gradient(i + u, p[u]) : set1(0.f);
-          if (!inside) continue;
+          if (i + u >= read) continue;
           store_row(g.p_row, i + u, p[u]);
           store_row(g.ds_row, i + u, ds[u]);
         }
@@ -254,17 +259,19 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
                                          work.non_temporal};
       for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
         const int n = static_cast<int>(minimum(kBlock, key_end - k0));
+        const int64_t k = keys_begin + k0;
+        const bool diagonal = p.causal && k == q0;
+        const auto left = [&](Causal part) { return diagonal ? part : Causal::kAll; };
         gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, st, kLaneRow, n, lanes,
-                           depth, Start::kZero, nullptr},
+                           depth, Start::kZero, nullptr, left(Causal::kColumnsFromRow)},
                           prefetcher);
         gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kLaneRow, dpt, kLaneRow, n,
-                           lanes, depth, Start::kZero, nullptr},
+                           lanes, depth, Start::kZero, nullptr, left(Causal::kColumnsFromRow)},
                           prefetcher);
-        const int64_t k = keys_begin + k0;
-        if (p.causal && k + n > q0 + 1) mask_causal(st, k, n, q0, lanes);
+        if (diagonal) mask_causal(st, k, n, q0, lanes);
         (all_keys ? softmax_gradient<Math, kDegree<T>, true>
-                  : softmax_gradient<Math, kDegree<T>, false>)(gradients, n, lanes, score_scale(p),
-                                                               row_max, inverse_sum, delta);
+                  : softmax_gradient<Math, kDegree<T>, false>)(
+            gradients, n, lanes, score_scale(p), diagonal, row_max, inverse_sum, delta);
         const bool first = head == kv_head * group && q0 == last_queries;
         const Start start = first ? Start::kZero : Start::kAdd;
         const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;
@@ -276,17 +283,17 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
         };
         multiply(std::false_type{},
                  {gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns, steps, start,
-                  nullptr},
+                  nullptr, left(Causal::kStepsFromRow)},
                  one_block, dv_rows);
         multiply(std::false_type{},
                  {gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns, steps, start,
-                  nullptr},
+                  nullptr, left(Causal::kStepsFromRow)},
                  one_block && !p.rotary, dk_rows);
         if (k0 == 0) semaphore.wait();
         multiply(std::true_type{},
                  {reinterpret_cast<const Element*>(dpt), kLaneRow,
                   key_depth + k0 / Math::kStep * ld, ld, dq, ld, rows, columns, steps_of<Math>(n),
-                  k == 0 ? Start::kZero : Start::kAdd, nullptr},
+                  k == 0 ? Start::kZero : Start::kAdd, nullptr, left(Causal::kStepsUpToRow)},
                  one_pass, dq_rows);
       }
       if (!one_pass && semaphore.last) {

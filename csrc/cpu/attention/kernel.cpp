@@ -55,14 +55,23 @@ VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int
   }
 }
 
+// Keys of a block that a vector of queries sees, of a diagonal block those up to its last query.
+VLMK_INLINE int keys_seen(int keys, int vector, bool diagonal) {
+  return diagonal ? minimum(keys, (vector + 1) * kWidth) : keys;
+}
+// Rows of A that a tile reads in steps which one of them sees: as far behind keys_seen() must be 0.
+VLMK_INLINE int keys_read(int keys, int seen) { return minimum(keys, seen + kMaxTileRows - 1); }
+
 // One step of the online softmax on the scores s [keys, kLaneRow]: s becomes 2^(scale * (s - max)),
 // pairs [keys / 2, 64] where Math wants them; row_max, row_sum and correction [64] (what earlier
 // sums and outputs must be multiplied by) are updated. `first`: there is nothing earlier.
+// `diagonal`: of a causal segment, key i at the position of lane i.
 template <class Math, int kDegree>
-VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bool first,
-                                float* row_max, float* row_sum, float* correction) {
+VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale, bool first,
+                                bool diagonal, float* row_max, float* row_sum, float* correction) {
   const Vec c = set1(scale);
   for (int j = 0; j < vectors; ++j) {
+    const int keys = keys_seen(all_keys, j, diagonal);
     float* column = s + j * kWidth;
     const Vec old_max = first ? set1(kLowest) : load(row_max + j * kWidth);
     Vec m0 = old_max, m1 = old_max, m2 = old_max, m3 = old_max;
@@ -100,6 +109,9 @@ VLMK_NOINLINE void softmax_step(float* s, int keys, int vectors, float scale, bo
       } else {
         store(column + i / 2 * kLaneRow, Math::pair(e, set1(0.f)));
       }
+    }
+    for (i = keys; i < keys_read(all_keys, keys); ++i) {
+      store(column + i / Math::kStep * kLaneRow, set1(0.f));
     }
     Vec sum = sum0 + sum1;
     if (!first) {
@@ -170,11 +182,12 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
     for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
       const int n = static_cast<int>(minimum(kBlock, key_end - k0));
       const bool first = k0 == 0;
+      const bool diagonal = p.causal && k0 == q0;
       gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, s, kLaneRow, n, lanes, depth,
-                         Start::kZero, nullptr},
+                         Start::kZero, nullptr, diagonal ? Causal::kColumnsFromRow : Causal::kAll},
                         prefetcher);
-      if (p.causal && k0 + n > q0 + 1) mask_causal(s, k0, n, q0, lanes);
-      softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, row_max, row_sum,
+      if (diagonal) mask_causal(s, k0, n, q0, lanes);
+      softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, diagonal, row_max, row_sum,
                                      correction);
       if (window) pack_values();
       if (one_pass) invert_sums();
@@ -188,7 +201,8 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
                                    vectors_of(dim),
                                    steps_of<Math>(n),
                                    first ? Start::kZero : Start::kScale,
-                                   correction};
+                                   correction,
+                                   diagonal ? Causal::kStepsUpToRow : Causal::kAll};
       if (one_pass) {
         gemm<Math, true>(product, prefetcher, results);
       } else {
