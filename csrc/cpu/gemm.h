@@ -168,7 +168,7 @@ enum class Start { kZero, kAdd, kScale, kAddLast };
 // Of a block on the diagonal of a causal segment, what the mask leaves of a product.
 enum class Causal {
   kAll,
-  kColumnsFromRow,  // rows are keys, columns queries: C is 0 in tiles where no query sees a key
+  kColumnsFromRow,  // rows are keys, columns queries: of C those tiles where a query sees a key
   kStepsUpToRow,    // rows are queries, steps keys: A is 0 behind step i of row i
   kStepsFromRow,    // rows are keys, steps queries: A is 0 before step i of row i
 };
@@ -306,13 +306,7 @@ VLMK_INLINE void column_group(const GemmArgs<Math>& g, int column, Prefetcher& p
                               const Epilogue& epilogue) {
   constexpr int kRows = tile_rows(kVectors);
   int row = 0, end = g.rows;
-  if (g.causal == Causal::kColumnsFromRow && column + kVectors * kWidth < end) {
-    end = column + kVectors * kWidth;
-    for (int i = end; i < g.rows; ++i) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) store(g.c + i * g.ldc + column + j * kWidth, set1(0.f));
-    }
-  }
+  if (g.causal == Causal::kColumnsFromRow) end = minimum(end, column + kVectors * kWidth);
   const auto tiles = [&](auto rows) __attribute__((always_inline)) {
     tile<Math, kByColumns, Epilogue, decltype(rows)::value, kVectors>(g, row, column, prefetcher,
                                                                       epilogue);
