@@ -1,5 +1,6 @@
-"""varlen_attention beside every way that stock torch has of attending within segments, and
-vision_attention beside the same ways after a rotation of q and k."""
+"""varlen_attention beside every way that stock torch has of attending within segments,
+vision_attention beside the same ways after a rotation of q and k, and qkv_attention, causal, beside
+stock torch's ways of attending within packed samples."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from benchmarks import ceilings
 from benchmarks.harness import FAULT_FREE, Comparison, Context, Row, compare, say
 from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
+from vlmkernels.attention.api import qkv_attention
 from vlmkernels.attention.select import WINDOW_LENGTHS
 from vlmkernels.rotary import rotate
 
@@ -69,6 +71,10 @@ GRIDS: dict[str, list[list[int]]] = {
 CUDA_GRIDS = {"16 images of 4,096 patches in windows of 64": [[1, 64, 64]] * 16}
 CUDA_FRAMES = {"16 images of 4,096 patches": [[1, 64, 64]] * 16}
 QUICK_GRIDS = {"2 images of 256 patches in windows of 64": [[1, 16, 16]] * 2}
+
+#: Samples of a pack, and a layer of Qwen2.5-VL-3B's language model that sees them.
+SAMPLES, QUICK_SAMPLES = [716, 563, 286, 228, 181, 64], [70, 60, 30]
+LANGUAGE_HEADS, LANGUAGE_KV_HEADS, LANGUAGE_HEAD_DIM = 16, 2, 128
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -333,12 +339,76 @@ def vision_comparison(
     )
 
 
-WINDOWS, FRAMES = "vision windows", "vision frames"
+def language_comparison(
+    lengths: list[int], dtype: torch.dtype, backward: bool, context: Context
+) -> Comparison:
+    """From Megatron's fused projection [T, Hkv, H / Hkv + 2, D] to the output, causal. The peers
+    rotate q and k in float32, as transformers does, and then attend."""
+    tokens, dim = sum(lengths), LANGUAGE_HEAD_DIM
+    heads, kv_heads = LANGUAGE_HEADS, LANGUAGE_KV_HEADS
+    generator = torch.Generator().manual_seed(0)
+    sizes = (kv_heads, heads // kv_heads + 2, dim)
+    qkv = torch.randn(tokens, *sizes, generator=generator).to(dtype)
+    dout = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
+    qkv.requires_grad_(backward)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    position = torch.cat([torch.arange(n) for n in lengths])
+    angles = position[:, None] * 1e6 ** (-torch.arange(dim // 2) * 2 / dim)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = (segment[:, None] == segment) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        causal = mask is None
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
+        )
+
+    def per_sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        out = [sdpa(_batched(a), _batched(b), _batched(c), None) for a, b, c in parts]
+        return torch.cat([o[0].transpose(0, 1) for o in out])
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(_batched(q), _batched(k), _batched(v), mask)[0].transpose(0, 1)
+
+    def call(attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        if not backward:
+            with torch.no_grad():
+                return [attend(qkv)]
+        out = attend(qkv)
+        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+
+    def rotated(attend: Attend, qkv: Tensor) -> Tensor:
+        q, k, v = qkv[:, :, :-2].reshape(tokens, heads, dim), qkv[:, :, -2], qkv[:, :, -1]
+        return attend(rotate(q, table), rotate(k, table), v)
+
+    pairs = sum(n * (n + 1) / 2 for n in lengths)
+    flops = 4.0 * heads * dim * pairs * (3.5 if backward else 1)
+    return Comparison(
+        op=f"causal attention, forward{' + backward' if backward else ''}",
+        shape=f"{len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, "
+        f"qkv [T, {', '.join(map(str, sizes))}]",
+        dtype=str(dtype)[6:],
+        ours=partial(call, lambda x: qkv_attention(x, table, cu_seqlens, causal=True)),
+        peers={
+            f"rotation, {name}": partial(call, partial(rotated, attend))
+            for name, attend in (("SDPA per sample", per_sample), ("SDPA, mask", masked))
+        },
+        ceilings=ceilings.arithmetic(flops, dtype, context),
+        check=_close(dtype),
+    )
+
+
+WINDOWS, FRAMES, PACKED = "vision windows", "vision frames", "packed samples"
 
 
 def parts(context: Context) -> list[str]:
     """A process each: fault-free, a process keeps what a peer has once needed, here over 10 GB."""
-    return [part for part in (WINDOWS, FRAMES) if _grids(part, context)] + [*_shapes(context)]
+    found = [part for part in (WINDOWS, FRAMES) if _grids(part, context)]
+    if context.device == "cpu" and context.memory == FAULT_FREE:
+        found.append(PACKED)
+    return found + [*_shapes(context)]
 
 
 def _grids(part: str, context: Context) -> dict[str, list[list[int]]]:
@@ -373,6 +443,10 @@ def rows(context: Context) -> Iterator[Row]:
                 for kind in kinds:
                     arguments = (shape, grid, *kind, context, part == WINDOWS)
                     yield compare(vision_comparison(*arguments), context)
+        elif part == PACKED:
+            samples = QUICK_SAMPLES if context.quick else SAMPLES
+            for kind in kinds:
+                yield compare(language_comparison(samples, *kind, context), context)
         else:
             for kind in kinds:
                 yield compare(comparison(part, _shapes(context)[part], *kind, context), context)

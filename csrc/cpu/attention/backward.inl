@@ -270,8 +270,9 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
                           prefetcher);
         if (diagonal) mask_causal(st, k, n, q0, lanes);
         (all_keys ? softmax_gradient<Math, kDegree<T>, true>
-                  : softmax_gradient<Math, kDegree<T>, false>)(
-            gradients, n, lanes, score_scale(p), diagonal, row_max, inverse_sum, delta);
+                  : softmax_gradient<Math, kDegree<T>, false>)(gradients, n, lanes, score_scale(p),
+                                                               diagonal, row_max, inverse_sum,
+                                                               delta);
         const bool first = head == kv_head * group && q0 == last_queries;
         const Start start = first ? Start::kZero : Start::kAdd;
         const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;

@@ -8,8 +8,8 @@
 // beside it what a tile reads of A: hence a smaller depth, and A packed row by row where its rows
 // are dense, else six rows at a time.
 //
-// Some panels of B are packed at once, and their blocks taken one by one: no thread waits at the end
-// of a panel for another that is slower. A block's panels are added in their order.
+// Some panels of B are packed at once, and their blocks taken one by one: no thread waits at the
+// end of a panel for another that is slower. A block's panels are added in their order.
 //
 // Sums are float32, of sums over a panel's depth, or parts of it, in their order, rounded once: the
 // number of threads changes no bit.
@@ -43,8 +43,9 @@ constexpr int64_t kFewRowwise = 256;        // where packing transposes B, which
 constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole panels are packed then
 constexpr int kSliver = kMaxTileVectors * kWidth;
 constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;  // columns packed at once: 256 bytes a row
-constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, of which whole panels are packed at once
+constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packed at once
 constexpr int64_t kTileRows = 6;
+constexpr int64_t kAhead = 12;             // rows; 24 are as good
 constexpr double kParallelFrom = 1 << 18;  // multiply-adds
 
 VLMK_INLINE int64_t parts(int64_t n, int64_t largest) { return (n + largest - 1) / largest; }
@@ -80,10 +81,19 @@ VLMK_NOINLINE void pack(const In* from, int64_t row, int64_t step, int64_t n, in
   });
 }
 
+// Ahead of a loop over rows that are a stride apart, which the hardware's prefetcher does not
+// follow.
+template <class In>
+VLMK_INLINE void fetch_row(const In* row, int64_t n) {
+  constexpr auto kLine = static_cast<int64_t>(64 / sizeof(In));
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(row + i);
+}
+
 // The first n of dense columns (row == 1), n being whole slivers, which follow each other in `to`.
 template <class In>
 VLMK_NOINLINE void pack_slivers(const In* from, int64_t step, int64_t n, int64_t depth, float* to) {
   for (int64_t k = 0; k < depth; ++k) {
+    fetch_row(from + (k + kAhead) * step, n);
     for (int64_t i = 0; i < n; i += kWidth) {
       store(to + (i / kSliver * depth + k) * kSliver + i % kSliver, load(from + k * step + i));
     }
@@ -107,6 +117,7 @@ template <class In>
 VLMK_NOINLINE void pack_tiles(const In* from, int64_t step, int64_t n, int64_t depth, float* to,
                               int64_t ld) {
   for (int64_t k = 0; k < depth; ++k) {
+    fetch_row(from + (k + kAhead) * step, n);
     for (int64_t i = 0; i < n; i += kTileRows) {
       store(to + i / kTileRows * ld + k * kTileRows,
             load_first(from + k * step + i, static_cast<int>(minimum(kWidth, n - i))));
@@ -443,7 +454,7 @@ struct Product {
     float* const sums = shared + at_once * depth * width;
     bool out_of_memory = shared == nullptr;
     const int64_t blocks = groups * chunks;
-    std::atomic<int64_t> taken{0};  // blocks of all panels
+    std::atomic<int64_t> taken{0};                                 // blocks of all panels
     std::vector<int32_t> multiplied(static_cast<size_t>(blocks));  // panels of each block
 #pragma omp parallel num_threads(static_cast<int>(threads))
     {
