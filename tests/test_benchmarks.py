@@ -312,7 +312,7 @@ def test_parts_get_processes_of_their_own(capsys: pytest.CaptureFixture[str]) ->
     """Every row of attention belongs to one part; the windows alone are measured with faults."""
     attention = importlib.import_module("benchmarks.attention")
     parts = run.parts_of("attention", run.parse([]), "fault-free")
-    assert parts == ["vision windows", *attention.SHAPES]
+    assert parts == ["vision windows", "packed samples", *attention.SHAPES]
     short = [name for name, lengths in attention.SHAPES.items() if max(lengths) <= 64]
     assert run.parts_of("attention", run.parse([]), "as-it-comes") == ["vision windows", *short]
     assert run.parts_of("adam", run.parse([]), "fault-free") == [None]

@@ -85,7 +85,7 @@ constexpr int tile_rows(int vectors) {
   return kMaxTileVectors == 4 && vectors < 4 ? 8 : 6;
 }
 
-constexpr int kMaxTileRows = 12;
+constexpr int kMaxTileRows = tile_rows(1);
 
 // Steps of a tile for a line that is fetched meanwhile, where there are so many. 0 with AVX-512,
 // where there are two, seldom more.

@@ -59,7 +59,7 @@ VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int
 VLMK_INLINE int keys_seen(int keys, int vector, bool diagonal) {
   return diagonal ? minimum(keys, (vector + 1) * kWidth) : keys;
 }
-// Rows of A that a tile reads in steps which one of them sees: as far behind keys_seen() must be 0.
+// A tile reads all its rows of A in each step that one of them needs: so many more keys must be 0.
 VLMK_INLINE int keys_read(int keys, int seen) { return minimum(keys, seen + kMaxTileRows - 1); }
 
 // One step of the online softmax on the scores s [keys, kLaneRow]: s becomes 2^(scale * (s - max)),

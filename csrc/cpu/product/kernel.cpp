@@ -447,7 +447,8 @@ struct Product {
     if (summed && kSums / p.rows < most) most = kSums / p.rows < kSliver ? kSliver : kSums / p.rows;
     const int64_t width = parts(parts(p.columns, parts(p.columns, most)), kUnit) * kUnit;
     const int64_t own = left_size(rows) + rows * kSliver;
-    const int64_t at_once = minimum(panels, parts(kPacked, depth * width));
+    const int64_t fitting = kPacked / (depth * width);
+    const int64_t at_once = fitting > 0 ? minimum(panels, fitting) : 1;
     const int64_t common = at_once * depth * width + (summed ? p.rows * width : 0);
     float* const shared = scratch(static_cast<size_t>(common + own));
     auto* const packed_b = reinterpret_cast<Element*>(shared);
