@@ -207,12 +207,15 @@ def _close(dtype: torch.dtype) -> Callable[[list[Tensor], list[Tensor]], str | N
     return check
 
 
-def _call(attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None) -> list[Tensor]:
+def _call(
+    attend: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor | None
+) -> list[Tensor]:
+    """The output, and the gradients of the inputs where there is one of the output."""
     if dout is None:
         with torch.no_grad():
-            return [attend(q, k, v)]
-    out = attend(q, k, v)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+            return [attend(*inputs)]
+    out = attend(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
 def comparison(
@@ -253,24 +256,24 @@ def comparison(
         del found["nested tensor"]
         skipped["nested tensor"] = f"it pads all segments, {padded:.0f} GB of scores"
     calls: dict[str, Callable[[], list[Tensor]]] = {
-        name: partial(_call, attend, q, k, v, grad) for name, attend in found.items()
+        name: partial(_call, attend, (q, k, v), grad) for name, attend in found.items()
     }
     if kernel == "tiled" and torch.cuda.get_device_capability(device) == (9, 0):
 
         def by(backend: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return varlen_attention(q, k, v, cu_seqlens, max_seqlen=max_seqlen, backend=backend)
 
-        calls["ours by mma.sync"] = partial(_call, partial(by, "sm80"), q, k, v, grad)
+        calls["ours by mma.sync"] = partial(_call, partial(by, "sm80"), (q, k, v), grad)
         if backward:
             one = partial(by, "sm90-fused")
-            calls["ours, backward of one kernel"] = partial(_call, one, q, k, v, grad)
+            calls["ours, backward of one kernel"] = partial(_call, one, (q, k, v), grad)
     key = (windows, str(dtype)[6:], backward)
     on_cpu = device == "cpu" and not context.quick
     return Comparison(
         op="attention, forward + backward" if backward else "attention, forward",
         shape=f"{shape} x {HEADS} heads x {HEAD_DIM}",
         dtype=str(dtype)[6:],
-        ours=partial(_call, ours, q, k, v, grad),
+        ours=partial(_call, ours, (q, k, v), grad),
         peers=calls,
         skipped=skipped,
         ceilings=limits,
@@ -305,11 +308,7 @@ def vision_comparison(
     table = layout.rotary_table(HEAD_DIM)
 
     def call(attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        if not backward:
-            with torch.no_grad():
-                return [attend(qkv)]
-        out = attend(qkv)
-        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+        return _call(attend, (qkv,), dout if backward else None)
 
     def rotated(attend: Attend, qkv: Tensor) -> Tensor:
         q, k, v = qkv.unbind(1)
@@ -373,11 +372,7 @@ def language_comparison(
         return sdpa(_batched(q), _batched(k), _batched(v), mask)[0].transpose(0, 1)
 
     def call(attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        if not backward:
-            with torch.no_grad():
-                return [attend(qkv)]
-        out = attend(qkv)
-        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+        return _call(attend, (qkv,), dout if backward else None)
 
     def rotated(attend: Attend, qkv: Tensor) -> Tensor:
         q, k, v = qkv[:, :, :-2].reshape(tokens, heads, dim), qkv[:, :, -2], qkv[:, :, -1]
