@@ -342,7 +342,9 @@ def language_comparison(
     lengths: list[int], dtype: torch.dtype, backward: bool, context: Context
 ) -> Comparison:
     """From Megatron's fused projection [T, Hkv, H / Hkv + 2, D] to the output, causal. The peers
-    rotate q and k in float32, as transformers does, and then attend."""
+    rotate q and k by transformers' function, in their own dtype, and then attend."""
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb
+
     tokens, dim = sum(lengths), LANGUAGE_HEAD_DIM
     heads, kv_heads = LANGUAGE_HEADS, LANGUAGE_KV_HEADS
     generator = torch.Generator().manual_seed(0)
@@ -354,13 +356,13 @@ def language_comparison(
     position = torch.cat([torch.arange(n) for n in lengths])
     angles = position[:, None] * 1e6 ** (-torch.arange(dim // 2) * 2 / dim)
     table = torch.cat([angles.cos(), angles.sin()], -1)
+    cos, sin = (torch.cat([x, x], -1).to(dtype) for x in (angles.cos(), angles.sin()))
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = (segment[:, None] == segment) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        causal = mask is None
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
 
     def per_sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -376,7 +378,8 @@ def language_comparison(
 
     def rotated(attend: Attend, qkv: Tensor) -> Tensor:
         q, k, v = qkv[:, :, :-2].reshape(tokens, heads, dim), qkv[:, :, -2], qkv[:, :, -1]
-        return attend(rotate(q, table), rotate(k, table), v)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return attend(q, k, v)
 
     pairs = sum(n * (n + 1) / 2 for n in lengths)
     flops = 4.0 * heads * dim * pairs * (3.5 if backward else 1)
