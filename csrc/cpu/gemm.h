@@ -17,7 +17,16 @@ namespace {
 struct Fp32 {
   using Element = float;
   static constexpr int kStep = 1;  // of the depth, per element
-  static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) { return fma(x, y, sum); }
+  static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // As text, because GCC reads B from memory for each row, or lets sums change registers: a tile
+    // has 16 registers for 16 vectors, and was 10% slower.
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
+    return sum;
+#else
+    return fma(x, y, sum);
+#endif
+  }
   static VLMK_MEMBER Vec broadcast(const float* p) { return set1(*p); }
 };
 #if defined(__AVX512BF16__) || defined(VLMK_TILES)
@@ -78,10 +87,12 @@ struct Bf16Pairs {
 
 // AVX-512: 6 x 4 accumulators + 4 of B + 1 broadcast = 29 of 32 registers, or 8 x 3 and 8 x 2, of
 // which 64 rows leave none over. (5 x 5 for rows of 80 was slower.)
-// AVX2, SSE2 and NEON: 6 x 2 + 2 + 1 = 15 of 16 (NEON has 32).
-constexpr int kMaxTileVectors = kWidth == 16 ? 4 : 2;
+// AVX2: 4 x 3 + 3 + 1 = 16 of 16: a load less than 6 x 2, and fewer lines of A (1.02 to 1.06x, most
+// where another guest uses the same core). SSE2 and NEON: 6 x 2 + 2 + 1 = 15 of 16 (NEON has 32).
+constexpr int kMaxTileVectors = kWidth == 16 ? 4 : kWidth == 8 ? 3 : 2;
 constexpr int tile_rows(int vectors) {
   if (vectors == 1) return 12;  // more chains
+  if (kWidth == 8 && vectors == 3) return 4;
   return kMaxTileVectors == 4 && vectors < 4 ? 8 : 6;
 }
 
@@ -331,6 +342,8 @@ VLMK_NOINLINE void gemm(const GemmArgs<Math>& g, Prefetcher& prefetcher,
     const int column = done * kWidth;
     if constexpr (kMaxTileVectors == 4) {
       if (vectors == 4) column_group<Math, kByColumns, 4>(g, column, prefetcher, epilogue);
+    }
+    if constexpr (kMaxTileVectors >= 3) {
       if (vectors == 3) column_group<Math, kByColumns, 3>(g, column, prefetcher, epilogue);
     }
     if (vectors == 2) column_group<Math, kByColumns, 2>(g, column, prefetcher, epilogue);

@@ -1,6 +1,7 @@
 """Where a run computes: CUDA with NCCL, or CPU with gloo. The one place where the two differ.
 
-Without CUDA `setup` installs `vlmtrain.cpu.shim`; where CUDA is present nothing is patched.
+Without CUDA `setup` installs `vlmtrain.cpu.shim` and `vlmtrain.cpu.gloo`; where CUDA is present
+nothing is patched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from vlmtrain.cpu import shim
+from vlmtrain.cpu import gloo, shim
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,10 @@ def model_code() -> AbstractContextManager[object]:
 
 
 def setup(local_rank: int = 0) -> Backend:
-    """Choose the backend of this process; install the CPU shim where there is no CUDA."""
+    """Choose the backend of this process; install what stands in for CUDA where there is none."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         return Backend(torch.device("cuda", torch.cuda.current_device()), "cpu:gloo,cuda:nccl")
     shim.install()
+    gloo.install()
     return Backend(torch.device("cpu"), "gloo")

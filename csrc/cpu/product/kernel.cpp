@@ -6,7 +6,7 @@
 // packs it, and what is not divided is packed for all. With AVX-512 dense rows of float32 that are
 // divided are read where they lie. With AVX2 a sliver stays in a first-level cache of 32 KB, and
 // beside it what a tile reads of A: hence a smaller depth, and A packed row by row where its rows
-// are dense, else six rows at a time.
+// are dense, else a tile's rows at a time.
 //
 // Some panels of B are packed at once, and their blocks taken one by one: no thread waits at the
 // end of a panel for another that is slower. A block's panels are added in their order.
@@ -42,9 +42,9 @@ constexpr int64_t kFew = kAvx2 ? 256 : 96;  // rows of A up to which B is divide
 constexpr int64_t kFewRowwise = 256;        // where packing transposes B, which takes longer
 constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole panels are packed then
 constexpr int kSliver = kMaxTileVectors * kWidth;
-constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;  // columns packed at once: 256 bytes a row
+constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;  // columns packed at once
 constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packed at once
-constexpr int64_t kTileRows = 6;
+constexpr int64_t kTileRows = tile_rows(kMaxTileVectors);
 constexpr int64_t kAhead = 12;             // rows; 24 are as good
 constexpr double kParallelFrom = 1 << 18;  // multiply-adds
 
@@ -111,8 +111,8 @@ VLMK_NOINLINE void pack_rows(const In* from, int64_t row, int64_t n, int64_t dep
   }
 }
 
-// Dense columns (row == 1), for tiles of six rows: element (i, k) at [i / 6 * ld + k * 6 + i % 6].
-// Whole vectors are stored, so ld is 6 depth + kWidth.
+// Dense columns (row == 1), for tiles of kTileRows = R: element (i, k) at
+// [i / R * ld + k * R + i % R]. Whole vectors are stored, so ld is R depth + kWidth.
 template <class In>
 VLMK_NOINLINE void pack_tiles(const In* from, int64_t step, int64_t n, int64_t depth, float* to,
                               int64_t ld) {
@@ -179,7 +179,8 @@ struct Block {
 template <class Math, class In, class Out>
 struct Product {
   using Element = typename Math::Element;
-  // Where tiles read a block of A: as rows lda apart, else by columns, of AVX2 six rows at a time.
+  // Where tiles read a block of A: as rows lda apart, else by columns, of AVX2 a tile's rows at a
+  // time.
   struct Left {
     const Element* data;
     ptrdiff_t lda;

@@ -1,0 +1,57 @@
+"""All gloo groups of a process on one network thread."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.ranks import run_ranks
+
+WORKER = """
+import glob, os
+import torch
+import torch.distributed as dist
+from vlmtrain.cpu import gloo
+
+gloo.install()
+gloo.install()
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+groups = [dist.new_group(range(size)) for _ in range(5)]
+groups += [dist.new_group([0, size - 1]), dist.new_group([rank], use_local_synchronization=True)]
+
+# Of all groups at once, larger than what a socket takes.
+inputs = [torch.full((1 << 18,), float(1 + rank + 10 * i)) for i in range(len(groups))]
+mine = [i for i, group in enumerate(groups) if isinstance(group, dist.ProcessGroup)]
+works = [dist.all_reduce(inputs[i], group=groups[i], async_op=True) for i in reversed(mine)]
+received = torch.empty(1 << 18)
+to, of = (rank + 1) % size, (rank - 1) % size
+sent = dist.isend(torch.full((1 << 18,), float(rank)), to)
+dist.recv(received, of)
+for work in (*works, sent):
+    work.wait()
+for i in mine:
+    members = dist.get_process_group_ranks(groups[i])
+    expected = float(sum(1 + r + 10 * i for r in members))
+    assert (inputs[i] == expected).all(), (i, inputs[i], expected)
+assert (received == of).all(), received
+objects = [None] * size
+dist.all_gather_object(objects, {"rank": rank}, group=groups[0])
+assert objects == [{"rank": r} for r in range(size)], objects
+assert dist.get_backend(groups[1]) == "gloo"
+names = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
+print(f"network threads: {names.count('gloo_tcp_loop')}, groups: {len(mine) + 1}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_groups_share_a_thread_and_exchange_at_once(named: bool) -> None:
+    env = {"GLOO_SOCKET_IFNAME": "lo"} if named and sys.platform == "linux" else None
+    for rank in run_ranks(["-c", WORKER], 3, timeout=120, env=env):
+        assert rank.code == 0, rank.output
+        if sys.platform == "linux":
+            assert "network threads: 1, groups: 7" in rank.output or (
+                "network threads: 1, groups: 8" in rank.output
+            ), rank.output
