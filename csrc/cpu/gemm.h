@@ -287,11 +287,12 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
       step();
     }
   }
-  for (; k + 2 <= depth; k += 2) {
-    step();
-    step();
+  constexpr int kUnroll = kWidth == 8 ? 4 : 2;
+  for (; k + kUnroll <= depth; k += kUnroll) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kUnroll; ++i) step();
   }
-  if (k < depth) step();
+  for (; k < depth; ++k) step();
   if constexpr (kLeaves) {
     epilogue.put(acc, row, column);
     return;

@@ -3,7 +3,7 @@
 // Everything stands in namespace VLMK_ISA with internal linkage, see dispatch.h. + - * / work on
 // Vec directly (GCC and Clang vector types), the rest is here:
 //   kWidth, set1, load, store, load_n, store_n, fma, max, sqrt, exp2, reduce_add, keep_from,
-//   transpose, each_vector; non-temporal stores: stream, fence_streams, kStreams
+//   transpose, each_vector, fetch_row; non-temporal stores: stream, fence_streams, kStreams
 // load/store take float, BFloat16, Float16; the _n ones touch only the first n elements, the other
 // lanes being zero. VecInt and VecUint are as many 32-bit integers; VLMK_HAS_BYTES: what AVX2 and
 // AVX-512 do with bytes, in lanes of 16.
@@ -435,6 +435,15 @@ template <class T>
 VLMK_INLINE void store_first(T* x, Vec v, int lanes) {
   if (lanes == kWidth) return store(x, v);
   store_n(x, v, lanes);
+}
+
+// Ahead of a loop over rows that are a stride apart, which the hardware's prefetcher does not
+// follow: the row kAhead after the one that is read (24 are as good as 12).
+constexpr int64_t kAhead = 12;
+template <class T>
+VLMK_INLINE void fetch_row(const T* row, int64_t n) {
+  constexpr auto kLine = static_cast<int64_t>(64 / sizeof(T));
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(row + i);
 }
 
 }  // namespace

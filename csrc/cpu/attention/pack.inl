@@ -16,12 +16,15 @@ namespace VLMK_ISA {
 namespace {
 
 constexpr int kBlock = 64;  // queries in lanes; also keys per step of the online softmax
-// From a row of 64 queries in lanes to the next. A tile takes 16 of them with AVX2, a line of each
-// row: in rows 256 bytes apart these would fall into a quarter of the first-level cache's sets.
+// From a row of 64 queries in lanes to the next. A tile takes 16 or 24 of them with AVX2, a line or
+// two of each row: in rows 256 bytes apart these would fall into a quarter of the first-level
+// cache's sets.
 constexpr int kLaneRow = kWidth == 8 ? kBlock + 16 : kBlock;
 // fp32 rows of one block of queries are read once, so where they are; more often: packed, because
 // rows a token apart fall into few sets of the cache.
 constexpr int64_t kInPlaceRows = 64;
+// Rows of longer segments have not been fetched when they are packed; see prefetch.inl.
+constexpr int64_t kPrefetchLength = 128;
 
 // Whether the backward of a segment adds P dP of its keys, which are one block, and reads no `out`.
 VLMK_INLINE bool needs_no_out([[maybe_unused]] int64_t length) {
@@ -99,8 +102,10 @@ struct Fetch {
 template <class T>
 VLMK_NOINLINE void pack_depth(const Rows<T>& rows, int64_t n, int64_t dim, float* dst) {
   const int64_t ld = padded(dim), whole = dim / kWidth * kWidth;
+  const int64_t fetched = n > kPrefetchLength ? n - kAhead : 0;
   for (int64_t i = 0; i < n; ++i, dst += ld) {
     T* row = rows[i];
+    if (i < fetched) fetch_row(rows[i + kAhead], dim);
     int64_t d = 0;
     for (; d < whole; d += kWidth) store(dst + d, load(row + d));
     if (d < dim) {

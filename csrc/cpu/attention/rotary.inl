@@ -20,7 +20,9 @@ VLMK_NOINLINE void rotate_rows(const Rows<From>& rows, const Rows<const float>& 
   // A whole last vector instead of one in part, which is slow to store and to read again.
   const bool overlaps = left > 0 && half > kWidth;
   const Vec flip = set1(kBack ? -1.f : 1.f);
+  const int64_t fetched = n > kPrefetchLength ? n - kAhead : 0;
   for (int64_t i = 0; i < n; ++i) {
+    if (i < fetched) fetch_row(rows[i + kAhead], dim);
     const float *cosine = table[i], *sine = cosine + half;
     From* x = rows[i];
     To* y = to[i];

@@ -3,10 +3,10 @@
 // slivers as wide as a tile and A's rows in blocks, so that a sliver and a block lie in the
 // second-level cache, and the next sliver and the next block's rows are fetched there. A's rows are
 // divided among the threads, or B's columns where A has few rows; the thread that multiplies a part
-// packs it, and what is not divided is packed for all. With AVX-512 dense rows of float32 that are
-// divided are read where they lie. With AVX2 a sliver stays in a first-level cache of 32 KB, and
-// beside it what a tile reads of A: hence a smaller depth, and A packed row by row where its rows
-// are dense, else a tile's rows at a time.
+// packs it, and what is not divided is packed for all. With AVX-512, and of a narrow B with AVX2,
+// dense rows of float32 that are divided are read where they lie. With AVX2 a sliver stays in a
+// first-level cache of 32 KB, and beside it what a tile reads of A: hence a smaller depth, and A
+// packed row by row where its rows are dense, else a tile's rows at a time.
 //
 // Some panels of B are packed at once, and their blocks taken one by one: no thread waits at the
 // end of a panel for another that is slower. A block's panels are added in their order.
@@ -40,12 +40,12 @@ constexpr int64_t kColumns = 4096;          // of B, 12 MB of 768 elements
 constexpr int64_t kSums = 4 << 20;          // of C, 16 MB, where it is bf16 and has several panels
 constexpr int64_t kFew = kAvx2 ? 256 : 96;  // rows of A up to which B is divided
 constexpr int64_t kFewRowwise = 256;        // where packing transposes B, which takes longer
+constexpr int64_t kNarrow = 512;  // columns up to which AVX2 gains by not packing A's dense rows
 constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole panels are packed then
 constexpr int kSliver = kMaxTileVectors * kWidth;
 constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;  // columns packed at once
 constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packed at once
 constexpr int64_t kTileRows = tile_rows(kMaxTileVectors);
-constexpr int64_t kAhead = 12;             // rows; 24 are as good
 constexpr double kParallelFrom = 1 << 18;  // multiply-adds
 
 VLMK_INLINE int64_t parts(int64_t n, int64_t largest) { return (n + largest - 1) / largest; }
@@ -81,21 +81,14 @@ VLMK_NOINLINE void pack(const In* from, int64_t row, int64_t step, int64_t n, in
   });
 }
 
-// Ahead of a loop over rows that are a stride apart, which the hardware's prefetcher does not
-// follow.
-template <class In>
-VLMK_INLINE void fetch_row(const In* row, int64_t n) {
-  constexpr auto kLine = static_cast<int64_t>(64 / sizeof(In));
-  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(row + i);
-}
-
 // The first n of dense columns (row == 1), n being whole slivers, which follow each other in `to`.
 template <class In>
 VLMK_NOINLINE void pack_slivers(const In* from, int64_t step, int64_t n, int64_t depth, float* to) {
-  for (int64_t k = 0; k < depth; ++k) {
+  for (int64_t k = 0; k < depth; ++k, to += kSliver) {
     fetch_row(from + (k + kAhead) * step, n);
-    for (int64_t i = 0; i < n; i += kWidth) {
-      store(to + (i / kSliver * depth + k) * kSliver + i % kSliver, load(from + k * step + i));
+    float* sliver = to;
+    for (int64_t i = 0; i < n; i += kSliver, sliver += depth * kSliver) {
+      for (int j = 0; j < kSliver; j += kWidth) store(sliver + j, load(from + k * step + i + j));
     }
   }
 }
@@ -112,16 +105,21 @@ VLMK_NOINLINE void pack_rows(const In* from, int64_t row, int64_t n, int64_t dep
 }
 
 // Dense columns (row == 1), for tiles of kTileRows = R: element (i, k) at
-// [i / R * ld + k * R + i % R]. Whole vectors are stored, so ld is R depth + kWidth.
+// [i / R * ld + k * R + i % R], zeros behind n as far as a whole tile. ld is R depth + kWidth, as
+// tiles 4 KB apart would fall into the same set of the cache.
 template <class In>
 VLMK_NOINLINE void pack_tiles(const In* from, int64_t step, int64_t n, int64_t depth, float* to,
                               int64_t ld) {
-  for (int64_t k = 0; k < depth; ++k) {
+  constexpr size_t kSize = kTileRows * sizeof(float);
+  for (int64_t k = 0; k < depth; ++k, to += kTileRows) {
     fetch_row(from + (k + kAhead) * step, n);
-    for (int64_t i = 0; i < n; i += kTileRows) {
-      store(to + i / kTileRows * ld + k * kTileRows,
-            load_first(from + k * step + i, static_cast<int>(minimum(kWidth, n - i))));
-    }
+    float* tile = to;
+    each_vector(n, [&](int64_t i, int lanes) {
+      const Vec v = load_first(from + k * step + i, lanes);
+      for (int64_t done = 0; done < lanes; done += kTileRows, tile += ld) {
+        __builtin_memcpy(tile, reinterpret_cast<const float*>(&v) + done, kSize);
+      }
+    });
   }
 }
 
@@ -438,7 +436,7 @@ struct Product {
   }
 
   void divide_rows() const {
-    const bool in_place = kFloats && !kAvx2 && p.a_column == 1;
+    const bool in_place = kFloats && p.a_column == 1 && (!kAvx2 || p.columns <= kNarrow);
     // Each thread takes as many rows, and where these are few the columns are divided too.
     const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
     const int64_t rows = parts(parts(p.rows, row_blocks), kTileRows) * kTileRows;
