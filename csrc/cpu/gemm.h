@@ -19,8 +19,8 @@ struct Fp32 {
   static constexpr int kStep = 1;  // of the depth, per element
   static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    // As text, because GCC reads B from memory for each row, or lets sums change registers: a tile
-    // has 16 registers for 16 vectors, and was 10% slower.
+    // In assembly, because GCC reads B from memory for each row, or lets sums change registers: a
+    // tile has 16 registers for 16 vectors, and was 10% slower.
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
     return sum;
 #else
