@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from tests.ranks import run_ranks
 
 WORKER = """
-import glob, os
+import glob
 import torch
 import torch.distributed as dist
-from vlmtrain.cpu import gloo
+from vlmtrain.core import device
 
-gloo.install()
-gloo.install()
-dist.init_process_group("gloo")
+device.setup()
+dist.init_process_group(device.setup().process_group)
 rank, size = dist.get_rank(), dist.get_world_size()
 groups = [dist.new_group(range(size)) for _ in range(5)]
 groups += [dist.new_group([0, size - 1]), dist.new_group([rank], use_local_synchronization=True)]
@@ -46,12 +46,13 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA torch's groups are as they were")
 @pytest.mark.parametrize("named", [False, True])
 def test_groups_share_a_thread_and_exchange_at_once(named: bool) -> None:
-    env = {"GLOO_SOCKET_IFNAME": "lo"} if named and sys.platform == "linux" else None
-    for rank in run_ranks(["-c", WORKER], 3, timeout=120, env=env):
+    linux = sys.platform == "linux"
+    env = {"GLOO_SOCKET_IFNAME": "lo" if linux else "lo0"} if named else None
+    for number, rank in enumerate(run_ranks(["-c", WORKER], 3, timeout=120, env=env)):
         assert rank.code == 0, rank.output
-        if sys.platform == "linux":
-            assert "network threads: 1, groups: 7" in rank.output or (
-                "network threads: 1, groups: 8" in rank.output
-            ), rank.output
+        if linux:  # where threads have names
+            groups = 7 if number == 1 else 8
+            assert f"network threads: 1, groups: {groups}\n" in rank.output, rank.output

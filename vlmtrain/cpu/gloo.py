@@ -1,7 +1,8 @@
 """One network thread for all gloo groups of a process.
 
 torch gives every group a device of its own, whose thread wakes 100 times a second, whether anything
-is exchanged or not. Megatron makes about twenty groups: on two cores one process lost 2% to them.
+is exchanged or not. Megatron makes about twenty groups: 21 such threads, stopped and let go in
+turns beside products on two cores, cost 1.7 and 1.8% (a script that is not kept).
 """
 
 from __future__ import annotations
@@ -34,5 +35,9 @@ class _Group(dist.ProcessGroupGloo):
 
 
 def install() -> None:
-    """Let torch.distributed make its gloo groups so. Idempotent."""
+    """Let torch.distributed make its gloo groups so. Idempotent.
+
+    By replacing the class: init_process_group and new_group hand no options on to gloo, and a
+    backend registered by another name would not be what Megatron and torch ask for as "gloo".
+    """
     distributed_c10d.ProcessGroupGloo = _Group  # type: ignore[misc]

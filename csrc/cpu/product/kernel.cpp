@@ -104,7 +104,7 @@ VLMK_NOINLINE void pack_rows(const In* from, int64_t row, int64_t n, int64_t dep
   }
 }
 
-// Dense columns (row == 1), for tiles of kTileRows = R: element (i, k) at
+// With AVX2. Dense columns (row == 1), for tiles of kTileRows = R: element (i, k) at
 // [i / R * ld + k * R + i % R], zeros behind n as far as a whole tile. ld is R depth + kWidth, as
 // tiles 4 KB apart would fall into the same set of the cache.
 template <class In>
