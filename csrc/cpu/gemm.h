@@ -19,8 +19,8 @@ struct Fp32 {
   static constexpr int kStep = 1;  // of the depth, per element
   static VLMK_MEMBER Vec mac(Vec x, Vec y, Vec sum) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    // In assembly: a tile fills all 16 registers, and GCC read vectors of B from memory for each row
-    // and moved sums between registers (10% slower).
+    // In assembly: a tile fills all 16 registers, and GCC read vectors of B from memory for each
+    // row and moved sums between registers (10% slower).
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(y));
     return sum;
 #else
