@@ -46,11 +46,18 @@ GENERATIONS = {
 
 
 def _cpu_name() -> str:
+    """With family and model, where there are such: a hypervisor may give one name to processors of
+    several generations."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        lines = []
+    pairs = (line.partition(":") for line in reversed(lines))
+    said = {key.strip(): value.strip() for key, _, value in pairs}
+    name = said.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" not in said:
+        return name
+    return f"{name} (family {said['cpu family']}, model {said['model']})"
 
 
 def describe_machine(device: str) -> dict[str, Any]:
@@ -70,7 +77,6 @@ def describe_machine(device: str) -> dict[str, Any]:
             continue
     best = next(name for name in GENERATIONS if name in _native.available_isas())
     machine = {
-        # A hypervisor may give one name to processors of several generations.
         "cpu": f"{_cpu_name()} with {GENERATIONS[best]}",
         "cores": len(affinity) or os.cpu_count() or 1,
         "kernels": _native._C.isa(),

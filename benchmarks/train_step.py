@@ -4,12 +4,14 @@ samples, train_peers.py what transformers does and what each side holds in memor
 
 The ceiling: the products of the step's tokens, patches and targets with the model's weights and
 their gradients, by torch or the faster kernel of vlmkernels.product, and the multiply-adds of its
-attention at the processor's peak. No implementation needs less, so the ratio can't come above the
-ratio shown divided by this share.
+attention at the processor's peak; behind the last layer's attention of the targets alone, as ours.
+No implementation of these needs less, so the ratio can't come above the ratio shown divided by this
+share.
 """
 
 from __future__ import annotations
 
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -47,6 +49,10 @@ HELD = {"float32": 32, "bfloat16": 38}
 
 #: Rows of one product of the ceiling: more at a time make it no faster.
 LARGEST_PRODUCT = 2048
+
+
+#: A layer's linears behind its attention.
+BEHIND = r"(self_attention\.linear_proj|mlp)\."
 
 
 def our_step(
@@ -116,11 +122,14 @@ def ceilings(
     tokens = sum(pack.length - pack.pad_tokens for pack in packs)
     targets = sum(pack.target_tokens for pack in packs)
     merged = patches // engine.spec.vision.merge_unit
+    last = engine.spec.num_layers - 1
     shapes: Counter[tuple[int, int, int, bool]] = Counter()  # rows, outputs, inputs, dx too
     for name, weight in engine.stages[0].named_parameters():
         if weight.dim() != 2 or ("embedding" in name and not engine.spec.tie_word_embeddings):
             continue
         rows = tokens
+        if engine.spec.ends_on_targets and re.search(rf"decoder\.layers\.{last}\.{BEHIND}", name):
+            rows = targets
         if "output_layer" in name or "embedding" in name:
             rows = targets
         elif "vision" in name:

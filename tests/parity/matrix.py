@@ -211,6 +211,9 @@ def check(
         assert not asked, f"{asked}; {case}"
         if "chunks" in result:
             assert 0 < result["chunks"] <= 1, f"logits of {result['chunks']} chunks; {case}"
+        # behind the last layer's attention are the tokens with a loss, and no others
+        seen, due = result.get("rows", ((), ()))
+        assert list(seen) == list(due), case
         # a pack without images costs nothing in the tower
         assert result.get("tower_runs") == result.get("tower_runs_due"), case
         assert result["loss"] == pytest.approx(loss, rel=1e-6), case

@@ -97,6 +97,7 @@ def gather_gradients(engine: Any) -> None:
 # Where a number may be asked of a tensor inside a step: of grids and labels, which stay in host
 # memory, and of offsets before they leave it.
 _HOST = ("layout.py", "step_inputs.py", "batch.py:media_pixels", "batch.py:to")
+_HOST += ("batch.py:target_rows",)
 _HOST += ("vision.py:from_grid", "batch.py:_rows_before")
 _HOST += ("row_exchange.py:__init__", "row_exchange.py:row_exchange")
 _HOST += ("experts.py",)  # rows of each expert, which Megatron has fetched
@@ -280,6 +281,11 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         runs: list[Any] = []
         towers = [stage.vision.blocks for stage in engine.stages if stage.vision is not None]
         hooks = [tower.register_forward_hook(lambda *a: runs.append(a[0])) for tower in towers]
+        rows: list[int] = []  # that the last layer's MLP gets
+        last = engine.stages[-1].language_model if engine.stages[-1].post_process else None
+        if last is not None and len(last.decoder.layers):
+            mlp = last.decoder.layers[-1].mlp
+            hooks.append(mlp.register_forward_hook(lambda _, x, y: rows.append(len(x[0]))))
         packs = share(0)
         rank, size = engine.groups.tp.rank(), engine.groups.tp.size()
         first = padded_vocab_size(spec.vocab_size, size) // size * rank
@@ -292,6 +298,11 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
             hook.remove()
         result["host_questions"] = actual
         result["tower_runs"] = len(runs)
+        if layout.tensor == 1 and rows:  # else tests/models/test_target_rows.py
+            result["rows"] = (
+                rows,
+                [pack.target_tokens if spec.ends_on_targets else pack.length for pack in packs],
+            )
         result["tower_runs_due"] = len(towers) * sum(len(pack.grid_thw) > 0 for pack in packs)
     if lora.dropout and engine.replica is not None:
         result["passes_agree"] = passes_agree(engine, share(0))

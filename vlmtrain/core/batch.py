@@ -79,6 +79,16 @@ class PackedBatch:
     def _rows_before(self) -> np.ndarray:
         return np.concatenate([[0], (self.visual_index.numpy() >= 0).cumsum()])
 
+    def target_rows(self, parts: int) -> np.ndarray | None:
+        """Positions [parts, n] within each of `parts` equal parts of the sequence, each target
+        token among them: n is the largest number in a part, at least 1, and others fill a part up.
+        None: all positions."""
+        ignored = (self.labels == IGNORE).numpy().reshape(parts, -1)
+        most = max(ignored.shape[1] - int(ignored.sum(1).min()), 1)
+        if most == ignored.shape[1]:
+            return None
+        return ignored.argsort(axis=1, kind="stable")[:, :most]
+
     def media_pixels(self) -> list[Tensor | None]:
         """The rows of pixel_values of each medium; None: they are not in this batch."""
         decoded, patches = self.decoded, self.grid_thw.prod(1).tolist()

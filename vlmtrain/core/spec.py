@@ -91,6 +91,12 @@ class ModelSpec:
         """Rows of features that each visual token has: the merger's, and DeepStack's."""
         return 1 + len(self.vision.deepstack_layers)
 
+    @property
+    def ends_on_targets(self) -> bool:
+        """Whether the last language layer goes on behind its attention with the target tokens
+        alone: there the loss reads no others, but a router's statistics and DeepStack do."""
+        return not self.num_experts and len(self.vision.deepstack_layers) < self.num_layers
+
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     """Rows of the embedding table in Megatron: a multiple of 128 x tensor-parallel size."""

@@ -12,7 +12,8 @@ multiply:
   for the weight's. Frozen weights have no second part; where nothing below is trained there is no
   backward at all. Pixels need no gradient.
 - The head counts 2NhV and twice that backward: only tokens with a target have logits
-  (`vlmkernels.linear_cross_entropy`), however they are made in chunks.
+  (`vlmkernels.linear_cross_entropy`), however they are made in chunks. Only they go on behind the
+  attention of the last language layer too, where that has one MLP (`ModelSpec.ends_on_targets`).
 - Adapters (LoRA) are products with two small weights that are trained, beside a frozen one.
 - *Model* FLOPs (MFU) leave out recomputation; `hardware_flops` (HFU) adds it.
 
@@ -50,7 +51,7 @@ class Work:
     patches: int = 0  # through the vision tower
     frame_pairs: int = 0  # pairs of a vision layer that attends to the whole frame
     window_pairs: int = 0  # pairs of a vision layer that attends within windows
-    targets: int = 0  # tokens with a target, through the head
+    targets: int = 0  # tokens with a target, through the end of the last layer and the head
 
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
@@ -139,6 +140,14 @@ def text_layer_price(spec: ModelSpec) -> Price:
     )
 
 
+def moved_to_targets(spec: ModelSpec, *, mlp: bool = False) -> Work:
+    """What is added to the prices of `num_layers` whole layers because the last one goes on behind
+    its attention with target tokens alone; `mlp`: to those of their MLPs."""
+    layer = table_of(spec).text_layer
+    moved = 2 * (layer.mlp_weights if mlp else layer.weights_behind_attention)
+    return Work(tokens=-moved, targets=moved) if spec.ends_on_targets else Work()
+
+
 def vision_layer_price(spec: ModelSpec, layer: int) -> Price:
     """`layer` counts from 0; it decides between windows and whole frames."""
     vision = spec.vision
@@ -177,7 +186,8 @@ def prices(spec: ModelSpec) -> dict[str, Price]:
         "vision": Price(weights, attention),
         "merger": Price(merger_price(spec).weights.scaled(spec.visual_sets)),
         "language": Price(
-            text.weights.scaled(spec.num_layers), text.attention.scaled(spec.num_layers)
+            text.weights.scaled(spec.num_layers) + moved_to_targets(spec),
+            text.attention.scaled(spec.num_layers),
         ),
         "head": head_price(spec),
     }
@@ -254,7 +264,8 @@ def count(
         result.attention_backward[name] = pairs * factors[name][1]
         result.backward[name] = weights * factors[name][0] + pairs * factors[name][1]
     result.mlp_forward["vision"] = spec.vision.depth * (mlp_price(spec, vision=True) @ work)
-    result.mlp_forward["language"] = spec.num_layers * (mlp_price(spec, vision=False) @ work)
+    mlps = mlp_price(spec, vision=False).scaled(spec.num_layers) + moved_to_targets(spec, mlp=True)
+    result.mlp_forward["language"] = mlps @ work
     return result
 
 
@@ -272,7 +283,7 @@ def _count_adapted(
         forward = backward = mlp = attention = attention_back = 0
         learn = bool(lora_costs.adapter_parameters(spec, lora, 1, vision))
         below = below or (learn and name in recomputed)
-        for price in pairs:
+        for layer, price in enumerate(pairs, 1):
             one = lora_costs.layer_products(spec, lora, vision=vision, below=below)
             seen = price.attention @ work
             forward += 2 * one.forward * rows + seen
@@ -281,6 +292,11 @@ def _count_adapted(
             attention += seen
             if one.attention_learns:
                 attention_back += 2 * seen
+            if not vision and layer == number and spec.ends_on_targets:
+                fewer = 2 * (work.targets - rows)
+                forward += one.forward_behind * fewer
+                backward += one.backward_behind * fewer
+                mlp += one.mlp_forward * fewer
             below = below or learn
         result.forward[name], result.mlp_forward[name] = forward, mlp
         result.backward[name] = backward + attention_back

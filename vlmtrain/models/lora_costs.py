@@ -33,6 +33,8 @@ class LayerProducts:
     forward: int
     mlp_forward: int  # contained in forward
     backward: int
+    forward_behind: int  # of forward, what is behind the attention; of backward
+    backward_behind: int
     attention_learns: bool  # whether attention has a backward pass
 
 
@@ -40,7 +42,7 @@ def layer_products(
     spec: ModelSpec, lora: LoraSection, *, vision: bool, below: bool
 ) -> LayerProducts:
     """Of one layer with frozen weights; `below`: whether its input needs a gradient."""
-    forward = mlp = backward = 0
+    forward = mlp = backward = queries = queries_backward = 0
     needs, attention = below, False
     for linear in table_of(spec).layer(vision).linears:
         rows = adapted(linear, lora, vision=vision)
@@ -54,8 +56,9 @@ def layer_products(
             backward += linear.weights + into
         needs = needs or bool(rows)
         if linear.groups:  # queries, keys and values: attention follows
-            attention = needs
-    return LayerProducts(forward, mlp, backward, attention)
+            attention, queries, queries_backward = needs, forward, backward
+    behind = forward - queries, backward - queries_backward
+    return LayerProducts(forward, mlp, backward, *behind, attention)
 
 
 def adapter_parameters(spec: ModelSpec, lora: LoraSection, tensor: int, vision: bool) -> list[int]:

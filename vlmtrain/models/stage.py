@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
@@ -28,7 +29,13 @@ from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 from vlmtrain.models import message
 from vlmtrain.models.common.balance import Routing, aux_loss
 from vlmtrain.models.common.language import LanguageModel
-from vlmtrain.models.common.layers import adapt, ask_for_gradient, block_submodules, touch
+from vlmtrain.models.common.layers import (
+    LossRows,
+    adapt,
+    ask_for_gradient,
+    block_submodules,
+    touch,
+)
 from vlmtrain.models.common.positions import mrope_table
 from vlmtrain.models.common.vision import VisionInputs, VisionTower
 from vlmtrain.models.family import family_of
@@ -316,6 +323,12 @@ class QwenVLStage(LanguageModule):
             max_seqlen_q=batch.max_seqlen,
             rotary_table=mrope_table(batch.position_ids, self.spec),
         )
+        labels = batch.labels if self.post_process and not logits else None
+        weights, rows = batch.loss_weights, None
+        if labels is not None and (chosen := self._target_rows(batch)) is not None:
+            whole, rows = chosen
+            labels = labels[whole]
+            weights = None if weights is None else weights.index_select(0, rows.whole)
         if embeddings is not None:
             embeddings = ask_for_gradient(self.language_model.decoder, embeddings.unsqueeze(1))
         return self.language_model(
@@ -323,14 +336,29 @@ class QwenVLStage(LanguageModule):
             batch.position_ids[:, None],
             None,
             decoder_input=embeddings,
-            labels=batch.labels if self.post_process and not logits else None,
+            labels=labels,
             packed_seq_params=packed,
             extra_block_kwargs={
                 "after_layer": after_layer if features else None,
                 "routing": routing,
+                "loss_rows": rows,
             },
-            loss_mask=batch.loss_weights,
+            loss_mask=weights,
         )
+
+    def _target_rows(self, batch: PackedBatch) -> tuple[Tensor, LossRows] | None:
+        """The tokens that go on behind the last layer's attention, in host memory, and for its
+        layer; None: all."""
+        part, parts = self._part
+        if not (self.spec.ends_on_targets and self.layout.text_layers[self.stage]):
+            return None
+        if (places := batch.target_rows(parts)) is None:
+            return None
+        starts = np.arange(parts)[:, None] * (batch.length // parts)
+        whole = torch.from_numpy((places + starts).reshape(-1))
+        device = batch.input_ids.device
+        own = torch.from_numpy(places[part]).to(device, non_blocking=True)
+        return whole, LossRows(whole.to(device, non_blocking=True) if parts > 1 else own, own)
 
     def sharded_state_dict(
         self,

@@ -264,14 +264,16 @@ def _check_counts(
 
 
 def _prices(spec: ModelSpec) -> tuple[float, float, float]:
-    """What a vision layer, a language layer and the head cost.
+    """What a vision layer, a language layer, and the head with what the last layer costs less.
 
     In matmul weights a token of a typical pack passes: a vision layer counts 4 patches per image
-    token, the head its target tokens alone.
+    token, the head its target tokens alone, as what is behind the last layer's attention.
     """
     table, patches = table_of(spec), 4 * IMAGE_SHARE
     targets = (1 - IMAGE_SHARE) * TARGET_SHARE
     vision, head = patches * table.vision_layer.weights, targets * table.head.weights
+    if spec.ends_on_targets:
+        head -= (1 - targets) * table.text_layer.weights_behind_attention
     return vision, table.text_layer.weights, head
 
 

@@ -205,6 +205,18 @@ class CostModel:
         again = {"none": 0 * units["text"], "selective": units["text_mlp"], "full": units["text"]}
         return _again(units["text"], again[recompute])
 
+    def text_end(self, tensor: int, recompute: str) -> np.ndarray:
+        """[4, 6], added to the last language layer because it ends on target tokens. Its
+        collectives count as any layer's."""
+        seconds = 1 / (self.gpu.peak * self.gpu.efficiency.language * tensor)
+        moved = seconds * np.array(flops.moved_to_targets(self.spec).values())
+        mlp = seconds * np.array(flops.moved_to_targets(self.spec, mlp=True).values())
+        result = np.zeros((4, COLUMNS))
+        result[COMPUTE_F] = moved
+        result[COMPUTE_B] = moved * self.backward_factors()["language"][0]
+        result[COMPUTE_B] += {"none": 0 * moved, "selective": mlp, "full": moved}[recompute]
+        return result
+
     def vision_costs(self, tensor: int, sequence: bool, recompute: str) -> np.ndarray:
         """[depth + 1, 4, 6]: the first i vision layers."""
         units = self.units(tensor, sequence)
@@ -221,6 +233,8 @@ class CostModel:
         text = self.text_cost(*sizes, option.recompute_text, layout.expert)
         result = np.array(layout.text_layers, dtype=float)[:, None, None] * text
         result[-1] += units["head"]
+        if layout.text_layers[-1]:
+            result[-1] += self.text_end(layout.tensor, option.recompute_text)
         if not option.multiplexed and with_vision:
             tower = self.vision_costs(*sizes, option.recompute_vision)
             ends = np.cumsum(layout.vision_layers)

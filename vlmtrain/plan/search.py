@@ -243,7 +243,8 @@ def _split(
         vision = np.diff(tower).tolist()
         vision[0] += total(units["patch_embed"])
         vision[-1] += total(units["merger"])
-    layers = contiguous(vision, text, model.spec.num_layers, total(units["head"]), stages)
+    head = total(units["head"] + model.text_end(tensor, again_t))
+    layers = contiguous(vision, text, model.spec.num_layers, head, stages)
     return ((), layers[1]) if layers is not None and multiplexed else layers
 
 

@@ -36,13 +36,17 @@ from vlmkernels.rotary import apply_rotary
 
 @dataclass
 class RotaryPackedSeqParams(PackedSeqParams):
-    """PackedSeqParams with float32 [T, head_dim], of each token the cosines of its head_dim / 2
-    angles, then the sines.
+    """PackedSeqParams with what a layer's attention needs beside the segments.
 
-    Leave the layers' own `rotary_pos_emb` None with it.
+    rotary_table: float32 [T, head_dim], of each token the cosines of its head_dim / 2 angles, then
+        the sines. Leave the layers' own `rotary_pos_emb` None with it.
+    output_rows: int64 [n], tokens of which the attention returns its output, on the device of the
+        hidden states; None: of all. Behind the last layer's attention nothing needs the tokens
+        without a loss; the layer must take the same rows of its residual.
     """
 
     rotary_table: Tensor | None = None
+    output_rows: Tensor | None = None
 
 
 @dataclass
@@ -52,11 +56,18 @@ class VisionPackedSeqParams(PackedSeqParams):
     layout: VisionLayout | None = None
 
 
+def _rows(out: Tensor, params: PackedSeqParams) -> Tensor:
+    """Of the attention's output [T, H, D] the rows that are wanted."""
+    rows = getattr(params, "output_rows", None)
+    return out if rows is None else out.index_select(0, rows)
+
+
 class VarlenCoreAttention(MegatronModule):
     """Attention over packed segments, for megatron-core's local layer spec.
 
     Takes query [T, 1, H, D] and key, value [T, 1, Hkv, D] (or without the 1, `thd`), returns
-    [T, 1, H * D] (or [T, H, D]). Causal where the layer's mask type is causal.
+    [T, 1, H * D] (or [T, H, D]), or of RotaryPackedSeqParams's output_rows alone. Causal where the
+    layer's mask type is causal.
     """
 
     def __init__(
@@ -127,6 +138,7 @@ class VarlenCoreAttention(MegatronModule):
             causal=self.attn_mask_type == AttnMaskType.causal,
             scale=self.scale,
         )
+        out = _rows(out, packed_seq_params)
         return out.reshape(out.shape[0], 1, -1) if batched else out
 
     def sharded_state_dict(
@@ -173,6 +185,7 @@ class PackedSelfAttention(SelfAttention):
         causal = core.attn_mask_type == AttnMaskType.causal
         segments = packed_seq_params.cu_seqlens_q
         out = qkv_attention(qkv, table, segments, causal=causal, scale=core.scale)
+        out = _rows(out, packed_seq_params)
         return self.linear_proj(out.view(len(out), 1, out.shape[1] * out.shape[2]))
 
 

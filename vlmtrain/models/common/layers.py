@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import (
@@ -22,7 +22,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from vlmkernels.integrations.megatron import PackedSelfAttention, VarlenCoreAttention
+from vlmkernels.integrations.megatron import (
+    PackedSelfAttention,
+    RotaryPackedSeqParams,
+    VarlenCoreAttention,
+)
 from vlmtrain.cpu import host_ops
 from vlmtrain.models.common.balance import Routing
 from vlmtrain.models.common.configs import gelu_tanh, quick_gelu
@@ -32,6 +36,15 @@ from vlmtrain.models.common.linears import whole_linear
 #: Called behind each layer with its number in the whole tower and its output; returns what the next
 #: layer gets. Outside of what recomputation repeats.
 AfterLayer = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LossRows:
+    """Tokens with which the last layer goes on behind its attention: those that have a loss, and
+    what sequence parallelism needs to give each rank equally many."""
+
+    whole: Tensor  # int64 [n * tp, or n]: positions in the pack, part by part of its sequence
+    own: Tensor  # int64 [n]: positions in this rank's part, of a sequence that is not split in all
 
 
 class Norm:
@@ -105,13 +118,14 @@ class Block(TransformerBlock):
         hidden_states: Tensor | None,
         attention_mask: None = None,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: RotaryPackedSeqParams,
         after_layer: AfterLayer | None = None,
         routing: Routing | None = None,
+        loss_rows: LossRows | None = None,
         **unused: Any,
     ) -> Tensor:
         """hidden_states [S or S/tp, 1, h]; without `pre_process` they were set beforehand. Each
-        layer adds to `routing`."""
+        layer adds to `routing`. With `loss_rows` the last one returns those rows, [n, 1, h]."""
         x = hidden_states if self.pre_process else self.input_tensor
         # Megatron's checkpoints and its freeing of what was sent allow no views.
         x = make_viewless_tensor(inp=x, requires_grad=True, keep_graph=True)
@@ -120,13 +134,15 @@ class Block(TransformerBlock):
         tracker = tensor_parallel.get_cuda_rng_tracker()
         with tracker.fork() if self.config.sequence_parallel else contextlib.nullcontext():
             for layer in self.layers:
+                rows = loss_rows if layer is self.layers[-1] else None
 
-                def run(x: Tensor, layer: Any = layer) -> Any:
+                def run(x: Tensor, layer: Any = layer, rows: LossRows | None = rows) -> Any:
                     x = layer(
                         hidden_states=x,
                         attention_mask=attention_mask,
                         packed_seq_params=packed_seq_params,
                         padding_mask=padding,
+                        loss_rows=rows,
                     )[0]
                     return x if routing is None else (x, layer.mlp.take_routed())
 
@@ -154,11 +170,15 @@ class Layer(TransformerLayer):
         hidden_states: Tensor,
         attention_mask: None = None,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: RotaryPackedSeqParams,
         padding_mask: Tensor | None = None,
+        loss_rows: LossRows | None = None,
     ) -> tuple[Tensor, None]:
         fused, dropout = self.config.bias_dropout_fusion, self.hidden_dropout
         x, normal = host_ops.with_norm(self.input_layernorm, hidden_states)
+        if loss_rows is not None:
+            x = x.index_select(0, loss_rows.own)
+            packed_seq_params = replace(packed_seq_params, output_rows=loss_rows.whole)
         attended = self.self_attention(
             normal, attention_mask=attention_mask, packed_seq_params=packed_seq_params
         )

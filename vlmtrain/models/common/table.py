@@ -161,6 +161,11 @@ class Part:
         return sum(linear.weights for linear in self.linears)
 
     @property
+    def weights_behind_attention(self) -> int:
+        """Those of the linears behind a layer's queries, keys and values."""
+        return sum(linear.weights for linear in self.linears if not linear.groups)
+
+    @property
     def norm_bias(self) -> bool:
         """Whether its norms are LayerNorms."""
         return any(item.bias for item in self.items if isinstance(item, Norm))
