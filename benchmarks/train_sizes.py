@@ -38,6 +38,7 @@ class Size:
     pack_length: int  # tokens that a pack holds at most
     bar: float  # how many times as long the best peer must take
     tied: bool = False
+    padded_tokens: int | None = None  # that a padded batch holds at most; None: as a pack
 
     def config(self) -> dict[str, Any]:
         """config.json as released Qwen2.5-VL folders have it."""
@@ -169,6 +170,9 @@ def mixed(samples: int = 64) -> Size:
 
     Text lengths have a median of 60 tokens and a long tail, as instruction data has; images have 35
     to 288 tokens, so that a round of a small model takes seconds.
+
+    A padded batch of 2,048 tokens needs as much memory as a pack of 3,584: it has logits. The row
+    measures both.
     """
     draw = random.Random(0)
     drawn: list[Parts] = []
@@ -180,7 +184,7 @@ def mixed(samples: int = 64) -> Size:
             parts.append(("image", (1, height, width)))
         answer = 60 * math.exp(draw.gauss(0, 0.8)) + (draw.random() < 0.1) * draw.randint(300, 700)
         drawn.append([*parts, max(4, round(answer))])
-    length = 2048
+    length = 3584
     plan = plan_epoch(np.array([_tokens(x) for x in drawn]), length, 0, 0, "mixed")
     return Size(
         name="mixed",
@@ -192,6 +196,7 @@ def mixed(samples: int = 64) -> Size:
         packs=[pack.tolist() for pack in plan],
         pack_length=length,
         bar=2.0,
+        padded_tokens=2048,
     )
 
 

@@ -91,13 +91,13 @@ def our_step(
 
 
 def ways(size: Size) -> dict[str, list[train_peers.Batch]]:
-    """How transformers may take the samples; padded batches hold as many tokens as a pack."""
+    """How transformers may take the samples; padded batches need as much memory as a pack."""
     samples, everything = size.samples, range(len(size.samples))
     chosen = {"one by one": [[i] for i in everything]}
     if size.name == "mixed":
         by_length = np.argsort([len(s.input_ids) for s in samples], kind="stable").tolist()
         for name, order in (("sorted by length", by_length), ("as they come", everything)):
-            cut = train_peers.batches(samples, order, size.pack_length)
+            cut = train_peers.batches(samples, order, size.padded_tokens or size.pack_length)
             chosen[f"padded batches, {name}"] = cut
     else:
         chosen["padded batch"] = size.packs
@@ -219,6 +219,7 @@ def comparison(size: Size, dtype: str, folder: Path, context: Context) -> Compar
         check=_same_loss,
         tokens=tokens,
         bar=None if context.quick else size.bar,
+        results_bytes=0 if size.name == "mixed" else None,
     )
 
 

@@ -172,9 +172,9 @@ struct Prefetcher {
   }
 };
 
-// What a tile starts from: 0, C, or C with row i multiplied by row_scale[i]. kAddLast: from 0, and
-// C is added to the sum.
-enum class Start { kZero, kAdd, kScale, kAddLast };
+// What a tile starts from: 0, C, or C with row i multiplied by row_scale[i]. kAddLast and kBias:
+// from 0, and C, or column j's bias[j], is added to the sum.
+enum class Start { kZero, kAdd, kScale, kAddLast, kBias };
 
 // Of a block on the diagonal of a causal segment, what the mask leaves of a product.
 enum class Causal {
@@ -207,6 +207,7 @@ struct GemmArgs {
   Start start;
   const float* row_scale;  // [rows], for Start::kScale
   Causal causal = Causal::kAll;
+  const float* bias = nullptr;  // [vectors * kWidth], for Start::kBias
 };
 
 // The next row of a tile, hidden from the compiler, which would compute the addresses of all rows
@@ -232,7 +233,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
       for (int j = 0; j < kVectors; ++j) __builtin_prefetch(to + j * kWidth, 1);
     }
   }
-  if (kLeaves || g.start == Start::kZero || g.start == Start::kAddLast) {
+  if (kLeaves || (g.start != Start::kAdd && g.start != Start::kScale)) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -303,6 +304,13 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
     for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) acc[i][j] = load(to + j * kWidth) + acc[i][j];
+    }
+  } else if (g.start == Start::kBias) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      const Vec bias = load(g.bias + column + j * kWidth);
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) acc[i][j] = bias + acc[i][j];
     }
   }
   to = c;

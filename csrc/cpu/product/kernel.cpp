@@ -50,6 +50,9 @@ constexpr double kParallelFrom = 1 << 18;  // multiply-adds
 
 VLMK_INLINE int64_t parts(int64_t n, int64_t largest) { return (n + largest - 1) / largest; }
 VLMK_INLINE int64_t whole_vectors(int64_t n) { return parts(n, kWidth) * kWidth; }
+// With AVX2, floats from a packed tile of A to the next: an odd number of lines, so that tiles fall
+// into different sets of the first-level cache.
+VLMK_INLINE int64_t tile_stride(int64_t depth) { return 16 * (parts(kTileRows * depth, 16) | 1); }
 
 #if !defined(VLMK_PAIRS)
 // Element (i, k) of [n, depth] lies at from[i * row + k * step], one of them being 1; in `to` at
@@ -105,8 +108,7 @@ VLMK_NOINLINE void pack_rows(const In* from, int64_t row, int64_t n, int64_t dep
 }
 
 // With AVX2. Dense columns (row == 1), for tiles of kTileRows = R: element (i, k) at
-// [i / R * ld + k * R + i % R], zeros behind n as far as a whole tile. ld is R depth + kWidth, as
-// tiles 4 KB apart would fall into the same set of the cache.
+// [i / R * ld + k * R + i % R], zeros behind n as far as a whole tile.
 template <class In>
 VLMK_NOINLINE void pack_tiles(const In* from, int64_t step, int64_t n, int64_t depth, float* to,
                               int64_t ld) {
@@ -204,7 +206,7 @@ struct Product {
       if (p.a_column == 1) {
         pack_rows(from, p.a_row, rows, steps, to, whole_vectors(steps));
       } else {
-        pack_tiles(from, p.a_column, rows, steps, to, kTileRows * steps + kWidth);
+        pack_tiles(from, p.a_column, rows, steps, to, tile_stride(steps));
       }
     } else {
       pack(from, p.a_row, p.a_column, rows, steps, to, whole_vectors(rows));
@@ -214,7 +216,7 @@ struct Product {
   Left packed_left(int64_t panel, int64_t rows, const Element* data) const {
     if (!kAvx2) return {data, whole_vectors(rows), false};
     if (p.a_column == 1) return {data, whole_vectors(steps_of(panel)), true};
-    return {data, kTileRows * steps_of(panel) + kWidth, false};
+    return {data, tile_stride(steps_of(panel)), false};
   }
 
   void pack_b(int64_t panel, int64_t column, int64_t n, Element* to) const {
@@ -276,7 +278,13 @@ struct Product {
       if constexpr (kDirect) {
         g.c = whole ? c : edge;
         g.ldc = whole ? p.c_row : g.ldb;
-        g.start = whole && adds(block) ? Start::kAddLast : Start::kZero;
+        g.start = Start::kZero;
+        if (whole && begins_with_bias(block)) {
+          g.start = Start::kBias;
+          g.bias = static_cast<const Out*>(p.bias) + block.first + column;
+        } else if (whole && (!block.begins || p.add)) {
+          g.start = Start::kAddLast;
+        }
       } else {
         const bool once = block.begins && block.ends;
         g.c = once ? edge : sums + block.row * width + column;
@@ -296,7 +304,7 @@ struct Product {
     }
   }
 
-  bool adds(const Block& block) const { return !block.begins || p.add || p.bias != nullptr; }
+  bool begins_with_bias(const Block& block) const { return block.begins && p.bias != nullptr; }
 
   // Sums [rows, wide] to C, or added to it.
   void finish(const Block& block, const float* sums, int64_t ld, Out* c, int64_t wide,
@@ -305,25 +313,12 @@ struct Product {
     for (int64_t i = 0; i < block.rows; ++i) {
       each_vector(wide, [&](int64_t j, int lanes) {
         Vec sum = load_first(sums + i * ld + j, lanes);
-        if (kDirect) {
-          if (adds(block)) sum = sum + load_first(c + i * p.c_row + j, lanes);
-        } else if (p.bias != nullptr) {
+        if (kDirect ? begins_with_bias(block) : p.bias != nullptr) {
           sum = sum + load_first(bias + j, lanes);
+        } else if (kDirect && (!block.begins || p.add)) {
+          sum = sum + load_first(c + i * p.c_row + j, lanes);
         }
         store_first(c + i * p.c_row + j, sum, lanes);
-      });
-    }
-  }
-
-  // The bias, to which sums are added.
-  void begin(const Block& block) const {
-    const int64_t column = block.sliver * kSliver;
-    const int64_t columns = minimum(block.end * kSliver, block.columns) - column;
-    const Out* const bias = static_cast<const Out*>(p.bias) + block.first + column;
-    Out* const c = static_cast<Out*>(p.c) + block.row * p.c_row + block.first + column;
-    for (int64_t i = 0; i < block.rows; ++i) {
-      each_vector(columns, [&](int64_t j, int lanes) {
-        store_first(c + i * p.c_row + j, load_first(bias + j, lanes), lanes);
       });
     }
   }
@@ -415,7 +410,6 @@ struct Product {
                                 panel == 0,
                                 panel == panels - 1,
                                 false};
-              if (kDirect && block.begins && p.bias != nullptr) begin(block);
               const Element* const a = packed_a + ((panel - from) * groups + i) * block_size;
               multiply(block, packed_left(panel, block.rows, a), packed_b, sums, kUnit, edge, next,
                        [] {});
@@ -504,7 +498,6 @@ struct Product {
               if constexpr (kFloats) a = {of_a(panel, row), p.a_row, true};
               if (!in_place) a = pack_a(panel, row, block.rows, packed_a);
               wait_until(&multiplied[i], before);
-              if (kDirect && block.begins && p.bias != nullptr) begin(block);
               multiply(block, a, packed_b + (panel - from) * depth * width, sums, width, edge, next,
                        [&] {
                          next.clear();

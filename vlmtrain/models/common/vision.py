@@ -309,7 +309,8 @@ class VisionTower(MegatronModule):
         if inputs.padded_patches:
             pixels = F.pad(pixels, (0, 0, 0, inputs.padded_patches))
         if inputs.window_index is not None:
-            pixels = pixels.view(-1, unit * dim)[inputs.window_index].view(-1, dim)
+            groups = pixels.view(-1, unit * dim).index_select(0, inputs.window_index)
+            pixels = groups.view(-1, dim)
         return self.patch_embed(self.own_rows(pixels)).unsqueeze(1)
 
     def own_rows(self, x: Tensor) -> Tensor:
