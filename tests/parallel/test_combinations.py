@@ -164,8 +164,8 @@ def test_auto_balances(stages, given):
 
 
 def slowest(layout: Layout) -> float:
-    """Multiply-accumulates a token of the slowest stage: 2.8 patches through a vision layer, the
-    head for targets alone."""
+    """Multiply-accumulates a token of the slowest stage: 2.8 patches through a vision layer; the
+    head, and the output projection and MLP of the last layer, for targets alone."""
     v, spec = SPEC_7B.vision, SPEC_7B
     vision = 2.8 * (4 * v.hidden_size**2 + 3 * v.hidden_size * v.intermediate_size)
     h, kv = spec.hidden_size, spec.num_kv_heads * spec.head_dim
@@ -173,5 +173,7 @@ def slowest(layout: Layout) -> float:
     loads = [
         a * vision + b * text for a, b in zip(layout.vision_layers, layout.text_layers, strict=True)
     ]
-    loads[-1] += (1 - IMAGE_SHARE) * TARGET_SHARE * h * spec.vocab_size
+    targets = (1 - IMAGE_SHARE) * TARGET_SHARE
+    loads[-1] += targets * h * spec.vocab_size
+    loads[-1] -= (1 - targets) * (h * h + 3 * h * spec.intermediate_size)
     return max(loads)

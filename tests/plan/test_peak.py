@@ -33,7 +33,9 @@ def loads(steps: int, replicas: int, packs: int) -> Loads:
     rng = np.random.default_rng(0)
     patches = rng.integers(0, 4096, (steps, replicas, packs)).astype(float)
     tokens = rng.integers(100, 513, patches.shape).astype(float)
-    return Loads([Position(i) for i in range(steps)], tokens, patches, patches.max(2) / 2)
+    targets = np.floor(tokens * rng.random(tokens.shape))
+    places = [Position(i) for i in range(steps)]
+    return Loads(places, tokens, targets, patches, patches.max(2) / 2)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -92,9 +94,10 @@ def test_the_heaviest_steps_of_each_replica() -> None:
         for model in models:
             of_replica = (x[:, replica] for x in (of.tokens, of.patches, of.largest))
             assert Position(int(model.peaks(*of_replica).argmax())) in places
-        for size in (of.tokens, of.patches):
+        for size in (of.tokens, of.targets, of.patches):
             assert Position(int(size[:, replica].sum(1).argmax())) in places
-        assert len(places) == len(set(places)) <= 7
+            assert Position(int(size[:, replica].max(1).argmax())) in places
+        assert len(places) == len(set(places)) <= 9
 
 
 def test_what_makes_it_fit() -> None:

@@ -46,6 +46,7 @@ class Loads:
 
     places: list[Position]
     tokens: np.ndarray  # [steps, replicas, microbatches], without padding
+    targets: np.ndarray  # [steps, replicas, microbatches]
     patches: np.ndarray  # [steps, replicas, microbatches]
     largest: np.ndarray  # [steps, replicas]: patches of the largest medium
     # Patches that each rank of a replica encodes, where vision is multiplexed; the fullest of those
@@ -64,17 +65,22 @@ class Loads:
         patches, places = Patches(index), []
         encoded: list[list[np.ndarray]] = []
         tokens: list[list[np.ndarray]] = []
+        targets: list[list[list[float]]] = []
         counts: list[list[np.ndarray]] = []
         largest: list[list[float]] = []
         for step in steps:
             places.append(step.at)
             tokens.append([lengths(index, packs) for packs in step.dealt])
+            targets.append(
+                [[float(index.target_tokens[p].sum()) for p in packs] for packs in step.dealt]
+            )
             counts.append([patches.of(packs) for packs in step.dealt])
             largest.append([patches.largest(packs) for packs in step.dealt])
             if spec is not None and layout is not None and layout.multiplexed:
                 encoded.append([_encoded(index, spec, layout, packs) for packs in step.dealt])
         own = np.array(encoded) if encoded else None
-        return cls(places, np.array(tokens), np.array(counts), np.array(largest), own)
+        loads = (np.array(x) for x in (tokens, targets, counts, largest))
+        return cls(places, *loads, own)
 
 
 def lengths(index: SampleIndex, packs: Iterable[np.ndarray]) -> np.ndarray:
@@ -95,13 +101,16 @@ def _encoded(
 
 def heaviest(loads: Loads, models: list[PeakModel]) -> list[list[Position]]:
     """For each replica the steps that are planned to fill one of the pipeline's ranks most, and
-    those with the most tokens and patches in a step, in a pack and in a medium: what the plan may
-    have wrong is a factor of these."""
+    those with the most tokens, targets and patches in a step, in a pack and in a medium: what the
+    plan may have wrong is a factor of these. It takes every token for a target."""
     found: list[list[Position]] = []
     for replica in range(loads.patches.shape[1]):
         tokens, of, most = (x[:, replica] for x in (loads.tokens, loads.patches, loads.largest))
         keys = [model.peaks(tokens, of, most) for model in models]
-        keys += [of.sum(1), of.max(1), most, tokens.sum(1), tokens.max(1)]
+        targets = loads.targets[:, replica]
+        for each in (of, tokens, targets):
+            keys += [each.sum(1), each.max(1)]
+        keys.append(most)
         if loads.encoded is not None:
             keys += list(loads.encoded[:, replica].T)
         chosen = dict.fromkeys(int(key.argmax()) for key in keys)
