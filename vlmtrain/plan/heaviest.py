@@ -79,8 +79,9 @@ class Loads:
             if spec is not None and layout is not None and layout.multiplexed:
                 encoded.append([_encoded(index, spec, layout, packs) for packs in step.dealt])
         own = np.array(encoded) if encoded else None
-        loads = (np.array(x) for x in (tokens, targets, counts, largest))
-        return cls(places, *loads, own)
+        return cls(
+            places, np.array(tokens), np.array(targets), np.array(counts), np.array(largest), own
+        )
 
 
 def lengths(index: SampleIndex, packs: Iterable[np.ndarray]) -> np.ndarray:
