@@ -171,8 +171,8 @@ def mixed(samples: int = 64) -> Size:
     Text lengths have a median of 60 tokens and a long tail, as instruction data has; images have 35
     to 288 tokens, so that a round of a small model takes seconds.
 
-    A padded batch of 2,048 tokens needs as much memory as a pack of 3,584: it has logits. The row
-    measures both.
+    A padded batch of 2,048 tokens, which has logits, needs at least as much memory as a pack of
+    3,584: the row measures both.
     """
     draw = random.Random(0)
     drawn: list[Parts] = []

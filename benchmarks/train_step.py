@@ -11,7 +11,6 @@ share.
 
 from __future__ import annotations
 
-import re
 import tempfile
 import warnings
 from collections import Counter
@@ -35,6 +34,7 @@ from benchmarks.train_sizes import Size
 from vlmkernels.product import mm
 from vlmtrain.core.batch import PackedBatch
 from vlmtrain.models import flops
+from vlmtrain.models.family import table_of
 
 SIZES: dict[str, Callable[[], Size]] = {
     "demo": train_sizes.demo,
@@ -49,10 +49,6 @@ HELD = {"float32": 32, "bfloat16": 38}
 
 #: Rows of one product of the ceiling: more at a time make it no faster.
 LARGEST_PRODUCT = 2048
-
-
-#: A layer's linears behind its attention.
-BEHIND = r"(self_attention\.linear_proj|mlp)\."
 
 
 def our_step(
@@ -91,7 +87,7 @@ def our_step(
 
 
 def ways(size: Size) -> dict[str, list[train_peers.Batch]]:
-    """How transformers may take the samples; padded batches need as much memory as a pack."""
+    """How transformers may take the samples; padded batches as Size says."""
     samples, everything = size.samples, range(len(size.samples))
     chosen = {"one by one": [[i] for i in everything]}
     if size.name == "mixed":
@@ -122,15 +118,17 @@ def ceilings(
     tokens = sum(pack.length - pack.pad_tokens for pack in packs)
     targets = sum(pack.target_tokens for pack in packs)
     merged = patches // engine.spec.vision.merge_unit
-    last = engine.spec.num_layers - 1
+    layer = table_of(engine.spec).text_layer
+    last = layer.megatron.format(i=engine.spec.num_layers - 1)
+    ends = {f"{last}{linear.name}.weight" for linear in layer.behind_attention}
     shapes: Counter[tuple[int, int, int, bool]] = Counter()  # rows, outputs, inputs, dx too
     for name, weight in engine.stages[0].named_parameters():
         if weight.dim() != 2 or ("embedding" in name and not engine.spec.tie_word_embeddings):
             continue
         rows = tokens
-        if engine.spec.ends_on_targets and re.search(rf"decoder\.layers\.{last}\.{BEHIND}", name):
+        if name in ends and engine.spec.ends_on_targets:
             rows = targets
-        if "output_layer" in name or "embedding" in name:
+        elif "output_layer" in name or "embedding" in name:
             rows = targets
         elif "vision" in name:
             rows = merged if "merger" in name else patches

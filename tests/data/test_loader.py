@@ -282,7 +282,7 @@ def test_ranks_decode_only_the_media_dealt_to_them(make: Any, spec: ModelSpec) -
             media += len(batch.grid_thw)
             rows = batch.pixel_values.split(batch.grid_thw.prod(1).tolist())
             for part, here in zip(parts, held, strict=True):
-                kept = [row for row, ours in zip(rows, here, strict=True) if ours]
+                kept = (row for row, ours in zip(rows, here, strict=True) if ours)
                 expected = torch.cat([batch.pixel_values[:0], *kept])
                 assert torch.equal(part[number].pixel_values, expected)
                 assert torch.equal(part[number].input_ids, batch.input_ids)

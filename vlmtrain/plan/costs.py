@@ -86,7 +86,7 @@ class CostModel:
             return self._units[key]
         spec, vision, gpu = self.spec, self.spec.vision, self.gpu
         factors = self.backward_factors()
-        language = 1 / (gpu.peak * gpu.efficiency.language * tensor)
+        language = self._language_seconds(tensor)
         tower = 1 / (gpu.peak * gpu.efficiency.vision * tensor)
 
         def block(price: flops.Price, part: str, seconds: float) -> np.ndarray:
@@ -205,10 +205,14 @@ class CostModel:
         again = {"none": 0 * units["text"], "selective": units["text_mlp"], "full": units["text"]}
         return _again(units["text"], again[recompute])
 
+    def _language_seconds(self, tensor: int) -> float:
+        """Of a FLOP."""
+        return 1 / (self.gpu.peak * self.gpu.efficiency.language * tensor)
+
     def text_end(self, tensor: int, recompute: str) -> np.ndarray:
         """[4, 6], added to the last language layer because it ends on target tokens. Its
-        collectives count as any layer's."""
-        seconds = 1 / (self.gpu.peak * self.gpu.efficiency.language * tensor)
+        collectives and adapters count as any layer's."""
+        seconds = self._language_seconds(tensor)
         moved = seconds * np.array(flops.moved_to_targets(self.spec).values())
         mlp = seconds * np.array(flops.moved_to_targets(self.spec, mlp=True).values())
         result = np.zeros((4, COLUMNS))

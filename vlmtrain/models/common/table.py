@@ -161,9 +161,13 @@ class Part:
         return sum(linear.weights for linear in self.linears)
 
     @property
+    def behind_attention(self) -> list[Linear]:
+        """A layer's linears behind its queries, keys and values."""
+        return [linear for linear in self.linears if not linear.groups]
+
+    @property
     def weights_behind_attention(self) -> int:
-        """Those of the linears behind a layer's queries, keys and values."""
-        return sum(linear.weights for linear in self.linears if not linear.groups)
+        return sum(linear.weights for linear in self.behind_attention)
 
     @property
     def norm_bias(self) -> bool:
