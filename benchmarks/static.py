@@ -233,6 +233,7 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
                 p.q.data = p.k.data = p.v.data = 256
                 if "Grad" in struct:
                     params.dout.data = params.dq_sum = params.done = 256
+                    params.group_parts = 1
                 getattr(handle, launcher)(ctypes.byref(params), None)
     finally:
         fake.fakecuda_set_callback(kind(0))

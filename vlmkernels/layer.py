@@ -1,7 +1,7 @@
-"""RMSNorm and SwiGLU of a transformer layer on the CPU: one native call each way.
+"""RMSNorm and SwiGLU of a transformer layer: one native call each way, on the CPU and on CUDA.
 
-Plain torch makes them of 3 to 9 calls with a tensor each, whose page faults and fixed costs are
-more than the arithmetic. On CUDA torch and Megatron have kernels of their own.
+Plain torch makes them of 3 to 9 calls with a tensor each: page faults and fixed costs on the CPU,
+passes over memory on CUDA.
 
 Arithmetic is float32 for all dtypes, rounded once; bitwise repeatable with any number of threads.
 """
@@ -19,6 +19,8 @@ from vlmkernels._native import (
     check,
     check_tensors,
     describe,
+    has_cuda_kernels,
+    launch,
     main_grad_of,
     once,
     pointer,
@@ -26,13 +28,46 @@ from vlmkernels._native import (
 
 Grad = Literal["dense", "main_grad"]
 
+#: Columns of a norm on CUDA: a thread block has a row.
+MOST_COLUMNS = 8192
+
+
+def serves(x: Tensor, *, columns: int, most: int | None = None, unit: int = 16) -> bool:
+    """Whether there is a kernel for x: every width on the CPU; on CUDA rows of `columns` elements
+    that are whole units of so many bytes, at most `most`."""
+    if x.dtype not in DTYPES or x.device.type == "cpu":
+        return x.dtype in DTYPES
+    whole = columns * x.element_size() % unit == 0 and columns <= (most or columns)
+    return x.is_cuda and whole and has_cuda_kernels()
+
+
+def has_norm(x: Tensor) -> bool:
+    """Whether rms_norm and add_rms_norm_ take x."""
+    return serves(x, columns=x.shape[-1], most=MOST_COLUMNS)
+
+
+def has_swiglu(x: Tensor) -> bool:
+    """Whether swiglu_ takes x."""
+    return serves(x, columns=x.shape[-1] // 2, unit=8)
+
 
 def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
-    """x: float32, bfloat16 or float16 on the CPU; a parameter of its last dimension."""
+    """x: float32, bfloat16 or float16 on the CPU or CUDA; a parameter of its last dimension."""
     check_tensors(x=x, **({} if parameter is None else {name: parameter}))
-    if x.dtype not in DTYPES or x.device.type != "cpu" or x.dim() == 0:
+    if x.dtype not in DTYPES or x.device.type not in ("cpu", "cuda") or x.dim() == 0:
         raise ValueError(
-            f"x is {describe(x)}; {op} needs float32, bfloat16 or float16 [.., width] on the CPU"
+            f"x is {describe(x)}; {op} needs float32, bfloat16 or float16 [.., width] on the CPU "
+            "or on CUDA"
+        )
+    if not (has_swiglu(x) if op == "swiglu_" else has_norm(x)):
+        raise ValueError(
+            f"x is {describe(x)}; on CUDA {op} takes "
+            + (
+                "halves of rows that are whole units of 8 bytes"
+                if op == "swiglu_"
+                else f"rows of whole units of 16 bytes, at most {MOST_COLUMNS} elements"
+            )
+            + ", where vlmkernels was built with CUDA kernels"
         )
     if parameter is not None and (
         parameter.shape != x.shape[-1:]
@@ -42,6 +77,14 @@ def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
         raise ValueError(
             f"{name} is {describe(parameter)}; {op} of x, {describe(x)}, needs "
             f"{[x.shape[-1]]} of its dtype and device"
+        )
+
+
+def _check_start(op: str, x: Tensor) -> None:
+    """Where x is written over, it can't be copied to a better place."""
+    if x.is_cuda and x.data_ptr() % 16:
+        raise ValueError(
+            f"x begins {x.data_ptr() % 16} bytes behind a multiple of 16; {op} needs it at one"
         )
 
 
@@ -65,12 +108,20 @@ def _gradient(
     workspace, to be held until then, and two pointers."""
     if not learns and main_grad is None:
         return None, None, (0, 0)
-    sums = torch.empty((rows + _C.SUM_ROWS - 1) // _C.SUM_ROWS, columns, dtype=torch.float32)
+    share = _C.CUDA_SUM_ROWS if like.is_cuda else _C.SUM_ROWS
+    sums = like.new_empty((rows + share - 1) // share, columns, dtype=torch.float32)
     if main_grad is None:
         new = like.new_empty(columns)
         return new, sums, (new.data_ptr(), sums.data_ptr())
     torch.autograd.graph.increment_version(main_grad)
     return None, sums, (main_grad.data_ptr(), sums.data_ptr())
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, contiguous, copied where it does not begin at a multiple of 16 bytes: kernels on CUDA load
+    as many at a time."""
+    x = x.contiguous()
+    return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
 def rms_norm_backward(
@@ -85,10 +136,12 @@ def rms_norm_backward(
     """dx and the weight's gradient, None where it does not learn or main_grad has it. ds: the
     gradient of x's use beside the norm, added to dx."""
     rows, width = rstd.shape[0], x.shape[-1]
-    dy, dx = dy.contiguous(), torch.empty_like(x)
-    ds = ds if ds is None else ds.contiguous()
+    dy, dx = _aligned(dy), torch.empty_like(x)
+    ds = ds if ds is None else _aligned(ds)
     dweight, sums, places = _gradient(x, width, rows, learns, main_grad)
-    _C.rms_norm_backward(
+    launch(
+        "rms_norm_backward",
+        x,
         dy.data_ptr(),
         pointer(ds),
         x.data_ptr(),
@@ -108,11 +161,11 @@ def _normalize(
     x: Tensor, residual: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and what the backward pass reads beside x: the dense weight, and rstd of every row."""
-    width, weight = x.shape[-1], weight.contiguous()
+    width, weight = x.shape[-1], _aligned(weight)
     rows = x.numel() // max(width, 1)
-    y, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32)
+    y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     pointers = (x.data_ptr(), pointer(residual), pointer(bias), weight.data_ptr(), y.data_ptr())
-    _C.rms_norm(*pointers, rstd.data_ptr(), rows, width, eps, DTYPES[x.dtype])
+    launch("rms_norm", x, *pointers, rstd.data_ptr(), rows, width, eps, DTYPES[x.dtype])
     return y, weight, rstd
 
 
@@ -124,7 +177,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, own: tuple[Tensor, Tensor | None], eps: float
     ) -> Tensor:
         gain, ctx.main_grad = own
-        x = x.contiguous()
+        x = _aligned(x)
         y, *kept = _normalize(x, None, None, gain, eps)
         ctx.save_for_backward(x, *kept)
         return y
@@ -140,7 +193,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dens
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
     Args:
-        x: [.., width], float32, bfloat16 or float16 on the CPU; a strided one is copied.
+        x: [.., width], float32, bfloat16 or float16; a strided one is copied. On CUDA a width of
+            up to 8,192 elements, a multiple of 16 bytes.
         weight: [width], x's dtype.
         weight_grad: "dense", or "main_grad": added to weight.main_grad, a contiguous float32
             [width], and no hook of the weight runs where x requires a gradient.
@@ -173,8 +227,8 @@ class _AddRMSNorm(torch.autograd.Function):
         (gain, ctx.main_grad), (added, ctx.bias_main_grad) = own
         ctx.set_materialize_grads(False)
         if residual is not None:
-            residual = residual.contiguous()
-            added = added if added is None else added.contiguous()
+            residual = _aligned(residual)
+            added = added if added is None else _aligned(added)
             torch.autograd.graph.increment_version(x)
         y, *kept = _normalize(x, residual, added, gain, eps)
         total = x if residual is None else x.detach()
@@ -211,8 +265,8 @@ def add_rms_norm_(
     """s = x + residual + bias and rms_norm(s), in one pass over memory; s is written over x.
 
     Args:
-        x: [.., width], float32, bfloat16 or float16 on the CPU, contiguous: with a residual a
-            linear's output, which nobody else reads.
+        x: [.., width] as rms_norm's, contiguous, on CUDA starting at a multiple of 16 bytes: with a
+            residual a linear's output, which nobody else reads.
         residual: x's shape and dtype. None: s is x. That too saves a pass, in backward: gradients
             of s and of the norm are added where the latter are made.
         weight, weight_grad: as in rms_norm.
@@ -232,6 +286,7 @@ def add_rms_norm_(
         check_tensors(residual=residual)
     if not x.is_contiguous():
         raise ValueError(f"x has strides {x.stride()}; add_rms_norm_ needs a contiguous one")
+    _check_start("add_rms_norm_", x)
     if residual is None:
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
     elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
@@ -242,10 +297,33 @@ def add_rms_norm_(
     return _AddRMSNorm.apply(x, residual, seen, seen_bias, own, eps)
 
 
+def _swiglu_backward_cuda(
+    dy: Tensor, x: Tensor, bias: Tensor | None, learns: bool, main_grad: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """swiglu_backward there, where the bias is not in x and dy's rows may be apart."""
+    both, size = x.shape[-1], x.element_size()
+    rows, dy = x.numel() // max(both, 1), dy.reshape(-1, both // 2)
+    if dy.stride(1) != 1 or dy.stride(0) * size % 8 or dy.data_ptr() % 16:
+        dy = dy.clone(memory_format=torch.contiguous_format)
+    dx = torch.empty_like(x)
+    pointers = (dy.data_ptr(), x.data_ptr(), dx.data_ptr(), 0, 0)
+    more = pointer(bias), dy.stride(0)
+    launch("swiglu_backward", x, *pointers, rows, both // 2, False, DTYPES[x.dtype], *more)
+    if main_grad is None and not learns:
+        return dx, None
+    dbias = dx.reshape(-1, both).sum(0, dtype=torch.float32)
+    if main_grad is None:
+        return dx, dbias.to(x.dtype)
+    main_grad.add_(dbias)
+    return dx, None
+
+
 def swiglu_backward(
-    dy: Tensor, x: Tensor, learns: bool, main_grad: Tensor | None
+    dy: Tensor, x: Tensor, bias: Tensor | None, learns: bool, main_grad: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """dx and the bias's gradient, None where it does not learn or main_grad has it."""
+    if x.is_cuda:
+        return _swiglu_backward_cuda(dy, x, bias, learns, main_grad)
     both = x.shape[-1]
     rows = x.numel() // max(both, 1)
     dy, dx = dy.contiguous(), torch.empty_like(x)
@@ -270,11 +348,12 @@ class _SwiGLU(torch.autograd.Function):
         rows = x.numel() // max(both, 1)
         y = x.new_empty(*x.shape[:-1], both // 2)
         if added is not None:
-            added = added.contiguous()
-            torch.autograd.graph.increment_version(x)
-        ctx.save_for_backward(x)
+            added = _aligned(added)
+            if not x.is_cuda:
+                torch.autograd.graph.increment_version(x)
+        ctx.save_for_backward(x, added if x.is_cuda else None)
         pointers = (x.data_ptr(), pointer(added), y.data_ptr())
-        _C.swiglu(*pointers, rows, both // 2, DTYPES[x.dtype])
+        launch("swiglu", x, *pointers, rows, both // 2, DTYPES[x.dtype])
         return y
 
     @staticmethod
@@ -284,11 +363,12 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu_(x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense") -> Tensor:
-    """silu(gate) * up of x + bias = [gate | up] (arXiv 2002.05202). x itself becomes x + bias.
+    """silu(gate) * up of x + bias = [gate | up] (arXiv 2002.05202). x is the op's own from now on:
+    on the CPU it becomes x + bias.
 
     Args:
-        x: [.., 2 F], float32, bfloat16 or float16 on the CPU, contiguous: a linear's output, which
-            nobody else reads.
+        x: [.., 2 F], float32, bfloat16 or float16, contiguous: a linear's output, which nobody else
+            reads. On CUDA F elements are a multiple of 8 bytes, and x starts at one of 16.
         bias: [2 F], x's dtype.
         bias_grad: "dense", or "main_grad": added to bias.main_grad, a contiguous float32 [2 F],
             and no hook of the bias runs where x requires a gradient.
@@ -305,5 +385,6 @@ def swiglu_(x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense")
             f"x has shape {list(x.shape)} and strides {x.stride()}; swiglu_ needs a contiguous "
             "tensor whose last dimension is even"
         )
+    _check_start("swiglu_", x)
     seen, main_grad = _parameter("bias", bias, bias_grad, x)
     return _SwiGLU.apply(x, seen, (bias, main_grad))

@@ -64,14 +64,16 @@ TileListParams tile_list_params(uintptr_t cu_seqlens, int64_t segments, int64_t 
 // The function that fills AttentionGradParams: the gradients, then what fills the forward's.
 template <class... Forward>
 auto with_gradients(AttentionParams (*)(Forward...)) {
-  return +[](View dout, View dq, View dk, View dv, uintptr_t lse_delta, uintptr_t dq_sum,
-             uintptr_t done, Forward... forward) {
+  return +[](View dout, View dq, View dk, View dv, uintptr_t lse_delta, uintptr_t dkv_parts,
+             int64_t group_parts, uintptr_t dq_sum, uintptr_t done, Forward... forward) {
     return AttentionGradParams{attention_params(forward...),
                                heads_view(dout),
                                heads_view(dq),
                                heads_view(dk),
                                heads_view(dv),
                                pointer<float>(lse_delta),
+                               pointer<float>(dkv_parts),
+                               group_parts,
                                pointer<float>(dq_sum),
                                pointer<int32_t>(done)};
   };
@@ -86,8 +88,8 @@ void register_attention(py::module_& m) {
                              "scale"_a, "causal"_a = false, "order"_a = 0, "rotary"_a = 0,
                              "q_group_gap"_a = 0, "max_seqlen"_a = 0, "tiles"_a = 0,
                              "rotated_k"_a = 0, "rotated_q"_a = 0);
-  const std::tuple gradients("dout"_a, "dq"_a, "dk"_a, "dv"_a, "lse_delta"_a = 0, "dq_sum"_a = 0,
-                             "done"_a = 0);
+  const std::tuple gradients("dout"_a, "dq"_a, "dk"_a, "dv"_a, "lse_delta"_a = 0, "dkv_parts"_a = 0,
+                             "group_parts"_a = 1, "dq_sum"_a = 0, "done"_a = 0);
   const auto define = [&](const char* name, const auto& function, const auto&... names) {
     std::apply(
         [&](const auto&... each) { m.def(name, function, py::kw_only(), each..., VLMK_NO_GIL); },

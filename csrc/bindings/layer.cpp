@@ -2,6 +2,10 @@
 
 #include "bindings/bindings.h"
 
+#ifdef VLMKERNELS_WITH_CUDA
+#include "cuda/layer/layer.h"
+#endif
+
 namespace vlmk {
 namespace {
 
@@ -46,9 +50,11 @@ SwigluParams swiglu_params(uintptr_t x, uintptr_t bias, uintptr_t y, int64_t row
 
 SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uintptr_t dbias,
                                     uintptr_t sums, int64_t rows, int64_t width, bool adds,
-                                    int dtype) {
+                                    int dtype, uintptr_t bias, int64_t dy_stride) {
   return {pointer<const void>(dy),
+          dy_stride,
           pointer<const void>(x),
+          pointer<const void>(bias),
           pointer<void>(dx),
           pointer<void>(dbias),
           pointer<float>(sums),
@@ -62,15 +68,36 @@ SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uin
 
 void register_layer(py::module_& m) {
   m.attr("SUM_ROWS") = kSumRows;
-  m.def("rms_norm", on_cpu(rms_norm_params, rms_norm), "x"_a, "residual"_a, "bias"_a, "weight"_a,
-        "y"_a, "rstd"_a, "rows"_a, "width"_a, "eps"_a, "dtype"_a, VLMK_NO_GIL);
-  m.def("rms_norm_backward", on_cpu(rms_norm_grad_params, rms_norm_backward), "dy"_a, "ds"_a, "x"_a,
-        "weight"_a, "rstd"_a, "dx"_a, "dweight"_a, "sums"_a, "rows"_a, "width"_a, "adds"_a,
-        "dtype"_a, VLMK_NO_GIL);
-  m.def("swiglu", on_cpu(swiglu_params, swiglu), "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a,
-        "dtype"_a, VLMK_NO_GIL);
-  m.def("swiglu_backward", on_cpu(swiglu_grad_params, swiglu_backward), "dy"_a, "x"_a, "dx"_a,
-        "dbias"_a, "sums"_a, "rows"_a, "width"_a, "adds"_a, "dtype"_a, VLMK_NO_GIL);
+  m.attr("CUDA_SUM_ROWS") = kCudaSumRows;
+  // `device...` is the stream on CUDA, and nothing on the CPU.
+  const auto norm = [&](const char* name, auto function, auto... device) {
+    m.def(name, function, "x"_a, "residual"_a, "bias"_a, "weight"_a, "y"_a, "rstd"_a, "rows"_a,
+          "width"_a, "eps"_a, "dtype"_a, device..., VLMK_NO_GIL);
+  };
+  const auto norm_backward = [&](const char* name, auto function, auto... device) {
+    m.def(name, function, "dy"_a, "ds"_a, "x"_a, "weight"_a, "rstd"_a, "dx"_a, "dweight"_a,
+          "sums"_a, "rows"_a, "width"_a, "adds"_a, "dtype"_a, device..., VLMK_NO_GIL);
+  };
+  const auto gate = [&](const char* name, auto function, auto... device) {
+    m.def(name, function, "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a, "dtype"_a, device...,
+          VLMK_NO_GIL);
+  };
+  const auto gate_backward = [&](const char* name, auto function, auto... device) {
+    m.def(name, function, "dy"_a, "x"_a, "dx"_a, "dbias"_a, "sums"_a, "rows"_a, "width"_a, "adds"_a,
+          "dtype"_a, "bias"_a = 0, "dy_stride"_a = 0, device..., VLMK_NO_GIL);
+  };
+  norm("rms_norm", on_cpu(rms_norm_params, rms_norm));
+  norm_backward("rms_norm_backward", on_cpu(rms_norm_grad_params, rms_norm_backward));
+  gate("swiglu", on_cpu(swiglu_params, swiglu));
+  gate_backward("swiglu_backward", on_cpu(swiglu_grad_params, swiglu_backward));
+#ifdef VLMKERNELS_WITH_CUDA
+  const auto stream = "stream"_a;
+  norm("rms_norm_cuda", on_cuda(rms_norm_params, rms_norm_cuda), stream);
+  norm_backward("rms_norm_backward_cuda", on_cuda(rms_norm_grad_params, rms_norm_backward_cuda),
+                stream);
+  gate("swiglu_cuda", on_cuda(swiglu_params, swiglu_cuda), stream);
+  gate_backward("swiglu_backward_cuda", on_cuda(swiglu_grad_params, swiglu_backward_cuda), stream);
+#endif
 }
 
 }  // namespace vlmk

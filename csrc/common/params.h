@@ -65,6 +65,11 @@ struct AttentionGradParams {
   HeadsView dv;             // [T, Hkv, D]
   float* lse_delta;  // workspace on CUDA as `tiles` is, [2, H, T]: log2 of each softmax row's
                      // sum of exponentials; sum of out * dout
+  // Workspace of the backward of two kernels for compute capability 9.0, where the heads that share
+  // a key are dealt out to `group_parts` blocks: their sums of dk and dv. Null: one block has them
+  // all.
+  float* dkv_parts;     // [group_parts, 2, T, Hkv, D]
+  int64_t group_parts;  // the last ones may have fewer heads
   // Workspace of the backward of one kernel for compute capability 9.0; null: of two.
   float* dq_sum;  // [H, T / 64 + n, 64 D], 16-byte aligned: dq, as threads hold it
   int32_t* done;  // [H (T / 64 + n)], 0 on entry: parts that were added to each one of dq_sum
@@ -232,8 +237,8 @@ struct RmsNormParams {
   DType dtype;
 };
 
-// Rows whose shares of a sum over all rows are added first.
-constexpr int64_t kSumRows = 32;
+// Rows whose shares of a sum over all rows are added first, on the CPU and on CUDA.
+constexpr int64_t kSumRows = 32, kCudaSumRows = 16;
 
 struct RmsNormGradParams {
   const void* dy;  // [N, width]
@@ -243,7 +248,7 @@ struct RmsNormGradParams {
   const float* rstd;
   void* dx;       // [N, width]
   void* dweight;  // [width], or null where sums is; float32 that is added to if adds
-  float* sums;    // [ceil(N / kSumRows), width] workspace, or null
+  float* sums;    // [ceil(N / kSumRows or kCudaSumRows), width] workspace, or null
   int64_t rows;
   int64_t width;
   bool adds;
@@ -252,7 +257,7 @@ struct RmsNormGradParams {
 
 // y = silu(gate) up of rows [gate | up], all dtype.
 struct SwigluParams {
-  void* x;           // [N, 2 width], becomes x + bias
+  void* x;           // [N, 2 width], on the CPU becomes x + bias
   const void* bias;  // [2 width] or null
   void* y;           // [N, width]
   int64_t rows;
@@ -261,11 +266,13 @@ struct SwigluParams {
 };
 
 struct SwigluGradParams {
-  const void* dy;  // [N, width]
-  const void* x;   // [N, 2 width], the bias in it
-  void* dx;        // [N, 2 width]
-  void* dbias;     // [2 width], or null where sums is; float32 that is added to if adds
-  float* sums;     // [ceil(N / kSumRows), 2 width] workspace, or null
+  const void* dy;  // [N, width], on CUDA its rows dy_stride elements apart
+  int64_t dy_stride;
+  const void* x;     // [N, 2 width], on the CPU the bias in it
+  const void* bias;  // [2 width] or null, on CUDA
+  void* dx;          // [N, 2 width]
+  void* dbias;       // [2 width], or null where sums is; float32 that is added to if adds
+  float* sums;       // [ceil(N / kSumRows), 2 width] workspace, or null, always on CUDA
   int64_t rows;
   int64_t width;
   bool adds;

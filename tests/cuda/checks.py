@@ -9,7 +9,7 @@ import numpy as np
 
 from tools.cudasim.ptx.ptxtypes import SimError
 
-from .cases import embedding, loss, tiled, vision, window
+from .cases import embedding, layer, loss, tiled, vision, window
 from .cases.embedding import Pack, check_add, check_forward
 from .cases.tiled import check_flash
 from .cases.vision import VisionCase, check_tiled
@@ -103,6 +103,8 @@ SM90_BACKWARD: dict[str, Check] = {
     "idle groups": _flash([20], 8, 1),
     "causal groups": _flash([140], 2, 1, causal=True),
     "causal rounds": _flash([130] * 2, 2, 1, causal=True),
+    "parts": _flash([20, 130], 6, 2, scale=-0.3, parts=2),
+    "causal parts": _flash([140], 2, 1, causal=True, parts=2),
 }
 #: Of the backward of one kernel.
 SM90_FUSED: dict[str, Check] = {
@@ -147,4 +149,5 @@ CASES: dict[str, dict[str, Check]] = {
     "embedding": {"bad index": _bad_index, "bad index to add": _bad_index_to_add}
     | embedding.small_suite(),
     "loss": loss.small_suite(),
+    "layer": layer.small_suite(),
 }

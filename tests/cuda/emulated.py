@@ -22,9 +22,12 @@ FAMILIES = {
     "sm90-vision": ("sm90_vision", 90),
     "embedding": ("embedding", 80),
     "loss": ("loss", 80),
+    "layer": ("layer", 80),
 }
 #: Launchers whose names follow no family's.
-ALONE = {"tiles": "list_tiles", "loss": "cross_entropy"}
+ALONE = {"tiles": "list_tiles", "loss": "cross_entropy"} | {
+    name: name for name in ("rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward")
+}
 
 
 @dataclass

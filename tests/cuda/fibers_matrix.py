@@ -15,7 +15,7 @@ import numpy as np
 from tools.cudasim import CSRC
 from tools.cudasim.fibers.build import build
 
-from .cases import embedding, loss, tiled, vision, window
+from .cases import embedding, layer, loss, tiled, vision, window
 from .cases.vision import VisionCase, check_vision
 from .cases.window import Case, check_window
 from .emulated import kernels_of
@@ -32,6 +32,7 @@ def main(schedules: int) -> None:
             suites = [
                 ("embedding", embedding.small_suite()),
                 ("loss", loss.small_suite()),
+                ("layer", layer.small_suite()),
                 ("window", window.small_suite()),
                 ("window-vision", vision.small_suite()),
             ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from tools.cudasim.fibers.build import Library
 
-from .cases import embedding, loss, tiled, vision, window
+from .cases import embedding, layer, loss, tiled, vision, window
 from .emulated import kernels_of
 
 
@@ -29,6 +29,7 @@ def main() -> None:
         ("sm80-vision", vision.tiled_suite()),
         ("embedding", embedding.small_suite()),
         ("loss", loss.small_suite()),
+        ("layer", layer.small_suite()),
     ):
         kernels = kernels_of(library, rng, family, int(mutant) if family == "window" else 0)
         for check in suite.values():

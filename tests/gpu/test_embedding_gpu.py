@@ -97,8 +97,8 @@ def test_other_dtypes(dtype: torch.dtype, out: torch.dtype, hidden: int) -> None
     start = torch.randn(weight.shape)
     sums = []
     for device in ("cpu", "cuda"):
-        table = weight.to(device).requires_grad_()
-        table.main_grad = start.to(device)  # type: ignore[attr-defined]
+        table = weight.detach().to(device).requires_grad_()
+        table.main_grad = start.to(device, copy=True)  # type: ignore[attr-defined]
         rest = (t.to(device) for t in (visual, index))
         done = visual_embedding(
             ids.to(device), table, *rest, dtype=out, weight_grad="main_grad", padding_idx=0
@@ -130,7 +130,7 @@ def test_add(dtype: torch.dtype, hidden: int) -> None:
         rows = slice(600 // size * (size - 1), 600)
         results = []
         for device in ("cuda", "cpu"):
-            added = visual.to(device).requires_grad_()
+            added = visual.detach().to(device).requires_grad_()
             out = before[rows].to(device, copy=True)
             add_visual_(out, added, index.to(device), shard=(size - 1, size))
             out.backward(dout[rows].to(device))

@@ -52,10 +52,13 @@ def test_against_float64(
             assert_bitwise(f"{name}, a second time", again[name], result)
 
 
-#: One chunk of rows, and several.
+#: One chunk of rows, and several; targets in host memory, as training has them, and on the GPU.
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
 @pytest.mark.parametrize("chunk", [op.CHUNK_BYTES, 400_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_main_grad(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_grad(
+    dtype: torch.dtype, chunk: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Added in float32, twice."""
     monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
     x, weight, targets = make(500, 9001, 256, dtype, 0.5)
@@ -63,7 +66,7 @@ def test_main_grad(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPat
     table.main_grad = torch.zeros(table.shape, device="cuda")
     for _ in range(2):
         loss = linear_cross_entropy(
-            hidden, table, targets.cuda(), weight_grad="main_grad", grad_scale=1.0
+            hidden, table, targets.to(where), weight_grad="main_grad", grad_scale=1.0
         )
         loss.backward()
     inputs = *to_gpu(x, weight, targets), torch.ones((), device="cuda")

@@ -14,10 +14,12 @@ import torch
 
 from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
 from vlmkernels.attention import api, launch
+from vlmkernels.attention import select as select_module
 from vlmkernels.attention.select import (
     BACKENDS,
     SHARED_OF_BLOCK,
     SM80_SHARED,
+    SM90,
     WINDOW_SHARED,
     Machine,
     machine_of,
@@ -47,6 +49,13 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would run o
 # ---- select --------------------------------------------------------------------------------------
 
 
+def tiled(gpu: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str:
+    """The kernel of long segments: at head_dim 72 the one that an H200 was faster with."""
+    if gpu != (9, 0):
+        return "sm80"
+    return "sm90-fused" if head_dim == 72 and dtype == BF16 else "sm90"
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "max_seqlen", "expected"),
     [
@@ -65,13 +74,14 @@ def test_kernel_is_selected_by_shape(dtype, head_dim, max_seqlen, expected):
     for gpu in ((8, 0), (9, 0), (10, 0), (10, 3)):
         kernel = expected
         if expected == "tiled":
-            kernel = "sm90" if gpu == (9, 0) else "sm80"
+            kernel = tiled(gpu, dtype, head_dim)
             assert select(gpu_of(*gpu), *arguments, backend="tiled") == kernel
         assert select(gpu_of(*gpu), *arguments) == kernel
-        with_package = kernel if kernel == "window" or dtype == FP32 else "flash-attn"
+        theirs = kernel == "sm80" or kernel == "sdpa" and dtype != FP32
+        with_package = "flash-attn" if theirs else kernel
         assert select(gpu_of(*gpu, flash_attn=True), *arguments) == with_package
         assert select(gpu_of(*gpu), *arguments, backend="sdpa") == "sdpa"
-        if kernel == "sm90":
+        if kernel in SM90:
             assert select(gpu_of(*gpu), *arguments, backend="sm80") == "sm80"
     assert select(gpu_of(7, 5), *arguments) == "sdpa"
     assert select(gpu_of(8, 0, archs=()), *arguments) == "sdpa"
@@ -102,7 +112,7 @@ def test_vision_kernel_is_selected_by_shape(dtype, head_dim, max_seqlen, permute
     for gpu in ((8, 0), (9, 0), (10, 0)):
         kernel = expected
         if expected == "tiled":
-            kernel = "sm90" if gpu == (9, 0) else "sm80"
+            kernel = tiled(gpu, *arguments[:2])
         for flash_attn in (False, True):
             machine = gpu_of(*gpu, flash_attn=flash_attn)
             assert select(machine, *arguments, **options) == kernel
@@ -219,6 +229,19 @@ def test_a_build_serves_the_gpus_it_has_code_for(archs, serves):
             assert select(machine, BF16, 80, 200) == kernel
 
 
+@pytest.mark.parametrize("backend", [None, "tiled", "sm90"])
+def test_a_choice_on_hopper_can_be_compiled(backend, monkeypatch):
+    """Of a machine that is looked up: torch 2.11 can't compare such a one's capability."""
+    monkeypatch.setattr(select_module, "_machine", lambda device: HOPPER)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def number(x):
+        kernel = select(machine_of(x.device), BF16, 80, 200, strides=(160, 80), backend=backend)
+        return x + len(kernel)
+
+    assert int(number(torch.zeros(()))) == len("sm90")
+
+
 def test_the_choice_can_be_compiled():
     @torch.compile(fullgraph=True, backend="eager", dynamic=True)
     def number(x, max_seqlen):
@@ -309,6 +332,35 @@ def test_arguments_reach_the_runtime(kernel, monkeypatch):
     with pytest.raises(RuntimeError, match="^CUDA: "):
         vision_backward(out, *tensors, out, stats, max_seqlen, 0.1, kernel)
     assert len(native.calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "parts"),
+    [
+        (4096, 16, 2, 8),  # 64 tiles of keys for 132 processors
+        (8192, 16, 2, 4),
+        (8192, 28, 4, 2),
+        (32768, 16, 2, 1),  # 512 tiles
+        (8192, 16, 16, 1),
+        (100, 6, 2, 3),
+    ],
+)
+def test_heads_that_share_a_key_are_dealt_out(tokens, heads, kv_heads, parts):
+    actual = launch.group_parts(132, tokens, heads, kv_heads)
+    assert actual == parts
+    most = -(-heads // kv_heads // actual)
+    assert (actual - 1) * most < heads // kv_heads, "a part has no head"
+
+
+def test_parts_of_a_group_get_their_workspace(monkeypatch):
+    native, made, real = Native(monkeypatch, record=True), {}, launch._workspace
+    monkeypatch.setattr(launch, "_workspace", lambda *a: made.update(real(*a)) or dict(made))
+    q, k = (torch.randn(430, heads, 80).bfloat16() for heads in (6, 2))
+    cu = torch.tensor([0, 130, 430], dtype=torch.int32)
+    varlen_backward(q, q, k, k, cu, q, torch.empty(2, 6, 430), 300, False, 0.1, "sm90")
+    assert made["dkv_parts"].shape == (3, 2, 430, 2, 80)
+    named = native.calls[-1][1]
+    assert named["group_parts"] == 3 and named["dkv_parts"] == made["dkv_parts"].data_ptr()
 
 
 def test_one_backward_kernel_gets_its_workspace(monkeypatch):

@@ -187,7 +187,7 @@ class OnTiles:
         own = ("dout", "dq", "dk", "dv")
         views = {name: fill("HeadsView", **view(values.pop(name))) for name in own}
         values.pop("lse_delta", None)
-        unused = dict(lse_delta=None, dq_sum=None, done=None)
+        unused = dict(lse_delta=None, dkv_parts=None, group_parts=1, dq_sum=None, done=None)
         params = fill("AttentionGradParams", forward=self.params(**values), **unused, **views)
         self.library.attention_backward(ctypes.byref(params))
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.kernels.numeric import assert_accurate
 from vlmkernels.product import WORK
 from vlmtrain.models import weight_gradients
+from vlmtrain.models.common import linears
 from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowParallelLinear
 
 
@@ -16,15 +17,24 @@ from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowPa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", ["none", "added", "handed on"])
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("shape", ["small", "large", "padded"])
 @pytest.mark.parametrize("skips", [False, True])
 def test_product_and_gradients(
-    kind: type, dtype: torch.dtype, bias: str, frozen: bool, large: bool, skips: bool
+    kind: type,
+    dtype: torch.dtype,
+    bias: str,
+    frozen: bool,
+    shape: str,
+    skips: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """skips: no reduction waits behind autograd, so it hears of neither weight nor bias."""
+    """skips: no reduction waits behind autograd, so it hears of neither weight nor bias. padded:
+    rows as on a GPU, where they are no whole units of 16 bytes."""
+    if shape == "padded":
+        monkeypatch.setattr(linears, "row_padding", lambda matrix: 8 - matrix.shape[-1] % 8)
     weight_gradients.enable()
     ours = round(WORK[dtype] ** (1 / 3)) + 1
-    sizes = (ours, ours + 100) if large else (1, 60)
+    sizes = (ours, ours + 100) if shape == "large" else (1, 60)
     tokens, inputs, outputs = torch.randint(*sizes, (3,)).tolist()
     linear = kind.__new__(kind)
     torch.nn.Module.__init__(linear)

@@ -137,8 +137,9 @@ class Check:
         return {name: [*command, name] for name in ask([*command, "--list"], 60)}
 
     def smoke(self, until: float) -> bool:
+        commands, at_once = self.kernels(), max(1, min(8, CPUS // 2))
         return run_each(
-            self.results, "smoke", self.kernels(), limit=KERNEL_SECONDS, until=until, at_once=4
+            self.results, "smoke", commands, limit=KERNEL_SECONDS, until=until, at_once=at_once
         )
 
     def attention(self, until: float) -> bool:

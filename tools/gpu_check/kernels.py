@@ -29,6 +29,7 @@ from vlmkernels.attention.launch import varlen_op, vision_op
 from vlmkernels.attention.reference import varlen_attention_reference, vision_attention_reference
 from vlmkernels.embedding.add import add_visual_reference
 from vlmkernels.embedding.lookup import visual_embedding_reference
+from vlmkernels.layer import add_rms_norm_, swiglu_
 
 Function = Callable[..., Tensor]
 DEVICE = "cuda"
@@ -149,6 +150,29 @@ def loss(alone: bool) -> None:
         )
 
 
+def norm(alone: bool) -> None:
+    """RMSNorm of a sum, of several parts of rows."""
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [torch.randn(*n, 640, device=DEVICE).to(dtype) for n in ((50,), (50,), ())]
+
+        def plain(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+            return F.rms_norm(x + residual, weight.shape, weight, 1e-6)
+
+        check(lambda x, r, w: add_rms_norm_(x * 1.0, r, w, 1e-6)[1], plain, inputs, True, alone)
+
+
+def swiglu(alone: bool) -> None:
+    """In units of 16 bytes and of 8."""
+    for dtype, width in ((torch.bfloat16, 640), (torch.bfloat16, 340), (torch.float32, 64)):
+        inputs = [torch.randn(*n, 2 * width, device=DEVICE).to(dtype) for n in ((50,), ())]
+
+        def plain(x: Tensor, bias: Tensor) -> Tensor:
+            gate, up = (x + bias).chunk(2, -1)
+            return F.silu(gate) * up
+
+        check(lambda x, b: swiglu_(x * 1.0, b), plain, inputs, True, alone)
+
+
 def optimizer(alone: bool) -> None:
     """Two, each dropped right after a step: the same bits with and without overlap."""
     start = torch.randn(100_000, device=DEVICE).bfloat16()
@@ -185,6 +209,8 @@ def kernels(capability: tuple[int, int]) -> dict[str, Callable[..., None]]:
         found[f"embedding {way}"] = partial(embedding, False, backward)
         found[f"embedding {way}, added rows"] = partial(added, backward)
     found["loss"] = loss
+    found["norm"] = norm
+    found["swiglu"] = swiglu
     found["embedding backward, long runs"] = partial(embedding, True, True)
     found["optimizer"] = optimizer
     return found

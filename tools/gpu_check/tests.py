@@ -28,7 +28,7 @@ def collect(paths: Sequence[str]) -> list[str]:
     """The tests' ids. Raises RuntimeError where pytest can't tell."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "log"
-        status = run([*pytest(), "--collect-only", *paths], STARTUP, found)
+        status = run([*pytest(), "--collect-only", "-o", "addopts=", *paths], STARTUP, found)
         text = text_of(found)
     ids = re.findall(r"^\S+\.py::.*$", text, re.M)
     if status or not ids:

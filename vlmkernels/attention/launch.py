@@ -25,10 +25,9 @@ from vlmkernels._native import (
     once,
     pointer,
 )
-from vlmkernels.attention.select import MAX_HEAD_DIM, SM90
+from vlmkernels.attention.select import MAX_HEAD_DIM, SM90, TILED, machine_of
 
-#: Kernels for segments of any length, and rows of a tile of theirs.
-TILED = ("sm80", *SM90)
+#: Rows of a tile of the kernels for segments of any length.
 TILE_ROWS = 128
 
 #: Native functions of a kernel: varlen_attention's forward and backward, vision_attention's.
@@ -207,11 +206,20 @@ def _list_tiles(
     return tiles
 
 
+def group_parts(processors: int, tokens: int, heads: int, kv_heads: int) -> int:
+    """Blocks to which sm90's backward deals the query heads that share a key, so that each
+    processor gets about three tiles of keys. Each but the last has as many heads."""
+    group, tiles = heads // kv_heads, -(-tokens // TILE_ROWS) * kv_heads
+    most = max(1, group * tiles // (3 * processors))
+    return -(-group // most)
+
+
 def _workspace(
-    kernel: str, q: Tensor, segments: int, rotary: bool, backward: bool
+    kernel: str, q: Tensor, kv_heads: int, segments: int, rotary: bool, backward: bool
 ) -> dict[str, Tensor]:
     """Of the kernels for long segments (csrc/common/params.h): in the backward float32 [2, H, T],
-    lse and delta of each row, and for one kernel sums of dq, [H, T / 64 + n, 64, D], and counts of
+    lse and delta of each row, for two kernels float32 [group_parts, 2, T, Hkv, D] where several
+    blocks share a key's heads, and for one kernel sums of dq, [H, T / 64 + n, 64, D], and counts of
     what was added; for vision_attention [H, T, D], k rotated (then q), and in sm90 another, q
     rotated."""
     tokens, heads, head_dim = q.shape
@@ -219,6 +227,11 @@ def _workspace(
     if backward:
         lse_delta = torch.empty((2, heads, tokens), dtype=torch.float32, device=q.device)
         workspace["lse_delta"] = lse_delta
+    if backward and kernel == "sm90":
+        parts = group_parts(machine_of(q.device).processors, tokens, heads, kv_heads)
+        if parts > 1:
+            sums = q.new_empty((parts, 2, tokens, kv_heads, head_dim), dtype=torch.float32)
+            workspace["dkv_parts"] = sums
     if backward and kernel == "sm90-fused":
         parts = heads * (tokens // 64 + segments)
         workspace["dq_sum"] = q.new_empty((parts, 64, head_dim), dtype=torch.float32)
@@ -262,7 +275,8 @@ def _run(
     # Held by this name until the kernel is launched.
     workspace = {}
     if kernel in TILED:
-        workspace = _workspace(kernel, q, segments, rotary is not None, bool(gradients))
+        ways = rotary is not None, bool(gradients)
+        workspace = _workspace(kernel, q, k.shape[1], segments, *ways)
         workspace["tiles"] = _list_tiles(q, cu_seqlens, max_seqlen, causal, rotary is not None)
     cu_seqlens = cu_seqlens.contiguous()
     launch(
@@ -284,6 +298,9 @@ def _run(
         rotary=pointer(table),
         **({"q_group_gap": group_gap(q)} if kernel == "cpu" else {"max_seqlen": max_seqlen}),
         **{name: x.data_ptr() for name, x in workspace.items()},
+        **(
+            {"group_parts": len(parts)} if (parts := workspace.get("dkv_parts")) is not None else {}
+        ),
         **dict(zip(("dout", "dq", "dk", "dv"), map(heads_view, gradients), strict=False)),
     )
 

@@ -4,7 +4,7 @@
     window      ours, CUDA: a segment's keys whole in the shared memory of one thread block
     sm80        ours, CUDA: FlashAttention-2, tiles of 128 by mma.sync, segments of any length
     sm90        ours, CUDA: FlashAttention-3, wgmma and TMA, compute capability 9.0
-    sm90-fused  the same with a backward of one kernel, only where it is asked for: not measured yet
+    sm90-fused  the same with a backward of one kernel, where that was faster: head_dim 72
     flash-attn  the package of that name
     sdpa        torch's scaled_dot_product_attention, one segment after another
     composed    rotation and permutation in torch, then varlen_attention
@@ -25,18 +25,22 @@ import torch
 
 from vlmkernels._native import cuda_archs
 
-#: Of varlen_attention, in order of preference. flash-attn comes before our kernels of long
-#: segments, because it has been measured on GPUs and they have not.
-VARLEN: tuple[str, ...] = ("cpu", "window", "flash-attn", "sm90", "sm80", "sdpa")
+#: Of varlen_attention, in order of preference. On an H200 sm90 took 0.4 to 0.7 times as long as
+#: FlashAttention-2 (torch's, the same code as flash-attn's); sm80 has not met the GPUs that it is for.
+VARLEN: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "flash-attn", "sm80", "sdpa")
 #: Of vision_attention: all but "composed" rotate q and k themselves. flash-attn doesn't, and a
 #: rotation in torch moves 48 bytes for each element of q and k, which takes an A100 longer than
 #: attention to frames of up to 3,700 patches at the full rate of its tensor cores
 #: (docs/attention-cuda.md).
-VISION: tuple[str, ...] = ("cpu", "window", "sm90", "sm80", "composed")
+VISION: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "sm80", "composed")
 #: Those for compute capability 9.0.
 SM90 = ("sm90", "sm90-fused")
-#: "tiled" is sm90 or sm80, whichever the GPU has.
-BACKENDS = (*VARLEN, "sm90-fused", "tiled")
+#: Where sm90-fused is taken without being asked for: on an H200 its backward took 0.86 to 0.96 times
+#: as long as sm90's there, 0.98 to 1.5 times at other sizes.
+FUSED_HEAD_DIMS = (72,)
+#: "tiled" is the one of sm90-fused, sm90 and sm80 that the GPU would get without flash-attn.
+TILED = ("sm90-fused", "sm90", "sm80")
+BACKENDS = (*VARLEN, "tiled")
 
 #: Bytes of shared memory that a thread block needs, the forward's or the backward's (benchmarks/
 #: static.json): of the window kernels' instances by head_dim and longest segment, of sm80's by
@@ -76,11 +80,14 @@ class Machine:
     shared_memory: int = 0  # bytes that a thread block may have
     archs: tuple[str, ...] = ()  # that vlmkernels was built for; the first one's PTX too
     flash_attn: bool = False  # flash-attn is installed
+    processors: int = 132  # of the GPU
     has_code: bool = field(init=False, compare=False)  # that the GPU runs
+    is_hopper: bool = field(init=False, compare=False)  # compute capability 9.0
 
     def __post_init__(self) -> None:  # here, since torch.compile doesn't follow it
         runs = [_runs(arch, self.capability, i == 0) for i, arch in enumerate(self.archs)]
         object.__setattr__(self, "has_code", any(runs))
+        object.__setattr__(self, "is_hopper", self.capability == (9, 0))
 
 
 def _runs(arch: str, capability: tuple[int, int], by_ptx: bool) -> bool:
@@ -109,7 +116,8 @@ def _machine(device: torch.device) -> Machine:
         return Machine(device.type)
     gpu = torch.cuda.get_device_properties(device)
     shared = gpu.shared_memory_per_block_optin
-    return Machine("cuda", (gpu.major, gpu.minor), shared, cuda_archs(), flash_attn() is not None)
+    capability, has_flash = (gpu.major, gpu.minor), flash_attn() is not None
+    return Machine("cuda", capability, shared, cuda_archs(), has_flash, gpu.multi_processor_count)
 
 
 @torch.compiler.assume_constant_result
@@ -145,13 +153,15 @@ def select(
     if backend is None:
         candidates = VISION if vision else VARLEN
     elif backend == "tiled":
-        candidates = ("sm90", "sm80")
+        candidates = TILED
     elif backend in BACKENDS:
         candidates = (backend,)
     else:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     reason: tuple[Any, ...] = ()
     for kernel in candidates:
+        if kernel == "sm90-fused" and backend != kernel and head_dim not in FUSED_HEAD_DIMS:
+            continue
         reason = obstacle(kernel, machine, dtype, head_dim, max_seqlen, permuted, strides)
         if not reason:
             return kernel
@@ -191,7 +201,7 @@ def obstacle(
         return ("it takes bfloat16",)
     if max_seqlen is None:
         return ("max_seqlen is not known",)
-    if kernel in SM90 and machine.capability != (9, 0) or machine.capability < (8, 0):
+    if kernel in SM90 and not machine.is_hopper or machine.capability < (8, 0):
         needed = "9.0" if kernel in SM90 else "8.0"
         return ("it needs compute capability {}, this is {}.{}", needed, *machine.capability)
     if not machine.has_code or kernel in SM90 and "90a" not in machine.archs:

@@ -75,7 +75,8 @@ class _Loss(torch.autograd.Function):
         dhidden, dweight = (g if w else None for g, w in zip(gradients, ctx.wanted, strict=True))
         if ctx.wanted[1] and ctx.main_grad is not None:
             # Hooks on the parameter fire, and nothing is added.
-            rows, values = targets.new_empty(1, 0), weight.new_empty(0, weight.shape[1])
+            values = weight.new_empty(0, weight.shape[1])
+            rows = values.new_empty(1, 0, dtype=torch.int64)
             dweight = torch.sparse_coo_tensor(
                 rows, values, weight.shape, is_coalesced=True, check_invariants=False
             )

@@ -17,7 +17,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from torch import Tensor
 
-from vlmkernels.layer import add_rms_norm_, rms_norm, swiglu_
+from vlmkernels.layer import add_rms_norm_, has_norm, has_swiglu, rms_norm, swiglu_
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def _where(parameter: Tensor | None) -> Literal["dense", "main_grad"]:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm; on the CPU vlmkernels', in one call each way."""
+    """torch.nn.RMSNorm by vlmkernels' kernels where they take it, in one call each way."""
 
     def forward(self, x: Tensor, added: tuple[Tensor | None, Tensor | None] | None = None) -> Any:
         """norm(x). added, where `fuses`: a residual and a bias, or None and None; then their sum
@@ -59,7 +59,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def _knows(self, x: Tensor) -> bool:
         known = x.dtype in (torch.float32, torch.bfloat16) and self.weight.dtype == x.dtype
-        return known and x.device.type == "cpu"
+        return known and has_norm(x)
 
     @staticmethod
     def fuses(norm: torch.nn.Module, x: Tensor) -> bool:
@@ -149,9 +149,8 @@ def _with_bias(op: Any, x: Tensor, bias: Tensor | None, *others: Tensor) -> Tens
 
 
 def swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(gate) * up [.., F] of x + bias = [gate | up], x [.., 2 F]. x itself gets the bias; on
-    CUDA Megatron's fused kernel, and x stays."""
-    if x.device.type == "cpu":
+    """silu(gate) * up [.., F] of x + bias = [gate | up], x [.., 2 F], which nobody reads again."""
+    if has_swiglu(x):
         return swiglu_(x, bias, bias_grad=_where(bias))
     return bias_swiglu_impl(x, bias)
 

@@ -93,7 +93,7 @@ def run_demo(
         tiny = _build_model(output, seed, family)
 
     layout = layout_options(nproc, parallel or ParallelSection())
-    _heading(3, f"training: {nproc} processes, {' '.join(layout)}, megatron-core on gloo")
+    _heading(3, f"training: {nproc} processes, {' '.join(layout)}, megatron-core")
     training_started = time.perf_counter()
     _train(train_command(tiny, shards, output / "trained", nproc, seed, steps, layout))
     training_seconds = time.perf_counter() - training_started

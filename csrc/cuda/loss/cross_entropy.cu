@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include "common/params.h"
+#include "cuda/block.cuh"
 #include "cuda/loss/cross_entropy.h"
 #include "cuda/ptx/sm80.cuh"
 
@@ -19,8 +20,7 @@ namespace {
 // for about 22 KB a SM (H200: 4.8 TB/s, 0.6 us, 132 SMs); a block of fewer has a short row.
 constexpr int kMostThreads = 512, kFewestThreads = 128;
 constexpr int kUnroll = 4;
-constexpr float kLog2e = 1.44269504f, kLog2eRest = 1.925963033e-8f, kLn2 = 0.693147181f,
-                kLowest = -3.402823466e38f;
+constexpr float kLog2e = 1.44269504f, kLog2eRest = 1.925963033e-8f, kLn2 = 0.693147181f;
 
 // A type of logits: an element as its bits, and kCount of them in one access.
 struct Fp32 {
@@ -119,28 +119,6 @@ struct Statistics {
     }
   }
 };
-
-// The sum or the largest of the block's values, for every thread, in one order. `shared`: a word a
-// warp.
-template <bool kLargest>
-__device__ __forceinline__ float of_block(float value, float* shared) {
-  const auto of_warp = [](float x) {
-#pragma unroll
-    for (int mask = ptx::kWarpSize / 2; mask > 0; mask /= 2) {
-      const float other = ptx::exchange(x, mask);
-      x = kLargest ? fmaxf(x, other) : x + other;  // mutant: loss-of-warp
-    }
-    return x;
-  };
-  const int lane = threadIdx.x % ptx::kWarpSize, warps = blockDim.x / ptx::kWarpSize;
-  value = of_warp(value);
-  __syncthreads();  // mutant: loss-of-block-sync-before
-  if (lane == 0) shared[threadIdx.x / ptx::kWarpSize] = value;
-  __syncthreads();  // mutant: loss-of-block-sync
-  // mutant: loss-of-block-value
-  value = lane < warps ? shared[lane] : (kLargest ? kLowest : 0.f);
-  return of_warp(value);
-}
 
 // The settings that a gradient needs, in float: label_smoothing / classes, 1 - label_smoothing and
 // 2 z_loss.

@@ -40,6 +40,7 @@ class VisionCase:
     max_seqlen: int | None = None
     causal: ClassVar[bool] = False
     written: ClassVar[None] = None
+    parts: int = 1
     fused: bool = False
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ class Case:
     shift: float = 0.0  # of q up and of k down: scores far below zero
     written: Array | None = None  # to cu_seqlens after tiles were listed
     fused: bool = False  # the backward of one kernel
+    parts: int = 1  # blocks for the heads that share a key, in sm90's backward
     permuted: ClassVar[bool] = False
     table: ClassVar[None] = None
 
@@ -194,12 +195,16 @@ def run_attention(
         sums = memory.reserve("lse_delta", stats_shape, np.float32) if tiled else None
         parts = case.heads * (case.tokens // 64 + len(case.lengths))
         shape = (parts, 64, case.dim)
+        sums_shape = (case.parts, 2, case.tokens, case.kv_heads, case.dim)
+        dkv = memory.reserve("dkv_parts", sums_shape, np.float32) if case.parts > 1 else None
         grads = fill(
             "AttentionGradParams",
             forward=forward,
             dout=view(memory.upload("dout", case.dout), case.heads, case.dim),
             **case.gradients(memory),
             lse_delta=sums,
+            dkv_parts=dkv,
+            group_parts=case.parts,
             dq_sum=memory.reserve("dq_sum", shape, np.float32) if case.fused else None,
             done=memory.upload("done", np.zeros(parts, np.int32)) if case.fused else None,
         )

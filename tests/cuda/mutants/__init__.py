@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from . import embedding, loss, sm80, sm90_backward, sm90_forward, sm90_fused, sm90_vision, window
+from . import (
+    embedding,
+    layer,
+    loss,
+    sm80,
+    sm90_backward,
+    sm90_forward,
+    sm90_fused,
+    sm90_vision,
+    window,
+)
 from .mutant import Mutant
 
 __all__ = ["CATALOGUE", "ON_FIBERS", "Mutant", "canary_cases"]
@@ -16,6 +26,7 @@ CATALOGUE: list[Mutant] = [
     *sm90_vision.MUTANTS,
     *embedding.MUTANTS,
     *loss.MUTANTS,
+    *layer.MUTANTS,
 ]
 #: In the order of their numbers in a build, from 1 on.
 ON_FIBERS = [m for m in CATALOGUE if m.engine == "fibers"]

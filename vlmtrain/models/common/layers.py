@@ -79,7 +79,7 @@ def touch(module: torch.nn.Module) -> None:
 
 
 # Activation and whether it is gated -> the same in fewer passes over memory.
-_CPU_FORMS = {
+_FORMS = {
     (F.silu, True): host_ops.swiglu,
     (quick_gelu, False): host_ops.quick_gelu,
     (gelu_tanh, False): host_ops.gelu_tanh,
@@ -87,8 +87,7 @@ _CPU_FORMS = {
 
 
 class TowerMLP(MLP):
-    """megatron-core's MLP, on the CPU with fewer passes over its widest tensors, and where the
-    config's `recompute_mlp` asks for it keeping its input only: most of a layer's activations are
+    """megatron-core's MLP with fewer passes over its widest tensors, and where the config's `recompute_mlp` asks for it keeping its input only: most of a layer's activations are
     made here.
 
     megatron-core's own `recompute_modules=["mlp"]` returns the bias through the checkpoint, which
@@ -98,8 +97,8 @@ class TowerMLP(MLP):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         def product(x: Tensor) -> Tensor:
             config = self.config
-            activation = _CPU_FORMS.get((config.activation_func, config.gated_linear_unit))
-            if activation is None or config.bias_activation_fusion or x.device.type != "cpu":
+            activation = _FORMS.get((config.activation_func, config.gated_linear_unit))
+            if activation is None or config.bias_activation_fusion:
                 return MLP.forward(self, x, *args, **kwargs)[0]
             return self.linear_fc2(activation(*self.linear_fc1(x)))[0]
 

@@ -97,24 +97,33 @@ struct GradSharedStorage {
 // A tile and what streams past it: from row `first` of the segment on, once a head of `heads`.
 struct GradWork {
   Tile tile;
-  int head;
+  int head;         // of keys: group_parts of one after another
   int stream_head;  // the first
   int heads;
   int first;
   int steps;  // of a head; 0: no more work
 };
 template <int kDim, bool kKeys>
-__device__ __forceinline__ GradWork grad_work(const AttentionParams& p, const Item& item) {
+__device__ __forceinline__ GradWork grad_work(const AttentionGradParams& params, const Item& item) {
+  const AttentionParams& p = params.forward;
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   constexpr int kStep = Sm90GradShape<kDim>::kStep;
   GradWork work;
   int end;
   if constexpr (kKeys) {
+    const int parts = static_cast<int>(params.group_parts), most = (group + parts - 1) / parts;
+    const int before = item.head % parts * most;  // mutant: sm90-bwd-work-before
     // mutant: sm90-bwd-work-of-keys
-    work = {item.tile, item.head, item.head * group, group, p.causal ? item.tile.first : 0, 0};
+    work = {item.tile,
+            item.head,
+            item.head / parts * group + before,
+            min(most, group - before),
+            p.causal ? item.tile.first : 0,
+            0};
     end = item.tile.length;
   } else {
-    work = {item.tile, item.head, item.head / group, 1, 0, 0};  // mutant: sm90-bwd-work-of-queries
+    // mutant: sm90-bwd-work-of-queries
+    work = {item.tile, item.head, item.head / group, 1, 0, 0};
     // mutant: sm90-bwd-work-end
     end = p.causal ? min(item.tile.length, item.tile.first + kTileRows) : item.tile.length;
   }
@@ -131,16 +140,17 @@ struct GradMaps {
 
 // One thread.
 template <int kDim, bool kKeys>
-__device__ __forceinline__ void produce(const AttentionParams& p, const GradMaps& maps,
+__device__ __forceinline__ void produce(const AttentionGradParams& params, const GradMaps& maps,
                                         const GradSharedStorage<kDim>& storage) {
   using S = Sm90GradShape<kDim>;
   PipelineState<S::kStages> ring;
   uint32_t parity = 0, taken = 0;  // of the resident tiles' barriers and of the scheduler's
 #pragma unroll 1
   for (;;) {
-    const GradWork work = grad_work<kDim, kKeys>(p, storage.scheduler().take_alone(taken));
+    const GradWork work = grad_work<kDim, kKeys>(params, storage.scheduler().take_alone(taken));
     if (work.steps == 0) return;
     const int begin = work.tile.begin;
+    const int resident_head = kKeys ? work.head / static_cast<int>(params.group_parts) : work.head;
 #pragma unroll 1
     for (int head = 0; head < work.heads; ++head) {
 #pragma unroll 1
@@ -166,7 +176,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const GradMaps
           for (int i = 0; i < 2; ++i) {
             // mutant: sm90-bwd-producer-resident
             load_boxes<kDim, kTileRows>(storage.resident(i), maps.resident[i],
-                                        storage.resident_full(), work.head,
+                                        storage.resident_full(), resident_head,
                                         begin + work.tile.first);
           }
           parity ^= 1;
@@ -188,7 +198,7 @@ __device__ __forceinline__ void follow(const AttentionGradParams& params,
   uint32_t taken = 0;
 #pragma unroll 1
   for (;;) {
-    const GradWork work = grad_work<kDim, kKeys>(p, storage.scheduler().take(taken));
+    const GradWork work = grad_work<kDim, kKeys>(params, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     if (lane == 0 && !is_listed(p.cu_seqlens, work.tile)) ptx::trap();
     // Rows of the segment from a step's first on: at the first step, and after the last.
@@ -243,6 +253,59 @@ __device__ __forceinline__ void pass(const GradSharedStorage<kDim>& storage,
 
 // ---- dk and dv
 
+// A warp's rows of dk (`which` 0) or dv of some heads, into dkv_parts.
+template <int kDim>
+__device__ __forceinline__ void store_part(const float (&c)[Sm90Row<kDim>::kWide / 2],
+                                           const AttentionGradParams& params, int which,
+                                           int64_t token, int length, int head) {
+  const AttentionParams& p = params.forward;
+  // Made here: else they stay in registers through all tiles, and spill.
+  const int lane = ptx::anew(threadIdx.x % kWarpSize);
+  const int parts = ptx::anew(static_cast<int>(params.group_parts));
+  const int64_t index = head % parts * 2 + which, kv_head = head / parts;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = lane / 4 + r * 8;
+    if (row >= length) continue;  // mutant: sm90-bwd-part-length
+    // mutant: sm90-bwd-part-at
+    const int64_t at = ((index * p.tokens + token + row) * p.kv_heads + kv_head) * kDim;
+    float* to = params.dkv_parts + at + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+      *reinterpret_cast<float2*>(to + n * 8) = {c[n * 4 + r * 2], c[n * 4 + r * 2 + 1]};
+    }
+  }
+}
+
+// dk and dv, each the sum of its parts in their order: 8 elements a thread.
+template <class Math, int kDim>
+__global__ void __launch_bounds__(256) sm90_backward_join(const AttentionGradParams params) {
+  const AttentionParams& p = params.forward;
+  const int64_t rows = p.tokens * p.kv_heads, units = rows * (kDim / 8);  // of a part of dk
+  const int64_t unit = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (unit >= 2 * units) return;  // mutant: sm90-bwd-join-end
+  const bool is_dv = unit >= units;
+  const int64_t mine = is_dv ? unit - units : unit, row = mine / (kDim / 8);
+  float sum[8] = {};
+  for (int64_t part = 0; part < params.group_parts; ++part) {
+    // mutant: sm90-bwd-join-from
+    const float* from = params.dkv_parts + ((2 * part + is_dv) * units + mine) * 8;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 four = ptx::load_once(reinterpret_cast<const uint4*>(from) + i, true);
+      sum[4 * i] += __uint_as_float(four.x), sum[4 * i + 1] += __uint_as_float(four.y);
+      sum[4 * i + 2] += __uint_as_float(four.z), sum[4 * i + 3] += __uint_as_float(four.w);
+    }
+  }
+  const float factor = is_dv ? 1.f : p.scale;  // mutant: sm90-bwd-join-factor
+  uint32_t words[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) words[w] = Math::pack(sum[2 * w] * factor, sum[2 * w + 1] * factor);
+  uint16_t* to = rows_of(is_dv ? params.dv : params.dk, row / p.kv_heads, row % p.kv_heads);
+  ptx::store(reinterpret_cast<uint4*>(to + mine % (kDim / 8) * 8),
+             uint4{words[0], words[1], words[2], words[3]}, true);
+}
+
 template <class Math, int kDim>
 __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
                                              const GradSharedStorage<kDim>& storage, int consumer) {
@@ -260,7 +323,7 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
   uint32_t parity = 0, taken = 0;
 #pragma unroll 1
   for (;;) {
-    const GradWork work = grad_work<kDim, true>(p, storage.scheduler().take(taken));
+    const GradWork work = grad_work<kDim, true>(params, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     ptx::barrier_wait(storage.resident_full(), parity);  // mutant: sm90-bwd-dkdv-wait-resident-full
     parity ^= 1;
@@ -370,6 +433,15 @@ __device__ __forceinline__ void consume_keys(const AttentionGradParams& params,
 
     const int64_t token = work.tile.begin + first;
     const int length = work.tile.length - first;
+    if (params.dkv_parts != nullptr) {
+#pragma unroll 1
+      for (int which = 0; which < 2; ++which) {  // one code for both, or registers spill
+        store_part<kDim>(dk, params, which, token, length, work.head);
+#pragma unroll
+        for (int i = 0; i < S::kWide / 2; ++i) dk[i] = dv[i];  // mutant: sm90-bwd-part-dv
+      }
+      continue;
+    }
     // mutant: sm90-bwd-dkdv-store-dv
     store_gradient<Math, kDim>(dv, 1.f, staging, length, params.dv, token, work.head, nullptr);
     // mutant: sm90-bwd-dkdv-store-dk
@@ -397,7 +469,7 @@ __device__ __forceinline__ void consume_queries(const AttentionGradParams& param
   uint32_t parity = 0, taken = 0;
 #pragma unroll 1
   for (;;) {
-    const GradWork work = grad_work<kDim, false>(p, storage.scheduler().take(taken));
+    const GradWork work = grad_work<kDim, false>(params, storage.scheduler().take(taken));
     if (work.steps == 0) return;
     const int first_row = work.tile.first + consumer * 64, first = work.tile.first + warp_row;
     // Steps in which a query of the warpgroup sees a key; the other ones it lets pass.
@@ -512,11 +584,15 @@ __device__ __forceinline__ void work_on_tiles(const AttentionGradParams& params,
   specialise(
       storage,
       [&](int) {
-        if (threadIdx.x == 0) produce<kDim, kKeys>(params.forward, maps, storage);
+        if (threadIdx.x == 0) produce<kDim, kKeys>(params, maps, storage);
         const int which = static_cast<int>(threadIdx.x / kWarpSize) - 1;
         // mutant: sm90-bwd-kernel-if-which
         if (which == 0 || which == 1) follow<kDim, kKeys>(params, storage, which);
-        if (threadIdx.x == 3 * kWarpSize) storage.scheduler().run(params.forward, kKeys);
+        if (threadIdx.x == 3 * kWarpSize) {
+          const AttentionParams& p = params.forward;
+          const int64_t heads = kKeys ? p.kv_heads * params.group_parts : p.heads;
+          storage.scheduler().run(p, kKeys, static_cast<unsigned>(heads));
+        }
       },
       [&](int consumer) {
         if constexpr (kKeys) {
@@ -562,11 +638,22 @@ int launch_backward(const AttentionGradParams& params, void* stream) {
     if (!error) error = make_maps<kDim, S::kStep>(&streams[i], p.dtype, views[i], p.tokens, heads);
     if (error) return error;
   }
-  const int64_t tiles = list_length(p);
+  const int64_t tiles = list_length(p), parts = params.group_parts;
+  const bool in_parts = params.dkv_parts != nullptr;
+  const int64_t group = p.heads / p.kv_heads;
+  // No part may be empty: nobody would write it.
+  if (parts < 1 || (parts - 1) * ((group + parts - 1) / parts) >= group || (parts > 1) != in_parts)
+    return cudaErrorInvalidValue;
   if (const int error =
-          launch_items(sm90_backward_dkdv<Math, kDim>, tiles * p.kv_heads, S::kShared, stream,
-                       params, resident[2], resident[3], streams[0], streams[1])) {
+          launch_items(sm90_backward_dkdv<Math, kDim>, tiles * p.kv_heads * parts, S::kShared,
+                       stream, params, resident[2], resident[3], streams[0], streams[1])) {
     return error;
+  }
+  if (in_parts) {
+    const int64_t units = 2 * p.tokens * p.kv_heads * (kDim / 8);
+    const int error =
+        launch(sm90_backward_join<Math, kDim>, (units + 255) / 256, 256, 0, stream, params);
+    if (error) return error;
   }
   return launch_items(sm90_backward_dq<Math, kDim>, tiles * p.heads, S::kShared, stream, params,
                       resident[0], resident[1], streams[2], streams[3]);

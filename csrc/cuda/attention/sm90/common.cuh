@@ -90,10 +90,9 @@ struct TileScheduler {
     ptx::barrier_init(empty(), takers);  // mutant: sm90-scheduler-init
   }
 
-  // The thread that takes items: of queries' tiles and heads, or of keys'.
-  __device__ __forceinline__ Item next(const AttentionParams& p, bool of_keys,
+  // The thread that takes items: tiles of queries, or of keys, each for `heads` heads.
+  __device__ __forceinline__ Item next(const AttentionParams& p, bool of_keys, unsigned heads,
                                        uint32_t& parity) const {
-    const unsigned heads = static_cast<unsigned>(of_keys ? p.kv_heads : p.heads);
     int32_t* const counts = tile_counts(p);
     // mutant: sm90-scheduler-items
     const unsigned items = static_cast<unsigned>(counts[1 + of_keys]) * heads;
@@ -120,10 +119,11 @@ struct TileScheduler {
     return item;
   }
   // A thread that does nothing else.
-  __device__ __forceinline__ void run(const AttentionParams& p, bool of_keys) const {
+  __device__ __forceinline__ void run(const AttentionParams& p, bool of_keys,
+                                      unsigned heads) const {
     uint32_t parity = 0;
 #pragma unroll 1
-    while (next(p, of_keys, parity).tile.length != 0) {
+    while (next(p, of_keys, heads, parity).tile.length != 0) {
     }
   }
   // The others: what it took, for a warp ...

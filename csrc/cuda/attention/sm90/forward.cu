@@ -386,7 +386,8 @@ __global__ void __launch_bounds__(Sm90Shape<kDim>::kThreads, 1)
       [&](int warp) {
         if (threadIdx.x == 0) produce<kDim>(p, &q, &k, &v, storage);
         if (warp == 1) clean<kDim>(p, storage);
-        if (threadIdx.x == 2 * kWarpSize) storage.scheduler().run(p, false);
+        if (threadIdx.x == 2 * kWarpSize)
+          storage.scheduler().run(p, false, static_cast<unsigned>(p.heads));
       },
       [&](int consumer) { consume<Math, kDim>(p, storage, consumer); }, &q, &k, &v);
 }

@@ -160,7 +160,8 @@ __device__ __forceinline__ void produce(const AttentionParams& p,
   uint32_t taken = 0;  // parity: the other one is of the barriers of the tile that was taken
 #pragma unroll 1
   for (;;) {
-    const FusedWork work = fused_work<kDim>(p, storage.scheduler().next(p, true, taken));
+    const FusedWork work = fused_work<kDim>(
+        p, storage.scheduler().next(p, true, static_cast<unsigned>(p.kv_heads), taken));
     if (work.steps == 0) return;
     const int begin = work.tile.begin;
 #pragma unroll 1

@@ -6,19 +6,36 @@
 namespace vlmk {
 namespace {
 
-// delta = sum of out * dout over a row, for the warp's 16 rows: two lanes a row.
+// Of each of the warp's 16 rows what delta = sum of out * dout takes, two lanes a row. Everything
+// is on its way before anything is waited for: a trip to memory is longer than a window's products.
 template <class Math, int kDim>
-__device__ __forceinline__ float row_dot(const uint16_t* out, const uint16_t* dout, bool inside) {
-  const int half = threadIdx.x % 2;
-  float sum = 0.f;
-#pragma unroll 2
-  for (int unit = half; unit < kDim / 8; unit += 2) {
-    const uint4 a = ptx::load_once(reinterpret_cast<const uint4*>(out) + unit, inside);
-    const uint4 b = ptx::load_once(reinterpret_cast<const uint4*>(dout) + unit, inside);
-    sum = add_dot<Math>(sum, a, b);
+struct RowStatistics {
+  static constexpr int kUnits = kDim / 16;  // of 16 bytes, a lane
+  uint4 out[kUnits];
+  float row_max, row_sum;
+
+  // at: of a row's maximum and sum.
+  __device__ __forceinline__ RowStatistics(const AttentionParams& p, const uint16_t* row,
+                                           int64_t at, bool inside) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const int unit = threadIdx.x % 2 + 2 * i;
+      out[i] = ptx::load_once(reinterpret_cast<const uint4*>(row) + unit, inside);
+    }
+    row_max = inside ? p.row_max[at] : 0.f;
+    row_sum = inside ? p.row_sum[at] : 0.f;
   }
-  return sum + ptx::exchange(sum, 1);  // mutant: window-delta
-}
+  // dout: the row in shared memory.
+  __device__ __forceinline__ float delta(uint32_t dout) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const int unit = threadIdx.x % 2 + 2 * i;
+      sum = add_dot<Math>(sum, out[i], ptx::load_shared(dout + unit * 16));
+    }
+    return sum + ptx::exchange(sum, 1);  // mutant: window-delta
+  }
+};
 
 // Columns [column, column + kPart) of dq = scale * dS keys, for the warp's 16 queries, staged.
 template <class Math, int kDim, int kKeys, int kPart>
@@ -35,6 +52,19 @@ __device__ __forceinline__ void stage_query_gradient(uint32_t ds_tile, uint32_t 
   }
   const float factor[1][2] = {{scale, scale}};
   stage_rows<Math, kDim>(dq, factor, staging + first * kPitch<kDim> + column * 2);
+}
+
+// Rotates the warp's 16 rows of a tile back.
+template <class Math, int kDim>
+__device__ __forceinline__ void rotate_back(uint32_t tile, int first, const float* table,
+                                            const VisionRows& rows, int length) {
+  RowRotations<kDim, 16> angles(ptx::anew(threadIdx.x % kWarpSize));
+  angles.load(table, length - first, [&](int row) {
+    const int place = first + row;  // mutant: window-backward-angles
+    return rows.of(place < length ? place : 0);
+  });
+  angles.template apply<Math, true>(tile + first * kPitch<kDim>);  // mutant: window-backward-back
+  __syncwarp();  // mutant: window-backward-back-syncwarp
 }
 
 // One block per window and key/value head; the query heads that share it come one after another. A
@@ -68,27 +98,26 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
   float dk[1][kDim / 8][4] = {}, dv[1][kDim / 8][4] = {};
 #pragma unroll 1
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    const int mine = first + lane / 2;  // mutant: window-backward-row
+    const bool inside = mine < length;
+    const RowStatistics<Math, kDim> statistics(
+        p, rows.base(p.out, head) + rows.of(inside ? mine : 0) * p.out.token_stride,
+        head * p.tokens + window.begin + (inside ? mine : 0), inside);
     copy_tile<kDim, kKeys>(queries, p.q, head, rows, length);
     copy_tile<kDim, kKeys>(douts, g.dout, head, rows, length);
     ptx::commit_copies();
-    {
-      const int row = first + lane / 2;  // mutant: window-backward-row
-      const bool inside = row < length;
-      const int64_t safe = inside ? row : 0, at = head * p.tokens + window.begin + safe;
-      const float dot = row_dot<Math, kDim>(
-          rows.base(p.out, head) + rows.of(inside ? row : 0) * p.out.token_stride,
-          rows.base(g.dout, head) + rows.of(inside ? row : 0) * g.dout.token_stride, inside);
-      if (lane % 2 == 0) {
-        row_max[row] = inside ? p.row_max[at] : 0.f;
-        inverse_sum[row] = inside ? 1.f / p.row_sum[at] : 0.f;
-        delta[row] = dot;
-      }
-    }
-    ptx::wait_copies<0>();  // mutant: window-backward-wait-copies
-    if constexpr (Rows::kVision) {
-      RowRotations<kDim, kKeys, S::kThreads> rotations(threadIdx.x);
+    RowRotations<kDim, kKeys, S::kThreads> rotations(threadIdx.x);
+    if constexpr (Rows::kVision)
       rotations.load(p.rotary, length, [&](int row) { return rows.of(row < length ? row : 0); });
-      __syncthreads();  // queries and keys are there, to be rotated
+    ptx::wait_copies<0>();  // mutant: window-backward-wait-copies
+    __syncthreads();        // mutant: window-backward-sync-copies
+    const float dot = statistics.delta(douts + mine * kPitch<kDim>);
+    if (lane % 2 == 0) {
+      row_max[mine] = statistics.row_max;
+      inverse_sum[mine] = inside ? 1.f / statistics.row_sum : 0.f;
+      delta[mine] = dot;
+    }
+    if constexpr (Rows::kVision) {
       rotations.template apply<Math, false>(queries);
       // Once: with the rotation, a key head has one query head.
       // mutant: window-backward-rotate-keys
@@ -106,9 +135,9 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
       for (int n = 0; n < kQueries / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int query = q0 + n * 8 + lane % 4 * 2 + e % 2, mine = key + e / 2 * 8;
+          const int query = q0 + n * 8 + lane % 4 * 2 + e % 2, seeing = key + e / 2 * 8;
           // mutant: window-backward-seen
-          const bool seen = mine < length && (!p.causal || mine <= query);
+          const bool seen = seeing < length && (!p.causal || seeing <= query);
           const float probability =
               ptx::exp2_approx((s[0][n][e] * sign - row_max[query]) * exponent) *
               inverse_sum[query];
@@ -139,10 +168,12 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
       write_rows<kDim, kPart / 8>(queries, first, 0, g.dq, head, rows, length);
     stage_query_gradient<Math, kDim, kKeys, kDim - kPart>(ds_tile, keys, queries, first, kPart,
                                                           p.scale);
-    if constexpr (Rows::kVision)
-      write_rows_back<Math, kDim>(queries, first, p.rotary, g.dq, head, rows, length);
-    else
+    if constexpr (Rows::kVision) {
+      rotate_back<Math, kDim>(queries, first, p.rotary, rows, length);
+      write_rows<kDim, kDim / 8>(queries, first, 0, g.dq, head, rows, length);
+    } else {
       write_rows<kDim, (kDim - kPart) / 8>(queries, first, kPart, g.dq, head, rows, length);
+    }
     // mutant: window-backward-sync-head
     __syncthreads();  // before the next head's rows arrive
   }
@@ -150,10 +181,8 @@ __global__ void __launch_bounds__(Shape<kDim, kKeys>::kThreads, kKeys == 64 && k
   const float factor[1][2] = {{p.scale, p.scale}};
   const float one[1][2] = {{1.f, 1.f}};
   stage_rows<Math, kDim>(dk, factor, douts + first * kPitch<kDim>);
-  if constexpr (Rows::kVision)
-    write_rows_back<Math, kDim>(douts, first, p.rotary, g.dk, kv_head, rows, length);
-  else
-    write_rows<kDim, kDim / 8>(douts, first, 0, g.dk, kv_head, rows, length);
+  if constexpr (Rows::kVision) rotate_back<Math, kDim>(douts, first, p.rotary, rows, length);
+  write_rows<kDim, kDim / 8>(douts, first, 0, g.dk, kv_head, rows, length);
   stage_rows<Math, kDim>(dv, one, douts + first * kPitch<kDim>);
   write_rows<kDim, kDim / 8>(douts, first, 0, g.dv, kv_head, rows, length);
 }

@@ -61,30 +61,6 @@ __device__ __forceinline__ void write_rows(uint32_t tile, int row, int column, c
   }
 }
 
-// write_rows of whole rows, rotated back.
-template <class Math, int kDim>
-__device__ __forceinline__ void write_rows_back(uint32_t tile, int row, const float* table,
-                                                const HeadsView& x, int64_t head,
-                                                const VisionRows& rows, int length) {
-  constexpr int kPairs = kDim / 16;
-  uint16_t* base = rows.base(x, head);
-#pragma unroll 2
-  for (int i = threadIdx.x % kWarpSize; i < 16 * kPairs; i += kWarpSize) {
-    const int r = row + i / kPairs, pair = i % kPairs;
-    const bool inside = r < length;  // mutant: window-write-rotated-inside
-    const int token = rows.of(inside ? r : 0);
-    Rotation<8> rotation;
-    // mutant: window-write-rotated-load
-    rotation.template load<kDim>(table, token, pair * 8, inside);
-    const uint32_t at = tile + r * kPitch<kDim> + pair * 16;
-    uint4 a = ptx::load_shared(at), b = ptx::load_shared(at + kDim);
-    rotation.template apply<Math, true>(a, b);
-    auto* to = reinterpret_cast<uint4*>(base + token * x.token_stride + pair * 8);
-    ptx::store(to, a, inside);
-    ptx::store(to + kPairs, b, inside);  // mutant: window-write-rotated-store
-  }
-}
-
 // Returns launch<Math, kDim, kKeys, Rows>(p, stream) of the smallest instance that holds f's shape.
 #define VLMK_WINDOW_KEYS(launch, Math, dim, Rows)                      \
   case dim:                                                            \

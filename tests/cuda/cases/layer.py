@@ -1,0 +1,169 @@
+"""Runs the launchers of csrc/cuda/layer on a fake GPU, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tools.cudasim.floats import DTYPES, from_float, to_float
+from tools.cudasim.ptx.ptxtypes import Array
+
+from ..kernels import Kernels
+from ..params import fill
+
+#: Half a unit of a type, relative.
+UNITS = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+EPS = 1e-5
+
+
+def assert_close(name: str, ours: Array, exact: Array, dtype: str, roundings: int = 2) -> None:
+    """So many roundings of the type, and of float32's sums, of the array's norm."""
+    error, size = np.linalg.norm(ours - exact), np.linalg.norm(exact)
+    allowed = (roundings * UNITS[dtype] + 2.0**-20) * size + 1e-30
+    assert ours.shape == exact.shape and error <= allowed, f"{name}: {error:.2e}, {allowed:.2e}"
+
+
+class Rows:
+    """Random tensors on a fake GPU, and their values."""
+
+    def __init__(self, kernels: Kernels, rng: np.random.Generator, dtype: str) -> None:
+        self.kernels, self.rng, self.dtype = kernels, rng, dtype
+        self.device = kernels.device()
+        self.memory = self.device.memory
+        self.values: dict[str, Array] = {}
+
+    def draw(self, name: str, *shape: int) -> int:
+        bits = from_float(self.rng.standard_normal(shape), self.dtype)
+        self.values[name] = to_float(bits, self.dtype).astype(np.float64)
+        return self.memory.upload(name, bits)
+
+    def room(self, name: str, *shape: int, kind: Any = None) -> int:
+        return self.memory.reserve(name, shape, kind or DTYPES[self.dtype][1])
+
+    def found(self, name: str) -> Array:
+        array = self.memory.array(name)
+        values = array if array.dtype == np.float32 else to_float(array, self.dtype)
+        return values.astype(np.float64)
+
+    def run(self, launcher: str, struct: str, **values: Any) -> None:
+        params = fill(struct, dtype=DTYPES[self.dtype][0], **values)
+        code = self.kernels.run(self.device, launcher, params)
+        assert code == 0, f"{launcher} returned cudaError_t {code}"
+
+    def rounded(self, x: Array) -> Array:
+        return to_float(from_float(x, self.dtype), self.dtype).astype(np.float64)
+
+
+def check_norm(
+    kernels: Kernels,
+    rng: np.random.Generator,
+    rows: int,
+    width: int,
+    dtype: str = "bfloat16",
+    residual: bool = False,
+    bias: bool = False,
+    adds: bool = False,
+) -> None:
+    """Forward and backward: the sum, the result, dx and the weight's gradient."""
+    r = Rows(kernels, rng, dtype)
+    x = r.draw("x", rows, width)
+    weight = r.draw("weight", width)
+    added = r.draw("residual", rows, width) if residual else None
+    shift = r.draw("bias", width) if bias else None
+    y, rstd = r.room("y", rows, width), r.room("rstd", rows, kind=np.float32)
+    r.run(
+        "rms_norm", "RmsNormParams",
+        x=x, residual=added, bias=shift, weight=weight, y=y, rstd=rstd, rows=rows, width=width,
+        eps=EPS,
+    )  # fmt: skip
+    total, gain = r.values["x"], r.values["weight"]
+    if residual:
+        total = r.rounded(total + r.values["residual"] + (r.values["bias"] if bias else 0))
+        assert_close("sum", r.found("x"), total, dtype)
+        total = r.found("x")
+    factor = 1 / np.sqrt((total**2).mean(1, keepdims=True) + EPS)
+    assert_close("rstd", r.found("rstd"), factor[:, 0], "float32", 4)
+    assert_close("y", r.found("y"), total * factor * gain, dtype)
+
+    dy = r.draw("dy", rows, width)
+    ds = r.draw("ds", rows, width) if residual else None
+    before = rng.standard_normal(width).astype(np.float32)
+    parts = -(-rows // 16)
+    dweight = r.memory.upload("dweight", before) if adds else r.room("dweight", width)
+    r.run(
+        "rms_norm_backward", "RmsNormGradParams",
+        dy=dy, ds=ds, x=x, weight=weight, rstd=rstd, dx=r.room("dx", rows, width), dweight=dweight,
+        sums=r.room("sums", parts, width, kind=np.float32), rows=rows, width=width, adds=adds,
+    )  # fmt: skip
+    g, n = r.values["dy"] * gain, total * factor
+    dx = (g - n * (g * n).mean(1, keepdims=True)) * factor + (r.values["ds"] if residual else 0)
+    assert_close("dx", r.found("dx"), dx, dtype)
+    exact = (r.values["dy"] * n).sum(0) + (before if adds else 0)
+    assert_close("dweight", r.found("dweight"), exact, "float32" if adds else dtype, 8)
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def check_swiglu(
+    kernels: Kernels,
+    rng: np.random.Generator,
+    rows: int,
+    width: int,
+    dtype: str = "bfloat16",
+    bias: bool = False,
+    gap: int = 0,
+) -> None:
+    """Forward and backward; `gap`: elements between two rows of dy."""
+    r = Rows(kernels, rng, dtype)
+    x, shift = r.draw("x", rows, 2 * width), r.draw("bias", 2 * width) if bias else None
+    common: dict[str, Any] = {"x": x, "bias": shift, "rows": rows, "width": width}
+    r.run("swiglu", "SwigluParams", y=r.room("y", rows, width), **common)
+    total = r.values["x"]
+    if bias:
+        total = r.rounded(total + r.values["bias"])
+    gate, up = np.split(total, 2, axis=1)
+    s = sigmoid(gate)
+    assert_close("y", r.found("y"), gate * s * up, dtype)
+    dy = r.draw("dy", rows, width + gap)
+    r.run(
+        "swiglu_backward", "SwigluGradParams",
+        dy=dy, dy_stride=width + gap, dx=r.room("dx", rows, 2 * width), dbias=None, sums=None,
+        adds=False, **common,
+    )  # fmt: skip
+    of_rows = r.values["dy"][:, :width]
+    exact = [of_rows * up * s * (1 + gate * (1 - s)), of_rows * gate * s]
+    assert_close("dx", r.found("dx"), np.concatenate(exact, 1), dtype)
+
+
+Check = Callable[[Kernels, np.random.Generator], Any]
+
+
+def _each_type(check: Callable[..., None], *arguments: Any, **more: Any) -> Check:
+    def run(kernels: Kernels, rng: np.random.Generator) -> None:
+        for dtype in UNITS:
+            check(kernels, rng, *arguments, dtype=dtype, **more)
+
+    return run
+
+
+def small_suite() -> dict[str, Check]:
+    """All paths of the launchers, in small shapes; a mutant must fail one of them."""
+    norm, gate = partial(_each_type, check_norm), partial(_each_type, check_swiglu)
+    return {
+        # 19 rows: two parts of the sum. 8 to 96 columns: a warp, some of whose lanes have nothing.
+        "norm": norm(19, 40),
+        "norm, residual": norm(17, 96, residual=True, adds=True),
+        "norm, bias": norm(3, 8, residual=True, bias=True),
+        # 544 columns: in 16 bits 68 units of 64 threads, in float32 136 of 128.
+        "wide norm": norm(2, 544),
+        "swiglu": gate(5, 24),
+        "swiglu, bias": gate(3, 64, bias=True),
+        "swiglu, units of 8 bytes": gate(3, 20, bias=True, gap=4),
+        "swiglu, rows apart": gate(4, 32, gap=8),
+        "nothing": gate(0, 32),
+    }

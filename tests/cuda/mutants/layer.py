@@ -1,0 +1,38 @@
+"""Mutants of RMSNorm and SwiGLU, the launchers included."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .mutant import Mutant
+
+M = partial(Mutant, "layer")
+
+MUTANTS = [
+    M("low half twice", "layer-unpack", "v[0] = v[1] = Math::low(word);", case="norm"),
+    M("past the row", "layer-norm-on", "true", case="norm"),
+    M("bias left out", "layer-norm-bias", case="norm, bias"),
+    M("sum normalized before it is rounded", "layer-norm-rounded", case="norm, residual"),
+    M("sum taken for the mean", "layer-norm-mean",
+      "of_block<false>(squares, reinterpret_cast<float*>(shared))",
+      case="norm"),
+    M("last row's gradient of the weight", "layer-norm-sums", "sums[k].v[e] = product;",
+      case="norm"),
+    M("sum of dots taken for the mean", "layer-norm-dots",
+      "of_block<false>(dots, reinterpret_cast<float*>(shared))", case="norm"),
+    M("gradient beside the norm left out", "layer-norm-ds", "false",
+      case="norm, residual"),
+    M("first part only", "layer-sums-part", "part < warps", case="norm"),
+    M("sums read too early", "layer-sums-sync", case="norm"),
+    M("main_grad overwritten", "layer-sums-adds", "static_cast<float*>(total)[column] = sum;",
+      case="norm, residual"),
+    M("sigmoid of the size", "layer-sigmoid", "1.f / (1.f + e)", case="swiglu"),
+    M("gate twice", "layer-swiglu-up", "up = gate;", case="swiglu"),
+    M("bias not rounded into the sum", "layer-swiglu-rounded", case="swiglu, bias"),
+    M("rows of dy side by side", "layer-swiglu-dy", "row * units + i",
+      case="swiglu, rows apart"),
+    M("past the last row", "layer-swiglu-rows", "false", case="swiglu"),
+    M("derivative of silu without its second part", "layer-swiglu-dgate",
+      "dgate.v[e] = ds * of.up.v[e];", case="swiglu"),
+    M("half a gradient", "layer-swiglu-dup", case="swiglu"),
+]  # fmt: skip
