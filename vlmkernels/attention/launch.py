@@ -273,10 +273,11 @@ def _run(
         raise ValueError(f"window_order is given; {kernel} takes no order")
     table, order = (None if x is None else x.contiguous() for x in (table, order))
     # Held by this name until the kernel is launched.
-    workspace = {}
+    workspace, parts = {}, 1
     if kernel in TILED:
         ways = rotary is not None, bool(gradients)
         workspace = _workspace(kernel, q, k.shape[1], segments, *ways)
+        parts = len(workspace["dkv_parts"]) if "dkv_parts" in workspace else 1
         workspace["tiles"] = _list_tiles(q, cu_seqlens, max_seqlen, causal, rotary is not None)
     cu_seqlens = cu_seqlens.contiguous()
     launch(
@@ -298,9 +299,7 @@ def _run(
         rotary=pointer(table),
         **({"q_group_gap": group_gap(q)} if kernel == "cpu" else {"max_seqlen": max_seqlen}),
         **{name: x.data_ptr() for name, x in workspace.items()},
-        **(
-            {"group_parts": len(parts)} if (parts := workspace.get("dkv_parts")) is not None else {}
-        ),
+        **({"group_parts": parts} if parts > 1 else {}),
         **dict(zip(("dout", "dq", "dk", "dv"), map(heads_view, gradients), strict=False)),
     )
 

@@ -26,7 +26,7 @@ import torch
 from vlmkernels._native import cuda_archs
 
 #: Of varlen_attention, in order of preference. On an H200 sm90 took 0.4 to 0.7 times as long as
-#: FlashAttention-2 (torch's, the same code as flash-attn's); sm80 has not met the GPUs that it is for.
+#: FlashAttention-2 (torch's, the same code as flash-attn's); sm80 has not met its own GPUs.
 VARLEN: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "flash-attn", "sm80", "sdpa")
 #: Of vision_attention: all but "composed" rotate q and k themselves. flash-attn doesn't, and a
 #: rotation in torch moves 48 bytes for each element of q and k, which takes an A100 longer than
@@ -35,8 +35,8 @@ VARLEN: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "flash-attn", 
 VISION: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "sm80", "composed")
 #: Those for compute capability 9.0.
 SM90 = ("sm90", "sm90-fused")
-#: Where sm90-fused is taken without being asked for: on an H200 its backward took 0.86 to 0.96 times
-#: as long as sm90's there, 0.98 to 1.5 times at other sizes.
+#: Where sm90-fused is taken without being asked for: on an H200 its backward took 0.87 to 0.96
+#: times as long as sm90's there, 0.98 to 3 times at other sizes.
 FUSED_HEAD_DIMS = (72,)
 #: "tiled" is the one of sm90-fused, sm90 and sm80 that the GPU would get without flash-attn.
 TILED = ("sm90-fused", "sm90", "sm80")

@@ -87,8 +87,8 @@ _FORMS = {
 
 
 class TowerMLP(MLP):
-    """megatron-core's MLP with fewer passes over its widest tensors, and where the config's `recompute_mlp` asks for it keeping its input only: most of a layer's activations are
-    made here.
+    """megatron-core's MLP with fewer passes over its widest tensors, and where the config's
+    `recompute_mlp` asks for it keeping its input only: most of a layer's activations are made here.
 
     megatron-core's own `recompute_modules=["mlp"]` returns the bias through the checkpoint, which
     makes a parameter its own ancestor and recurses without end where there is a bias.
