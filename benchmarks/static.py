@@ -220,20 +220,22 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
                 one = params_struct(struct)(segments=1, tokens=1)
                 getattr(handle, launcher)(ctypes.byref(one), None)
                 continue
-            for dtype, dim, max_seqlen, rotary in itertools.product(
-                (1, 2), (64, 72, 80, 96, 128), (64, 128), (0, 1)
+            for dtype, dim, max_seqlen, rotary, parts in itertools.product(
+                (1, 2), (64, 72, 80, 96, 128), (64, 128), (0, 1), (1, 2)
             ):
-                # One segment of one token and head; nothing is read. An error: no such instance.
+                # One segment of one token, and a head for each part of a group; nothing is read.
+                # An error: no such instance.
                 params = params_struct(struct)()
                 p = params.forward if "Grad" in struct else params
                 p.max_seqlen = max_seqlen
                 p.dtype, p.head_dim = dtype, dim
-                p.segments = p.tokens = p.heads = p.kv_heads = 1
+                p.segments = p.tokens = p.kv_heads = 1
+                p.heads = parts
                 p.rotary = rotary
                 p.q.data = p.k.data = p.v.data = 256
                 if "Grad" in struct:
                     params.dout.data = params.dq_sum = params.done = 256
-                    params.group_parts = 1
+                    params.group_parts, params.dkv_parts = parts, 256 * (parts - 1)
                 getattr(handle, launcher)(ctypes.byref(params), None)
     finally:
         fake.fakecuda_set_callback(kind(0))
@@ -241,10 +243,12 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
 
 
 def other_launch(kernel: str) -> tuple[int, int]:
-    """The same of a kernel of cross_entropy.cu, kMostThreads and a word a warp, or of embedding.cu:
-    kThreads, or kLongThreads with that many sums."""
-    if kernel.startswith("cross_entropy"):
+    """The same of a kernel of cross_entropy.cu or a norm, kMostThreads and a word a warp, of what
+    else is in layer.cu, or of embedding.cu: kThreads, or kLongThreads with that many sums."""
+    if kernel.startswith(("cross_entropy", "rms_norm")):
         return 512, 512 // 32 * 4
+    if kernel.startswith(("column_sums", "swiglu")):
+        return (1024, 1024 * 4) if kernel.startswith("column_sums") else (256, 0)
     if not kernel.startswith("reduce_long_runs"):
         return 128, 0
     sums = next(n for name, n in (("Fp32x4", 4), ("x8", 8), ("x1", 1)) if name in kernel)

@@ -184,6 +184,21 @@ def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def sparse_rows(rows: Tensor, values: Tensor, count: int) -> Tensor:
+    """The sparse tensor [count, ..] that has `values` in `rows`, which ascend. By the context: torch
+    2.11 warns of what its argument asks for."""
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        return torch.sparse_coo_tensor(
+            rows[None], values, (count, *values.shape[1:]), is_coalesced=True
+        )
+
+
+def no_rows(like: Tensor) -> Tensor:
+    """A sparse tensor as `like`, without a row: hooks on a parameter fire, and nothing is added."""
+    values = like.new_empty(0, *like.shape[1:])
+    return sparse_rows(values.new_empty(0, dtype=torch.int64), values, len(like))
+
+
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], *inputs: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Products of float32 and bfloat16 matrices on the CPU: torch's, and our own where they are faster
-(`python -m benchmarks.run product`):
+"""Products of matrices: torch's, and of float32 and bfloat16 on the CPU our own where they are
+faster (`python -m benchmarks.run product`):
 
 - bfloat16 where the processor has AVX2 or AVX-512 but neither AMX nor AMD's dot products: in
   float32, which such processors multiply faster than what torch does instead;
@@ -65,10 +65,28 @@ def mm(
     if _fits(a, b) and _takes(out, a, b, add) and (bias is None or _adds(bias, b)):
         return product(a, b, bias=bias, out=out, add=add)
     if out is not None and add:
-        return out.addmm_(a, b) if out.dtype == a.dtype else out.add_(torch.mm(a, b))
+        if out.dtype == a.dtype:
+            return out.addmm_(a, b)
+        if out.is_cuda and accumulates(a.dtype):
+            return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        return out.add_(torch.mm(a, b))
     if bias is not None:
         return torch.addmm(bias, a, b, out=out)
     return torch.mm(a, b, out=out)
+
+
+@functools.cache
+def accumulates(dtype: torch.dtype) -> bool:
+    """Whether this torch's products take `dtype` operands and add to a float32 matrix in place
+    (torch >= 2.9 on CUDA), found out by a small product of exact numbers."""
+    a = torch.full((16, 32), 2.0, dtype=dtype, device="cuda")
+    total = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+    try:
+        torch.addmm(total, a, a.t(), out_dtype=torch.float32, out=total)
+        whole = torch.mm(a, a.t(), out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 129.0).all()) and bool((whole == 128.0).all())
 
 
 def product(

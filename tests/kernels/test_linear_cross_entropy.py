@@ -290,7 +290,9 @@ def test_plan(
     chunks = op.plan(rows, classes, hidden, item, twice=twice, inside=inside, rounded=rounded)
     assert [x for part, _ in chunks for x in range(part.start, part.stop)] == list(range(rows))
     part = -(-classes // op.KEPT)
+    part = part if part <= op.WHOLE else -(-part // op.WHOLE) * op.WHOLE
     for block, columns in chunks:
+        assert columns >= classes or columns <= op.WHOLE or columns % op.WHOLE == 0
         count = block.stop - block.start
         assert count >= 1 and columns >= 1
         assert count * columns * item <= op.CHUNK_BYTES

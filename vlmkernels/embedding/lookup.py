@@ -29,6 +29,7 @@ from vlmkernels._native import (
     main_grad_of,
     once,
     pointer,
+    sparse_rows,
     without_transforms,
 )
 from vlmkernels.embedding import gradients
@@ -245,12 +246,11 @@ class _Embedding(torch.autograd.Function):
                 gradients.weight_grad_into(
                     ctx.main_grad, grad, input_ids, visual_index, start, first, padding_idx
                 )
-                rows = input_ids.new_empty(0)
                 values = grad.new_empty(0, ctx.hidden, dtype=ctx.weight_dtype)
-                dweight = _sparse(rows, values, vocab_rows)
+                dweight = sparse_rows(values.new_empty(0, dtype=torch.int64), values, vocab_rows)
             elif ctx.mode == "sparse":
                 rows, values = once(gradients.weight_grad_sparse, *arguments)
-                dweight = _sparse(rows, values, vocab_rows)
+                dweight = sparse_rows(rows, values, vocab_rows)
             else:
                 dweight = once(gradients.weight_grad, *arguments)
         if ctx.needs_input_grad[5]:
@@ -259,16 +259,6 @@ class _Embedding(torch.autograd.Function):
 
 
 _embedding_elsewhere = without_transforms("visual_embedding", _Embedding.apply)
-
-
-def _sparse(rows: Tensor, values: Tensor, vocab_rows: int) -> Tensor:
-    return torch.sparse_coo_tensor(
-        rows[None],
-        values,
-        (vocab_rows, values.shape[1]),
-        is_coalesced=True,
-        check_invariants=False,
-    )
 
 
 def _scatter_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:

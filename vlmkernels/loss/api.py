@@ -11,7 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, check_tensor, main_grad_of, once, without_transforms
+from vlmkernels._native import (
+    DTYPES,
+    check_tensor,
+    main_grad_of,
+    no_rows,
+    once,
+    without_transforms,
+)
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import Reduction
 
@@ -74,12 +81,7 @@ class _Loss(torch.autograd.Function):
             gradients = once(op.linear_cross_entropy, *arguments, *ctx.settings, *ctx.wanted)[2:]
         dhidden, dweight = (g if w else None for g, w in zip(gradients, ctx.wanted, strict=True))
         if ctx.wanted[1] and ctx.main_grad is not None:
-            # Hooks on the parameter fire, and nothing is added.
-            values = weight.new_empty(0, weight.shape[1])
-            rows = values.new_empty(1, 0, dtype=torch.int64)
-            dweight = torch.sparse_coo_tensor(
-                rows, values, weight.shape, is_coalesced=True, check_invariants=False
-            )
+            dweight = no_rows(weight)
         elif dweight is not None and ctx.valid < len(weight):
             dweight = F.pad(dweight, (0, 0, 0, len(weight) - ctx.valid))
         return dhidden, dweight, *(None,) * (6 + len(ctx.settings))

@@ -10,40 +10,29 @@ x: a linear's input [tokens, in]; grad: of its output [tokens, out]; main_grad [
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
 
 import torch
 from torch import Tensor
 
-from vlmkernels.product import mm
+from vlmkernels.product import accumulates, mm
 
 
 def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
-    """main_grad += grad^T x, into a float32 main_grad."""
-    if x.is_cuda and x.dtype != torch.float32 and _accumulates_in_float32(x.dtype):
-        torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad)
+    """main_grad += grad^T x, into a float32 main_grad. Columns of x beyond main_grad's are zeros,
+    which make its rows whole units of 16 bytes (linears.py)."""
+    width = main_grad.shape[1]
+    if x.shape[1] > width and x.is_cuda and accumulates(x.dtype):
+        # main_grad's rows are no such units, and the product into it would be the slow one.
+        main_grad.add_(torch.mm(grad.t(), x, out_dtype=torch.float32)[:, :width])
     else:
-        mm(grad.t(), x, out=main_grad, add=True)
+        mm(grad.t(), x[:, :width], out=main_grad, add=True)
 
 
 def wgrad_gemm_accum_fp16(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
     """main_grad += grad^T x, all of one half-precision type."""
     main_grad.addmm_(grad.t(), x)
-
-
-@functools.cache
-def _accumulates_in_float32(dtype: torch.dtype) -> bool:
-    """Whether this torch's addmm takes `dtype` operands and adds to a float32 matrix in place
-    (torch >= 2.9 on CUDA), found out by a small product of exact numbers."""
-    a = torch.full((16, 32), 2.0, dtype=dtype, device="cuda")
-    total = torch.ones(16, 16, dtype=torch.float32, device="cuda")
-    try:
-        torch.addmm(total, a, a.t(), out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((total == 129.0).all())
 
 
 def enable() -> None:

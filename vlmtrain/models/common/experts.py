@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from vlmkernels._native import no_rows
 from vlmkernels.product import mm
 from vlmtrain.cpu import host_ops
 from vlmtrain.models import weight_gradients
@@ -65,11 +66,7 @@ class _Product(torch.autograd.Function):
                 for g, rows, out in zip(grads, x.split(ctx.counts), main_grad, strict=True):
                     weight_gradients.wgrad_gemm_accum_fp32(rows, g, out)
                 # Megatron's hook waits for a gradient, and adds it: one without entries.
-                none = weight.new_empty(0, *weight.shape[1:])
-                index = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
-                dweight = torch.sparse_coo_tensor(
-                    index, none, weight.shape, is_coalesced=True, check_invariants=False
-                )
+                dweight = no_rows(weight)
         return dx, dweight, None
 
 

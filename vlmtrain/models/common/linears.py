@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vlmkernels.product import mm
 from vlmtrain.cpu.host_ops import bias_gradient, past_autograd
+from vlmtrain.models import weight_gradients
 
 
 def row_padding(matrix: Tensor) -> int:
@@ -61,8 +62,9 @@ class _Product(torch.autograd.Function):
             padded = F.pad(weight, (0, spare)) if spare else weight
             dx = mm(grad, padded)[:, :width].view(*shape, width)
         if x is not None:
-            add = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-            add(x[:, :width], grad, weight.main_grad)
+            # apex's, where it is installed, knows no padding.
+            into = weight_gradients if spare else layers.fused_weight_gradient_mlp_cuda
+            into.wgrad_gemm_accum_fp32(x, grad, weight.main_grad)
         if sees_weight:
             # Megatron's hook wants a gradient where it starts a reduction, and does not read it.
             weight.grad_added_to_main_grad = True
