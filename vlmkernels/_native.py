@@ -185,8 +185,8 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 def sparse_rows(rows: Tensor, values: Tensor, count: int) -> Tensor:
-    """The sparse tensor [count, ..] that has `values` in `rows`, which ascend. By the context: torch
-    2.11 warns of what its argument asks for."""
+    """The sparse tensor [count, ..] that has `values` in `rows`, which ascend. By the context:
+    torch 2.11 warns of what its argument asks for."""
     with torch.sparse.check_sparse_tensor_invariants(False):
         return torch.sparse_coo_tensor(
             rows[None], values, (count, *values.shape[1:]), is_coalesced=True
