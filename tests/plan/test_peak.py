@@ -102,7 +102,8 @@ def test_the_heaviest_steps_of_each_replica() -> None:
 
 def test_what_makes_it_fit() -> None:
     """In its order: vision, then language, then offload; the least that does."""
-    layout = make_layout(SPEC, world_size=2)
+    deep = replace(SPEC, vision=replace(SPEC.vision, depth=12))  # where each step keeps less
+    layout = make_layout(deep, world_size=2)
     of = loads(4, 2, 8)
 
     def peak(vision: str, language: str, offload: float = 0.0) -> float:
@@ -111,7 +112,7 @@ def test_what_makes_it_fit() -> None:
             recompute=RecomputeSection(vision, language),  # type: ignore[arg-type]
             optimizer=replace(CONFIG.optimizer, offload_fraction=offload),
         )
-        return fullest(config, SPEC, layout, of, True).bytes
+        return fullest(config, deep, layout, of, True).bytes
 
     def tried(room: float, choice: str) -> tuple[TrainConfig, str]:
         config = replace(CONFIG, train=replace(SECTION, fit=choice))  # type: ignore[arg-type]
@@ -119,7 +120,7 @@ def test_what_makes_it_fit() -> None:
         def dealt(other: Layout) -> Loads:
             return loads(4, other.data, 16 // other.data)
 
-        return fit(config, SPEC, layout, dealt, room, lambda *_: "a, b", True)
+        return fit(config, deep, layout, dealt, room, lambda *_: "a, b", True)
 
     assert tried(peak("none", "none"), "refuse")[1] == ""
     for vision, language, offload in [

@@ -74,6 +74,5 @@ def test_a_recipe_is_read_runs_and_fits_in_80_gb(name):
     assert f"# Memory: up to {fullest / 1e9:.0f} GB a GPU" in text, f"{name}: {fullest / 1e9:.1f}"
     plain = replace(config, recompute=RecomputeSection())
     if config != plain:  # nothing is computed again that could be kept
-        assert (
-            max(peak_bytes(plain, model, gpus) for model in peaks) > find_gpu("h100").usable_bytes
-        )
+        without = max(peak_bytes(plain, model, gpus) for model in peaks)
+        assert without > 0.97 * find_gpu("a100-80").usable_bytes

@@ -48,7 +48,7 @@ def wrap(
     )
     for parameter in module.parameters():
         # Behind autograd waits a hook that starts the reduction, or that has nothing to do: then
-        # ops add to main_grad and leave autograd out (cpu/host_ops.py, past_autograd).
+        # ops add to main_grad and leave autograd out (models/common/elementwise.py, past_autograd).
         parameter.skips_autograd = not overlap_grad_reduce
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         # With one data-parallel rank gloo's reduce-scatter of gradients and all-gather of weights

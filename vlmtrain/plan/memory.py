@@ -308,8 +308,8 @@ class Learning:
 class ActivationModel:
     """What one stage of a layout keeps of a microbatch.
 
-    Norms keep their input and one or two statistics; on the CPU host_ops.py's activations keep
-    their input alone.
+    Norms keep their input and one or two statistics, activations their input alone
+    (models/common/elementwise.py).
     """
 
     spec: ModelSpec
@@ -383,8 +383,7 @@ class ActivationModel:
         f = fc2.inputs
         kept += read if learns[2] else 0.0
         needs = needs or learns[2]
-        activation = fc1.outputs * (2 if self.cuda else 1)  # both halves of a gated one
-        kept += e * activation / t if needs else 0.0
+        kept += e * fc1.outputs / t if needs else 0.0
         kept += e * f / t if learns[3] else 0.0
         return kept + e * (ranks[2] + ranks[3])
 

@@ -11,6 +11,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from vlmkernels.integrations.megatron import offload
@@ -53,9 +54,22 @@ def build_optimizer(
     )
     for part in distributed_parts(optimizer):
         use_cpu_adam(part)
+        if not any(offload_fractions(section).values()):
+            use_fused_adam(part)
         create_state(part)
     offload(optimizer, section.offload_fraction, early=True)
     return optimizer
+
+
+def use_fused_adam(part: DistributedOptimizer, device: str = "cuda") -> None:
+    """torch's AdamW, which Megatron takes without transformer-engine and apex, as one kernel. As a
+    loop over lists it is some twenty passes, and holds more float32 numbers a parameter meanwhile.
+    """
+    inner = part.optimizer
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    if isinstance(inner, torch.optim.Adam) and {p.device.type for p in parameters} == {device}:
+        for group in inner.param_groups:
+            group.update(fused=True, foreach=False)
 
 
 def offload_fraction(section: OptimizerSection, step: int) -> float:

@@ -50,8 +50,9 @@ def create_state(part: DistributedOptimizer) -> None:
     for group in inner.param_groups:
         for parameter in group["params"]:
             if not inner.state[parameter]:
+                where = parameter.device if group.get("fused") else "cpu"  # as torch has it
                 inner.state[parameter] = {
-                    "step": torch.tensor(0.0, dtype=torch.float32),
+                    "step": torch.zeros((), dtype=torch.float32, device=where),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }

@@ -122,7 +122,7 @@ def _common(layout: Layout, dtype: torch.dtype, recompute: str) -> dict[str, Any
         batch_p2p_sync=False,  # for an old torch; it stops the whole device after each message
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense or not
         calculate_per_token_loss=True,
-        # Megatron's fusions are torch.compile'd, 20 s of start-up; cpu/host_ops.py has others.
+        # Megatron's fusions are torch.compile'd, 20 s of start-up; elementwise.py has others.
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         persist_layer_norm=False,

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from vlmkernels._native import no_rows
 from vlmkernels.product import mm
-from vlmtrain.cpu import host_ops
 from vlmtrain.models import weight_gradients
-from vlmtrain.models.common import balance
+from vlmtrain.models.common import balance, elementwise
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Its router asks whether this is None, and without transformer-engine never says so.
@@ -108,7 +107,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, rows: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """x [N, h], rows [E] in host memory, probs [N]: what a row's output is multiplied by."""
         counts = rows.tolist()
-        hidden = host_ops.swiglu(self.linear_fc1(x, counts), None) * probs[:, None]
+        hidden = elementwise.swiglu(self.linear_fc1(x, counts), None) * probs[:, None]
         return self.linear_fc2(hidden.to(x.dtype), counts), None
 
     def sharded_state_dict(

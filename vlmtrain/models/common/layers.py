@@ -27,7 +27,7 @@ from vlmkernels.integrations.megatron import (
     RotaryPackedSeqParams,
     VarlenCoreAttention,
 )
-from vlmtrain.cpu import host_ops
+from vlmtrain.models.common import elementwise
 from vlmtrain.models.common.balance import Routing
 from vlmtrain.models.common.configs import gelu_tanh, quick_gelu
 from vlmtrain.models.common.experts import Experts, MixtureOfExperts, Router
@@ -57,7 +57,7 @@ class Norm:
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> torch.nn.Module:
-        kind = host_ops.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        kind = elementwise.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=init_device(config))
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
@@ -80,9 +80,9 @@ def touch(module: torch.nn.Module) -> None:
 
 # Activation and whether it is gated -> the same in fewer passes over memory.
 _FORMS = {
-    (F.silu, True): host_ops.swiglu,
-    (quick_gelu, False): host_ops.quick_gelu,
-    (gelu_tanh, False): host_ops.gelu_tanh,
+    (F.silu, True): elementwise.swiglu,
+    (quick_gelu, False): elementwise.quick_gelu,
+    (gelu_tanh, False): elementwise.gelu_tanh,
 }
 
 
@@ -174,7 +174,7 @@ class Layer(TransformerLayer):
         loss_rows: LossRows | None = None,
     ) -> tuple[Tensor, None]:
         fused, dropout = self.config.bias_dropout_fusion, self.hidden_dropout
-        x, normal = host_ops.with_norm(self.input_layernorm, hidden_states)
+        x, normal = elementwise.with_norm(self.input_layernorm, hidden_states)
         if loss_rows is not None:
             x = x.index_select(0, loss_rows.own)
             packed_seq_params = replace(packed_seq_params, output_rows=loss_rows.whole)
@@ -182,7 +182,7 @@ class Layer(TransformerLayer):
             normal, attention_mask=attention_mask, packed_seq_params=packed_seq_params
         )
         add = self.self_attn_bda(self.training, fused)
-        x, normal = host_ops.add_with_norm(self.pre_mlp_layernorm, add, attended, x, dropout)
+        x, normal = elementwise.add_with_norm(self.pre_mlp_layernorm, add, attended, x, dropout)
         out = self.mlp(normal, padding_mask=padding_mask)
         x = self.mlp_bda(self.training, fused)(out, x, dropout)
         return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True), None
@@ -233,8 +233,8 @@ def block_submodules(
     attention.core_attention = VarlenCoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    spec.submodules.self_attn_bda = host_ops.bias_dropout_add
-    spec.submodules.mlp_bda = host_ops.bias_dropout_add
+    spec.submodules.self_attn_bda = elementwise.bias_dropout_add
+    spec.submodules.mlp_bda = elementwise.bias_dropout_add
     spec.submodules.self_attention.params = {"attn_mask_type": mask}
     if config.num_moe_experts:
         spec.submodules.mlp.submodules.router = Router

@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from vlmkernels.product import mm
-from vlmtrain.cpu.host_ops import bias_gradient, past_autograd
 from vlmtrain.models import weight_gradients
+from vlmtrain.models.common.elementwise import bias_gradient, past_autograd
 
 
 def row_padding(matrix: Tensor) -> int:

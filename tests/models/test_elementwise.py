@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.numeric import assert_accurate
-from vlmtrain.cpu import host_ops
+from vlmtrain.models.common import elementwise
 
 Op = Callable[..., Tensor]
 
@@ -67,7 +67,7 @@ def test_rms_norm(dtype: torch.dtype) -> None:
         return apply
 
     compare(
-        norm(host_ops.RMSNorm),
+        norm(elementwise.RMSNorm),
         norm(torch.nn.RMSNorm),
         [x, torch.randn(width)],
         consumes_first=False,
@@ -84,7 +84,7 @@ def test_swiglu(bias: bool) -> None:
         return F.silu(gate) * up
 
     compare(
-        host_ops.swiglu,
+        elementwise.swiglu,
         plain,
         [torch.randn(tokens, 1, 2 * width) * 3, torch.randn(2 * width) if bias else None],
         consumes_first=True,
@@ -100,7 +100,7 @@ def test_quick_gelu(bias: bool) -> None:
         return x * torch.sigmoid(1.702 * x)
 
     compare(
-        host_ops.quick_gelu,
+        elementwise.quick_gelu,
         plain,
         [torch.randn(tokens, 1, width) * 3, torch.randn(width) if bias else None],
         consumes_first=True,
@@ -115,9 +115,9 @@ def test_a_bias_past_autograd(name: str, skips: bool) -> None:
     bias.main_grad, bias.skips_autograd = start.clone(), skips  # type: ignore[attr-defined]
     x, residual = (t.requires_grad_() for t in torch.randn(2, 30, 1, 12))
     if name == "bias_dropout_add":
-        out = host_ops.bias_dropout_add(True, False)((x * 1.0, bias), residual, 0.0)
+        out = elementwise.bias_dropout_add(True, False)((x * 1.0, bias), residual, 0.0)
     else:
-        out = getattr(host_ops, name)(x * 1.0, bias)
+        out = getattr(elementwise, name)(x * 1.0, bias)
     out.sin().sum().backward()
     assert x.grad is not None and (bias.grad is None) == skips
     terms = x.grad.double()  # every op adds the bias to x first
@@ -127,8 +127,8 @@ def test_a_bias_past_autograd(name: str, skips: bool) -> None:
     assert_accurate("bias", got, start + x.grad.sum((0, 1)), exact, noise)
     frozen = torch.ones(12)
     frozen.skips_autograd = skips  # type: ignore[attr-defined]
-    assert host_ops.past_autograd(x, frozen) is None
-    assert host_ops.past_autograd(x.detach(), bias) is None
+    assert elementwise.past_autograd(x, frozen) is None
+    assert elementwise.past_autograd(x.detach(), bias) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,15 +137,17 @@ def test_a_bias_past_autograd(name: str, skips: bool) -> None:
 def test_sums_and_their_norms(dtype: torch.dtype, kind: str, bias: bool) -> None:
     """A layer's first norm, and what attention returns added to the layer's input, and its norm."""
     tokens, width = sizes()
-    add = host_ops.bias_dropout_add(True, False)
+    add = elementwise.bias_dropout_add(True, False)
 
     def ours(x: Tensor, out: Tensor, weight: Tensor, b: Tensor | None = None) -> Tensor:
-        norm = host_ops.RMSNorm(1, 1e-6) if kind == "RMSNorm" else torch.nn.LayerNorm(1, bias=False)
+        norm = (
+            elementwise.RMSNorm(1, 1e-6) if kind == "RMSNorm" else torch.nn.LayerNorm(1, bias=False)
+        )
         norm.normalized_shape = (width,)
         del norm.weight
         norm.weight = weight  # type: ignore[assignment]
-        x, first = host_ops.with_norm(norm, x)
-        x, second = host_ops.add_with_norm(norm, add, (out * 1.0, b), x, 0.0)
+        x, first = elementwise.with_norm(norm, x)
+        x, second = elementwise.add_with_norm(norm, add, (out * 1.0, b), x, 0.0)
         return torch.cat([x, first, second], -1)
 
     def plain(x: Tensor, out: Tensor, weight: Tensor, b: Tensor | None = None) -> Tensor:
@@ -166,7 +168,7 @@ def test_sums_and_their_norms(dtype: torch.dtype, kind: str, bias: bool) -> None
 @pytest.mark.parametrize("bias", [False, True])
 def test_bias_dropout_add(bias: bool) -> None:
     tokens, width = sizes()
-    add = host_ops.bias_dropout_add(True, False)
+    add = elementwise.bias_dropout_add(True, False)
 
     def ours(x: Tensor, residual: Tensor, b: Tensor | None = None) -> Tensor:
         return add((x, b), residual, 0.0)
@@ -180,6 +182,6 @@ def test_bias_dropout_add(bias: bool) -> None:
 
 def test_dropout_is_megatrons() -> None:
     x, residual = torch.ones(64, 1, 64), torch.zeros(64, 1, 64)
-    out = host_ops.bias_dropout_add(True, False)((x, None), residual, 0.5)
+    out = elementwise.bias_dropout_add(True, False)((x, None), residual, 0.5)
     assert set(out.unique().tolist()) == {0.0, 2.0}
     assert x.eq(1).all()  # not written over
