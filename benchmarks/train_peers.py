@@ -1,8 +1,8 @@
 """transformers' training step: sdpa attention, cross entropy, clipping, torch's fused AdamW.
 
-transformers has no packing on a CPU, so it may take the samples in the way that suits it best: one
-by one, in right-padded batches (no mask is needed: causal attention never looks at the padding) or
-packed with a block-diagonal mask.
+Without flash-attn transformers has no packing, so it may take the samples in the way that suits it
+best: one by one, in right-padded batches (no mask is needed: causal attention never looks at the
+padding) or packed with a block-diagonal mask.
 
 What is trained in bfloat16 has float32 masters, gradients and moments, and products in bfloat16,
 as vlmtrain has it. Bytes a parameter:
@@ -41,12 +41,14 @@ Batch = tuple[dict[str, Any], Tensor]  # the model's inputs and labels [B, L]
 class Plain:
     """The model of a Hugging Face folder, and one step over batches of it in each form."""
 
-    def __init__(self, folder: Path, targets: int, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, targets: int, dtype: torch.dtype, device: str = "cpu") -> None:
         import transformers
 
-        self.model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa"
-        ).train()
+        )
+        self.model = model.to(device).train()
+        self.device = device
         self.params = list(self.model.parameters())
         self.half: Any = None
         if dtype != torch.float32:
@@ -65,9 +67,14 @@ class Plain:
 
     def steps(self, batches: list[Batch]) -> dict[str, Callable[[], float]]:
         """One step over `batches`, by the name of its form ("" for the only one)."""
+        if self.device != "cpu":
+            batches = [
+                ({name: x.to(self.device) for name, x in inputs.items()}, labels.to(self.device))
+                for inputs, labels in batches
+            ]
         if self.half is None:
             return {"": partial(self._step, batches, self.model, contextlib.nullcontext())}
-        autocast = torch.autocast("cpu", self.dtype)
+        autocast = torch.autocast(self.device, self.dtype)
         return {
             ", autocast": partial(self._step, batches, self.model, autocast),
             ", masters": partial(self._step, batches, self.half, contextlib.nullcontext()),
@@ -78,6 +85,8 @@ class Plain:
         with torch._C.DisableTorchFunction():
             total = 0.0
             for inputs, labels in batches:
+                if model is self.half and "pixel_values" in inputs:
+                    inputs = {**inputs, "pixel_values": inputs["pixel_values"].to(self.dtype)}
                 with cast:
                     logits = model(**inputs, use_cache=False).logits
                 loss = F.cross_entropy(

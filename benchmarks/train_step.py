@@ -1,6 +1,6 @@
 """One training step (forward, backward, clipping, AdamW) beside the same model and the same samples
-in plain transformers, one process, the same number of cores. train_sizes.py has the models and
-samples, train_peers.py what transformers does and what each side holds in memory.
+in plain transformers, one process, the same number of cores, or one GPU. train_sizes.py has the
+models and samples, train_peers.py what transformers does and what each side holds in memory.
 
 The ceiling: the products of the step's tokens, patches and targets with the model's weights and
 their gradients, by torch or the faster kernel of vlmkernels.product, and the multiply-adds of its
@@ -43,11 +43,15 @@ SIZES: dict[str, Callable[[], Size]] = {
     "350M": train_sizes.real_vocabulary,
     "mixed": train_sizes.mixed,
 }
+#: On a GPU, in bfloat16.
+CUDA_SIZES: dict[str, Callable[[], Size]] = {"3B, a quarter": train_sizes.quarter_of_3b}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Bytes a parameter of both models in one process.
 HELD = {"float32": 32, "bfloat16": 38}
 
-#: Rows of one product of the ceiling: more at a time make it no faster.
+#: Sizes whose samples differ in length.
+MIXED = ("mixed", "3B, a quarter")
+#: Rows of one product of the ceiling: more at a time make it no faster on a CPU.
 LARGEST_PRODUCT = 2048
 
 
@@ -83,6 +87,8 @@ def our_step(
         )
     )
     packs = size.batches()
+    if backend.is_cuda:
+        packs = [pack.pin_memory() for pack in packs]
     return engine, packs, lambda: engine.step(packs, LR).loss
 
 
@@ -90,7 +96,7 @@ def ways(size: Size) -> dict[str, list[train_peers.Batch]]:
     """How transformers may take the samples; padded batches as Size says."""
     samples, everything = size.samples, range(len(size.samples))
     chosen = {"one by one": [[i] for i in everything]}
-    if size.name == "mixed":
+    if size.name in MIXED:
         by_length = np.argsort([len(s.input_ids) for s in samples], kind="stable").tolist()
         for name, order in (("sorted by length", by_length), ("as they come", everything)):
             cut = train_peers.batches(samples, order, size.padded_tokens or size.pack_length)
@@ -134,11 +140,12 @@ def ceilings(
             rows = merged if "merger" in name else patches
         outs, ins = weight.shape
         shapes[rows, outs, ins, "patch_embed" not in name] += 1  # pixels need no gradient
-    cases = []
+    cases, largest = [], LARGEST_PRODUCT if context.device == "cpu" else max(tokens, patches)
     for (rows, outs, ins, backward), count in shapes.items():
-        part = min(rows, LARGEST_PRODUCT)
-        x, out = torch.randn(part, ins, dtype=dtype), torch.empty(part, outs, dtype=dtype)
-        w, dx = torch.randn(outs, ins, dtype=dtype), torch.empty_like(x)
+        part = min(rows, largest)
+        kind: dict[str, Any] = {"dtype": dtype, "device": context.device}
+        x, out = torch.randn(part, ins, **kind), torch.empty(part, outs, **kind)
+        w, dx = torch.randn(outs, ins, **kind), torch.empty_like(x)
         dw = torch.empty_like(w)
         cases.append((rows, count, backward, x, w, out, dx, dw))
     work = sum(2e-9 * n * o * i * c * (2 + b) for (n, o, i, b), c in shapes.items())
@@ -146,8 +153,8 @@ def ceilings(
     def run() -> None:
         for rows, count, backward, x, w, out, dx, dw in cases:
             for _ in range(count):
-                for start in range(0, rows, LARGEST_PRODUCT):
-                    end = min(LARGEST_PRODUCT, rows - start)
+                for start in range(0, rows, largest):
+                    end = min(largest, rows - start)
                     mm(x[:end], w.t(), out=out[:end])
                     mm(out[:end].t(), x[:end], out=dw)
                     if backward:
@@ -191,14 +198,15 @@ def comparison(size: Size, dtype: str, folder: Path, context: Context) -> Compar
     parameters = size.write_model(folder)
     # Four times the largest batch's logits, and 3 GB for activations and torch.
     needed = HELD[dtype] * parameters + 16 * size.pack_length * size.vocabulary + 3e9
-    if (missing := needed - available("cpu")) > 0:
+    if (missing := needed - available(context.device)) > 0:
         raise MemoryError(f"left out, {missing / 1e9:.1f} GB of memory are missing")
     engine, packs, ours = our_step(folder, size, DTYPES[dtype])
-    plain = Plain(folder, sum(pack.target_tokens for pack in packs), DTYPES[dtype])
+    targets = sum(pack.target_tokens for pack in packs)
+    plain = Plain(folder, targets, DTYPES[dtype], context.device)
     tokens = sum(len(s.input_ids) for s in size.samples)
     visual = sum(pack.image_tokens for pack in packs)
     count = f"{len(packs)} {'pack' if len(packs) == 1 else 'packs'} of {size.pack_length}"
-    if size.name == "mixed":
+    if size.name in MIXED:
         count = f"{len(size.samples)} mixed samples, {count}"
     return Comparison(
         op="training step",
@@ -217,7 +225,7 @@ def comparison(size: Size, dtype: str, folder: Path, context: Context) -> Compar
         check=_same_loss,
         tokens=tokens,
         bar=None if context.quick else size.bar,
-        results_bytes=0 if size.name == "mixed" else None,
+        results_bytes=0 if size.name in MIXED else None,
     )
 
 
@@ -239,25 +247,29 @@ def parts(context: Context) -> list[str | None]:
     fault-free settings."""
     if context.device == "cpu" and context.memory != AS_IT_COMES:
         return []
+    if context.device != "cpu":
+        return [f"{name}, bfloat16" for name in CUDA_SIZES]
     sizes = ("demo", "demo in one pack") if context.quick else SIZES
     return [f"{name}, {dtype}" for name in sizes for dtype in DTYPES]
 
 
 def rows(context: Context) -> Iterator[Row]:
-    if context.device != "cpu":
-        say("training step on CUDA skipped: its rows are of the CPU so far")
-        return
     if why := _missing():
         say(f"training step skipped: {why}")
         return
     _quiet()
-    name, dtype = str(context.part).split(", ")
-    size = SIZES[name]()
+    for part in [context.part] if context.part else parts(context):
+        yield from _rows_of(str(part), context)
+
+
+def _rows_of(part: str, context: Context) -> Iterator[Row]:
+    name, dtype = part.rsplit(", ", 1)
+    size = (SIZES | CUDA_SIZES)[name]()
     with tempfile.TemporaryDirectory() as folder:
         try:
             case = comparison(size, dtype, Path(folder), context)
         except MemoryError as error:
-            say(f"training step, {context.part}: {error}")
+            say(f"training step, {part}: {error}")
             return
         step = compare(case, context)
     yield step

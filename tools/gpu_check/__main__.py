@@ -71,6 +71,7 @@ class Check:
             "accuracy": (240, self.accuracy),
             "embedding": (80, partial(self.benchmark, "embedding")),
             "loss": (120, partial(self.benchmark, "loss")),
+            "train": (240, partial(self.benchmark, "train_step")),
             "optimizer": (150, partial(self.benchmark, "offload")),
             "timeline": (80, self.timeline),
             "sanitizer": (540, self.sanitizer),
