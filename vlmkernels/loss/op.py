@@ -42,7 +42,7 @@ CHUNK_BYTES = 64 << 20
 #: Blocks of logits beside the gradient. Two: half as many passes over the weight and its gradient.
 KEPT = 2
 #: Classes in a block are a multiple of this, but for the last one's: rows of logits are then whole
-#: units of 16 bytes, without which an H200's products took several times as long.
+#: units of 16 bytes. For others cuBLAS has an A100's products alone.
 WHOLE = 64
 #: Of a 16-bit gradient, so that its error is less than twice that of one.
 MOST_ROUNDINGS = 6
