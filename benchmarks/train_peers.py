@@ -85,8 +85,6 @@ class Plain:
         with torch._C.DisableTorchFunction():
             total = 0.0
             for inputs, labels in batches:
-                if model is self.half and "pixel_values" in inputs:
-                    inputs = {**inputs, "pixel_values": inputs["pixel_values"].to(self.dtype)}
                 with cast:
                     logits = model(**inputs, use_cache=False).logits
                 loss = F.cross_entropy(

@@ -164,6 +164,32 @@ def real_vocabulary() -> Size:
     return replace(hundred_million(), name="350M", text=text, vocabulary=151936, tied=True)
 
 
+def _draw(
+    samples: int,
+    images: tuple[int, ...],
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    answer: tuple[float, float],
+    longer: tuple[int, int],
+) -> list[Parts]:
+    """Samples as users have them, always the same. images: how often 0, 1, .. 4 of them; rows and
+    columns: of an image, in units of two patches, from and to; answer: median of the tokens and the
+    deviation of their logarithm; longer: by how many tokens one in ten is."""
+    draw = random.Random(0)
+    drawn: list[Parts] = []
+    for _ in range(samples):
+        number = draw.choices(range(5), images)[0]
+        parts: Parts = [draw.randint(5, 40)]
+        for _ in range(number):
+            height, width = 2 * draw.randint(*rows), 2 * draw.randint(*columns)
+            parts.append(("image", (1, height, width)))
+        median, deviation = answer
+        tokens = median * math.exp(draw.gauss(0, deviation))
+        tokens += (draw.random() < 0.1) * draw.randint(*longer)
+        drawn.append([*parts, max(4, round(tokens))])
+    return drawn
+
+
 def mixed(samples: int = 64) -> Size:
     """What users have: texts, photographs of all shapes, several of them in a sample, short and
     long answers, in the order in which they are drawn; packed by vlmtrain's own planner.
@@ -174,16 +200,7 @@ def mixed(samples: int = 64) -> Size:
     A padded batch of 2,048 tokens, which has logits, needs at least as much memory as a pack of
     3,584: the row measures both.
     """
-    draw = random.Random(0)
-    drawn: list[Parts] = []
-    for _ in range(samples):
-        images = draw.choices((0, 1, 2, 3, 4), (20, 60, 10, 6, 4))[0]
-        parts: Parts = [draw.randint(5, 40)]
-        for _ in range(images):
-            height, width = 2 * draw.randint(7, 16), 2 * draw.randint(5, 18)
-            parts.append(("image", (1, height, width)))
-        answer = 60 * math.exp(draw.gauss(0, 0.8)) + (draw.random() < 0.1) * draw.randint(300, 700)
-        drawn.append([*parts, max(4, round(answer))])
+    drawn = _draw(samples, (20, 60, 10, 6, 4), (7, 16), (5, 18), (60, 0.8), (300, 700))
     length = 3584
     plan = plan_epoch(np.array([_tokens(x) for x in drawn]), length, 0, 0, "mixed")
     return Size(
@@ -204,14 +221,7 @@ def quarter_of_3b(samples: int = 16) -> Size:
     """For a GPU: layers as wide as those of Qwen2.5-VL-3B, 9 of its 36 and 8 of the tower's 32, and
     its tied table: ours and transformers' together have room in 80 GB. Photographs of 144 to 1,296
     tokens, short and long answers, packed by vlmtrain's own planner."""
-    draw = random.Random(0)
-    drawn: list[Parts] = []
-    for _ in range(samples):
-        parts: Parts = [draw.randint(5, 40)]
-        for _ in range(draw.choices((0, 1, 2, 3, 4), (15, 65, 10, 6, 4))[0]):
-            parts.append(("image", (1, 2 * draw.randint(12, 36), 2 * draw.randint(12, 36))))
-        answer = 80 * math.exp(draw.gauss(0, 0.9)) + (draw.random() < 0.1) * draw.randint(300, 900)
-        drawn.append([*parts, max(4, round(answer))])
+    drawn = _draw(samples, (15, 65, 10, 6, 4), (12, 36), (12, 36), (80, 0.9), (300, 900))
     length = 4096
     plan = plan_epoch(np.array([_tokens(x) for x in drawn]), length, 0, 0, "mixed")
     return Size(

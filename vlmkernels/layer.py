@@ -28,27 +28,23 @@ from vlmkernels._native import (
 
 Grad = Literal["dense", "main_grad"]
 
-#: Columns of a norm on CUDA: a thread block has a row.
-MOST_COLUMNS = 8192
-
-
-def serves(x: Tensor, *, columns: int, most: int | None = None, unit: int = 16) -> bool:
-    """Whether there is a kernel for x: every width on the CPU; on CUDA rows of `columns` elements
-    that are whole units of so many bytes, at most `most`."""
-    if x.dtype not in DTYPES or x.device.type == "cpu":
-        return x.dtype in DTYPES
-    whole = columns * x.element_size() % unit == 0 and columns <= (most or columns)
-    return x.is_cuda and whole and has_cuda_kernels()
-
 
 def has_norm(x: Tensor) -> bool:
-    """Whether rms_norm and add_rms_norm_ take x."""
-    return serves(x, columns=x.shape[-1], most=MOST_COLUMNS)
+    """Whether rms_norm and add_rms_norm_ take x: on CUDA rows of whole units of 16 bytes, which one
+    thread block has."""
+    width = x.shape[-1]
+    whole = width * x.element_size() % 16 == 0
+    return _is_known(x) and (not x.is_cuda or (whole and width <= _C.NORM_COLUMNS))
 
 
 def has_swiglu(x: Tensor) -> bool:
-    """Whether swiglu_ takes x."""
-    return serves(x, columns=x.shape[-1] // 2, unit=8)
+    """Whether swiglu_ takes x: on CUDA halves of rows that are whole units of 8 bytes."""
+    return _is_known(x) and (not x.is_cuda or x.shape[-1] // 2 * x.element_size() % 8 == 0)
+
+
+def _is_known(x: Tensor) -> bool:
+    where = x.device.type == "cpu" or (x.is_cuda and has_cuda_kernels())
+    return where and x.dtype in DTYPES
 
 
 def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
@@ -59,15 +55,12 @@ def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
             f"x is {describe(x)}; {op} needs float32, bfloat16 or float16 [.., width] on the CPU "
             "or on CUDA"
         )
-    if not (has_swiglu(x) if op == "swiglu_" else has_norm(x)):
+    if not (has_swiglu if op == "swiglu_" else has_norm)(x):
+        rows = f"rows of whole units of 16 bytes, at most {_C.NORM_COLUMNS} elements"
+        rows = "halves of rows that are whole units of 8 bytes" if op == "swiglu_" else rows
         raise ValueError(
-            f"x is {describe(x)}; on CUDA {op} takes "
-            + (
-                "halves of rows that are whole units of 8 bytes"
-                if op == "swiglu_"
-                else f"rows of whole units of 16 bytes, at most {MOST_COLUMNS} elements"
-            )
-            + ", where vlmkernels was built with CUDA kernels"
+            f"x is {describe(x)}; on CUDA {op} takes {rows}, where vlmkernels was built with CUDA "
+            "kernels"
         )
     if parameter is not None and (
         parameter.shape != x.shape[-1:]

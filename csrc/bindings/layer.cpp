@@ -69,6 +69,7 @@ SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uin
 void register_layer(py::module_& m) {
   m.attr("SUM_ROWS") = kSumRows;
   m.attr("CUDA_SUM_ROWS") = kCudaSumRows;
+  m.attr("NORM_COLUMNS") = kNormColumns;
   // `device...` is the stream on CUDA, and nothing on the CPU.
   const auto norm = [&](const char* name, auto function, auto... device) {
     m.def(name, function, "x"_a, "residual"_a, "bias"_a, "weight"_a, "y"_a, "rstd"_a, "rows"_a,

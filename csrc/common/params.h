@@ -239,6 +239,8 @@ struct RmsNormParams {
 
 // Rows whose shares of a sum over all rows are added first, on the CPU and on CUDA.
 constexpr int64_t kSumRows = 32, kCudaSumRows = 16;
+// Columns of a norm on CUDA, at most: a thread block has a row.
+constexpr int64_t kNormColumns = 8192;
 
 struct RmsNormGradParams {
   const void* dy;  // [N, width]

@@ -17,7 +17,6 @@ namespace vlmk {
 namespace {
 
 constexpr int kMostThreads = 512;
-constexpr int64_t kMostColumns = 8192;  // of a norm
 constexpr int kSwigluThreads = 256;
 constexpr int kWarp = ptx::kWarpSize;
 
@@ -57,11 +56,11 @@ struct Elements {
     for (int w = 0; w < kWords; ++w) words[w] = Type::pack(v + w * Type::kCount);
     return unit;
   }
-  // This plus `other`, as rounded to the type.
   __device__ __forceinline__ void add(const Elements& other) {
 #pragma unroll
     for (int e = 0; e < kCount; ++e) v[e] += other.v[e];
   }
+  // As they are in the type.
   __device__ __forceinline__ Elements rounded() const { return Elements(packed()); }
 };
 
@@ -275,7 +274,7 @@ int launch_norm(void (*two)(Params, int), void (*more)(Params, int), const Param
                 int64_t blocks, int count, cudaStream_t stream) {
   if (blocks == 0 || p.width == 0) return cudaSuccess;
   const int64_t units = p.width / count;
-  if (p.width % count != 0 || p.width > kMostColumns || blocks > 0x7fffffff)
+  if (p.width % count != 0 || p.width > kNormColumns || blocks > 0x7fffffff)
     return cudaErrorInvalidValue;
   int threads = kWarp;  // two units a thread, as long as that is enough
   while (threads < kMostThreads && 2 * threads < units) threads *= 2;
@@ -287,7 +286,7 @@ int launch_norm(void (*two)(Params, int), void (*more)(Params, int), const Param
 
 // Units of 16 bytes that a thread needs at most.
 template <class Type>
-constexpr int kUnits = kMostColumns / Elements<Type, uint4>::kCount / kMostThreads;
+constexpr int kUnits = kNormColumns / Elements<Type, uint4>::kCount / kMostThreads;
 
 template <class Type>
 int forward_of(const RmsNormParams& p, cudaStream_t stream) {
