@@ -86,12 +86,14 @@ struct Bf16Pairs {
 #endif
 
 // AVX-512: 6 x 4 accumulators + 4 of B + 1 broadcast = 29 of 32 registers, or 8 x 3 and 8 x 2, of
-// which 64 rows leave none over. (5 x 5 for rows of 80 was slower.)
+// which 64 rows leave none over. bf16 takes 5 x 5 for rows of 80: fewer, longer tiles (windows on
+// Zen 5 1.04x; fp32's forward 0.96x).
 // AVX2: 4 x 3 + 3 + 1 = 16 of 16: a load less than 6 x 2, and fewer lines of A (1.02 to 1.06x, most
 // where another guest uses the same core). SSE2 and NEON: 6 x 2 + 2 + 1 = 15 of 16 (NEON has 32).
 constexpr int kMaxTileVectors = kWidth == 16 ? 4 : kWidth == 8 ? 3 : 2;
 constexpr int tile_rows(int vectors) {
   if (vectors == 1) return 12;  // more chains
+  if (vectors == 5) return 5;
   if (kWidth == 8 && vectors == 3) return 4;
   return kMaxTileVectors == 4 && vectors < 4 ? 8 : 6;
 }
@@ -229,14 +231,14 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   if (!kLeaves && g.depth >= kFar) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 5
       for (int j = 0; j < kVectors; ++j) __builtin_prefetch(to + j * kWidth, 1);
     }
   }
   if (kLeaves || (g.start != Start::kAdd && g.start != Start::kScale)) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
+#pragma GCC unroll 5
       for (int j = 0; j < kVectors; ++j) acc[i][j] = set1(0.f);
     }
   } else {
@@ -244,7 +246,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
       const Vec s = set1(g.start == Start::kScale ? g.row_scale[row + i] : 1.f);
-#pragma GCC unroll 4
+#pragma GCC unroll 5
       for (int j = 0; j < kVectors; ++j) acc[i][j] = load(to + j * kWidth) * s;
     }
   }
@@ -262,12 +264,12 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   }
   const auto step = [&]() __attribute__((always_inline)) {
     Vec y[kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 5
     for (int j = 0; j < kVectors; ++j) y[j] = load(reinterpret_cast<const float*>(b) + j * kWidth);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const Vec x = Math::broadcast(kByColumns ? a + i : a + i * lda);
-#pragma GCC unroll 4
+#pragma GCC unroll 5
       for (int j = 0; j < kVectors; ++j) acc[i][j] = Math::mac(x, y[j], acc[i][j]);
     }
     a += kByColumns ? lda : 1;
@@ -290,7 +292,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   }
   constexpr int kUnroll = kWidth == 8 ? 4 : 2;
   for (; k + kUnroll <= depth; k += kUnroll) {
-#pragma GCC unroll 4
+#pragma GCC unroll 5
     for (int i = 0; i < kUnroll; ++i) step();
   }
   for (; k < depth; ++k) step();
@@ -302,11 +304,11 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
     to = c;
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 5
       for (int j = 0; j < kVectors; ++j) acc[i][j] = load(to + j * kWidth) + acc[i][j];
     }
   } else if (g.start == Start::kBias) {
-#pragma GCC unroll 4
+#pragma GCC unroll 5
     for (int j = 0; j < kVectors; ++j) {
       const Vec bias = load(g.bias + column + j * kWidth);
 #pragma GCC unroll 16
@@ -316,7 +318,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   to = c;
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 5
     for (int j = 0; j < kVectors; ++j) store(to + j * kWidth, acc[i][j]);
   }
 }
@@ -344,6 +346,9 @@ VLMK_INLINE void column_group(const GemmArgs<Math>& g, int column, Prefetcher& p
 template <class Math, bool kByColumns, class Epilogue = NoEpilogue>
 VLMK_NOINLINE void gemm(const GemmArgs<Math>& g, Prefetcher& prefetcher,
                         const Epilogue& epilogue = {}) {
+  if constexpr (Math::kStep == 2) {
+    if (g.vectors == 5) return column_group<Math, kByColumns, 5>(g, 0, prefetcher, epilogue);
+  }
   int done = 0;
   for (int groups = (g.vectors + kMaxTileVectors - 1) / kMaxTileVectors; groups > 0; --groups) {
     const int left = g.vectors - done;

@@ -49,8 +49,7 @@ MUTANTS = [
     A("tokens behind the last", "right-rows", "i < n"),
     A("all in the first block", "right-block", "dst + i % kBlock"),
     A("multiplied twice", "right-mask", "first_words(dim - begin)"),
-    A("a token behind the segment", "pack-pairs-token",
-      "token <= n ? load_row(rows[token], d, dim) : _mm512_setzero_si512()"),
+    A("an element of the row's end short", "pack-depth-left", "first_words(dim - whole - 1)"),
     A("pairs behind the tokens", "pack-depth-tokens", "i < n"),
     A("rotated rows too close", "rotary-stride", "padded(p.head_dim)"),
     # ---- softmax

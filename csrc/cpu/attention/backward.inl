@@ -2,6 +2,7 @@
 // kernel.cpp only, after what both directions share.
 #pragma once
 #include "cpu/attention/attention.h"
+#include "cpu/attention/gather.inl"
 #include "cpu/attention/rotary.inl"
 #include "cpu/counter.h"
 
@@ -105,6 +106,26 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int all_keys, int 
   }
 }
 
+// Of the queries from `place` on: row_max, 1 / row_sum, 0 for those that are not there; delta
+// becomes 0. [64] each.
+VLMK_INLINE void load_stats(const AttentionParams& p, int64_t head, int64_t place, int64_t queries,
+                            float* row_max, float* inverse_sum, float* delta) {
+  const float* max_of = p.row_max + head * p.tokens + place;
+  const float* sum_of = p.row_sum + head * p.tokens + place;
+  const Vec zero = set1(0.f);
+  for (int64_t i = 0; i < kBlock; i += kWidth) {
+    const auto lanes = static_cast<int>(minimum(kWidth, queries - i));
+    Vec maximum = zero, inverse = zero;
+    if (lanes > 0) {
+      maximum = load_first(max_of + i, lanes);
+      inverse = keep_from(lanes, zero, set1(1.f) / load_first(sum_of + i, lanes));
+    }
+    store(row_max + i, maximum);
+    store(inverse_sum + i, inverse);
+    store(delta + i, zero);
+  }
+}
+
 // n rows of q or k from `place` on, rotated where there is a table, as both operands of Fp32
 // products: -> dst [n, padded(dim)].
 template <class T>
@@ -131,9 +152,10 @@ void store_rotated_back(const AttentionParams& p, float* src, int64_t place, int
   store_rows<true>(src, ld, n, p.head_dim, to.scale, to.rows, to.non_temporal, fetch);
 }
 
-[[maybe_unused]] int64_t backward_floats(const AttentionParams& p, int64_t max_rows) {
+[[maybe_unused]] int64_t backward_floats(const AttentionParams& p, const AttentionWork& work) {
   const int64_t ld = padded(p.head_dim);
-  return 5 * whole_blocks(max_rows) * ld          // keys in two layouts, values, dk, dv
+  return 3 * gathered_floats(p, work)             // dq, dk, dv of windows
+         + 5 * whole_blocks(work.max_rows) * ld   // keys in two layouts, values, dk, dv
          + kLaneRow * (5 * ld + 3 * kBlock + 3);  // Q^T, dO^T, Q, dO, dq, S^T, dP^T, pairs, 3 rows
 }
 
@@ -174,6 +196,9 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
   const int64_t keys_place = item.begin + keys_begin;
   const int64_t group = p.heads / p.kv_heads, rows_ld = whole_blocks(keys) * ld;
   const int columns = vectors_of(dim), depth = steps_of<Math>(dim);
+  T* const dq_gather = take_gathered<T>(p, work, &memory);
+  T* const dk_gather = take_gathered<T>(p, work, &memory);
+  T* const dv_gather = take_gathered<T>(p, work, &memory);
   float* dk = memory;  // [keys, ld]
   float* dv = dk + rows_ld;
   auto* key_depth = reinterpret_cast<Element*>(dv + rows_ld);  // [keys / kStep, ld]
@@ -213,10 +238,11 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
                                       keys, dim, value_buffer);
   const bool one_block = length <= kBlock && group == 1;
   const float one = 1.f;
-  const RowEpilogue<true, T> dk_rows{rows_of<T>(g.dk, p.order, keys_place, kv_head), dim, &p.scale,
-                                     work.non_temporal};
-  const RowEpilogue<true, T> dv_rows{rows_of<T>(g.dv, p.order, keys_place, kv_head), dim, &one,
-                                     work.non_temporal};
+  const auto key_rows = [&](const HeadsView& x, T* gather) {
+    return result_rows_of(p, item, work, x, gather).from(keys_begin);
+  };
+  const RowEpilogue<true, T> dk_rows{key_rows(g.dk, dk_gather), dim, &p.scale, work.non_temporal};
+  const RowEpilogue<true, T> dv_rows{key_rows(g.dv, dv_gather), dim, &one, work.non_temporal};
 
   // The last queries first: all parts of a causal segment's keys have those, so that none waits
   // until another one comes to them.
@@ -241,11 +267,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
         pack_lanes(dout, queries, dim, 1.f, gt);
         pack_depth(dout, queries, dim, g_depth);
       }
-      for (int i = 0; i < kBlock; ++i) {
-        row_max[i] = i < rows ? p.row_max[head * p.tokens + place + i] : 0.f;
-        inverse_sum[i] = i < rows ? 1.f / p.row_sum[head * p.tokens + place + i] : 0.f;
-        delta[i] = 0.f;
-      }
+      load_stats(p, head, place, queries, row_max, inverse_sum, delta);
       const bool all_keys = needs_no_out(length);
       if (!all_keys) {
         row_dots(rows_of<const T>(p.out, p.order, place, head), dout, queries, dim, delta);
@@ -255,8 +277,9 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
       float* dq = item.shared_dq ? semaphore.dq : local_dq;
       const int64_t key_end = p.causal ? minimum(q0 + queries - keys_begin, keys) : keys;
       const bool one_pass = key_end <= kBlock && !p.rotary && !item.shared_dq;
-      const RowEpilogue<true, T> dq_rows{query_rows<T>(p, g.dq, place, head), dim, &p.scale,
-                                         work.non_temporal};
+      const RowEpilogue<true, T> dq_rows{dq_gather ? result_rows_of(p, item, work, g.dq, dq_gather)
+                                                   : query_rows<T>(p, g.dq, place, head),
+                                         dim, &p.scale, work.non_temporal};
       for (int64_t k0 = 0; k0 < key_end; k0 += kBlock) {
         const int n = static_cast<int>(minimum(kBlock, key_end - k0));
         const int64_t k = keys_begin + k0;
@@ -305,6 +328,9 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
   }
   if (!one_block || p.rotary) store_rotated_back(p, dk, keys_place, keys, dk_rows);
   if (!one_block) store_rows<true>(dv, ld, keys, dim, &one, dv_rows.rows, work.non_temporal);
+  write_gathered(p, item, work, g.dq, dq_gather);
+  write_gathered(p, item, work, g.dk, dk_gather);
+  write_gathered(p, item, work, g.dv, dv_gather);
 }
 
 }  // namespace

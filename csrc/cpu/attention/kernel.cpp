@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "cpu/attention/attention.h"
+#include "cpu/attention/gather.inl"
 #include "cpu/attention/pack.inl"
 #include "cpu/attention/prefetch.inl"
 #include "cpu/attention/rotary.inl"
@@ -124,10 +125,11 @@ VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale
   }
 }
 
-[[maybe_unused]] int64_t forward_floats(const AttentionParams& p, int64_t max_seqlen) {
-  return 2 * whole_blocks(max_seqlen) * padded(p.head_dim)  // keys, values
-         + kLaneRow * (padded(p.head_dim) * 2 + kBlock)     // Q^T, output, S^T
-         + 3 * kBlock;                                      // row_max, row_sum, correction
+[[maybe_unused]] int64_t forward_floats(const AttentionParams& p, const AttentionWork& work) {
+  return gathered_floats(p, work)                                  // output of a window
+         + 2 * whole_blocks(work.max_seqlen) * padded(p.head_dim)  // keys, values
+         + kLaneRow * (padded(p.head_dim) * 2 + kBlock)            // Q^T, output, S^T
+         + 3 * kBlock;                                             // row_max, row_sum, correction
 }
 
 template <class T, class Math>
@@ -138,6 +140,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
   const int64_t kv_head = item.head / group;
   const int64_t keys = p.causal ? item.rows_end : item.length;
   const int depth = steps_of<Math>(dim);
+  T* const gather = take_gathered<T>(p, work, &memory);
   auto* key_buffer = reinterpret_cast<Element*>(memory);
   Element* values = key_buffer + whole_blocks(keys) * ld;    // [keys / kStep, ld]
   Element* qt = values + whole_blocks(keys) * ld;            // [depth, 64]
@@ -170,7 +173,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
     with_rotated<Math>(
         p, query_rows<const T>(p, p.q, place, item.head), place, queries, out,
         [&](const auto& rows) { pack_lanes(rows, queries, dim, score_sign(p), qt); });
-    const RowEpilogue<false, T> results{rows_of<T>(p.out, p.order, place, item.head), dim,
+    const RowEpilogue<false, T> results{result_rows_of(p, item, work, p.out, gather).from(q0), dim,
                                         correction, work.non_temporal};
     const auto invert_sums = [&] {
       for (int j = 0; j < lanes; ++j) {
@@ -216,6 +219,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
     invert_sums();
     store_rows<false>(out, ld, queries, dim, correction, results.rows, work.non_temporal);
   }
+  write_gathered(p, item, work, p.out, gather);
 }
 
 }  // namespace
@@ -302,77 +306,63 @@ void with_16_bits(const AttentionParams& p, const Use& use) {
 
 }  // namespace
 
-#if defined(VLMK_BF16_PANELS)
-
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
+  const bool non_temporal = past_caches(p, work, p.out);
 #if defined(VLMK_TILES)
-  const bool gathers = work.non_temporal && gathered(p, work, p.out);
   with_16_bits(p, [&](auto zero) {
     using T = decltype(zero);
-    run_items(p, work, forward_tiles_floats(p, work), gathers, forward_tiles<T>,
+    run_items(p, work, forward_tiles_floats(p, work), non_temporal, forward_tiles<T>,
               prefetch_forward<T>);
   });
 #else
-  const auto run =
-      work.bf16_dots ? forward_item<BFloat16, Bf16Pairs> : forward_item<BFloat16, Fp32>;
-  run_items(p, work, forward_floats(p, work.max_seqlen), false, run, prefetch_forward<BFloat16>);
+  const auto run = [&](auto item, auto prefetch) {
+    run_items<AttentionParams>(p, work, forward_floats(p, work), non_temporal, item, prefetch);
+  };
+#if defined(VLMK_BF16_PANELS)
+  run(work.bf16_dots ? forward_item<BFloat16, Bf16Pairs> : forward_item<BFloat16, Fp32>,
+      prefetch_forward<BFloat16>);
+#else
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return run(forward_item<float, Fp32>, prefetch_forward<float>);
+    case DType::kBFloat16:
+      return run(forward_item<BFloat16, Fp32>, prefetch_forward<BFloat16>);
+    case DType::kFloat16:
+      return run(forward_item<Float16, Fp32>, prefetch_forward<Float16>);
+  }
+#endif
 #endif
 }
 
 void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
-#if defined(VLMK_TILES)
   const AttentionParams& p = g.forward;
-  const bool gathers = work.non_temporal && gathered(p, work, g.dq) && gathered(p, work, g.dk) &&
-                       gathered(p, work, g.dv);
+  const bool non_temporal =
+      past_caches(p, work, g.dq) && past_caches(p, work, g.dk) && past_caches(p, work, g.dv);
+#if defined(VLMK_TILES)
   with_16_bits(p, [&](auto zero) {
     using T = decltype(zero);
-    run_items(g, work, backward_tiles_floats(p, work), gathers, backward_tiles<T>,
+    run_items(g, work, backward_tiles_floats(p, work), non_temporal, backward_tiles<T>,
               prefetch_backward<T>);
   });
 #else
-  const auto run =
-      work.bf16_dots ? backward_item<BFloat16, Bf16Pairs> : backward_item<BFloat16, Fp32>;
-  run_items(g, work, backward_floats(g.forward, work.max_rows), false, run,
-            prefetch_backward<BFloat16>);
-#endif
-}
-
+  const auto run = [&](auto item, auto prefetch) {
+    run_items<AttentionGradParams>(g, work, backward_floats(p, work), non_temporal, item, prefetch);
+  };
+#if defined(VLMK_BF16_PANELS)
+  run(work.bf16_dots ? backward_item<BFloat16, Bf16Pairs> : backward_item<BFloat16, Fp32>,
+      prefetch_backward<BFloat16>);
 #else
-
-void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
-  const int64_t floats = forward_floats(p, work.max_seqlen);
-  const bool non_temporal = work.non_temporal && whole_lines(p.out, p.head_dim);
   switch (p.dtype) {
     case DType::kFloat32:
-      return run_items(p, work, floats, non_temporal, forward_item<float, Fp32>,
-                       prefetch_forward<float>);
+      return run(backward_item<float, Fp32>, prefetch_backward<float>);
     case DType::kBFloat16:
-      return run_items(p, work, floats, false, forward_item<BFloat16, Fp32>,
-                       prefetch_forward<BFloat16>);
+      return run(backward_item<BFloat16, Fp32>, prefetch_backward<BFloat16>);
     case DType::kFloat16:
-      return run_items(p, work, floats, false, forward_item<Float16, Fp32>,
-                       prefetch_forward<Float16>);
+      return run(backward_item<Float16, Fp32>, prefetch_backward<Float16>);
   }
-}
-
-void attention_backward_items(const AttentionGradParams& g, const AttentionWork& work) {
-  const int64_t dim = g.forward.head_dim, floats = backward_floats(g.forward, work.max_rows);
-  const bool non_temporal = work.non_temporal && whole_lines(g.dq, dim) && whole_lines(g.dk, dim) &&
-                            whole_lines(g.dv, dim) && g.forward.q_group_gap % 16 == 0;
-  switch (g.forward.dtype) {
-    case DType::kFloat32:
-      return run_items(g, work, floats, non_temporal, backward_item<float, Fp32>,
-                       prefetch_backward<float>);
-    case DType::kBFloat16:
-      return run_items(g, work, floats, false, backward_item<BFloat16, Fp32>,
-                       prefetch_backward<BFloat16>);
-    case DType::kFloat16:
-      return run_items(g, work, floats, false, backward_item<Float16, Fp32>,
-                       prefetch_backward<Float16>);
-  }
-}
-
 #endif
+#endif
+}
 
 }  // namespace VLMK_ISA
 }  // namespace vlmk

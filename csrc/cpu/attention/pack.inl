@@ -190,16 +190,21 @@ VLMK_NOINLINE void pack_lanes(const Rows<const BFloat16>& rows, int64_t n, int64
   const __m512i flip = _mm512_set1_epi32(sign < 0 ? static_cast<int>(0x80008000u) : 0);
   for (int64_t i = 0; i < n; i += kWidth) {
     const int64_t present = minimum(kWidth, n - i);
+    const BFloat16* row[kWidth];
+    for (int j = 0; j < kWidth; ++j) row[j] = rows[i + minimum(j, present - 1)];
     for (int64_t d = 0; d < padded_pairs(dim); d += kWidth) {
+      const __mmask32 mask = first_words(dim - 2 * d);
       Vec r[kWidth];
+#pragma GCC unroll 16
       for (int j = 0; j < kWidth; ++j) {
-        r[j] = j < present
-                   ? _mm512_castsi512_ps(_mm512_xor_si512(flip, load_row(rows[i + j], 2 * d, dim)))
-                   : set1(0.f);
+        const __mmask32 here = j < present ? mask : 0;
+        r[j] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(here, row[j] + 2 * d));
       }
       transpose(r);
-      for (int j = 0; j < kWidth; ++j) {
-        _mm512_storeu_ps(reinterpret_cast<float*>(dst + (d + j) * kBlock + i), r[j]);
+      uint32_t* to = dst + d * kBlock + i;
+#pragma GCC unroll 16
+      for (int j = 0; j < kWidth; ++j, to += kBlock) {
+        _mm512_storeu_si512(to, _mm512_xor_si512(flip, _mm512_castps_si512(r[j])));
       }
     }
   }
@@ -214,24 +219,25 @@ VLMK_INLINE __m512i load_turns(int first) {
                          _mm512_slli_epi32(_mm512_add_epi32(word, _mm512_set1_epi32(32)), 16));
 }
 
-// dst [n / 2, padded(dim)]: pairs along the tokens.
+// dst [n / 2, padded(dim)]: pairs along the tokens; behind the last one it stands again, since what
+// multiplies it is 0.
 template <class T, class F = NoFetch>
 VLMK_NOINLINE void pack_depth(const Rows<const T>& rows, int64_t n, int64_t dim, uint32_t* dst,
                               F fetch = {}) {
   const int64_t ld = padded(dim);
+  const int64_t whole = dim / 32 * 32;
+  const __mmask32 left = first_words(dim - whole);  // mutant: pack-depth-left
   const __m512i low = load_turns(0), high = load_turns(16);
   for (int64_t i = 0; i < whole_tiles(n); i += 2, dst += ld) {  // mutant: pack-depth-tokens
-    const auto load_token = [&](int64_t token, int64_t d) {
-      // mutant: pack-pairs-token
-      return token < n ? load_row(rows[token], d, dim) : _mm512_setzero_si512();
+    const T *even = rows[minimum(i, n - 1)], *odd = rows[minimum(i + 1, n - 1)];
+    const auto put = [&](int64_t d, __mmask32 mask, bool both) {
+      const __m512i x = _mm512_maskz_loadu_epi16(mask, even + d);
+      const __m512i y = _mm512_maskz_loadu_epi16(mask, odd + d);
+      _mm512_storeu_si512(dst + d, _mm512_permutex2var_epi16(x, low, y));
+      if (both) _mm512_storeu_si512(dst + d + 16, _mm512_permutex2var_epi16(x, high, y));
     };
-    for (int64_t d = 0; d < ld; d += 32) {
-      const __m512i even = load_token(i, d), odd = load_token(i + 1, d);
-      _mm512_storeu_si512(dst + d, _mm512_permutex2var_epi16(even, low, odd));
-      if (d + 16 < ld) {
-        _mm512_storeu_si512(dst + d + 16, _mm512_permutex2var_epi16(even, high, odd));
-      }
-    }
+    for (int64_t d = 0; d < whole; d += 32) put(d, ~__mmask32{0}, true);
+    if (whole < ld) put(whole, left, whole + 16 < ld);
     fetch();
   }
 }
@@ -294,7 +300,7 @@ struct RowEpilogue {
       for (int i = 0; i < kRows; ++i) {
         const Vec s = set1(scale[kOneScale ? 0 : row + i]);
         Vec results[kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 5
         for (int j = 0; j < kVectors; ++j) results[j] = sums[i][j] * s;
         put_row(rows[row + i] + column, results);
       }
@@ -302,14 +308,14 @@ struct RowEpilogue {
     if constexpr (std::is_same_v<T, float>) {
       if (non_temporal) {
         return put_rows([](T* to, const Vec(&results)[kVectors]) __attribute__((always_inline)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 5
           for (int j = 0; j < kVectors; ++j) stream(to + j * kWidth, results[j]);
         });
       }
     }
     if (left < kVectors * kWidth) {
       return put_rows([&](T* to, const Vec(&results)[kVectors]) __attribute__((always_inline)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 5
         for (int j = 0; j < kVectors; ++j) {
           const int64_t lanes = minimum(kWidth, left - j * kWidth);
           store_first(to + j * kWidth, results[j], static_cast<int>(lanes));
@@ -326,7 +332,7 @@ struct RowEpilogue {
         }
       }
 #endif
-#pragma GCC unroll 4
+#pragma GCC unroll 5
       for (; j < kVectors; ++j) store(to + j * kWidth, results[j]);
     });
   }

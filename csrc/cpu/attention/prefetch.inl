@@ -5,6 +5,8 @@
 // 16-bit types; their packing fetches some rows ahead (1.02x). Included by kernel.cpp only.
 #pragma once
 
+#include <initializer_list>
+
 #include "cpu/attention/attention.h"
 #include "cpu/attention/pack.inl"
 
@@ -132,6 +134,11 @@ void prefetch_backward(const AttentionGradParams& g, const AttentionItem& first,
   list.add<T>(g.dout, p.order, at, q_first, q_last, dim);
   if (!needs_no_out(first.length)) list.add<T>(p.out, p.order, at, q_first, q_last, dim);
   if (!non_temporal) add_three(g.dq, g.dk, g.dv);
+  for (int64_t head = q_first; head <= q_last; ++head) {
+    for (const float* x : {p.row_max, p.row_sum}) {
+      prefetcher.add(reinterpret_cast<const char*>(x + head * p.tokens + at), 4 * first.length);
+    }
+  }
   list.hand_over(first.length, 5 * group * multiply_adds(p, first, last), prefetcher);
 }
 

@@ -11,7 +11,7 @@
 // phase fetches is about in proportion to its time, so that a window's are done when it is.
 #pragma once
 
-#include "cpu/attention/attention.h"
+#include "cpu/attention/gather.inl"
 #include "cpu/attention/pack.inl"
 #include "cpu/attention/rotary.inl"
 #include "cpu/tile.h"
@@ -187,46 +187,6 @@ VLMK_INLINE Vec reduce_rows(const Vec (&r)[kTile], Op op) {
     return op(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
   };
   return fold(fold(w[0], w[1]), fold(w[2], w[3]));
-}
-
-// ---- results of windows
-
-// A head's row is seldom whole cache lines, those of the heads that a thread takes at a time are:
-// they are gathered and written past the caches, which would read the lines first.
-
-VLMK_INLINE bool gathered(const AttentionParams& p, const AttentionWork& work, const HeadsView& x) {
-  return p.heads == p.kv_heads && p.q_group_gap == 0 && x.head_stride == p.head_dim &&
-         x.token_stride % 32 == 0 && work.chunk * p.head_dim % 32 == 0 &&
-         reinterpret_cast<uintptr_t>(x.data) % 64 == 0;
-}
-
-// What is gathered of one tensor: [64 rows, heads of a chunk, dim].
-VLMK_INLINE int64_t gathered_floats(const AttentionParams& p, const AttentionWork& work) {
-  return kBlock * work.chunk * p.head_dim / 2 + 16;
-}
-
-// Where an item's rows of x go: to x, or, if buffer is not null, there.
-template <class T>
-VLMK_INLINE Rows<T> result_rows_of(const AttentionParams& p, const AttentionItem& item,
-                                   const AttentionWork& work, const HeadsView& x, T* buffer) {
-  if (!buffer) return rows_of<T>(x, p.order, item.begin, item.head);
-  // mutant: gather-head
-  return {buffer + item.head % work.chunk * p.head_dim,
-          static_cast<ptrdiff_t>(work.chunk * p.head_dim)};
-}
-
-// After the last head of a chunk: from buffer to x.
-template <class T>
-VLMK_NOINLINE void write_gathered(const AttentionParams& p, const AttentionItem& item,
-                                  const AttentionWork& work, const HeadsView& x, const T* buffer) {
-  if (!buffer || (item.head + 1) % work.chunk != 0) return;  // mutant: gather-last
-  const int64_t width = work.chunk * p.head_dim;
-  const auto rows = rows_of<T>(x, p.order, item.begin, item.head + 1 - work.chunk);
-  for (int64_t i = 0; i < item.length; ++i, buffer += width) {
-    for (int64_t d = 0; d < width; d += 32) {
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(rows[i] + d), _mm512_loadu_si512(buffer + d));
-    }
-  }
 }
 
 }  // namespace

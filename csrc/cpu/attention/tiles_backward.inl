@@ -128,11 +128,9 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
   };
   const auto take_pairs = [&](int64_t n) { return reinterpret_cast<uint32_t*>(take(n)); };
   const bool window = length <= kBlock;
-  const auto take_gather = [&] {
-    auto* const taken = reinterpret_cast<T*>(take(gathered_floats(p, work)));
-    return window && work.non_temporal ? taken : nullptr;
-  };
-  T *dq_gather = take_gather(), *dk_gather = take_gather(), *dv_gather = take_gather();
+  T* const dq_gather = take_gathered<T>(p, work, &memory);
+  T* const dk_gather = take_gathered<T>(p, work, &memory);
+  T* const dv_gather = take_gathered<T>(p, work, &memory);
   float *dk = take(blocks * ld), *dv = take(blocks * ld);
   uint32_t* key_depth = take_pairs(blocks * ld / 2);  // [keys / 2, ld]
   float *key_buffer = take(blocks * pairs_of_dim), *value_buffer = take(blocks * pairs_of_dim);

@@ -100,8 +100,7 @@ void forward_tiles(const AttentionParams& p, const AttentionItem& item, const At
   const int64_t keys = p.causal ? item.rows_end : item.length;
   const int steps = dim_steps(dim);
   const bool window = item.length <= kBlock;
-  auto* gather = window && work.non_temporal ? reinterpret_cast<T*>(memory) : nullptr;
-  memory += gathered_floats(p, work);
+  T* const gather = take_gathered<T>(p, work, &memory);
   auto* kt = reinterpret_cast<uint32_t*>(memory);                   // [keys / 64][pairs, 64]
   uint32_t* values = kt + whole_blocks(keys) * pairs;               // [keys / 2, ld]
   uint32_t* q_buffer = values + whole_blocks(keys) * pairs;         // [64, pairs]
