@@ -292,7 +292,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   }
   constexpr int kUnroll = kWidth == 8 ? 4 : 2;
   for (; k + kUnroll <= depth; k += kUnroll) {
-#pragma GCC unroll 5
+#pragma GCC unroll 4
     for (int i = 0; i < kUnroll; ++i) step();
   }
   for (; k < depth; ++k) step();

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t kLine = 32;  // elements of 16 bits
 
-// Whether x is written past the caches: in fp32 if its rows are whole lines.
+// Whether x is written past the caches: in fp32 if a head's rows are whole lines, in 16 bits if
+// those of a chunk of heads are.
 VLMK_INLINE bool past_caches(const AttentionParams& p, const AttentionWork& work,
                              const HeadsView& x) {
   if (!work.non_temporal || !kStreams) return false;

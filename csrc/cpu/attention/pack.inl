@@ -6,7 +6,7 @@
 //   pack_depth  [n tokens, dim], B of a product over tokens: dim in lanes
 //
 // Fp32 panels hold floats, whatever the storage type was; those of bf16 hold pairs of what is
-// multiplied and added in one step, and zeros as far as tiles read (tiles.inl).
+// multiplied and added in one step and, behind head_dim, zeros as far as tiles read (tiles.inl).
 #pragma once
 #include "common/params.h"
 #include "cpu/gemm.h"

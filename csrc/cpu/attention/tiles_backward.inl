@@ -169,12 +169,7 @@ void backward_tiles(const AttentionGradParams& g, const AttentionItem& item,
                           });
       pack_right_rows(dout, queries, dim, 1.f, gt, prefetcher);
       pack_depth(dout, queries, dim, g_depth, Fetch{prefetcher, 1});
-      for (int64_t i = 0; i < kBlock; ++i) {
-        const int64_t at = head * p.tokens + place + i;
-        row_max[i] = i < queries ? p.row_max[at] : 0.f;
-        inverse_sum[i] = i < queries ? 1.f / p.row_sum[at] : 0.f;
-        delta[i] = 0.f;
-      }
+      load_stats(p, head, place, queries, row_max, inverse_sum, delta);
       dots_of_rows(rows_of<const T>(p.out, p.order, place, head), dout, queries, dim, delta,
                    prefetcher);
 
