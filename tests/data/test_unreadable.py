@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.data.helpers import conversation, open_loader, write_json
+from tests.ranks import run_ranks
 from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
@@ -225,43 +226,43 @@ time.sleep(60)
 
 
 RANKS = """
-import json, os, sys
+import json, sys
 from pathlib import Path
 import torch.distributed as dist
 from tests.data.helpers import no_media, open_loader
+from tests.worker import one_rank
 from vlmtrain.data.collective_errors import across_ranks
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 from vlmtrain.core.errors import UserError
 from vlmtrain.models.family import read_spec
 
-rank, folder, model = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+folder, model = Path(sys.argv[1]), sys.argv[2]
 spec = read_spec(model)
 processor = Processor.from_folder(model, spec)
 index = scan_sources([folder / "c.json"], processor, spec, 96)
-dist.barrier()
-if rank == 1:
-    (folder / "p1.jpg").unlink()
-dist.barrier()
 results = {}
-for policy in ("skip", "raise"):
-    # One replica of two pipeline stages: only rank 1 decodes.
-    loader = open_loader(index, processor, spec, pack_length=96, global_batch=1,
-        decodes=None if rank == 1 else no_media, unreadable=policy, agree=across_ranks("cpu"),
-        cache_bytes=0)
-    result = results[policy] = {"steps": []}
-    try:
-        for _ in range(loader.steps_per_epoch):
-            (batch,) = loader.next_step()
-            result["steps"].append(
-                [batch.sample_ids, batch.labels.tolist(), batch.input_ids.tolist()])
-        result["skipped"] = loader.skipped
-    except UserError as error:
-        result["error"], result["prints"] = str(error), error.print_here
-    loader.close()
+with one_rank() as backend:
+    rank = dist.get_rank()
+    if rank == 1:
+        (folder / "p1.jpg").unlink()
+    dist.barrier()
+    for policy in ("skip", "raise"):
+        # One replica of two pipeline stages: only rank 1 decodes.
+        loader = open_loader(index, processor, spec, pack_length=96, global_batch=1,
+            decodes=None if rank == 1 else no_media, unreadable=policy,
+            agree=across_ranks(backend.device), cache_bytes=0)
+        result = results[policy] = {"steps": []}
+        try:
+            for _ in range(loader.steps_per_epoch):
+                (batch,) = loader.next_step()
+                result["steps"].append(
+                    [batch.sample_ids, batch.labels.tolist(), batch.input_ids.tolist()])
+            result["skipped"] = loader.skipped
+        except UserError as error:
+            result["error"], result["prints"] = str(error), error.print_here
+        loader.close()
 (folder / f"rank-{rank}.json").write_text(json.dumps(results))
-dist.destroy_process_group()
 """
 
 
@@ -269,17 +270,9 @@ dist.destroy_process_group()
 def test_all_ranks_hear_of_it(index: SampleIndex, model_folder: Path) -> None:
     """What one rank alone cannot read, both leave out, or both end by, said once."""
     folder = Path(index.sources[0].path).parent
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(r), str(folder), str(model_folder)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors[-2000:]
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    for rank in run_ranks(["-c", RANKS, str(folder), str(model_folder)], 2, timeout=240, env=env):
+        assert rank.code == 0, rank.output[-2000:]
     zero, one = (json.loads((folder / f"rank-{r}.json").read_text()) for r in range(2))
     assert zero["skip"] == one["skip"] and zero["skip"]["skipped"] == 1
     assert sum("c" in ids for ids, _, _ in zero["skip"]["steps"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -56,3 +57,25 @@ def test_groups_share_a_thread_and_exchange_at_once(named: bool) -> None:
         if linux:  # where threads have names
             groups = 7 if number == 1 else 8
             assert f"network threads: 1, groups: {groups}\n" in rank.output, rank.output
+
+
+ENDS = """
+import glob, sys
+import torch
+import torch.distributed as dist
+from vlmtrain.core import launch
+
+assert "torch.distributed.nn" not in sys.modules, "imported before: nothing is tested"
+launch.connect(launch.Process(0, 1, 0), "gloo")
+import torch.distributed.nn.functional
+dist.all_reduce(torch.ones(3))
+dist.destroy_process_group()
+names = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
+assert "pt_gloo_runloop" not in names, names
+"""
+
+
+def test_no_thread_outlives_its_group() -> None:
+    """One that lets go of a tensor while Python ends aborts the process."""
+    run = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr

@@ -91,6 +91,11 @@ def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
     a watchdog waits before it speaks; the process group waits longer."""
     import torch.distributed as dist
 
+    # Its functions take the default group as it is when they are defined. Imported later (images
+    # do) they would keep the group, and the threads of gloo, which may then be at work while Python
+    # ends: "terminate called without an active exception".
+    import torch.distributed.nn
+
     where = {"store": dist.HashStore()} if process.world_size == 1 else {}
     dist.init_process_group(
         backend,
