@@ -94,7 +94,7 @@ def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
     # Its functions take the default group as it is when they are defined. Imported later (images
     # do) they would keep the group, and the threads of gloo, which may then be at work while Python
     # ends: "terminate called without an active exception".
-    import torch.distributed.nn
+    import torch.distributed.nn  # noqa: F401
 
     where = {"store": dist.HashStore()} if process.world_size == 1 else {}
     dist.init_process_group(
