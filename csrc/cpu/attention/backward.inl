@@ -286,10 +286,10 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
         const bool diagonal = p.causal && k == q0;
         const auto left = [&](Causal part) { return diagonal ? part : Causal::kAll; };
         gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, st, kLaneRow, n, lanes,
-                           depth, Start::kZero, nullptr, left(Causal::kColumnsFromRow)},
+                           depth, Add::kNothing, nullptr, left(Causal::kColumnsFromRow)},
                           prefetcher);
         gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kLaneRow, dpt, kLaneRow, n,
-                           lanes, depth, Start::kZero, nullptr, left(Causal::kColumnsFromRow)},
+                           lanes, depth, Add::kNothing, nullptr, left(Causal::kColumnsFromRow)},
                           prefetcher);
         if (diagonal) mask_causal(st, k, n, q0, lanes);
         (all_keys ? softmax_gradient<Math, kDegree<T>, true>
@@ -297,7 +297,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
                                                                diagonal, row_max, inverse_sum,
                                                                delta);
         const bool first = head == kv_head * group && q0 == last_queries;
-        const Start start = first ? Start::kZero : Start::kAdd;
+        const Add add = first ? Add::kNothing : Add::kC;
         const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;
         // A sum that is complete leaves at once.
         const auto multiply = [&](auto by_columns, GemmArgs<Math> args, bool complete,
@@ -306,18 +306,18 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
           gemm<Math, by_columns>(args, prefetcher);
         };
         multiply(std::false_type{},
-                 {gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns, steps, start,
+                 {gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns, steps, add,
                   nullptr, left(Causal::kStepsFromRow)},
                  one_block, dv_rows);
         multiply(std::false_type{},
-                 {gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns, steps, start,
+                 {gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns, steps, add,
                   nullptr, left(Causal::kStepsFromRow)},
                  one_block && !p.rotary, dk_rows);
         if (k0 == 0) semaphore.wait();
         multiply(std::true_type{},
                  {reinterpret_cast<const Element*>(dpt), kLaneRow,
                   key_depth + k0 / Math::kStep * ld, ld, dq, ld, rows, columns, steps_of<Math>(n),
-                  k == 0 ? Start::kZero : Start::kAdd, nullptr, left(Causal::kStepsUpToRow)},
+                  k == 0 ? Add::kNothing : Add::kC, nullptr, left(Causal::kStepsUpToRow)},
                  one_pass, dq_rows);
       }
       if (!one_pass && semaphore.last) {

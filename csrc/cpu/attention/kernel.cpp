@@ -187,7 +187,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
       const bool first = k0 == 0;
       const bool diagonal = p.causal && k0 == q0;
       gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, s, kLaneRow, n, lanes, depth,
-                         Start::kZero, nullptr, diagonal ? Causal::kColumnsFromRow : Causal::kAll},
+                         Add::kNothing, nullptr, diagonal ? Causal::kColumnsFromRow : Causal::kAll},
                         prefetcher);
       if (diagonal) mask_causal(s, k0, n, q0, lanes);
       softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, diagonal, row_max, row_sum,
@@ -203,7 +203,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
                                    static_cast<int>(queries),
                                    vectors_of(dim),
                                    steps_of<Math>(n),
-                                   first ? Start::kZero : Start::kScale,
+                                   first ? Add::kNothing : Add::kScaledC,
                                    correction,
                                    diagonal ? Causal::kStepsUpToRow : Causal::kAll};
       if (one_pass) {

@@ -244,7 +244,7 @@ struct Product {
         a.by_rows ? gemm<Math, false>(g, next) : gemm<Math, true>(g, next);
         g.a += chain * (a.by_rows ? 1 : g.lda);
         g.b += chain * g.ldb;
-        g.start = Start::kAddLast;
+        g.add = Add::kC;
       }
       return;
     }
@@ -278,18 +278,18 @@ struct Product {
       if constexpr (kDirect) {
         g.c = whole ? c : edge;
         g.ldc = whole ? p.c_row : g.ldb;
-        g.start = Start::kZero;
+        g.add = Add::kNothing;
         if (whole && begins_with_bias(block)) {
-          g.start = Start::kBias;
+          g.add = Add::kBias;
           g.bias = static_cast<const Out*>(p.bias) + block.first + column;
         } else if (whole && (!block.begins || p.add)) {
-          g.start = Start::kAddLast;
+          g.add = Add::kC;
         }
       } else {
         const bool once = block.begins && block.ends;
         g.c = once ? edge : sums + block.row * width + column;
         g.ldc = once ? g.ldb : width;
-        g.start = block.begins ? Start::kZero : Start::kAddLast;
+        g.add = block.begins ? Add::kNothing : Add::kC;
       }
       if (sliver + 1 == block.end) {
         list_next();
