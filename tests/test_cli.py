@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
 import sys
 import typing
 from pathlib import Path
@@ -120,10 +122,26 @@ def test_a_reader_that_leaves_is_no_fault_of_the_program(capsys, monkeypatch, tm
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_ends_without_what_python_does_last(ranks):
+    """Threads of a group that something holds could abort it there."""
+    script = "import atexit; from vlmtrain import cli; atexit.register(print, 'last'); cli.run()"
+    ended = subprocess.run(
+        [sys.executable, "-c", script, "--help"],
+        env={**os.environ, "WORLD_SIZE": str(ranks)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("usage: vlmtrain")  # through a pipe: it was flushed
+    assert ended.stdout.endswith("last\n") == (ranks == 1)
+
+
 def test_rank_0_says_first_what_all_ranks_find(capsys, monkeypatch):
     said = []
     monkeypatch.setattr(launch.time, "sleep", lambda seconds: said.append(capsys.readouterr().err))
-    monkeypatch.setattr(launch, "_leave", lambda code: code)
+    monkeypatch.setattr(launch, "leave", lambda code: code)
 
     def fails(process):
         raise UserError(f"found by rank {process.rank}")

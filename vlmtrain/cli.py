@@ -84,5 +84,15 @@ def _not_installed(command: str, error: ModuleNotFoundError) -> str:
     )
 
 
+def run() -> None:
+    """The command `vlmtrain`: `main`, and the end of this process."""
+    code = main()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from vlmtrain.core.launch import leave
+
+        leave(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.kernels.numeric import assert_bitwise  # noqa: E402
 from vlmkernels import CPUAdam, HybridDeviceOptimizer  # noqa: E402
+from vlmtrain.core import launch  # noqa: E402
 
 
 def added_up(model: nn.Module, rank: int, optimizer: Any) -> None:
@@ -131,6 +132,7 @@ def main() -> None:
     shards_are_stepped(rank)
     what_shards_are_refused()
     dist.destroy_process_group()
+    launch.leave(0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ WORKER = """
 import glob
 import torch
 import torch.distributed as dist
-from vlmtrain.core import device
+from vlmtrain.core import device, launch
 
 device.setup()
 dist.init_process_group(device.setup().process_group)
@@ -43,6 +43,7 @@ assert dist.get_backend(groups[1]) == "gloo"
 names = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
 print(f"network threads: {names.count('gloo_tcp_loop')}, groups: {len(mine) + 1}")
 dist.destroy_process_group()
+launch.leave(0)
 """
 
 

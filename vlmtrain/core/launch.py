@@ -237,15 +237,15 @@ def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: in
             # Found before the ranks could agree who says it: it is rank 0's to say, and its
             # launcher ends this process; what only this rank meets is said after the pause.
             time.sleep(_RANK_0_FIRST)
-        return _leave(_failed(str(error), 1) if error.print_here else 1)
+        return leave(_failed(str(error), 1) if error.print_here else 1)
     except KeyboardInterrupt:  # our launcher says it itself
-        return _leave(130 if process.rank or launched() else _failed("interrupted", 130))
+        return leave(130 if process.rank or launched() else _failed("interrupted", 130))
     except Exception as error:
         if peer_gone(error):
-            return _leave(_failed(f"rank {process.rank} ends: another rank is gone", 1))
+            return leave(_failed(f"rank {process.rank} ends: another rank is gone", 1))
         print(f"vlmtrain: rank {process.rank} failed:", file=sys.stderr)
         traceback.print_exc()
-        return _leave(1)
+        return leave(1)
     return 0
 
 
@@ -259,8 +259,10 @@ def _connected() -> bool:
     return distributed is not None and distributed.is_initialized()
 
 
-def _leave(code: int) -> int:
-    """End at once where other ranks wait for this one: destructors could block on them."""
+def leave(code: int) -> int:
+    """End at once where there are other ranks: destructors could block on those, and threads of a
+    process group that something still holds may let go of a tensor while Python ends, which aborts
+    the process. Returns `code` where this process is alone."""
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
