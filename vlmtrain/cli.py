@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from vlmtrain.core.errors import UsageError, UserError
+from vlmtrain.core.launch import leave
 
 _USAGE = """usage: vlmtrain COMMAND [options]
 
@@ -86,12 +87,7 @@ def _not_installed(command: str, error: ModuleNotFoundError) -> str:
 
 def run() -> None:
     """The command `vlmtrain`: `main`, and the end of this process."""
-    code = main()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from vlmtrain.core.launch import leave
-
-        leave(code)
-    sys.exit(code)
+    sys.exit(leave(main()))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ as torch's AdamW does; HybridDeviceOptimizer refuses them."""
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.kernels.numeric import assert_bitwise  # noqa: E402
-from vlmkernels import CPUAdam, HybridDeviceOptimizer  # noqa: E402
-from vlmtrain.core import launch  # noqa: E402
+from tests.kernels.numeric import assert_bitwise
+from vlmkernels import CPUAdam, HybridDeviceOptimizer
+from vlmtrain.core import launch
 
 
 def added_up(model: nn.Module, rank: int, optimizer: Any) -> None:

@@ -279,7 +279,7 @@ def test_changes_of_gradients_that_autograd_does_not_see(change: str):
 
 
 def test_gradients_reduced_over_ranks_without_a_new_version_and_dtensors():
-    ranks = run_ranks(["tests/optim/distributed_worker.py"], 2)
+    ranks = run_ranks(["-m", "tests.optim.distributed_worker"], 2)
     assert all(r.code == 0 for r in ranks), "\n\n".join(r.output[-3000:] for r in ranks)
 
 

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import psutil
-
 from vlmtrain.core.errors import UserError
 
 # A peer that stops answering for this long ends the run where no watchdog has before.
@@ -123,6 +121,7 @@ def start(arguments: Sequence[str], nproc: int) -> int:
     Raises:
         KeyboardInterrupt: SIGINT (Ctrl-C); the processes have ended.
     """
+    import psutil
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -153,7 +152,9 @@ def start(arguments: Sequence[str], nproc: int) -> int:
 
     def pass_on(number: int, frame: object) -> None:
         terminated.append(number)
-        _pass_on(number, frame)
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
 
     before = signal.signal(signal.SIGTERM, pass_on)
     os.environ[_LAUNCHER] = str(os.getpid())
@@ -206,12 +207,6 @@ def end_with_launcher(rank: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
-
-
-def _pass_on(number: int, _: object) -> None:
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.send_signal(number)
 
 
 def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: int) -> int:
