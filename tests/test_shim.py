@@ -43,20 +43,3 @@ def test_megatrons_backward_is_out_of_its_reach() -> None:
     schedules.backward_step(x, Look.apply(x).sum(), None, None, config)
     assert disabled == [True] and torch.equal(x.grad, torch.ones(2))
     assert torch.ones(2, device="cuda").device.type == "cpu"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")
-@pytest.mark.parametrize("in_place", [False, True])
-def test_norm_and_scale_are_megatrons(in_place: bool) -> None:
-    from megatron.core import utils
-
-    shim.install()
-    sources = [torch.randn(n) for n in torch.randint(1, 99, (5,)).tolist()]
-    want = [torch.empty_like(x) for x in sources]
-    utils.local_multi_tensor_scale(1, None, [sources, want], 0.3)
-    norm = utils.local_multi_tensor_l2_norm(1, None, [sources], False)[0]
-    assert torch.equal(shim._norm(1, None, [sources], False)[0], norm)
-    targets = sources if in_place else [torch.zeros_like(x) for x in sources]
-    shim._scale(1, None, [sources, targets], 0.3)
-    for ours, theirs in zip(targets, want, strict=True):
-        assert torch.equal(ours, theirs)

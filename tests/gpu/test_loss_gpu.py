@@ -29,13 +29,13 @@ def to_gpu(*tensors: Tensor) -> Any:
 
 
 #: One block of rows, several, and columns of all rows in 16 bits.
-@pytest.mark.parametrize("chunk", [op.CHUNK_BYTES, 1 << 20, 200_000])
+@pytest.mark.parametrize("chunk", [op.CUDA_CHUNK_BYTES, 1 << 20, 200_000])
 @pytest.mark.parametrize("options", OPTIONS, ids=["mean", "sum"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_against_float64(
     dtype: torch.dtype, options: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(op, "CUDA_CHUNK_BYTES", chunk)
     for tokens, classes, hidden in ((300, 20_011, 128), (40, 151_936, 64)):
         x, weight, targets = make(tokens, classes, hidden, dtype, 0.6)
         targets[0] = classes - 1
@@ -54,13 +54,13 @@ def test_against_float64(
 
 #: One chunk of rows, and several; targets in host memory, as training has them, and on the GPU.
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-@pytest.mark.parametrize("chunk", [op.CHUNK_BYTES, 400_000])
+@pytest.mark.parametrize("chunk", [op.CUDA_CHUNK_BYTES, 400_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_main_grad(
     dtype: torch.dtype, chunk: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Added in float32, twice."""
-    monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(op, "CUDA_CHUNK_BYTES", chunk)
     x, weight, targets = make(500, 9001, 256, dtype, 0.5)
     hidden, table = (t.requires_grad_() for t in to_gpu(x, weight))
     table.main_grad = torch.zeros(table.shape, device="cuda")

@@ -280,14 +280,21 @@ def test_logits_lie_in_the_gradient_of_the_weight(
     st.integers(0, 300_000),
     st.integers(1, 9000),
     st.sampled_from([2, 4]),
+    st.sampled_from([op.CHUNK_BYTES, op.CUDA_CHUNK_BYTES]),
     st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
 def test_plan(
-    rows: int, classes: int, hidden: int, item: int, cases: tuple[bool, bool, bool]
+    rows: int,
+    classes: int,
+    hidden: int,
+    item: int,
+    largest: int,
+    cases: tuple[bool, bool, bool],
 ) -> None:
     """Chunks fit, are no more than they need be, and cover everything."""
     twice, inside, rounded = cases
-    chunks = op.plan(rows, classes, hidden, item, twice=twice, inside=inside, rounded=rounded)
+    options = {"twice": twice, "inside": inside, "rounded": rounded}
+    chunks = op.plan(rows, classes, hidden, item, largest, **options)
     assert [x for part, _ in chunks for x in range(part.start, part.stop)] == list(range(rows))
     part = -(-classes // op.KEPT)
     part = part if part <= op.WHOLE else -(-part // op.WHOLE) * op.WHOLE
@@ -295,10 +302,10 @@ def test_plan(
         assert columns >= classes or columns <= op.WHOLE or columns % op.WHOLE == 0
         count = block.stop - block.start
         assert count >= 1 and columns >= 1
-        assert count * columns * item <= op.CHUNK_BYTES
-        assert count * hidden * 4 <= op.CHUNK_BYTES
-    most = op.CHUNK_BYTES // (4 * hidden)
-    fitting = min(most, op.CHUNK_BYTES // (item * max(part, 1)))
+        assert count * columns * item <= largest
+        assert count * hidden * 4 <= largest
+    most = largest // (4 * hidden)
+    fitting = min(most, largest // (item * max(part, 1)))
     if not twice:
         assert len(chunks) == -(-rows // most)
         return
@@ -306,7 +313,7 @@ def test_plan(
         first, columns = chunks.pop(0)
         rows -= first.stop
         assert first.stop == min(rows + first.stop, hidden, most)
-        assert first.stop * columns * item <= op.CHUNK_BYTES // 2
+        assert first.stop * columns * item <= largest // 2
     by_columns = any(columns < part for _, columns in chunks)
     allowed = op.MOST_ROUNDINGS - (inside and rows > fitting)
     if by_columns:

@@ -10,7 +10,7 @@ import pytest
 from tests.parity.reference import make_model
 from tests.plan.worker import results
 from vlmkernels.attention.select import TILED_HEAD_DIMS
-from vlmkernels.loss.op import CHUNK_BYTES, KEPT
+from vlmkernels.loss.op import CHUNK_BYTES, CUDA_CHUNK_BYTES, KEPT
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.models.family import parse_spec
 from vlmtrain.parallel.layout import make_layout
@@ -175,6 +175,7 @@ def test_shards_of_all_ranks_are_the_parameters() -> None:
 def test_vision_on_cuda_keeps_rotated_copies_only_where_no_kernel_rotates() -> None:
     assert memory.FUSED_HEAD_DIMS == TILED_HEAD_DIMS
     assert memory.LOSS_BYTES == KEPT * CHUNK_BYTES
+    assert memory.CUDA_LOSS_BYTES == KEPT * CUDA_CHUNK_BYTES
     spec = parse_spec(make_model("qwen2_5_vl").config.to_dict())
 
     def kept(heads: int, element: int) -> float:

@@ -216,8 +216,8 @@ def linear_cross_entropy(
     """Cross entropy of hidden @ weight.T, without the logits of all rows ever being in memory.
 
     On the CPU and on CUDA. The largest tensors made beside the result and the gradients are two of
-    64 MB. Logits of h rows with a target lie in the memory of a "dense" gradient of weight until it
-    is written.
+    64 MB, on CUDA of 256 MB. Logits of h rows with a target lie in the memory of a "dense" gradient
+    of weight until it is written.
 
     Args:
         hidden: [T, h], float32, bfloat16 or float16.
@@ -239,9 +239,9 @@ def linear_cross_entropy(
             being rank and size of the group (sequence parallelism). Only rows with a target travel:
             each to all, and its gradient back.
         weight_grad: "dense": [V, h] in the dtype of weight. In 16 bits, where more rows have a
-            target than h + 5 x 64 MB / V (h + 2,205 of 152,064 classes), those beyond the first h
-            take a fourth product a row, so that the sum isn't rounded more than 6 times (up to 6 x
-            64 MB / 4h rows, 65,536 at h = 1,536).
+            target than h + 5 x 64 MB / V (h + 2,205 of 152,064 classes; 8,820 on CUDA), those
+            beyond the first h take a fourth product a row, so that the sum isn't rounded more than
+            6 times (up to 6 x 64 MB / 4h rows, 65,536 at h = 1,536).
             "main_grad": added to weight.main_grad, a contiguous float32 [V, h]; autograd gets an
             empty sparse tensor, so that Megatron's hooks fire. Under torch.compile as "dense".
         grad_scale: the gradient that the result will get in the backward pass, if it is known: a

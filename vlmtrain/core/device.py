@@ -1,7 +1,7 @@
 """Where a run computes: CUDA with NCCL, or CPU with gloo. The one place where the two differ.
 
 Without CUDA `setup` installs `vlmtrain.cpu.shim` and `vlmtrain.cpu.gloo`; where CUDA is present
-nothing is patched.
+nothing is patched but what Megatron clips gradients with (`vlmtrain.core.clipping`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,12 @@ def setup(local_rank: int = 0) -> Backend:
     """Choose the backend of this process; install what stands in for CUDA where there is none."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        return Backend(torch.device("cuda", torch.cuda.current_device()), "cpu:gloo,cuda:nccl")
-    shim.install()
-    gloo.install()
-    return Backend(torch.device("cpu"), "gloo")
+        backend = Backend(torch.device("cuda", torch.cuda.current_device()), "cpu:gloo,cuda:nccl")
+    else:
+        shim.install()
+        gloo.install()
+        backend = Backend(torch.device("cpu"), "gloo")
+    from vlmtrain.core import clipping  # imports Megatron, which needs the shim
+
+    clipping.install()
+    return backend

@@ -140,10 +140,8 @@ def install() -> None:
     # It warns that the CPU generator changed inside a "GPU" region: here they are the same one.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
 
-    # Megatron's stand-ins for apex make a copy of every gradient that they scale.
     from megatron.core.optimizer import clip_grads
 
-    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
     clip_grads.to_local_if_dtensor = lambda gradient: gradient  # there are none
 
     # Backward passes run what `without_shim` ran forward.
@@ -166,19 +164,6 @@ def install() -> None:
 
     _mode = _CudaMeansCpu()
     _mode.__enter__()
-
-
-def _norm(chunk: int, flag: Any, lists: list[list[torch.Tensor]], each: bool) -> tuple[Any, None]:
-    """apex's multi_tensor_l2norm: the norm of all tensors, [1]."""
-    return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
-
-
-def _scale(chunk: int, flag: Any, lists: list[list[torch.Tensor]], factor: float) -> None:
-    """apex's multi_tensor_scale: the second list is the first times `factor`."""
-    sources, targets = lists
-    if sources is not targets:
-        torch._foreach_copy_(targets, sources)
-    torch._foreach_mul_(targets, factor)
 
 
 def _shimless(function: Any) -> Any:

@@ -45,7 +45,8 @@ _ALIGNMENT = 64  # elements at which parameters start in a buffer
 _BUCKET = 128  # elements that a buffer is a multiple of
 #: vlmkernels.attention.select.TILED_HEAD_DIMS, without its import of torch.
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
-LOSS_BYTES = 128 << 20  # vlmkernels.loss.op.KEPT * CHUNK_BYTES, likewise
+#: Logits of the loss on the CPU and on CUDA: vlmkernels.loss.op.KEPT * CHUNK_BYTES, likewise.
+LOSS_BYTES, CUDA_LOSS_BYTES = 128 << 20, 512 << 20
 
 
 @dataclass(frozen=True)
@@ -469,7 +470,8 @@ class ActivationModel:
     def head_transient(self, targets: np.ndarray | float) -> np.ndarray:
         """Bytes of a chunk of logits of so many target tokens."""
         columns = padded_vocab_size(self.spec.vocab_size, self.tensor) / self.tensor
-        return np.minimum(self.element * columns * targets, LOSS_BYTES)
+        largest = CUDA_LOSS_BYTES if self.cuda else LOSS_BYTES
+        return np.minimum(self.element * columns * targets, largest)
 
     def layer_transient(self, *, vision: bool) -> Kept:
         """Largest gradients of a layer's backward: of the MLP's input and output, gathered."""

@@ -1,0 +1,31 @@
+"""Gradients are clipped without waiting for the GPU once a tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_norm_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clip_grads = pytest.importorskip("megatron.core.optimizer.clip_grads")
+    from vlmtrain.core import clipping
+
+    for name in ("l2_norm_impl", "multi_tensor_scale_impl"):  # to be put back behind the test
+        monkeypatch.setattr(clip_grads, name, getattr(clip_grads, name))
+    if clip_grads.l2_norm_impl is not clipping.local_multi_tensor_l2_norm:
+        pytest.skip("transformer-engine or apex clips here")
+    clipping.install()
+    grads = [torch.randn(n, device="cuda") for n in torch.randint(1, 99_999, (40,)).tolist()]
+    exact = torch.cat(grads).double().norm()
+    expected = [g * 0.3 for g in grads]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm, _ = clip_grads.l2_norm_impl(1, None, [grads], False)
+        clip_grads.multi_tensor_scale_impl(1, None, [grads, grads], 0.3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert abs(float(norm) / float(exact) - 1) <= 1e-6
+    for got, want in zip(grads, expected, strict=True):
+        assert torch.equal(got, want)
