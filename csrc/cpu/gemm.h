@@ -118,25 +118,28 @@ struct Prefetcher {
   Run runs[kMaxRuns + 1];
   int next = 0;
   int count = 0;
+  int64_t lines = 0;    // of all runs
   size_t done = 0;      // bytes of the next run
   bool spread = false;  // a line every kSpread steps of a tile, not every 2
 
   VLMK_MEMBER void clear() {
     next = count = 0;
+    lines = 0;
     done = 0;
     spread = false;
   }
-  // What doesn't find room is not fetched. The first line is fetched at once: the core waits until
-  // its page is looked up, and several look-ups one after the other run at the same time (windows
-  // on Zen 4: 1.05 to 1.1x).
-  VLMK_MEMBER void add(const char* data, int64_t bytes) {
+  // What doesn't find room is not fetched. With `look` the first line is fetched at once: the core
+  // waits until its page is looked up, and several look-ups one after the other run at the same
+  // time (windows on Zen 4: 1.05 to 1.1x).
+  VLMK_MEMBER void add(const char* data, int64_t bytes, bool look = true) {
     const auto begin = reinterpret_cast<uintptr_t>(data);
     const uintptr_t first = begin & ~uintptr_t{63};
     const uintptr_t last = (begin + static_cast<uintptr_t>(bytes) + 63) & ~uintptr_t{63};
     if (count == kMaxRuns) return;
-    __builtin_prefetch(data, 0, 2);
+    if (look) __builtin_prefetch(data, 0, 2);
     runs[count++] = {reinterpret_cast<const char*>(first), last - first};
     runs[count] = {runs[0].line, SIZE_MAX};  // a tile goes on there when all is fetched
+    lines += static_cast<int64_t>((last - first) / 64);
   }
   VLMK_MEMBER void step() {
     const Run& run = runs[next];
@@ -147,10 +150,10 @@ struct Prefetcher {
     done &= over - 1;  // 0 if over
   }
   VLMK_MEMBER bool busy() const { return next < count; }
-  // Spreads about as many lines over products of as many multiply-adds, where these are enough. A
-  // core fetches a line in 8 ns or more, and one that is asked for earlier keeps the tile's own
-  // lines waiting (windows on Zen 3: 1.03 to 1.1x).
-  VLMK_MEMBER void spread_over(int64_t lines, int64_t multiply_adds) {
+  // Spreads the lines over products of as many multiply-adds, where these are enough. A core
+  // fetches a line in 8 ns or more, and one that is asked for earlier keeps the tile's own lines
+  // waiting (windows on Zen 3: 1.03 to 1.1x).
+  VLMK_MEMBER void spread_over(int64_t multiply_adds) {
     constexpr int64_t kOfStep = tile_rows(kMaxTileVectors) * kMaxTileVectors * kWidth;
     spread = multiply_adds >= lines * kSpread * kOfStep;
   }

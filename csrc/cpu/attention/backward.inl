@@ -188,7 +188,8 @@ struct DqSemaphore {
 
 template <class T, class Math>
 void backward_item(const AttentionGradParams& g, const AttentionItem& item,
-                   const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
+                   const AttentionItem* next, const AttentionWork& work, Prefetcher& prefetcher,
+                   float* memory) {
   using Element = typename Math::Element;
   const AttentionParams& p = g.forward;
   const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;
@@ -225,17 +226,50 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
   float* delta = inverse_sum + kBlock;
 
   const Rows<const T> k_rows = rows_of<const T>(p.k, p.order, keys_place, kv_head);
-  Panel<Math> key;
-  if constexpr (Math::kStep == 1) {
-    key = pack_both(p, k_rows, keys_place, keys, key_depth);
-  } else {
-    with_rotated<Math>(p, k_rows, keys_place, keys, key_buffer, [&](const auto& rows) {
-      pack_depth(rows, keys, dim, key_depth);
-      key = pack_rows(Math{}, rows, keys, dim, key_buffer);
-    });
-  }
-  const Panel<Math> value = pack_rows(Math{}, rows_of<const T>(p.v, p.order, keys_place, kv_head),
-                                      keys, dim, value_buffer);
+  const Rows<const T> v_rows = rows_of<const T>(p.v, p.order, keys_place, kv_head);
+
+  // What a block's products fetch, if not all was fetched before.
+  const bool fetches = work.max_seqlen > kPrefetchLength;
+  const auto fetch_results = [&](const Rows<T>& rows, int64_t n) {
+    if (!work.non_temporal) fetch_rows(rows, n, dim, true, prefetcher);
+  };
+  const auto fetch_queries = [&](const AttentionItem& of, int64_t q0, int64_t head) {
+    const int64_t place = of.begin + q0, n = minimum(kBlock, of.length - q0);
+    fetch_rows(query_rows<const T>(p, p.q, place, head), n, dim, true, prefetcher);
+    fetch_rows(rows_of<const T>(g.dout, p.order, place, head), n, dim, true, prefetcher);
+    if (needs_no_out(of.length)) return;
+    fetch_rows(rows_of<const T>(p.out, p.order, place, head), n, dim, true, prefetcher);
+  };
+  const auto fetch_keys = [&](const AttentionItem& of, int64_t k0) {
+    const int64_t place = of.begin + of.rows_begin + k0;
+    const int64_t n = minimum(kBlock, of.rows_end - of.rows_begin - k0);
+    for (const HeadsView& x : {p.k, p.v}) {
+      fetch_rows(rows_of<const T>(x, p.order, place, of.head), n, dim, true, prefetcher);
+    }
+  };
+
+  // Keys and values are packed a block at a time, when the first queries come to it.
+  int64_t packed = 0;
+  Panel<Math> key, value;
+  const auto pack_block = [&](int64_t k0, int64_t n) {
+    const bool once = keys <= kInPlaceRows;
+    const Rows<const T> rows = k_rows.from(k0);
+    Element* const depth_to = key_depth + k0 / Math::kStep * ld;
+    if constexpr (Math::kStep == 1) {
+      key = pack_both(p, rows, keys_place + k0, n, depth_to);
+    } else {
+      Element* const to = key_buffer + k0 * row_ld<Math>(dim);
+      with_rotated<Math>(p, rows, keys_place + k0, n, to, [&](const auto& turned) {
+        pack_depth(turned, n, dim, depth_to);
+        key = pack_rows(Math{}, turned, n, dim, to, once);
+      });
+    }
+    value = pack_rows(Math{}, v_rows.from(k0), n, dim, value_buffer + k0 * row_ld<Math>(dim), once);
+    key.data -= k0 * key.ld;
+    value.data -= k0 * value.ld;
+    packed += n;
+  };
+  if (!fetches) pack_block(0, keys);
   const bool one_block = length <= kBlock && group == 1;
   const float one = 1.f;
   const auto key_rows = [&](const HeadsView& x, T* gather) {
@@ -243,12 +277,22 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
   };
   const RowEpilogue<true, T> dk_rows{key_rows(g.dk, dk_gather), dim, &p.scale, work.non_temporal};
   const RowEpilogue<true, T> dv_rows{key_rows(g.dv, dv_gather), dim, &one, work.non_temporal};
+  const auto store_block = [&](int64_t k0, int64_t n) {  // unless a product has
+    if (!one_block || p.rotary) {
+      const RowEpilogue<true, T> to{dk_rows.rows.from(k0), dim, &p.scale, work.non_temporal};
+      store_rotated_back(p, dk + k0 * ld, keys_place + k0, n, to);
+    }
+    if (one_block) return;
+    store_rows<true>(dv + k0 * ld, ld, n, dim, &one, dv_rows.rows.from(k0), work.non_temporal);
+  };
 
   // The last queries first: all parts of a causal segment's keys have those, so that none waits
   // until another one comes to them.
-  const int64_t last_queries = (length - 1) / kBlock * kBlock;
-  for (int64_t q0 = last_queries; q0 >= (p.causal ? keys_begin : 0); q0 -= kBlock) {
-    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+  const auto last_block = [](const AttentionItem& of) { return (of.length - 1) / kBlock * kBlock; };
+  const int64_t last_queries = last_block(item), first_queries = p.causal ? keys_begin : 0;
+  const int64_t last_head = (kv_head + 1) * group - 1;
+  for (int64_t q0 = last_queries; q0 >= first_queries; q0 -= kBlock) {
+    for (int64_t head = kv_head * group; head <= last_head; ++head) {
       const int64_t queries = minimum(kBlock, length - q0), place = item.begin + q0;
       const int rows = static_cast<int>(queries);
       const int lanes = vectors_of(queries);
@@ -285,6 +329,29 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
         const int64_t k = keys_begin + k0;
         const bool diagonal = p.causal && k == q0;
         const auto left = [&](Causal part) { return diagonal ? part : Causal::kAll; };
+        const bool complete = head == last_head && q0 == (p.causal ? k : 0);  // dk and dv
+        if (k0 == packed) pack_block(k0, n);
+        if (fetches) {
+          prefetcher.clear();
+          if (complete) {
+            fetch_results(dk_rows.rows.from(k0), n);
+            fetch_results(dv_rows.rows.from(k0), n);
+          }
+          if (k0 + kBlock < key_end) {
+            if (k0 + kBlock == packed) fetch_keys(item, packed);
+          } else {
+            if (semaphore.last) fetch_results(dq_rows.rows, queries);
+            if (head < last_head) {
+              fetch_queries(item, q0, head + 1);
+            } else if (q0 > first_queries) {
+              fetch_queries(item, q0 - kBlock, kv_head * group);
+            } else if (next) {
+              fetch_queries(*next, last_block(*next), next->head * group);
+              fetch_keys(*next, 0);
+            }
+          }
+          prefetcher.spread_over(5 * kBlock * kBlock * dim);
+        }
         gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, st, kLaneRow, n, lanes,
                            depth, Add::kNothing, nullptr, left(Causal::kColumnsFromRow)},
                           prefetcher);
@@ -319,6 +386,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
                   key_depth + k0 / Math::kStep * ld, ld, dq, ld, rows, columns, steps_of<Math>(n),
                   k == 0 ? Add::kNothing : Add::kC, nullptr, left(Causal::kStepsUpToRow)},
                  one_pass, dq_rows);
+        if (complete) store_block(k0, n);
       }
       if (!one_pass && semaphore.last) {
         store_rotated_back(p, dq, place, queries, dq_rows);
@@ -326,8 +394,6 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
       semaphore.release();
     }
   }
-  if (!one_block || p.rotary) store_rotated_back(p, dk, keys_place, keys, dk_rows);
-  if (!one_block) store_rows<true>(dv, ld, keys, dim, &one, dv_rows.rows, work.non_temporal);
   write_gathered(p, item, work, g.dq, dq_gather);
   write_gathered(p, item, work, g.dk, dk_gather);
   write_gathered(p, item, work, g.dv, dv_gather);

@@ -133,8 +133,8 @@ VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale
 }
 
 template <class T, class Math>
-void forward_item(const AttentionParams& p, const AttentionItem& item, const AttentionWork& work,
-                  Prefetcher& prefetcher, float* memory) {
+void forward_item(const AttentionParams& p, const AttentionItem& item, const AttentionItem* next,
+                  const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
   using Element = typename Math::Element;
   const int64_t dim = p.head_dim, ld = padded(dim), group = p.heads / p.kv_heads;
   const int64_t kv_head = item.head / group;
@@ -150,21 +150,40 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
   float* row_sum = row_max + kBlock;
   float* correction = row_sum + kBlock;
 
-  Panel<Math> key;
-  with_rotated<Math>(
-      p, rows_of<const T>(p.k, p.order, item.begin, kv_head), item.begin, keys, key_buffer,
-      [&](const auto& rows) { key = pack_rows(Math{}, rows, keys, dim, key_buffer); });
-  const auto pack_values = [&] {
-    pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values);
-  };
+  const Rows<const T> k_rows = rows_of<const T>(p.k, p.order, item.begin, kv_head);
+  const Rows<const T> v_rows = rows_of<const T>(p.v, p.order, item.begin, kv_head);
   // Of a window the queries have been used when the values are wanted: in their place, values are
   // written to lines that a first-level cache still holds.
   const bool window = keys <= kBlock && item.length <= kBlock;
-  if (window) {
-    values = qt;
-  } else {
-    pack_values();
-  }
+  if (window) values = qt;
+
+  // What a block's products fetch, if not all was fetched before.
+  const bool fetches = work.max_seqlen > kPrefetchLength;
+  const auto fetch_queries = [&](const AttentionItem& of, int64_t q0) {
+    fetch_rows(query_rows<const T>(p, p.q, of.begin + q0, of.head),
+               minimum(kBlock, of.rows_end - q0), dim, false, prefetcher);
+  };
+  const auto fetch_keys = [&](const AttentionItem& of, int64_t k0) {
+    const int64_t n = minimum(kBlock, (p.causal ? of.rows_end : of.length) - k0);
+    for (const HeadsView& x : {p.k, p.v}) {
+      fetch_rows(rows_of<const T>(x, p.order, of.begin + k0, of.head / group), n, dim, false,
+                 prefetcher);
+    }
+  };
+
+  // Keys and values are packed a block at a time, when the first queries come to it.
+  int64_t packed = 0;
+  Panel<Math> key;
+  const auto pack_keys = [&](int64_t k0, int64_t n) {
+    Element* const to = key_buffer + k0 * row_ld<Math>(dim);
+    with_rotated<Math>(p, k_rows.from(k0), item.begin + k0, n, to, [&](const auto& rows) {
+      key = pack_rows(Math{}, rows, n, dim, to, keys <= kInPlaceRows);
+    });
+    key.data -= k0 * key.ld;
+  };
+  const auto pack_values = [&](int64_t k0, int64_t n) {
+    pack_depth(v_rows.from(k0), n, dim, values + k0 / Math::kStep * ld);
+  };
 
   for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {
     const int64_t queries = minimum(kBlock, item.rows_end - q0);
@@ -186,13 +205,33 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
       const int n = static_cast<int>(minimum(kBlock, key_end - k0));
       const bool first = k0 == 0;
       const bool diagonal = p.causal && k0 == q0;
+      if (k0 == packed) {
+        pack_keys(k0, n);
+        if (!window) pack_values(k0, n);
+        packed += n;
+      }
+      if (fetches) {
+        prefetcher.clear();
+        if (k0 + kBlock < key_end) {
+          if (k0 + kBlock == packed) fetch_keys(item, packed);
+        } else {
+          if (!work.non_temporal) fetch_rows(results.rows, queries, dim, false, prefetcher);
+          if (q0 + kBlock < item.rows_end) {
+            fetch_queries(item, q0 + kBlock);
+          } else if (next) {
+            fetch_queries(*next, next->rows_begin);
+            fetch_keys(*next, 0);
+          }
+        }
+        prefetcher.spread_over(2 * kBlock * kBlock * dim);
+      }
       gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, s, kLaneRow, n, lanes, depth,
                          Add::kNothing, nullptr, diagonal ? Causal::kColumnsFromRow : Causal::kAll},
                         prefetcher);
       if (diagonal) mask_causal(s, k0, n, q0, lanes);
       softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, diagonal, row_max, row_sum,
                                      correction);
-      if (window) pack_values();
+      if (window) pack_values(0, n);
       if (one_pass) invert_sums();
       const GemmArgs<Math> product{reinterpret_cast<const Element*>(s),
                                    kLaneRow,
@@ -236,12 +275,13 @@ namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
-// Runs run(params, item, work, prefetcher, memory) over all items on torch's threads. A
+// Runs run(params, item, next, work, prefetcher, memory) over all items on torch's threads. A
 // thread goes through chunks of items, and knows the next while it works on one, so that it can
-// have prefetch(params, first item, last item, non_temporal, prefetcher) name what to fetch.
+// have prefetch(params, first item, last item, non_temporal, prefetcher) name what to fetch, of
+// short segments; of longer ones, which are chunks of their own, run does, given the next or null.
 template <class Params>
-using RunItem = void (*)(const Params&, const AttentionItem&, const AttentionWork&, Prefetcher&,
-                         float*);
+using RunItem = void (*)(const Params&, const AttentionItem&, const AttentionItem*,
+                         const AttentionWork&, Prefetcher&, float*);
 template <class Params>
 using PrefetchItems = void (*)(const Params&, const AttentionItem&, const AttentionItem&, bool,
                                Prefetcher&);
@@ -252,8 +292,9 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
   work.non_temporal = non_temporal;
   const int64_t chunks = (work.count + work.chunk - 1) / work.chunk;
   const auto end_of = [&](int64_t chunk) { return minimum((chunk + 1) * work.chunk, work.count); };
-  // Items that share a dq must not wait behind another one of the same thread.
   const bool prefetches = work.max_seqlen <= kPrefetchLength;
+  bool ahead = true;  // items that share a dq must not wait behind another one of the same thread
+  for (int64_t i = 0; i < work.count; ++i) ahead &= !work.items[i].shared_dq;
   bool out_of_memory = false;
   int64_t taken = 0;
 #pragma omp parallel if (chunks > 1)
@@ -279,15 +320,16 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
 #endif
     int64_t next = 0;
     for (int64_t chunk = out_of_memory ? chunks : take(); chunk < chunks;
-         chunk = prefetches ? next : take()) {
-      if (prefetches) next = take();
+         chunk = ahead ? next : take()) {
+      next = ahead ? take() : chunks;
       if (prefetches && next < chunks) {
         prefetch(params, work.items[next * work.chunk], work.items[end_of(next) - 1], non_temporal,
                  prefetcher);
       }
       float* memory = scratch(static_cast<size_t>(floats));
       for (int64_t i = chunk * work.chunk; i < end_of(chunk); ++i) {
-        run(params, work.items[i], work, prefetcher, memory);
+        run(params, work.items[i], next < chunks ? &work.items[next * work.chunk] : nullptr, work,
+            prefetcher, memory);
       }
       prefetcher.finish();
     }

@@ -23,7 +23,7 @@ constexpr int kLaneRow = kWidth == 8 ? kBlock + 16 : kBlock;
 // fp32 rows of one block of queries are read once, so where they are; more often: packed, because
 // rows a token apart fall into few sets of the cache.
 constexpr int64_t kInPlaceRows = 64;
-// Rows of longer segments have not been fetched when they are packed; see prefetch.inl.
+// Segments up to which all rows of an item are fetched beforehand; see prefetch.inl.
 constexpr int64_t kPrefetchLength = 128;
 
 // Whether the backward of a segment adds P dP of its keys, which are one block, and reads no `out`.
@@ -49,6 +49,11 @@ VLMK_INLINE int64_t whole_tiles(int64_t n) {
 }
 // Leading dimension of packed rows of pairs: whole tiles.
 VLMK_INLINE int64_t padded_pairs(int64_t dim) { return (dim + 31) / 32 * 16; }
+// Elements from a packed row to the next.
+template <class Math>
+VLMK_INLINE int64_t row_ld(int64_t dim) {
+  return Math::kStep == 1 ? padded(dim) : padded_pairs(dim);
+}
 template <class Math>
 VLMK_INLINE int steps_of(int64_t n) {
   return static_cast<int>((n + Math::kStep - 1) / Math::kStep);
@@ -102,10 +107,8 @@ struct Fetch {
 template <class T>
 VLMK_NOINLINE void pack_depth(const Rows<T>& rows, int64_t n, int64_t dim, float* dst) {
   const int64_t ld = padded(dim), whole = dim / kWidth * kWidth;
-  const int64_t fetched = n > kPrefetchLength ? n - kAhead : 0;
   for (int64_t i = 0; i < n; ++i, dst += ld) {
     T* row = rows[i];
-    if (i < fetched) fetch_row(rows[i + kAhead], dim);
     int64_t d = 0;
     for (; d < whole; d += kWidth) store(dst + d, load(row + d));
     if (d < dim) {
@@ -116,12 +119,13 @@ VLMK_NOINLINE void pack_depth(const Rows<T>& rows, int64_t n, int64_t dim, float
   }
 }
 
+// `once`: the product reads them once.
 template <class T>
 VLMK_INLINE Panel<Fp32> pack_rows(Fp32, const Rows<const T>& rows, int64_t n, int64_t dim,
-                                  float* dst) {
+                                  float* dst, bool once) {
   if constexpr (std::is_same<T, float>::value) {
     const bool dense = rows.stride == padded(dim);
-    if ((n <= kInPlaceRows || dense) && !rows.order) return {rows.data, rows.stride};
+    if ((once || dense) && !rows.order) return {rows.data, rows.stride};
   }
   pack_depth(rows, n, dim, dst);
   return {dst, padded(dim)};
@@ -170,10 +174,10 @@ VLMK_INLINE __m512i load_row(const T* row, int64_t d, int64_t dim) {
 // rows may lie where they are packed to, 2 * padded_pairs(dim) apart.
 template <class Math>
 VLMK_INLINE Panel<Math> pack_rows(Math, const Rows<const BFloat16>& rows, int64_t n, int64_t dim,
-                                  uint32_t* dst) {
+                                  uint32_t* dst, bool once) {
   const int64_t ld = padded_pairs(dim);
   const bool dense = rows.stride == 2 * ld;
-  if ((n <= kInPlaceRows || dense) && dim % 2 == 0 && rows.stride % 2 == 0 && !rows.order) {
+  if ((once || dense) && dim % 2 == 0 && rows.stride % 2 == 0 && !rows.order) {
     return {reinterpret_cast<const uint32_t*>(rows.data), rows.stride / 2};
   }
   for (int64_t i = 0; i < n; ++i) {

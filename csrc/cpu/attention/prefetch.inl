@@ -1,8 +1,8 @@
 // Which rows attention fetches ahead of their use: Prefetcher, of gemm.h, brings them while
 // products run. Segments of at most kPrefetchLength take about as long as their rows take to
-// arrive, so a thread fetches all rows of the items that it takes next. Longer ones are bound by
-// arithmetic: to fetch their results' rows and next queries gains 1% in fp32 and costs as much with
-// 16-bit types; their packing fetches some rows ahead (1.02x). Included by kernel.cpp only.
+// arrive, so a thread fetches all rows of the items that it takes next. In longer ones it fetches,
+// block by block, the rows that it packs or stores after the products at hand. Included by
+// kernel.cpp only.
 #pragma once
 
 #include <initializer_list>
@@ -59,9 +59,7 @@ class PrefetchList {
         prefetcher.add(x.row + (x.order ? x.order[i] : i) * x.stride, x.bytes);
       }
     }
-    int64_t lines = 0;
-    for (int t = 0; t < count_; ++t) lines += n * ((tensors_[t].bytes + 63) / 64);
-    prefetcher.spread_over(lines, multiply_adds);
+    prefetcher.spread_over(multiply_adds);
   }
 
  private:
@@ -74,6 +72,16 @@ class PrefetchList {
   Tensor tensors_[9];
   int count_ = 0;
 };
+
+// n rows of a head. `look` as Prefetcher::add has it.
+template <class T>
+VLMK_NOINLINE void fetch_rows(const Rows<T>& rows, int64_t n, int64_t dim, bool look,
+                              Prefetcher& prefetcher) {
+  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < n; ++i) {
+    prefetcher.add(reinterpret_cast<const char*>(rows[i]), bytes, look);
+  }
+}
 
 // Whether the items [first, last], which come next, are consecutive heads of one segment; nothing
 // is fetched if not.

@@ -69,7 +69,7 @@ VLMK_INLINE void with_rotated(const AttentionParams& p, const Rows<const T>& x, 
                               int64_t n, void* buffer, Use use) {
   if (!p.rotary) return use(x);
   // mutant: rotary-stride
-  const int64_t stride = Math::kStep == 1 ? padded(p.head_dim) : 2 * padded_pairs(p.head_dim);
+  const int64_t stride = Math::kStep * row_ld<Math>(p.head_dim);
   const Rows<Rotated<Math, T>> to{static_cast<Rotated<Math, T>*>(buffer), stride};
   rotate_rows<false>(x, rotary_rows(p, place), n, p.head_dim, to);
   use(Rows<const Rotated<Math, T>>{to.data, to.stride});

@@ -93,8 +93,8 @@ int64_t forward_tiles_floats(const AttentionParams& p, const AttentionWork& work
 }
 
 template <class T>
-void forward_tiles(const AttentionParams& p, const AttentionItem& item, const AttentionWork& work,
-                   Prefetcher& prefetcher, float* memory) {
+void forward_tiles(const AttentionParams& p, const AttentionItem& item, const AttentionItem*,
+                   const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
   const int64_t dim = p.head_dim, ld = padded(dim), pairs = padded_pairs(dim);
   const int64_t kv_head = item.head / (p.heads / p.kv_heads);
   const int64_t keys = p.causal ? item.rows_end : item.length;
