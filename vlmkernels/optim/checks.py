@@ -3,7 +3,7 @@ granted, which get addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -88,7 +88,12 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
 
 _KIND = attrgetter("__class__", "dtype", "layout", "device")
 _SHAPE = attrgetter("shape")
-_FORMS = (Tensor.data_ptr, attrgetter("dtype"), _SHAPE, Tensor.stride)
+_MEMORY = (Tensor.data_ptr, attrgetter("dtype"))
+_FORMS = (*_MEMORY, _SHAPE, Tensor.stride)
+#: The same of contiguous parameters; of the rest of what is contiguous, which kernels walk through
+#: from end to end. Numbers are found out faster than shapes and strides.
+_WHOLE_PARAMETERS = (*_MEMORY, _SHAPE, Tensor.is_contiguous)
+_WHOLE = (*_MEMORY, Tensor.numel, Tensor.is_contiguous)
 
 
 def check_gradients(params: list[Tensor], grads: list[Tensor]) -> None:
@@ -193,14 +198,18 @@ class Snapshot:
         self._holders = [holder for holder, _, _ in entries]
         self._keys = [key for _, key, _ in entries]
         self._tensors = [tensor for _, _, tensor in entries]
-        everything = [*params, *self._tensors, *others]
-        self._sharded = [x for x in everything if is_sharded(type(x))]
+        self._sharded = [x for x in (*params, *self._tensors, *others) if is_sharded(type(x))]
         self._shards = [_form(local(x)) for x in self._sharded]
-        if self._sharded:
-            everything = [x for x in everything if not is_sharded(type(x))]
+        self._forms: list[tuple[list[Tensor], Callable[[Tensor], Any], list]] = []
+        for tensors, forms in ((params, _WHOLE_PARAMETERS), ([*self._tensors, *others], _WHOLE)):
+            plain = [x for x in tensors if not is_sharded(type(x))]
+            self._add([x for x in plain if x.is_contiguous()], forms)
+            self._add([x for x in plain if not x.is_contiguous()], _FORMS)
+
+    def _add(self, tensors: list[Tensor], forms: Sequence[Callable[[Tensor], Any]]) -> None:
         # Few at a time: the second look at a tensor finds it in the processor's caches.
-        parts = (everything[i : i + 64] for i in range(0, len(everything), 64))
-        self._forms = [(part, form, list(map(form, part))) for part in parts for form in _FORMS]
+        for part in (tensors[i : i + 64] for i in range(0, len(tensors), 64)):
+            self._forms += [(part, form, list(map(form, part))) for form in forms]
 
     def holds(self, states: Mapping[Tensor, dict]) -> bool:
         """Whether these are the same tensors, and lie where and as they did."""
