@@ -71,8 +71,8 @@ class Check:
             "accuracy": (240, self.accuracy),
             "embedding": (80, partial(self.benchmark, "embedding")),
             "loss": (120, partial(self.benchmark, "loss")),
-            "train": (240, partial(self.benchmark, "train_step")),
-            "optimizer": (150, partial(self.benchmark, "offload")),
+            "train": (240, partial(self.benchmark, "train_step", step="train")),
+            "optimizer": (150, partial(self.benchmark, "offload", step="optimizer")),
             "timeline": (80, self.timeline),
             "sanitizer": (540, self.sanitizer),
         }
@@ -146,14 +146,15 @@ class Check:
     def attention(self, until: float) -> bool:
         return self.benchmark("attention", until, "--no-compile")
 
-    def benchmark(self, name: str, until: float, *options: str) -> bool:
-        """Its rows go to rows.jsonl one by one; a process for each part."""
+    def benchmark(self, name: str, until: float, *options: str, step: str = "") -> bool:
+        """Its rows go to rows.jsonl one by one; a process for each part. `step`: as what its
+        outcomes are noted, if not by its name."""
         rows = self.results.folder / "rows.jsonl"
         command = [sys.executable, "-m", "benchmarks.run", name, "--device", "cuda"]
         command += ["--seconds", "4", "--child", str(rows), *options]
         parts = self.parts if name == "attention" else []
         commands = {part: [*command, "--part", part] for part in parts} or {name: command}
-        return run_each(self.results, name, commands, until=until, aloud=True)
+        return run_each(self.results, step or name, commands, until=until, aloud=True)
 
     def accuracy(self, until: float) -> bool | str:
         if lacking := missing("pytest", "hypothesis"):
