@@ -187,9 +187,8 @@ struct DqSemaphore {
 };
 
 template <class T, class Math>
-void backward_item(const AttentionGradParams& g, const AttentionItem& item,
-                   const AttentionItem* next, const AttentionWork& work, Prefetcher& prefetcher,
-                   float* memory) {
+void backward_item(const AttentionGradParams& g, const AttentionItem& item, const NextItem& next,
+                   const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
   using Element = typename Math::Element;
   const AttentionParams& p = g.forward;
   const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;
@@ -345,9 +344,9 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item,
               fetch_queries(item, q0, head + 1);
             } else if (q0 > first_queries) {
               fetch_queries(item, q0 - kBlock, kv_head * group);
-            } else if (next) {
-              fetch_queries(*next, last_block(*next), next->head * group);
-              fetch_keys(*next, 0);
+            } else if (const AttentionItem* other = next.get()) {
+              fetch_queries(*other, last_block(*other), other->head * group);
+              fetch_keys(*other, 0);
             }
           }
           prefetcher.spread_over(5 * kBlock * kBlock * dim);

@@ -133,7 +133,7 @@ VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale
 }
 
 template <class T, class Math>
-void forward_item(const AttentionParams& p, const AttentionItem& item, const AttentionItem* next,
+void forward_item(const AttentionParams& p, const AttentionItem& item, const NextItem& next,
                   const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
   using Element = typename Math::Element;
   const int64_t dim = p.head_dim, ld = padded(dim), group = p.heads / p.kv_heads;
@@ -218,9 +218,9 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Att
           if (!work.non_temporal) fetch_rows(results.rows, queries, dim, false, prefetcher);
           if (q0 + kBlock < item.rows_end) {
             fetch_queries(item, q0 + kBlock);
-          } else if (next) {
-            fetch_queries(*next, next->rows_begin);
-            fetch_keys(*next, 0);
+          } else if (const AttentionItem* other = next.get()) {
+            fetch_queries(*other, other->rows_begin);
+            fetch_keys(*other, 0);
           }
         }
         prefetcher.spread_over(2 * kBlock * kBlock * dim);
@@ -276,12 +276,12 @@ namespace VLMK_ISA {
 namespace {
 
 // Runs run(params, item, next, work, prefetcher, memory) over all items on torch's threads. A
-// thread goes through chunks of items, and knows the next while it works on one, so that it can
-// have prefetch(params, first item, last item, non_temporal, prefetcher) name what to fetch, of
-// short segments; of longer ones, which are chunks of their own, run does, given the next or null.
+// thread goes through chunks of items. Of short segments it takes the next while it works on one,
+// so that it can have prefetch(params, first item, last item, non_temporal, prefetcher) name what
+// to fetch; of longer ones, which are chunks of their own, run does, for the item that is `next`.
 template <class Params>
-using RunItem = void (*)(const Params&, const AttentionItem&, const AttentionItem*,
-                         const AttentionWork&, Prefetcher&, float*);
+using RunItem = void (*)(const Params&, const AttentionItem&, const NextItem&, const AttentionWork&,
+                         Prefetcher&, float*);
 template <class Params>
 using PrefetchItems = void (*)(const Params&, const AttentionItem&, const AttentionItem&, bool,
                                Prefetcher&);
@@ -292,9 +292,8 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
   work.non_temporal = non_temporal;
   const int64_t chunks = (work.count + work.chunk - 1) / work.chunk;
   const auto end_of = [&](int64_t chunk) { return minimum((chunk + 1) * work.chunk, work.count); };
+  // Items that share a dq must not wait behind another one of the same thread.
   const bool prefetches = work.max_seqlen <= kPrefetchLength;
-  bool ahead = true;  // items that share a dq must not wait behind another one of the same thread
-  for (int64_t i = 0; i < work.count; ++i) ahead &= !work.items[i].shared_dq;
   bool out_of_memory = false;
   int64_t taken = 0;
 #pragma omp parallel if (chunks > 1)
@@ -320,16 +319,15 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
 #endif
     int64_t next = 0;
     for (int64_t chunk = out_of_memory ? chunks : take(); chunk < chunks;
-         chunk = ahead ? next : take()) {
-      next = ahead ? take() : chunks;
+         chunk = prefetches ? next : take()) {
+      if (prefetches) next = take();
       if (prefetches && next < chunks) {
         prefetch(params, work.items[next * work.chunk], work.items[end_of(next) - 1], non_temporal,
                  prefetcher);
       }
       float* memory = scratch(static_cast<size_t>(floats));
       for (int64_t i = chunk * work.chunk; i < end_of(chunk); ++i) {
-        run(params, work.items[i], next < chunks ? &work.items[next * work.chunk] : nullptr, work,
-            prefetcher, memory);
+        run(params, work.items[i], {work, taken}, work, prefetcher, memory);
       }
       prefetcher.finish();
     }

@@ -73,6 +73,19 @@ class PrefetchList {
   int count_ = 0;
 };
 
+// The item that a thread of long segments would take now. Not taken, or a thread with two long ones
+// would let others wait.
+struct NextItem {
+  const AttentionWork& work;
+  const int64_t& taken;  // items, by all threads
+  VLMK_MEMBER const AttentionItem* get() const {
+    int64_t next;
+#pragma omp atomic read
+    next = taken;
+    return next < work.count ? &work.items[next] : nullptr;
+  }
+};
+
 // n rows of a head. `look` as Prefetcher::add has it.
 template <class T>
 VLMK_NOINLINE void fetch_rows(const Rows<T>& rows, int64_t n, int64_t dim, bool look,

@@ -112,7 +112,7 @@ int64_t backward_tiles_floats(const AttentionParams& p, const AttentionWork& wor
 }
 
 template <class T>
-void backward_tiles(const AttentionGradParams& g, const AttentionItem& item, const AttentionItem*,
+void backward_tiles(const AttentionGradParams& g, const AttentionItem& item, const NextItem&,
                     const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
   const AttentionParams& p = g.forward;
   const int64_t dim = p.head_dim, ld = padded(dim), length = item.length, kv_head = item.head;

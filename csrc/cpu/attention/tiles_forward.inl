@@ -93,7 +93,7 @@ int64_t forward_tiles_floats(const AttentionParams& p, const AttentionWork& work
 }
 
 template <class T>
-void forward_tiles(const AttentionParams& p, const AttentionItem& item, const AttentionItem*,
+void forward_tiles(const AttentionParams& p, const AttentionItem& item, const NextItem&,
                    const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
   const int64_t dim = p.head_dim, ld = padded(dim), pairs = padded_pairs(dim);
   const int64_t kv_head = item.head / (p.heads / p.kv_heads);
