@@ -138,10 +138,10 @@ def planted(mutant: Mutant, library: Library, rng: np.random.Generator) -> Emula
     ],
 )
 def test_mutant_is_noticed(mutant: Mutant, library: Library, rng: np.random.Generator) -> None:
-    """Under one of 60 schedules: a wait that is missing shows where what it waits for is late."""
+    """Under one of 10 schedules: a wait that is missing shows where what it waits for is late."""
     kernels = planted(mutant, library, rng)
     with pytest.raises((SimError, AssertionError)) as noticed:
-        for _ in range(60):
+        for _ in range(10):
             CASES[mutant.family][mutant.case](kernels, rng)
     print(noticed.value)
 

@@ -29,7 +29,6 @@ gradients, and three products a row need all its logits to be kept meanwhile. Wh
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -343,19 +342,12 @@ def _add_to_hidden(total: Tensor, z: Tensor, weight: Tensor) -> None:
 
 def _add_product(to: Tensor, z: Tensor, x: Tensor, first: bool) -> None:
     """to = z^T x, or added to what it holds."""
-    if first or to.dtype == z.dtype:
-        for part in _columns(to):
-            if first:
-                mm(z[:, part].t(), x, out=to[part])
-            else:
-                mm(z[:, part].t(), x, out=to[part], add=True)
-    else:
-        most = _PRODUCT_BYTES
-        if to.is_cuda:  # nothing is made where products add in place
-            most = sys.maxsize if accumulates(z.dtype) else CUDA_CHUNK_BYTES
-        size = max(1, most // (x.itemsize * x.shape[1]))
-        for part in _parts(0, len(to), size):
-            mm(z[:, part].t(), x, out=to[part], add=True)
+    parts = _columns(to)
+    if to.dtype != z.dtype and not (to.is_cuda and accumulates(z.dtype)):  # made, and then added
+        most = CUDA_CHUNK_BYTES if to.is_cuda else _PRODUCT_BYTES
+        parts = _parts(0, len(to), max(1, most // (x.itemsize * x.shape[1])))
+    for part in parts:
+        mm(z[:, part].t(), x, out=to[part], add=not first)
 
 
 def _losses(stats: Tensor, classes: int, label_smoothing: float, z_loss: float) -> Tensor:

@@ -230,20 +230,20 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
   // What a block's products fetch, if not all was fetched before.
   const bool fetches = work.max_seqlen > kPrefetchLength;
   const auto fetch_results = [&](const Rows<T>& rows, int64_t n) {
-    if (!work.non_temporal) fetch_rows(rows, n, dim, true, prefetcher);
+    if (!work.non_temporal) fetch_rows(rows, n, dim, kBackwardLooks, prefetcher);
   };
   const auto fetch_queries = [&](const AttentionItem& of, int64_t q0, int64_t head) {
     const int64_t place = of.begin + q0, n = minimum(kBlock, of.length - q0);
-    fetch_rows(query_rows<const T>(p, p.q, place, head), n, dim, true, prefetcher);
-    fetch_rows(rows_of<const T>(g.dout, p.order, place, head), n, dim, true, prefetcher);
+    fetch_rows(query_rows<const T>(p, p.q, place, head), n, dim, kBackwardLooks, prefetcher);
+    fetch_rows(rows_of<const T>(g.dout, p.order, place, head), n, dim, kBackwardLooks, prefetcher);
     if (needs_no_out(of.length)) return;
-    fetch_rows(rows_of<const T>(p.out, p.order, place, head), n, dim, true, prefetcher);
+    fetch_rows(rows_of<const T>(p.out, p.order, place, head), n, dim, kBackwardLooks, prefetcher);
   };
   const auto fetch_keys = [&](const AttentionItem& of, int64_t k0) {
     const int64_t place = of.begin + of.rows_begin + k0;
     const int64_t n = minimum(kBlock, of.rows_end - of.rows_begin - k0);
     for (const HeadsView& x : {p.k, p.v}) {
-      fetch_rows(rows_of<const T>(x, p.order, place, of.head), n, dim, true, prefetcher);
+      fetch_rows(rows_of<const T>(x, p.order, place, of.head), n, dim, kBackwardLooks, prefetcher);
     }
   };
 

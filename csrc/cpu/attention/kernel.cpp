@@ -161,13 +161,13 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
   const bool fetches = work.max_seqlen > kPrefetchLength;
   const auto fetch_queries = [&](const AttentionItem& of, int64_t q0) {
     fetch_rows(query_rows<const T>(p, p.q, of.begin + q0, of.head),
-               minimum(kBlock, of.rows_end - q0), dim, false, prefetcher);
+               minimum(kBlock, of.rows_end - q0), dim, kForwardLooks, prefetcher);
   };
   const auto fetch_keys = [&](const AttentionItem& of, int64_t k0) {
     const int64_t n = minimum(kBlock, (p.causal ? of.rows_end : of.length) - k0);
     for (const HeadsView& x : {p.k, p.v}) {
-      fetch_rows(rows_of<const T>(x, p.order, of.begin + k0, of.head / group), n, dim, false,
-                 prefetcher);
+      fetch_rows(rows_of<const T>(x, p.order, of.begin + k0, of.head / group), n, dim,
+                 kForwardLooks, prefetcher);
     }
   };
 
@@ -215,7 +215,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
         if (k0 + kBlock < key_end) {
           if (k0 + kBlock == packed) fetch_keys(item, packed);
         } else {
-          if (!work.non_temporal) fetch_rows(results.rows, queries, dim, false, prefetcher);
+          if (!work.non_temporal) fetch_rows(results.rows, queries, dim, kForwardLooks, prefetcher);
           if (q0 + kBlock < item.rows_end) {
             fetch_queries(item, q0 + kBlock);
           } else if (const AttentionItem* other = next.get()) {

@@ -86,7 +86,11 @@ struct NextItem {
   }
 };
 
-// n rows of a head. `look` as Prefetcher::add has it.
+// Whether the pages of long segments' rows are looked up at once (Prefetcher::add): a backward has
+// twice as many (with looks the backward of 1,024 tokens is 1.02 to 1.04x, the forward 0.98x).
+constexpr bool kForwardLooks = false, kBackwardLooks = true;
+
+// n rows of a head.
 template <class T>
 VLMK_NOINLINE void fetch_rows(const Rows<T>& rows, int64_t n, int64_t dim, bool look,
                               Prefetcher& prefetcher) {

@@ -35,8 +35,8 @@ class Rows:
         self.memory = self.device.memory
         self.values: dict[str, Array] = {}
 
-    def draw(self, name: str, *shape: int) -> int:
-        bits = from_float(self.rng.standard_normal(shape), self.dtype)
+    def draw(self, name: str, *shape: int, mean: float = 0.0) -> int:
+        bits = from_float(mean + self.rng.standard_normal(shape), self.dtype)
         self.values[name] = to_float(bits, self.dtype).astype(np.float64)
         return self.memory.upload(name, bits)
 
@@ -120,7 +120,8 @@ def check_swiglu(
 ) -> None:
     """Forward and backward; `gap`: elements between two rows of dy."""
     r = Rows(kernels, rng, dtype)
-    x, shift = r.draw("x", rows, 2 * width), r.draw("bias", 2 * width) if bias else None
+    # Around -4 a sigmoid changes by as much as its argument: a sum that isn't rounded shows.
+    x, shift = r.draw("x", rows, 2 * width), r.draw("bias", 2 * width, mean=-4.0) if bias else None
     common: dict[str, Any] = {"x": x, "bias": shift, "rows": rows, "width": width}
     r.run("swiglu", "SwigluParams", y=r.room("y", rows, width), **common)
     total = r.values["x"]
