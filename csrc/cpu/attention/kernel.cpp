@@ -40,9 +40,10 @@ VLMK_INLINE float score_scale(const AttentionParams& p) {
   return scale > 1e-30f ? scale : 1e-30f;
 }
 
-// Of exp2's polynomial: a probability of a 16-bit type needs no more than 4.
+// Of exp2's polynomial: a probability of a 16-bit type needs no more than 4, one of fp32 no more
+// than 5.
 template <class T>
-constexpr int kDegree = std::is_same<T, float>::value ? 6 : 4;
+constexpr int kDegree = std::is_same<T, float>::value ? 5 : 4;
 
 // Scores of keys after their query become -inf. s [keys, kLaneRow]: key i is at position k0 + i,
 // the query of lane j at q0 + j.
@@ -56,6 +57,31 @@ VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int
   }
 }
 
+// The epilogue of a product of scores: stores them, and the largest of each query while they are in
+// registers.
+struct ScoreEpilogue {
+  float* scores;  // [keys, kLaneRow]
+  float* maxima;  // [64], of those computed so far
+
+  template <int kRows, int kVectors>
+  VLMK_MEMBER void put(const Vec (&sums)[kRows][kVectors], int row, int column) const {
+    float* to = scores + row * kLaneRow + column;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i, to = next_row(to, kLaneRow)) {
+#pragma GCC unroll 5
+      for (int j = 0; j < kVectors; ++j) store(to + j * kWidth, sums[i][j]);
+    }
+#pragma GCC unroll 5
+    for (int j = 0; j < kVectors; ++j) {
+      float* const at = maxima + column + j * kWidth;
+      Vec largest = sums[0][j];
+#pragma GCC unroll 16
+      for (int i = 1; i < kRows; ++i) largest = max(largest, sums[i][j]);
+      store(at, row > 0 ? max(largest, load(at)) : largest);
+    }
+  }
+};
+
 // Keys of a block that a vector of queries sees, of a diagonal block those up to its last query.
 VLMK_INLINE int keys_seen(int keys, int vector, bool diagonal) {
   return diagonal ? minimum(keys, (vector + 1) * kWidth) : keys;
@@ -63,34 +89,42 @@ VLMK_INLINE int keys_seen(int keys, int vector, bool diagonal) {
 // A tile reads all its rows of A in each step that one of them needs: so many more keys must be 0.
 VLMK_INLINE int keys_read(int keys, int seen) { return minimum(keys, seen + kMaxTileRows - 1); }
 
+VLMK_INLINE Vec largest_of(const float* column, int keys) {
+  Vec m0 = set1(kLowest), m1 = m0, m2 = m0, m3 = m0;
+  int i = 0;
+  for (; i + 4 <= keys; i += 4) {
+    m0 = max(m0, load(column + i * kLaneRow));
+    m1 = max(m1, load(column + (i + 1) * kLaneRow));
+    m2 = max(m2, load(column + (i + 2) * kLaneRow));
+    m3 = max(m3, load(column + (i + 3) * kLaneRow));
+  }
+  for (; i < keys; ++i) m0 = max(m0, load(column + i * kLaneRow));
+  return max(max(m0, m1), max(m2, m3));
+}
+
 // One step of the online softmax on the scores s [keys, kLaneRow]: s becomes 2^(scale * (s - max)),
 // pairs [keys / 2, 64] where Math wants them; row_max, row_sum and correction [64] (what earlier
-// sums and outputs must be multiplied by) are updated. `first`: there is nothing earlier.
-// `diagonal`: of a causal segment, key i at the position of lane i.
+// sums and outputs must be multiplied by) are updated. maxima [64]: the scores' largest, not read
+// if `diagonal`, whose scores are masked. `first`: there is nothing earlier. `diagonal`: of a
+// causal segment, key i at the position of lane i.
 template <class Math, int kDegree>
 VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale, bool first,
-                                bool diagonal, float* row_max, float* row_sum, float* correction) {
+                                bool diagonal, const float* maxima, float* row_max, float* row_sum,
+                                float* correction) {
   const Vec c = set1(scale);
   for (int j = 0; j < vectors; ++j) {
     const int keys = keys_seen(all_keys, j, diagonal);
     float* column = s + j * kWidth;
     const Vec old_max = first ? set1(kLowest) : load(row_max + j * kWidth);
-    Vec m0 = old_max, m1 = old_max, m2 = old_max, m3 = old_max;
-    int i = 0;
-    for (; i + 4 <= keys; i += 4) {
-      m0 = max(m0, load(column + i * kLaneRow));
-      m1 = max(m1, load(column + (i + 1) * kLaneRow));
-      m2 = max(m2, load(column + (i + 2) * kLaneRow));
-      m3 = max(m3, load(column + (i + 3) * kLaneRow));
-    }
-    for (; i < keys; ++i) m0 = max(m0, load(column + i * kLaneRow));
-    const Vec new_max = max(max(m0, m1), max(m2, m3));
+    const Vec largest = diagonal ? largest_of(column, keys) : load(maxima + j * kWidth);
+    const Vec new_max = max(old_max, largest);
     // The rounding of this product is the same for all keys and cancels, in the backward too; hence
     // no FMA in `moved`, which takes sums from the old product to the new.
     const Vec shift = set1(0.f) - new_max * c;
 
     Vec sum0 = set1(0.f), sum1 = set1(0.f);
-    for (i = 0; i + 2 <= keys; i += 2) {
+    int i = 0;
+    for (; i + 2 <= keys; i += 2) {
       const Vec e0 = exp2<kDegree>(fma(load(column + i * kLaneRow), c, shift));
       const Vec e1 = exp2<kDegree>(fma(load(column + (i + 1) * kLaneRow), c, shift));
       sum0 = sum0 + e0;
@@ -129,7 +163,7 @@ VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale
   return gathered_floats(p, work)                                  // output of a window
          + 2 * whole_blocks(work.max_seqlen) * padded(p.head_dim)  // keys, values
          + kLaneRow * (padded(p.head_dim) * 2 + kBlock)            // Q^T, output, S^T
-         + 3 * kBlock;                                             // row_max, row_sum, correction
+         + 4 * kBlock;  // row_max, row_sum, correction, maxima
 }
 
 template <class T, class Math>
@@ -149,6 +183,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
   float* row_max = s + kBlock * kLaneRow;                    // [64]
   float* row_sum = row_max + kBlock;
   float* correction = row_sum + kBlock;
+  float* maxima = correction + kBlock;
 
   const Rows<const T> k_rows = rows_of<const T>(p.k, p.order, item.begin, kv_head);
   const Rows<const T> v_rows = rows_of<const T>(p.v, p.order, item.begin, kv_head);
@@ -225,12 +260,26 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
         }
         prefetcher.spread_over(2 * kBlock * kBlock * dim);
       }
-      gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, s, kLaneRow, n, lanes, depth,
-                         Add::kNothing, nullptr, diagonal ? Causal::kColumnsFromRow : Causal::kAll},
-                        prefetcher);
-      if (diagonal) mask_causal(s, k0, n, q0, lanes);
-      softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, diagonal, row_max, row_sum,
-                                     correction);
+      const GemmArgs<Math> scores{key.data + k0 * key.ld,
+                                  key.ld,
+                                  qt,
+                                  kLaneRow,
+                                  s,
+                                  kLaneRow,
+                                  n,
+                                  lanes,
+                                  depth,
+                                  Add::kNothing,
+                                  nullptr,
+                                  diagonal ? Causal::kColumnsFromRow : Causal::kAll};
+      if (diagonal) {
+        gemm<Math, false>(scores, prefetcher);
+        mask_causal(s, k0, n, q0, lanes);
+      } else {
+        gemm<Math, false>(scores, prefetcher, ScoreEpilogue{s, maxima});
+      }
+      softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, diagonal, maxima, row_max,
+                                     row_sum, correction);
       if (window) pack_values(0, n);
       if (one_pass) invert_sums();
       const GemmArgs<Math> product{reinterpret_cast<const Element*>(s),
