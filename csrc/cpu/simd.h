@@ -391,8 +391,8 @@ VLMK_INLINE void store_n(T* p, Vec x, int n) {
 
 // 2^x for x <= 0 or little above; 0 below -126, NaN stays NaN. 2^floor(x) times a polynomial in
 // what is left: minimax in relative error on [0, 1] with its constant fixed at 1. Relative error
-// below 1e-7 with degree 6 (2.0e-9 of it the polynomial's), 1.5e-7 with degree 5 (8.2e-8), 3e-6 with
-// degree 4: a thousandth of a rounding to bf16.
+// below 1e-7 with degree 6 (2.0e-9 of it the polynomial's), 1.5e-7 with degree 5 (8.2e-8), 3e-6
+// with degree 4: a thousandth of a rounding to bf16.
 template <int kDegree = 6>
 VLMK_INLINE Vec exp2(Vec x) {
   static_assert(kDegree >= 4 && kDegree <= 6);
