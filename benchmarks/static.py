@@ -244,10 +244,10 @@ def launches(library: Path, runtime: Path) -> dict[str, tuple[int, int]]:
 
 def other_launch(kernel: str) -> tuple[int, int]:
     """The same of a kernel of cross_entropy.cu or a norm, kMostThreads and a word a warp, of what
-    else is in layer.cu, or of embedding.cu: kThreads, or kLongThreads with that many sums."""
+    else is in layer/, or of embedding.cu: kThreads, or kLongThreads with that many sums."""
     if kernel.startswith(("cross_entropy", "rms_norm")):
         return 512, 512 // 32 * 4
-    if kernel.startswith(("column_sums", "swiglu")):
+    if kernel.startswith(("column_sums", "swiglu", "rotate_heads")):
         return (1024, 1024 * 4) if kernel.startswith("column_sums") else (256, 0)
     if not kernel.startswith("reduce_long_runs"):
         return 128, 0

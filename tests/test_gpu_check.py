@@ -266,7 +266,7 @@ def test_the_kernels_checks_on_the_cpu(backward: bool, monkeypatch: pytest.Monke
 
 def test_every_instance_of_a_gpu_is_named() -> None:
     assert {name.split()[0] for name in kernels.kernels((8, 0))} == {
-        "window", "sm80", "vision", "embedding", "loss", "norm", "swiglu", "optimizer"
+        "window", "sm80", "vision", "embedding", "loss", "norm", "swiglu", "rotary", "optimizer"
     }  # fmt: skip
     assert {"sm90 backward", "vision sm90 forward"} <= set(kernels.kernels((9, 0)))
 

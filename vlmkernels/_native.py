@@ -99,15 +99,16 @@ def _direct(
             or forward_ad._current_level >= 0
             or get_interpreter_stack()
         )
-        if watched or any(isinstance(x, Tensor) and not _is_plain(x) for x in args):
+        if watched or any(isinstance(x, Tensor) and not is_plain(x) for x in args):
             return op(*args)
         return function.apply(*args)
 
     return call
 
 
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and (x.is_cpu or x.is_cuda)
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether they hold their own elements in memory, on the CPU or on CUDA."""
+    return all(type(x) in (Tensor, torch.nn.Parameter) and (x.is_cpu or x.is_cuda) for x in tensors)
 
 
 def _counted(op: Any, written: list[int]) -> Callable:
@@ -172,7 +173,7 @@ def launch(name: str, tensor: Tensor, *args: Any, **named: Any) -> None:
             "(VLMKERNELS_CUDA=ON says what is missing)"
         )
     native, device = getattr(_C, name + "_cuda"), tensor.device
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
     if device.index == torch.cuda.current_device():
         native(*args, **named, stream=stream)
         return

@@ -293,9 +293,9 @@ def add_rms_norm_(
 def _swiglu_backward_cuda(
     dy: Tensor, x: Tensor, bias: Tensor | None, learns: bool, main_grad: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """swiglu_backward there, where the bias is not in x and dy's rows may be apart."""
+    """swiglu_backward there, where the bias is not in x and dy's rows may be apart or padded."""
     both, size = x.shape[-1], x.element_size()
-    rows, dy = x.numel() // max(both, 1), dy.reshape(-1, both // 2)
+    rows, dy = x.numel() // max(both, 1), dy.reshape(-1, dy.shape[-1])
     if dy.stride(1) != 1 or dy.stride(0) * size % 8 or dy.data_ptr() % 16:
         dy = dy.clone(memory_format=torch.contiguous_format)
     dx = torch.empty_like(x)
@@ -336,26 +336,29 @@ class _SwiGLU(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         own: tuple[Tensor | None, Tensor | None],
+        padding: int,
     ) -> Tensor:
         both, (added, ctx.main_grad) = x.shape[-1], own
         rows = x.numel() // max(both, 1)
-        y = x.new_empty(*x.shape[:-1], both // 2)
+        y = x.new_empty(*x.shape[:-1], both // 2 + padding)
         if added is not None:
             added = _aligned(added)
             if not x.is_cuda:
                 torch.autograd.graph.increment_version(x)
         ctx.save_for_backward(x, added if x.is_cuda else None)
         pointers = (x.data_ptr(), pointer(added), y.data_ptr())
-        launch("swiglu", x, *pointers, rows, both // 2, DTYPES[x.dtype])
+        launch("swiglu", x, *pointers, rows, both // 2, DTYPES[x.dtype], y.shape[-1])
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         learns = ctx.needs_input_grad[1]
-        return *once(swiglu_backward, dy, *ctx.saved_tensors, learns, ctx.main_grad), None
+        return *once(swiglu_backward, dy, *ctx.saved_tensors, learns, ctx.main_grad), None, None
 
 
-def swiglu_(x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense") -> Tensor:
+def swiglu_(
+    x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense", padding: int = 0
+) -> Tensor:
     """silu(gate) * up of x + bias = [gate | up] (arXiv 2002.05202). x is the op's own from now on:
     on the CPU it becomes x + bias.
 
@@ -365,9 +368,11 @@ def swiglu_(x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense")
         bias: [2 F], x's dtype.
         bias_grad: "dense", or "main_grad": added to bias.main_grad, a contiguous float32 [2 F],
             and no hook of the bias runs where x requires a gradient.
+        padding: columns of zeros behind the result's, on CUDA: a multiple of 8 bytes. With them a
+            product's rows can be whole units of 16.
 
     Returns:
-        [.., F], contiguous, x's dtype. Differentiable once in x and bias; keeps x for it.
+        [.., F + padding], contiguous, x's dtype. Differentiable once in x and bias; keeps x for it.
 
     Raises:
         ValueError: a dtype, device, shape or stride does not fit.
@@ -378,6 +383,11 @@ def swiglu_(x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense")
             f"x has shape {list(x.shape)} and strides {x.stride()}; swiglu_ needs a contiguous "
             "tensor whose last dimension is even"
         )
+    if padding < 0 or (padding and not x.is_cuda) or padding * x.element_size() % 8:
+        raise ValueError(
+            f"padding is {padding} for x, {describe(x)}; it must be 0, or on CUDA a multiple of 8 "
+            "bytes"
+        )
     _check_start("swiglu_", x)
     seen, main_grad = _parameter("bias", bias, bias_grad, x)
-    return _SwiGLU.apply(x, seen, (bias, main_grad))
+    return _SwiGLU.apply(x, seen, (bias, main_grad), padding)

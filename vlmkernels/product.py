@@ -144,7 +144,7 @@ def smallest(isa: str, dtype: torch.dtype) -> int:
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
-    if not a.dim() == b.dim() == 2 or a.dtype not in WORK:
+    if not a.is_cpu or not a.dim() == b.dim() == 2 or a.dtype not in WORK:
         return False
     (rows, depth), (inner, columns), strides = a.shape, b.shape, a.stride()
     isa = _C.isa()

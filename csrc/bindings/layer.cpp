@@ -43,9 +43,10 @@ RmsNormGradParams rms_norm_grad_params(uintptr_t dy, uintptr_t ds, uintptr_t x, 
 }
 
 SwigluParams swiglu_params(uintptr_t x, uintptr_t bias, uintptr_t y, int64_t rows, int64_t width,
-                           int dtype) {
-  return {pointer<void>(x),         pointer<const void>(bias), pointer<void>(y), rows, width,
-          static_cast<DType>(dtype)};
+                           int dtype, int64_t y_stride) {
+  return {
+      pointer<void>(x),         pointer<const void>(bias), pointer<void>(y), y_stride, rows, width,
+      static_cast<DType>(dtype)};
 }
 
 SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uintptr_t dbias,
@@ -64,6 +65,32 @@ SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uin
           static_cast<DType>(dtype)};
 }
 
+#ifdef VLMKERNELS_WITH_CUDA
+using Strides = std::array<int64_t, 3>;  // of tokens, groups and heads
+
+RotaryParams rotate_params(uintptr_t x, Strides x_strides, uintptr_t out, Strides out_strides,
+                           uintptr_t cos, uintptr_t sin, int64_t table_stride,
+                           std::array<int64_t, 4> shape, bool back, int dtype) {
+  return {pointer<const void>(x),
+          x_strides[0],
+          x_strides[1],
+          x_strides[2],
+          pointer<void>(out),
+          out_strides[0],
+          out_strides[1],
+          out_strides[2],
+          pointer<const float>(cos),
+          pointer<const float>(sin),
+          table_stride,
+          shape[0],
+          shape[1],
+          shape[2],
+          shape[3],
+          back,
+          static_cast<DType>(dtype)};
+}
+#endif
+
 }  // namespace
 
 void register_layer(py::module_& m) {
@@ -80,8 +107,8 @@ void register_layer(py::module_& m) {
           "sums"_a, "rows"_a, "width"_a, "adds"_a, "dtype"_a, device..., VLMK_NO_GIL);
   };
   const auto gate = [&](const char* name, auto function, auto... device) {
-    m.def(name, function, "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a, "dtype"_a, device...,
-          VLMK_NO_GIL);
+    m.def(name, function, "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a, "dtype"_a, "y_stride"_a = 0,
+          device..., VLMK_NO_GIL);
   };
   const auto gate_backward = [&](const char* name, auto function, auto... device) {
     m.def(name, function, "dy"_a, "x"_a, "dx"_a, "dbias"_a, "sums"_a, "rows"_a, "width"_a, "adds"_a,
@@ -98,6 +125,9 @@ void register_layer(py::module_& m) {
                 stream);
   gate("swiglu_cuda", on_cuda(swiglu_params, swiglu_cuda), stream);
   gate_backward("swiglu_backward_cuda", on_cuda(swiglu_grad_params, swiglu_backward_cuda), stream);
+  m.def("rotate_heads_cuda", on_cuda(rotate_params, rotate_heads_cuda), "x"_a, "x_strides"_a,
+        "out"_a, "out_strides"_a, "cos"_a, "sin"_a, "table_stride"_a, "shape"_a, "back"_a,
+        "dtype"_a, stream, VLMK_NO_GIL);
 #endif
 }
 

@@ -238,7 +238,7 @@ struct RmsNormParams {
 };
 
 // Rows whose shares of a sum over all rows are added first, on the CPU and on CUDA.
-constexpr int64_t kSumRows = 32, kCudaSumRows = 16;
+constexpr int64_t kSumRows = 32, kCudaSumRows = 8;
 // Columns of a norm on CUDA, at most: a thread block has a row.
 constexpr int64_t kNormColumns = 8192;
 
@@ -261,7 +261,8 @@ struct RmsNormGradParams {
 struct SwigluParams {
   void* x;           // [N, 2 width], on the CPU becomes x + bias
   const void* bias;  // [2 width] or null
-  void* y;           // [N, width]
+  void* y;           // [N, width], on CUDA [N, y_stride] with zeros behind width
+  int64_t y_stride;
   int64_t rows;
   int64_t width;
   DType dtype;
@@ -278,6 +279,27 @@ struct SwigluGradParams {
   int64_t rows;
   int64_t width;
   bool adds;
+  DType dtype;
+};
+
+// Heads turned by the angles of their tokens, in strides of elements; on CUDA alone.
+struct RotaryParams {
+  const void* x;  // [T, groups, heads, D]
+  int64_t x_token;
+  int64_t x_group;
+  int64_t x_head;
+  void* out;  // the same shape
+  int64_t out_token;
+  int64_t out_group;
+  int64_t out_head;
+  const float* cos;  // [T, D / 2], rows table_stride elements apart
+  const float* sin;
+  int64_t table_stride;
+  int64_t tokens;
+  int64_t groups;
+  int64_t heads;
+  int64_t head_dim;
+  bool back;  // by the negative angles
   DType dtype;
 };
 

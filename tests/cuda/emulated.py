@@ -26,7 +26,8 @@ FAMILIES = {
 }
 #: Launchers whose names follow no family's.
 ALONE = {"tiles": "list_tiles", "loss": "cross_entropy"} | {
-    name: name for name in ("rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward")
+    name: name
+    for name in ("rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rotate_heads")
 }
 
 

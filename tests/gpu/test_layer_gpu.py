@@ -67,6 +67,24 @@ def test_swiglu(dtype: torch.dtype, bias: bool, rows: int, width: int) -> None:
         check(swiglu_, plain_swiglu, inputs, upstream, {2: None})
 
 
+def test_swiglu_with_zeros_behind() -> None:
+    """Rows of 3,420 in 16 bits are no whole units of 16 bytes, of 3,424 they are."""
+    x, bias = 3 * make(torch.bfloat16, 700, 1, 6840), make(torch.bfloat16, 6840)
+    upstream = make(torch.bfloat16, 700, 1, 3424)
+    found = []
+    for padding in (0, 4):
+        leaf = x.clone().requires_grad_()
+        y = swiglu_(leaf * 1, bias, padding=padding)
+        grads = torch.autograd.grad(y, leaf, upstream[..., : 3420 + padding])
+        found.append((y.detach(), *grads))
+    (plain, plain_grad), (padded, padded_grad) = found
+    assert padded.shape[-1] == 3424 and not padded[..., 3420:].any()
+    assert_bitwise("y", padded[..., :3420].contiguous(), plain)
+    assert_bitwise("dx", padded_grad, plain_grad)
+    with pytest.raises(ValueError, match="padding is 2 for x, .* a multiple of 8 bytes"):
+        swiglu_(x, padding=2)
+
+
 def test_what_has_no_kernel_says_so() -> None:
     x = make(torch.bfloat16, 3, 12)
     assert not has_norm(x) and not has_swiglu(x[:, :6])

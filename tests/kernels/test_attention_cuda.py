@@ -677,9 +677,6 @@ def test_a_launch_is_on_the_device_and_stream_of_the_tensor(current, monkeypatch
     class OnGpu:
         is_cuda, device = True, torch.device("cuda", 1)
 
-    class Stream:
-        cuda_stream = 77
-
     class Guard:
         def __init__(self, device):
             self.device = device
@@ -692,7 +689,8 @@ def test_a_launch_is_on_the_device_and_stream_of_the_tensor(current, monkeypatch
 
     monkeypatch.setattr(_native, "_C", Recorder())
     monkeypatch.setattr(_native, "has_cuda_kernels", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    streams = {1: 77}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.get, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     _native.launch("some_kernel", OnGpu(), 1, 2)  # type: ignore[arg-type]

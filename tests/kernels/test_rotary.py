@@ -1,4 +1,4 @@
-"""apply_rotary against its reference and the numbers of transformers."""
+"""apply_rotary and apply_rotary_qkv against their reference and the numbers of transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.numeric import assert_accurate
-from vlmkernels.rotary import apply_rotary, apply_rotary_reference
+from vlmkernels.rotary import apply_rotary, apply_rotary_qkv, apply_rotary_reference
 
 
 def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,5 +50,35 @@ def test_errors() -> None:
     cos, sin = angles(4, 3)
     with pytest.raises(ValueError, match=r"x has shape \(4, 2, 5\); .* even D"):
         apply_rotary(torch.zeros(4, 2, 5), cos, sin)
-    with pytest.raises(ValueError, match=r"sin has shape \(4, 2\); x needs \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"sin has shape \(4, 2\) on cpu; x needs \(4, 3\) on cpu"):
         apply_rotary(torch.zeros(4, 2, 6), cos, sin[:, :2])
+    with pytest.raises(ValueError, match=r"qkv has shape \(4, 1, 2, 6\); it must be"):
+        apply_rotary_qkv(torch.zeros(4, 1, 2, 6), cos, sin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_a_fused_projection(dtype: torch.dtype) -> None:
+    """q and k rotated, v as it is; the three gradients in one tensor."""
+    tokens, kv_heads, group, half = (int(n) for n in torch.randint(1, 9, (4,)))
+    base = torch.randn(tokens, kv_heads, group + 2, 2 * half, dtype=dtype)
+    cos, sin = angles(tokens, half)
+    upstream = torch.randn(tokens, kv_heads * (group + 2), 2 * half, dtype=dtype)
+
+    def plain(qkv: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v = qkv.split((group, 1, 1), 2)
+        rotated = [apply_rotary_reference(x.flatten(1, 2), cos, sin) for x in (q, k)]
+        return [*rotated, v.flatten(1, 2)]
+
+    results = []
+    for op, kind in (
+        (lambda qkv: apply_rotary_qkv(qkv, cos, sin), dtype),
+        (plain, dtype),
+        (plain, torch.float64),
+    ):
+        qkv = base.to(kind, copy=True).requires_grad_()
+        out = torch.cat(list(op(qkv)), 1)
+        out.backward(upstream.to(kind))
+        assert qkv.grad is not None
+        results.append((out.detach(), qkv.grad))
+    for ours, other, exact in zip(*results, strict=True):
+        assert_accurate("rotation", ours, other, exact)

@@ -30,6 +30,7 @@ from vlmkernels.attention.reference import varlen_attention_reference, vision_at
 from vlmkernels.embedding.add import add_visual_reference
 from vlmkernels.embedding.lookup import visual_embedding_reference
 from vlmkernels.layer import add_rms_norm_, swiglu_
+from vlmkernels.rotary import apply_rotary_qkv, apply_rotary_reference
 
 Function = Callable[..., Tensor]
 DEVICE = "cuda"
@@ -173,6 +174,22 @@ def swiglu(alone: bool) -> None:
         check(lambda x, b: swiglu_(x * 1.0, b), plain, inputs, True, alone)
 
 
+def rotary(alone: bool) -> None:
+    """Queries and keys of a fused projection, there and back."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        qkv = torch.randn(50, 2, 5, 64, device=DEVICE).to(dtype)
+        angles = torch.rand(50, 32, device=DEVICE) * 100
+        cos, sin = torch.cat([angles.cos(), angles.sin()], -1).chunk(2, -1)
+
+        def plain(x: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
+            return apply_rotary_reference(x[:, :, :4].flatten(1, 2), cos, sin)
+
+        def ours(x: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
+            return apply_rotary_qkv(x, cos, sin)[0]
+
+        check(ours, plain, [qkv], True, alone)
+
+
 def optimizer(alone: bool) -> None:
     """Two, each dropped right after a step: the same bits with and without overlap."""
     start = torch.randn(100_000, device=DEVICE).bfloat16()
@@ -211,6 +228,7 @@ def kernels(capability: tuple[int, int]) -> dict[str, Callable[..., None]]:
     found["loss"] = loss
     found["norm"] = norm
     found["swiglu"] = swiglu
+    found["rotary"] = rotary
     found["embedding backward, long runs"] = partial(embedding, True, True)
     found["optimizer"] = optimizer
     return found

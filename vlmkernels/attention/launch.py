@@ -160,10 +160,12 @@ def _upstream(dout: Tensor, like: Tensor, shape: str, kernel: str) -> Tensor:
 
 def _stream(q: Tensor) -> int | None:
     """The stream that a call on q is launched on; None where a CUDA graph is captured from it."""
-    with torch.cuda.device(q.device):
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        return torch.cuda.current_stream().cuda_stream
+    index = q.device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return _stream(q)
+    capturing = torch.cuda.is_current_stream_capturing()
+    return None if capturing else torch._C._cuda_getCurrentRawStream(index)
 
 
 #: Of each cu_seqlens its lists of tiles, and what they were made of.

@@ -173,6 +173,13 @@ class PackedBatch:
         """The same batch with its tensors in page-locked host memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tensors on a GPU are read on that stream too: their memory is not used again before."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.is_cuda:
+                value.record_stream(stream)
+
     def _map(self, function) -> PackedBatch:  # type: ignore[no-untyped-def]
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return PackedBatch(

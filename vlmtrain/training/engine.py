@@ -34,6 +34,7 @@ from vlmtrain.core.config import (
     RecomputeSection,
     offload_fractions,
 )
+from vlmtrain.core.copies import Copies
 from vlmtrain.core.device import Backend, model_code
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
@@ -286,12 +287,12 @@ class Engine:
             p2p = dict(p2p_communicator=self.p2p, pg_collection=self.groups)
         if self.multiplexer is not None:
             self.multiplexer.expect(inputs, packs)
-        packs = [pack.to(self.backend.device, non_blocking=True) for pack in packs]
+        copies = Copies.start(packs, self.backend)
         if self.shared_pixels is not None:
-            packs = self.shared_pixels.gather(inputs, packs)
+            copies = Copies(self.shared_pixels.gather(inputs, list(copies.in_turn())), [])
         if self.multiplexer is not None:
-            packs = self.multiplexer.encode(packs)
-        iterators: Any = [iter(packs) for _ in self.chunks]
+            copies = Copies(self.multiplexer.encode(list(copies.in_turn())), [])
+        iterators: Any = [copies.in_turn() for _ in self.chunks]
         single = len(self.chunks) == 1
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,

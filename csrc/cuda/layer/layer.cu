@@ -9,7 +9,11 @@
 // adds the blocks' sums in theirs; the same bits every time.
 #include <cuda_runtime.h>
 
+#include <initializer_list>
+#include <utility>
+
 #include "cuda/block.cuh"
+#include "cuda/layer/elements.cuh"
 #include "cuda/layer/layer.h"
 #include "cuda/ptx/sm80.cuh"
 
@@ -19,50 +23,6 @@ namespace {
 constexpr int kMostThreads = 512;
 constexpr int kSwigluThreads = 256;
 constexpr int kWarp = ptx::kWarpSize;
-
-// A type's elements in a word of 32 bits.
-struct Fp32 {
-  static constexpr int kCount = 1;
-  static __device__ __forceinline__ void unpack(float* v, uint32_t word) {
-    v[0] = __uint_as_float(word);
-  }
-  static __device__ __forceinline__ uint32_t pack(const float* v) { return __float_as_uint(v[0]); }
-};
-template <class Math>
-struct Half {
-  static constexpr int kCount = 2;
-  static __device__ __forceinline__ void unpack(float* v, uint32_t word) {
-    v[0] = Math::low(word), v[1] = Math::high(word);  // mutant: layer-unpack
-  }
-  static __device__ __forceinline__ uint32_t pack(const float* v) { return Math::pack(v[0], v[1]); }
-};
-
-// The elements of one access to memory.
-template <class Type, class Unit>
-struct Elements {
-  static constexpr int kWords = sizeof(Unit) / 4, kCount = kWords * Type::kCount;
-  float v[kCount];
-
-  Elements() = default;
-  __device__ __forceinline__ explicit Elements(const Unit& unit) {
-    const auto* words = reinterpret_cast<const uint32_t*>(&unit);
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) Type::unpack(v + w * Type::kCount, words[w]);
-  }
-  __device__ __forceinline__ Unit packed() const {
-    Unit unit;
-    auto* words = reinterpret_cast<uint32_t*>(&unit);
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] = Type::pack(v + w * Type::kCount);
-    return unit;
-  }
-  __device__ __forceinline__ void add(const Elements& other) {
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) v[e] += other.v[e];
-  }
-  // As they are in the type.
-  __device__ __forceinline__ Elements rounded() const { return Elements(packed()); }
-};
 
 // ---- RMSNorm: `units` of a row, kUnits of them a thread, blockDim.x apart
 
@@ -108,31 +68,50 @@ __global__ void __launch_bounds__(kMostThreads) rms_norm(const RmsNormParams p, 
   }
 }
 
+// The next row is loaded while this one is summed, where registers have room for both: a block has
+// few warps to wait for memory.
 template <class Type, int kUnits>
 __global__ void __launch_bounds__(kMostThreads)
     rms_norm_backward(const RmsNormGradParams p, int units) {
   using E = Elements<Type, uint4>;
+  constexpr bool kAhead = kUnits <= 2;
   extern __shared__ __align__(128) char shared[];
-  const auto* const weight = static_cast<const uint4*>(p.weight);
   const int64_t begin = blockIdx.x * kCudaSumRows;
   const int64_t end = begin + kCudaSumRows < p.rows ? begin + kCudaSumRows : p.rows;
   E sums[kUnits] = {};  // of dy n over the block's rows
-#pragma unroll 1
-  for (int64_t row = begin; row < end; ++row) {
+  uint4 weight[kUnits], next_x[kUnits], next_dy[kUnits], next_ds[kUnits];
+  float next_rstd = 0.f;
+  const auto load_next = [&](int64_t row) {
     const int64_t first = row * units;
-    const float rstd = p.rstd[row];
-    uint4 x[kUnits], dy[kUnits];
+    if (row < end) next_rstd = p.rstd[row];
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       const int i = threadIdx.x + k * blockDim.x;
-      x[k] = ptx::load_once(static_cast<const uint4*>(p.x) + first + i, i < units);
-      dy[k] = ptx::load_once(static_cast<const uint4*>(p.dy) + first + i, i < units);
+      const bool on = i < units && row < end;
+      const bool adds = on && p.ds != nullptr;  // mutant: layer-norm-ds
+      next_x[k] = ptx::load_once(static_cast<const uint4*>(p.x) + first + i, on);
+      next_dy[k] = ptx::load_once(static_cast<const uint4*>(p.dy) + first + i, on);
+      next_ds[k] = ptx::load_once(static_cast<const uint4*>(p.ds) + first + i, adds);
     }
+  };
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    const int i = threadIdx.x + k * blockDim.x;
+    weight[k] = ptx::load_once(static_cast<const uint4*>(p.weight) + i, i < units);
+  }
+  if (kAhead) load_next(begin);
+#pragma unroll 1
+  for (int64_t row = begin; row < end; ++row) {
+    if (!kAhead) load_next(row);
+    uint4 x[kUnits], dy[kUnits], beside[kUnits];
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) x[k] = next_x[k], dy[k] = next_dy[k], beside[k] = next_ds[k];
+    const float rstd = next_rstd;
+    if (kAhead) load_next(row + 1);  // mutant: layer-norm-next
     float dots = 0.f;
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      const int i = threadIdx.x + k * blockDim.x;
-      const E n(x[k]), g(dy[k]), w(ptx::load(weight + i, i < units));
+      const E n(x[k]), g(dy[k]), w(weight[k]);
 #pragma unroll
       for (int e = 0; e < E::kCount; ++e) {
         const float product = g.v[e] * (n.v[e] * rstd);
@@ -145,16 +124,13 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       const int i = threadIdx.x + k * blockDim.x;
-      const bool on = i < units;
-      const E n(x[k]), g(dy[k]), w(ptx::load(weight + i, on));
-      const bool adds = on && p.ds != nullptr;  // mutant: layer-norm-ds
-      const E ds(ptx::load_once(static_cast<const uint4*>(p.ds) + first + i, adds));
+      const E n(x[k]), g(dy[k]), w(weight[k]), ds(beside[k]);
       E dx;
 #pragma unroll
       for (int e = 0; e < E::kCount; ++e) {
         dx.v[e] = (g.v[e] * w.v[e] - n.v[e] * rstd * mean) * rstd + ds.v[e];
       }
-      ptx::store(static_cast<uint4*>(p.dx) + first + i, dx.packed(), on);
+      ptx::store(static_cast<uint4*>(p.dx) + row * units + i, dx.packed(), i < units);
     }
   }
   if (p.sums == nullptr) return;
@@ -234,13 +210,16 @@ struct GateUp {
 template <class Type, class Unit>
 __global__ void __launch_bounds__(kSwigluThreads) swiglu(const SwigluParams p, int units) {
   const int64_t index = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  const int64_t row = index / units;
-  const int i = static_cast<int>(index % units);
+  const int64_t wide = p.y_stride / Elements<Type, Unit>::kCount;
+  const int64_t row = index / wide;
+  const int i = static_cast<int>(index % wide);
   if (row >= p.rows) return;  // mutant: layer-swiglu-rows
-  const GateUp<Type, Unit> of(p.x, p.bias, row, i, units);
-  Elements<Type, Unit> y;
+  Elements<Type, Unit> y = {};
+  if (i < units) {  // mutant: layer-swiglu-padding
+    const GateUp<Type, Unit> of(p.x, p.bias, row, i, units);
 #pragma unroll
-  for (int e = 0; e < y.kCount; ++e) y.v[e] = of.gate.v[e] * sigmoid(of.gate.v[e]) * of.up.v[e];
+    for (int e = 0; e < y.kCount; ++e) y.v[e] = of.gate.v[e] * sigmoid(of.gate.v[e]) * of.up.v[e];
+  }
   ptx::store(static_cast<Unit*>(p.y) + index, y.packed(), true);
 }
 
@@ -269,19 +248,27 @@ __global__ void __launch_bounds__(kSwigluThreads)
 
 // ---- launches
 
-template <class Params, class... More>
-int launch_norm(void (*two)(Params, int), void (*more)(Params, int), const Params& p,
+template <class Params>
+using NormKernel = void (*)(Params, int);
+
+// A row to a block, or kCudaSumRows of them; the first of the kernels whose threads, `threads` at
+// most of so many units each, have a row.
+template <class Params>
+int launch_norm(std::initializer_list<std::pair<int, NormKernel<Params>>> kernels, const Params& p,
                 int64_t blocks, int count, cudaStream_t stream) {
   if (blocks == 0 || p.width == 0) return cudaSuccess;
   const int64_t units = p.width / count;
   if (p.width % count != 0 || p.width > kNormColumns || blocks > 0x7fffffff)
     return cudaErrorInvalidValue;
-  int threads = kWarp;  // two units a thread, as long as that is enough
-  while (threads < kMostThreads && 2 * threads < units) threads *= 2;
-  const auto kernel = 2 * threads < units ? more : two;
-  kernel<<<static_cast<unsigned>(blocks), threads, threads / kWarp * 4, stream>>>(
-      p, static_cast<int>(units));
-  return cudaGetLastError();
+  for (const auto& of : kernels) {
+    const int64_t warps = (units + of.first * kWarp - 1) / (of.first * kWarp);
+    if (warps * kWarp > kMostThreads) continue;
+    const NormKernel<Params> kernel = of.second;
+    const auto n = static_cast<unsigned>(warps);
+    kernel<<<static_cast<unsigned>(blocks), n * kWarp, n * 4, stream>>>(p, static_cast<int>(units));
+    return cudaGetLastError();
+  }
+  return cudaErrorInvalidValue;
 }
 
 // Units of 16 bytes that a thread needs at most.
@@ -290,32 +277,37 @@ constexpr int kUnits = kNormColumns / Elements<Type, uint4>::kCount / kMostThrea
 
 template <class Type>
 int forward_of(const RmsNormParams& p, cudaStream_t stream) {
-  return launch_norm<RmsNormParams>(rms_norm<Type, 2>, rms_norm<Type, kUnits<Type>>, p, p.rows,
-                                    Elements<Type, uint4>::kCount, stream);
+  return launch_norm<RmsNormParams>(
+      {{2, rms_norm<Type, 2>}, {kUnits<Type>, rms_norm<Type, kUnits<Type>>}}, p, p.rows,
+      Elements<Type, uint4>::kCount, stream);
 }
 
 template <class Type>
 int backward_of(const RmsNormGradParams& p, cudaStream_t stream) {
   const int64_t parts = (p.rows + kCudaSumRows - 1) / kCudaSumRows;
-  const int error = launch_norm<RmsNormGradParams>(rms_norm_backward<Type, 2>,
-                                                   rms_norm_backward<Type, kUnits<Type>>, p, parts,
-                                                   Elements<Type, uint4>::kCount, stream);
+  const int error =
+      launch_norm<RmsNormGradParams>({{1, rms_norm_backward<Type, 1>},
+                                      {2, rms_norm_backward<Type, 2>},
+                                      {kUnits<Type>, rms_norm_backward<Type, kUnits<Type>>}},
+                                     p, parts, Elements<Type, uint4>::kCount, stream);
   if (error || p.sums == nullptr || p.width == 0) return error;
   const auto blocks = static_cast<unsigned>((p.width + kWarp - 1) / kWarp);
   column_sums<Type><<<blocks, 1024, 1024 * 4, stream>>>(p.sums, parts, p.width, p.dweight, p.adds);
   return cudaGetLastError();
 }
 
-// One thread a unit: of 16 bytes where all rows are whole ones, else of 8.
+// One thread a unit of `columns` in each row: of 16 bytes where all rows are whole ones, else of 8.
+// stride: of the rows that may be apart.
 template <class Params>
 int launch_swiglu(void (*whole)(Params, int), void (*half)(Params, int), const Params& p, int count,
-                  int64_t stride, cudaStream_t stream) {
+                  int64_t columns, int64_t stride, cudaStream_t stream) {
   if (p.rows == 0 || p.width == 0) return cudaSuccess;
   const bool is_whole = p.width % count == 0 && stride % count == 0;
   count = is_whole ? count : count / 2;
   const int64_t units = p.width / count,
-                blocks = (p.rows * units + kSwigluThreads - 1) / kSwigluThreads;
-  if (p.width % count != 0 || stride % count != 0 || blocks > 0x7fffffff || units > 0x7fffffff)
+                blocks = (p.rows * (columns / count) + kSwigluThreads - 1) / kSwigluThreads;
+  if (p.width % count != 0 || stride % count != 0 || stride < p.width || blocks > 0x7fffffff ||
+      units > 0x7fffffff)
     return cudaErrorInvalidValue;
   const auto kernel = is_whole ? whole : half;
   kernel<<<static_cast<unsigned>(blocks), kSwigluThreads, 0, stream>>>(p, static_cast<int>(units));
@@ -325,20 +317,15 @@ int launch_swiglu(void (*whole)(Params, int), void (*half)(Params, int), const P
 template <class Type>
 int forward_of(const SwigluParams& p, cudaStream_t stream) {
   return launch_swiglu<SwigluParams>(swiglu<Type, uint4>, swiglu<Type, uint2>, p,
-                                     Elements<Type, uint4>::kCount, 0, stream);
+                                     Elements<Type, uint4>::kCount, p.y_stride, p.y_stride, stream);
 }
 
 template <class Type>
 int backward_of(const SwigluGradParams& p, cudaStream_t stream) {
   return launch_swiglu<SwigluGradParams>(swiglu_backward<Type, uint4>, swiglu_backward<Type, uint2>,
-                                         p, Elements<Type, uint4>::kCount, p.dy_stride, stream);
+                                         p, Elements<Type, uint4>::kCount, p.width, p.dy_stride,
+                                         stream);
 }
-
-#define VLMK_OF_TYPE(run)                                                 \
-  const auto s = static_cast<cudaStream_t>(stream);                       \
-  if (p.dtype == DType::kFloat32) return run<Fp32>(p, s);                 \
-  if (p.dtype == DType::kBFloat16) return run<Half<ptx::Bf16Math>>(p, s); \
-  return run<Half<ptx::Fp16Math>>(p, s);
 
 }  // namespace
 

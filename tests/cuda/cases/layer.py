@@ -91,7 +91,7 @@ def check_norm(
     dy = r.draw("dy", rows, width)
     ds = r.draw("ds", rows, width) if residual else None
     before = rng.standard_normal(width).astype(np.float32)
-    parts = -(-rows // 16)
+    parts = -(-rows // 8)
     dweight = r.memory.upload("dweight", before) if adds else r.room("dweight", width)
     r.run(
         "rms_norm_backward", "RmsNormGradParams",
@@ -117,19 +117,21 @@ def check_swiglu(
     dtype: str = "bfloat16",
     bias: bool = False,
     gap: int = 0,
+    padding: int = 0,
 ) -> None:
-    """Forward and backward; `gap`: elements between two rows of dy."""
+    """Forward and backward; `gap`: elements between two rows of dy; `padding`: zeros behind y's."""
     r = Rows(kernels, rng, dtype)
     # Around -4 a sigmoid changes by as much as its argument: a sum that isn't rounded shows.
     x, shift = r.draw("x", rows, 2 * width), r.draw("bias", 2 * width, mean=-4.0) if bias else None
     common: dict[str, Any] = {"x": x, "bias": shift, "rows": rows, "width": width}
-    r.run("swiglu", "SwigluParams", y=r.room("y", rows, width), **common)
+    wide = width + padding
+    r.run("swiglu", "SwigluParams", y=r.room("y", rows, wide), y_stride=wide, **common)
     total = r.values["x"]
     if bias:
         total = r.rounded(total + r.values["bias"])
     gate, up = np.split(total, 2, axis=1)
     s = sigmoid(gate)
-    assert_close("y", r.found("y"), gate * s * up, dtype)
+    assert_close("y", r.found("y"), np.pad(gate * s * up, ((0, 0), (0, padding))), dtype)
     dy = r.draw("dy", rows, width + gap)
     r.run(
         "swiglu_backward", "SwigluGradParams",
@@ -139,6 +141,39 @@ def check_swiglu(
     of_rows = r.values["dy"][:, :width]
     exact = [of_rows * up * s * (1 + gate * (1 - s)), of_rows * gate * s]
     assert_close("dx", r.found("dx"), np.concatenate(exact, 1), dtype)
+
+
+def check_rotary(
+    kernels: Kernels,
+    rng: np.random.Generator,
+    tokens: int,
+    groups: int,
+    heads: int,
+    width: int,
+    dtype: str = "bfloat16",
+    back: bool = False,
+) -> None:
+    """Heads of a fused projection, two more a group, into dense ones."""
+    r = Rows(kernels, rng, dtype)
+    x = r.draw("x", tokens, groups, heads + 2, width)
+    of = rng.random((tokens, width // 2)) * 100
+    table = np.concatenate([np.cos(of), np.sin(of)], 1).astype(np.float32)
+    cos = r.memory.upload("table", table)
+    r.run(
+        "rotate_heads", "RotaryParams",
+        x=x, x_token=groups * (heads + 2) * width, x_group=(heads + 2) * width, x_head=width,
+        out=r.room("out", tokens, groups, heads, width), out_token=groups * heads * width,
+        out_group=heads * width, out_head=width, cos=cos, sin=cos + 4 * (width // 2),
+        table_stride=width, tokens=tokens, groups=groups, heads=heads, head_dim=width, back=back,
+    )  # fmt: skip
+    a, b = np.split(r.values["x"][:, :, :heads], 2, axis=-1)
+    cosines, sines = np.split(r.rounded(table)[:, None, None], 2, axis=-1)
+    sines = -sines if back else sines
+    exact = np.concatenate([a * cosines - b * sines, b * cosines + a * sines], -1)
+    found = r.found("out").reshape(exact.shape)
+    assert_close("out", found, exact, dtype)
+    if dtype != "float32":  # with other roundings half of the elements would be others
+        assert (found == r.rounded(exact)).mean() > 0.95
 
 
 Check = Callable[[Kernels, np.random.Generator], Any]
@@ -155,8 +190,9 @@ def _each_type(check: Callable[..., None], *arguments: Any, **more: Any) -> Chec
 def small_suite() -> dict[str, Check]:
     """All paths of the launchers, in small shapes; a mutant must fail one of them."""
     norm, gate = partial(_each_type, check_norm), partial(_each_type, check_swiglu)
+    rotary = partial(_each_type, check_rotary)
     return {
-        # 19 rows: two parts of the sum. 8 to 96 columns: a warp, some of whose lanes have nothing.
+        # 19 rows: three parts of the sum. 8 to 96 columns: a warp, of which lanes have nothing.
         "norm": norm(19, 40),
         "norm, residual": norm(17, 96, residual=True, adds=True),
         "norm, bias": norm(3, 8, residual=True, bias=True),
@@ -166,5 +202,8 @@ def small_suite() -> dict[str, Check]:
         "swiglu, bias": gate(3, 64, bias=True),
         "swiglu, units of 8 bytes": gate(3, 20, bias=True, gap=4),
         "swiglu, rows apart": gate(4, 32, gap=8),
+        "swiglu, padded": gate(3, 20, bias=True, padding=4),
         "nothing": gate(0, 32),
+        "rotary": rotary(5, 2, 3, 48),
+        "rotary, back": rotary(3, 1, 2, 16, back=True),
     }

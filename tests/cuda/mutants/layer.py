@@ -1,4 +1,4 @@
-"""Mutants of RMSNorm and SwiGLU, the launchers included."""
+"""Mutants of RMSNorm, SwiGLU and rotary embedding, the launchers included."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ MUTANTS = [
       "of_block<false>(dots, reinterpret_cast<float*>(shared))", case="norm"),
     M("gradient beside the norm left out", "layer-norm-ds", "false",
       case="norm, residual"),
+    M("the same row again", "layer-norm-next", "false", case="norm"),
     M("first part only", "layer-sums-part", "part < warps", case="norm"),
     M("sums read too early", "layer-sums-sync", case="norm"),
     M("main_grad overwritten", "layer-sums-adds", "static_cast<float*>(total)[column] = sum;",
@@ -32,7 +33,12 @@ MUTANTS = [
     M("rows of dy side by side", "layer-swiglu-dy", "row * units + i",
       case="swiglu, rows apart"),
     M("past the last row", "layer-swiglu-rows", "false", case="swiglu"),
+    M("more than the row", "layer-swiglu-padding", "true", case="swiglu, padded"),
     M("derivative of silu without its second part", "layer-swiglu-dgate",
       "dgate.v[e] = ds * of.up.v[e];", case="swiglu"),
     M("half a gradient", "layer-swiglu-dup", case="swiglu"),
+    M("angles not rounded", "layer-rotary-rounded", "of", case="rotary"),
+    M("past the last token", "layer-rotary-tokens", "false", case="rotary"),
+    M("second half unturned", "layer-rotary-second", "b.v[e]", case="rotary"),
+    M("turned back too", "layer-rotary-sign", "-sin.v[e]", case="rotary"),
 ]  # fmt: skip

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from vlmkernels import VisionLayout, varlen_attention, vision_attention
 from vlmkernels.attention.api import qkv_attention
-from vlmkernels.rotary import apply_rotary
+from vlmkernels.rotary import apply_rotary, apply_rotary_qkv
 
 
 @dataclass
@@ -148,11 +148,11 @@ class VarlenCoreAttention(MegatronModule):
 
 
 class PackedSelfAttention(SelfAttention):
-    """megatron-core's SelfAttention around VarlenCoreAttention, on the CPU without its split of the
-    fused projection.
+    """megatron-core's SelfAttention around VarlenCoreAttention, without its split of the fused
+    projection: by qkv_attention on the CPU, apply_rotary_qkv and varlen_attention on CUDA.
 
-    With RotaryPackedSeqParams and a projection in host memory, queries and keys that are not
-    normalized and a key/value head or more a rank; else Megatron's own forward.
+    With RotaryPackedSeqParams, queries and keys that are not normalized and a key/value head or
+    more a rank; else Megatron's own forward.
     """
 
     def forward(  # type: ignore[override]
@@ -168,7 +168,8 @@ class PackedSelfAttention(SelfAttention):
         if (
             packed_seq_params is None
             or table is None
-            or hidden_states.device.type != "cpu"
+            or hidden_states.device.type not in ("cpu", "cuda")
+            or (hidden_states.is_cuda and self.checkpoint_core_attention)
             or not isinstance(self.core_attention, VarlenCoreAttention)
             or self.config.qk_layernorm
             or getattr(self.config, "attention_output_gate", False)
@@ -184,7 +185,14 @@ class PackedSelfAttention(SelfAttention):
         qkv = qkv.view(qkv.shape[0], self.num_query_groups_per_partition, -1, head_dim)
         causal = core.attn_mask_type == AttnMaskType.causal
         segments = packed_seq_params.cu_seqlens_q
-        out = qkv_attention(qkv, table, segments, causal=causal, scale=core.scale)
+        if qkv.is_cuda:
+            q, k, v = apply_rotary_qkv(qkv, *table.chunk(2, -1))
+            longest = packed_seq_params.max_seqlen_q
+            out = varlen_attention(
+                q, k, v, segments, max_seqlen=longest, causal=causal, scale=core.scale
+            )
+        else:
+            out = qkv_attention(qkv, table, segments, causal=causal, scale=core.scale)
         out = _rows(out, packed_seq_params)
         return self.linear_proj(out.view(len(out), 1, out.shape[1] * out.shape[2]))
 

@@ -147,10 +147,11 @@ def _with_bias(op: Any, x: Tensor, bias: Tensor | None, *others: Tensor) -> Tens
     return op.apply(x, bias if main_grad is None else None, (bias, main_grad), *others)
 
 
-def swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(gate) * up [.., F] of x + bias = [gate | up], x [.., 2 F], which nobody reads again."""
+def swiglu(x: Tensor, bias: Tensor | None, padding: int = 0) -> Tensor:
+    """silu(gate) * up [.., F] of x + bias = [gate | up], x [.., 2 F], which nobody reads again.
+    `padding`: as many columns of zeros may stand behind."""
     if has_swiglu(x):
-        return swiglu_(x, bias, bias_grad=_where(bias))
+        return swiglu_(x, bias, bias_grad=_where(bias), padding=padding)
     return bias_swiglu_impl(x, bias)
 
 

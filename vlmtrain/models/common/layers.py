@@ -31,7 +31,7 @@ from vlmtrain.models.common import elementwise
 from vlmtrain.models.common.balance import Routing
 from vlmtrain.models.common.configs import gelu_tanh, quick_gelu
 from vlmtrain.models.common.experts import Experts, MixtureOfExperts, Router
-from vlmtrain.models.common.linears import whole_linear
+from vlmtrain.models.common.linears import input_padding, whole_linear
 
 #: Called behind each layer with its number in the whole tower and its output; returns what the next
 #: layer gets. Outside of what recomputation repeats.
@@ -79,7 +79,7 @@ def touch(module: torch.nn.Module) -> None:
 
 
 # Activation and whether it is gated -> the same in fewer passes over memory.
-_FORMS = {
+_FORMS: dict[tuple[Any, bool], Callable[..., Tensor]] = {
     (F.silu, True): elementwise.swiglu,
     (quick_gelu, False): elementwise.quick_gelu,
     (gelu_tanh, False): elementwise.gelu_tanh,
@@ -100,7 +100,10 @@ class TowerMLP(MLP):
             activation = _FORMS.get((config.activation_func, config.gated_linear_unit))
             if activation is None or config.bias_activation_fusion:
                 return MLP.forward(self, x, *args, **kwargs)[0]
-            return self.linear_fc2(activation(*self.linear_fc1(x)))[0]
+            more = {}
+            if activation is elementwise.swiglu:
+                more["padding"] = input_padding(self.linear_fc2)
+            return self.linear_fc2(activation(*self.linear_fc1(x), **more))[0]
 
         fc2 = self.linear_fc2
         bias = fc2.bias if fc2.skip_bias_add else None

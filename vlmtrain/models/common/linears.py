@@ -24,13 +24,14 @@ from vlmtrain.models.common.elementwise import bias_gradient, past_autograd
 def row_padding(matrix: Tensor) -> int:
     """Elements that rows lack to be whole units of 16 bytes, on a GPU. Hopper's products take such
     rows alone; for others cuBLAS falls back to an A100's, 2.8 times as long for Qwen2.5-VL's 3,420
-    (an H200). A copy with zeros behind costs less."""
+    (an H200). A copy with zeros behind costs less, and an input that comes with them nothing."""
     return -matrix.shape[-1] % (16 // matrix.element_size()) if matrix.is_cuda else 0
 
 
 class _Product(torch.autograd.Function):
-    """x w^T + bias of x [.., in], weight [out, in], bias [out] or None, both in `own`; autograd
-    gets them too where their gradients do not go past it."""
+    """x w^T + bias of x [.., in], or [.., in + row_padding] with zeros behind, weight [out, in],
+    bias [out] or None, both in `own`; autograd gets them too where their gradients do not go past
+    it."""
 
     @staticmethod
     def forward(
@@ -41,11 +42,13 @@ class _Product(torch.autograd.Function):
         own: tuple[Tensor, Tensor | None],
     ) -> Tensor:
         ctx.own = matrix, added = own
-        width = matrix.shape[0]
+        width, ctx.width = matrix.shape[0], x.shape[-1]
         y = x.new_empty(*x.shape[:-1], width)  # no view: what follows writes over it
-        rows, padded = x.reshape(-1, x.shape[-1]), matrix
+        rows, padded = x.reshape(-1, ctx.width), matrix
         if spare := row_padding(matrix):
-            rows, padded = (F.pad(t, (0, spare)) for t in (rows, matrix))
+            padded = F.pad(matrix, (0, spare))
+            if ctx.width == matrix.shape[1]:
+                rows = F.pad(rows, (0, spare))
         ctx.save_for_backward(rows if matrix.requires_grad else None, matrix)
         mm(rows, padded.t(), bias=added, out=y.view(-1, width))
         return y
@@ -57,10 +60,10 @@ class _Product(torch.autograd.Function):
         needs_dx, sees_weight, sees_bias, _ = ctx.needs_input_grad
         shape, grad = grad.shape[:-1], grad.reshape(-1, grad.shape[-1])
         dx = dweight = None
-        width, spare = weight.shape[1], row_padding(weight)
+        spare = row_padding(weight)
         if needs_dx:
             padded = F.pad(weight, (0, spare)) if spare else weight
-            dx = mm(grad, padded)[:, :width].view(*shape, width)
+            dx = mm(grad, padded)[:, : ctx.width].view(*shape, ctx.width)
         if x is not None:
             # apex's, where it is installed, knows no padding.
             into = weight_gradients if spare else layers.fused_weight_gradient_mlp_cuda
@@ -74,7 +77,10 @@ class _Product(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-class _Whole:
+class Whole:
+    """A linear with all its weights on this rank. On a GPU its input may have `row_padding` columns
+    of zeros more."""
+
     weight: Tensor
     bias: Tensor | None
     skip_bias_add: bool
@@ -86,11 +92,16 @@ class _Whole:
         return _Product.apply(x, *seen, own), self.bias if self.skip_bias_add else None
 
 
-class WholeColumnParallelLinear(_Whole, ColumnParallelLinear):
+def input_padding(linear: Any) -> int:
+    """Columns of zeros that its input may have behind, for nothing."""
+    return row_padding(linear.weight) if isinstance(linear, Whole) else 0
+
+
+class WholeColumnParallelLinear(Whole, ColumnParallelLinear):
     """A ColumnParallelLinear of a group of one."""
 
 
-class WholeRowParallelLinear(_Whole, RowParallelLinear):
+class WholeRowParallelLinear(Whole, RowParallelLinear):
     """A RowParallelLinear of a group of one."""
 
 
