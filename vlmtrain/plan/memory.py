@@ -13,12 +13,11 @@ by tensor. e = bytes per element, t = tensor-parallel size, s = t under sequence
 
     4eh/s + 8/s            two norms: input and output, and the statistics
     e(3q + 3kv)/t          rotated q and k, the fused projection that v is a view of, the output
-    8H/t + 2ed             softmax statistics, cos and sin of q and of k (float32 runs share one
-                           table of 4d bytes among a stage's layers)
+    8H/t                   softmax statistics; a stage's layers share a rotary table of 4d bytes
                            (on the CPU, queries and keys without norms, and vision in bf16 on
                            CUDA at the head widths of its kernels: the fused projection and the
-                           output, 4eh/t of vision, and one table a stage: qkv_attention and
-                           vision_attention rotate as they read)
+                           output, 4eh/t of vision: qkv_attention and vision_attention rotate as
+                           they read)
     2eh/s + 16             of the last stage: the loss's input and its gradient, statistics
     5ef/t                  SwiGLU unfused: both halves, silu(x), x + 0, the product; on the CPU 3ef
 
@@ -367,8 +366,7 @@ class ActivationModel:
                 fused = self._text_is_fused
             queries_and_keys = (q + qkv.outputs) // 2
             inputs = qkv.outputs + q + (0 if fused else queries_and_keys)
-            angles = 0 if e == 4 or vision or fused else 2 * e * head_dim
-            kept += e * inputs / t + 8 * heads / t + angles
+            kept += e * inputs / t + 8 * heads / t
             if not vision and spec.qk_norm:  # their norms' inputs and statistics
                 kept += (e * queries_and_keys + 4 * (heads + spec.num_kv_heads)) / t
         elif learns[1]:
@@ -501,8 +499,8 @@ class ActivationModel:
         if layout.vision_layers[0]:
             first = self.vision_layer(recompute_vision, first=True).per_patch
             per_patch[0] += first - vision.per_patch
-        # layers share the rotary table of their stage, where it is in their type or read as it is
-        if (self.element == 4 or self._text_is_fused) and recompute_text != "full":
+        # layers share the rotary table of their stage
+        if recompute_text != "full":
             per_token += 4 * self.spec.head_dim * (per_token > 0)
         if recompute_vision != "full":
             per_patch += 4 * self.spec.vision.head_dim * (per_patch > 0)
