@@ -173,7 +173,7 @@ def launch(name: str, tensor: Tensor, *args: Any, **named: Any) -> None:
             "(VLMKERNELS_CUDA=ON says what is missing)"
         )
     native, device = getattr(_C, name + "_cuda"), tensor.device
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)  # current_stream makes an object
     if device.index == torch.cuda.current_device():
         native(*args, **named, stream=stream)
         return

@@ -59,8 +59,10 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 def _launchable(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernel reads and writes them: on CUDA, heads whose halves and starts are whole
-    units of 16 bytes, and a float32 table whose rows are; nobody else looks on."""
+    units of 16 bytes, and a float32 table whose rows are."""
     if not x.is_cuda or x.dtype not in DTYPES or not has_cuda_kernels():
+        return False
+    if torch.compiler.is_compiling() or not is_plain(x, out, cos, sin):
         return False
     unit = 16 // x.itemsize
     heads = all(
@@ -82,23 +84,22 @@ def _launchable(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     """out = x [T, groups, heads, D], rotated, or rotated back."""
-    if not torch.compiler.is_compiling() and is_plain(x, out, cos, sin):
-        if _launchable(x, out, cos, sin):
-            launch(
-                "rotate_heads",
-                x,
-                x=x.data_ptr(),
-                x_strides=x.stride()[:3],
-                out=out.data_ptr(),
-                out_strides=out.stride()[:3],
-                cos=cos.data_ptr(),
-                sin=sin.data_ptr(),
-                table_stride=cos.stride(0),
-                shape=x.shape,
-                back=back,
-                dtype=DTYPES[x.dtype],
-            )
-            return
+    if _launchable(x, out, cos, sin):
+        launch(
+            "rotate_heads",
+            x,
+            x=x.data_ptr(),
+            x_strides=x.stride()[:3],
+            out=out.data_ptr(),
+            out_strides=out.stride()[:3],
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            table_stride=cos.stride(0),
+            shape=x.shape,
+            back=back,
+            dtype=DTYPES[x.dtype],
+        )
+        return
     # A product, then a fused multiply-add, per half: each element is read and written twice, but
     # no rotated copy of the head and no concatenation is made.
     cos, sin = cos[:, None, None].to(x.dtype), sin[:, None, None].to(x.dtype)
@@ -162,8 +163,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [T, H, D], floating point; views with any strides are read as they are.
-        cos, sin: [T, D / 2], cast to x's dtype, as transformers does; no gradient. Float32 ones are
-            read as they are.
+        cos, sin: [T, D / 2], rounded to x's dtype, as transformers does; no gradient. The kernel
+            takes float32 ones, rows of one table or two.
 
     Returns:
         [T, H, D], contiguous, in x's dtype. Differentiable once in x.
