@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.kernels.numeric import ATTENTION_GRID, assert_accurate, assert_bitwise, isa, poisoned
 from tests.kernels.test_attention import rounding_noise
-from vlmkernels.attention.api import qkv_attention
+from vlmkernels.attention.api import qkv_attention, varlen_attention
 from vlmkernels.attention.reference import varlen_attention_reference
-from vlmkernels.rotary import rotate
+from vlmkernels.rotary import apply_rotary_qkv, rotate
 
 
 def reference(
@@ -45,11 +45,19 @@ def outputs(function: Any, qkv: Tensor, dout: Tensor, *args: Any, **kw: Any) -> 
     return {"out": out.detach(), "dq": q, "dk": k, "dv": v}
 
 
-def check(qkv: Tensor, table: Tensor, cu: Tensor, dout: Tensor, **kw: Any) -> None:
+def on_cuda(qkv: Tensor, table: Tensor, cu: Tensor, *, causal: bool) -> Tensor:
+    """What PackedSelfAttention does there."""
+    q, k, v = apply_rotary_qkv(qkv, *table.chunk(2, -1))
+    return varlen_attention(q, k, v, cu, causal=causal)
+
+
+def check(
+    qkv: Tensor, table: Tensor, cu: Tensor, dout: Tensor, function: Any = qkv_attention, **kw: Any
+) -> None:
     wide = qkv.detach().double().requires_grad_()
     exact = outputs(reference, wide, dout.double(), table, cu, **kw)
     plain = outputs(reference, qkv, dout, table, cu, **kw)
-    ours = outputs(qkv_attention, qkv, dout, table, cu, **kw)
+    ours = outputs(function, qkv, dout, table, cu, **kw)
     q, k, v = wide.detach()[:, :, :-2].flatten(1, 2), wide[:, :, -2], wide[:, :, -1].detach()
     rows = (rotate(q, table), rotate(k.detach(), table), v, dout.double())
     noise = rounding_noise(*rows, cu, kw.get("scale"), kw["causal"])
@@ -62,6 +70,11 @@ def check(qkv: Tensor, table: Tensor, cu: Tensor, dout: Tensor, **kw: Any) -> No
 def test_accuracy(name: str, dtype: torch.dtype, dim: int) -> None:
     with isa(name), poisoned():
         check(*make([70, 1, 0, 200], 2, 3, dim, dtype), causal=True)
+
+
+def test_the_steps_of_cuda() -> None:
+    """In float32, where both round the angles to the same."""
+    check(*make([70, 1, 0, 200], 2, 3, 80, torch.float32), on_cuda, causal=True)
 
 
 @settings(max_examples=30)
