@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import sys
@@ -202,9 +201,6 @@ class Trainer:
                 self._offload(step)
                 result = engine.step(packs, lr, waited, self.loader.reading)
                 reached = step + 1
-                if step == self.first:  # what lives now lives on: no collection looks at it again
-                    gc.collect()
-                    gc.freeze()
                 self._judge(reached, packs, result)
                 place.enter("evaluation")
                 heldout = self._evaluate(reached, new_epoch)
