@@ -163,6 +163,8 @@ def take_over(folder: Path, results: Path = RESULTS, libraries: Path = LIBRARIES
     path = results / CHECKS / f"{slug}.json"
     before = json.loads(path.read_text(encoding="utf-8"))["outcomes"] if path.exists() else []
     new = _json_lines(folder / "outcomes.jsonl")
+    for whole in (outcome for outcome in new if outcome["step"] == "step"):
+        whole["library"] = machine["library"]  # steps that are kept have older ones
     again = {_step(outcome) for outcome in new}
     kept = [outcome for outcome in before if _step(outcome) not in again]
     outcomes = {(o["step"], o["name"]): o for o in [*kept, *new]}
@@ -363,16 +365,17 @@ def _checks(files: dict[str, dict[str, Any]]) -> list[str]:
     """Of each GPU: how many passed of each step, and what did not."""
     out: list[str] = []
     for name, content in sorted(files.items()):
-        library = content["machine"]["library"]
         out += ["", f"## Checked on {content['machine']['gpu']}", ""]
-        out += [f"By `make gpu-check`, library {library}. Source: results/{CHECKS}/{name}.", ""]
-        out += ["| step | | PASS | FAIL | HANG | SKIP | seconds |", "|---|---|---|---|---|---|---|"]
+        out += [f"By `make gpu-check`, each step's last run. Source: results/{CHECKS}/{name}.", ""]
+        out += ["| step | | PASS | FAIL | HANG | SKIP | seconds | library |"]
+        out += ["|---|---|---|---|---|---|---|---|"]
         outcomes = content["outcomes"]
         for step in (o for o in outcomes if o["step"] == "step"):
             counts = Counter(o["outcome"] for o in outcomes if o["step"] == step["name"])
             cells = [step["name"], f"{step['outcome']} {step['detail']}".strip()]
             cells += [str(counts[kind]) for kind in ("PASS", "FAIL", "HANG", "SKIP")]
-            out.append("| " + " | ".join([*cells, f"{step['seconds']:.0f}"]) + " |")
+            cells += [f"{step['seconds']:.0f}", step["library"]]
+            out.append("| " + " | ".join(cells) + " |")
         bad = [o for o in outcomes if o["outcome"] in ("FAIL", "HANG") and o["step"] != "step"]
         out += ["", *(f"- {o['outcome']} {o['step']}: {o['name']}. {o['detail']}" for o in bad)]
     return out

@@ -67,11 +67,7 @@ class Plain:
 
     def steps(self, batches: list[Batch]) -> dict[str, Callable[[], float]]:
         """One step over `batches`, by the name of its form ("" for the only one)."""
-        if self.device != "cpu":
-            batches = [
-                ({name: x.to(self.device) for name, x in inputs.items()}, labels.to(self.device))
-                for inputs, labels in batches
-            ]
+        batches = self.on_device(batches)
         if self.half is None:
             return {"": partial(self._step, batches, self.model, contextlib.nullcontext())}
         autocast = torch.autocast(self.device, self.dtype)
@@ -80,28 +76,37 @@ class Plain:
             ", masters": partial(self._step, batches, self.half, contextlib.nullcontext()),
         }
 
+    def on_device(self, batches: list[Batch]) -> list[Batch]:
+        return [
+            ({name: x.to(self.device) for name, x in inputs.items()}, labels.to(self.device))
+            for inputs, labels in batches
+        ]
+
+    def gradients(self, batches: list[Batch], model: Any, cast: Any) -> float:
+        """Added to those of `params`; the loss. model: `model` or `half`."""
+        total = 0.0
+        for inputs, labels in batches:
+            with cast:
+                logits = model(**inputs, use_cache=False).logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+            del logits
+            (loss / self.targets).backward()
+            total += float(loss.detach())
+            if model is self.half:
+                self._take_gradients(model)
+        return total / self.targets
+
     def _step(self, batches: list[Batch], model: Any, cast: Any) -> float:
         # Megatron's stand-in for CUDA, where it is installed, is not the peer's to pay for.
         with torch._C.DisableTorchFunction():
-            total = 0.0
-            for inputs, labels in batches:
-                with cast:
-                    logits = model(**inputs, use_cache=False).logits
-                loss = F.cross_entropy(
-                    logits.float().flatten(0, 1), labels.flatten(), reduction="sum"
-                )
-                del logits
-                (loss / self.targets).backward()
-                total += float(loss.detach())
-                if model is self.half:
-                    self._take_gradients(model)
+            loss = self.gradients(batches, model, cast)
             torch.nn.utils.clip_grad_norm_(self.params, CLIP)
             self.optimizer.step()
             self.optimizer.zero_grad()
             if model is self.half:
                 with torch.no_grad():
                     torch._foreach_copy_(list(model.parameters()), self.params)
-        return total / self.targets
+        return loss
 
     def _take_gradients(self, model: Any) -> None:
         for master, half in zip(self.params, model.parameters(), strict=True):

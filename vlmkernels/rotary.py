@@ -82,8 +82,8 @@ def _launchable(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
-    """out = x [T, groups, heads, D], rotated, or rotated back."""
+def _rotate_heads(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> None:
+    """out = x [T, groups, heads, D], rotated, or if `conjugate` by the negative angles."""
     if _launchable(x, out, cos, sin):
         launch(
             "rotate_heads",
@@ -96,23 +96,23 @@ def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
             sin=sin.data_ptr(),
             table_stride=cos.stride(0),
             shape=x.shape,
-            back=back,
+            conjugate=conjugate,
             dtype=DTYPES[x.dtype],
         )
         return
     # A product, then a fused multiply-add, per half: each element is read and written twice, but
     # no rotated copy of the head and no concatenation is made.
     cos, sin = cos[:, None, None].to(x.dtype), sin[:, None, None].to(x.dtype)
-    half, sign = x.shape[-1] // 2, -1 if back else 1
+    half, sign = x.shape[-1] // 2, -1 if conjugate else 1
     x1, x2 = x[..., :half], x[..., half:]
     torch.mul(x1, cos, out=out[..., :half]).addcmul_(x2, sin, value=-sign)
     torch.mul(x2, cos, out=out[..., half:]).addcmul_(x1, sin, value=sign)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, conjugate: bool) -> Tensor:
     """x [T, H, D] rotated, dense."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _turn(x[:, None], out[:, None], cos, sin, back)
+    _rotate_heads(x[:, None], out[:, None], cos, sin, conjugate)
     return out
 
 
@@ -120,11 +120,11 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, False)
+        return _rotated(x, cos, sin, False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return once(_turned, grad, *ctx.saved_tensors, True), None, None
+        return once(_rotated, grad, *ctx.saved_tensors, True), None, None
 
 
 def _gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ def _gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> T
     tokens, kv_heads, head_dim = dk.shape
     group = dq.shape[1] // kv_heads
     out = dq.new_empty(tokens, kv_heads, group + 2, head_dim)
-    _turn(dq.reshape(tokens, kv_heads, group, head_dim), out[:, :, :group], cos, sin, True)
-    _turn(dk[:, :, None], out[:, :, group : group + 1], cos, sin, True)
+    _rotate_heads(dq.reshape(tokens, kv_heads, group, head_dim), out[:, :, :group], cos, sin, True)
+    _rotate_heads(dk[:, :, None], out[:, :, group : group + 1], cos, sin, True)
     out[:, :, group + 1] = dv
     return out
 
@@ -146,8 +146,8 @@ class _RotaryQKV(torch.autograd.Function):
         group = width - 2
         q = qkv.new_empty(tokens, kv_heads, group, head_dim)
         k = qkv.new_empty(tokens, kv_heads, 1, head_dim)
-        _turn(qkv[:, :, :group], q, cos, sin, False)
-        _turn(qkv[:, :, group : group + 1], k, cos, sin, False)
+        _rotate_heads(qkv[:, :, :group], q, cos, sin, False)
+        _rotate_heads(qkv[:, :, group : group + 1], k, cos, sin, False)
         return q.view(tokens, kv_heads * group, head_dim), k[:, :, 0], qkv[:, :, group + 1]
 
     @staticmethod

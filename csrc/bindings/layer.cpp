@@ -70,7 +70,7 @@ using Strides = std::array<int64_t, 3>;  // of tokens, groups and heads
 
 RotaryParams rotate_params(uintptr_t x, Strides x_strides, uintptr_t out, Strides out_strides,
                            uintptr_t cos, uintptr_t sin, int64_t table_stride,
-                           std::array<int64_t, 4> shape, bool back, int dtype) {
+                           std::array<int64_t, 4> shape, bool conjugate, int dtype) {
   return {pointer<const void>(x),
           x_strides[0],
           x_strides[1],
@@ -86,7 +86,7 @@ RotaryParams rotate_params(uintptr_t x, Strides x_strides, uintptr_t out, Stride
           shape[1],
           shape[2],
           shape[3],
-          back,
+          conjugate,
           static_cast<DType>(dtype)};
 }
 #endif
@@ -107,7 +107,7 @@ void register_layer(py::module_& m) {
           "sums"_a, "rows"_a, "width"_a, "adds"_a, "dtype"_a, device..., VLMK_NO_GIL);
   };
   const auto gate = [&](const char* name, auto function, auto... device) {
-    m.def(name, function, "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a, "dtype"_a, "y_stride"_a = 0,
+    m.def(name, function, "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a, "dtype"_a, "y_stride"_a,
           device..., VLMK_NO_GIL);
   };
   const auto gate_backward = [&](const char* name, auto function, auto... device) {
@@ -126,7 +126,7 @@ void register_layer(py::module_& m) {
   gate("swiglu_cuda", on_cuda(swiglu_params, swiglu_cuda), stream);
   gate_backward("swiglu_backward_cuda", on_cuda(swiglu_grad_params, swiglu_backward_cuda), stream);
   m.def("rotate_heads_cuda", on_cuda(rotate_params, rotate_heads_cuda), "x"_a, "x_strides"_a,
-        "out"_a, "out_strides"_a, "cos"_a, "sin"_a, "table_stride"_a, "shape"_a, "back"_a,
+        "out"_a, "out_strides"_a, "cos"_a, "sin"_a, "table_stride"_a, "shape"_a, "conjugate"_a,
         "dtype"_a, stream, VLMK_NO_GIL);
 #endif
 }

@@ -299,7 +299,7 @@ struct RotaryParams {
   int64_t groups;
   int64_t heads;
   int64_t head_dim;
-  bool back;  // by the negative angles
+  bool conjugate;  // by the negative angles
   DType dtype;
 };
 

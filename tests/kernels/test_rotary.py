@@ -14,6 +14,38 @@ def angles(tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
     return table.cos(), table.sin()
 
 
+def check_qkv(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """apply_rotary_qkv of [T, Hkv, H / Hkv + 2, D], and the one gradient, against the reference in
+    float64 by the same angles, rounded to the type."""
+    dtype, group = qkv.dtype, qkv.shape[2] - 2
+    upstream = torch.randn_like(qkv).flatten(1, 2)
+    angles = cos.to(dtype), sin.to(dtype)
+
+    def plain(qkv: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v = (x.flatten(1, 2) for x in qkv.split((group, 1, 1), 2))
+        return [*(apply_rotary_reference(x, *angles) for x in (q, k)), v]
+
+    results = []
+    for op, kind in (
+        (lambda x: apply_rotary_qkv(x, cos, sin), dtype),
+        (plain, dtype),
+        (plain, torch.float64),
+    ):
+        leaf = qkv.to(kind, copy=True).requires_grad_()
+        out = torch.cat(list(op(leaf)), 1)
+        (grad,) = torch.autograd.grad(out, leaf, upstream.to(kind))
+        results.append((out.detach(), grad))
+    for ours, peer, exact in zip(*results, strict=True):
+        assert_accurate("rotation", ours, peer, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_a_fused_projection(dtype: torch.dtype) -> None:
+    tokens, kv_heads, group, half = (int(n) for n in torch.randint(1, 9, (4,)))
+    qkv = torch.randn(tokens, kv_heads, group + 2, 2 * half, dtype=dtype)
+    check_qkv(qkv, *angles(tokens, half))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_forward_and_backward(dtype: torch.dtype) -> None:
     tokens, heads, half = (int(n) for n in torch.randint(1, 20, (3,)))
@@ -54,31 +86,3 @@ def test_errors() -> None:
         apply_rotary(torch.zeros(4, 2, 6), cos, sin[:, :2])
     with pytest.raises(ValueError, match=r"qkv has shape \(4, 1, 2, 6\); it must be"):
         apply_rotary_qkv(torch.zeros(4, 1, 2, 6), cos, sin)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_of_a_fused_projection(dtype: torch.dtype) -> None:
-    """q and k rotated, v as it is; the three gradients in one tensor."""
-    tokens, kv_heads, group, half = (int(n) for n in torch.randint(1, 9, (4,)))
-    base = torch.randn(tokens, kv_heads, group + 2, 2 * half, dtype=dtype)
-    cos, sin = angles(tokens, half)
-    upstream = torch.randn(tokens, kv_heads * (group + 2), 2 * half, dtype=dtype)
-
-    def plain(qkv: torch.Tensor) -> list[torch.Tensor]:
-        q, k, v = qkv.split((group, 1, 1), 2)
-        rotated = [apply_rotary_reference(x.flatten(1, 2), cos, sin) for x in (q, k)]
-        return [*rotated, v.flatten(1, 2)]
-
-    results = []
-    for op, kind in (
-        (lambda qkv: apply_rotary_qkv(qkv, cos, sin), dtype),
-        (plain, dtype),
-        (plain, torch.float64),
-    ):
-        qkv = base.to(kind, copy=True).requires_grad_()
-        out = torch.cat(list(op(qkv)), 1)
-        out.backward(upstream.to(kind))
-        assert qkv.grad is not None
-        results.append((out.detach(), qkv.grad))
-    for ours, other, exact in zip(*results, strict=True):
-        assert_accurate("rotation", ours, other, exact)

@@ -251,8 +251,8 @@ __global__ void __launch_bounds__(kSwigluThreads)
 template <class Params>
 using NormKernel = void (*)(Params, int);
 
-// A row to a block, or kCudaSumRows of them; the first of the kernels whose threads, `threads` at
-// most of so many units each, have a row.
+// `kernels`: units of a thread, and the kernel for as many; the first by which kMostThreads have a
+// row.
 template <class Params>
 int launch_norm(std::initializer_list<std::pair<int, NormKernel<Params>>> kernels, const Params& p,
                 int64_t blocks, int count, cudaStream_t stream) {

@@ -2,7 +2,8 @@
 // sines rounded to the heads' type as transformers has them, the result rounded once.
 //
 // Floor: reads and writes an element once, and 8 bytes of the table for two elements of each head,
-// which the heads of a token share in the caches.
+// which the heads of a token share in the caches. (rotate_rows of a vision tower, in
+// attention/sm80/vision.cu, rounds no angles and writes head by head, as its kernels read.)
 #include <cuda_runtime.h>
 
 #include "cuda/layer/elements.cuh"
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kRotaryThreads) rotate_heads(const RotaryParam
   E sin = angles<Type>(p.sin + token * p.table_stride, first);
 #pragma unroll
   for (int e = 0; e < E::kCount; ++e) {
-    sin.v[e] = p.back ? -sin.v[e] : sin.v[e];  // mutant: layer-rotary-sign
+    sin.v[e] = p.conjugate ? -sin.v[e] : sin.v[e];  // mutant: layer-rotary-sign
   }
 
   const int64_t at = token * p.x_token + group * p.x_group + head * p.x_head;

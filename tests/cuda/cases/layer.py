@@ -151,7 +151,7 @@ def check_rotary(
     heads: int,
     width: int,
     dtype: str = "bfloat16",
-    back: bool = False,
+    conjugate: bool = False,
 ) -> None:
     """Heads of a fused projection, two more a group, into dense ones."""
     r = Rows(kernels, rng, dtype)
@@ -164,11 +164,12 @@ def check_rotary(
         x=x, x_token=groups * (heads + 2) * width, x_group=(heads + 2) * width, x_head=width,
         out=r.room("out", tokens, groups, heads, width), out_token=groups * heads * width,
         out_group=heads * width, out_head=width, cos=cos, sin=cos + 4 * (width // 2),
-        table_stride=width, tokens=tokens, groups=groups, heads=heads, head_dim=width, back=back,
+        table_stride=width, tokens=tokens, groups=groups, heads=heads, head_dim=width,
+        conjugate=conjugate,
     )  # fmt: skip
     a, b = np.split(r.values["x"][:, :, :heads], 2, axis=-1)
     cosines, sines = np.split(r.rounded(table)[:, None, None], 2, axis=-1)
-    sines = -sines if back else sines
+    sines = -sines if conjugate else sines
     exact = np.concatenate([a * cosines - b * sines, b * cosines + a * sines], -1)
     found = r.found("out").reshape(exact.shape)
     assert_close("out", found, exact, dtype)
@@ -205,5 +206,5 @@ def small_suite() -> dict[str, Check]:
         "swiglu, padded": gate(3, 20, bias=True, padding=4),
         "nothing": gate(0, 32),
         "rotary": rotary(5, 2, 3, 48),
-        "rotary, back": rotary(3, 1, 2, 16, back=True),
+        "rotary, conjugate": rotary(3, 1, 2, 16, conjugate=True),
     }

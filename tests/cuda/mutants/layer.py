@@ -39,6 +39,6 @@ MUTANTS = [
     M("half a gradient", "layer-swiglu-dup", case="swiglu"),
     M("angles not rounded", "layer-rotary-rounded", "of", case="rotary"),
     M("past the last token", "layer-rotary-tokens", "false", case="rotary"),
-    M("second half unturned", "layer-rotary-second", "b.v[e]", case="rotary"),
-    M("turned back too", "layer-rotary-sign", "-sin.v[e]", case="rotary"),
+    M("second half without the first", "layer-rotary-second", "b.v[e]", case="rotary"),
+    M("conjugate always", "layer-rotary-sign", "-sin.v[e]", case="rotary"),
 ]  # fmt: skip
