@@ -78,7 +78,7 @@ def attention_lines() -> list[str]:
 def product_types() -> str:
     """The types in which vlmkernels.product.mm is ours."""
     found = []
-    for dtype in product.WORK:
+    for dtype in product.TYPES:
         plain, transposed = (product.our_work(_native._C.isa(), dtype, t) for t in (False, True))
         if transposed:
             name, both = str(dtype)[6:], plain == transposed

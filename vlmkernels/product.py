@@ -18,15 +18,21 @@ from torch import Tensor
 
 from vlmkernels._native import _C, DTYPES, pointer
 
+TYPES = (torch.float32, torch.bfloat16)
 #: Rows, columns and depth from which ours is taken: packing costs less than it saves.
 SMALLEST = 64
+#: The same of bfloat16 with AVX2 alone: oneDNN has no products of it there, and torch's take up to
+#: 176 times as long as ours.
+AVX2_SMALLEST = 4
 #: Multiply-adds from which ours is taken on AMD's processors: of fewer torch's were faster.
-WORK = {torch.float32: 1 << 25, torch.bfloat16: 1 << 28}
+AMD_WORK = {
+    ("avx2", torch.float32): 1 << 25,
+    ("avx512", torch.float32): 1 << 25,
+    ("avx512_bf16", torch.float32): 1 << 20,
+    ("avx512_bf16", torch.bfloat16): 1 << 20,
+}
 #: The same of bfloat16 multiplied in float32.
-WIDENED_WORK = 1 << 22
-#: Both with AVX2 alone: oneDNN has no products of bfloat16 there, and torch's take up to 176 times
-#: as long as ours.
-AVX2_SMALLEST, AVX2_WORK = 4, 1 << 15
+WIDENED_WORK = {"avx2": 1 << 15, "avx512": 1 << 22, "avx512_bf16": 1 << 22}
 #: On AMX float32 from there on; bfloat16 up to there, and of a transposed matrix always.
 TILE_WORK = {torch.float32: 1 << 26, torch.bfloat16: 1 << 28}
 
@@ -130,12 +136,10 @@ def our_work(isa: str, dtype: torch.dtype, transposed: bool) -> range:
         if dtype == torch.float32:
             return range(TILE_WORK[dtype], sys.maxsize)
         return range(sys.maxsize if transposed else TILE_WORK[dtype])
-    by_dots = _C.is_amd() and isa == "avx512_bf16"
-    if dtype == torch.bfloat16 and not by_dots:
-        least = {"avx2": AVX2_WORK, "avx512": WIDENED_WORK, "avx512_bf16": WIDENED_WORK}
-        return range(least[isa], sys.maxsize) if isa in least else range(0)
-    ours = by_dots or (_C.is_amd() and isa in ("avx2", "avx512"))
-    return range(WORK[dtype], sys.maxsize) if ours else range(0)
+    least = AMD_WORK.get((isa, dtype)) if _C.is_amd() else None
+    if least is None and dtype == torch.bfloat16:
+        least = WIDENED_WORK.get(isa)
+    return range(0) if least is None else range(least, sys.maxsize)
 
 
 def smallest(isa: str, dtype: torch.dtype) -> int:
@@ -144,7 +148,7 @@ def smallest(isa: str, dtype: torch.dtype) -> int:
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
-    if not a.is_cpu or not a.dim() == b.dim() == 2 or a.dtype not in WORK:
+    if not a.is_cpu or not a.dim() == b.dim() == 2 or a.dtype not in TYPES:
         return False
     (rows, depth), (inner, columns), strides = a.shape, b.shape, a.stride()
     isa = _C.isa()

@@ -231,7 +231,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   float* const c = g.c + row * g.ldc + column;
   const ptrdiff_t ldc = g.ldc;
   float* to = c;
-  if (!kLeaves && g.depth >= kFar) {
+  if ((!kLeaves || g.c != nullptr) && g.depth >= kFar) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
 #pragma GCC unroll 5

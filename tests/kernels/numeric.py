@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from vlmkernels import _native
+from vlmkernels.product import AMD_WORK, TILE_WORK, WIDENED_WORK
 
 #: Instruction sets with kernels of their own in every op; attention has more, for 16-bit types.
 ISAS = [name for name in _native.available_isas() if name in ("generic", "avx2", "avx512")]
+
+#: Multiply-adds from which products of matrices are ours on every processor where they are at all.
+LARGE = max(TILE_WORK[torch.float32], *AMD_WORK.values(), *WIDENED_WORK.values())
 
 
 @contextmanager

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
+from tests.kernels.numeric import ISAS, LARGE, assert_accurate, assert_bitwise, isa, poisoned
 from vlmkernels import _native, linear_cross_entropy
 from vlmkernels.loss import op
 from vlmkernels.loss.reference import linear_cross_entropy_reference
-from vlmkernels.product import WORK
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IGNORE = -100
@@ -112,7 +111,7 @@ def test_against_float64(
     monkeypatch.setattr(op, "CHUNK_BYTES", chunk)
     sizes = [(41, 257, 24), (47, 1037, 33)]
     if chunk == CHUNKS[0]:
-        sizes.append((450, 400, max(WORK.values()) // (450 * 400) + 9))
+        sizes.append((450, 400, LARGE // (450 * 400) + 9))
     cases = [("mean", 0.0, 0.0, 1.0), ("sum", 0.1, 1e-2, 0.5), ("none", 0.0, 1e-2, 0.3)]
     with isa(name), poisoned():
         for tokens, classes, hidden in sizes:

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.numeric import assert_accurate
-from vlmkernels.product import WORK
+from tests.kernels.numeric import LARGE, assert_accurate
 from vlmtrain.models import weight_gradients
 from vlmtrain.models.common import linears
 from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowParallelLinear
@@ -33,7 +32,7 @@ def test_product_and_gradients(
     if shape == "padded":
         monkeypatch.setattr(linears, "row_padding", lambda matrix: 8 - matrix.shape[-1] % 8)
     weight_gradients.enable()
-    ours = round(WORK[dtype] ** (1 / 3)) + 1
+    ours = round(LARGE ** (1 / 3)) + 1
     sizes = (ours, ours + 100) if shape == "large" else (1, 60)
     tokens, inputs, outputs = torch.randint(*sizes, (3,)).tolist()
     linear = kind.__new__(kind)

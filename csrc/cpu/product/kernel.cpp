@@ -2,11 +2,11 @@
 // instruction set (dispatch.h): of each kDepth elements of the depth, B's columns are packed in
 // slivers as wide as a tile and A's rows in blocks, so that a sliver and a block lie in the
 // second-level cache, and the next sliver and the next block's rows are fetched there. A's rows are
-// divided among the threads, or B's columns where A has few rows; the thread that multiplies a part
-// packs it, and what is not divided is packed for all. With AVX-512, and of a narrow B with AVX2,
-// dense rows of float32 that are divided are read where they lie. With AVX2 a sliver stays in a
-// first-level cache of 32 KB, and beside it what a tile reads of A: hence a smaller depth, and A
-// packed row by row where its rows are dense, else a tile's rows at a time.
+// divided among the threads, or B's columns, see run(); the thread that multiplies a part packs it,
+// and what is not divided is packed for all. With AVX-512, and of a narrow B with AVX2, dense rows
+// of A that need no conversion are read where they lie. With AVX2 a sliver stays in a first-level
+// cache of 32 KB, and beside it what a tile reads of A: hence a smaller depth, and A packed row by
+// row where its rows are dense, else a tile's rows at a time.
 //
 // Some panels of B are packed at once, and their blocks taken one by one: no thread waits at the
 // end of a panel for another that is slower. A block's panels are added in their order.
@@ -15,6 +15,7 @@
 // number of threads changes no bit.
 #include <omp.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <type_traits>
@@ -22,149 +23,25 @@
 
 #include "cpu/counter.h"
 #include "cpu/gemm.h"
+#include "cpu/product/pack.inl"
 #include "cpu/product/product.h"
 #include "cpu/scratch.h"
-
-#if defined(__AVX512BF16__) && !defined(VLMK_TILES)
-#define VLMK_PAIRS  // here are products of bf16 by dot products, elsewhere all in float32
-#endif
 
 namespace vlmk::VLMK_ISA {
 namespace {
 
-constexpr bool kAvx2 = kWidth == 8;
 constexpr int64_t kDepth = kAvx2 ? 256 : 768;  // elements of a panel: a float, or two bf16 numbers
 constexpr int64_t kChain = 384;  // of the depth, summed at once in float32; 768: twice MKL's error
 constexpr int64_t kRows = 120;   // of A, 360 KB of 768 elements
-constexpr int64_t kColumns = 4096;          // of B, 12 MB of 768 elements
-constexpr int64_t kSums = 4 << 20;          // of C, 16 MB, where it is bf16 and has several panels
-constexpr int64_t kFew = kAvx2 ? 256 : 96;  // rows of A up to which B is divided
-constexpr int64_t kFewRowwise = 256;        // where packing transposes B, which takes longer
-constexpr int64_t kNarrow = 512;  // columns up to which AVX2 gains by not packing A's dense rows
+constexpr int64_t kColumns = 4096;  // of B, 12 MB of 768 elements
+constexpr int64_t kSums = 4 << 20;  // of C, 16 MB, where it is bf16 and has several panels
+constexpr int64_t kFew = 256;       // rows of A up to which B is always divided
+constexpr int64_t kNarrow = 512;    // columns up to which AVX2 gains by not packing A's dense rows
 constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole panels are packed then
-constexpr int kSliver = kMaxTileVectors * kWidth;
-constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;  // columns packed at once
+constexpr int64_t kUnit =
+    kAvx2 ? 4 * kSliver : kSliver;    // columns packed at once, see dense_unit()
 constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packed at once
-constexpr int64_t kTileRows = tile_rows(kMaxTileVectors);
-constexpr double kParallelFrom = 1 << 18;  // multiply-adds
-
-VLMK_INLINE int64_t parts(int64_t n, int64_t largest) { return (n + largest - 1) / largest; }
-VLMK_INLINE int64_t whole_vectors(int64_t n) { return parts(n, kWidth) * kWidth; }
-// With AVX2, floats from a packed tile of A to the next: an odd number of lines, so that tiles fall
-// into different sets of the first-level cache.
-VLMK_INLINE int64_t tile_stride(int64_t depth) { return 16 * (parts(kTileRows * depth, 16) | 1); }
-
-#if !defined(VLMK_PAIRS)
-// Element (i, k) of [n, depth] lies at from[i * row + k * step], one of them being 1; in `to` at
-// [k * ld + i], with zeros behind n as far as a whole vector.
-template <class In>
-VLMK_NOINLINE void pack(const In* from, int64_t row, int64_t step, int64_t n, int64_t depth,
-                        float* to, int64_t ld) {
-  if (row == 1) {
-    for (int64_t k = 0; k < depth; ++k) {
-      each_vector(n, [&](int64_t i, int lanes) {
-        store(to + k * ld + i, load_first(from + k * step + i, lanes));
-      });
-    }
-    return;
-  }
-  each_vector(n, [&](int64_t i, int rows) {
-    each_vector(depth, [&](int64_t k, int steps) {
-      Vec r[kWidth];
-#pragma GCC unroll 16
-      for (int j = 0; j < kWidth; ++j) {
-        r[j] = j < rows ? load_first(from + (i + j) * row + k, steps) : set1(0.f);
-      }
-      transpose(r);
-#pragma GCC unroll 16
-      for (int j = 0; j < kWidth; ++j) {
-        if (j < steps) store(to + (k + j) * ld + i, r[j]);
-      }
-    });
-  });
-}
-
-// The first n of dense columns (row == 1), n being whole slivers, which follow each other in `to`.
-template <class In>
-VLMK_NOINLINE void pack_slivers(const In* from, int64_t step, int64_t n, int64_t depth, float* to) {
-  for (int64_t k = 0; k < depth; ++k, to += kSliver) {
-    fetch_row(from + (k + kAhead) * step, n);
-    float* sliver = to;
-    for (int64_t i = 0; i < n; i += kSliver, sliver += depth * kSliver) {
-      for (int j = 0; j < kSliver; j += kWidth) store(sliver + j, load(from + k * step + i + j));
-    }
-  }
-}
-
-// Dense rows (step == 1): element (i, k) at [i * ld + k], ld being whole vectors.
-template <class In>
-VLMK_NOINLINE void pack_rows(const In* from, int64_t row, int64_t n, int64_t depth, float* to,
-                             int64_t ld) {
-  for (int64_t i = 0; i < n; ++i) {
-    each_vector(depth, [&](int64_t k, int lanes) {
-      store(to + i * ld + k, load_first(from + i * row + k, lanes));
-    });
-  }
-}
-
-// With AVX2. Dense columns (row == 1), for tiles of kTileRows = R: element (i, k) at
-// [i / R * ld + k * R + i % R], zeros behind n as far as a whole tile.
-template <class In>
-VLMK_NOINLINE void pack_tiles(const In* from, int64_t step, int64_t n, int64_t depth, float* to,
-                              int64_t ld) {
-  constexpr size_t kSize = kTileRows * sizeof(float);
-  for (int64_t k = 0; k < depth; ++k, to += kTileRows) {
-    fetch_row(from + (k + kAhead) * step, n);
-    float* tile = to;
-    each_vector(n, [&](int64_t i, int lanes) {
-      const Vec v = load_first(from + k * step + i, lanes);
-      for (int64_t done = 0; done < lanes; done += kTileRows, tile += ld) {
-        __builtin_memcpy(tile, reinterpret_cast<const float*>(&v) + done, kSize);
-      }
-    });
-  }
-}
-
-#else
-// The first n <= 32 of a row, zeros behind them.
-VLMK_INLINE __m512i load_row(const BFloat16* row, int64_t n) {
-  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
-  return _mm512_maskz_loadu_epi16(mask, row);
-}
-
-// Element (i, k) of [n, depth] lies at from[i * row + k * step], one of them being 1; in `to` 2 k
-// and 2 k + 1 side by side at [k * ld + i], with zeros behind n as far as a whole vector and behind
-// an odd depth.
-VLMK_NOINLINE void pack(const BFloat16* from, int64_t row, int64_t step, int64_t n, int64_t depth,
-                        uint32_t* to, int64_t ld) {
-  if (row == 1) {
-    for (int64_t k = 0; k < depth; k += 2, to += ld) {
-      const BFloat16* const even = from + k * step;
-      each_vector(n, [&](int64_t i, int lanes) {
-        const __mmask16 mask = first_lanes(lanes), odd = k + 1 < depth ? mask : __mmask16{0};
-        _mm512_storeu_si512(to + i, interleave(_mm256_maskz_loadu_epi16(mask, even + i),
-                                               _mm256_maskz_loadu_epi16(odd, even + step + i)));
-      });
-    }
-    return;
-  }
-  each_vector(n, [&](int64_t i, int rows) {
-    for (int64_t k = 0; k < depth; k += 2 * kWidth) {
-      const int64_t left = depth - k, pairs = minimum(kWidth, parts(left, 2));
-      Vec r[kWidth];
-#pragma GCC unroll 16
-      for (int j = 0; j < kWidth; ++j) {
-        r[j] = j < rows ? _mm512_castsi512_ps(load_row(from + (i + j) * row + k, left)) : set1(0.f);
-      }
-      transpose(r);
-#pragma GCC unroll 16
-      for (int j = 0; j < kWidth; ++j) {
-        if (j < pairs) _mm512_storeu_ps(to + (k / 2 + j) * ld + i, r[j]);
-      }
-    }
-  });
-}
-#endif
+constexpr double kParallelFrom = kAvx2 ? 1 << 18 : 1 << 22;  // multiply-adds
 
 // What of C one thread multiplies at a time.
 struct Block {
@@ -174,6 +51,61 @@ struct Block {
   int64_t depth;           // elements of the panels
   bool begins, ends;       // the depth's first panel, the last
   bool fetches;            // the next sliver, while one is multiplied
+};
+
+// Results as they leave the registers of a tile: plus sums of earlier panels, bias or what C holds,
+// each if it is there, rounded to C's type.
+template <class Out>
+struct ResultEpilogue {
+  Out* c;
+  int64_t ldc;
+  int64_t columns;    // of C; a tile may have more
+  const float* sums;  // [rows, ld]
+  int64_t ld;
+  const Out* bias;
+  bool adds;
+
+  VLMK_MEMBER void skip(int64_t rows) {
+    c += rows * ldc;
+    if (sums) sums += rows * ld;
+  }
+  template <int kRows, int kVectors>
+  VLMK_MEMBER void put(const Vec (&sum)[kRows][kVectors], int row, int column) const {
+    const int64_t left = columns - column;
+    Out* to = c + row * ldc + column;
+    if (left >= kVectors * kWidth && sums == nullptr && bias == nullptr && !adds) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i, to += ldc) {
+        int j = 0;
+#if defined(VLMK_PAIRS)
+        if constexpr (sizeof(Out) == 2) {
+#pragma GCC unroll 2
+          for (; j + 2 <= kVectors; j += 2) {
+            _mm512_storeu_si512(to + j * kWidth, narrow(sum[i][j], sum[i][j + 1], Out{}));
+          }
+        }
+#endif
+#pragma GCC unroll 5
+        for (; j < kVectors; ++j) store(to + j * kWidth, sum[i][j]);
+      }
+      return;
+    }
+    float tile[kRows][kVectors * kWidth];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 5
+      for (int j = 0; j < kVectors; ++j) store(tile[i] + j * kWidth, sum[i][j]);
+    }
+    for (int i = 0; i < kRows; ++i, to += ldc) {
+      each_vector(minimum(left, kVectors * kWidth), [&](int64_t j, int lanes) {
+        Vec result = load_first(tile[i] + j, lanes);
+        if (sums) result = load_first(sums + (row + i) * ld + column + j, lanes) + result;
+        if (bias) result = result + load_first(bias + column + j, lanes);
+        if (adds) result = result + load_first(to + j, lanes);
+        store_first(to + j, result, lanes);
+      });
+    }
+  }
 };
 
 template <class Math, class In, class Out>
@@ -195,6 +127,16 @@ struct Product {
   const int64_t panels = parts(elements, kDepth);
   const int64_t depth = parts(elements, panels);  // elements of a panel
   const int64_t panel_steps = depth * Math::kStep;
+  const int64_t unit = kAvx2 || p.b_column != 1 ? kUnit : dense_unit();
+  // Whether A's rows can be read where they lie.
+  const bool in_place = sizeof(In) * Math::kStep == sizeof(Element) && p.a_column == 1 &&
+                        p.a_row % Math::kStep == 0 && p.depth % Math::kStep == 0 &&
+                        (!kAvx2 || p.columns <= kNarrow);
+
+  // Columns of dense rows of B packed at once: longer pieces of rows lie on fewer pages.
+  int64_t dense_unit() const {
+    return std::clamp<int64_t>(p.columns / (6 * threads), kSliver, 4 * kSliver) / kSliver * kSliver;
+  }
 
   // Floats of a packed block of A, at most.
   int64_t left_size(int64_t rows) const { return (depth + kWidth) * whole_vectors(rows); }
@@ -213,6 +155,9 @@ struct Product {
     }
     return packed_left(panel, rows, to);
   }
+  Left left_in_place(int64_t panel, int64_t row) const {
+    return {reinterpret_cast<const Element*>(of_a(panel, row)), p.a_row / Math::kStep, true};
+  }
   Left packed_left(int64_t panel, int64_t rows, const Element* data) const {
     if (!kAvx2) return {data, whole_vectors(rows), false};
     if (p.a_column == 1) return {data, whole_vectors(steps_of(panel)), true};
@@ -222,11 +167,9 @@ struct Product {
   void pack_b(int64_t panel, int64_t column, int64_t n, Element* to) const {
     const int64_t steps = steps_of(panel), packed = parts(steps, Math::kStep);
     int64_t done = 0;
-    if constexpr (kAvx2) {
-      if (p.b_column == 1) {
-        done = n / kSliver * kSliver;
-        pack_slivers(of_b(panel, column), p.b_row, done, steps, to);
-      }
+    if (p.b_column == 1) {
+      done = n / kSliver * kSliver;
+      pack_slivers(of_b(panel, column), p.b_row, done, steps, to);
     }
     for (; done < n; done += kSliver) {
       const int64_t wide = minimum(kSliver, n - done);
@@ -235,61 +178,82 @@ struct Product {
     }
   }
 
-  void multiply_sliver(const Left& a, GemmArgs<Math> g, Prefetcher& next) const {
+  // `leaves`: null if sums go to g.c.
+  void multiply_sliver(const Left& a, GemmArgs<Math> g, ResultEpilogue<Out>* leaves,
+                       Prefetcher& next) const {
+    const auto multiply_rows = [&](bool by_rows) {
+      if (leaves) {
+        by_rows ? gemm<Math, false>(g, next, *leaves) : gemm<Math, true>(g, next, *leaves);
+      } else {
+        by_rows ? gemm<Math, false>(g, next) : gemm<Math, true>(g, next);
+      }
+    };
     if constexpr (!kAvx2) {
       const int depth = g.depth;
       const auto chain = static_cast<int>(kFloats ? parts(depth, parts(depth, kChain)) : depth);
       for (int done = 0; done < depth; done += chain) {
         g.depth = static_cast<int>(minimum(chain, depth - done));
-        a.by_rows ? gemm<Math, false>(g, next) : gemm<Math, true>(g, next);
+        multiply_rows(a.by_rows);
         g.a += chain * (a.by_rows ? 1 : g.lda);
         g.b += chain * g.ldb;
         g.add = Add::kC;
+        if (leaves) {
+          leaves->bias = nullptr;
+          leaves->adds = true;
+        }
       }
       return;
     }
-    if (a.by_rows) return gemm<Math, false>(g, next);
+    if (a.by_rows) return multiply_rows(true);
     const int rows = g.rows;
     g.lda = kTileRows;
     for (int row = 0; row < rows; row += kTileRows, g.a += a.lda, g.c += kTileRows * g.ldc) {
       g.rows = static_cast<int>(minimum(kTileRows, rows - row));
-      gemm<Math, true>(g, next);
+      multiply_rows(false);
+      if (leaves) leaves->skip(kTileRows);
     }
   }
 
   // A's block times B's packed columns, while `next` is fetched: with block.fetches the next
   // sliver, and with the last one what list_next() names. Sums of bf16 results lie in `sums` [rows,
-  // width] until the last panel, or in `edge` if that is the first too; so do a last sliver's.
+  // width] until the last panel.
   template <class ListNext>
   void multiply(const Block& block, const Left& a, const Element* b, float* sums, int64_t width,
-                float* edge, Prefetcher& next, const ListNext& list_next) const {
+                Prefetcher& next, const ListNext& list_next) const {
     GemmArgs<Math> g{};
     g.a = a.data;
     g.lda = a.lda;
     g.rows = static_cast<int>(block.rows);
     g.depth = static_cast<int>(block.depth);
+    const bool adds = kDirect && (!block.begins || p.add);
     for (int64_t sliver = block.sliver; sliver < block.end; ++sliver) {
       const int64_t column = sliver * kSliver, wide = minimum(kSliver, block.columns - column);
-      Out* const c = static_cast<Out*>(p.c) + block.row * p.c_row + block.first + column;
+      const int64_t first = block.first + column;
       g.ldb = whole_vectors(wide);
       g.b = b + column * block.depth;
       g.vectors = static_cast<int>(g.ldb / kWidth);
-      const bool whole = wide == g.ldb;
+      ResultEpilogue<Out> result{static_cast<Out*>(p.c) + block.row * p.c_row + first,
+                                 p.c_row,
+                                 wide,
+                                 nullptr,
+                                 width,
+                                 nullptr,
+                                 adds};
+      if (p.bias != nullptr && (kDirect ? block.begins : block.ends)) {
+        result.bias = static_cast<const Out*>(p.bias) + first;
+      }
+      bool leaves = wide != g.ldb;
       if constexpr (kDirect) {
-        g.c = whole ? c : edge;
-        g.ldc = whole ? p.c_row : g.ldb;
-        g.add = Add::kNothing;
-        if (whole && begins_with_bias(block)) {
-          g.add = Add::kBias;
-          g.bias = static_cast<const Out*>(p.bias) + block.first + column;
-        } else if (whole && (!block.begins || p.add)) {
-          g.add = Add::kC;
-        }
+        g.c = result.c;
+        g.ldc = p.c_row;
+        g.add = result.bias ? Add::kBias : adds ? Add::kC : Add::kNothing;
+        g.bias = result.bias;
       } else {
-        const bool once = block.begins && block.ends;
-        g.c = once ? edge : sums + block.row * width + column;
-        g.ldc = once ? g.ldb : width;
+        leaves = block.ends;
+        g.ldc = width;
         g.add = block.begins ? Add::kNothing : Add::kC;
+        if (!(block.begins && block.ends)) g.c = sums + block.row * width + column;
+        if (!block.begins) result.sums = g.c;
       }
       if (sliver + 1 == block.end) {
         list_next();
@@ -299,27 +263,7 @@ struct Product {
         next.add(reinterpret_cast<const char*>(b + (column + kSliver) * block.depth),
                  whole_vectors(after) * block.depth * static_cast<int64_t>(sizeof(Element)));
       }
-      multiply_sliver(a, g, next);
-      if (kDirect ? !whole : block.ends) finish(block, g.c, g.ldc, c, wide, column);
-    }
-  }
-
-  bool begins_with_bias(const Block& block) const { return block.begins && p.bias != nullptr; }
-
-  // Sums [rows, wide] to C, or added to it.
-  void finish(const Block& block, const float* sums, int64_t ld, Out* c, int64_t wide,
-              int64_t column) const {
-    const Out* const bias = static_cast<const Out*>(p.bias) + block.first + column;
-    for (int64_t i = 0; i < block.rows; ++i) {
-      each_vector(wide, [&](int64_t j, int lanes) {
-        Vec sum = load_first(sums + i * ld + j, lanes);
-        if (kDirect ? begins_with_bias(block) : p.bias != nullptr) {
-          sum = sum + load_first(bias + j, lanes);
-        } else if (kDirect && (!block.begins || p.add)) {
-          sum = sum + load_first(c + i * p.c_row + j, lanes);
-        }
-        store_first(c + i * p.c_row + j, sum, lanes);
-      });
+      multiply_sliver(a, g, leaves ? &result : nullptr, next);
     }
   }
 
@@ -349,17 +293,17 @@ struct Product {
     list(next, of_a(panel, row), rows, p.a_row, steps_of(panel), p.a_column);
   }
 
-  // With few rows packing B takes as long as a quarter of the multiply-adds, as it waits for
-  // memory: so a thread packs some columns right before it multiplies them and fetches the next
-  // ones meanwhile.
+  // Packing B waits for memory, with few rows as long as a quarter of the multiply-adds take: so a
+  // thread packs some columns right before it multiplies them and fetches the next ones meanwhile.
   void divide_columns() const {
     const int64_t rows = parts(parts(p.rows, parts(p.rows, kRows)), kTileRows) * kTileRows;
-    const int64_t groups = parts(p.rows, rows), units = parts(p.columns, kUnit);
+    const int64_t groups = parts(p.rows, rows), units = parts(p.columns, unit);
     const int64_t block_size = left_size(rows);
     // Sums of bf16 results wait for all panels.
-    const int64_t at_once = kDirect ? minimum(panels, parts(kShared, groups * block_size)) : panels;
-    const int64_t common = at_once * groups * block_size;
-    const int64_t own = (depth + p.rows) * kUnit + rows * kSliver;
+    const int64_t fitting = minimum(panels, parts(kShared, groups * block_size));
+    const int64_t at_once = kDirect && !in_place ? fitting : panels;
+    const int64_t common = in_place ? 0 : at_once * groups * block_size;
+    const int64_t own = (depth + p.rows) * unit;
     float* const shared = scratch(static_cast<size_t>(common + own));
     auto* const packed_a = reinterpret_cast<Element*>(shared);
     bool out_of_memory = shared == nullptr;
@@ -369,27 +313,26 @@ struct Product {
       float* const mine =
           omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
       auto* const packed_b = reinterpret_cast<Element*>(mine);
-      float* const edge = mine + depth * kUnit;
-      float* const sums = edge + rows * kSliver;
+      float* const sums = mine + depth * unit;
       if (mine == nullptr) {
 #pragma omp atomic write
         out_of_memory = true;
       }
 #pragma omp barrier
       Prefetcher next;
-      int64_t unit = taken++, done = 0;
+      int64_t take = taken++, done = 0;
       for (int64_t from = 0; from < panels && !out_of_memory; from += at_once, done += units) {
         const int64_t to = minimum(from + at_once, panels);
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < (to - from) * groups; ++i) {
+        for (int64_t i = 0; i < (in_place ? 0 : (to - from) * groups); ++i) {
           const int64_t panel = from + i / groups, row = i % groups * rows;
           pack_a(panel, row, minimum(rows, p.rows - row), packed_a + i * block_size);
         }
-        while (unit < done + units) {
-          const int64_t column = (unit - done) * kUnit;
-          const int64_t wide = minimum(kUnit, p.columns - column);
-          unit = taken++;
-          const int64_t after = (unit - done) * kUnit;
+        while (take < done + units) {
+          const int64_t column = (take - done) * unit;
+          const int64_t wide = minimum(unit, p.columns - column);
+          take = taken++;
+          const int64_t after = (take - done) * unit;
           for (int64_t panel = from; panel < to; ++panel) {
             pack_b(panel, column, wide, packed_b);
             next.clear();
@@ -398,7 +341,7 @@ struct Product {
               if (i == groups - 1 && panel + 1 < to) {
                 list_b(next, panel + 1, column, wide);
               } else if (i == groups - 1 && after < p.columns) {
-                list_b(next, from, after, minimum(kUnit, p.columns - after));
+                list_b(next, from, after, minimum(unit, p.columns - after));
               }
               const Block block{i * rows,
                                 minimum(rows, p.rows - i * rows),
@@ -410,9 +353,11 @@ struct Product {
                                 panel == 0,
                                 panel == panels - 1,
                                 false};
-              const Element* const a = packed_a + ((panel - from) * groups + i) * block_size;
-              multiply(block, packed_left(panel, block.rows, a), packed_b, sums, kUnit, edge, next,
-                       [] {});
+              const Element* const packed = packed_a + ((panel - from) * groups + i) * block_size;
+              multiply(block,
+                       in_place ? left_in_place(panel, block.row)
+                                : packed_left(panel, block.rows, packed),
+                       packed_b, sums, unit, next, [] {});
             }
           }
         }
@@ -423,14 +368,14 @@ struct Product {
   }
 
   void run() const {
-    const bool few = p.rows <= (p.b_column == 1 ? kFew : kFewRowwise);
     const bool enough = p.columns >= 4 * threads * kUnit;
-    const bool fits = kDirect || p.rows * p.depth <= kSums;  // all of A packed, see at_once
+    const bool few = p.rows <= kFew || (!kAvx2 && (in_place || 3 * p.rows <= p.columns));
+    // What divide_columns() has of bf16 results' sums, or of A where it is packed.
+    const bool fits = kDirect || p.rows * (in_place ? unit : p.depth) <= kSums;
     few && enough && fits ? divide_columns() : divide_rows();
   }
 
   void divide_rows() const {
-    const bool in_place = kFloats && p.a_column == 1 && (!kAvx2 || p.columns <= kNarrow);
     // Each thread takes as many rows, and where these are few the columns are divided too.
     const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
     const int64_t rows = parts(parts(p.rows, row_blocks), kTileRows) * kTileRows;
@@ -438,8 +383,8 @@ struct Product {
     const bool summed = !kDirect && panels > 1;
     int64_t most = kColumns;
     if (summed && kSums / p.rows < most) most = kSums / p.rows < kSliver ? kSliver : kSums / p.rows;
-    const int64_t width = parts(parts(p.columns, parts(p.columns, most)), kUnit) * kUnit;
-    const int64_t own = left_size(rows) + rows * kSliver;
+    const int64_t width = parts(parts(p.columns, parts(p.columns, most)), unit) * unit;
+    const int64_t own = left_size(rows);
     const int64_t fitting = kPacked / (depth * width);
     const int64_t at_once = fitting > 0 ? minimum(panels, fitting) : 1;
     const int64_t common = at_once * depth * width + (summed ? p.rows * width : 0);
@@ -455,7 +400,6 @@ struct Product {
       float* const mine =
           omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
       auto* const packed_a = reinterpret_cast<Element*>(mine);
-      float* const edge = mine + left_size(rows);
       Prefetcher next;
       next.clear();
       int64_t take = taken++, done = 0;
@@ -466,13 +410,13 @@ struct Product {
 #pragma omp barrier
       for (int64_t first = 0; first < p.columns && !out_of_memory; first += width) {
         const int64_t columns = minimum(width, p.columns - first);
-        const int64_t slivers = parts(columns, kSliver), units = parts(columns, kUnit);
+        const int64_t slivers = parts(columns, kSliver), units = parts(columns, unit);
         for (int64_t from = 0; from < panels; from += at_once) {
           const int64_t to = minimum(from + at_once, panels);
 #pragma omp for schedule(dynamic)
           for (int64_t i = 0; i < (to - from) * units; ++i) {
-            const int64_t panel = from + i / units, column = i % units * kUnit;
-            pack_b(panel, first + column, minimum(kUnit, columns - column),
+            const int64_t panel = from + i / units, column = i % units * unit;
+            pack_b(panel, first + column, minimum(unit, columns - column),
                    packed_b + (panel - from) * depth * width +
                        column * parts(steps_of(panel), Math::kStep));
           }
@@ -494,17 +438,15 @@ struct Product {
                               panel == panels - 1,
                               true};
             if (block.sliver < block.end) {
-              Left a;
-              if constexpr (kFloats) a = {of_a(panel, row), p.a_row, true};
-              if (!in_place) a = pack_a(panel, row, block.rows, packed_a);
+              const Left a =
+                  in_place ? left_in_place(panel, row) : pack_a(panel, row, block.rows, packed_a);
               wait_until(&multiplied[i], before);
-              multiply(block, a, packed_b + (panel - from) * depth * width, sums, width, edge, next,
-                       [&] {
-                         next.clear();
-                         const int64_t then = from + after / blocks;
-                         const int64_t at = after % blocks / chunks * rows;
-                         if (then < panels) list_a(next, then, at, minimum(rows, p.rows - at));
-                       });
+              multiply(block, a, packed_b + (panel - from) * depth * width, sums, width, next, [&] {
+                next.clear();
+                const int64_t then = from + after / blocks;
+                const int64_t at = after % blocks / chunks * rows;
+                if (then < panels) list_a(next, then, at, minimum(rows, p.rows - at));
+              });
             }
             set_counter(&multiplied[i], before + 1);
           }
