@@ -193,10 +193,6 @@ enum class Causal {
 // column). The product starts from 0 then, and C is not touched. This one is none.
 struct NoEpilogue {};
 
-// Depth from which a tile fetches its C before its first step: such products write to memory, not
-// to a buffer in cache, and the line arrives while the tile is computed.
-constexpr int kFar = 192;
-
 // A's element (row i, step k): a[i * lda + k], or a[k * lda + i] if kByColumns.
 template <class Math>
 struct GemmArgs {
@@ -213,6 +209,8 @@ struct GemmArgs {
   const float* row_scale;  // [rows], for Add::kScaledC
   Causal causal = Causal::kAll;
   const float* bias = nullptr;  // [vectors * kWidth], for Add::kBias
+  // Whether C lies in memory, not in a cache: a tile fetches its lines before its first step.
+  bool far = false;
 };
 
 // The next row of a tile, hidden from the compiler, which would compute the addresses of all rows
@@ -231,7 +229,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
   float* const c = g.c + row * g.ldc + column;
   const ptrdiff_t ldc = g.ldc;
   float* to = c;
-  if ((!kLeaves || g.c != nullptr) && g.depth >= kFar) {
+  if (g.far) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
 #pragma GCC unroll 5

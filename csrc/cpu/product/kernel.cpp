@@ -226,6 +226,7 @@ struct Product {
     g.rows = static_cast<int>(block.rows);
     g.depth = static_cast<int>(block.depth);
     const bool adds = kDirect && (!block.begins || p.add);
+    g.far = kDirect || !(block.begins && block.ends);
     for (int64_t sliver = block.sliver; sliver < block.end; ++sliver) {
       const int64_t column = sliver * kSliver, wide = minimum(kSliver, block.columns - column);
       const int64_t first = block.first + column;
