@@ -127,6 +127,7 @@ struct Product {
   const int64_t panels = parts(elements, kDepth);
   const int64_t depth = parts(elements, panels);  // elements of a panel
   const int64_t panel_steps = depth * Math::kStep;
+  const bool summed = !kDirect && panels > 1;  // results wait in memory for all panels
   const int64_t unit = kAvx2 || p.b_column != 1 ? kUnit : dense_unit();
   // Whether A's rows can be read where they lie.
   const bool in_place = sizeof(In) * Math::kStep == sizeof(Element) && p.a_column == 1 &&
@@ -304,7 +305,7 @@ struct Product {
     const int64_t fitting = minimum(panels, parts(kShared, groups * block_size));
     const int64_t at_once = kDirect && !in_place ? fitting : panels;
     const int64_t common = in_place ? 0 : at_once * groups * block_size;
-    const int64_t own = (depth + p.rows) * unit;
+    const int64_t own = (depth + (summed ? p.rows : 0)) * unit;
     float* const shared = scratch(static_cast<size_t>(common + own));
     auto* const packed_a = reinterpret_cast<Element*>(shared);
     bool out_of_memory = shared == nullptr;
@@ -371,8 +372,9 @@ struct Product {
   void run() const {
     const bool enough = p.columns >= 4 * threads * kUnit;
     const bool few = p.rows <= kFew || (!kAvx2 && (in_place || 3 * p.rows <= p.columns));
-    // What divide_columns() has of bf16 results' sums, or of A where it is packed.
-    const bool fits = kDirect || p.rows * (in_place ? unit : p.depth) <= kSums;
+    // Of each row divide_columns() keeps sums, or, packed, all of A where results wait for it.
+    const int64_t kept = in_place ? (summed ? unit : 0) : (kDirect ? 0 : p.depth);
+    const bool fits = p.rows * kept <= kSums;
     few && enough && fits ? divide_columns() : divide_rows();
   }
 
@@ -381,7 +383,6 @@ struct Product {
     const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
     const int64_t rows = parts(parts(p.rows, row_blocks), kTileRows) * kTileRows;
     const int64_t groups = parts(p.rows, rows), chunks = parts(threads, groups);
-    const bool summed = !kDirect && panels > 1;
     int64_t most = kColumns;
     if (summed && kSums / p.rows < most) most = kSums / p.rows < kSliver ? kSliver : kSums / p.rows;
     const int64_t width = parts(parts(p.columns, parts(p.columns, most)), unit) * unit;
