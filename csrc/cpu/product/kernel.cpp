@@ -59,11 +59,11 @@ template <class Out>
 struct ResultEpilogue {
   Out* c;
   int64_t ldc;
-  int64_t columns;    // of C; a tile may have more
-  const float* sums;  // [rows, ld]
-  int64_t ld;
-  const Out* bias;
-  bool adds;
+  int64_t columns;  // of C; a tile may have more
+  bool adds;        // what C holds
+  int64_t ld;       // of sums
+  const float* sums = nullptr;
+  const Out* bias = nullptr;
 
   VLMK_MEMBER void skip(int64_t rows) {
     c += rows * ldc;
@@ -179,7 +179,7 @@ struct Product {
     }
   }
 
-  // `leaves`: null if sums go to g.c.
+  // Sums go to g.c, or, not being null, to `leaves`.
   void multiply_sliver(const Left& a, GemmArgs<Math> g, ResultEpilogue<Out>* leaves,
                        Prefetcher& next) const {
     const auto multiply_rows = [&](bool by_rows) {
@@ -234,19 +234,14 @@ struct Product {
       g.ldb = whole_vectors(wide);
       g.b = b + column * block.depth;
       g.vectors = static_cast<int>(g.ldb / kWidth);
-      ResultEpilogue<Out> result{static_cast<Out*>(p.c) + block.row * p.c_row + first,
-                                 p.c_row,
-                                 wide,
-                                 nullptr,
-                                 width,
-                                 nullptr,
-                                 adds};
+      Out* const c = static_cast<Out*>(p.c) + block.row * p.c_row + first;
+      ResultEpilogue<Out> result{c, p.c_row, wide, adds, width};
       if (p.bias != nullptr && (kDirect ? block.begins : block.ends)) {
         result.bias = static_cast<const Out*>(p.bias) + first;
       }
       bool leaves = wide != g.ldb;
       if constexpr (kDirect) {
-        g.c = result.c;
+        g.c = c;
         g.ldc = p.c_row;
         g.add = result.bias ? Add::kBias : adds ? Add::kC : Add::kNothing;
         g.bias = result.bias;
