@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vlmkernels._native import _C, DTYPES, pointer
 
+#: Of matrices whose products can be ours.
 TYPES = (torch.float32, torch.bfloat16)
 #: Rows, columns and depth from which ours is taken: packing costs less than it saves.
 SMALLEST = 64

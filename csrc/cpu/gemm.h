@@ -189,6 +189,22 @@ enum class Causal {
   kStepsFromRow,    // rows are keys, steps queries: A is 0 before step i of row i
 };
 
+// Vectors to whole ones of T, rounded; of a 16-bit type two at a time where a vector holds both.
+template <int kVectors, class T>
+VLMK_INLINE void store_vectors(T* to, const Vec (&x)[kVectors]) {
+  int j = 0;
+#if defined(VLMK_BF16_PANELS)
+  if constexpr (sizeof(T) == 2) {
+#pragma GCC unroll 2
+    for (; j + 2 <= kVectors; j += 2) {
+      _mm512_storeu_si512(to + j * kWidth, narrow(x[j], x[j + 1], T{}));
+    }
+  }
+#endif
+#pragma GCC unroll 5
+  for (; j < kVectors; ++j) store(to + j * kWidth, x[j]);
+}
+
 // An epilogue takes finished pieces of C from the registers: put(sums [rows][vectors], row,
 // column). The product starts from 0 then, and C is not touched. This one is none.
 struct NoEpilogue {};

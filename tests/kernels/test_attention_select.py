@@ -27,9 +27,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ARCHS = ("80", "90a")
 
 
-def gpu_of(*capability: int, archs: tuple[str, ...] = ARCHS, flash_attn: bool = False) -> Machine:
-    shared = SHARED_OF_BLOCK.get(capability, 227 << 10)  # type: ignore[call-overload]
-    return Machine("cuda", capability, shared, archs, flash_attn)  # type: ignore[arg-type]
+def gpu_of(
+    major: int, minor: int, archs: tuple[str, ...] = ARCHS, flash_attn: bool = False
+) -> Machine:
+    shared = SHARED_OF_BLOCK.get((major, minor), 227 << 10)
+    return Machine("cuda", (major, minor), shared, archs, flash_attn)
 
 
 AMPERE, HOPPER = gpu_of(8, 0), gpu_of(9, 0)

@@ -326,19 +326,8 @@ struct RowEpilogue {
         }
       });
     }
-    put_rows([](T* to, const Vec(&results)[kVectors]) __attribute__((always_inline)) {
-      int j = 0;
-#if defined(VLMK_BF16_PANELS)
-      if constexpr (sizeof(T) == 2) {
-#pragma GCC unroll 2
-        for (; j + 2 <= kVectors; j += 2) {
-          _mm512_storeu_si512(to + j * kWidth, narrow(results[j], results[j + 1], T{}));
-        }
-      }
-#endif
-#pragma GCC unroll 5
-      for (; j < kVectors; ++j) store(to + j * kWidth, results[j]);
-    });
+    put_rows([](T* to, const Vec(&results)[kVectors])
+                 __attribute__((always_inline)) { store_vectors(to, results); });
   }
 };
 

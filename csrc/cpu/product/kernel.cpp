@@ -38,8 +38,8 @@ constexpr int64_t kSums = 4 << 20;  // of C, 16 MB, where it is bf16 and has sev
 constexpr int64_t kFew = 256;       // rows of A up to which B is always divided
 constexpr int64_t kNarrow = 512;    // columns up to which AVX2 gains by not packing A's dense rows
 constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole panels are packed then
-constexpr int64_t kUnit =
-    kAvx2 ? 4 * kSliver : kSliver;    // columns packed at once, see dense_unit()
+// Columns packed at once; of dense rows of B see dense_unit().
+constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;
 constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packed at once
 constexpr double kParallelFrom = kAvx2 ? 1 << 18 : 1 << 22;  // multiply-adds
 
@@ -75,19 +75,7 @@ struct ResultEpilogue {
     Out* to = c + row * ldc + column;
     if (left >= kVectors * kWidth && sums == nullptr && bias == nullptr && !adds) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i, to += ldc) {
-        int j = 0;
-#if defined(VLMK_PAIRS)
-        if constexpr (sizeof(Out) == 2) {
-#pragma GCC unroll 2
-          for (; j + 2 <= kVectors; j += 2) {
-            _mm512_storeu_si512(to + j * kWidth, narrow(sum[i][j], sum[i][j + 1], Out{}));
-          }
-        }
-#endif
-#pragma GCC unroll 5
-        for (; j < kVectors; ++j) store(to + j * kWidth, sum[i][j]);
-      }
+      for (int i = 0; i < kRows; ++i, to += ldc) store_vectors(to, sum[i]);
       return;
     }
     float tile[kRows][kVectors * kWidth];
@@ -366,6 +354,7 @@ struct Product {
 
   void run() const {
     const bool enough = p.columns >= 4 * threads * kUnit;
+    // Few rows for what it costs to read A again, or to pack all of it first.
     const bool few = p.rows <= kFew || (!kAvx2 && (in_place || 3 * p.rows <= p.columns));
     // Of each row divide_columns() keeps sums, or, packed, all of A where results wait for it.
     const int64_t kept = in_place ? (summed ? unit : 0) : (kDirect ? 0 : p.depth);

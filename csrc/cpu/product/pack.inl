@@ -104,12 +104,6 @@ VLMK_NOINLINE void pack_tiles(const In* from, int64_t step, int64_t n, int64_t d
 }
 
 #else
-// The first n <= 32 of a row, zeros behind them.
-VLMK_INLINE __m512i load_row(const BFloat16* row, int64_t n) {
-  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
-  return _mm512_maskz_loadu_epi16(mask, row);
-}
-
 // Element (i, k) of [n, depth] lies at from[i * row + k * step], one of them being 1; in `to` 2 k
 // and 2 k + 1 side by side at [k * ld + i], with zeros behind n as far as a whole vector and behind
 // an odd depth.
@@ -133,7 +127,8 @@ VLMK_NOINLINE void pack(const BFloat16* from, int64_t row, int64_t step, int64_t
 #pragma GCC unroll 16
       for (int j = 0; j < kWidth; ++j) {
         const BFloat16* const x = from + (i + j) * row + k;
-        r[j] = j < rows ? _mm512_castsi512_ps(load_row(x, left)) : set1(0.f);
+        r[j] = j < rows ? _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(first_words(left), x))
+                        : set1(0.f);
         fetch_ahead(x);
       }
       transpose(r);
