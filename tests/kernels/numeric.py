@@ -88,6 +88,17 @@ def assert_accurate(
     )
 
 
+def sum_noise(squares: Tensor, terms: int) -> Tensor:
+    """`noise` of float32 sums, one term added to the other, of the sums of their terms' squares: a
+    rounding each of the partial sums, which hold half the terms on average."""
+    return squares.double().sqrt() * 2**-24 * max(1.0, terms / 2) ** 0.5
+
+
+def product_noise(a: Tensor, b: Tensor) -> Tensor:
+    """`noise` of a b, of dtype float32 or summed in it."""
+    return sum_noise(a.double().square() @ b.double().square(), a.shape[1])
+
+
 def largest_noise(noise: Tensor) -> Tensor:
     """What the norm of Gaussian noise of these standard deviations [.., D] exceeds with probability
     exp(-12) at most (Laurent and Massart 2000, lemma 1). The D elements of a row stand or fall

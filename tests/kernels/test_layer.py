@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa
+from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, sum_noise
 from vlmkernels.layer import add_rms_norm_, rms_norm, swiglu_
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,8 +42,7 @@ def check(
         if i in summed and want.numel() < 100:  # of few sums plain torch's error is luck
             terms = summed[i]
             terms = exact[1] if terms is None else terms
-            noise = terms.double().square().sum((0, 1)).sqrt() * 2**-24
-            noise = noise * max(1.0, len(terms) / 2) ** 0.5
+            noise = sum_noise(terms.double().square().sum((0, 1)), len(terms))
         assert_accurate(f"result {i}", got, peer, want, noise)
 
 

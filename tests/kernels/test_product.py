@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.kernels.numeric import ISAS, assert_accurate, assert_bitwise, isa, poisoned
+from tests.kernels.numeric import (
+    ISAS,
+    assert_accurate,
+    assert_bitwise,
+    isa,
+    poisoned,
+    product_noise,
+)
 from vlmkernels import _native, product
 
 Strides = tuple[bool, bool]
@@ -45,9 +52,6 @@ def check(a: Tensor, b: Tensor, kind: str) -> None:
     added = torch.randn(a.shape[0], b.shape[1] + 3)[:, 1:-2]  # rows lie apart
     added, bias = added if kind == "add" else added.to(a.dtype), torch.randn(b.shape[1]).to(a.dtype)
     exact, plain = a.double() @ b.double(), torch.mm(a, b)
-    # Plain torch's error on a few products is luck; its noise, a rounding each of k sums, is not.
-    noise = (a.double().square() @ b.double().square()).sqrt() * 2**-24
-    noise = noise * max(1.0, (a.shape[1] / 2)) ** 0.5
     if kind == "bias":
         got = product.product(a, b, bias=bias)
         exact, plain = exact + bias.double(), plain + bias
@@ -60,7 +64,7 @@ def check(a: Tensor, b: Tensor, kind: str) -> None:
     else:
         got = product.product(a, b)
         assert got.is_contiguous()
-    assert_accurate(kind or "a b", got, plain, exact, noise)
+    assert_accurate(kind or "a b", got, plain, exact, product_noise(a, b))
 
 
 CASES = [(dtype, t) for dtype in product.TYPES for t in (False, True)]

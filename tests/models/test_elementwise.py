@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.numeric import assert_accurate
+from tests.kernels.numeric import assert_accurate, sum_noise
 from vlmtrain.models.common import elementwise
 
 Op = Callable[..., Tensor]
@@ -121,7 +121,7 @@ def test_a_bias_past_autograd(name: str, skips: bool) -> None:
     out.sin().sum().backward()
     assert x.grad is not None and (bias.grad is None) == skips
     terms = x.grad.double()  # every op adds the bias to x first
-    noise = terms.square().sum((0, 1)).sqrt() * 2**-24 * (30 / 2) ** 0.5
+    noise = sum_noise(terms.square().sum((0, 1)), len(terms))
     got = bias.main_grad if bias.grad is None else start + bias.grad  # type: ignore[attr-defined]
     exact = start.double() + terms.sum((0, 1))
     assert_accurate("bias", got, start + x.grad.sum((0, 1)), exact, noise)

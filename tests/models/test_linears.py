@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.numeric import LARGE, assert_accurate
+from tests.kernels.numeric import LARGE, assert_accurate, product_noise, sum_noise
 from vlmtrain.models import weight_gradients
 from vlmtrain.models.common import linears
 from vlmtrain.models.common.linears import WholeColumnParallelLinear, WholeRowParallelLinear
@@ -75,8 +75,15 @@ def test_product_and_gradients(
         got["dbias"] = linear.bias.main_grad.to(dtype) if skips else linear.bias.grad
         assert (linear.bias.grad is None) == skips
     stock, exact = plain(dtype), plain(torch.float64)
+    rows, columns, weight = x.detach()[:, 0], upstream[:, 0], linear.weight.detach()
+    noise = {
+        "out": product_noise(rows, weight.t())[:, None],
+        "dx": product_noise(columns, weight)[:, None],
+        "main_grad": product_noise(columns.t(), rows),
+        "dbias": sum_noise(columns.double().square().sum(0), tokens),
+    }
     for name, want in exact.items():
-        assert_accurate(name, got[name], stock[name], want)
+        assert_accurate(name, got[name], stock[name], want, noise[name])
     if frozen:
         assert torch.equal(linear.weight.main_grad, before) and linear.weight.grad is None
     elif skips:
