@@ -42,9 +42,9 @@ T* pointer(uintptr_t address) {
 }
 
 // The Python callable of a launcher: the arguments of the function that fills its struct.
-template <class Params, class... Args>
-auto on_cpu(Params (*fill)(Args...), void (*launch)(const Params&)) {
-  return [=](Args... args) { launch(fill(args...)); };
+template <class Params, class Result, class... Args>
+auto on_cpu(Params (*fill)(Args...), Result (*launch)(const Params&)) {
+  return [=](Args... args) { return launch(fill(args...)); };
 }
 
 #ifdef VLMKERNELS_WITH_CUDA

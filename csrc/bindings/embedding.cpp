@@ -60,6 +60,21 @@ EmbeddingGatherParams embedding_gather_params(uintptr_t visual_index, uintptr_t 
           static_cast<DType>(dvisual_dtype)};
 }
 
+EmbeddingSortParams embedding_sort_params(uintptr_t ids, uintptr_t visual_index, uintptr_t keys,
+                                          uintptr_t order, int64_t first, int64_t rows,
+                                          int64_t vocab_start, int64_t vocab_rows,
+                                          int64_t padding_idx) {
+  return {pointer<const int64_t>(ids),
+          pointer<const int32_t>(visual_index),
+          pointer<int64_t>(keys),
+          pointer<int64_t>(order),
+          first,
+          rows,
+          vocab_start,
+          vocab_rows,
+          padding_idx};
+}
+
 EmbeddingReduceParams embedding_reduce_params(uintptr_t keys, uintptr_t order, uintptr_t grad,
                                               uintptr_t dweight, int64_t count, int64_t hidden,
                                               int64_t vocab_rows, int grad_dtype, int dweight_dtype,
@@ -101,6 +116,9 @@ void register_embedding(py::module_& m) {
   forward("embedding_forward", on_cpu(embedding_params, embedding_forward));
   add("embedding_add", on_cpu(embedding_add_params, embedding_add));
   gather("embedding_gather", on_cpu(embedding_gather_params, embedding_gather));
+  m.def("embedding_sort", on_cpu(embedding_sort_params, embedding_sort), "ids"_a, "visual_index"_a,
+        "keys"_a, "order"_a, "first"_a, "rows"_a, "vocab_start"_a, "vocab_rows"_a, "padding_idx"_a,
+        VLMK_NO_GIL);
   reduce("embedding_reduce", on_cpu(embedding_reduce_params, embedding_reduce));
 #ifdef VLMKERNELS_WITH_CUDA
   forward("embedding_forward_cuda", on_cuda(embedding_params, embedding_forward_cuda), "stream"_a);

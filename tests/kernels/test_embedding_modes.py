@@ -22,6 +22,7 @@ from tests.kernels.test_embedding import (
     today,
 )
 from vlmkernels import scatter_visual, scatter_visual_, visual_embedding, visual_index
+from vlmkernels.embedding import gradients as ops_of_gradients
 from vlmkernels.embedding.lookup import visual_embedding_reference
 from vlmkernels.embedding.visual_index import visual_index_reference
 
@@ -173,6 +174,28 @@ def test_main_grad_is_refused_where_it_does_not_fit() -> None:
         run()
     with pytest.raises(ValueError, match="weight_grad is 'main'; it must be 'dense', 'sparse' or"):
         run("main")
+
+
+@pytest.mark.parametrize("table", [1, 2048, 2049, 150_000, 5_000_000])
+@pytest.mark.parametrize("padded", [False, True])
+def test_positions_are_sorted_by_id(table: int, padded: bool) -> None:
+    """Stably, as NumPy does; the kernel sorts by digits of 11 bits. Positions that are visual, or
+    whose id is elsewhere or the padding's, are left out."""
+    start, first, rows = 7, 11, 700
+    some = torch.randint(start - 3, start + table + 3, (200,))
+    some[:3] = torch.tensor([start - 1, start + table - 1, start + table])
+    ids = some[torch.randint(200, (800,))]
+    index = torch.where(torch.rand(800) < 0.2, 0, -1).int()
+    padding = int(some[1]) if padded else -1
+    found = ids[first : first + rows].numpy() - start
+    text = index[first : first + rows].numpy() < 0
+    kept = text & (found >= 0) & (found < table) & (found + start != padding)
+    places = kept.nonzero()[0]
+    order = places[found[places].argsort(kind="stable")]
+    twice = torch.stack([ids, ids], 1)[:, 1]
+    got = ops_of_gradients._sorted(torch.ones(rows, 1), twice, index, start, table, first, padding)
+    assert_bitwise("rows", got[0], torch.from_numpy(found[order]))
+    assert_bitwise("positions", got[1], torch.from_numpy(order))
 
 
 @pytest.mark.parametrize("mode", ["dense", "sparse", "main_grad"])

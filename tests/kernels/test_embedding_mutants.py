@@ -26,6 +26,7 @@ ARGUMENTS = {
     "vocab_rows visual_rows partial table_type visual_type out_type",
     "embedding_gather": "visual_index grad inverse dvisual first rows hidden visual_rows "
     "grad_type dvisual_type",
+    "embedding_sort": "ids visual_index keys order first rows vocab_start vocab_rows padding_idx",
     "embedding_reduce": "keys order grad dweight count hidden vocab_rows grad_type dweight_type "
     "accumulate",
 }
@@ -43,6 +44,11 @@ MUTANTS: list[tuple[str, str, dict[str, Callable[[Any], Any]]]] = [
     ("gather", "a row short", {"rows": lambda a: a.rows - 1}),
     ("gather", "an element short", {"hidden": lambda a: a.hidden - 1}),
     ("gather", "fp16 for bf16", {"dvisual_type": lambda a: a.dvisual_type + 1}),
+    ("sort", "first position", {"first": lambda a: a.first - 1}),
+    ("sort", "half the rows", {"rows": lambda a: a.rows // 2}),
+    ("sort", "range start", {"vocab_start": lambda a: a.vocab_start + 1}),
+    ("sort", "range end", {"vocab_rows": lambda a: a.vocab_rows - 1}),
+    ("sort", "an id skipped", {"padding_idx": lambda a: 0}),
     ("reduce", "most entries missing", {"count": lambda a: 3}),
     ("reduce", "a row of the table short", {"vocab_rows": lambda a: a.vocab_rows - 1}),
     ("reduce", "keys for order", {"keys": lambda a: a.order, "order": lambda a: a.keys}),

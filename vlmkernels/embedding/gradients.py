@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmkernels import _native
 from vlmkernels._native import DTYPES, define, launch
 
 #: Devices whose reduction writes the rows without a position as well.
@@ -56,8 +57,22 @@ def _sorted(
     first: int,
     padding_idx: int,
 ) -> tuple[Tensor, Tensor]:
-    """The rows of the table in ascending order [R], V where there is none; their positions."""
-    shard = slice(first, first + grad.shape[0])
+    """The rows of the table in ascending order, and their positions. On the CPU [m]; on CUDA [R],
+    with rows of V behind them, for torch's sort."""
+    rows = grad.shape[0]
+    if grad.is_cpu:
+        input_ids, visual_index = input_ids.contiguous(), visual_index.contiguous()
+        keys, order = input_ids.new_empty(rows), input_ids.new_empty(rows)
+        count = _native._C.embedding_sort(
+            *(t.data_ptr() for t in (input_ids, visual_index, keys, order)),
+            first,
+            rows,
+            vocab_start,
+            vocab_rows,
+            padding_idx,
+        )
+        return keys[:count], order[:count]
+    shard = slice(first, first + rows)
     ids = input_ids[shard]
     row = ids - vocab_start
     other = (visual_index[shard] >= 0) | (row < 0) | (row >= vocab_rows)

@@ -11,6 +11,8 @@ void embedding_forward(const EmbeddingParams& p);
 void embedding_add(const EmbeddingAddParams& p);
 void embedding_gather(const EmbeddingGatherParams& p);
 void embedding_reduce(const EmbeddingReduceParams& p);
+// Returns the number of keys.
+int64_t embedding_sort(const EmbeddingSortParams& p);
 
 // The parts with one version per instruction set. The arguments are in range.
 VLMK_DECLARE(embedding_copy, const EmbeddingParams&);

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -67,6 +68,34 @@ void embedding_gather(const EmbeddingGatherParams& p) {
     p.inverse[index] = static_cast<int32_t>(i);
   }
   embedding_copy_inverse(p);
+}
+
+// By digits, the last first: as many entries are moved as digits times positions.
+int64_t embedding_sort(const EmbeddingSortParams& p) {
+  constexpr int kBits = 11;
+  constexpr int64_t kDigit = (1 << kBits) - 1;
+  int64_t n = 0;
+  for (int64_t i = 0; i < p.rows; ++i) {
+    const int64_t id = p.ids[p.first + i], key = id - p.vocab_start;
+    if (p.visual_index[p.first + i] >= 0 || (p.padding_idx >= 0 && id == p.padding_idx)) continue;
+    if (key < 0 || key >= p.vocab_rows) continue;
+    p.keys[n] = key;
+    p.order[n++] = i;
+  }
+  std::vector<int64_t> keys(static_cast<size_t>(n)), order(static_cast<size_t>(n));
+  for (int shift = 0; (p.vocab_rows - 1) >> shift > 0; shift += kBits) {
+    int64_t places[kDigit + 2] = {};
+    for (int64_t i = 0; i < n; ++i) ++places[(p.keys[i] >> shift & kDigit) + 1];
+    for (int64_t digit = 0; digit < kDigit; ++digit) places[digit + 1] += places[digit];
+    for (int64_t i = 0; i < n; ++i) {
+      const auto place = static_cast<size_t>(places[p.keys[i] >> shift & kDigit]++);
+      keys[place] = p.keys[i];
+      order[place] = p.order[i];
+    }
+    std::copy(keys.begin(), keys.end(), p.keys);
+    std::copy(order.begin(), order.end(), p.order);
+  }
+  return n;
 }
 
 void embedding_reduce(const EmbeddingReduceParams& p) {

@@ -41,7 +41,7 @@ constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole pan
 // Columns packed at once; of dense rows of B see dense_unit().
 constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;
 constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packed at once
-constexpr double kParallelFrom = kAvx2 ? 1 << 18 : 1 << 22;  // multiply-adds
+constexpr double kParallelFrom = kAvx2 ? 1 << 18 : 1 << 21;  // multiply-adds
 
 // What of C one thread multiplies at a time.
 struct Block {
@@ -291,7 +291,8 @@ struct Product {
     const int64_t own = (depth + (summed ? p.rows : 0)) * unit;
     float* const shared = scratch(static_cast<size_t>(common + own));
     auto* const packed_a = reinterpret_cast<Element*>(shared);
-    bool out_of_memory = shared == nullptr;
+    if (shared == nullptr) throw_out_of_memory(static_cast<size_t>(common + own));
+    std::atomic<bool> out_of_memory{false};
     std::atomic<int64_t> taken{0};  // units, counted anew for each panels at once
 #pragma omp parallel num_threads(static_cast<int>(threads))
     {
@@ -299,20 +300,19 @@ struct Product {
           omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
       auto* const packed_b = reinterpret_cast<Element*>(mine);
       float* const sums = mine + depth * unit;
-      if (mine == nullptr) {
-#pragma omp atomic write
-        out_of_memory = true;
-      }
-#pragma omp barrier
+      if (mine == nullptr) out_of_memory = true;
       Prefetcher next;
       int64_t take = taken++, done = 0;
-      for (int64_t from = 0; from < panels && !out_of_memory; from += at_once, done += units) {
+      for (int64_t from = 0; from < panels; from += at_once, done += units) {
         const int64_t to = minimum(from + at_once, panels);
+        if (!in_place) {
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < (in_place ? 0 : (to - from) * groups); ++i) {
-          const int64_t panel = from + i / groups, row = i % groups * rows;
-          pack_a(panel, row, minimum(rows, p.rows - row), packed_a + i * block_size);
+          for (int64_t i = 0; i < (to - from) * groups; ++i) {
+            const int64_t panel = from + i / groups, row = i % groups * rows;
+            pack_a(panel, row, minimum(rows, p.rows - row), packed_a + i * block_size);
+          }
         }
+        if (out_of_memory) break;  // all threads, or, where none waits for another, any
         while (take < done + units) {
           const int64_t column = (take - done) * unit;
           const int64_t wide = minimum(unit, p.columns - column);
@@ -346,7 +346,9 @@ struct Product {
             }
           }
         }
+        if (to < panels) {
 #pragma omp barrier
+        }
       }
     }
     if (out_of_memory) throw_out_of_memory(static_cast<size_t>(common + own));
@@ -363,10 +365,12 @@ struct Product {
   }
 
   void divide_rows() const {
-    // Each thread takes as many rows, and where these are few the columns are divided too.
+    // Each thread takes as many rows, and where these are few the columns are divided too: in more
+    // parts than threads if A isn't packed again for each, as one core may be slower than another.
     const int64_t row_blocks = parts(parts(p.rows, kRows), threads) * threads;
     const int64_t rows = parts(parts(p.rows, row_blocks), kTileRows) * kTileRows;
-    const int64_t groups = parts(p.rows, rows), chunks = parts(threads, groups);
+    const int64_t groups = parts(p.rows, rows);
+    const int64_t chunks = parts(in_place && threads > 1 ? 4 * threads : threads, groups);
     int64_t most = kColumns;
     if (summed && kSums / p.rows < most) most = kSums / p.rows < kSliver ? kSliver : kSums / p.rows;
     const int64_t width = parts(parts(p.columns, parts(p.columns, most)), unit) * unit;
@@ -377,7 +381,8 @@ struct Product {
     float* const shared = scratch(static_cast<size_t>(common + own));
     auto* const packed_b = reinterpret_cast<Element*>(shared);
     float* const sums = shared + at_once * depth * width;
-    bool out_of_memory = shared == nullptr;
+    if (shared == nullptr) throw_out_of_memory(static_cast<size_t>(common + own));
+    std::atomic<bool> out_of_memory{false};
     const int64_t blocks = groups * chunks;
     std::atomic<int64_t> taken{0};                                 // blocks of all panels
     std::vector<int32_t> multiplied(static_cast<size_t>(blocks));  // panels of each block
@@ -389,15 +394,12 @@ struct Product {
       Prefetcher next;
       next.clear();
       int64_t take = taken++, done = 0;
-      if (mine == nullptr) {
-#pragma omp atomic write
-        out_of_memory = true;
-      }
-#pragma omp barrier
-      for (int64_t first = 0; first < p.columns && !out_of_memory; first += width) {
+      if (mine == nullptr) out_of_memory = true;
+      bool stops = false;
+      for (int64_t first = 0; first < p.columns && !stops; first += width) {
         const int64_t columns = minimum(width, p.columns - first);
         const int64_t slivers = parts(columns, kSliver), units = parts(columns, unit);
-        for (int64_t from = 0; from < panels; from += at_once) {
+        for (int64_t from = 0; from < panels && !stops; from += at_once) {
           const int64_t to = minimum(from + at_once, panels);
 #pragma omp for schedule(dynamic)
           for (int64_t i = 0; i < (to - from) * units; ++i) {
@@ -406,7 +408,8 @@ struct Product {
                    packed_b + (panel - from) * depth * width +
                        column * parts(steps_of(panel), Math::kStep));
           }
-          while (take < done + (to - from) * blocks) {
+          stops = out_of_memory;  // the same for all threads: they have met behind the packing
+          while (!stops && take < done + (to - from) * blocks) {
             const int64_t i = take % blocks;
             const auto before = static_cast<int32_t>(take / blocks);
             const int64_t panel = from + (take - done) / blocks;
@@ -437,7 +440,9 @@ struct Product {
             set_counter(&multiplied[i], before + 1);
           }
           done += (to - from) * blocks;
+          if (to < panels || first + width < p.columns) {
 #pragma omp barrier
+          }
         }
       }
     }
