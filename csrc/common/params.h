@@ -179,6 +179,19 @@ struct EmbeddingGatherParams {
   DType dvisual_dtype;
 };
 
+// The positions whose rows a table's gradient sums, by row, those of a row in their order.
+struct EmbeddingSortParams {
+  const int64_t* ids;           // [S]
+  const int32_t* visual_index;  // [S], >= 0: not of the table
+  int64_t* keys;                // [R], of which as many are written as there are such positions
+  int64_t* order;               // [R], their positions, counted from `first`
+  int64_t first;
+  int64_t rows;  // R
+  int64_t vocab_start;
+  int64_t vocab_rows;   // V; other ids are skipped
+  int64_t padding_idx;  // an id that is skipped, or -1
+};
+
 // Rows of a run of `rows` equal keys that are added one after another: all of a short run, else a
 // part of it; then the parts' sums are added, first to last.
 constexpr int64_t kShortRun = 64;
@@ -189,19 +202,6 @@ constexpr int64_t rows_of_part(int64_t rows) {
 
 // dweight[key] = sum in fp32 of grad[order[j]] over the run of equal keys, in the order of j and of
 // rows_of_part: one value on every device.
-// The positions whose rows a table's gradient sums, by row, those of a row in their order.
-struct EmbeddingSortParams {
-  const int64_t* ids;           // [S]
-  const int32_t* visual_index;  // [S], >= 0: not of the table
-  int64_t* keys;                // [R], of which as many are written as there are such positions
-  int64_t* order;               // [R], their positions, from `first` on
-  int64_t first;
-  int64_t rows;  // R
-  int64_t vocab_start;
-  int64_t vocab_rows;   // V; other ids are skipped
-  int64_t padding_idx;  // an id that is skipped, or -1
-};
-
 struct EmbeddingReduceParams {
   const int64_t* keys;   // [m], ascending, >= 0; V and above are skipped
   const int64_t* order;  // [m], the row of grad of each key

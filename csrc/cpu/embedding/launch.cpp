@@ -76,10 +76,12 @@ int64_t embedding_sort(const EmbeddingSortParams& p) {
   constexpr int64_t kDigit = (1 << kBits) - 1;
   int64_t n = 0;
   for (int64_t i = 0; i < p.rows; ++i) {
-    const int64_t id = p.ids[p.first + i], key = id - p.vocab_start;
-    if (p.visual_index[p.first + i] >= 0 || (p.padding_idx >= 0 && id == p.padding_idx)) continue;
-    if (key < 0 || key >= p.vocab_rows) continue;
-    p.keys[n] = key;
+    const int64_t id = p.ids[p.first + i];
+    // Unsigned, so that an id below the range, however far, is above V too.
+    const uint64_t key = static_cast<uint64_t>(id) - static_cast<uint64_t>(p.vocab_start);
+    if (key >= static_cast<uint64_t>(p.vocab_rows) || p.visual_index[p.first + i] >= 0) continue;
+    if (p.padding_idx >= 0 && id == p.padding_idx) continue;
+    p.keys[n] = static_cast<int64_t>(key);
     p.order[n++] = i;
   }
   std::vector<int64_t> keys(static_cast<size_t>(n)), order(static_cast<size_t>(n));
