@@ -198,6 +198,22 @@ def test_positions_are_sorted_by_id(table: int, padded: bool) -> None:
     assert_bitwise("positions", got[1], torch.from_numpy(order))
 
 
+def test_positions_that_are_not_there() -> None:
+    """The op by itself, whose arguments nobody else has checked."""
+    op, grad = torch.ops.vlmkernels.visual_embedding_weight_grad, torch.ones(5, 8)
+    ids, index = torch.zeros(6, dtype=torch.int64), torch.full((6,), -1, dtype=torch.int32)
+    rest = (VOCABULARY, 1, -1, torch.float32)
+    assert op(grad, ids, index, 0, *rest)[0].tolist() == [5.0] * 8
+    with pytest.raises(ValueError, match="5 rows from position 1 on, but input_ids 5 positions"):
+        op(grad, ids[:5], index, 0, *rest)
+    with pytest.raises(ValueError, match="positions and visual_index 5"):
+        op(grad, ids, index[:5], 0, *rest)
+    with pytest.raises(ValueError, match="input_ids is int32"):
+        op(grad, ids.int(), index, 0, *rest)
+    with pytest.raises(ValueError, match="visual_index is int64"):
+        op(grad, ids, index.long(), 0, *rest)
+
+
 @pytest.mark.parametrize("mode", ["dense", "sparse", "main_grad"])
 def test_frozen_inputs_cost_nothing(mode: Any) -> None:
     ids, weight, visual, index, _ = case({}, torch.float32, 12, 4)

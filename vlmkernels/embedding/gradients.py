@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vlmkernels import _native
-from vlmkernels._native import DTYPES, define, launch
+from vlmkernels._native import DTYPES, check_tensor, define, launch
 
 #: Devices whose reduction writes the rows without a position as well.
 CLEARS_ROWS = ("cpu",)
@@ -60,6 +60,13 @@ def _sorted(
     """The rows of the table in ascending order, and their positions. On the CPU [m]; on CUDA [R],
     with rows of V behind them, for torch's sort."""
     rows = grad.shape[0]
+    check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1)
+    check_tensor("visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1)
+    if not 0 <= first <= min(len(input_ids), len(visual_index)) - rows:
+        raise ValueError(
+            f"grad has {rows} rows from position {first} on, but input_ids {len(input_ids)} "
+            f"positions and visual_index {len(visual_index)}"
+        )
     if grad.is_cpu:
         input_ids, visual_index = input_ids.contiguous(), visual_index.contiguous()
         keys, order = input_ids.new_empty(rows), input_ids.new_empty(rows)

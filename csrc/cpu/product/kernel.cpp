@@ -312,7 +312,8 @@ struct Product {
             pack_a(panel, row, minimum(rows, p.rows - row), packed_a + i * block_size);
           }
         }
-        if (out_of_memory) break;  // all threads, or, where none waits for another, any
+        // Behind a barrier all threads see the same; in place there is none for them to wait at.
+        if (out_of_memory) break;
         while (take < done + units) {
           const int64_t column = (take - done) * unit;
           const int64_t wide = minimum(unit, p.columns - column);
