@@ -32,20 +32,28 @@ void each_row(int64_t rows, int64_t columns, float* sums, void* total, bool adds
     for (int64_t row = part * kSumRows; row < end; ++row) run(row, sum);
   }
   if (sums == nullptr) return;
-  const int64_t vectors = (columns + kWidth - 1) / kWidth;
+  // kGroup vectors of a row of sums at once: rows are a page or more apart.
+  constexpr int64_t kGroup = 8 * kWidth;
+  const int64_t groups = (columns + kGroup - 1) / kGroup;
 #pragma omp parallel for schedule(static) if (parts * columns >= kParallelFrom)
-  for (int64_t v = 0; v < vectors; ++v) {
-    const int64_t c = v * kWidth;
-    const int lanes = static_cast<int>(minimum(kWidth, columns - c));
-    Vec sum = set1(0.f);
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t begin = group * kGroup, n = minimum(kGroup, columns - begin);
+    Vec group_sums[kGroup / kWidth] = {};
     for (int64_t part = 0; part < parts; ++part) {
-      sum = sum + load_first(sums + part * columns + c, lanes);
+      const float* of_part = sums + part * columns + begin;
+      each_vector(n, [&](int64_t c, int lanes) {
+        Vec& sum = group_sums[c / kWidth];
+        sum = sum + load_first(of_part + c, lanes);
+      });
     }
-    if (adds) {
-      add_to(static_cast<float*>(total) + c, sum, lanes);
-    } else {
-      store_first(static_cast<T*>(total) + c, sum, lanes);
-    }
+    each_vector(n, [&](int64_t c, int lanes) {
+      const Vec sum = group_sums[c / kWidth];
+      if (adds) {
+        add_to(static_cast<float*>(total) + begin + c, sum, lanes);
+      } else {
+        store_first(static_cast<T*>(total) + begin + c, sum, lanes);
+      }
+    });
   }
 }
 
@@ -104,16 +112,19 @@ void norm_backward(const RmsNormGradParams& p) {
   });
 }
 
-// 1 / (1 + exp(-x)), of exp(-|x|), which never overflows.
+// 1 / (1 + exp(-x)), of exp(-|x|), which never overflows. A type of 16 bits needs fewer digits.
+template <class T>
 VLMK_INLINE Vec sigmoid(Vec x) {
+  constexpr int kDegree = sizeof(T) == 2 ? 4 : 6;
   const Vec zero = set1(0.f), one = set1(1.f);
-  const Vec e = exp2(max(x, zero - x) * set1(-1.44269504f));
+  const Vec e = exp2<kDegree>(max(x, zero - x) * set1(-1.44269504f));
   return (x < zero ? e : one) / (one + e);
 }
 
 // x [N, 2 F] = [gate | up], y [N, F] = gate sigmoid(gate) up. With a bias [2 F] x becomes x + bias.
 template <class T>
 void swiglu_forward(const SwigluParams& p) {
+  constexpr int64_t kFetched = 1024 / sizeof(T);  // ahead: 1.04 to 1.14x
   const auto* bias = static_cast<const T*>(p.bias);
   const int64_t width = p.width;
   each_row<T>(p.rows, 2 * width, nullptr, nullptr, false, [&](int64_t row, float*) {
@@ -125,8 +136,10 @@ void swiglu_forward(const SwigluParams& p) {
       return load_first(x + c, lanes);  // as rounded
     };
     each_vector(width, [&](int64_t c, int lanes) {
+      __builtin_prefetch(x + c + kFetched);
+      __builtin_prefetch(x + width + c + kFetched);
       const Vec gate = with_bias(c, lanes), up = with_bias(width + c, lanes);
-      store_first(y + c, gate * sigmoid(gate) * up, lanes);
+      store_first(y + c, gate * sigmoid<T>(gate) * up, lanes);
     });
   });
 }
@@ -141,7 +154,7 @@ void swiglu_gradient(const SwigluGradParams& p) {
     T* dx = static_cast<T*>(p.dx) + row * 2 * width;
     each_vector(width, [&](int64_t c, int lanes) {
       const Vec gate = load_first(x + c, lanes), up = load_first(x + width + c, lanes);
-      const Vec s = sigmoid(gate), ds = load_first(dy + c, lanes) * s;
+      const Vec s = sigmoid<T>(gate), ds = load_first(dy + c, lanes) * s;
       const Vec dup = ds * gate, dgate = ds * up * fma(gate, set1(1.f) - s, set1(1.f));
       store_first(dx + c, dgate, lanes);
       store_first(dx + width + c, dup, lanes);
