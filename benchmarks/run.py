@@ -30,7 +30,17 @@ from benchmarks.harness import (
 )
 from benchmarks.no_amx import refuse_amx
 
-NAMES = ("attention", "embedding", "product", "loss", "adam", "offload", "data", "train_step")
+NAMES = (
+    "attention",
+    "embedding",
+    "product",
+    "layer",
+    "loss",
+    "adam",
+    "offload",
+    "data",
+    "train_step",
+)
 MODES = {"fault-free": FAULT_FREE, "as-it-comes": AS_IT_COMES}
 
 

@@ -75,22 +75,7 @@ void set_isa(const char* name);
       return generic::function(__VA_ARGS__); \
   }
 
-// The same for an op with kernels for AVX-512 BF16 of every name: avx512_bf16::function where the
-// processor has that, with AMX too.
-#ifdef VLMKERNELS_HAVE_AVX512_BF16
-#define VLMK_DISPATCH_BF16(function, ...)        \
-  switch (::vlmk::active_isa()) {                \
-    case ::vlmk::Isa::kAvx512Bf16:               \
-    case ::vlmk::Isa::kAmxBf16:                  \
-      return avx512_bf16::function(__VA_ARGS__); \
-    default:                                     \
-      VLMK_DISPATCH(function, __VA_ARGS__)       \
-  }
-#else
-#define VLMK_DISPATCH_BF16(function, ...) VLMK_DISPATCH(function, __VA_ARGS__)
-#endif
-
-// Declares the entry points of one op, for <op>.h: VLMK_DECLARE(attention_forward, const
+// Declares the three entry points of one op, for <op>.h: VLMK_DECLARE(attention_forward, const
 // AttentionParams&).
 #define VLMK_DECLARE(function, ...) \
   namespace generic {               \
@@ -100,9 +85,6 @@ void set_isa(const char* name);
   void function(__VA_ARGS__);       \
   }                                 \
   namespace avx512 {                \
-  void function(__VA_ARGS__);       \
-  }                                 \
-  namespace avx512_bf16 {           \
   void function(__VA_ARGS__);       \
   }                                 \
   void function(__VA_ARGS__)

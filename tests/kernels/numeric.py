@@ -12,7 +12,7 @@ from torch import Tensor
 from vlmkernels import _native
 from vlmkernels.product import AMD_WORK, TILE_WORK, WIDENED_WORK
 
-#: Instruction sets with kernels of their own in every op; attention has more, for 16-bit types.
+#: Instruction sets with kernels of their own in every op; attention, products and layers have more.
 ISAS = [name for name in _native.available_isas() if name in ("generic", "avx2", "avx512")]
 
 #: Multiply-adds from which products of matrices are ours on every processor where they are at all.

@@ -7,17 +7,15 @@ written beside the masters. The bits are those of three passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from vlmkernels import CPUAdam
+from vlmkernels.integrations.megatron.optimizer import counts_for_norm, weights_of
 from vlmtrain.cpu.shim import without_shim
 
 
@@ -39,35 +37,22 @@ class HostOptimizer(DistributedOptimizer):
     def begin(self) -> None:
         # The gradient that Megatron clips in place of all others: 1, so that it learns the factor.
         self._probe = torch.nn.Parameter(torch.zeros(1))
-        self._steps = False
-        for master, weights in self._shards():
-            if weights.dtype == torch.bfloat16:
-                self.optimizer.set_low_precision(master, weights)
-
-    def _shards(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's float32 masters, and their weights in the model's buffers."""
-        models = chain(*self.model_fp32_groups, *self.model_float16_groups)
-        masters = chain(*self.shard_fp32_groups, *self.shard_fp32_from_float16_groups)
+        models = chain(*self.model_float16_groups)
+        masters = chain(*self.shard_fp32_from_float16_groups)
         for model, master in zip(models, masters, strict=True):
-            part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-            number, _, bucket = self.model_param_gbuf_map[model]
-            weights = self.buffers[number].buckets[bucket].param_data.view(-1)
-            yield master, weights[part.start : part.end]
+            self.optimizer.set_low_precision(master, weights_of(self, model))
 
     def _copy_model_grads_to_main_grads(self) -> None:
         super()._copy_model_grads_to_main_grads()
         self._probe.grad = torch.ones(1)
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Megatron's choice."""
-        group = getattr(self, "tp_group", None)
-        return [
-            p.grad
-            for p in super().get_parameters()
-            if p.grad is not None
-            and param_is_not_shared(p)
-            and tensor_parallel.param_is_not_tensor_parallel_duplicate(p, group)
-        ]
+        with without_shim():
+            return [
+                p.grad
+                for p in super().get_parameters()
+                if p.grad is not None and counts_for_norm(self, p)
+            ]
 
     def get_parameters(self) -> list[Any]:
         """What Megatron clips."""
@@ -75,15 +60,14 @@ class HostOptimizer(DistributedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         assert self._probe.grad is not None
-        self.optimizer.grad_scale, self._steps = float(self._probe.grad), True
+        self.optimizer.grad_scale = float(self._probe.grad)
         try:
             return bool(super().step_with_ready_grads())
         finally:
-            self.optimizer.grad_scale, self._steps = 1.0, False
+            self.optimizer.grad_scale = 1.0
 
     def _copy_main_params_to_model_params(self) -> None:
-        if not self._steps:  # CPUAdam has written them; masters in float32 are the weights
-            super()._copy_main_params_to_model_params()
+        """Part of the step, which has written them; masters of float32 weights are the weights."""
 
 
 def use_cpu_adam(part: DistributedOptimizer) -> None:

@@ -32,7 +32,7 @@ void each_row(int64_t rows, int64_t columns, float* sums, void* total, bool adds
     for (int64_t row = part * kSumRows; row < end; ++row) run(row, sum);
   }
   if (sums == nullptr) return;
-  // kGroup vectors of a row of sums at once: rows are a page or more apart.
+  // kGroup columns of a row of sums at once: the next row is often pages away.
   constexpr int64_t kGroup = 8 * kWidth;
   const int64_t groups = (columns + kGroup - 1) / kGroup;
 #pragma omp parallel for schedule(static) if (parts * columns >= kParallelFrom)
@@ -124,7 +124,7 @@ VLMK_INLINE Vec sigmoid(Vec x) {
 // x [N, 2 F] = [gate | up], y [N, F] = gate sigmoid(gate) up. With a bias [2 F] x becomes x + bias.
 template <class T>
 void swiglu_forward(const SwigluParams& p) {
-  constexpr int64_t kFetched = 1024 / sizeof(T);  // ahead: 1.04 to 1.14x
+  constexpr int64_t kFetched = 1024 / sizeof(T);  // elements ahead (up to 1.14x)
   const auto* bias = static_cast<const T*>(p.bias);
   const int64_t width = p.width;
   each_row<T>(p.rows, 2 * width, nullptr, nullptr, false, [&](int64_t row, float*) {

@@ -117,6 +117,22 @@ def _check(part: Any) -> None:
             )
 
 
+def weights_of(part: DistributedOptimizer, model: Tensor) -> Tensor:
+    """This rank's shard of a model parameter, in the buffer that is gathered."""
+    in_buffer = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+    number, _, bucket = part.model_param_gbuf_map[model]
+    data = part.buffers[number].buckets[bucket].param_data
+    return data.view(-1)[in_buffer.start : in_buffer.end]
+
+
+def counts_for_norm(part: DistributedOptimizer, main: Tensor) -> bool:
+    """Megatron's choice: whether this rank's gradient of the shard is part of the norm."""
+    group = getattr(part, "tp_group", None)
+    return param_is_not_shared(main) and tensor_parallel.param_is_not_tensor_parallel_duplicate(
+        main, group
+    )
+
+
 @dataclass(eq=False)
 class _Place:
     """Where a rank's shard of one model parameter is kept by the DistributedOptimizer."""
@@ -172,13 +188,6 @@ class OffloadedOptimizer(DistributedOptimizer):
                     yield _Place(model, mains[number], i, group, order)
                     order += 1
 
-    def _target(self, model: Tensor) -> Tensor:
-        """This rank's shard of the parameter, in the buffer that is gathered."""
-        in_buffer = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-        number, _, bucket = self.model_param_gbuf_map[model]
-        data = self.buffers[number].buckets[bucket].param_data
-        return data.view(-1)[in_buffer.start : in_buffer.end]
-
     def _gradient(self, model: Tensor) -> Tensor:
         part = self._get_model_param_range_map(model)["param"]
         return model.main_grad.view(-1)[part.start : part.end]  # type: ignore[attr-defined]
@@ -192,7 +201,7 @@ class OffloadedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def _move(self, place: _Place, to_host: bool) -> None:
-        old, target = place.main, self._target(place.model)
+        old, target = place.main, weights_of(self, place.model)
         state = self.optimizer.state[old]
         device = torch.device("cpu") if to_host else target.device
         moved = copy_moments(state, torch.float32, old.shape, device)
@@ -238,7 +247,7 @@ class OffloadedOptimizer(DistributedOptimizer):
     def check_masters(self) -> None:
         """See the function of this name."""
         for place in self._places():
-            if differs(place.main, self._target(place.model)):
+            if differs(place.main, weights_of(self, place.model)):
                 raise RuntimeError(
                     f"the master copy of a parameter of shape {list(place.model.shape)} differs "
                     "from the model: after other weights were loaded call "
@@ -290,14 +299,11 @@ class OffloadedOptimizer(DistributedOptimizer):
                 yield main, self._grads[main] if main in self._host.shards else main.grad
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Megatron's choice; for offloaded shards the gradients on the device."""
-        group = getattr(self, "tp_group", None)
+        """For offloaded shards the gradients on the device."""
         return [
             grad.float()
             for main, grad in self._main_grads()
-            if grad is not None
-            and param_is_not_shared(main)
-            and tensor_parallel.param_is_not_tensor_parallel_duplicate(main, group)
+            if grad is not None and counts_for_norm(self, main)
         ]
 
     def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
@@ -311,7 +317,7 @@ class OffloadedOptimizer(DistributedOptimizer):
         self._step_shards()
         for place in self._places():
             if place.main not in self._host.shards:
-                self._target(place.model).copy_(place.main.detach())
+                weights_of(self, place.model).copy_(place.main.detach())
 
     def _step_shards(self) -> None:
         if not self._host.shards:
@@ -378,7 +384,7 @@ class OffloadedOptimizer(DistributedOptimizer):
         state = self.optimizer.state[main]
         tensors = {**({"step": state["step"]} if "step" in state else {}), **tensors}
         super()._set_main_param_and_optimizer_states(model_param, tensors)
-        target = self._target(model_param)
+        target = weights_of(self, model_param)
         if main in self._host.shards and target.dtype == torch.float32:
             # Without offloading, a float32 master is the model's own memory.
             with torch.no_grad():
