@@ -57,7 +57,8 @@ def main(schedules: int) -> None:
                                     bool(rng.random() < 0.5), max_seqlen=max_seqlen)  # fmt: skip
                         sys.stdout.write(f"{dim} {dtype} {lengths} {kv_heads} {case.causal}\n")
                         check_window(kernels_of(library, rng, "window"), case)
-                        of_vision = VisionCase(rng, lengths, 2, dim, dtype, max_seqlen=max_seqlen)
+                        of_vision = VisionCase(rng, [*lengths, 40], 2, dim, dtype,
+                                               max_seqlen=max_seqlen)  # fmt: skip
                         check_vision(kernels_of(library, rng, "window-vision"), of_vision)
             sys.stdout.write(f"schedule {schedule + 1} of {schedules}: clean\n")
 

@@ -80,10 +80,11 @@ def test_random_shapes(library: Library, rng: np.random.Generator) -> None:
                     float(rng.choice([0.1, 0.3, -0.2])))  # fmt: skip
         print(case.lengths, case.heads, case.kv_heads, case.dtype, case.causal)
         check_window(kernels_of(library, rng, "window"), case)
-        vision = VisionCase(rng, lengths, case.heads, 80, case.dtype, bool(rng.random() < 0.5),
-                            bool(rng.random() < 0.5), case.scale)  # fmt: skip
+        permuted, megatron = (bool(rng.random() < 0.5) for _ in range(2))
+        vision = VisionCase(rng, [*lengths, 40], case.heads, 80, case.dtype, permuted, megatron,
+                            case.scale)  # fmt: skip
         check_vision(kernels_of(library, rng, "window-vision"), vision)
-    lengths = rng.choice([0, 1, 2, 63, 65, 127, 129, 200], 3).tolist()
+    lengths = [*rng.choice([0, 1, 2, 63, 65, 127, 129, 200], 2).tolist(), 65]
     heads, dtype = int(rng.integers(1, 6)), str(rng.choice(["bfloat16", "float16"]))
     options = {"megatron": bool(rng.random() < 0.5), "scale": float(rng.choice([0.1, -0.2]))}
     print(lengths, heads, dtype, options)
