@@ -328,9 +328,17 @@ def _shape(x: Inputs) -> str:
     return f"[{tokens}, {x.weight.shape[1]}], {share:.0%} visual, table of {x.weight.shape[0]}"
 
 
+PARTS = {"forward": forward, "backward": backward, "repetitions": repetitions}
+
+
+def parts(context: Context) -> list[str]:
+    """A process each: gradients of gigabytes must not stay for the next."""
+    return list(PARTS)
+
+
 def rows(context: Context) -> Iterator[Row]:
     sizes = (2048, 512, 8192) if context.quick else (16384, 3584, 152064)
     inputs = make(*sizes, context.device)
-    for part in (forward, backward, repetitions):
-        for comparison in part(inputs, context):
+    for part in [context.part] if context.part else parts(context):
+        for comparison in PARTS[part](inputs, context):
             yield compare(comparison, context)
