@@ -130,7 +130,9 @@ def check_vision(
         )
     # Of rounded rows; an element close to halfway may be rounded to either side, a unit apart.
     unit = 2.0**-7 if case.dtype == "bfloat16" else 2.0**-10
-    q, k = (np.abs(to_float(x, case.dtype)).max(initial=0) for x in (case.q, case.k))
+    q, k = (
+        np.abs(rotate(to_float(x, case.dtype), case.table)).max(initial=0) for x in (case.q, case.k)
+    )
     statistics = case.outputs(_exact, rounded_rows=case.rounded)
     assert_statistics(case, ours["stats"], statistics, score_error=unit * q * k)
     return device
