@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import ceilings
-from benchmarks.harness import FAULT_FREE, Comparison, Context, Row, compare, say
+from benchmarks.harness import FAULT_FREE, Comparison, Context, Row, compare, difference, say
 from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
 from vlmkernels.attention.api import qkv_attention
 from vlmkernels.attention.select import WINDOW_LENGTHS
@@ -195,16 +195,8 @@ def _cuda_peers(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Attend]:
 
 
 def _close(dtype: torch.dtype) -> Callable[[list[Tensor], list[Tensor]], str | None]:
-    allowed = 1e-3 if dtype == torch.float32 else 3e-2  # of the norm: the same function at all?
-
-    def check(theirs: list[Tensor], ours: list[Tensor]) -> str | None:
-        for a, b in zip(theirs, ours, strict=True):
-            error = float((a.float() - b.float()).norm() / b.float().norm())
-            if not error <= allowed:
-                return f"differs from ours by {error:.1e}"
-        return None
-
-    return check
+    """The same function at all?"""
+    return partial(difference, allowed=1e-3 if dtype == torch.float32 else 3e-2)
 
 
 def _call(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import ceilings
-from benchmarks.harness import Comparison, Context, Row, compare
+from benchmarks.harness import Comparison, Context, Row, compare, difference
 from vlmkernels import scatter_visual, visual_embedding, visual_index
 
 PLACEHOLDER = 151655
@@ -98,11 +98,7 @@ def _same(theirs: Any, ours: Any) -> str | None:
     """Forward and dvisual move bits; dweight is a sum, compared by norm."""
     if isinstance(ours, Tensor):
         theirs, ours = (theirs,), (ours,)
-    for a, b in zip(theirs, ours, strict=True):
-        error = float((a.float() - b.float()).norm() / b.float().norm())
-        if not error <= 1e-2:
-            return f"differs from ours by {error:.1e}"
-    return None
+    return difference(theirs, ours, 1e-2)
 
 
 def _no_grad(run: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -283,6 +283,16 @@ ROW_REQUIRED = frozenset(
 )
 
 
+def difference(theirs: Any, ours: Any, allowed: float) -> str | None:
+    """For Comparison.check: how far a peer's tensors are from ours, relative to the norm, if more
+    than `allowed`."""
+    for a, b in zip(theirs, ours, strict=True):
+        error = float((a.float() - b.float()).norm() / b.float().norm())
+        if not error <= allowed:
+            return f"differs from ours by {error:.1e}"
+    return None
+
+
 def commit() -> str:
     """The short hash of HEAD, with + where tracked files differ from it (results aside)."""
 

@@ -10,20 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import ceilings
-from benchmarks.harness import Comparison, Context, Row, compare
+from benchmarks.harness import Comparison, Context, Row, compare, difference
 from vlmkernels.layer import rms_norm, swiglu_
 
 #: Rows, width, the MLP's width, whether it has a bias: of the step's 112M model the tower and the
 #: language model.
 SHAPES = [(2680, 640, 1728, True), (1007, 640, 1792, False)]
-
-
-def _same(theirs: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> str | None:
-    for a, b in zip(theirs, ours, strict=True):
-        error = float((a.float() - b.float()).norm() / b.float().norm())
-        if not error <= max(1e-5, 2 * torch.finfo(b.dtype).eps):
-            return f"differs from ours by {error:.1e}"
-    return None
 
 
 def _swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -66,7 +58,7 @@ def comparisons(
             dtype=str(x.dtype)[6:],
             ours=mine,
             peers={"plain torch": torchs},
-            check=_same,
+            check=partial(difference, allowed=max(1e-5, 2 * torch.finfo(x.dtype).eps)),
             ceilings=ceilings.copy(float(len(x) * count * x.element_size()), context),
         )
 

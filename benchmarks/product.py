@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import ceilings
-from benchmarks.harness import Comparison, Context, Row, compare
+from benchmarks.harness import Comparison, Context, Row, compare, difference
 from vlmkernels import _native
 from vlmkernels.product import mm, our_work, smallest
 
@@ -28,9 +28,7 @@ SHAPES = [
 
 def _same(theirs: Tensor, ours: Tensor) -> str | None:
     """Both rounded to their dtype."""
-    error = float((theirs.float() - ours.float()).norm() / ours.float().norm())
-    largest = max(1e-5, torch.finfo(ours.dtype).eps)
-    return None if error <= largest else f"differs from ours by {error:.1e}"
+    return difference([theirs], [ours], max(1e-5, torch.finfo(ours.dtype).eps))
 
 
 def comparisons(
