@@ -260,6 +260,9 @@ def test_the_kernels_checks_on_the_cpu(backward: bool, monkeypatch: pytest.Monke
     kernels.vision("cpu", backward, alone=False)
     kernels.vision("cpu", backward, alone=True)
     kernels.embedding(backward, backward, alone=False)
+    kernels.added(backward, alone=False)
+    for layer in (kernels.loss, kernels.norm, kernels.swiglu, kernels.rotary):
+        layer(alone=False)
     kernels.optimizer(alone=False)
     right = kernels.varlen_op
     monkeypatch.setattr(kernels, "varlen_op", lambda *a: (right(*a)[0] * 1.05, None))

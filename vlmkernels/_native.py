@@ -181,6 +181,14 @@ def launch(name: str, tensor: Tensor, *args: Any, **named: Any) -> None:
         native(*args, **named, stream=stream)
 
 
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """tensor.to(device), which on CUDA the host doesn't wait for: from pageable memory a copy of
+    more than 64 KB would begin only when the GPU has done all that the stream has for it."""
+    if tensor.is_cpu and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 

@@ -94,20 +94,31 @@ def _parameter(
     return None if main_grad is not None and x.requires_grad else parameter, main_grad
 
 
-def _gradient(
-    like: Tensor, columns: int, rows: int, learns: bool, main_grad: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, tuple[int, int]]:
-    """A parameter's new gradient if it gets one, and where the native call sums it: the float32
-    workspace, to be held until then, and two pointers."""
-    if not learns and main_grad is None:
-        return None, None, (0, 0)
-    share = _C.CUDA_SUM_ROWS if like.is_cuda else _C.SUM_ROWS
-    sums = like.new_empty((rows + share - 1) // share, columns, dtype=torch.float32)
-    if main_grad is None:
-        new = like.new_empty(columns)
-        return new, sums, (new.data_ptr(), sums.data_ptr())
-    torch.autograd.graph.increment_version(main_grad)
-    return None, sums, (main_grad.data_ptr(), sums.data_ptr())
+class _Gradient:
+    """Where a native call sums a parameter's gradient over rows: in `new`, or None where it does
+    not learn or main_grad gets it. To be held until the call."""
+
+    def __init__(
+        self,
+        like: Tensor,
+        columns: int,
+        rows: int,
+        learns: bool,
+        main_grad: Tensor | None,
+        part: int,  # rows of a part on CUDA
+    ) -> None:
+        self.new: Tensor | None = None
+        self.sums = 0, 0, False  # vlmk::ColumnSums
+        if not learns and main_grad is None:
+            return
+        part = part if like.is_cuda else _C.SUM_ROWS
+        self.parts = like.new_empty((rows + part - 1) // part, columns, dtype=torch.float32)
+        if main_grad is None:
+            total = self.new = like.new_empty(columns)
+        else:
+            total = main_grad
+            torch.autograd.graph.increment_version(main_grad)
+        self.sums = total.data_ptr(), self.parts.data_ptr(), main_grad is not None
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -123,15 +134,17 @@ def rms_norm_backward(
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    learns: bool,
-    main_grad: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """dx and the weight's gradient, None where it does not learn or main_grad has it. ds: the
-    gradient of x's use beside the norm, added to dx."""
+    of_weight: tuple[bool, Tensor | None],
+    of_bias: tuple[bool, Tensor | None] = (False, None),
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx and the gradients of weight and bias, None where one does not learn or main_grad has it.
+    ds: the gradient of x's use beside the norm, added to dx. of_weight, of_bias: whether it learns,
+    and its main_grad."""
     rows, width = rstd.shape[0], x.shape[-1]
     dy, dx = _aligned(dy), torch.empty_like(x)
     ds = ds if ds is None else _aligned(ds)
-    dweight, sums, places = _gradient(x, width, rows, learns, main_grad)
+    dweight = _Gradient(x, width, rows, *of_weight, _C.CUDA_NORM_ROWS)
+    dbias = _Gradient(x, width, rows, *of_bias, _C.CUDA_NORM_ROWS)
     launch(
         "rms_norm_backward",
         x,
@@ -141,13 +154,13 @@ def rms_norm_backward(
         weight.data_ptr(),
         rstd.data_ptr(),
         dx.data_ptr(),
-        *places,
+        dweight.sums,
+        dbias.sums,
         rows,
         width,
-        main_grad is not None,
         DTYPES[x.dtype],
     )
-    return dx, dweight
+    return dx, dweight.new, dbias.new
 
 
 def _normalize(
@@ -177,9 +190,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        learns = ctx.needs_input_grad[1]
-        both = once(rms_norm_backward, dy, None, *ctx.saved_tensors, learns, ctx.main_grad)
-        return *both, None, None
+        of_weight = ctx.needs_input_grad[1], ctx.main_grad
+        dx, dweight, _ = once(rms_norm_backward, dy, None, *ctx.saved_tensors, of_weight)
+        return dx, dweight, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dense") -> Tensor:
@@ -235,10 +248,10 @@ class _AddRMSNorm(torch.autograd.Function):
         _, needs_residual, learns, bias_learns, *_ = ctx.needs_input_grad
         dx, dweight, dbias = ds, None, None
         if dy is not None:
-            saved = ctx.saved_tensors
-            dx, dweight = once(rms_norm_backward, dy, ds, *saved, learns, ctx.main_grad)
-        if dx is not None and (bias_learns or ctx.bias_main_grad is not None):
-            dbias = dx.reshape(-1, dx.shape[-1]).sum(0)
+            both = (learns, ctx.main_grad), (bias_learns, ctx.bias_main_grad)
+            dx, dweight, dbias = once(rms_norm_backward, dy, ds, *ctx.saved_tensors, *both)
+        elif ds is not None and (bias_learns or ctx.bias_main_grad is not None):
+            dbias = ds.reshape(-1, ds.shape[-1]).sum(0)
             if ctx.bias_main_grad is not None:
                 ctx.bias_main_grad.add_(dbias)
                 dbias = None
@@ -290,41 +303,33 @@ def add_rms_norm_(
     return _AddRMSNorm.apply(x, residual, seen, seen_bias, own, eps)
 
 
-def _swiglu_backward_cuda(
-    dy: Tensor, x: Tensor, bias: Tensor | None, learns: bool, main_grad: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """swiglu_backward there, where the bias is not in x and dy's rows may be apart or padded."""
-    both, size = x.shape[-1], x.element_size()
-    rows, dy = x.numel() // max(both, 1), dy.reshape(-1, dy.shape[-1])
-    if dy.stride(1) != 1 or dy.stride(0) * size % 8 or dy.data_ptr() % 16:
-        dy = dy.clone(memory_format=torch.contiguous_format)
-    dx = torch.empty_like(x)
-    pointers = (dy.data_ptr(), x.data_ptr(), dx.data_ptr(), 0, 0)
-    more = pointer(bias), dy.stride(0)
-    launch("swiglu_backward", x, *pointers, rows, both // 2, False, DTYPES[x.dtype], *more)
-    if main_grad is None and not learns:
-        return dx, None
-    dbias = dx.reshape(-1, both).sum(0, dtype=torch.float32)
-    if main_grad is None:
-        return dx, dbias.to(x.dtype)
-    main_grad.add_(dbias)
-    return dx, None
-
-
 def swiglu_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, learns: bool, main_grad: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """dx and the bias's gradient, None where it does not learn or main_grad has it."""
-    if x.is_cuda:
-        return _swiglu_backward_cuda(dy, x, bias, learns, main_grad)
+    """dx and the bias's gradient, None where it does not learn or main_grad has it. On the CPU the
+    bias is in x; on CUDA dy's rows may be apart or padded."""
     both = x.shape[-1]
     rows = x.numel() // max(both, 1)
-    dy, dx = dy.contiguous(), torch.empty_like(x)
-    dbias, sums, places = _gradient(x, both, rows, learns, main_grad)
-    pointers = (dy.data_ptr(), x.data_ptr(), dx.data_ptr())
-    adds = main_grad is not None
-    _C.swiglu_backward(*pointers, *places, rows, both // 2, adds, DTYPES[x.dtype])
-    return dx, dbias
+    dy, dx = dy.reshape(rows, dy.shape[-1]), torch.empty_like(x)
+    if not x.is_cuda:
+        dy = dy.contiguous()
+    elif dy.stride(1) != 1 or dy.stride(0) * dy.itemsize % 8 or dy.data_ptr() % 16:
+        dy = dy.clone(memory_format=torch.contiguous_format)
+    dbias = _Gradient(x, both, rows, learns, main_grad, _C.CUDA_SWIGLU_ROWS)
+    launch(
+        "swiglu_backward",
+        x,
+        dy.data_ptr(),
+        dy.stride(0),
+        x.data_ptr(),
+        pointer(bias),
+        dx.data_ptr(),
+        dbias.sums,
+        rows,
+        both // 2,
+        DTYPES[x.dtype],
+    )
+    return dx, dbias.new
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C
+from vlmkernels._native import _C, to_device
 from vlmkernels.rotary import frequencies
 
 
@@ -218,10 +218,10 @@ class VisionLayout:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> VisionLayout:
-        """The same layout on another device."""
+        """The same layout on another device; on CUDA the host doesn't wait if `non_blocking`."""
         names = ("cu_seqlens", "cu_window_seqlens", "window_index", "reverse_index")
         moved = {
-            name: tensor.to(device, non_blocking=non_blocking)
+            name: to_device(tensor, device) if non_blocking else tensor.to(device)
             for name in (*names, "window_order", "position_ids")
             if (tensor := getattr(self, name)) is not None
         }

@@ -1,5 +1,7 @@
 #include "cpu/layer/layer.h"
 
+#include <tuple>
+
 #include "bindings/bindings.h"
 
 #ifdef VLMKERNELS_WITH_CUDA
@@ -24,21 +26,25 @@ RmsNormParams rms_norm_params(uintptr_t x, uintptr_t residual, uintptr_t bias, u
           static_cast<DType>(dtype)};
 }
 
+using Sums = std::tuple<uintptr_t, uintptr_t, bool>;
+
+ColumnSums column_sums(const Sums& of) {
+  return {pointer<void>(std::get<0>(of)), pointer<float>(std::get<1>(of)), std::get<2>(of)};
+}
+
 RmsNormGradParams rms_norm_grad_params(uintptr_t dy, uintptr_t ds, uintptr_t x, uintptr_t weight,
-                                       uintptr_t rstd, uintptr_t dx, uintptr_t dweight,
-                                       uintptr_t sums, int64_t rows, int64_t width, bool adds,
-                                       int dtype) {
+                                       uintptr_t rstd, uintptr_t dx, Sums dweight, Sums dbias,
+                                       int64_t rows, int64_t width, int dtype) {
   return {pointer<const void>(dy),
           pointer<const void>(ds),
           pointer<const void>(x),
           pointer<const void>(weight),
           pointer<const float>(rstd),
           pointer<void>(dx),
-          pointer<void>(dweight),
-          pointer<float>(sums),
+          column_sums(dweight),
+          column_sums(dbias),
           rows,
           width,
-          adds,
           static_cast<DType>(dtype)};
 }
 
@@ -49,19 +55,17 @@ SwigluParams swiglu_params(uintptr_t x, uintptr_t bias, uintptr_t y, int64_t row
       static_cast<DType>(dtype)};
 }
 
-SwigluGradParams swiglu_grad_params(uintptr_t dy, uintptr_t x, uintptr_t dx, uintptr_t dbias,
-                                    uintptr_t sums, int64_t rows, int64_t width, bool adds,
-                                    int dtype, uintptr_t bias, int64_t dy_stride) {
+SwigluGradParams swiglu_grad_params(uintptr_t dy, int64_t dy_stride, uintptr_t x, uintptr_t bias,
+                                    uintptr_t dx, Sums dbias, int64_t rows, int64_t width,
+                                    int dtype) {
   return {pointer<const void>(dy),
           dy_stride,
           pointer<const void>(x),
           pointer<const void>(bias),
           pointer<void>(dx),
-          pointer<void>(dbias),
-          pointer<float>(sums),
+          column_sums(dbias),
           rows,
           width,
-          adds,
           static_cast<DType>(dtype)};
 }
 
@@ -95,7 +99,8 @@ RotaryParams rotate_params(uintptr_t x, Strides x_strides, uintptr_t out, Stride
 
 void register_layer(py::module_& m) {
   m.attr("SUM_ROWS") = kSumRows;
-  m.attr("CUDA_SUM_ROWS") = kCudaSumRows;
+  m.attr("CUDA_NORM_ROWS") = kCudaNormRows;
+  m.attr("CUDA_SWIGLU_ROWS") = kCudaSwigluRows;
   m.attr("NORM_COLUMNS") = kNormColumns;
   // `device...` is the stream on CUDA, and nothing on the CPU.
   const auto norm = [&](const char* name, auto function, auto... device) {
@@ -104,15 +109,15 @@ void register_layer(py::module_& m) {
   };
   const auto norm_backward = [&](const char* name, auto function, auto... device) {
     m.def(name, function, "dy"_a, "ds"_a, "x"_a, "weight"_a, "rstd"_a, "dx"_a, "dweight"_a,
-          "sums"_a, "rows"_a, "width"_a, "adds"_a, "dtype"_a, device..., VLMK_NO_GIL);
+          "dbias"_a, "rows"_a, "width"_a, "dtype"_a, device..., VLMK_NO_GIL);
   };
   const auto gate = [&](const char* name, auto function, auto... device) {
     m.def(name, function, "x"_a, "bias"_a, "y"_a, "rows"_a, "width"_a, "dtype"_a, "y_stride"_a,
           device..., VLMK_NO_GIL);
   };
   const auto gate_backward = [&](const char* name, auto function, auto... device) {
-    m.def(name, function, "dy"_a, "x"_a, "dx"_a, "dbias"_a, "sums"_a, "rows"_a, "width"_a, "adds"_a,
-          "dtype"_a, "bias"_a = 0, "dy_stride"_a = 0, device..., VLMK_NO_GIL);
+    m.def(name, function, "dy"_a, "dy_stride"_a, "x"_a, "bias"_a, "dx"_a, "dbias"_a, "rows"_a,
+          "width"_a, "dtype"_a, device..., VLMK_NO_GIL);
   };
   norm("rms_norm", on_cpu(rms_norm_params, rms_norm));
   norm_backward("rms_norm_backward", on_cpu(rms_norm_grad_params, rms_norm_backward));

@@ -250,8 +250,15 @@ struct RmsNormParams {
   DType dtype;
 };
 
-// Rows whose shares of a sum over all rows are added first, on the CPU and on CUDA.
-constexpr int64_t kSumRows = 32, kCudaSumRows = 8;
+// The gradient of a norm's or SwiGLU's parameter, a sum over rows: first of so many rows each, then
+// of these parts in their order.
+struct ColumnSums {
+  void* total;   // [columns]; float32 that is added to if adds
+  float* parts;  // [ceil(N / rows of a part), columns] workspace; null: no gradient is wanted
+  bool adds;
+};
+// Rows of a part on the CPU; on CUDA of a norm and of SwiGLU.
+constexpr int64_t kSumRows = 32, kCudaNormRows = 8, kCudaSwigluRows = 32;
 // Columns of a norm on CUDA, at most: a thread block has a row.
 constexpr int64_t kNormColumns = 8192;
 
@@ -261,12 +268,11 @@ struct RmsNormGradParams {
   const void* x;   // [N, width], what was normalized
   const void* weight;
   const float* rstd;
-  void* dx;       // [N, width]
-  void* dweight;  // [width], or null where sums is; float32 that is added to if adds
-  float* sums;    // [ceil(N / kSumRows or kCudaSumRows), width] workspace, or null
+  void* dx;  // [N, width]
+  ColumnSums dweight;
+  ColumnSums dbias;  // of dx
   int64_t rows;
   int64_t width;
-  bool adds;
   DType dtype;
 };
 
@@ -287,11 +293,9 @@ struct SwigluGradParams {
   const void* x;     // [N, 2 width], on the CPU the bias in it
   const void* bias;  // [2 width] or null, on CUDA
   void* dx;          // [N, 2 width]
-  void* dbias;       // [2 width], or null where sums is; float32 that is added to if adds
-  float* sums;       // [ceil(N / kSumRows), 2 width] workspace, or null, always on CUDA
+  ColumnSums dbias;
   int64_t rows;
   int64_t width;
-  bool adds;
   DType dtype;
 };
 

@@ -38,6 +38,7 @@ def theirs(folder: Path, size: train_sizes.Size, dtype: torch.dtype) -> dict[str
 
 
 def main(name: str, out: str) -> None:
+    torch.backends.cudnn.allow_tf32 = False  # transformers' patch embedding is a convolution
     dtype, size = train_step.DTYPES[name], train_sizes.mixed(8)
     size = replace(size, vision={**size.vision, "intermediate_size": 340})
     with tempfile.TemporaryDirectory() as written:

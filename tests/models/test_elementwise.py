@@ -147,7 +147,7 @@ def test_sums_and_their_norms(dtype: torch.dtype, kind: str, bias: bool) -> None
         del norm.weight
         norm.weight = weight  # type: ignore[assignment]
         x, first = elementwise.with_norm(norm, x)
-        x, second = elementwise.add_with_norm(norm, add, (out * 1.0, b), x, 0.0)
+        x, second = elementwise.with_norm(norm, elementwise.Sum(add, (out * 1.0, b), x, 0.0))
         return torch.cat([x, first, second], -1)
 
     def plain(x: Tensor, out: Tensor, weight: Tensor, b: Tensor | None = None) -> Tensor:

@@ -181,11 +181,14 @@ def rotary(alone: bool) -> None:
         angles = torch.rand(50, 32, device=DEVICE) * 100
         cos, sin = torch.cat([angles.cos(), angles.sin()], -1).chunk(2, -1)
 
-        def plain(x: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
-            return apply_rotary_reference(x[:, :, :4].flatten(1, 2), cos, sin)
+        angles_of_type = cos.to(dtype), sin.to(dtype)
+
+        def plain(x: Tensor, angles: tuple[Tensor, Tensor] = angles_of_type) -> Tensor:
+            q, k, v = (part.flatten(1, 2) for part in x.split((3, 1, 1), 2))
+            return torch.cat([*(apply_rotary_reference(part, *angles) for part in (q, k)), v], 1)
 
         def ours(x: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
-            return apply_rotary_qkv(x, cos, sin)[0]
+            return torch.cat(apply_rotary_qkv(x, cos, sin), 1)
 
         check(ours, plain, [qkv], True, alone)
 

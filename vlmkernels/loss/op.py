@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, define, launch, pointer
+from vlmkernels._native import DTYPES, define, launch, pointer, to_device
 from vlmkernels.product import accumulates, mm
 
 #: Largest block, and largest tensor made beside inputs and results.
@@ -138,7 +138,7 @@ def _run(
     _check_labels(labels, rows, classes, ignore_index)
     process_group = dist.distributed_c10d._resolve_process_group(group) if group else None
     shares = _shares(rows, len(hidden), len(targets))
-    rows, labels = (x.to(hidden.device, non_blocking=True) for x in (rows, labels))
+    rows, labels = (to_device(x, hidden.device) for x in (rows, labels))
     backward = scale is not None and (hidden_grad or weight_grad)
     row_scale = scale[rows].float() if scale is not None and backward else None
     dhidden = torch.zeros_like(hidden) if backward and hidden_grad else hidden.new_empty(0)

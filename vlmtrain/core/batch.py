@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlmkernels._native import to_device
+
 IGNORE = -100  # the label of a token without loss
 
 
@@ -276,7 +278,7 @@ class EncodedPack(PackedBatch):
 
     @classmethod
     def of(cls, pack: PackedBatch, rows: Tensor, index: Tensor) -> EncodedPack:
-        index = index.to(pack.visual_index.device, non_blocking=True)
+        index = to_device(index, pack.visual_index.device)
         kept = {f.name: getattr(pack, f.name) for f in fields(pack)}
         kept["input_ids"] = pack.input_ids.masked_fill((pack.visual_index >= 0) & (index < 0), -1)
         kept["visual_index"] = index

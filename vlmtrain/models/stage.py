@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from vlmkernels import add_visual_, scatter_visual, visual_embedding
+from vlmkernels._native import to_device
 from vlmkernels.integrations.megatron import RotaryPackedSeqParams
 from vlmtrain.core.batch import EncodedPack, PackedBatch
 from vlmtrain.core.layout import Layout
@@ -357,8 +358,8 @@ class QwenVLStage(LanguageModule):
         starts = np.arange(parts)[:, None] * (batch.length // parts)
         whole = torch.from_numpy((places + starts).reshape(-1))
         device = batch.input_ids.device
-        own = torch.from_numpy(places[part]).to(device, non_blocking=True)
-        return whole, LossRows(whole.to(device, non_blocking=True) if parts > 1 else own, own)
+        own = to_device(torch.from_numpy(places[part]), device)
+        return whole, LossRows(to_device(whole, device) if parts > 1 else own, own)
 
     def sharded_state_dict(
         self,

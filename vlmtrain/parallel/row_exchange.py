@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vlmkernels import exchange_rows, row_exchange
+from vlmkernels._native import to_device
 from vlmkernels.embedding.row_exchange import RowExchange
 
 
@@ -74,7 +75,7 @@ class StepRows:
         """
         self._computed = rows.detach().requires_grad_(learns)
         self._received = exchange_rows(self._computed, self._exchange, self.group)
-        self._order = self._order.to(rows.device, non_blocking=True)
+        self._order = to_device(self._order, rows.device)
         arrived = self._received.detach()[self._order]
         # Nobody reads the values in their order of arrival again: only the graph is kept of them.
         self._received.untyped_storage().resize_(0)

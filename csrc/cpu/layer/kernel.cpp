@@ -18,20 +18,30 @@ VLMK_INLINE void add_to(float* sum, Vec v, int lanes) {
   store_first(sum, load_first(sum, lanes) + v, lanes);
 }
 
-// run(row, sums) for all rows on torch's threads, with sums [columns] of its kSumRows rows, zero
-// before the first; then total [columns] is the sum of sums [ceil(rows / kSumRows), columns], or if
-// `adds` that is added to it, in float32.
-template <class T, class Run>
-void each_row(int64_t rows, int64_t columns, float* sums, void* total, bool adds, const Run& run) {
+// run(row) for all rows on torch's threads, kSumRows in their order at a time.
+template <class Run>
+void each_row(int64_t rows, int64_t columns, const Run& run) {
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for schedule(static) if (rows * columns >= kParallelFrom)
   for (int64_t part = 0; part < parts; ++part) {
-    float* sum = sums == nullptr ? nullptr : sums + part * columns;
-    for (int64_t c = 0; sum != nullptr && c < columns; ++c) sum[c] = 0.f;
     const int64_t end = minimum((part + 1) * kSumRows, rows);
-    for (int64_t row = part * kSumRows; row < end; ++row) run(row, sum);
+    for (int64_t row = part * kSumRows; row < end; ++row) run(row);
   }
-  if (sums == nullptr) return;
+}
+
+// The sums of a row's part, zero before its first row; null without a gradient.
+VLMK_INLINE float* sums_of(const ColumnSums& s, int64_t columns, int64_t row) {
+  if (s.parts == nullptr) return nullptr;
+  float* sum = s.parts + row / kSumRows * columns;
+  for (int64_t c = 0; row % kSumRows == 0 && c < columns; ++c) sum[c] = 0.f;
+  return sum;
+}
+
+// The total of all parts of `rows` rows.
+template <class T>
+void add_parts(const ColumnSums& s, int64_t rows, int64_t columns) {
+  if (s.parts == nullptr) return;
+  const int64_t parts = (rows + kSumRows - 1) / kSumRows;
   // kGroup columns of a row of sums at once: the next row is often pages away.
   constexpr int64_t kGroup = 8 * kWidth;
   const int64_t groups = (columns + kGroup - 1) / kGroup;
@@ -40,7 +50,7 @@ void each_row(int64_t rows, int64_t columns, float* sums, void* total, bool adds
     const int64_t begin = group * kGroup, n = minimum(kGroup, columns - begin);
     Vec group_sums[kGroup / kWidth] = {};
     for (int64_t part = 0; part < parts; ++part) {
-      const float* of_part = sums + part * columns + begin;
+      const float* of_part = s.parts + part * columns + begin;
       each_vector(n, [&](int64_t c, int lanes) {
         Vec& sum = group_sums[c / kWidth];
         sum = sum + load_first(of_part + c, lanes);
@@ -48,10 +58,10 @@ void each_row(int64_t rows, int64_t columns, float* sums, void* total, bool adds
     }
     each_vector(n, [&](int64_t c, int lanes) {
       const Vec sum = group_sums[c / kWidth];
-      if (adds) {
-        add_to(static_cast<float*>(total) + begin + c, sum, lanes);
+      if (s.adds) {
+        add_to(static_cast<float*>(s.total) + begin + c, sum, lanes);
       } else {
-        store_first(static_cast<T*>(total) + begin + c, sum, lanes);
+        store_first(static_cast<T*>(s.total) + begin + c, sum, lanes);
       }
     });
   }
@@ -61,7 +71,7 @@ template <class T>
 void norm_forward(const RmsNormParams& p) {
   const auto *weight = static_cast<const T*>(p.weight), *bias = static_cast<const T*>(p.bias);
   const auto* residual = static_cast<const T*>(p.residual);
-  each_row<T>(p.rows, p.width, nullptr, nullptr, false, [&](int64_t row, float*) {
+  each_row(p.rows, p.width, [&](int64_t row) {
     T* x = static_cast<T*>(p.x) + row * p.width;
     T* y = static_cast<T*>(p.y) + row * p.width;
     const T* added = residual == nullptr ? nullptr : residual + row * p.width;
@@ -85,11 +95,14 @@ void norm_forward(const RmsNormParams& p) {
   });
 }
 
-// With n = x rstd and g = dy w: dx = (g - n mean(g n)) rstd + ds, dw = sum over rows of dy n.
+// With n = x rstd and g = dy w: dx = (g - n mean(g n)) rstd + ds, dw = sum over rows of dy n, db =
+// sum over rows of dx.
 template <class T>
 void norm_backward(const RmsNormGradParams& p) {
   const auto *weight = static_cast<const T*>(p.weight), *sums_grad = static_cast<const T*>(p.ds);
-  each_row<T>(p.rows, p.width, p.sums, p.dweight, p.adds, [&](int64_t row, float* sums) {
+  each_row(p.rows, p.width, [&](int64_t row) {
+    float* sums = sums_of(p.dweight, p.width, row);
+    float* bias_sums = sums_of(p.dbias, p.width, row);
     const T* x = static_cast<const T*>(p.x) + row * p.width;
     const T* dy = static_cast<const T*>(p.dy) + row * p.width;
     const T* ds = sums_grad == nullptr ? nullptr : sums_grad + row * p.width;
@@ -106,10 +119,14 @@ void norm_backward(const RmsNormGradParams& p) {
     each_vector(p.width, [&](int64_t c, int lanes) {
       const Vec g = load_first(dy + c, lanes) * load_first(weight + c, lanes);
       const Vec n = load_first(x + c, lanes) * rstd;
-      const Vec v = (g - n * mean) * rstd;
-      store_first(dx + c, ds == nullptr ? v : v + load_first(ds + c, lanes), lanes);
+      Vec v = (g - n * mean) * rstd;
+      if (ds != nullptr) v = v + load_first(ds + c, lanes);
+      store_first(dx + c, v, lanes);
+      if (bias_sums != nullptr) add_to(bias_sums + c, v, lanes);
     });
   });
+  add_parts<T>(p.dweight, p.rows, p.width);
+  add_parts<T>(p.dbias, p.rows, p.width);
 }
 
 // 1 / (1 + exp(-x)), of exp(-|x|), which never overflows. A type of 16 bits needs fewer digits.
@@ -127,7 +144,7 @@ void swiglu_forward(const SwigluParams& p) {
   constexpr int64_t kFetched = 1024 / sizeof(T);  // elements ahead (up to 1.14x)
   const auto* bias = static_cast<const T*>(p.bias);
   const int64_t width = p.width;
-  each_row<T>(p.rows, 2 * width, nullptr, nullptr, false, [&](int64_t row, float*) {
+  each_row(p.rows, 2 * width, [&](int64_t row) {
     T* x = static_cast<T*>(p.x) + row * 2 * width;
     T* y = static_cast<T*>(p.y) + row * width;
     const auto with_bias = [&](int64_t c, int lanes) {
@@ -148,7 +165,8 @@ void swiglu_forward(const SwigluParams& p) {
 template <class T>
 void swiglu_gradient(const SwigluGradParams& p) {
   const int64_t width = p.width;
-  each_row<T>(p.rows, 2 * width, p.sums, p.dbias, p.adds, [&](int64_t row, float* sums) {
+  each_row(p.rows, 2 * width, [&](int64_t row) {
+    float* sums = sums_of(p.dbias, 2 * width, row);
     const T* x = static_cast<const T*>(p.x) + row * 2 * width;
     const T* dy = static_cast<const T*>(p.dy) + row * width;
     T* dx = static_cast<T*>(p.dx) + row * 2 * width;
@@ -163,6 +181,7 @@ void swiglu_gradient(const SwigluGradParams& p) {
       add_to(sums + width + c, dup, lanes);
     });
   });
+  add_parts<T>(p.dbias, p.rows, 2 * width);
 }
 
 }  // namespace

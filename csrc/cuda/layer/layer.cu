@@ -5,11 +5,12 @@
 // F, its backward reads 3 F and writes 2 F. A row of a norm is one block's, and stays in its
 // registers between the sum over it and the result.
 //
-// A weight's gradient: a block's rows are summed in registers, in their order, and `column_sums`
-// adds the blocks' sums in theirs; the same bits every time.
+// A parameter's gradient: a block's rows are summed in registers, in their order, and `column_sums`
+// adds the blocks' parts in theirs; the same bits every time.
 #include <cuda_runtime.h>
 
 #include <initializer_list>
+#include <type_traits>
 #include <utility>
 
 #include "cuda/block.cuh"
@@ -23,6 +24,20 @@ namespace {
 constexpr int kMostThreads = 512;
 constexpr int kSwigluThreads = 256;
 constexpr int kWarp = ptx::kWarpSize;
+
+// Sums of unit `at` of parts [parts, units].
+template <class E>
+__device__ __forceinline__ void store_sums(float* parts, int64_t at, const E& sums, bool on) {
+  using Word = std::conditional_t<E::kCount % 4 == 0, uint4, uint2>;
+  using Sums = Elements<Fp32, Word>;
+#pragma unroll
+  for (int e = 0; e < E::kCount; e += Sums::kCount) {
+    Sums some;
+#pragma unroll
+    for (int i = 0; i < Sums::kCount; ++i) some.v[i] = sums.v[e + i];
+    ptx::store(reinterpret_cast<Word*>(parts + at * E::kCount + e), some.packed(), on);
+  }
+}
 
 // ---- RMSNorm: `units` of a row, kUnits of them a thread, blockDim.x apart
 
@@ -70,15 +85,16 @@ __global__ void __launch_bounds__(kMostThreads) rms_norm(const RmsNormParams p, 
 
 // The next row is loaded while this one is summed, where registers have room for both: a block has
 // few warps to wait for memory.
-template <class Type, int kUnits>
+template <class Type, int kUnits, bool kBias>
 __global__ void __launch_bounds__(kMostThreads)
     rms_norm_backward(const RmsNormGradParams p, int units) {
   using E = Elements<Type, uint4>;
-  constexpr bool kAhead = kUnits <= 2;
+  constexpr bool kAhead = kUnits <= (kBias ? 1 : 2);
   extern __shared__ __align__(128) char shared[];
-  const int64_t begin = blockIdx.x * kCudaSumRows;
-  const int64_t end = begin + kCudaSumRows < p.rows ? begin + kCudaSumRows : p.rows;
-  E sums[kUnits] = {};  // of dy n over the block's rows
+  const int64_t begin = blockIdx.x * kCudaNormRows;
+  const int64_t end = begin + kCudaNormRows < p.rows ? begin + kCudaNormRows : p.rows;
+  E sums[kUnits] = {};                   // of dy n over the block's rows
+  E bias_sums[kBias ? kUnits : 1] = {};  // of dx
   uint4 weight[kUnits], next_x[kUnits], next_dy[kUnits], next_ds[kUnits];
   float next_rstd = 0.f;
   const auto load_next = [&](int64_t row) {
@@ -129,32 +145,29 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
       for (int e = 0; e < E::kCount; ++e) {
         dx.v[e] = (g.v[e] * w.v[e] - n.v[e] * rstd * mean) * rstd + ds.v[e];
+        if constexpr (kBias) {
+          bias_sums[k].v[e] += dx.v[e];  // mutant: layer-norm-bias-sums
+        }
       }
       ptx::store(static_cast<uint4*>(p.dx) + row * units + i, dx.packed(), i < units);
     }
   }
-  if (p.sums == nullptr) return;
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
     const int i = threadIdx.x + k * blockDim.x;
-    float* const to = p.sums + (static_cast<int64_t>(blockIdx.x) * units + i) * E::kCount;
-#pragma unroll
-    for (int e = 0; e < E::kCount; e += 4) {
-      const float* v = sums[k].v + e;
-      ptx::store(reinterpret_cast<uint4*>(to + e),
-                 uint4{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                       __float_as_uint(v[3])},
-                 i < units);
-    }
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * units + i;
+    if (p.dweight.parts != nullptr) store_sums(p.dweight.parts, at, sums[k], i < units);
+    if constexpr (kBias) store_sums(p.dbias.parts, at, bias_sums[k], i < units);
   }
 }
 
-// total [columns] = the sum of sums [parts, columns], or if `adds` += that, in float32. A block has
-// kWarp columns; each of its warps every warps-th part.
+// of.total [columns] = the sum of of.parts [parts, columns], or if of.adds += that, in float32. A
+// block has kWarp columns; each of its warps every warps-th part.
 template <class Type>
 __global__ void __launch_bounds__(1024)
-    column_sums(const float* sums, int64_t parts, int64_t columns, void* total, bool adds) {
+    column_sums(const ColumnSums first, const ColumnSums second, int64_t parts, int64_t columns) {
   extern __shared__ __align__(128) char shared_bytes[];
+  const ColumnSums of = blockIdx.y == 0 ? first : second;  // mutant: layer-sums-second
   auto* const shared = reinterpret_cast<float*>(shared_bytes);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
@@ -162,7 +175,7 @@ __global__ void __launch_bounds__(1024)
   if (column < columns) {
 #pragma unroll 4
     for (int64_t part = warp; part < parts; part += warps) {  // mutant: layer-sums-part
-      sum += sums[part * columns + column];
+      sum += of.parts[part * columns + column];
     }
   }
   shared[threadIdx.x] = sum;
@@ -170,17 +183,18 @@ __global__ void __launch_bounds__(1024)
   if (warp != 0 || column >= columns) return;
   sum = 0.f;
   for (int w = 0; w < warps; ++w) sum += shared[w * kWarp + lane];
-  if (adds) {
-    static_cast<float*>(total)[column] += sum;  // mutant: layer-sums-adds
+  if (of.adds) {
+    static_cast<float*>(of.total)[column] += sum;  // mutant: layer-sums-adds
   } else if constexpr (Type::kCount == 1) {
-    static_cast<float*>(total)[column] = sum;
+    static_cast<float*>(of.total)[column] = sum;
   } else {
     const float pair[2] = {sum, 0.f};
-    static_cast<uint16_t*>(total)[column] = static_cast<uint16_t>(Type::pack(pair));
+    static_cast<uint16_t*>(of.total)[column] = static_cast<uint16_t>(Type::pack(pair));
   }
 }
 
-// ---- SwiGLU: a unit of `units` in half a row for each thread
+// ---- SwiGLU: a unit of `units` in half a row for each thread, or with the bias's gradient for the
+// rows of a part
 
 // 1 / (1 + exp(-x)), of exp(-|x|), which never overflows.
 __device__ __forceinline__ float sigmoid(float x) {
@@ -188,21 +202,35 @@ __device__ __forceinline__ float sigmoid(float x) {
   return (x < 0.f ? e : 1.f) / (1.f + e);  // mutant: layer-sigmoid
 }
 
-// Gate and up of unit `i` of a row, and their bias.
+// Unit `i` of the gate and of up, of a row of [gate | up].
+template <class Unit>
+struct Halves {
+  Unit gate, up;
+
+  __device__ __forceinline__ static Halves load(const void* x, int64_t row, int i, int units,
+                                                bool on) {
+    const auto* from = static_cast<const Unit*>(x) + 2 * row * units + i;
+    const Unit gate = ptx::load_once(from, on);
+    const Unit up = ptx::load_once(from + units, on);  // mutant: layer-swiglu-up
+    return {gate, up};
+  }
+  __device__ __forceinline__ void store(void* x, int64_t row, int i, int units) const {
+    auto* to = static_cast<Unit*>(x) + 2 * row * units + i;
+    ptx::store(to, gate, true);
+    ptx::store(to + units, up, true);  // mutant: layer-swiglu-dup
+  }
+};
+
 template <class Type, class Unit>
 struct GateUp {
   Elements<Type, Unit> gate, up;
 
-  __device__ __forceinline__ GateUp(const void* x, const void* bias, int64_t row, int i,
-                                    int units) {
+  // The bias of the same unit, if there is one.
+  __device__ __forceinline__ GateUp(const Halves<Unit>& x, const Halves<Unit>& bias, bool biased)
+      : gate(x.gate), up(x.up) {
     using E = Elements<Type, Unit>;
-    const auto* from = static_cast<const Unit*>(x) + 2 * row * units + i;
-    gate = E(ptx::load_once(from, true));
-    up = E(ptx::load_once(from + units, true));  // mutant: layer-swiglu-up
-    if (bias == nullptr) return;
-    const auto* added = static_cast<const Unit*>(bias) + i;
-    gate.add(E(ptx::load_once(added, true)));
-    up.add(E(ptx::load_once(added + units, true)));
+    if (!biased) return;
+    gate.add(E(bias.gate)), up.add(E(bias.up));
     gate = gate.rounded(), up = up.rounded();  // mutant: layer-swiglu-rounded
   }
 };
@@ -216,34 +244,89 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu(const SwigluParams p, i
   if (row >= p.rows) return;  // mutant: layer-swiglu-rows
   Elements<Type, Unit> y = {};
   if (i < units) {  // mutant: layer-swiglu-padding
-    const GateUp<Type, Unit> of(p.x, p.bias, row, i, units);
+    const bool biased = p.bias != nullptr;
+    const GateUp<Type, Unit> of(Halves<Unit>::load(p.x, row, i, units, true),
+                                Halves<Unit>::load(p.bias, 0, i, units, biased), biased);
 #pragma unroll
     for (int e = 0; e < y.kCount; ++e) y.v[e] = of.gate.v[e] * sigmoid(of.gate.v[e]) * of.up.v[e];
   }
   ptx::store(static_cast<Unit*>(p.y) + index, y.packed(), true);
 }
 
+// Unit `i` of a row of dy.
+template <class Type, class Unit>
+__device__ __forceinline__ Unit load_dy(const SwigluGradParams& p, int64_t row, int i, bool on) {
+  const int64_t at =
+      row * (p.dy_stride / Elements<Type, Unit>::kCount) + i;  // mutant: layer-swiglu-dy
+  return ptx::load_once(static_cast<const Unit*>(p.dy) + at, on);
+}
+
+// The gradients of gate and up.
+template <class Type, class Unit>
+__device__ __forceinline__ GateUp<Type, Unit> derivatives(const GateUp<Type, Unit>& of,
+                                                          const Elements<Type, Unit>& dy) {
+  GateUp<Type, Unit> d = of;
+#pragma unroll
+  for (int e = 0; e < dy.kCount; ++e) {
+    const float gate = of.gate.v[e], s = sigmoid(gate), ds = dy.v[e] * s;
+    d.up.v[e] = ds * gate;
+    d.gate.v[e] = ds * of.up.v[e] * fmaf(gate, 1.f - s, 1.f);  // mutant: layer-swiglu-dgate
+  }
+  return d;
+}
+
 template <class Type, class Unit>
 __global__ void __launch_bounds__(kSwigluThreads)
     swiglu_backward(const SwigluGradParams p, int units) {
-  using E = Elements<Type, Unit>;
   const int64_t index = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   const int64_t row = index / units;
   const int i = static_cast<int>(index % units);
   if (row >= p.rows) return;
-  const GateUp<Type, Unit> of(p.x, p.bias, row, i, units);
-  const int64_t at = row * (p.dy_stride / E::kCount) + i;  // mutant: layer-swiglu-dy
-  const E dy(ptx::load_once(static_cast<const Unit*>(p.dy) + at, true));
-  E dgate, dup;
+  const bool biased = p.bias != nullptr;
+  const GateUp<Type, Unit> of(Halves<Unit>::load(p.x, row, i, units, true),
+                              Halves<Unit>::load(p.bias, 0, i, units, biased), biased);
+  const auto d = derivatives(of, Elements<Type, Unit>(load_dy<Type, Unit>(p, row, i, true)));
+  Halves<Unit>{d.gate.packed(), d.up.packed()}.store(p.dx, row, i, units);
+}
+
+// The same and parts of the bias's gradient. Two rows are loaded ahead of the one that is computed.
+template <class Type, class Unit>
+__global__ void __launch_bounds__(kSwigluThreads)
+    swiglu_bias_backward(const SwigluGradParams p, int units) {
+  using E = Elements<Type, Unit>;
+  const int wide = (units + blockDim.x - 1) / blockDim.x;
+  const int64_t part = blockIdx.x / wide, begin = part * kCudaSwigluRows;
+  const int64_t end = begin + kCudaSwigluRows < p.rows ? begin + kCudaSwigluRows : p.rows;
+  const int i = blockIdx.x % wide * blockDim.x + threadIdx.x;
+  if (i >= units) return;  // mutant: layer-swiglu-units
+  const bool biased = p.bias != nullptr;
+  const auto bias = Halves<Unit>::load(p.bias, 0, i, units, biased);
+  Halves<Unit> next_x[2];
+  Unit next_dy[2];
 #pragma unroll
-  for (int e = 0; e < E::kCount; ++e) {
-    const float gate = of.gate.v[e], s = sigmoid(gate), ds = dy.v[e] * s;
-    dup.v[e] = ds * gate;
-    dgate.v[e] = ds * of.up.v[e] * fmaf(gate, 1.f - s, 1.f);  // mutant: layer-swiglu-dgate
+  for (int j = 0; j < 2; ++j) {
+    next_x[j] = Halves<Unit>::load(p.x, begin + j, i, units, begin + j < end);
+    next_dy[j] = load_dy<Type, Unit>(p, begin + j, i, begin + j < end);
   }
-  auto* const to = static_cast<Unit*>(p.dx) + 2 * row * units + i;
-  ptx::store(to, dgate.packed(), true);
-  ptx::store(to + units, dup.packed(), true);  // mutant: layer-swiglu-dup
+  E gate_sums = {}, up_sums = {};
+#pragma unroll 1
+  for (int64_t first = begin; first < end; first += 2) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int64_t row = first + j, next = row + 2;
+      const GateUp<Type, Unit> of(next_x[j], bias, biased);
+      const E dy(next_dy[j]);
+      next_x[j] = Halves<Unit>::load(p.x, next, i, units, next < end);
+      next_dy[j] = load_dy<Type, Unit>(p, next, i, next < end);  // mutant: layer-swiglu-next
+      if (row >= end) break;                                     // mutant: layer-swiglu-end
+      const auto d = derivatives(of, dy);
+      Halves<Unit>{d.gate.packed(), d.up.packed()}.store(p.dx, row, i, units);
+      gate_sums.add(d.gate), up_sums.add(d.up);  // mutant: layer-swiglu-sums
+    }
+  }
+  const int64_t at = 2 * part * units + i;
+  store_sums(p.dbias.parts, at, gate_sums, true);
+  store_sums(p.dbias.parts, at + units, up_sums, true);
 }
 
 // ---- launches
@@ -282,35 +365,73 @@ int forward_of(const RmsNormParams& p, cudaStream_t stream) {
       Elements<Type, uint4>::kCount, stream);
 }
 
+// The totals of one or two gradients; without parts nothing.
 template <class Type>
-int backward_of(const RmsNormGradParams& p, cudaStream_t stream) {
-  const int64_t parts = (p.rows + kCudaSumRows - 1) / kCudaSumRows;
-  const int error =
-      launch_norm<RmsNormGradParams>({{1, rms_norm_backward<Type, 1>},
-                                      {2, rms_norm_backward<Type, 2>},
-                                      {kUnits<Type>, rms_norm_backward<Type, kUnits<Type>>}},
-                                     p, parts, Elements<Type, uint4>::kCount, stream);
-  if (error || p.sums == nullptr || p.width == 0) return error;
-  const auto blocks = static_cast<unsigned>((p.width + kWarp - 1) / kWarp);
-  column_sums<Type><<<blocks, 1024, 1024 * 4, stream>>>(p.sums, parts, p.width, p.dweight, p.adds);
+int launch_sums(const ColumnSums& first, const ColumnSums& second, int64_t parts, int64_t columns,
+                cudaStream_t stream) {
+  const bool has_first = first.parts != nullptr, has_second = second.parts != nullptr;
+  if (columns == 0 || !(has_first || has_second)) return cudaSuccess;
+  const dim3 blocks(static_cast<unsigned>((columns + kWarp - 1) / kWarp),
+                    has_first && has_second ? 2 : 1);
+  column_sums<Type>
+      <<<blocks, 1024, 1024 * 4, stream>>>(has_first ? first : second, second, parts, columns);
   return cudaGetLastError();
 }
 
-// One thread a unit of `columns` in each row: of 16 bytes where all rows are whole ones, else of 8.
-// stride: of the rows that may be apart.
+template <class Type, bool kBias>
+int launch_norm_backward(const RmsNormGradParams& p, int64_t parts, cudaStream_t stream) {
+  return launch_norm<RmsNormGradParams>(
+      {{1, rms_norm_backward<Type, 1, kBias>},
+       {2, rms_norm_backward<Type, 2, kBias>},
+       {kUnits<Type>, rms_norm_backward<Type, kUnits<Type>, kBias>}},
+      p, parts, Elements<Type, uint4>::kCount, stream);
+}
+
+template <class Type>
+int backward_of(const RmsNormGradParams& p, cudaStream_t stream) {
+  const int64_t parts = (p.rows + kCudaNormRows - 1) / kCudaNormRows;
+  const int error = p.dbias.parts == nullptr ? launch_norm_backward<Type, false>(p, parts, stream)
+                                             : launch_norm_backward<Type, true>(p, parts, stream);
+  return error ? error : launch_sums<Type>(p.dweight, p.dbias, parts, p.width, stream);
+}
+
+// Elements of a thread's unit, `count` in 16 bytes: as many where all rows are whole ones, or half,
+// else none. stride: of the rows that may be apart.
+int64_t unit_of(int64_t width, int64_t stride, int64_t count) {
+  for (const int64_t n : {count, count / 2}) {
+    if (width % n == 0 && stride % n == 0 && stride >= width) return n;
+  }
+  return 0;
+}
+
+// One thread a unit of `columns` in each row.
 template <class Params>
 int launch_swiglu(void (*whole)(Params, int), void (*half)(Params, int), const Params& p, int count,
                   int64_t columns, int64_t stride, cudaStream_t stream) {
   if (p.rows == 0 || p.width == 0) return cudaSuccess;
-  const bool is_whole = p.width % count == 0 && stride % count == 0;
-  count = is_whole ? count : count / 2;
-  const int64_t units = p.width / count,
-                blocks = (p.rows * (columns / count) + kSwigluThreads - 1) / kSwigluThreads;
-  if (p.width % count != 0 || stride % count != 0 || stride < p.width || blocks > 0x7fffffff ||
-      units > 0x7fffffff)
-    return cudaErrorInvalidValue;
-  const auto kernel = is_whole ? whole : half;
-  kernel<<<static_cast<unsigned>(blocks), kSwigluThreads, 0, stream>>>(p, static_cast<int>(units));
+  const int64_t unit = unit_of(p.width, stride, count);
+  if (unit == 0) return cudaErrorInvalidValue;
+  const int64_t blocks = (p.rows * (columns / unit) + kSwigluThreads - 1) / kSwigluThreads;
+  if (blocks > 0x7fffffff || p.width / unit > 0x7fffffff) return cudaErrorInvalidValue;
+  const auto kernel = unit == count ? whole : half;
+  kernel<<<static_cast<unsigned>(blocks), kSwigluThreads, 0, stream>>>(
+      p, static_cast<int>(p.width / unit));
+  return cudaGetLastError();
+}
+
+// One thread a unit in the rows of a part.
+template <class Type>
+int launch_swiglu_bias(const SwigluGradParams& p, int64_t parts, cudaStream_t stream) {
+  if (p.rows == 0 || p.width == 0) return cudaSuccess;
+  constexpr int kCount = Elements<Type, uint4>::kCount, kThreads = kSwigluThreads / 2;
+  const int64_t unit = unit_of(p.width, p.dy_stride, kCount);
+  if (unit == 0) return cudaErrorInvalidValue;
+  const int64_t blocks = parts * ((p.width / unit + kThreads - 1) / kThreads);
+  if (blocks > 0x7fffffff) return cudaErrorInvalidValue;
+  const auto kernel =
+      unit == kCount ? swiglu_bias_backward<Type, uint4> : swiglu_bias_backward<Type, uint2>;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p,
+                                                                 static_cast<int>(p.width / unit));
   return cudaGetLastError();
 }
 
@@ -322,9 +443,15 @@ int forward_of(const SwigluParams& p, cudaStream_t stream) {
 
 template <class Type>
 int backward_of(const SwigluGradParams& p, cudaStream_t stream) {
-  return launch_swiglu<SwigluGradParams>(swiglu_backward<Type, uint4>, swiglu_backward<Type, uint2>,
-                                         p, Elements<Type, uint4>::kCount, p.width, p.dy_stride,
-                                         stream);
+  constexpr int kCount = Elements<Type, uint4>::kCount;
+  if (p.dbias.parts == nullptr) {
+    return launch_swiglu<SwigluGradParams>(swiglu_backward<Type, uint4>,
+                                           swiglu_backward<Type, uint2>, p, kCount, p.width,
+                                           p.dy_stride, stream);
+  }
+  const int64_t parts = (p.rows + kCudaSwigluRows - 1) / kCudaSwigluRows;
+  const int error = launch_swiglu_bias<Type>(p, parts, stream);
+  return error ? error : launch_sums<Type>(p.dbias, {}, parts, 2 * p.width, stream);
 }
 
 }  // namespace

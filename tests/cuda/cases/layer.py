@@ -14,6 +14,8 @@ from tools.cudasim.ptx.ptxtypes import Array
 from ..kernels import Kernels
 from ..params import fill
 
+#: No gradient is wanted.
+NO_SUMS = fill("ColumnSums", total=None, parts=None, adds=False)
 #: Half a unit of a type, relative.
 UNITS = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 EPS = 1e-5
@@ -34,6 +36,7 @@ class Rows:
         self.device = kernels.device()
         self.memory = self.device.memory
         self.values: dict[str, Array] = {}
+        self.before: dict[str, Array | None] = {}  # in gradients that are added to
 
     def draw(self, name: str, *shape: int, mean: float = 0.0) -> int:
         bits = from_float(mean + self.rng.standard_normal(shape), self.dtype)
@@ -52,6 +55,20 @@ class Rows:
         params = fill(struct, dtype=DTYPES[self.dtype][0], **values)
         code = self.kernels.run(self.device, launcher, params)
         assert code == 0, f"{launcher} returned cudaError_t {code}"
+
+    def sums(self, name: str, rows: int, part: int, columns: int, adds: bool) -> Any:
+        """A gradient summed over rows, `part` of them at a time, or added to what is there."""
+        start = self.rng.standard_normal(columns).astype(np.float32) if adds else None
+        room = self.room(name, columns) if start is None else self.memory.upload(name, start)
+        self.before[name] = start
+        parts = self.room(f"parts of {name}", -(-rows // part), columns, kind=np.float32)
+        return fill("ColumnSums", total=room, parts=parts, adds=adds)
+
+    def check_sums(self, name: str, exact: Array) -> None:
+        """exact: of each row."""
+        start = self.before[name]
+        total = exact.sum(0) + (0 if start is None else start)
+        assert_close(name, self.found(name), total, self.dtype if start is None else "float32")
 
     def rounded(self, x: Array) -> Array:
         return to_float(from_float(x, self.dtype), self.dtype).astype(np.float64)
@@ -90,19 +107,18 @@ def check_norm(
 
     dy = r.draw("dy", rows, width)
     ds = r.draw("ds", rows, width) if residual else None
-    before = rng.standard_normal(width).astype(np.float32)
-    parts = -(-rows // 8)
-    dweight = r.memory.upload("dweight", before) if adds else r.room("dweight", width)
     r.run(
         "rms_norm_backward", "RmsNormGradParams",
-        dy=dy, ds=ds, x=x, weight=weight, rstd=rstd, dx=r.room("dx", rows, width), dweight=dweight,
-        sums=r.room("sums", parts, width, kind=np.float32), rows=rows, width=width, adds=adds,
+        dy=dy, ds=ds, x=x, weight=weight, rstd=rstd, dx=r.room("dx", rows, width),
+        dweight=r.sums("dweight", rows, 8, width, adds),
+        dbias=r.sums("dbias", rows, 8, width, adds) if bias else NO_SUMS, rows=rows, width=width,
     )  # fmt: skip
     g, n = r.values["dy"] * gain, total * factor
     dx = (g - n * (g * n).mean(1, keepdims=True)) * factor + (r.values["ds"] if residual else 0)
     assert_close("dx", r.found("dx"), dx, dtype)
-    exact = (r.values["dy"] * n).sum(0) + (before if adds else 0)
-    assert_close("dweight", r.found("dweight"), exact, "float32" if adds else dtype)
+    r.check_sums("dweight", r.values["dy"] * n)
+    if bias:
+        r.check_sums("dbias", dx)
 
 
 def sigmoid(x: Array) -> Array:
@@ -118,8 +134,10 @@ def check_swiglu(
     bias: bool = False,
     gap: int = 0,
     padding: int = 0,
+    adds: bool = False,
 ) -> None:
-    """Forward and backward; `gap`: elements between two rows of dy; `padding`: zeros behind y's."""
+    """Forward and backward, with the bias's gradient and without; `gap`: elements between two rows
+    of dy; `padding`: zeros behind y's."""
     r = Rows(kernels, rng, dtype)
     # Around -4 a sigmoid changes by as much as its argument: a sum that isn't rounded shows.
     x, shift = r.draw("x", rows, 2 * width), r.draw("bias", 2 * width, mean=-4.0) if bias else None
@@ -133,14 +151,18 @@ def check_swiglu(
     s = sigmoid(gate)
     assert_close("y", r.found("y"), np.pad(gate * s * up, ((0, 0), (0, padding))), dtype)
     dy = r.draw("dy", rows, width + gap)
-    r.run(
-        "swiglu_backward", "SwigluGradParams",
-        dy=dy, dy_stride=width + gap, dx=r.room("dx", rows, 2 * width), dbias=None, sums=None,
-        adds=False, **common,
-    )  # fmt: skip
     of_rows = r.values["dy"][:, :width]
-    exact = [of_rows * up * s * (1 + gate * (1 - s)), of_rows * gate * s]
-    assert_close("dx", r.found("dx"), np.concatenate(exact, 1), dtype)
+    both = of_rows * up * s * (1 + gate * (1 - s)), of_rows * gate * s
+    exact = np.concatenate(both, 1)
+    for name in ("dx", "dx of both") if bias else ("dx",):
+        dbias = NO_SUMS if name == "dx" else r.sums("dbias", rows, 32, 2 * width, adds)
+        r.run(
+            "swiglu_backward", "SwigluGradParams",
+            dy=dy, dy_stride=width + gap, dx=r.room(name, rows, 2 * width), dbias=dbias, **common,
+        )  # fmt: skip
+        assert_close(name, r.found(name), exact, dtype)
+    if bias:
+        r.check_sums("dbias", exact)
 
 
 def check_rotary(
@@ -196,11 +218,13 @@ def small_suite() -> dict[str, Check]:
         # 19 rows: three parts of the sum. 8 to 96 columns: a warp, of which lanes have nothing.
         "norm": norm(19, 40),
         "norm, residual": norm(17, 96, residual=True, adds=True),
-        "norm, bias": norm(3, 8, residual=True, bias=True),
+        "norm, bias": norm(11, 8, residual=True, bias=True, adds=True),
         # 544 columns: in 16 bits 68 units of 64 threads, in float32 136 of 128.
-        "wide norm": norm(2, 544),
+        "wide norm": norm(2, 544, residual=True, bias=True),
         "swiglu": gate(5, 24),
         "swiglu, bias": gate(3, 64, bias=True),
+        # 70 rows: three parts; 1,040 columns in units of 16 bytes: two blocks.
+        "swiglu, parts": gate(70, 1040, bias=True, adds=True),
         "swiglu, units of 8 bytes": gate(3, 20, bias=True, gap=4),
         "swiglu, rows apart": gate(4, 32, gap=8),
         "swiglu, padded": gate(3, 20, bias=True, padding=4),

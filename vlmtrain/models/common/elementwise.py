@@ -8,6 +8,7 @@ to 19 s. Each function here keeps for backward only what its formula needs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -65,23 +66,28 @@ class RMSNorm(torch.nn.RMSNorm):
         return isinstance(norm, RMSNorm) and norm._knows(x) and x.is_contiguous()
 
 
-def with_norm(norm: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x and norm(x)."""
+@dataclass(frozen=True)
+class Sum:
+    """A part of a layer's output and what is still to be added: a norm that follows adds it in its
+    own pass."""
+
+    add: Callable[..., Tensor]  # of `bias_dropout_add`
+    x_with_bias: tuple[Tensor, Tensor | None]
+    residual: Tensor
+    dropout: float
+
+    def added(self) -> Tensor:
+        return self.add(self.x_with_bias, self.residual, self.dropout)
+
+
+def with_norm(norm: torch.nn.Module, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
+    """x, added up, and norm(x)."""
+    if isinstance(x, Sum):
+        out, bias = x.x_with_bias
+        if not x.dropout and out.dtype == x.residual.dtype and RMSNorm.fuses(norm, out):
+            return norm(out, (x.residual, bias))
+        x = x.added()
     return norm(x, (None, None)) if RMSNorm.fuses(norm, x) else (x, norm(x))
-
-
-def add_with_norm(
-    norm: torch.nn.Module,
-    add: Callable[..., Tensor],
-    x_with_bias: tuple[Tensor, Tensor | None],
-    residual: Tensor,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    """add(x_with_bias, residual, dropout) and its norm. add: of `bias_dropout_add`."""
-    x, bias = x_with_bias
-    if dropout or x.dtype != residual.dtype or not RMSNorm.fuses(norm, x):
-        return with_norm(norm, add(x_with_bias, residual, dropout))
-    return norm(x, (residual, bias))
 
 
 class _QuickGelu(torch.autograd.Function):

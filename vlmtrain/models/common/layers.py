@@ -132,6 +132,7 @@ class Block(TransformerBlock):
         # Megatron's checkpoints and its freeing of what was sent allow no views.
         x = make_viewless_tensor(inp=x, requires_grad=True, keep_graph=True)
         recomputes = self.config.recompute_granularity == "full" and self.training
+        looked_at = recomputes or routing is not None or after_layer is not None
         padding = None if routing is None else routing.padding
         tracker = tensor_parallel.get_cuda_rng_tracker()
         with tracker.fork() if self.config.sequence_parallel else contextlib.nullcontext():
@@ -146,6 +147,7 @@ class Block(TransformerBlock):
                         padding_mask=padding,
                         loss_rows=rows,
                     )[0]
+                    x = _added(x) if looked_at else x
                     return x if routing is None else (x, layer.mlp.take_routed())
 
                 out = tensor_parallel.checkpoint(run, False, x) if recomputes else run(x)
@@ -157,25 +159,31 @@ class Block(TransformerBlock):
                 if after_layer is not None:
                     x = after_layer(layer.layer_number - 1, x)
         if self.final_layernorm is not None:
-            x = self.final_layernorm(x)
+            _, x = elementwise.with_norm(self.final_layernorm, x)
             return make_viewless_tensor(inp=x, requires_grad=True, keep_graph=True)
         # The pipeline takes input and output for two nodes of the graph.
-        return x if len(self.layers) or self.pre_process else x.clone()
+        return _added(x) if len(self.layers) or self.pre_process else x.clone()
+
+
+def _added(x: Tensor | elementwise.Sum) -> Tensor:
+    """What a layer returns, as others than the next layer's norm need it."""
+    x = x.added() if isinstance(x, elementwise.Sum) else x
+    return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True)
 
 
 class Layer(TransformerLayer):
     """megatron-core's layer without what is not used here: cross attention, inference, offloading
-    of activations, its own recomputation."""
+    of activations, its own recomputation. The residual is left to be added by the next norm."""
 
     def forward(  # type: ignore[override]
         self,
-        hidden_states: Tensor,
+        hidden_states: Tensor | elementwise.Sum,
         attention_mask: None = None,
         *,
         packed_seq_params: RotaryPackedSeqParams,
         padding_mask: Tensor | None = None,
         loss_rows: LossRows | None = None,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[elementwise.Sum, None]:
         fused, dropout = self.config.bias_dropout_fusion, self.hidden_dropout
         x, normal = elementwise.with_norm(self.input_layernorm, hidden_states)
         if loss_rows is not None:
@@ -185,10 +193,11 @@ class Layer(TransformerLayer):
             normal, attention_mask=attention_mask, packed_seq_params=packed_seq_params
         )
         add = self.self_attn_bda(self.training, fused)
-        x, normal = elementwise.add_with_norm(self.pre_mlp_layernorm, add, attended, x, dropout)
+        x, normal = elementwise.with_norm(
+            self.pre_mlp_layernorm, elementwise.Sum(add, attended, x, dropout)
+        )
         out = self.mlp(normal, padding_mask=padding_mask)
-        x = self.mlp_bda(self.training, fused)(out, x, dropout)
-        return make_viewless_tensor(inp=x, requires_grad=x.requires_grad, keep_graph=True), None
+        return elementwise.Sum(self.mlp_bda(self.training, fused), out, x, dropout), None
 
 
 def adapt(block: TransformerBlock) -> None:

@@ -274,7 +274,11 @@ class VisionTower(MegatronModule):
                 features[self.spec.deepstack_layers.index(layer)] = merger(x)
             return x
 
-        x = self.blocks(hidden_states=x, packed_seq_params=inputs.packed, after_layer=after_layer)
+        x = self.blocks(
+            hidden_states=x,
+            packed_seq_params=inputs.packed,
+            after_layer=after_layer if self.deepstack_mergers._modules else None,
+        )
         return self.merger(x) if self.last else x, features
 
     def _skip(self, x: Tensor, inputs: VisionInputs) -> tuple[Tensor, dict[int, Tensor]]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlmkernels._native import to_device
 from vlmtrain.models.common.layers import init_device, touch
 from vlmtrain.models.common.vision import VisionInputs, VisionTower
 
@@ -35,10 +36,10 @@ class Qwen3VLTower(VisionTower):
         weights = self.own_rows(F.pad(weights, (0, 0, 0, inputs.padded_patches)))
         touch(self.pos_embed)
         positions = F.embedding_bag(
-            corners.to(x.device, non_blocking=True),
+            to_device(corners, x.device),
             self.pos_embed.weight.float(),
             mode="sum",
-            per_sample_weights=weights.to(x.device, non_blocking=True),
+            per_sample_weights=to_device(weights, x.device),
         )
         return x + positions.to(x.dtype).unsqueeze(1)
 
