@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -174,6 +175,24 @@ def test_a_gpu_whose_kernels_hang_trap_and_fail(
     assert smoke.endswith(f"| {library.name} |")
     assert "- HANG smoke: hangs. before the hang" in text
     assert "at most 2.00 GB on the device, 1.00 GB in theory" in text
+
+
+def test_sanitizers_leave_out_what_they_can_not_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program in their place that finds nothing."""
+    good = shutil.which("true")
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: good)
+    check = gpu_check.Check(Results(tmp_path), {})
+    monkeypatch.setattr(check, "kernels", lambda: {"sm90-fused backward": ["a"], "loss": ["b"]})
+    assert check.sanitizer(time.monotonic() + 60)
+    actual = of(tmp_path, "sanitizer")
+    assert len(actual) == 8
+    assert [name for name, outcome in actual.items() if outcome != "PASS"] == [
+        f"{tool}, sm90-fused backward" for tool in ("racecheck", "initcheck", "synccheck")
+    ]
+    skipped = outcomes(tmp_path)["sanitizer", "racecheck, sm90-fused backward"]
+    assert "does not see that mbarriers order different warps" in skipped["detail"]
 
 
 def test_without_time_or_library_it_says_what_to_do(

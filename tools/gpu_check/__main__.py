@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .processes import ROOT, Results, ask, run, run_each, step_of, text_of
+from .processes import ROOT, SKIP, Results, ask, run, run_each, step_of, text_of
 from .tests import Runner, collect
 
 #: Libraries that were brought back; ignored by git.
@@ -50,6 +51,12 @@ print(json.dumps([machine, attention.parts(Context(device="cuda"))]))
 #: For a small kernel, torch's import included; then it hangs.
 KERNEL_SECONDS = 20
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+#: Names of kernels that a tool can't judge, and why (docs/attention-cuda.md).
+UNKNOWN = {
+    "racecheck": ("sm90", "does not see that mbarriers order different warps"),
+    "synccheck": ("sm90", "wants every thread that arrives at an mbarrier to wait there"),
+    "initcheck": ("sm90-fused", "does not see what bulk copies write"),
+}
 
 
 def missing(*packages: str) -> str:
@@ -182,12 +189,14 @@ class Check:
         code = "import torch; torch.ones(4, device='cuda').sum().item()"
         if run([tool, sys.executable, "-c", code], 60, self.results.log) != 0:
             return "compute-sanitizer does not work on this machine"
-        kernels = self.kernels()
-        commands = {
-            f"{check}, {name}": [tool, "--tool", check, "--error-exitcode", "9", *of, "--alone"]
-            for check in SANITIZERS
-            for name, of in kernels.items()
-        }
+        commands = {}
+        for (name, of), check in itertools.product(self.kernels().items(), SANITIZERS):
+            unknown, why = UNKNOWN.get(check, ("no kernel", ""))
+            case = f"{check}, {name}"
+            if unknown in name:
+                self.results.add("sanitizer", case, SKIP, 0, f"{check} {why}")
+            else:
+                commands[case] = [tool, "--tool", check, "--error-exitcode", "9", *of, "--alone"]
         return run_each(
             self.results,
             "sanitizer",
