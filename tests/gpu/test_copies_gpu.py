@@ -43,3 +43,19 @@ def test_each_pack_is_waited_for() -> None:
             assert float(found) == (10.0 * step + i) * moved.pixel_values.numel()
             assert moved.input_ids.is_cuda and not moved.labels.is_cuda
         del copies, moved
+
+
+def test_a_layout_is_not_waited_for() -> None:
+    """256 KB of positions, behind a kernel of about a second; from pageable memory the copy would
+    begin after it."""
+    from vlmkernels import VisionLayout
+
+    layout = VisionLayout.from_grid([[1, 128, 128]], window_size=112)
+    layout.to("cuda")  # page-locked memory, which is used again
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    busy = torch.cuda.Event()
+    busy.record()
+    moved = layout.to("cuda")
+    assert not busy.query()
+    assert torch.equal(moved.position_ids.cpu(), layout.position_ids)

@@ -128,6 +128,11 @@ def _hook(
             )
         )
 
+    def look(gradient: Tensor | None) -> None:
+        """None: nothing reads that output, as the sum beside the last norm."""
+        if gradient is not None and not torch.isfinite(gradient).all():
+            note(schedule.BACKWARD)
+
     def hook(module: Any, inputs: Any, output: Any) -> None:
         for value in output if isinstance(output, tuple) else (output,):
             if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -135,8 +140,6 @@ def _hook(
             if not torch.isfinite(value).all():
                 note(schedule.FORWARD)
             elif value.requires_grad:
-                value.register_hook(
-                    lambda g: None if torch.isfinite(g).all() else note(schedule.BACKWARD)
-                )
+                value.register_hook(look)
 
     return hook
