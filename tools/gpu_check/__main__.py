@@ -191,10 +191,9 @@ class Check:
             return "compute-sanitizer does not work on this machine"
         commands = {}
         for (name, of), check in itertools.product(self.kernels().items(), SANITIZERS):
-            unknown, why = UNKNOWN.get(check, ("no kernel", ""))
             case = f"{check}, {name}"
-            if unknown in name:
-                self.results.add("sanitizer", case, SKIP, 0, f"{check} {why}")
+            if check in UNKNOWN and UNKNOWN[check][0] in name:
+                self.results.add("sanitizer", case, SKIP, 0, f"{check} {UNKNOWN[check][1]}")
             else:
                 commands[case] = [tool, "--tool", check, "--error-exitcode", "9", *of, "--alone"]
         return run_each(

@@ -132,7 +132,7 @@ class Block(TransformerBlock):
         # Megatron's checkpoints and its freeing of what was sent allow no views.
         x = make_viewless_tensor(inp=x, requires_grad=True, keep_graph=True)
         recomputes = self.config.recompute_granularity == "full" and self.training
-        looked_at = recomputes or routing is not None or after_layer is not None
+        needs_sum = recomputes or routing is not None or after_layer is not None
         padding = None if routing is None else routing.padding
         tracker = tensor_parallel.get_cuda_rng_tracker()
         with tracker.fork() if self.config.sequence_parallel else contextlib.nullcontext():
@@ -147,7 +147,7 @@ class Block(TransformerBlock):
                         padding_mask=padding,
                         loss_rows=rows,
                     )[0]
-                    x = _added(x) if looked_at else x
+                    x = _added(x) if needs_sum else x
                     return x if routing is None else (x, layer.mlp.take_routed())
 
                 out = tensor_parallel.checkpoint(run, False, x) if recomputes else run(x)

@@ -277,7 +277,7 @@ class VisionTower(MegatronModule):
         x = self.blocks(
             hidden_states=x,
             packed_seq_params=inputs.packed,
-            after_layer=after_layer if self.deepstack_mergers._modules else None,
+            after_layer=after_layer if self.spec.deepstack_layers else None,
         )
         return self.merger(x) if self.last else x, features
 
