@@ -99,6 +99,37 @@ def test_columns_divided(
 
 
 @pytest.mark.parametrize("name, dtype", KERNELS)
+@pytest.mark.parametrize("turned", [(False, False), (True, False)])
+@pytest.mark.parametrize("rows, columns, depth", [(500, 272, 700), (130, 640, 250), (61, 16, 257)])
+def test_nothing_is_packed(
+    name: str, dtype: torch.dtype, turned: Strides, rows: int, columns: int, depth: int
+) -> None:
+    """In float32 with AVX-512, where B's rows are whole vectors and near each other: several
+    regions of several panels, one of each, and less than a tile."""
+    torch.set_num_threads(3)
+    with isa(name), poisoned():
+        for kind in KINDS:
+            check(*make(rows, columns, depth, turned, dtype), kind)
+
+
+@pytest.mark.parametrize("name, dtype", KERNELS)
+@pytest.mark.parametrize(
+    "rows, columns, depth, turned",
+    [(2000, 1100, 1700, (False, True)), (2000, 77, 90, (False, True))]
+    + [(300, 700, 1700, (True, False)), (190, 30, 601, (True, False))],
+)
+def test_each_thread_packs_for_itself(
+    name: str, dtype: torch.dtype, rows: int, columns: int, depth: int, turned: Strides
+) -> None:
+    """With AVX-512 of many rows, and of a weight's gradient in bf16: several strips of columns,
+    some of several panels, and several blocks of rows."""
+    torch.set_num_threads(3)
+    with isa(name), poisoned():
+        for kind in KINDS:
+            check(*make(rows, columns, depth, turned, dtype), kind)
+
+
+@pytest.mark.parametrize("name, dtype", KERNELS)
 def test_panels_are_packed_a_few_at_once(name: str, dtype: torch.dtype) -> None:
     """More of them than 12 MB hold, so in two rounds, and their blocks by three threads."""
     torch.set_num_threads(3)
@@ -203,19 +234,25 @@ def test_float32_takes_all_of_a_number(name: str) -> None:
 
 @pytest.mark.parametrize("name, dtype", KERNELS)
 @pytest.mark.parametrize(
-    "rows, columns, depth", [(400, 333, 3201), (250, 1100, 3201), (400, 1100, 3200)]
+    "rows, columns, depth, turned",
+    [(400, 333, 3201, (False, True)), (250, 1100, 3201, (False, True))]
+    + [(400, 1100, 3200, (False, True)), (2000, 600, 900, (False, True))]
+    + [(500, 272, 700, (True, False)), (500, 272, 700, (False, False))],
 )
 def test_any_threads_give_the_same_bits(
-    name: str, dtype: torch.dtype, rows: int, columns: int, depth: int
+    name: str, dtype: torch.dtype, rows: int, columns: int, depth: int, turned: Strides
 ) -> None:
-    """With AVX-512 1,100 columns are divided among up to four threads, rows among seven."""
-    a, b = make(rows, columns, depth, (False, True), dtype)
+    """With AVX-512 1,100 columns are divided among up to four threads, rows among seven; 2,000 rows
+    are ranges of up to three, in bf16 500 of seven."""
+    a, b = make(rows, columns, depth, turned, dtype)
+    total = torch.randn(rows, columns)
     with isa(name):
         torch.set_num_threads(1)
-        first = product.product(a, b)
+        first = product.product(a, b, out=total.clone(), add=True)
         for threads in (2, 3, 7):
             torch.set_num_threads(threads)
-            assert_bitwise(f"{threads} threads", product.product(a, b), first)
+            got = product.product(a, b, out=total.clone(), add=True)
+            assert_bitwise(f"{threads} threads", got, first)
 
 
 @pytest.mark.parametrize("name", [name for name in _native.available_isas() if "amx" not in name])

@@ -9,6 +9,10 @@
 
 namespace vlmk {
 
+// Segments up to which all rows of an item are fetched beforehand (prefetch.inl), and each thread
+// has a range of them (cpu/ranges.h).
+constexpr int64_t kPrefetchLength = 128;
+
 // dq of a segment and key/value head whose keys are dealt out to several items: they add to it one
 // after the other, block by block of queries, so that every sum has the order that one item gives.
 struct SharedDq {

@@ -23,6 +23,7 @@
 #include "cpu/attention/prefetch.inl"
 #include "cpu/attention/rotary.inl"
 #include "cpu/gemm.h"
+#include "cpu/ranges.h"
 #include "cpu/scratch.h"
 
 namespace vlmk {
@@ -341,6 +342,7 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
                RunItem<Params> run, PrefetchItems<Params> prefetch) {
   work.non_temporal = non_temporal;
   const int64_t chunks = (work.count + work.chunk - 1) / work.chunk;
+  Ranges ranges((chunks + work.chunks - 1) / work.chunks, omp_get_max_threads());
   const auto end_of = [&](int64_t chunk) { return minimum((chunk + 1) * work.chunk, work.count); };
   // Items that share a dq must not wait behind another one of the same thread.
   const bool prefetches = work.max_seqlen <= kPrefetchLength;
@@ -358,10 +360,14 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
     int64_t last = 0, left = 0;
     const auto take = [&] {
       if (left-- > 0) return ++last;
+      if (prefetches) {
+        last = ranges.take(omp_get_thread_num());
+      } else {
 #pragma omp atomic capture
-      last = taken++;
+        last = taken++;
+      }
       left = work.chunks - 1;
-      return last *= work.chunks;
+      return last = last < 0 ? chunks : last * work.chunks;
     };
     Prefetcher prefetcher;
 #if defined(VLMK_TILES)

@@ -124,8 +124,9 @@ int64_t max_seqlen_of(const AttentionParams& p) {
   return max_seqlen;
 }
 
-// Long segments first: the last items to finish are then short.
-std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, int64_t rows) {
+// Long segments first, if there are any: the last items to finish are then short.
+std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, int64_t rows,
+                                      int64_t max_seqlen) {
   std::vector<AttentionItem> items;
   for (int64_t i = 0; i < p.segments; ++i) {
     const int64_t begin = p.cu_seqlens[i], length = p.cu_seqlens[i + 1] - begin;
@@ -138,7 +139,7 @@ std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, i
   const auto longer = [](const AttentionItem& a, const AttentionItem& b) {
     return a.length > b.length;
   };
-  if (!std::is_sorted(items.begin(), items.end(), longer)) {
+  if (max_seqlen > kPrefetchLength && !std::is_sorted(items.begin(), items.end(), longer)) {
     std::stable_sort(items.begin(), items.end(), longer);
   }
   return items;
@@ -168,7 +169,7 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
   const int64_t run = second_level_cache() < 2 << 20 ? 160 * element : 2560;  // bytes
   const int64_t all = static_cast<int64_t>(items.size());
   int64_t chunk = 1, chunks = 1;
-  if (max_seqlen <= 128) {
+  if (max_seqlen <= kPrefetchLength) {
     const int64_t most = std::min(run / (p.head_dim * element), all / kItemsPerThread / threads());
     for (int64_t n = 2; n <= std::min(most, heads); ++n) {
       if (heads % n == 0) chunk = n;
@@ -236,7 +237,7 @@ void attention_forward(const AttentionParams& p) {
   constexpr int64_t kFewest = 256;  // packing keys and values is 1/8 of the work of 64 rows
   check_segments(p);
   const int64_t length = max_seqlen_of(p), rows = choose_rows(p, p.heads, length, kFewest);
-  const auto items = make_items(p, p.heads, rows);
+  const auto items = make_items(p, p.heads, rows, length);
   const AttentionWork work = make_work(p, items, p.heads, rows, length);
   if (work.count > 0) attention_forward_items(p, work);
 }
@@ -249,7 +250,7 @@ void attention_backward(const AttentionGradParams& g) {
   // On tiles, keys whose operands and sums stay in a cache of 2 MB (4,096 tokens: 1.2x).
   const int64_t most = on_tiles(p) ? std::min<int64_t>(length, 1024) : length;
   const int64_t rows = choose_rows(p, p.kv_heads, most, kFewest);
-  auto items = make_items(p, p.kv_heads, rows);
+  auto items = make_items(p, p.kv_heads, rows, length);
   const SharedDqs shared(p, items);
   const AttentionWork work = make_work(p, items, p.kv_heads, rows, length);
   if (work.count > 0) attention_backward_items(g, work);

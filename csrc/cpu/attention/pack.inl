@@ -23,8 +23,6 @@ constexpr int kLaneRow = kWidth == 8 ? kBlock + 16 : kBlock;
 // fp32 rows of one block of queries are read once, so where they are; more often: packed, because
 // rows a token apart fall into few sets of the cache.
 constexpr int64_t kInPlaceRows = 64;
-// Segments up to which all rows of an item are fetched beforehand; see prefetch.inl.
-constexpr int64_t kPrefetchLength = 128;
 
 // Whether the backward of a segment adds P dP of its keys, which are one block, and reads no `out`.
 VLMK_INLINE bool needs_no_out([[maybe_unused]] int64_t length) {

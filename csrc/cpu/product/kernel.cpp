@@ -1,15 +1,17 @@
 // A product as Goto and van de Geijn divide it (doi 10.1145/1356052.1356053), compiled once per
 // instruction set (dispatch.h): of each kDepth elements of the depth, B's columns are packed in
 // slivers as wide as a tile and A's rows in blocks, so that a sliver and a block lie in the
-// second-level cache, and the next sliver and the next block's rows are fetched there. A's rows are
-// divided among the threads, or B's columns, see run(); the thread that multiplies a part packs it,
-// and what is not divided is packed for all. With AVX-512, and of a narrow B with AVX2, dense rows
-// of A that need no conversion are read where they lie. With AVX2 a sliver stays in a first-level
-// cache of 32 KB, and beside it what a tile reads of A: hence a smaller depth, and A packed row by
-// row where its rows are dense, else a tile's rows at a time.
+// second-level cache, and the next sliver and the next block's rows are fetched there. With
+// AVX-512, and of a narrow B with AVX2, dense rows of A that need no conversion are read where they
+// lie. With AVX2 a sliver stays in a first-level cache of 32 KB, and beside it what a tile reads of
+// A: hence a smaller depth, and A packed row by row where its rows are dense, else a tile's rows at
+// a time.
 //
-// Some panels of B are packed at once, and their blocks taken one by one: no thread waits at the
-// end of a panel for another that is slower. A block's panels are added in their order.
+// What the threads divide, run() says: ranges of A's rows, each thread packing for itself, the way
+// with AVX-512 where there are many; A's rows, or B's columns, where what is not divided is packed
+// for all. In that case some panels of B are packed at once, and their blocks taken one by one: no
+// thread waits at the end of a panel for another that is slower. A block's panels are added in
+// their order. float32 with AVX-512 is often multiplied without packing: in_place.inl.
 //
 // Sums are float32, of sums over a panel's depth, or parts of it, in their order, rounded once: the
 // number of threads changes no bit.
@@ -23,8 +25,10 @@
 
 #include "cpu/counter.h"
 #include "cpu/gemm.h"
+#include "cpu/product/in_place.inl"
 #include "cpu/product/pack.inl"
 #include "cpu/product/product.h"
+#include "cpu/ranges.h"
 #include "cpu/scratch.h"
 
 namespace vlmk::VLMK_ISA {
@@ -41,6 +45,12 @@ constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole pan
 // Columns packed at once; of dense rows of B see dense_unit().
 constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;
 constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packed at once
+// Rows a thread from which divide_ranges() serves, and the same of a gradient.
+constexpr int64_t kEnough = 600, kEnoughOfGradient = 64;
+constexpr int64_t kStrip = 512;          // columns of B, all of the depth, that it packs at once
+constexpr int64_t kStripSize = 1 << 20;  // floats of them, 4 MB
+// Elements of a gradient's panel: of as many more rows a Prefetcher would leave out some.
+constexpr int64_t kGradientDepth = 256;
 constexpr double kParallelFrom = kAvx2 ? 1 << 18 : 1 << 21;  // multiply-adds
 
 // What of C one thread multiplies at a time.
@@ -112,7 +122,10 @@ struct Product {
   const ProductParams& p;
   const int64_t threads;
   const int64_t elements = parts(p.depth, Math::kStep);
-  const int64_t panels = parts(elements, kDepth);
+  // dy^T x in bf16, of few columns.
+  const bool gradient = !kAvx2 && kDirect && Math::kStep == 2 && p.a_row == 1 && p.b_column == 1 &&
+                        p.columns <= 2 * kStrip;
+  const int64_t panels = parts(elements, gradient ? kGradientDepth : kDepth);
   const int64_t depth = parts(elements, panels);  // elements of a panel
   const int64_t panel_steps = depth * Math::kStep;
   const bool summed = !kDirect && panels > 1;  // results wait in memory for all panels
@@ -355,7 +368,88 @@ struct Product {
     if (out_of_memory) throw_out_of_memory(static_cast<size_t>(common + own));
   }
 
+  // What another core has packed arrives slowly where cores do not share their last cache. Of many
+  // rows that are read where they lie, and of a gradient, a thread packs all of B for itself, some
+  // columns at a time, and multiplies its range of rows by them.
+  void divide_ranges() const {
+    const int64_t slivers = parts(p.columns, kSliver);
+    const int64_t fitting = std::clamp<int64_t>(kStripSize / (panels * depth), kSliver, kStrip);
+    const int64_t strips = parts(slivers, fitting / kSliver);
+    const int64_t strip_size = panels * depth * parts(slivers, strips) * kSliver;
+    const int64_t tiles = parts(p.rows, kTileRows);
+    const int64_t group = parts(p.rows, threads * kRows), blocks = threads * group;
+    const int64_t width = parts(slivers, strips) * kSliver;
+    const int64_t block_size = in_place ? 0 : left_size(kRows);
+    const int64_t own = strip_size + block_size + (summed ? kRows * width : 0);
+    struct Item {
+      int64_t strip, column, columns, row, rows;
+    };
+    // A thread's items are all its blocks of rows with one strip, then all with the next.
+    const auto item_of = [&](int64_t i) {
+      const int64_t strip = i / group % strips, block = i / (strips * group) * group + i % group;
+      const int64_t column = strip * slivers / strips * kSliver;
+      const int64_t right = minimum((strip + 1) * slivers / strips * kSliver, p.columns);
+      const int64_t row = block * tiles / blocks * kTileRows;
+      const int64_t bottom = minimum((block + 1) * tiles / blocks * kTileRows, p.rows);
+      return Item{strip, column, right - column, row, bottom - row};
+    };
+    std::atomic<bool> out_of_memory{false};
+    Ranges items(strips * blocks, threads);
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    {
+      const int thread = omp_get_thread_num();
+      auto* const packed = reinterpret_cast<Element*>(scratch(static_cast<size_t>(own)));
+      Element* const packed_a = packed + strip_size;
+      auto* const sums = reinterpret_cast<float*>(packed_a) + block_size;
+      if (packed == nullptr) out_of_memory = true;
+      Prefetcher next;
+      int64_t strip = -1;
+      for (int64_t i; packed != nullptr && (i = items.take(thread)) >= 0;) {
+        const Item item = item_of(i);
+        const bool packs = item.strip != strip;
+        strip = item.strip;
+        const auto panel_of = [&](int64_t panel) { return packed + panel * depth * width; };
+        const auto list_panel = [&](int64_t panel) {
+          const int64_t elements =
+              parts(steps_of(panel), Math::kStep) * whole_vectors(item.columns);
+          next.add(reinterpret_cast<const char*>(panel_of(panel)),
+                   elements * static_cast<int64_t>(sizeof(Element)));
+        };
+        for (int64_t panel = 0; panel < panels; ++panel) {
+          if (packs) pack_b(panel, item.column, item.columns, panel_of(panel));
+          next.clear();
+          if (panel + 1 < panels) {
+            list_a(next, panel + 1, item.row, item.rows);
+            packs ? list_b(next, panel + 1, item.column, item.columns) : list_panel(panel + 1);
+          } else if (const int64_t after = items.peek(thread); after >= 0) {
+            const Item then = item_of(after);
+            list_a(next, 0, then.row, then.rows);
+            then.strip == strip ? list_panel(0) : list_b(next, 0, then.column, then.columns);
+          }
+          const Block block{item.row,
+                            item.rows,
+                            0,
+                            parts(item.columns, kSliver),
+                            item.column,
+                            item.columns,
+                            parts(steps_of(panel), Math::kStep),
+                            panel == 0,
+                            panel == panels - 1,
+                            false};
+          const Left a = in_place ? left_in_place(panel, item.row)
+                                  : pack_a(panel, item.row, item.rows, packed_a);
+          multiply(block, a, panel_of(panel), sums - item.row * width, width, next, [] {});
+        }
+      }
+    }
+    if (out_of_memory) throw_out_of_memory(static_cast<size_t>(own));
+  }
+
   void run() const {
+    const bool many = !kAvx2 && in_place && p.rows >= kEnough * threads;
+    if (threads > 1 && (many || (gradient && p.rows >= kEnoughOfGradient * threads))) {
+      return divide_ranges();
+    }
     const bool enough = p.columns >= 4 * threads * kUnit;
     // Few rows for what it costs to read A again, or to pack all of it first.
     const bool few = p.rows <= kFew || (!kAvx2 && (in_place || 3 * p.rows <= p.columns));
@@ -472,6 +566,7 @@ void product_by_dots(const ProductParams& p) { product_of_bf16<Bf16Pairs>(p); }
 #else
 void product_in_float32(const ProductParams& p) {
   if (p.dtype == DType::kBFloat16) return product_of_bf16<Fp32>(p);
+  if (ProductInPlace::takes(p)) return ProductInPlace{p, threads_for(p)}.run();
   Product<Fp32, float, float>{p, threads_for(p)}.run();
 }
 #endif
