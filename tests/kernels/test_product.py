@@ -121,8 +121,8 @@ def test_nothing_is_packed(
 def test_each_thread_packs_for_itself(
     name: str, dtype: torch.dtype, rows: int, columns: int, depth: int, turned: Strides
 ) -> None:
-    """With AVX-512 of many rows, and of a weight's gradient in bf16: several strips of columns,
-    some of several panels, and several blocks of rows."""
+    """Of many rows, and of a weight's gradient: several strips of columns, some of several panels,
+    and several blocks of rows."""
     torch.set_num_threads(3)
     with isa(name), poisoned():
         for kind in KINDS:

@@ -7,11 +7,11 @@
 // A: hence a smaller depth, and A packed row by row where its rows are dense, else a tile's rows at
 // a time.
 //
-// What the threads divide, run() says: ranges of A's rows, each thread packing for itself, the way
-// with AVX-512 where there are many; A's rows, or B's columns, where what is not divided is packed
-// for all. In that case some panels of B are packed at once, and their blocks taken one by one: no
-// thread waits at the end of a panel for another that is slower. A block's panels are added in
-// their order. float32 with AVX-512 is often multiplied without packing: in_place.inl.
+// What the threads divide, run() says: ranges of A's rows, each thread packing for itself, where
+// there are many; else A's rows, or B's columns, and what is not divided is packed for all. In that
+// case some panels of B are packed at once, and their blocks taken one by one: no thread waits at
+// the end of a panel for another that is slower. A block's panels are added in their order. float32
+// with AVX-512 is often multiplied without packing: in_place.inl.
 //
 // Sums are float32, of sums over a panel's depth, or parts of it, in their order, rounded once: the
 // number of threads changes no bit.
@@ -122,8 +122,8 @@ struct Product {
   const ProductParams& p;
   const int64_t threads;
   const int64_t elements = parts(p.depth, Math::kStep);
-  // dy^T x in bf16, of few columns.
-  const bool gradient = !kAvx2 && kDirect && Math::kStep == 2 && p.a_row == 1 && p.b_column == 1 &&
+  // dy^T x of few columns; float32 with AVX-512 has ProductInPlace.
+  const bool gradient = kDirect && (kAvx2 || Math::kStep == 2) && p.a_row == 1 && p.b_column == 1 &&
                         p.columns <= 2 * kStrip;
   const int64_t panels = parts(elements, gradient ? kGradientDepth : kDepth);
   const int64_t depth = parts(elements, panels);  // elements of a panel
@@ -369,8 +369,8 @@ struct Product {
   }
 
   // What another core has packed arrives slowly where cores do not share their last cache. Of many
-  // rows that are read where they lie, and of a gradient, a thread packs all of B for itself, some
-  // columns at a time, and multiplies its range of rows by them.
+  // dense rows, and of a gradient, a thread packs all of B for itself, some columns at a time, and
+  // multiplies its range of rows by them.
   void divide_ranges() const {
     const int64_t slivers = parts(p.columns, kSliver);
     const int64_t fitting = std::clamp<int64_t>(kStripSize / (panels * depth), kSliver, kStrip);
@@ -446,7 +446,7 @@ struct Product {
   }
 
   void run() const {
-    const bool many = !kAvx2 && in_place && p.rows >= kEnough * threads;
+    const bool many = (in_place || (kAvx2 && p.a_column == 1)) && p.rows >= kEnough * threads;
     if (threads > 1 && (many || (gradient && p.rows >= kEnoughOfGradient * threads))) {
       return divide_ranges();
     }
