@@ -98,31 +98,27 @@ def test_columns_divided(
             check(*make(rows, 601, depth, turned, dtype), kind)
 
 
-@pytest.mark.parametrize("name, dtype", KERNELS)
-@pytest.mark.parametrize("turned", [(False, False), (True, False)])
-@pytest.mark.parametrize("rows, columns, depth", [(500, 272, 700), (130, 640, 250), (61, 16, 257)])
-def test_nothing_is_packed(
-    name: str, dtype: torch.dtype, turned: Strides, rows: int, columns: int, depth: int
-) -> None:
-    """In float32 with AVX-512, where B's rows are whole vectors and near each other: several
-    regions of several panels, one of each, and less than a tile."""
-    torch.set_num_threads(3)
-    with isa(name), poisoned():
-        for kind in KINDS:
-            check(*make(rows, columns, depth, turned, dtype), kind)
+#: In float32 with AVX-512 nothing of these is packed: several regions of several panels, one of
+#: each, and less than a tile.
+IN_PLACE = [(500, 272, 700), (130, 640, 250), (61, 16, 257)]
+#: Of many rows, and of a weight's gradient, each thread packs for itself: several strips of
+#: columns, some of several panels, and several blocks of rows.
+RANGES = [
+    (2000, 1100, 1700, (False, True)),
+    (2000, 77, 90, (False, True)),
+    (300, 700, 1700, (True, False)),
+    (190, 30, 601, (True, False)),
+]
 
 
 @pytest.mark.parametrize("name, dtype", KERNELS)
 @pytest.mark.parametrize(
     "rows, columns, depth, turned",
-    [(2000, 1100, 1700, (False, True)), (2000, 77, 90, (False, True))]
-    + [(300, 700, 1700, (True, False)), (190, 30, 601, (True, False))],
+    [(*sizes, (t, False)) for sizes in IN_PLACE for t in (False, True)] + RANGES,
 )
-def test_each_thread_packs_for_itself(
+def test_threads_share_nothing(
     name: str, dtype: torch.dtype, rows: int, columns: int, depth: int, turned: Strides
 ) -> None:
-    """Of many rows, and of a weight's gradient: several strips of columns, some of several panels,
-    and several blocks of rows."""
     torch.set_num_threads(3)
     with isa(name), poisoned():
         for kind in KINDS:
