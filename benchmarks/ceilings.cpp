@@ -2,7 +2,9 @@
 // benchmarks/ceilings.py with -O3 -march=native -fopenmp, where the benchmark runs. It shares the
 // OpenMP runtime of torch, which is loaded first.
 #include <omp.h>
+#include <sched.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 
@@ -93,6 +95,26 @@ double bf16_peak(int64_t rounds, int threads) {
   (void)rounds, (void)threads;
   return 0;
 #endif
+}
+
+// Nanoseconds that a word takes from one of two threads to the other, who answer each other; 0 where
+// there is one.
+double core_distance(int64_t turns) {
+  std::atomic<int64_t> word{0};
+  double seconds = 0;
+#pragma omp parallel num_threads(2)
+  if (omp_get_num_threads() == 2) {
+    const int64_t me = omp_get_thread_num();
+    const double start = omp_get_wtime();
+    for (int64_t turn = me; turn < 2 * turns; turn += 2) {
+      for (int i = 0; word.load(std::memory_order_acquire) != turn; ++i) {
+        if (i > 4096) sched_yield();
+      }
+      word.store(turn + 1, std::memory_order_release);
+    }
+    if (me == 0) seconds = omp_get_wtime() - start;
+  }
+  return 1e9 * seconds / (2.0 * turns);
 }
 
 // The traffic of Adam, 4 reads and 3 writes in place: p, m, v [n] += 0 * g. `ahead`: prefetch

@@ -247,6 +247,8 @@ class Row:
     ceiling_bar: float | None = None
     extra_mb: dict[str, float] | None = None  # "ours" and peers: most memory beside results
     memory_bar: float | None = None
+    #: A word's way from one core to another, before the first round and behind the last.
+    cores_ns: list[float] | None = None
 
     @property
     def memory_ratio(self) -> float | None:
@@ -366,6 +368,9 @@ def compare(comparison: Comparison, context: Context) -> Row:
     for name, run in runs.items():
         spent = seconds.get(name) or timer(run, 1)[0]
         calls[name] = max(1, min(1000, math.ceil(SHORTEST / max(spent, 1e-7))))
+    from benchmarks.ceilings import core_distance  # which needs this module
+
+    before = core_distance(context)
     timings = measure(
         runs,
         repetitions=context.repetitions,
@@ -374,6 +379,8 @@ def compare(comparison: Comparison, context: Context) -> Row:
         timer=timer,
     )
     row = make_row(comparison, context, timings, peers, skipped)
+    looks = [x for x in (before, core_distance(context)) if x is not None]
+    row.cores_ns = looks or None
     # Where glibc never gives memory back there is nothing to be seen.
     if comparison.results_bytes is not None and context.memory != FAULT_FREE:
         row.extra_mb = {

@@ -249,8 +249,8 @@ def _verdict(row: Row) -> str:
 def _table(rows: list[Row]) -> list[str]:
     out = [
         "| op | shape | dtype | threads | ours, ms | best peer, ms | best peer | ratio "
-        "| ceiling | % of it | bar | quiet | date, commit |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| ceiling | % of it | bar | quiet | cores, ns | date, commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         quiet = f"{row.kept}/{row.rounds}" + (" (noisy)" if row.noisy else "")
@@ -267,6 +267,7 @@ def _table(rows: list[Row]) -> list[str]:
             _number(row.percent_of_ceiling, 0, "%"),
             _verdict(row),
             quiet,
+            ", ".join(f"{x:.0f}" for x in row.cores_ns or []),
             f"{row.date}, {row.commit}",
         ]
         out.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
@@ -417,7 +418,10 @@ def render(
         f"{QUIET_SHARE:.0%} of it; times are medians of at least {REPETITIONS} such repetitions; "
         "a row that has fewer is marked noisy. The ratio is the median over rounds of best peer / "
         "ours: above 1 ours is faster. The ceiling is measured in the same rounds, scaled to the "
-        "op's work; beside a missed bar stands the ratio that ours would have at that ceiling.",
+        "op's work; beside a missed bar stands the ratio that ours would have at that ceiling. A "
+        "word takes so many nanoseconds from one core to another, before a row and behind it: a "
+        "virtual machine's cores share their last cache at some times and not at others, and rows "
+        "of both kinds don't compare.",
     ]
     for name, (machine, rows) in sorted(files.items()):
         packages = ", ".join(f"{k} {v}" for k, v in machine["packages"].items())

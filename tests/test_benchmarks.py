@@ -222,7 +222,7 @@ MACHINE = {
 
 
 def test_rows_survive_json() -> None:
-    row = example(tokens_per_second=10.0)
+    row = example(tokens_per_second=10.0, cores_ns=[30.5])
     assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
     with pytest.raises(ValueError, match="ratio"):
         Row.from_json({k: v for k, v in row.to_json().items() if k != "ratio"})
@@ -248,7 +248,8 @@ def test_store_replaces_rows_of_the_same_key(tmp_path: Path) -> None:
 
 def test_report(tmp_path: Path) -> None:
     noisy = example(memory=harness.AS_IT_COMES, ratio=1.0, kept=4, tokens_per_second=321.0)
-    report.store(tmp_path / "a-cpu.json", MACHINE, [example(), noisy])
+    first = example(cores_ns=[31.2, 164.8])
+    report.store(tmp_path / "a-cpu.json", MACHINE, [first, noisy])
     whole = example(shape="4 packs", tokens_per_second=5.0, ratio=0.9, percent_of_ceiling=45.0)
     whole.best_peer, whole.ceiling = "x, one padded batch a step", "products, 200 GFLOP/s"
     report.store(tmp_path / "a-cpu.json", MACHINE, [whole])
@@ -264,7 +265,17 @@ def test_report(tmp_path: Path) -> None:
     assert len(table) == 4
     header = next(line for line in lines if line.startswith("| op"))
     assert {line.count("|") for line in [header, *table]} == {header.count("|")}
-    for part in ("12.3", "49", "SDPA / per length", "3.97x", "77%", "met", "2026-01-02, abc1234"):
+    parts = [
+        "12.3",
+        "49",
+        "SDPA / per length",
+        "3.97x",
+        "77%",
+        "met",
+        "31, 165",
+        "2026-01-02, abc1234",
+    ]
+    for part in parts:
         assert part in table[0], part
     assert "4/10 (noisy)" in table[2] and "misses 3.5x (1.29x at the ceiling)" in table[2]
     assert text.count("Ours makes a pass for each pack") == 1
@@ -381,6 +392,9 @@ def test_ceilings_compute_what_they_say() -> None:
     peak.run()
     speed = peak.work / (time.perf_counter() - start)
     assert 1 < speed < 1000, f"{speed} GFLOP/s on one core"
+    assert ceilings.core_distance(context) is None
+    apart = ceilings.core_distance(Context(threads=2))
+    assert apart is None or 1 < apart < 1e6, f"{apart} ns from core to core"
 
 
 def test_attention_peers_agree() -> None:
