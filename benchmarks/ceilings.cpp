@@ -1,6 +1,6 @@
-// What this machine can do at most: multiply-adds in registers, memory streams. Built by
-// benchmarks/ceilings.py with -O3 -march=native -fopenmp, where the benchmark runs. It shares the
-// OpenMP runtime of torch, which is loaded first.
+// What this machine can do at most, multiply-adds in registers and memory streams, and how far apart
+// its cores are. Built by benchmarks/ceilings.py with -O3 -march=native -fopenmp, where the benchmark
+// runs. It shares the OpenMP runtime of torch, which is loaded first.
 #include <omp.h>
 #include <sched.h>
 
@@ -97,8 +97,8 @@ double bf16_peak(int64_t rounds, int threads) {
 #endif
 }
 
-// Nanoseconds that a word takes from one of two threads to the other, who answer each other; 0 where
-// there is one.
+// Nanoseconds that a word takes from one of two threads to the other, who answer each other; 0
+// where there is one.
 double core_distance(int64_t turns) {
   std::atomic<int64_t> word{0};
   double seconds = 0;

@@ -65,9 +65,9 @@ def _cpu_flags() -> bytes:
 
 
 def core_distance(context: Context) -> float | None:
-    """Nanoseconds that a word takes between two cores at work, the best of three looks of a few
-    milliseconds: five times as long where they share no cache, which a virtual machine's do at
-    some times and not at others."""
+    """Nanoseconds that a word takes between the cores of two threads, the best of three looks of
+    about a millisecond; None on a GPU and of one thread. Where they share no cache it is about
+    five times as long; a virtual machine's change from one minute to the next."""
     if context.device == "cuda" or context.threads < 2 or (lib := library()) is None:
         return None
     return min(lib.core_distance(3000) for _ in range(3)) or None

@@ -1,7 +1,7 @@
-// Work divided among threads: each takes the items of its own range one by one, then what is left
-// of the others'. A thread gets the same share each time, so what it has read or written in one
-// kernel, it finds in its own cache in the next, where cores do not share their last one (as on
-// EPYC, eight by eight).
+// Work divided among threads, with stealing: each takes the items of its own range one by one, then
+// what is left of the others'. A thread gets the same share each time, so what it has read or
+// written in one kernel, it finds in its own cache in the next, where cores do not share their last
+// one (as on EPYC, eight by eight).
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -327,9 +327,10 @@ namespace VLMK_ISA {
 namespace {
 
 // Runs run(params, item, next, work, prefetcher, memory) over all items on torch's threads. A
-// thread goes through chunks of items. Of short segments it takes the next while it works on one,
-// so that it can have prefetch(params, first item, last item, non_temporal, prefetcher) name what
-// to fetch; of longer ones, which are chunks of their own, run does, for the item that is `next`.
+// thread goes through chunks of items. Of short segments it has a range, and takes the next chunk
+// while it works on one, so that it can have prefetch(params, first item, last item, non_temporal,
+// prefetcher) name what to fetch; of longer ones, which are chunks of their own, run does, for the
+// item that is `next`.
 template <class Params>
 using RunItem = void (*)(const Params&, const AttentionItem&, const NextItem&, const AttentionWork&,
                          Prefetcher&, float*);
@@ -342,10 +343,10 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
                RunItem<Params> run, PrefetchItems<Params> prefetch) {
   work.non_temporal = non_temporal;
   const int64_t chunks = (work.count + work.chunk - 1) / work.chunk;
-  Ranges ranges((chunks + work.chunks - 1) / work.chunks, omp_get_max_threads());
   const auto end_of = [&](int64_t chunk) { return minimum((chunk + 1) * work.chunk, work.count); };
   // Items that share a dq must not wait behind another one of the same thread.
   const bool prefetches = work.max_seqlen <= kPrefetchLength;
+  Ranges ranges(prefetches ? (chunks + work.chunks - 1) / work.chunks : 0, omp_get_max_threads());
   bool out_of_memory = false;
   int64_t taken = 0;
 #pragma omp parallel if (chunks > 1)

@@ -124,7 +124,8 @@ int64_t max_seqlen_of(const AttentionParams& p) {
   return max_seqlen;
 }
 
-// Long segments first, if there are any: the last items to finish are then short.
+// Long segments first: the last items to finish are then short. Of short ones alone the order
+// stays, so that a thread's range (cpu/ranges.h) has neighbouring rows.
 std::vector<AttentionItem> make_items(const AttentionParams& p, int64_t heads, int64_t rows,
                                       int64_t max_seqlen) {
   std::vector<AttentionItem> items;

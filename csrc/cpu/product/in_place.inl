@@ -104,15 +104,9 @@ class ProductInPlace {
   int64_t steps_of(int64_t panel) const { return minimum(depth_, p_.depth - panel * depth_); }
 
   void list(Prefetcher& next, const Region& region, int64_t panel) const {
-    const auto add = [&](const float* from, int64_t stride, int64_t rows, int64_t wide) {
-      for (int64_t i = 0; i < rows; ++i, from += stride) {
-        next.add(reinterpret_cast<const char*>(from), wide * static_cast<int64_t>(sizeof(float)));
-      }
-    };
     const int64_t steps = steps_of(panel);
-    const float* const a = of_a(panel, region.row);
-    by_rows_ ? add(a, p_.a_row, region.rows, steps) : add(a, p_.a_column, steps, region.rows);
-    add(of_b(panel, region.column), p_.b_row, steps, region.columns);
+    list_part(next, of_a(panel, region.row), region.rows, p_.a_row, steps, p_.a_column);
+    list_part(next, of_b(panel, region.column), region.columns, p_.b_column, steps, p_.b_row);
   }
 
   void multiply(const Region& region, int64_t panel, Prefetcher& next) const {

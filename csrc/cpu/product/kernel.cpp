@@ -122,7 +122,7 @@ struct Product {
   const ProductParams& p;
   const int64_t threads;
   const int64_t elements = parts(p.depth, Math::kStep);
-  // dy^T x of few columns; float32 with AVX-512 has ProductInPlace.
+  // dy^T x of few columns; in float32 with AVX-512 what ProductInPlace does not take gains nothing.
   const bool gradient = kDirect && (kAvx2 || Math::kStep == 2) && p.a_row == 1 && p.b_column == 1 &&
                         p.columns <= 2 * kStrip;
   const int64_t panels = parts(elements, gradient ? kGradientDepth : kDepth);
@@ -275,20 +275,11 @@ struct Product {
     return minimum(panel_steps, p.depth - panel * panel_steps);
   }
 
-  // What is read of a part of A or B, `wide` rows of A or columns of B from `from` on.
-  static void list(Prefetcher& next, const In* from, int64_t wide, int64_t stride, int64_t steps,
-                   int64_t step) {
-    const bool dense = stride == 1;
-    for (int64_t i = 0; i < (dense ? steps : wide); ++i) {
-      next.add(reinterpret_cast<const char*>(from + i * (dense ? step : stride)),
-               (dense ? wide : steps) * static_cast<int64_t>(sizeof(In)));
-    }
-  }
   void list_b(Prefetcher& next, int64_t panel, int64_t column, int64_t columns) const {
-    list(next, of_b(panel, column), columns, p.b_column, steps_of(panel), p.b_row);
+    list_part(next, of_b(panel, column), columns, p.b_column, steps_of(panel), p.b_row);
   }
   void list_a(Prefetcher& next, int64_t panel, int64_t row, int64_t rows) const {
-    list(next, of_a(panel, row), rows, p.a_row, steps_of(panel), p.a_column);
+    list_part(next, of_a(panel, row), rows, p.a_row, steps_of(panel), p.a_column);
   }
 
   // Packing B waits for memory, with few rows as long as a quarter of the multiply-adds take: so a

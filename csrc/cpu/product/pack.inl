@@ -30,6 +30,18 @@ VLMK_INLINE void fetch_ahead(const T* row) {
   if (!kAvx2) __builtin_prefetch(reinterpret_cast<const char*>(row) + 256);
 }
 
+// Has `next` fetch what is read of a part of A or B, `wide` rows of A or columns of B from `from`
+// on.
+template <class In>
+VLMK_INLINE void list_part(Prefetcher& next, const In* from, int64_t wide, int64_t stride,
+                           int64_t steps, int64_t step) {
+  const bool dense = stride == 1;
+  for (int64_t i = 0; i < (dense ? steps : wide); ++i) {
+    next.add(reinterpret_cast<const char*>(from + i * (dense ? step : stride)),
+             (dense ? wide : steps) * static_cast<int64_t>(sizeof(In)));
+  }
+}
+
 #if !defined(VLMK_PAIRS)
 // Element (i, k) of [n, depth] lies at from[i * row + k * step], one of them being 1; in `to` at
 // [k * ld + i], with zeros behind n as far as a whole vector.
