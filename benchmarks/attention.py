@@ -260,7 +260,7 @@ def comparison(
             one = partial(by, "sm90-fused")
             calls["ours, backward of one kernel"] = partial(_call, one, (q, k, v), grad)
     key = (windows, str(dtype)[6:], backward)
-    on_cpu = device == "cpu" and not context.quick
+    barred = device == "cpu" and context.has_bars
     return Comparison(
         op="attention, forward + backward" if backward else "attention, forward",
         shape=f"{shape} x {HEADS} heads x {HEAD_DIM}",
@@ -270,8 +270,8 @@ def comparison(
         skipped=skipped,
         ceilings=limits,
         check=_close(dtype),
-        bar=BARS.get(key) if on_cpu else None,
-        ceiling_bar=CEILING_BARS.get(key) if on_cpu else None,
+        bar=BARS.get(key) if barred else None,
+        ceiling_bar=CEILING_BARS.get(key) if barred else None,
     )
 
 
@@ -307,7 +307,7 @@ def vision_comparison(
         return attend(rotate(q, table), rotate(k, table), v.contiguous())
 
     on_tiles = context.device == "cpu" and dtype == torch.bfloat16 and ceilings.on_amx()
-    barred = on_tiles and window and not context.quick
+    barred = on_tiles and window and context.has_bars
     flops = 4.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths) * (3.5 if backward else 1)
     if context.device == "cuda" and window:  # bound by memory: qkv, out, their gradients; the table
         traffic = dout.numel() * dout.element_size() * (4 + (8 if backward else 0))

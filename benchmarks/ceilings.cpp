@@ -1,6 +1,6 @@
-// What this machine can do at most, multiply-adds in registers and memory streams, and how far apart
-// its cores are. Built by benchmarks/ceilings.py with -O3 -march=native -fopenmp, where the benchmark
-// runs. It shares the OpenMP runtime of torch, which is loaded first.
+// What this machine can do at most, multiply-adds in registers and memory streams, and how far
+// apart its cores are. Built by benchmarks/ceilings.py with -O3 -march=native -fopenmp, where the
+// benchmark runs. It shares the OpenMP runtime of torch, which is loaded first.
 #include <omp.h>
 #include <sched.h>
 
@@ -44,6 +44,33 @@ void share(int64_t n, int64_t line, int64_t* begin, int64_t* end) {
   const int64_t lines = (n + line - 1) / line;
   *begin = lines * t / threads * line;
   *end = t + 1 == threads ? n : lines * (t + 1) / threads * line;
+}
+
+// 4 reads and 3 writes in place. Brings lines `ahead` floats away into the first level of caches,
+// or the second; 0: none.
+template <int kLevel>
+void adam_streams(float* p, const float* g, float* m, float* v, int64_t n, int64_t ahead,
+                  int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    int64_t begin, end;
+    share(n, 16, &begin, &end);
+    Vector zero{};
+    KEEP(zero);  // the compiler must not know it
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      if (ahead) {
+        __builtin_prefetch(p + i + ahead, 0, 4 - kLevel);
+        __builtin_prefetch(g + i + ahead, 0, 4 - kLevel);
+        __builtin_prefetch(m + i + ahead, 0, 4 - kLevel);
+        __builtin_prefetch(v + i + ahead, 0, 4 - kLevel);
+      }
+      const Vector d = load(g + i) * zero;
+      store(p + i, load(p + i) + d);
+      store(m + i, load(m + i) + d);
+      store(v + i, load(v + i) + d);
+    }
+  }
 }
 
 }  // namespace
@@ -117,30 +144,11 @@ double core_distance(int64_t turns) {
   return 1e9 * seconds / (2.0 * turns);
 }
 
-// The traffic of Adam, 4 reads and 3 writes in place: p, m, v [n] += 0 * g. `ahead`: prefetch
-// distance in floats, 0 for none.
-void adam_stream(float* p, const float* g, float* m, float* v, int64_t n, int64_t ahead,
+// The traffic of Adam: p, m, v [n] += 0 * g. `level`: of the cache that prefetches fill, 1 or 2.
+void adam_stream(float* p, const float* g, float* m, float* v, int64_t n, int64_t ahead, int level,
                  int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    int64_t begin, end;
-    share(n, 16, &begin, &end);
-    Vector zero{};
-    KEEP(zero);  // the compiler must not know it
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) {
-      if (ahead) {
-        __builtin_prefetch(p + i + ahead, 1);
-        __builtin_prefetch(g + i + ahead, 0);
-        __builtin_prefetch(m + i + ahead, 1);
-        __builtin_prefetch(v + i + ahead, 1);
-      }
-      const Vector d = load(g + i) * zero;
-      store(p + i, load(p + i) + d);
-      store(m + i, load(m + i) + d);
-      store(v + i, load(v + i) + d);
-    }
-  }
+  level == 1 ? adam_streams<1>(p, g, m, v, n, ahead, threads)
+             : adam_streams<2>(p, g, m, v, n, ahead, threads);
 }
 
 // Copies bytes, past the caches where the machine can.

@@ -129,8 +129,8 @@ def forward(x: Inputs, context: Context) -> Iterator[Comparison]:
         op="visual_embedding, forward",
         ours=_no_grad(lambda: visual_embedding(x.ids, x.weight, x.visual, x.index)),
         peers=peers,
-        bar=None if context.quick else 5.0 if cuda else 2.0,
-        ceiling_bar=None if context.quick else 90.0 if cuda else 85.0,
+        bar=(5.0 if cuda else 2.0) if context.has_bars else None,
+        ceiling_bar=(90.0 if cuda else 85.0) if context.has_bars else None,
         **common,
     )
     embeddings = F.embedding(x.ids, x.weight)
@@ -145,8 +145,8 @@ def forward(x: Inputs, context: Context) -> Iterator[Comparison]:
         op="scatter_visual, forward",
         ours=_no_grad(lambda: scatter_visual(embeddings, x.visual, x.index)),
         peers={name: out_of_place(place) for name, place in functions.items()},
-        bar=None if context.quick else 1.8,
-        ceiling_bar=None if context.quick else 90.0,
+        bar=1.8 if context.has_bars else None,
+        ceiling_bar=90.0 if context.has_bars else None,
         **common,
     )
 
@@ -154,7 +154,7 @@ def forward(x: Inputs, context: Context) -> Iterator[Comparison]:
 def backward(x: Inputs, context: Context) -> Iterator[Comparison]:
     """Of the lookup with and without the table's gradient, and of the scatter."""
     visual_rows, tokens = x.visual.shape[0], x.ids.shape[0]
-    bar = None if context.quick or context.device == "cuda" else 2.5
+    bar = 2.5 if context.has_bars and context.device == "cpu" else None
     frozen, weight = x.weight.detach(), x.weight.detach().requires_grad_()
     visual = x.visual.detach().requires_grad_()
     # Written whole, the words' gradients read once.

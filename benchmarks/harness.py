@@ -61,6 +61,12 @@ class Context:
         return 3 if self.quick else REPETITIONS
 
     @property
+    def has_bars(self) -> bool:
+        """Bars are for real shapes; on a CPU for rows without page faults, of which a row as it
+        comes can have more than work."""
+        return not self.quick and (self.device == "cuda" or self.memory == FAULT_FREE)
+
+    @property
     def row_seconds(self) -> float:
         return min(self.seconds, 10.0) if self.quick else self.seconds
 

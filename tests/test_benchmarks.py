@@ -115,6 +115,11 @@ def test_row_arithmetic() -> None:
     assert row.noisy and "NOISY: 2 of 3" in report.line(row)
 
 
+def test_which_rows_have_bars() -> None:
+    assert Context(memory=harness.FAULT_FREE).has_bars and Context(device="cuda").has_bars
+    assert not Context().has_bars and not Context(memory=harness.FAULT_FREE, quick=True).has_bars
+
+
 def test_compare_leaves_out_wrong_failing_and_hopeless_peers() -> None:
     def fails() -> int:
         raise RuntimeError("no such kernel\nand more")

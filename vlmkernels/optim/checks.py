@@ -192,9 +192,13 @@ class Snapshot:
     def __init__(
         self, states: Mapping[Tensor, dict], params: list[Tensor], others: list[Tensor]
     ) -> None:
-        self._params = params
-        self._states = [states[param] for param in params]
-        entries = [(s, k, x) for s in self._states for k, x in s.items() if isinstance(x, Tensor)]
+        self._owners, self._states = list(states), list(states.values())
+        entries = [
+            (states[param], key, x)
+            for param in params
+            for key, x in states[param].items()
+            if isinstance(x, Tensor)
+        ]
         self._holders = [holder for holder, _, _ in entries]
         self._keys = [key for _, key, _ in entries]
         self._tensors = [tensor for _, _, tensor in entries]
@@ -203,8 +207,12 @@ class Snapshot:
         self._forms: list[tuple[list[Tensor], Callable[[Tensor], Any], list]] = []
         for tensors, forms in ((params, _WHOLE_PARAMETERS), ([*self._tensors, *others], _WHOLE)):
             plain = [x for x in tensors if not is_sharded(type(x))]
-            self._add([x for x in plain if x.is_contiguous()], forms)
+            whole = [x for x in plain if x.is_contiguous()]
+            self._add([x for x in whole if x.dim() > 0 or forms is not _WHOLE], forms)
+            self._add([x for x in whole if x.dim() == 0 and forms is _WHOLE], _MEMORY)
             self._add([x for x in plain if not x.is_contiguous()], _FORMS)
+        #: Whether all parameters are plain and contiguous.
+        self.contiguous = all(not is_sharded(type(x)) and x.is_contiguous() for x in params)
 
     def _add(self, tensors: list[Tensor], forms: Sequence[Callable[[Tensor], Any]]) -> None:
         # Few at a time: the second look at a tensor finds it in the processor's caches.
@@ -214,7 +222,9 @@ class Snapshot:
     def holds(self, states: Mapping[Tensor, dict]) -> bool:
         """Whether these are the same tensors, and lie where and as they did."""
         return (
-            all(map(is_, map(states.get, self._params), self._states))
+            len(states) == len(self._owners)
+            and all(map(is_, states, self._owners))  # not looked up: a tensor's hash is slow
+            and all(map(is_, states.values(), self._states))
             and all(map(is_, map(dict.get, self._holders, self._keys), self._tensors))
             and all(all(map(eq, map(form, part), before)) for part, form, before in self._forms)
             and self._shards == [_form(local(x)) for x in self._sharded]

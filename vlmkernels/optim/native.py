@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, eq, itemgetter
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vlmkernels._native import _C, DTYPES, describe
 from .blockwise import BLOCK
 
 _DTYPE = attrgetter("dtype")
+_PARAM = itemgetter(0)  # of Pointers
 _MOMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # vlmk::MomentType
 
 
@@ -96,12 +97,13 @@ class AdamBatch:
             ValueError: a gradient has no memory, or its parameter's.
         """
         addresses = list(map(Tensor.data_ptr, grads))
-        for pointers, grad, address in zip(tensors, grads, addresses, strict=True):
-            if address in (0, pointers[0]) and pointers[5]:
-                raise ValueError(
-                    f"a gradient, {describe(grad)}, lies in its parameter's memory or has none; it "
-                    "needs its own"
-                )
+        if 0 in addresses or any(map(eq, addresses, map(_PARAM, tensors))):
+            for pointers, grad, address in zip(tensors, grads, addresses, strict=True):
+                if address in (0, pointers[0]) and pointers[5]:
+                    raise ValueError(
+                        f"a gradient, {describe(grad)}, lies in its parameter's memory or has "
+                        "none; it needs its own"
+                    )
         types = list(map(_DTYPE, grads))
         for dtype in set(types):
             right = [x is dtype for x in types]

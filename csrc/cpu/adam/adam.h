@@ -16,7 +16,25 @@ struct AdamChunk {
   bool stream;  // write the low-precision copy by non-temporal stores
 };
 
-VLMK_DECLARE(adam_chunk, const AdamParams&, const AdamChunk&);
+// What a step takes of its settings and its number, as torch: computed in double, rounded once.
+struct AdamConstants {
+  float decay;       // 1 - lr * weight_decay, AdamW
+  float l2;          // weight_decay, Adam
+  float beta1_rest;  // 1 - beta1
+  float beta2;
+  float beta2_rest;   // 1 - beta2
+  float correction2;  // sqrt(1 - beta2^step)
+  float eps;
+  float negative_step;  // -lr / (1 - beta1^step)
+  float grad_factor;
+  float grad_scale;
+  bool scales;  // whether one of these is not 1
+  bool decoupled;
+  bool decays;
+  uint32_t key;  // of this step's random bits
+};
+
+VLMK_DECLARE(adam_chunk, const AdamConstants&, const AdamChunk&);
 
 // What the 8-bit codes stand for: exp_avg's (signed) and exp_avg_sq's.
 struct DynamicTrees {

@@ -17,6 +17,34 @@ int useful_threads(int64_t elements) {
   return static_cast<int>(std::min<int64_t>(omp_get_max_threads(), useful));
 }
 
+// Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31/.
+uint32_t mix(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7feb352dU;
+  x ^= x >> 15;
+  x *= 0x846ca68bU;
+  return x ^ (x >> 16);
+}
+
+AdamConstants constants_of(const AdamParams& a, double step) {
+  AdamConstants c;
+  c.decay = static_cast<float>(1 - a.lr * a.weight_decay);
+  c.l2 = static_cast<float>(a.weight_decay);
+  c.beta1_rest = static_cast<float>(1 - a.beta1);
+  c.beta2 = static_cast<float>(a.beta2);
+  c.beta2_rest = static_cast<float>(1 - a.beta2);
+  c.correction2 = static_cast<float>(std::sqrt(1 - std::pow(a.beta2, step)));
+  c.eps = static_cast<float>(a.eps);
+  c.negative_step = static_cast<float>(-(a.lr / (1 - std::pow(a.beta1, step))));
+  c.grad_factor = a.grad_factor;
+  c.grad_scale = a.grad_scale;
+  c.scales = a.grad_factor != 1 || a.grad_scale != 1;
+  c.decoupled = a.decoupled;
+  c.decays = a.weight_decay != 0;
+  c.key = mix(static_cast<uint32_t>(step));
+  return c;
+}
+
 double tree_value(int bits, int code) {
   if (code == 0) return 0;
   if (code == (1 << bits) - 1) return 1;
@@ -41,7 +69,9 @@ const DynamicTrees& dynamic_trees() {
   return trees;
 }
 
-void adam_chunk(const AdamParams& p, const AdamChunk& chunk) { VLMK_DISPATCH(adam_chunk, p, chunk) }
+void adam_chunk(const AdamConstants& c, const AdamChunk& chunk) {
+  VLMK_DISPATCH(adam_chunk, c, chunk)
+}
 
 void sum_of_squares_chunk(const AdamGradient& g, int64_t begin, int64_t end, double* sum) {
   VLMK_DISPATCH(sum_of_squares_chunk, g, begin, end, sum)
@@ -68,13 +98,16 @@ void adam_step(const AdamParams& p) {
     // The tensor that holds line `begin`: the last one that starts at or before it.
     int64_t i =
         std::upper_bound(first_line.begin(), first_line.end(), begin) - first_line.begin() - 1;
+    AdamConstants constants;
+    double step = std::nan("");  // the constants'
     for (; i < p.count && first_line[i] < end; ++i) {
       const AdamTensor& tensor = p.tensors[i];
+      if (tensor.step != step) constants = constants_of(p, step = tensor.step);
       const int64_t from = std::max(begin - first_line[i], int64_t{0}) * line;
       const int64_t to = std::min((end - first_line[i]) * line, tensor.numel);
       // Over the gradient's own memory the lines are in the cache already.
       const bool stream = lines * line >= kStreamed && tensor.low != tensor.grad;
-      if (from < to) adam_chunk(p, {&tensor, from, to, stream});
+      if (from < to) adam_chunk(constants, {&tensor, from, to, stream});
     }
   }
 }

@@ -210,7 +210,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
 
   // Keys and values are packed a block at a time, when the first queries come to it.
   int64_t packed = 0;
-  Panel<Math> key;
+  Panel<Math> key{};
   const auto pack_keys = [&](int64_t k0, int64_t n) {
     Element* const to = key_buffer + k0 * row_ld<Math>(dim);
     with_rotated<Math>(p, k_rows.from(k0), item.begin + k0, n, to, [&](const auto& rows) {
