@@ -175,6 +175,19 @@ bool is_amd() {
 #endif
 }
 
+bool is_zen4() {
+#if defined(__x86_64__)
+  static const bool zen4 = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (!is_amd() || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
+    return (eax >> 8 & 0xf) + (eax >> 20 & 0xff) == 25 && cpu_has(Isa::kAvx512);
+  }();
+  return zen4;
+#else
+  return false;
+#endif
+}
+
 bool uses_bf16_dots() { return active_isa() == Isa::kAvx512Bf16 && (is_amd() || isa_is_forced()); }
 
 void set_isa(const char* name) {

@@ -41,6 +41,9 @@ bool uses_bf16_dots();
 // Whether AMD made the processor.
 bool is_amd();
 
+// Whether it is AMD's Zen 4: its family, 25, is Zen 3's too, which has no AVX-512.
+bool is_zen4();
+
 // For tests: the same checks as VLMKERNELS_ISA; "" takes back what was set before. Not to be called
 // while kernels run.
 void set_isa(const char* name);
