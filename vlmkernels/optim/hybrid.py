@@ -359,10 +359,9 @@ class HybridDeviceOptimizer(AdamBase):
         early = self._check_early(settings, grad_scale, found_inf)
         if not early:
             self._masters.check_after_load(self._params())
-        active = [
-            [p for p in group["params"] if p.grad is not None and p not in early]
-            for group in self.param_groups
-        ]
+        active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        if early:  # a tensor's hash is slow
+            active = [[p for p in params if p not in early] for params in active]
         params = list(chain.from_iterable(active))
         grads = [p.grad for p in params if p.grad is not None]
         if params:
@@ -373,7 +372,7 @@ class HybridDeviceOptimizer(AdamBase):
             (group, self._host.shards[param])
             for group, params_of_group in zip(settings, active, strict=True)
             for param in params_of_group
-            if param in self._offloaded
+            if self._offloaded and param in self._offloaded
         ]
         late = [
             (shard, grad)
@@ -387,8 +386,9 @@ class HybridDeviceOptimizer(AdamBase):
             self.skipped_steps += 1
             return loss
         for group, params_of_group in zip(settings, active, strict=True):
-            kept = [p for p in params_of_group if p not in self._offloaded]
-            self._step_in_place(group, kept, scale)
+            if self._offloaded:
+                params_of_group = [p for p in params_of_group if p not in self._offloaded]
+            self._step_in_place(group, params_of_group, scale)
         self._host.step(on_host, scale)
         self._host.finish()
         self._masters.written([*params, *early])

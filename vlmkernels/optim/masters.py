@@ -6,7 +6,8 @@ which the model's value overrides: what the model holds is the truth.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import compress
 from operator import attrgetter, ne
 
 import torch
@@ -34,6 +35,10 @@ def _form(param: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], torc
     return param.dtype, param.shape, param.stride(), param.device
 
 
+def _places(params: list[Tensor]) -> Iterator[tuple[int, int]]:
+    return zip(map(Tensor.data_ptr, params), map(_VERSION, params), strict=True)
+
+
 class Masters:
     """One master for each parameter that was stepped or loaded."""
 
@@ -42,9 +47,8 @@ class Masters:
         #: Masters of the parameters that are not their own.
         self.copies: dict[Tensor, Tensor] = {}
         self._forms: dict[Tensor, tuple] = {}  # of each parameter, when its state was made
-        # As the last step left the parameter:
-        self._versions: dict[Tensor, int] = {}
-        self._pointers: dict[Tensor, int] = {}
+        # Address and version of each parameter as the last step left it.
+        self._left: dict[Tensor, tuple[int, int]] = {}
         self._compare = False  # loaded masters were not compared with the model yet
         self._read: set[Tensor] = set()  # masters to be taken from the model at the next step
 
@@ -75,8 +79,7 @@ class Masters:
 
     def written(self, params: list[Tensor]) -> None:
         """These parameters have their masters' values."""
-        self._versions.update(zip(params, map(_VERSION, params), strict=True))
-        self._pointers.update(zip(params, map(Tensor.data_ptr, params), strict=True))
+        self._left.update(zip(params, _places(params), strict=True))
 
     @torch.no_grad()
     def sync(self, params: Iterable[Tensor]) -> None:
@@ -94,10 +97,9 @@ class Masters:
     def follow(self, params: list[Tensor]) -> None:
         """Take the model's values where parameters were written in place, or got other memory,
         since the last step."""
-        written = map(ne, map(_VERSION, params), map(self._versions.get, params))
-        moved = map(ne, map(Tensor.data_ptr, params), map(self._pointers.get, params))
-        for param, other_version, other_memory in zip(params, written, moved, strict=True):
-            if (other_version or other_memory) and self._stale(param):
+        changed = map(ne, _places(params), map(self._left.get, params))
+        for param in list(compress(params, changed)):
+            if self._stale(param):
                 self.sync([param])
 
     def changed(self, param: Tensor, saved: Tensor | None) -> str | None:
