@@ -49,13 +49,17 @@ VLMK_INLINE void update(const AdamConstants& c, const Lerp& lerp, Vec g, Vec& p,
   p = p + set1(c.negative_step) * m / denominator;
 }
 
-// 32 random bits for each element from `first` on: the same whatever thread or vector it is in. One
-// round of `mix` on a Weyl sequence that starts elsewhere at each step.
-VLMK_INLINE VecUint random_bits(uint32_t key, int64_t first) {
-  constexpr uint32_t kWeyl = 0x9e3779b1U;
+// A Weyl sequence that starts elsewhere at each step, of which each element has its number: the
+// same whatever thread or vector it is in. Of a vector's elements from `first` on:
+constexpr uint32_t kWeyl = 0x9e3779b1U;
+VLMK_INLINE VecUint numbers_from(uint32_t key, int64_t first) {
   VecUint x;
   for (int lane = 0; lane < kWidth; ++lane) x[lane] = static_cast<uint32_t>(lane) * kWeyl;
-  x += static_cast<uint32_t>(first) * kWeyl + key;
+  return x + (static_cast<uint32_t>(first) * kWeyl + key);
+}
+
+// 32 random bits for each number: one round of `mix` (launch.cpp).
+VLMK_INLINE VecUint random_bits(VecUint x) {
   x ^= x >> 16;
   x *= 0x7feb352dU;
   return x ^ (x >> 15);
@@ -79,13 +83,13 @@ VLMK_INLINE void store_upper(BFloat16* p, VecUint u) {
 #endif
 }
 
-VLMK_INLINE void store_moments(float* exp_avg, float* exp_avg_sq, Vec m, Vec v, uint32_t, int64_t) {
+VLMK_INLINE void store_moments(float* exp_avg, float* exp_avg_sq, Vec m, Vec v, VecUint) {
   store(exp_avg, m);
   store(exp_avg_sq, v);
 }
-VLMK_INLINE void store_moments(BFloat16* exp_avg, BFloat16* exp_avg_sq, Vec m, Vec v, uint32_t key,
-                               int64_t first) {
-  const VecUint random = random_bits(key, first);
+VLMK_INLINE void store_moments(BFloat16* exp_avg, BFloat16* exp_avg_sq, Vec m, Vec v,
+                               VecUint numbers) {
+  const VecUint random = random_bits(numbers);
   store_upper(exp_avg, round_randomly(m, random & 0xffffU));
   store_upper(exp_avg_sq, round_randomly(v, random >> 16));
 }
@@ -112,11 +116,13 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
   Moment* exp_avg_sq = static_cast<Moment*>(chunk.tensor->exp_avg_sq);
   BFloat16* low = static_cast<BFloat16*>(chunk.tensor->low);
   const int64_t first = chunk.tensor->first;
+  VecUint numbers = numbers_from(c.key, first + chunk.begin);
   const auto step = [&](int64_t i) __attribute__((always_inline)) {
     Vec p = load(param + i), m = load(exp_avg + i), v = load(exp_avg_sq + i);
     update<Rounded::kV>(c, lerp, load(grad + i), p, m, v);
     store(param + i, p);
-    store_moments(exp_avg + i, exp_avg_sq + i, m, v, c.key, first + i);
+    store_moments(exp_avg + i, exp_avg_sq + i, m, v, numbers);
+    numbers += kWidth * kWeyl;
     if (kLow == Low::kStored) store(low + i, p);
     if (kLow == Low::kStreamed) stream(low + i, p);
   };
@@ -146,7 +152,7 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
     }
     store_n(param + i, p, lanes);
     Moment moments[2][kWidth];
-    store_moments(moments[0], moments[1], m, v, c.key, first + i);
+    store_moments(moments[0], moments[1], m, v, numbers_from(c.key, first + i));
     for (int lane = 0; lane < lanes; ++lane) {
       exp_avg[i + lane] = moments[0][lane];
       exp_avg_sq[i + lane] = moments[1][lane];
