@@ -62,8 +62,8 @@ class Context:
 
     @property
     def has_bars(self) -> bool:
-        """Bars are for real shapes; on a CPU for rows without page faults, of which a row as it
-        comes can have more than work."""
+        """Whether single ops have bars: at real shapes, on a CPU without page faults, which can
+        take longer than the op."""
         return not self.quick and (self.device == "cuda" or self.memory == FAULT_FREE)
 
     @property

@@ -45,6 +45,7 @@ namespace vlmk {
 
 Isa active_isa() { return Isa::VLMK_TEST_ISA; }
 bool uses_bf16_dots() { return true; }
+bool is_zen4() { return false; }
 bool tiles_multiply_fp16() { return true; }
 
 // Other instruction sets, which nothing here asks for.

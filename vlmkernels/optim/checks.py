@@ -205,11 +205,13 @@ class Snapshot:
         self._sharded = [x for x in (*params, *self._tensors, *others) if is_sharded(type(x))]
         self._shards = [_form(local(x)) for x in self._sharded]
         self._forms: list[tuple[list[Tensor], Callable[[Tensor], Any], list]] = []
-        for tensors, forms in ((params, _WHOLE_PARAMETERS), ([*self._tensors, *others], _WHOLE)):
+        # A step count's one element is at its address; resized to none it has no address.
+        counts = [x for x in self._tensors if x.dim() == 0]
+        rest = [*(x for x in self._tensors if x.dim() > 0), *others]
+        kinds = ((params, _WHOLE_PARAMETERS), (counts, _MEMORY), (rest, _WHOLE))
+        for tensors, forms in kinds:
             plain = [x for x in tensors if not is_sharded(type(x))]
-            whole = [x for x in plain if x.is_contiguous()]
-            self._add([x for x in whole if x.dim() > 0 or forms is not _WHOLE], forms)
-            self._add([x for x in whole if x.dim() == 0 and forms is _WHOLE], _MEMORY)
+            self._add([x for x in plain if x.is_contiguous()], forms)
             self._add([x for x in plain if not x.is_contiguous()], _FORMS)
         #: Whether all parameters are plain and contiguous.
         self.contiguous = all(not is_sharded(type(x)) and x.is_contiguous() for x in params)

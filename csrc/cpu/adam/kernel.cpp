@@ -96,8 +96,8 @@ VLMK_INLINE void store_moments(BFloat16* exp_avg, BFloat16* exp_avg_sq, Vec m, V
 
 enum class Low { kNone, kStored, kStreamed };
 
-// The line of x that is 1 KB of float32 ahead, of the vectors of a line the first (number j of 128
-// bytes) alone. On Zen 4 on one thread 1.15 and 1.24x of 2 KB into the first level: float32 moments
+// Fetches x's line that is as far ahead as 1 KB of float32, once a line: j counts vectors from a
+// line's first. On Zen 4 on one thread 1.15 and 1.24x of 2 KB into the first level: float32 moments
 // are bound by memory, where 1 KB into the second level is best (into the first 1.03x, none 1.09x),
 // 16-bit ones by arithmetic (into the second level 1.16x).
 template <int kLevel, class T>
