@@ -38,8 +38,8 @@ VLMK_INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << 
 
 VLMK_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
 // 16-bit words at both places of each 32-bit lane, and the upper ones of each: one shuffle, where
-// an extension or a narrowing and a shift are two and three (Adam with bf16 moments on Zen
-// 4: 1.1x).
+// an extension or a narrowing and a shift are two and three (Adam with bf16 moments, in
+// the caches of Zen 4: 1.1x).
 VLMK_INLINE Vec widen(__m256i x, BFloat16) {
   const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8,
                                          7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);

@@ -238,9 +238,9 @@ class CPUAdam(AdamBase):
             grads = [local_as("a gradient", g, p) for g, p in zip(grads, params, strict=True)]
             shards = list(map(local, params))
         check_gradients(shards, grads)
-        contiguous = self._snapshot is not None and self._snapshot.contiguous
+        assert self._snapshot is not None  # _check_states made one
         # The native step walks through memory, not indices.
-        if not (contiguous and all(map(Tensor.is_contiguous, grads))):
+        if not (self._snapshot.contiguous and all(map(Tensor.is_contiguous, grads))):
             grads = [_ordered_like(p, g) for p, g in zip(shards, grads, strict=True)]
         keep += grads
         batch.add([self._known[id(param)][1] for param in params], grads)

@@ -35,7 +35,7 @@ def _form(param: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], torc
     return param.dtype, param.shape, param.stride(), param.device
 
 
-def _places(params: list[Tensor]) -> Iterator[tuple[int, int]]:
+def _addresses_and_versions(params: list[Tensor]) -> Iterator[tuple[int, int]]:
     return zip(map(Tensor.data_ptr, params), map(_VERSION, params), strict=True)
 
 
@@ -48,7 +48,7 @@ class Masters:
         self.copies: dict[Tensor, Tensor] = {}
         self._forms: dict[Tensor, tuple] = {}  # of each parameter, when its state was made
         # Address and version of each parameter as the last step left it.
-        self._left: dict[Tensor, tuple[int, int]] = {}
+        self._seen: dict[Tensor, tuple[int, int]] = {}
         self._compare = False  # loaded masters were not compared with the model yet
         self._read: set[Tensor] = set()  # masters to be taken from the model at the next step
 
@@ -79,7 +79,7 @@ class Masters:
 
     def written(self, params: list[Tensor]) -> None:
         """These parameters have their masters' values."""
-        self._left.update(zip(params, _places(params), strict=True))
+        self._seen.update(zip(params, _addresses_and_versions(params), strict=True))
 
     @torch.no_grad()
     def sync(self, params: Iterable[Tensor]) -> None:
@@ -97,7 +97,7 @@ class Masters:
     def follow(self, params: list[Tensor]) -> None:
         """Take the model's values where parameters were written in place, or got other memory,
         since the last step."""
-        changed = map(ne, _places(params), map(self._left.get, params))
+        changed = map(ne, _addresses_and_versions(params), map(self._seen.get, params))
         for param in list(compress(params, changed)):
             if self._stale(param):
                 self.sync([param])

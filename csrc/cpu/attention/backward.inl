@@ -249,7 +249,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
 
   // Keys and values are packed a block at a time, when the first queries come to it.
   int64_t packed = 0;
-  Panel<Math> key, value;
+  Panel<Math> key{}, value{};
   const auto pack_block = [&](int64_t k0, int64_t n) {
     const bool once = keys <= kInPlaceRows;
     const Rows<const T> rows = k_rows.from(k0);

@@ -177,11 +177,12 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
     }
     if (all >= kWindowsPerThread * threads() * heads) chunks = heads / chunk;
   }
-  // On Zen 4 a line past the caches takes longer than to read it early and write it straight from
-  // the tiles (bf16, whose results would be gathered first: 1.02 to 1.04x, backward 1.04 to 1.07x).
-  const bool narrow = p.dtype == DType::kBFloat16 && uses_bf16_dots() && is_zen4();
+  // On Zen 4 a non-temporal store of a line takes longer than to prefetch it and store straight
+  // from the tiles (bf16, whose results would be gathered first: 1.01 to 1.04x, backward 1.01
+  // to 1.07x).
+  const bool plain = p.dtype == DType::kBFloat16 && uses_bf16_dots() && is_zen4();
   const bool non_temporal =
-      !narrow && p.tokens * p.heads * p.head_dim * element >= kNonTemporalBytes;
+      !plain && p.tokens * p.heads * p.head_dim * element >= kNonTemporalBytes;
   return {items.data(),
           static_cast<int64_t>(items.size()),
           std::min(rows, max_seqlen),
