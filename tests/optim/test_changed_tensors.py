@@ -93,6 +93,31 @@ def test_moments_of_another_shape_are_named(
             optimizer.step()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_replaced_state_is_stepped_not_the_old_one(make: Callable[..., Any], whole: bool) -> None:
+    """Another state for a parameter, or other memory for its step count."""
+    params = weights()
+    optimizer = make(params)
+    optimizer.step()
+    state = optimizer.state[params[1]]
+    old = {key: x.detach() for key, x in state.items()}  # the same memory
+    before = {key: x.clone() for key, x in old.items()}
+    if whole:
+        state = {**old, "exp_avg": torch.zeros(8, 6), "exp_avg_sq": torch.zeros(8, 6)}
+        state["step"] = torch.tensor(41.0)
+        optimizer.state[params[1]] = state
+    else:
+        state["step"].data = torch.tensor(41.0)
+    optimizer.step()
+    assert float(state["step"]) == 42
+    assert_bitwise("the old step", old["step"], before["step"])
+    if whole:
+        expected = torch.zeros(8, 6).lerp(params[1].grad, 0.1)
+        torch.testing.assert_close(state["exp_avg"], expected)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert_bitwise(key, old[key], before[key])
+
+
 def test_moments_of_another_order_in_the_same_memory() -> None:
     for transposed in (False, True):
         actual = []

@@ -19,7 +19,6 @@ from tests.ranks import run_ranks
 from vlmkernels import _native
 from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer
 from vlmkernels.optim.placement import choose
-from vlmkernels.optim.state import moment_keys
 
 FMA = _native._C.isa() != "generic"  # torch's bits need FMA instructions
 
@@ -154,30 +153,6 @@ def test_fraction_changes_while_training(moments: torch.dtype, delayed: bool):
         optimizer.check_masters()
     train(other, hybrid(other, moments=moments, offload_fraction=0.0), data)
     assert_same_model(model, other)
-
-
-@pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
-def test_a_large_tensor_goes_in_pieces(moments: torch.dtype):
-    """Cut at multiples of 4,096: the same bits, moments rounded with the same random numbers."""
-    results = []
-    weight, grads = torch.randn(20_001).bfloat16(), [torch.randn(20_001).bfloat16() for _ in "123"]
-    for bucket_bytes in (100, 10_000, 1 << 20):
-        param = nn.Parameter(weight.clone())
-        transfers = DelayedTransfers()
-        optimizer = HybridDeviceOptimizer(
-            [param], moments=moments, bucket_bytes=bucket_bytes, transfers=transfers
-        )
-        for grad in grads:
-            param.grad = grad.clone()
-            optimizer.step()
-        state = optimizer.state[param]
-        assert float(state["step"]) == 3
-        results.append([param.detach(), *(state[k] for k in (*moment_keys(moments), "master"))])
-        assert transfers.h2d_copies == 3 * {100: 5, 10_000: 5, 1 << 20: 1}[bucket_bytes]
-        assert transfers.bytes == 3 * 4 * 20_001  # 2 bytes D2H, 2 H2D
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            assert_bitwise("cut", a, b)
 
 
 def test_small_tensors_go_by_the_bucket():

@@ -146,3 +146,27 @@ def test_the_device_s_own_step(moments: torch.dtype):
                 assert ((a.int() & magnitude) - (b.int() & magnitude)).abs().max() <= 1, key
             else:
                 torch.testing.assert_close(a, b, rtol=2**-21, atol=0)
+
+
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])
+def test_a_large_tensor_goes_in_pieces(moments: torch.dtype):
+    """Cut at multiples of 4,096: the same bits, moments rounded with the same random numbers."""
+    results = []
+    weight, grads = torch.randn(20_001).bfloat16(), [torch.randn(20_001).bfloat16() for _ in "123"]
+    for bucket_bytes in (100, 10_000, 1 << 20):
+        param = nn.Parameter(weight.clone())
+        transfers = DelayedTransfers()
+        optimizer = HybridDeviceOptimizer(
+            [param], moments=moments, bucket_bytes=bucket_bytes, transfers=transfers
+        )
+        for grad in grads:
+            param.grad = grad.clone()
+            optimizer.step()
+        state = optimizer.state[param]
+        assert float(state["step"]) == 3
+        results.append([param.detach(), *(state[k] for k in (*moment_keys(moments), "master"))])
+        assert transfers.h2d_copies == 3 * {100: 5, 10_000: 5, 1 << 20: 1}[bucket_bytes]
+        assert transfers.bytes == 3 * 4 * 20_001  # 2 bytes D2H, 2 H2D
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert_bitwise("cut", a, b)
