@@ -177,23 +177,19 @@ def rows(context: Context) -> Iterator[Row]:
     mixed = [n // (64 if context.quick else 1) for n in model_sizes()]
     for threads in sorted({1, context.threads}):
         here = Context(**{**vars(context), "threads": threads})
-        bars: list[float | None] = [0.98, 1.3, 1.5, 2.0] if threads > 1 else [1.05] + 3 * [None]
-        one, many, wide, narrow = bars if context.has_bars else 4 * [None]
+        bars = (1.05 if threads == 1 else 0.98, 1.3) if context.has_bars else (None, None)
         with torch_threads(threads):
-            yield compare(float32(f"1 tensor of {big:,}", [big], here, one), here)
+            yield compare(float32(f"1 tensor of {big:,}", [big], here, bars[0]), here)
             shape = f"{len(mixed)} mixed tensors, {sum(mixed):,} in all"
-            yield compare(float32(shape, mixed, here, many), here)
-            yield compare(float32(f"{len(small):,} tensors of 4,096", small, here, many), here)
+            yield compare(float32(shape, mixed, here, bars[1]), here)
+            yield compare(float32(f"{len(small):,} tensors of 4,096", small, here, bars[1]), here)
             shape = f"{len(tiny):,} tensors of 64"
             yield compare(float32(shape, tiny, here, None), here)
             for fraction in (0.0, 1.0):
                 op = f"hybrid Adam step, {fraction:.0%} offloaded"
                 step = partial(hybrid_step, fraction)
                 yield compare(float32(shape, tiny, here, None, op, step), here)
-            for moments, bar in (
-                (torch.float32, wide),
-                (torch.bfloat16, narrow),
-                (torch.uint8, None),
-            ):
-                shape = f"1 tensor of {big:,}"
-                yield compare(composite(shape, [big], here, moments, bar), here)
+            for moments, bar in ((torch.float32, 1.5), (torch.bfloat16, 2.0), (torch.uint8, None)):
+                limit = bar if context.has_bars else None
+                one = composite(f"1 tensor of {big:,}", [big], here, moments, limit)
+                yield compare(one, here)
