@@ -18,8 +18,12 @@ def test_norm_and_scale_are_megatrons(in_place: bool) -> None:
     sources = [torch.randn(n) for n in torch.randint(1, 9999, (5,)).tolist()]
     want = [torch.empty_like(x) for x in sources]
     utils.local_multi_tensor_scale(1, None, [sources, want], 0.3)
-    norm = utils.local_multi_tensor_l2_norm(1, None, [sources], False)[0]
-    assert torch.equal(clip_grads.l2_norm_impl(1, None, [sources], False)[0], norm)
+    half = [x.to(torch.bfloat16) for x in sources]  # not what our kernel is asked for
+    norm = utils.local_multi_tensor_l2_norm(1, None, [half], False)[0]
+    assert torch.equal(clip_grads.l2_norm_impl(1, None, [half], False)[0], norm)
+    norm = clip_grads.l2_norm_impl(1, None, [sources], False)[0]
+    exact = torch.cat(sources).double().norm()
+    assert norm.shape == (1,) and abs(float(norm) / float(exact) - 1) <= 2**-24  # rounded once
     targets = sources if in_place else [torch.zeros_like(x) for x in sources]
     clip_grads.multi_tensor_scale_impl(1, None, [sources, targets], 0.3)
     for mine, theirs in zip(targets, want, strict=True):

@@ -5,12 +5,15 @@ Its own stand-ins wait for the GPU once a tensor, and make a copy of every gradi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
+
+from vlmkernels.optim.native import sum_of_squares
 
 
 def install() -> None:
@@ -21,6 +24,8 @@ def install() -> None:
 
 def _norm(chunk: int, flag: Any, lists: list[list[Tensor]], each: bool) -> tuple[Tensor, None]:
     """apex's multi_tensor_l2norm: the norm of all tensors, [1]."""
+    if all(x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() for x in lists[0]):
+        return torch.tensor([math.sqrt(sum_of_squares(lists[0]))]), None
     return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
 
 

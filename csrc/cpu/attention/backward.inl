@@ -127,16 +127,13 @@ VLMK_INLINE void load_stats(const AttentionParams& p, int64_t head, int64_t plac
 }
 
 // n rows of q or k from `place` on, rotated where there is a table, as both operands of Fp32
-// products: -> dst [n, padded(dim)].
+// products: -> dst [n, padded(dim)], or where they lie.
 template <class T>
 VLMK_INLINE Panel<Fp32> pack_both(const AttentionParams& p, const Rows<const T>& x, int64_t place,
-                                  int64_t n, float* dst) {
+                                  int64_t n, float* dst, bool few) {
+  if (!p.rotary) return pack_depth(x, n, p.head_dim, dst, few);
   const auto ld = static_cast<ptrdiff_t>(padded(p.head_dim));
-  if (p.rotary) {
-    rotate_rows<false>(x, rotary_rows(p, place), n, p.head_dim, Rows<float>{dst, ld});
-  } else {
-    pack_depth(x, n, p.head_dim, dst);
-  }
+  rotate_rows<false>(x, rotary_rows(p, place), n, p.head_dim, Rows<float>{dst, ld});
   return {dst, ld};
 }
 
@@ -249,13 +246,13 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
 
   // Keys and values are packed a block at a time, when the first queries come to it.
   int64_t packed = 0;
-  Panel<Math> key{}, value{};
+  Panel<Math> key{}, value{}, key_steps{key_depth, ld};
   const auto pack_block = [&](int64_t k0, int64_t n) {
     const bool once = keys <= kInPlaceRows;
     const Rows<const T> rows = k_rows.from(k0);
     Element* const depth_to = key_depth + k0 / Math::kStep * ld;
     if constexpr (Math::kStep == 1) {
-      key = pack_both(p, rows, keys_place + k0, n, depth_to);
+      key = pack_both(p, rows, keys_place + k0, n, depth_to, once);
     } else {
       Element* const to = key_buffer + k0 * row_ld<Math>(dim);
       with_rotated<Math>(p, rows, keys_place + k0, n, to, [&](const auto& turned) {
@@ -266,6 +263,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
     value = pack_rows(Math{}, v_rows.from(k0), n, dim, value_buffer + k0 * row_ld<Math>(dim), once);
     key.data -= k0 * key.ld;
     value.data -= k0 * value.ld;
+    if constexpr (Math::kStep == 1) key_steps = key;
     packed += n;
   };
   if (!fetches) pack_block(0, keys);
@@ -297,11 +295,13 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
       const int lanes = vectors_of(queries);
       const Rows<const T> q = query_rows<const T>(p, p.q, place, head);
       const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
+      Panel<Math> query{q_depth, ld}, grad{g_depth, ld};
       if constexpr (Math::kStep == 1) {
-        const Panel<Fp32> packed = pack_both(p, q, place, queries, q_depth);
-        pack_lanes(Rows<const float>{packed.data, packed.ld}, queries, dim, score_sign(p), qt);
-        pack_depth(dout, queries, dim, g_depth);
-        pack_lanes(Rows<const float>{g_depth, static_cast<ptrdiff_t>(ld)}, queries, dim, 1.f, gt);
+        const bool few = length <= kBlock;
+        query = pack_both(p, q, place, queries, q_depth, few);
+        grad = pack_depth(dout, queries, dim, g_depth, few);
+        pack_lanes(Rows<const float>{query.data, query.ld}, queries, dim, score_sign(p), qt);
+        pack_lanes(Rows<const float>{grad.data, grad.ld}, queries, dim, 1.f, gt);
       } else {
         with_rotated<Math>(p, q, place, queries, local_dq, [&](const auto& q_rows) {
           pack_lanes(q_rows, queries, dim, score_sign(p), qt);
@@ -372,18 +372,19 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
           gemm<Math, by_columns>(args, prefetcher);
         };
         multiply(std::false_type{},
-                 {gradients.p_row, row_ld, g_depth, ld, dv + k0 * ld, ld, n, columns, steps, add,
-                  nullptr, left(Causal::kStepsFromRow)},
+                 {gradients.p_row, row_ld, grad.data, grad.ld, dv + k0 * ld, ld, n, columns, steps,
+                  add, nullptr, left(Causal::kStepsFromRow)},
                  one_block, dv_rows);
         multiply(std::false_type{},
-                 {gradients.ds_row, row_ld, q_depth, ld, dk + k0 * ld, ld, n, columns, steps, add,
-                  nullptr, left(Causal::kStepsFromRow)},
+                 {gradients.ds_row, row_ld, query.data, query.ld, dk + k0 * ld, ld, n, columns,
+                  steps, add, nullptr, left(Causal::kStepsFromRow)},
                  one_block && !p.rotary, dk_rows);
         if (k0 == 0) semaphore.wait();
         multiply(std::true_type{},
                  {reinterpret_cast<const Element*>(dpt), kLaneRow,
-                  key_depth + k0 / Math::kStep * ld, ld, dq, ld, rows, columns, steps_of<Math>(n),
-                  k == 0 ? Add::kNothing : Add::kC, nullptr, left(Causal::kStepsUpToRow)},
+                  key_steps.data + k0 / Math::kStep * key_steps.ld, key_steps.ld, dq, ld, rows,
+                  columns, steps_of<Math>(n), k == 0 ? Add::kNothing : Add::kC, nullptr,
+                  left(Causal::kStepsUpToRow)},
                  one_pass, dq_rows);
         if (complete) store_block(k0, n);
       }

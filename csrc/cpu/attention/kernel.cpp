@@ -218,8 +218,16 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
     });
     key.data -= k0 * key.ld;
   };
+  Panel<Math> value{values, ld};
   const auto pack_values = [&](int64_t k0, int64_t n) {
-    pack_depth(v_rows.from(k0), n, dim, values + k0 / Math::kStep * ld);
+    const Rows<const T> rows = v_rows.from(k0);
+    Element* const to = values + k0 / Math::kStep * ld;
+    if constexpr (Math::kStep == 1) {
+      value = pack_depth(rows, n, dim, to, window);
+      value.data -= k0 * value.ld;
+    } else {
+      pack_depth(rows, n, dim, to);
+    }
   };
 
   for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {
@@ -286,8 +294,8 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
       if (one_pass) invert_sums();
       const GemmArgs<Math> product{reinterpret_cast<const Element*>(s),
                                    kLaneRow,
-                                   values + k0 / Math::kStep * ld,
-                                   ld,
+                                   value.data + k0 / Math::kStep * value.ld,
+                                   value.ld,
                                    out,
                                    ld,
                                    static_cast<int>(queries),
