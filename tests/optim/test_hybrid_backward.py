@@ -57,6 +57,24 @@ def test_steps_in_backward_have_the_bits_of_plain_adamw(fraction: float):
                 assert_bitwise(key, ours, theirs)
 
 
+def test_a_state_replaced_before_the_backward_pass_is_stepped():
+    """After a step outside of it, for which addresses of the old state were kept."""
+    param = nn.Parameter(torch.randn(7, 9))
+    optimizer = HybridDeviceOptimizer([param], in_backward=True, lr=0.1)
+    with optimizer.accumulating():
+        param.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    old = optimizer.state[param]
+    before = {key: x.clone() for key, x in old.items()}
+    new = optimizer.state[param] = {key: torch.zeros_like(x) for key, x in old.items()}
+    param.square().sum().backward()
+    optimizer.step()
+    assert float(new["step"]) == 1
+    for key, value in before.items():
+        assert_bitwise(key, old[key], value)
+
+
 def test_buckets_are_stepped_while_the_backward_pass_goes_on():
     """The pass is held up before its last gradient until new weights of an earlier one go up."""
     layers = [nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(4)]

@@ -46,6 +46,12 @@ class Shard:
     factor: float = 1.0  # by which the gradient was multiplied in place since, see AdamBatch.step
     d2h: Ticket = None
     h2d: list[Ticket] = field(default_factory=list)
+    #: `pointers` of all elements, from an owner that sees to it that they stay right.
+    whole: Pointers | None = None
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numel = self.master.numel()
 
     def has(self, grad: Tensor) -> bool:
         """Whether the slot gets this gradient as it is now, as far as its version tells."""
@@ -266,7 +272,7 @@ class HostStep:
         for settings, shard in work:
             for first, last in self._cuts(shard):
                 bucket.append((settings, shard, first, last))
-                filled += (last - first) * shard.slot.element_size()
+                filled += (last - first) * shard.slot.itemsize
                 if filled >= self._bucket_bytes:
                     self._step_bucket(bucket, grad_scale, unread)
                     bucket, filled = [], 0
@@ -286,7 +292,7 @@ class HostStep:
         """Ranges of at most a bucket, so that a large tensor's first part is copied while the next
         is stepped; at multiples of 4,096 elements, which no vector, random number or block crosses.
         """
-        numel = shard.master.numel()
+        numel = shard.numel
         if numel <= 4096:
             return [(0, numel)]
         length = max(self._bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
@@ -301,16 +307,21 @@ class HostStep:
             if shard.d2h is not None:
                 self.transfers.wait(shard.d2h)
                 shard.d2h = None
-            # The native call counts up what it is given: the last piece the step, others a copy.
-            step = shard.state["step"]
-            if last < shard.master.numel():
-                step = step.clone()
-                keep.append(step)
             slot = shard.slot
+            if last - first == shard.numel and shard.whole is not None:
+                pointers = shard.whole
+            else:
+                # The native call counts up what it is given: the last piece the step, others a
+                # copy.
+                step = shard.state["step"]
+                if last < shard.numel:
+                    step = step.clone()
+                    keep.append(step)
+                pointers = shard.pointers(first, last, step)
             key = id(settings), shard.factor, slot.dtype
             if key not in work:
                 work[key] = settings, [], []
-            work[key][1].append(shard.pointers(first, last, step))
+            work[key][1].append(pointers)
             work[key][2].append(slot.data_ptr() + slot.itemsize * first)
         for (_, factor, dtype), (settings, pieces, addresses) in work.items():
             batch = AdamBatch(moment_tensors(bucket[0][1].state)[0].dtype)
@@ -322,7 +333,7 @@ class HostStep:
         sources, targets = [], []
         for _, shard, first, last in bucket:
             source, target = shard.value, shard.target
-            if last - first < source.numel():
+            if last - first < shard.numel:
                 source, target = source.view(-1)[first:last], target.view(-1)[first:last]
             sources.append(source)
             targets.append(target)

@@ -240,13 +240,18 @@ class HybridDeviceOptimizer(AdamBase):
         if not is_step(state["step"]):
             state["step"] = step_count(state["step"])
         if param in self._host.shards:
-            self._host.shards[param].state = state  # it may be another one
+            shard = self._host.shards[param]
+            shard.state, shard.whole = state, None  # it may be another one
         if like is not param and param.dtype != torch.float32:
             state["master"] = like
 
     def _pointers(self, param: Tensor) -> Pointers | None:
-        """For step_on_host."""
-        if param in self._offloaded or param.device.type != "cpu":
+        """For step_on_host, or for the shard's step."""
+        if param in self._offloaded:
+            shard = self._host.shards[param]
+            shard.whole = shard.pointers(0, shard.numel, shard.state["step"])
+            return shard.whole
+        if param.device.type != "cpu":
             return None
         return host_pointers(param, self._masters.of(param), self.state[param])
 
@@ -368,12 +373,13 @@ class HybridDeviceOptimizer(AdamBase):
             self._check_states(params)
             check_gradients(params, grads)
             self._masters.follow(params)
-        on_host = [
-            (group, self._host.shards[param])
-            for group, params_of_group in zip(settings, active, strict=True)
-            for param in params_of_group
-            if self._offloaded and param in self._offloaded
-        ]
+        shards, on_host, in_place = self._host.shards, [], list(zip(settings, active, strict=True))
+        if shards:  # looked up once: a tensor's hash is slow
+            for number, (group, params_of_group) in enumerate(in_place):
+                found = list(map(shards.get, params_of_group))
+                on_host += [(group, shard) for shard in found if shard is not None]
+                stay = [p for p, s in zip(params_of_group, found, strict=True) if s is None]
+                in_place[number] = group, stay
         late = [
             (shard, grad)
             for _, shard in on_host
@@ -385,9 +391,7 @@ class HybridDeviceOptimizer(AdamBase):
             self._host.forget(shard for _, shard in on_host)
             self.skipped_steps += 1
             return loss
-        for group, params_of_group in zip(settings, active, strict=True):
-            if self._offloaded:
-                params_of_group = [p for p in params_of_group if p not in self._offloaded]
+        for group, params_of_group in in_place:
             self._step_in_place(group, params_of_group, scale)
         self._host.step(on_host, scale)
         self._host.finish()
