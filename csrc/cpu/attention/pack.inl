@@ -130,7 +130,7 @@ VLMK_INLINE Panel<Fp32> pack_rows(Fp32, const Rows<const T>& rows, int64_t n, in
 }
 
 // pack_depth, but for fp32 rows of whole vectors that few tiles read: with AVX-512 those come from
-// the second-level cache while tiles multiply (windows on Zen 4: 1.02x; with AVX2 0.8 to 1.0x).
+// the second-level cache while tiles multiply (windows on Zen 4: 1.02x; with AVX2 0.7 to 1.0x).
 template <class T>
 VLMK_INLINE Panel<Fp32> pack_depth(const Rows<const T>& rows, int64_t n, int64_t dim, float* dst,
                                    bool few) {
