@@ -154,8 +154,8 @@ VLMK_INLINE void transpose(Vec (&row)[kWidth]) {
     row[i + 12] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
   }
 }
-// Of 16 rows of 4 32-bit numbers, row(j) being the j-th. Loads put them in the lanes where they
-// belong, so half as many shuffles are left (bf16 windows on Zen 4: 1.01 to 1.02x).
+// The columns of 16 rows of 4 32-bit numbers; row(j) loads the j-th. Loads put them in the lanes
+// where they belong, so half as many shuffles are left (bf16 windows on Zen 4: 1.01 to 1.02x).
 template <class Row>
 VLMK_INLINE void transpose_lanes(__m512i (&columns)[4], const Row& row) {
   __m512i r[4];

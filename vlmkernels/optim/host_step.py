@@ -46,12 +46,8 @@ class Shard:
     factor: float = 1.0  # by which the gradient was multiplied in place since, see AdamBatch.step
     d2h: Ticket = None
     h2d: list[Ticket] = field(default_factory=list)
-    #: `pointers` of all elements, from an owner that sees to it that they stay right.
+    #: `pointers` of all elements, kept by an owner that resets them when a tensor may be another.
     whole: Pointers | None = None
-    numel: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.numel = self.master.numel()
 
     def has(self, grad: Tensor) -> bool:
         """Whether the slot gets this gradient as it is now, as far as its version tells."""
@@ -272,7 +268,7 @@ class HostStep:
         for settings, shard in work:
             for first, last in self._cuts(shard):
                 bucket.append((settings, shard, first, last))
-                filled += (last - first) * shard.slot.itemsize
+                filled += (last - first) * shard.slot.element_size()
                 if filled >= self._bucket_bytes:
                     self._step_bucket(bucket, grad_scale, unread)
                     bucket, filled = [], 0
@@ -292,7 +288,7 @@ class HostStep:
         """Ranges of at most a bucket, so that a large tensor's first part is copied while the next
         is stepped; at multiples of 4,096 elements, which no vector, random number or block crosses.
         """
-        numel = shard.numel
+        numel = shard.master.numel()
         if numel <= 4096:
             return [(0, numel)]
         length = max(self._bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
@@ -308,13 +304,12 @@ class HostStep:
                 self.transfers.wait(shard.d2h)
                 shard.d2h = None
             slot = shard.slot
-            if last - first == shard.numel and shard.whole is not None:
+            if last - first == shard.master.numel() and shard.whole is not None:
                 pointers = shard.whole
             else:
-                # The native call counts up what it is given: the last piece the step, others a
-                # copy.
+                # The native call counts up the step of the last piece, a copy for the others.
                 step = shard.state["step"]
-                if last < shard.numel:
+                if last < shard.master.numel():
                     step = step.clone()
                     keep.append(step)
                 pointers = shard.pointers(first, last, step)
@@ -333,7 +328,7 @@ class HostStep:
         sources, targets = [], []
         for _, shard, first, last in bucket:
             source, target = shard.value, shard.target
-            if last - first < shard.numel:
+            if last - first < shard.master.numel():
                 source, target = source.view(-1)[first:last], target.view(-1)[first:last]
             sources.append(source)
             targets.append(target)

@@ -249,7 +249,7 @@ class HybridDeviceOptimizer(AdamBase):
         """For step_on_host, or for the shard's step."""
         if param in self._offloaded:
             shard = self._host.shards[param]
-            shard.whole = shard.pointers(0, shard.numel, shard.state["step"])
+            shard.whole = shard.pointers(0, shard.master.numel(), shard.state["step"])
             return shard.whole
         if param.device.type != "cpu":
             return None
@@ -373,13 +373,14 @@ class HybridDeviceOptimizer(AdamBase):
             self._check_states(params)
             check_gradients(params, grads)
             self._masters.follow(params)
-        shards, on_host, in_place = self._host.shards, [], list(zip(settings, active, strict=True))
-        if shards:  # looked up once: a tensor's hash is slow
-            for number, (group, params_of_group) in enumerate(in_place):
+        shards, on_host, in_place = self._host.shards, [], []
+        for group, params_of_group in zip(settings, active, strict=True):
+            stay = params_of_group
+            if shards:  # looked up once: a tensor's hash is slow
                 found = list(map(shards.get, params_of_group))
                 on_host += [(group, shard) for shard in found if shard is not None]
                 stay = [p for p, s in zip(params_of_group, found, strict=True) if s is None]
-                in_place[number] = group, stay
+            in_place.append((group, stay))
         late = [
             (shard, grad)
             for _, shard in on_host

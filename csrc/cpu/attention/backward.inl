@@ -131,7 +131,7 @@ VLMK_INLINE void load_stats(const AttentionParams& p, int64_t head, int64_t plac
 template <class T>
 VLMK_INLINE Panel<Fp32> pack_both(const AttentionParams& p, const Rows<const T>& x, int64_t place,
                                   int64_t n, float* dst, bool few) {
-  if (!p.rotary) return pack_depth(x, n, p.head_dim, dst, few);
+  if (!p.rotary) return depth_panel<Fp32>(x, n, p.head_dim, dst, few);
   const auto ld = static_cast<ptrdiff_t>(padded(p.head_dim));
   rotate_rows<false>(x, rotary_rows(p, place), n, p.head_dim, Rows<float>{dst, ld});
   return {dst, ld};
@@ -246,7 +246,8 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
 
   // Keys and values are packed a block at a time, when the first queries come to it.
   int64_t packed = 0;
-  Panel<Math> key{}, value{}, key_steps{key_depth, ld};
+  Panel<Math> key{}, value{};            // A of K Q^T and V dO^T
+  Panel<Math> key_steps{key_depth, ld};  // B of dS K
   const auto pack_block = [&](int64_t k0, int64_t n) {
     const bool once = keys <= kInPlaceRows;
     const Rows<const T> rows = k_rows.from(k0);
@@ -295,11 +296,11 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
       const int lanes = vectors_of(queries);
       const Rows<const T> q = query_rows<const T>(p, p.q, place, head);
       const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
-      Panel<Math> query{q_depth, ld}, grad{g_depth, ld};
+      Panel<Math> query{q_depth, ld}, grad{g_depth, ld};  // B of dS^T Q and P^T dO
       if constexpr (Math::kStep == 1) {
         const bool few = length <= kBlock;
         query = pack_both(p, q, place, queries, q_depth, few);
-        grad = pack_depth(dout, queries, dim, g_depth, few);
+        grad = depth_panel<Fp32>(dout, queries, dim, g_depth, few);
         pack_lanes(Rows<const float>{query.data, query.ld}, queries, dim, score_sign(p), qt);
         pack_lanes(Rows<const float>{grad.data, grad.ld}, queries, dim, 1.f, gt);
       } else {

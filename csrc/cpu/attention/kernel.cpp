@@ -218,16 +218,11 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
     });
     key.data -= k0 * key.ld;
   };
-  Panel<Math> value{values, ld};
+  Panel<Math> value{};
   const auto pack_values = [&](int64_t k0, int64_t n) {
-    const Rows<const T> rows = v_rows.from(k0);
-    Element* const to = values + k0 / Math::kStep * ld;
-    if constexpr (Math::kStep == 1) {
-      value = pack_depth(rows, n, dim, to, window);
-      value.data -= k0 * value.ld;
-    } else {
-      pack_depth(rows, n, dim, to);
-    }
+    const int64_t row = k0 / Math::kStep;
+    value = depth_panel<Math>(v_rows.from(k0), n, dim, values + row * ld, window);
+    value.data -= row * value.ld;
   };
 
   for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {

@@ -129,18 +129,6 @@ VLMK_INLINE Panel<Fp32> pack_rows(Fp32, const Rows<const T>& rows, int64_t n, in
   return {dst, padded(dim)};
 }
 
-// pack_depth, but for fp32 rows of whole vectors that few tiles read: with AVX-512 those come from
-// the second-level cache while tiles multiply (windows on Zen 4: 1.02x; with AVX2 0.7 to 1.0x).
-template <class T>
-VLMK_INLINE Panel<Fp32> pack_depth(const Rows<const T>& rows, int64_t n, int64_t dim, float* dst,
-                                   bool few) {
-  if constexpr (std::is_same<T, float>::value) {
-    if (kWidth == 16 && few && dim % kWidth == 0 && !rows.order) return {rows.data, rows.stride};
-  }
-  pack_depth(rows, n, dim, dst);
-  return {dst, padded(dim)};
-}
-
 // rows [n <= 64, dim] -> dst [dim, kLaneRow] times sign (1 or -1); zeros in the lanes from n to a
 // whole vector.
 template <class T>
@@ -262,6 +250,19 @@ VLMK_NOINLINE void pack_depth(const Rows<const T>& rows, int64_t n, int64_t dim,
   }
 }
 #endif
+
+// pack_depth's panel in dst, or, of fp32 rows of whole vectors that `few` tiles read, those rows:
+// with AVX-512 they come from the second-level cache while tiles multiply (windows on Zen 4: 1.02x;
+// with AVX2 0.7 to 1.0x).
+template <class Math, class T>
+VLMK_INLINE Panel<Math> depth_panel(const Rows<const T>& rows, int64_t n, int64_t dim,
+                                    typename Math::Element* dst, bool few) {
+  if constexpr (kWidth == 16 && std::is_same<T, float>::value) {
+    if (few && dim % kWidth == 0 && !rows.order) return {rows.data, rows.stride};
+  }
+  pack_depth(rows, n, dim, dst);
+  return {dst, padded(dim)};
+}
 
 VLMK_INLINE void copy(const float* src, int64_t n, float* dst) {
   for (int64_t i = 0; i < n; ++i) dst[i] = src[i];
