@@ -82,7 +82,9 @@ def product_types() -> str:
         plain, transposed = (product.our_work(_native._C.isa(), dtype, t) for t in (False, True))
         if transposed:
             name, both = str(dtype)[6:], plain == transposed
-            found.append(name if both else f"{name} of a transposed matrix or small")
+            found.append(
+                name if both else f"{name} of a transposed matrix, small or of large results"
+            )
     return " and ".join(found)
 
 

@@ -4,8 +4,9 @@ faster (`python -m benchmarks.run product`):
 - bfloat16 where the processor has AVX2 or AVX-512 but neither AMX nor AMD's dot products: in
   float32, which such processors multiply faster than what torch does instead;
 - on AMD's processors float32, and bfloat16 by dot products where they have them, about as fast;
-- on AMX: float32, from three bfloat16 parts of each number; bfloat16 of a transposed matrix and of
-  few multiply-adds, where oneDNN's take up to three times as long.
+- on AMX: float32, from three bfloat16 parts of each number; bfloat16 of a transposed matrix, of few
+  multiply-adds, where oneDNN's take up to three times as long, and a layer's x W^T of large
+  results, which ours writes past the caches.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ AMD_WORK = {
 WIDENED_WORK = {"avx2": 1 << 15, "avx512": 1 << 22, "avx512_bf16": 1 << 22}
 #: On AMX float32 from there on; bfloat16 up to there, and of a transposed matrix always.
 TILE_WORK = {torch.float32: 1 << 26, torch.bfloat16: 1 << 28}
+#: On AMX in bfloat16 also from so many elements of a result on, in whole cache lines, where b is a
+#: dense matrix's transpose, up to this depth.
+STREAMED, STREAMED_DEPTH = 1 << 21, 2048
 
 
 def mm(
@@ -143,6 +147,16 @@ def our_work(isa: str, dtype: torch.dtype, transposed: bool) -> range:
     return range(0) if least is None else range(least, sys.maxsize)
 
 
+def writes_past_caches(isa: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:
+    """Whether a product with a dense matrix's transpose is ours for the size of its result."""
+    return (
+        (isa, dtype) == ("amx_bf16", torch.bfloat16)
+        and rows * columns >= STREAMED
+        and columns % 32 == 0
+        and depth <= STREAMED_DEPTH
+    )
+
+
 def smallest(isa: str, dtype: torch.dtype) -> int:
     """Rows, columns and depth from which products are ours."""
     return AVX2_SMALLEST if (isa, dtype) == ("avx2", torch.bfloat16) else SMALLEST
@@ -154,7 +168,10 @@ def _fits(a: Tensor, b: Tensor) -> bool:
     (rows, depth), (inner, columns), strides = a.shape, b.shape, a.stride()
     isa = _C.isa()
     return (
-        rows * depth * columns in our_work(isa, a.dtype, strides[0] == 1)
+        (
+            rows * depth * columns in our_work(isa, a.dtype, strides[0] == 1)
+            or (b.stride(0) == 1 and writes_past_caches(isa, a.dtype, rows, columns, depth))
+        )
         and depth == inner
         and min(rows, depth, columns) >= smallest(isa, a.dtype)
         and 1 in strides

@@ -156,6 +156,27 @@ def test_rows_of_bf16_any_number_of_elements_apart(name: str, rows: int, columns
             assert_bitwise(name, other, first)
 
 
+def check_past_the_caches(columns: int, dtype: torch.dtype) -> None:
+    """Written to the last column and no further, with the bits of results that don't lie in whole
+    lines."""
+    a, b = make(1010, columns, 70, (False, True), dtype)
+    exact, plain = a.double() @ b.double(), torch.mm(a, b)
+    lines, apart = (torch.full((1010, stride), torch.nan, dtype=dtype) for stride in (2112, 2113))
+    for out in (lines, apart):
+        product.product(a, b, out=out[:, :columns])
+    assert_accurate("a b", lines[:, :columns], plain, exact, product_noise(a, b))
+    assert_bitwise("a b", lines[:, :columns], apart[:, :columns])
+    assert lines[:, columns:].isnan().all()
+
+
+@pytest.mark.parametrize("name, dtype", KERNELS)
+@pytest.mark.parametrize("columns", [2080, 2091])
+def test_results_past_the_caches(name: str, dtype: torch.dtype, columns: int) -> None:
+    """From 4 MB in whole lines on, by tiles."""
+    with isa(name), poisoned():
+        check_past_the_caches(columns, dtype)
+
+
 @pytest.mark.parametrize("name", [name for name, dtype in KERNELS if dtype == torch.float32])
 @pytest.mark.parametrize("turned", [(False, True), (True, False)])
 def test_error_does_not_grow_with_the_depth(name: str, turned: Strides) -> None:
@@ -354,6 +375,9 @@ def test_ours_is_taken_where_it_is_faster() -> None:
         assert ours == known.get(name, set()), name
     of_bf16 = [product.our_work("amx_bf16", torch.bfloat16, t) for t in (False, True)]
     assert [1 << 28 in work for work in of_bf16] == [False, True]
+    large = product.writes_past_caches("amx_bf16", torch.bfloat16, 1007, 3584, 640)
+    assert large and not product.writes_past_caches("amx_bf16", torch.float32, 1007, 3584, 640)
+    assert not product.writes_past_caches("amx_bf16", torch.bfloat16, 2048, 1536, 8960)
 
 
 @pytest.mark.parametrize("name", [name for name in ISAS if name in ("avx2", "avx512")])

@@ -242,6 +242,7 @@ def check_products() -> None:
             deep = test_product.make(40, 70, 2500, (False, True), dtype)
             for kind in test_product.KINDS:
                 test_product.check(*deep, kind)
+            test_product.check_past_the_caches(2091, dtype)
         test_product.check_all_of_a_number()
 
 

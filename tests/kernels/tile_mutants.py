@@ -86,4 +86,5 @@ MUTANTS = [
     P("bias in every panel", "panel-bias", "p.bias != nullptr"),
     P("only the last part of the depth", "depth-sums", "nullptr"),
     P("not added to C", "finish-add", ""),
+    P("whole vectors past the last column", "finish-stream", "streams"),
 ]  # fmt: skip

@@ -31,6 +31,7 @@ constexpr int64_t kBlock = 1 << 20;            // bytes of A that a block of C t
 constexpr int64_t kRows = 8, kColumns = 16;    // strips of a block of C, at most
 constexpr int64_t kSums = kStrip * kStrip;     // of two strips
 constexpr int64_t kPacked = 8 << 20;           // bytes of B packed at a time, at most
+constexpr int64_t kStreamed = 4 << 20;         // bytes of C from which it goes past the caches
 constexpr double kParallelFrom = 1 << 20;      // multiply-adds
 
 VLMK_INLINE int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -217,12 +218,17 @@ struct Product {
   static constexpr int64_t kStepWords = 2 * kCount * kTileWords;
   static constexpr int64_t kSteps = kBlock / (2 * kRows * kStepWords);  // of 32, at a time
   static constexpr bool kDirect = std::is_same_v<Out, float>;           // C adds up the panels
+  static constexpr int64_t kOutBytes = sizeof(Out);
 
   const ProductParams& p;
   const int64_t row_strips = divided(p.rows, kStrip), column_strips = divided(p.columns, kStrip);
   const int64_t panels = kDirect ? divided(p.depth, kSteps* kStep) : 1;
   const int64_t steps = divided(divided(p.depth, kStep), panels);  // of a panel
   const int64_t words = steps * kStepWords;                        // of a strip
+  // Whether strips of C go past the caches, which would read each line first (results from memory:
+  // 1.1 to 1.9x). What is added to is read anyway.
+  const bool streams = !p.add && panels == 1 && p.rows * p.c_row * kOutBytes >= kStreamed &&
+                       p.c_row * kOutBytes % 64 == 0 && reinterpret_cast<uintptr_t>(p.c) % 64 == 0;
 
   // Sums of two strips, from (row, column) of C on.
   struct Sums {
@@ -242,7 +248,12 @@ struct Product {
         Vec sum = load(sums.at + ((i / kTile * 2 + tile) * kTile + i % kTile) * kTile);
         if (add) sum = sum + load_first(c + j, lanes);  // mutant: finish-add
         if (bias) sum = sum + load_first(static_cast<const Out*>(p.bias) + j, lanes);
-        store_first(c + j, sum, lanes);
+        const bool past = streams && lanes == kTile;  // mutant: finish-stream
+        if (past) {
+          stream(c + j, sum);
+        } else {
+          store_first(c + j, sum, lanes);
+        }
       }
     }
   }
@@ -346,6 +357,7 @@ struct Product {
       auto* const a = reinterpret_cast<uint16_t*>(sums + (kRows * kColumns + 1) * kSums);
       multiply_part(part(row_strips, i / across, down), part(column_strips, i % across, across), a,
                     sums, a + kRows * words, at_once);
+      if (streams) fence_streams();
     }
     if (out_of_memory) throw_out_of_memory(static_cast<size_t>(floats));
   }
