@@ -54,9 +54,9 @@ def mm(
 
     Ours (csrc/cpu/product: Goto and van de Geijn, doi 10.1145/1356052.1356053; on AMX float32 by
     parts: Henry, Tang and Heinecke, doi 10.1109/ARITH.2019.00019) from smallest() rows, columns
-    and depth on, of as many multiply-adds as our_work() has, where the kernel can read them; under
-    a dispatch mode, which may count, torch's. float32 on AMX is as accurate as torch's, but for
-    numbers below 2^-109, and NaN where an infinite element takes part.
+    and depth on, of as many multiply-adds as our_work() has or of a large result, where the kernel
+    can read them; under a dispatch mode, which may count, torch's. float32 on AMX is as accurate as
+    torch's, but for numbers below 2^-109, and NaN where an infinite element takes part.
 
     Args:
         a: [M, K].
@@ -147,7 +147,7 @@ def our_work(isa: str, dtype: torch.dtype, transposed: bool) -> range:
     return range(0) if least is None else range(least, sys.maxsize)
 
 
-def writes_past_caches(isa: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:
+def large_result_is_ours(isa: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:
     """Whether a product with a dense matrix's transpose is ours for the size of its result."""
     return (
         (isa, dtype) == ("amx_bf16", torch.bfloat16)
@@ -170,7 +170,7 @@ def _fits(a: Tensor, b: Tensor) -> bool:
     return (
         (
             rows * depth * columns in our_work(isa, a.dtype, strides[0] == 1)
-            or (b.stride(0) == 1 and writes_past_caches(isa, a.dtype, rows, columns, depth))
+            or (b.stride(0) == 1 and large_result_is_ours(isa, a.dtype, rows, columns, depth))
         )
         and depth == inner
         and min(rows, depth, columns) >= smallest(isa, a.dtype)

@@ -375,9 +375,9 @@ def test_ours_is_taken_where_it_is_faster() -> None:
         assert ours == known.get(name, set()), name
     of_bf16 = [product.our_work("amx_bf16", torch.bfloat16, t) for t in (False, True)]
     assert [1 << 28 in work for work in of_bf16] == [False, True]
-    large = product.writes_past_caches("amx_bf16", torch.bfloat16, 1007, 3584, 640)
-    assert large and not product.writes_past_caches("amx_bf16", torch.float32, 1007, 3584, 640)
-    assert not product.writes_past_caches("amx_bf16", torch.bfloat16, 2048, 1536, 8960)
+    large = product.large_result_is_ours("amx_bf16", torch.bfloat16, 1007, 3584, 640)
+    assert large and not product.large_result_is_ours("amx_bf16", torch.float32, 1007, 3584, 640)
+    assert not product.large_result_is_ours("amx_bf16", torch.bfloat16, 2048, 1536, 8960)
 
 
 @pytest.mark.parametrize("name", [name for name in ISAS if name in ("avx2", "avx512")])
