@@ -51,9 +51,9 @@ def library() -> Any:
         part.replace(target)
     lib = ctypes.CDLL(str(target))
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    lib.fma_peak.argtypes = lib.bf16_peak.argtypes = [size, number]
-    lib.core_distance.argtypes = [size]
-    lib.fma_peak.restype = lib.bf16_peak.restype = lib.core_distance.restype = ctypes.c_double
+    for peak in (lib.fma_peak, lib.bf16_peak, lib.parts_peak):
+        peak.argtypes, peak.restype = [size, number], ctypes.c_double
+    lib.core_distance.argtypes, lib.core_distance.restype = [size], ctypes.c_double
     lib.adam_stream.argtypes = [pointer] * 4 + [size, size, number, number]
     lib.copy_stream.argtypes = [pointer, pointer, size, number, number]
     lib.adam_stream.restype = lib.copy_stream.restype = None
@@ -84,7 +84,7 @@ def on_amx() -> bool:
 
 
 def arithmetic(flops: float, dtype: torch.dtype, context: Context) -> dict[str, Ceiling]:
-    """The peak of multiply-adds at `dtype` for `flops`; of tiles, a large product's rate."""
+    """The peak of multiply-adds at `dtype` for `flops`; of bf16 on AMX, a large product's rate."""
     if context.device == "cuda" or (dtype == torch.bfloat16 and on_amx()):
         size = 4096 if context.device == "cuda" else 2048
         a = torch.randn(size, size, device=context.device).to(dtype)
@@ -96,7 +96,9 @@ def arithmetic(flops: float, dtype: torch.dtype, context: Context) -> dict[str, 
     peaks = {"fp32 multiply-adds": lib.fma_peak}
     if dtype == torch.bfloat16 and lib.bf16_peak(1, 1) > 0:
         peaks["bf16 dot products"] = lib.bf16_peak  # slower than fp32 on some processors
-    rounds = 2_000_000  # about 10 ms
+    if dtype == torch.float32 and on_amx() and lib.parts_peak(1, 1) > 0:
+        peaks["fp32 by parts on tiles"] = lib.parts_peak
+    rounds = 2_000_000  # 10 ms or more
     found = {}
     for name, peak in peaks.items():
         work = peak(1, 1) * rounds * context.threads

@@ -89,7 +89,8 @@ def product_types() -> str:
 
 
 def _amx_types() -> str:
-    return "bf16 and fp16" if _native._C.tiles_multiply_fp16() else "bf16 (fp16: no AMX-FP16)"
+    long = "float32 of more than 128 tokens, bf16"
+    return f"{long} and fp16" if _native._C.tiles_multiply_fp16() else f"{long} (fp16: no AMX-FP16)"
 
 
 def report() -> str:

@@ -7,6 +7,7 @@
 #pragma once
 #include <type_traits>
 
+#include "cpu/dispatch.h"
 #include "cpu/simd.h"
 
 namespace vlmk {
@@ -100,9 +101,8 @@ constexpr int tile_rows(int vectors) {
 
 constexpr int kMaxTileRows = tile_rows(1);
 
-// Steps of a tile for a line that is fetched meanwhile, where there are so many. 0 with AVX-512,
-// where there are two, seldom more.
-constexpr int kSpread = kWidth == 16 ? 0 : 6;
+// Steps of a tile for a line that is fetched meanwhile, where there are so many; else two.
+constexpr int kSpread = kWidth == 16 ? 3 : 6;
 
 // Rows that the thread will need next, fetched a cache line at a time between the steps of tiles: a
 // window's attention takes about as long as its rows take to arrive. Spread out, because a core has
@@ -120,7 +120,7 @@ struct Prefetcher {
   int count = 0;
   int64_t lines = 0;    // of all runs
   size_t done = 0;      // bytes of the next run
-  bool spread = false;  // a line every kSpread steps of a tile, not every 2
+  bool spread = false;  // a line every kSpread steps of a float32 tile, not every 2
 
   VLMK_MEMBER void clear() {
     next = count = 0;
@@ -152,10 +152,10 @@ struct Prefetcher {
   VLMK_MEMBER bool busy() const { return next < count; }
   // Spreads the lines over products of as many multiply-adds, where these are enough. A core
   // fetches a line in 8 ns or more, and one that is asked for earlier keeps the tile's own lines
-  // waiting (windows on Zen 3: 1.03 to 1.1x).
+  // waiting (windows on Zen 3: 1.03 to 1.1x; the backward with AVX-512 on an Intel core 1.05x).
   VLMK_MEMBER void spread_over(int64_t multiply_adds) {
     constexpr int64_t kOfStep = tile_rows(kMaxTileVectors) * kMaxTileVectors * kWidth;
-    spread = multiply_adds >= lines * kSpread * kOfStep;
+    spread = multiply_adds >= lines * kSpread * kOfStep && (kWidth < 16 || !is_amd());
   }
   // Up to `lines` steps at once, `next` and `done` in registers meanwhile; into the first-level
   // cache (windows on AMX: 1.05x).
@@ -283,7 +283,7 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
     b += ldb;
   };
   int k = 0;
-  if (kSpread > 0 && prefetcher.spread && prefetcher.busy()) {
+  if (Math::kStep == 1 && prefetcher.spread && prefetcher.busy()) {
     for (; k + kSpread <= depth; k += kSpread) {
       prefetcher.step();
 #pragma GCC unroll 8

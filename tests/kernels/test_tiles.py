@@ -24,11 +24,17 @@ import torch
 
 from tests.cuda.mutants.mutant import Mutant, plant
 from tests.cuda.params import fill, params_struct
-from tests.kernels import test_attention, test_product, test_vision_attention
+from tests.kernels import (
+    test_attention,
+    test_product,
+    test_qkv_attention,
+    test_vision_attention,
+)
 from tests.kernels.numeric import assert_bitwise, isa, poisoned
 from tests.kernels.tile_mutants import MUTANTS
 from vlmkernels import _native, varlen_attention, vision_attention
 from vlmkernels import product as products
+from vlmkernels.attention.api import qkv_attention
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
@@ -203,7 +209,7 @@ def view(x: tuple[int, int, int]) -> dict[str, int]:
 
 def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
     """A module of tests, arguments of its check and outputs."""
-    bf16, fp16 = torch.bfloat16, torch.float16
+    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
     for lengths, heads, kv_heads, dim, causal, dtype in (
         ([64, 17, 130], 2, 2, 80, False, bf16),
         ([1, 100], 4, 2, 72, True, bf16),
@@ -211,17 +217,25 @@ def cases() -> Iterator[tuple[Any, dict[str, Any]]]:
         ([600], 2, 1, 16, False, bf16),  # keys dealt out to two items
         ([48, 64], 2, 2, 32, False, bf16),  # read where they are
         ([64] * 128, 16, 16, 64, False, bf16),  # 16 MB of results: past the caches
+        ([64, 17, 200], 2, 2, 80, False, fp32),
+        ([1, 200], 4, 2, 72, True, fp32),
+        ([600], 2, 1, 16, False, fp32),
     ):
         q, k, v, dout = test_attention.make(lengths, heads, kv_heads, dim, dtype)
         cu = test_attention.offsets(lengths)
         yield test_attention, {"q": q, "k": k, "v": v, "dout": dout, "cu": cu, "causal": causal}
     for grid, window, dtype in (
         ([[1, 12, 20]], False, bf16),  # whole
+        ([[1, 12, 20]], False, fp32),
         ([[1, 16, 24]], True, bf16),  # windows of 64
         ([[1, 16, 24]], True, fp16),
     ):
         layout, qkv, dout = test_vision_attention.make(grid, 2, 80, dtype)
         yield test_vision_attention, {"layout": layout, "qkv": qkv, "dout": dout, "window": window}
+    for dtype in (fp32, bf16):  # two query heads for a rotated key
+        qkv, table, cu, dout = test_qkv_attention.make([64, 48], 1, 2, 32, dtype)
+        arguments = {"qkv": qkv, "table": table, "cu": cu, "dout": dout, "causal": False}
+        yield test_qkv_attention, arguments
 
 
 def check_attention() -> None:
@@ -250,6 +264,9 @@ def results(module: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     if module is test_attention:
         positional = [arguments[name] for name in ("q", "k", "v", "dout", "cu")]
         return module.outputs(varlen_attention, *positional, causal=arguments["causal"])
+    if module is test_qkv_attention:
+        positional = [arguments[name] for name in ("qkv", "dout", "table", "cu")]
+        return module.outputs(qkv_attention, *positional, causal=arguments["causal"])
     positional = [arguments[name] for name in ("qkv", "dout", "layout")]
     return module.outputs(vision_attention, *positional, window=arguments["window"])
 

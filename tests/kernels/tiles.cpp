@@ -45,7 +45,9 @@ namespace vlmk {
 
 Isa active_isa() { return Isa::VLMK_TEST_ISA; }
 bool uses_bf16_dots() { return true; }
+bool is_amd() { return false; }
 bool is_zen4() { return false; }
+bool isa_is_forced() { return true; }
 bool tiles_multiply_fp16() { return true; }
 
 // Other instruction sets, which nothing here asks for.

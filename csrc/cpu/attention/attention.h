@@ -1,5 +1,6 @@
 // Packed variable-length attention on the CPU, fp32 arithmetic for every storage type but bf16 on
-// processors with fast bf16 dot products or with AMX, and fp16 on those with AMX-FP16.
+// processors with fast bf16 dot products or with AMX, and fp16 on those with AMX-FP16. With AMX fp32
+// is multiplied by parts of bf16, as accurately (cpu/parts.h).
 // Method: FlashAttention-2's online softmax (Dao 2023, arXiv:2307.08691) with transposed scores.
 #pragma once
 #include <cstdint>
@@ -53,7 +54,7 @@ namespace avx512_bf16 {
 void attention_forward_items(const AttentionParams&, const AttentionWork&);
 void attention_backward_items(const AttentionGradParams&, const AttentionWork&);
 }  // namespace avx512_bf16
-// For bf16 and fp16 only, on the tiles of AMX and on what stands in for them (cpu/tile.h).
+// On the tiles of AMX and on what stands in for them (cpu/tile.h).
 namespace amx_bf16 {
 void attention_forward_items(const AttentionParams&, const AttentionWork&);
 void attention_backward_items(const AttentionGradParams&, const AttentionWork&);

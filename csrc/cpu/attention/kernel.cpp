@@ -8,7 +8,8 @@
 //   backward  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q   dQ += dS K
 // Math = Fp32: storage types are converted while packing, all arithmetic is fp32. Math = Bf16Pairs
 // (AVX-512 BF16): products of bf16 summed in fp32; P and dS are rounded to bf16 before their
-// products, as plain torch does. AMX does the same another way, with fp16 too: tiles.inl.
+// products, as plain torch does. AMX does the same another way, with fp16 too, and fp32 by products
+// of bf16: tiles.inl.
 //
 // Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2
 // (about 12 operations) per pair: GEMM-bound for every D >= 64, if the rows arrive in time; see
@@ -399,7 +400,8 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
 #if defined(VLMK_TILES)
 // Calls use(T{}), T the type that p has.
 template <class Use>
-void with_16_bits(const AttentionParams& p, const Use& use) {
+void with_type(const AttentionParams& p, const Use& use) {
+  if (p.dtype == DType::kFloat32) return use(float{});
   p.dtype == DType::kFloat16 ? use(Float16{}) : use(BFloat16{});
 }
 #endif
@@ -409,9 +411,9 @@ void with_16_bits(const AttentionParams& p, const Use& use) {
 void attention_forward_items(const AttentionParams& p, const AttentionWork& work) {
   const bool non_temporal = past_caches(p, work, p.out);
 #if defined(VLMK_TILES)
-  with_16_bits(p, [&](auto zero) {
+  with_type(p, [&](auto zero) {
     using T = decltype(zero);
-    run_items(p, work, forward_tiles_floats(p, work), non_temporal, forward_tiles<T>,
+    run_items(p, work, forward_tiles_floats<T>(p, work), non_temporal, forward_tiles<T>,
               prefetch_forward<T>);
   });
 #else
@@ -439,9 +441,9 @@ void attention_backward_items(const AttentionGradParams& g, const AttentionWork&
   const bool non_temporal =
       past_caches(p, work, g.dq) && past_caches(p, work, g.dk) && past_caches(p, work, g.dv);
 #if defined(VLMK_TILES)
-  with_16_bits(p, [&](auto zero) {
+  with_type(p, [&](auto zero) {
     using T = decltype(zero);
-    run_items(g, work, backward_tiles_floats(p, work), non_temporal, backward_tiles<T>,
+    run_items(g, work, backward_tiles_floats<T>(p, work), non_temporal, backward_tiles<T>,
               prefetch_backward<T>);
   });
 #else

@@ -253,12 +253,12 @@ VLMK_NOINLINE void pack_depth(const Rows<const T>& rows, int64_t n, int64_t dim,
 
 // pack_depth's panel in dst, or, of fp32 rows of whole vectors that `few` tiles read, those rows:
 // with AVX-512 they come from the second-level cache while tiles multiply (windows on Zen 4: 1.02x;
-// with AVX2 0.7 to 1.0x).
+// on an Intel core 0.96x, with AVX2 0.7 to 1.0x).
 template <class Math, class T>
 VLMK_INLINE Panel<Math> depth_panel(const Rows<const T>& rows, int64_t n, int64_t dim,
                                     typename Math::Element* dst, bool few) {
   if constexpr (kWidth == 16 && std::is_same<T, float>::value) {
-    if (few && dim % kWidth == 0 && !rows.order) return {rows.data, rows.stride};
+    if (few && is_amd() && dim % kWidth == 0 && !rows.order) return {rows.data, rows.stride};
   }
   pack_depth(rows, n, dim, dst);
   return {dst, padded(dim)};

@@ -1,6 +1,5 @@
-// The forward on tiles, in strips of 16 queries (with 32, long segments were 0.9x as fast: less
-// stays in the first-level cache): S = Q K^T has queries in rows, and so has P, the left operand of
-// P V. Included by kernel.cpp only.
+// The forward on tiles: S = Q K^T has queries in rows, and so has P, the left operand of P V.
+// Included by kernel.cpp only.
 #pragma once
 
 #include "cpu/attention/tiles.inl"
@@ -26,167 +25,267 @@ VLMK_INLINE void mask_rows(float* s, int64_t first, int slope, int vectors) {
 // 1,024 tokens: 1.1x; method: FlashAttention-4).
 constexpr float kSlack = 8;
 
-// One step of the online softmax on the scores s [16, 64] of 16 queries and kVectors * 16 keys:
-// p [16, 64] = 2^(scale * (s - max)) in T. row_max, row_sum and correction as softmax_step has
-// them; returns whether correction is other than 1.
-template <class T, int kVectors>
-VLMK_NOINLINE bool softmax_strip(const float* s, float scale, bool first, float* row_max,
-                                 float* row_sum, float* correction, uint32_t* p,
-                                 Prefetcher& prefetcher) {
-  const Vec c = set1(scale);
-  Vec r[kTile];
-#pragma GCC unroll 16
-  for (int i = 0; i < kTile; ++i) {
-    const float* row = s + i * kBlock;
-    r[i] = max(load(row), load(row + kWidth));
-    if (kVectors == 4) r[i] = max(r[i], max(load(row + 2 * kWidth), load(row + 3 * kWidth)));
-  }
-  const Vec old_max = first ? set1(kLowest) : load(row_max);
-  const Vec found = reduce_rows(r, [](Vec a, Vec b) { return max(a, b); });
-  const Vec rise = (found - old_max) * c;
-  // mutant: slack
-  const __mmask16 rises = _mm512_cmp_ps_mask(rise, set1(kSlack), _CMP_GT_OQ);
-  const Vec new_max = _mm512_mask_mov_ps(old_max, rises, found);
-  alignas(64) float shifts[kTile];
-  const Vec shift = set1(0.f) - new_max * c;  // no FMA: as in softmax_step
-  store(shifts, shift);
-  alignas(64) float sums[kTile][kWidth];
-  for (int i = 0; i < kTile; ++i) {
-    const Vec shift_of_row = set1(shifts[i]);
-    Vec e[kVectors];
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) {
-      e[j] = exp2<kDegree<T>>(fma(load(s + i * kBlock + j * kWidth), c, shift_of_row));
-    }
-    uint32_t* to = p + i * (kBlock / 2);
-    _mm512_storeu_si512(to, narrow(e[0], e[1], T{}));
-    Vec sum = e[0] + e[1];
-    if constexpr (kVectors == 4) {
-      _mm512_storeu_si512(to + kWidth, narrow(e[2], e[3], T{}));
-      sum = sum + (e[2] + e[3]);
-    }
-    store(sums[i], sum);
-    prefetcher.fetch(2);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < kTile; ++i) r[i] = load(sums[i]);
-  Vec sum = reduce_rows(r, [](Vec a, Vec b) { return a + b; });
-  bool moves = false;
-  if (!first) {
-    const Vec moved = exp2<kDegree<T>>(old_max * c + shift);
-    store(correction, moved);
-    sum = fma(load(row_sum), moved, sum);
-    moves = _mm512_cmp_ps_mask(moved, set1(1.f), _CMP_NEQ_UQ) != 0;
-  }
-  store(row_max, new_max);
-  store(row_sum, sum);
-  return moves;
-}
+// Steps of the online softmax on strips of scores, a row at a time, so that tiles can multiply
+// meanwhile.
+template <class T>
+class Softmax {
+ public:
+  struct Strip {
+    float* s;     // [rows, 64] scores of 16 or 32 queries
+    uint32_t* p;  // [rows, parts, 32 pairs] becomes 2^(scale * (s - max)) in T
+    int64_t rows;
+    int vectors;      // of keys, 2 or 4
+    bool first;       // there is nothing earlier
+    int64_t allowed;  // keys that the first query sees, the others one more each if `causal`
+    bool causal;
+    float *row_max, *row_sum, *correction;  // [rows], as softmax_step has them
+    float* out;                             // [rows, ld], multiplied by the correction
+    int64_t ld;
+  };
 
+  VLMK_MEMBER Softmax(float scale, Prefetcher& prefetcher)
+      : scale_(scale), prefetcher_(prefetcher) {}
+  VLMK_MEMBER void start(const Strip& strip) {
+    strip_ = strip;
+    row_ = 0;
+  }
+  VLMK_MEMBER bool busy() const { return row_ < strip_.rows; }
+  __attribute__((noinline)) void step() { rows_up_to(row_ + 1); }
+  __attribute__((noinline)) void finish() { rows_up_to(strip_.rows); }
+
+ private:
+  // Of 16 rows, from the next one on.
+  template <int kVectors>
+  VLMK_MEMBER void maxima() {
+    float* const s = strip_.s + row_ * kBlock;
+    // mutant: forward-allowed
+    const int64_t allowed = strip_.causal ? minimum(strip_.allowed + row_, kBlock) : strip_.allowed;
+    if (allowed < kVectors * kWidth) mask_rows(s, allowed, strip_.causal, kVectors);
+    Vec r[kTile];
+#pragma GCC unroll 16
+    for (int i = 0; i < kTile; ++i) {
+      const float* row = s + i * kBlock;
+      r[i] = max(load(row), load(row + kWidth));
+      if (kVectors == 4) r[i] = max(r[i], max(load(row + 2 * kWidth), load(row + 3 * kWidth)));
+    }
+    old_max_ = strip_.first ? set1(kLowest) : load(strip_.row_max + row_);
+    const Vec found = reduce_rows(r, [](Vec a, Vec b) { return max(a, b); });
+    const Vec rise = (found - old_max_) * set1(scale_);
+    // mutant: slack
+    const __mmask16 rises = _mm512_cmp_ps_mask(rise, set1(kSlack), _CMP_GT_OQ);
+    const Vec new_max = _mm512_mask_mov_ps(old_max_, rises, found);
+    store(shifts_, set1(0.f) - new_max * set1(scale_));  // no FMA: as in softmax_step
+    store(strip_.row_max + row_, new_max);
+  }
+
+  VLMK_MEMBER void rows_up_to(int64_t end) {
+    while (row_ < end) {
+      const int64_t group = row_ / kTile * kTile, now = minimum(end, group + kTile);
+      if (strip_.vectors == 4) {
+        if (row_ == group) maxima<4>();
+        exponentials<4>(now);
+      } else {
+        if (row_ == group) maxima<2>();
+        exponentials<2>(now);
+      }
+      row_ = now;
+      if (now == group + kTile) add_up(group);
+    }
+  }
+
+  // Of the rows before `end`, in the same 16 as the next one.
+  template <int kVectors>
+  VLMK_MEMBER void exponentials(int64_t end) {
+    const Vec c = set1(scale_);
+    const float* s = strip_.s + row_ * kBlock;
+    uint32_t* to = strip_.p + row_ * kParts<T> * (kBlock / 2);
+    for (int64_t row = row_; row < end; ++row, s += kBlock, to += kParts<T> * (kBlock / 2)) {
+      const Vec shift = set1(shifts_[row % kTile]);
+      Vec e[kVectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        e[j] = exp2<kDegree<T>>(fma(load(s + j * kWidth), c, shift));
+      }
+      Vec sum = e[0] + e[1];
+      if (kVectors == 4) sum = sum + (e[2] + e[3]);
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; j += 2) {
+        __m512i parts[kParts<T>];
+        Parts<T>::of(Parts<T>::split(e[j]), Parts<T>::split(e[j + 1]), parts);
+        for (int part = 0; part < kParts<T>; ++part) {
+          _mm512_storeu_si512(to + part * kBlock / 2 + j / 2 * kWidth, parts[part]);
+        }
+      }
+      store(sums_[row % kTile], sum);
+      prefetcher_.fetch(2);
+    }
+  }
+
+  // Of 16 rows, from `row` on.
+  VLMK_MEMBER void add_up(int64_t row) {
+    Vec r[kTile];
+#pragma GCC unroll 16
+    for (int i = 0; i < kTile; ++i) r[i] = load(sums_[i]);
+    const Vec sum = reduce_rows(r, [](Vec a, Vec b) { return a + b; });
+    if (strip_.first) return store(strip_.row_sum + row, sum);
+    const Vec moved = exp2<kDegree<T>>(old_max_ * set1(scale_) + load(shifts_));
+    store(strip_.row_sum + row, fma(load(strip_.row_sum + row), moved, sum));
+    // mutant: forward-moves
+    if (_mm512_cmp_ps_mask(moved, set1(1.f), _CMP_NEQ_UQ) == 0) return;
+    float* const factors = strip_.correction + row;
+    store(factors, moved);
+    float* o = strip_.out + row * strip_.ld;
+    for (int i = 0; i < kTile; ++i, o += strip_.ld) {
+      const Vec factor = set1(factors[i]);
+      for (int64_t d = 0; d < strip_.ld; d += kWidth) store(o + d, load(o + d) * factor);
+    }
+  }
+
+  const float scale_;
+  Prefetcher& prefetcher_;
+  Strip strip_{};
+  int64_t row_ = 0;
+  Vec old_max_;
+  alignas(64) float shifts_[kTile];  // of the 16 rows
+  alignas(64) float sums_[kTile][kWidth];
+};
+
+// Queries of a strip. Of 16-bit types with 32 long segments were 0.9x as fast, less stays in the
+// first-level cache; parts of keys and values are six products' at a time.
+template <class T>
+constexpr int64_t kStripQueries = kParts<T> == 1 ? kTile : 2 * kTile;
+// Queries that go through all keys together: parts of keys that a second-level cache has no room
+// for are read half as often (fp32, 4,096 tokens: 1.1x).
+template <class T>
+constexpr int64_t kQueries = kParts<T> == 1 ? kBlock : 2 * kBlock;
+
+template <class T>
 int64_t forward_tiles_floats(const AttentionParams& p, const AttentionWork& work) {
-  const int64_t pairs = padded_pairs(p.head_dim), ld = padded(p.head_dim);
+  const int64_t pairs = kParts<T> * padded_pairs(p.head_dim), ld = padded(p.head_dim);
   return gathered_floats(p, work)                     // output of a window
          + 2 * whole_blocks(work.max_seqlen) * pairs  // keys, values
-         + kBlock * (pairs + ld)                      // queries, output
-         + 2 * kTile * (kBlock + kBlock / 2)          // scores and probabilities of two strips
-         + 3 * kBlock;                                // row_max, row_sum, correction
+         + kQueries<T> * (pairs + ld)                 // queries, output
+         // scores and probabilities of two strips
+         + 2 * kStripQueries<T> * (kBlock + kParts<T> * kBlock / 2) +
+         3 * kQueries<T>;  // row_max, row_sum, correction
 }
 
 template <class T>
 void forward_tiles(const AttentionParams& p, const AttentionItem& item, const NextItem&,
                    const AttentionWork& work, Prefetcher& prefetcher, float* memory) {
-  const int64_t dim = p.head_dim, ld = padded(dim), pairs = padded_pairs(dim);
-  const int64_t kv_head = item.head / (p.heads / p.kv_heads);
+  constexpr int64_t kStrip = kStripQueries<T>, kKeyRow = kParts<T> * kBlock;
+  const int64_t dim = p.head_dim, ld = padded(dim), pairs = kParts<T> * padded_pairs(dim);
+  const int64_t value_ld = kParts<T> * ld, kv_head = item.head / (p.heads / p.kv_heads);
   const int64_t keys = p.causal ? item.rows_end : item.length;
   const int steps = dim_steps(dim);
   const bool window = item.length <= kBlock;
   T* const gather = take_gathered<T>(p, work, &memory);
-  auto* kt = reinterpret_cast<uint32_t*>(memory);                   // [keys / 64][pairs, 64]
-  uint32_t* values = kt + whole_blocks(keys) * pairs;               // [keys / 2, ld]
-  uint32_t* q_buffer = values + whole_blocks(keys) * pairs;         // [64, pairs]
-  auto* out = reinterpret_cast<float*>(q_buffer + kBlock * pairs);  // [64, ld]
-  float* s = out + kBlock * ld;                                     // of two strips: [16, 64 keys]
-  auto* probabilities = reinterpret_cast<uint32_t*>(s + 2 * kTile * kBlock);  // [16, 32 pairs]
-  auto* row_max = reinterpret_cast<float*>(probabilities + kTile * kBlock);   // [64]
-  float* row_sum = row_max + kBlock;
-  float* correction = row_sum + kBlock;
+  auto* kt = reinterpret_cast<uint32_t*>(memory);                        // [keys / 64][pairs, 64]
+  uint32_t* values = kt + whole_blocks(keys) * pairs;                    // [keys / 2, value_ld]
+  uint32_t* q_buffer = values + whole_blocks(keys) * pairs;              // [queries, pairs]
+  auto* out = reinterpret_cast<float*>(q_buffer + kQueries<T> * pairs);  // [queries, ld]
+  float* s = out + kQueries<T> * ld;                                     // of two strips: [., 64]
+  // [., parts, 32 pairs]
+  auto* probabilities = reinterpret_cast<uint32_t*>(s + 2 * kStrip * kBlock);
+  auto* row_max = reinterpret_cast<float*>(probabilities + kStrip * kKeyRow);  // [queries]
+  float* row_sum = row_max + kQueries<T>;
+  float* correction = row_sum + kQueries<T>;
 
   // Rotated keys wait where the values come later.
-  with_rotated<Pairs>(
+  with_rotated<RotatedFor<T>>(
       p, rows_of<const T>(p.k, p.order, item.begin, kv_head), item.begin, keys, values,
       [&](const auto& rows) { pack_right_rows(rows, keys, dim, score_sign(p), kt, prefetcher); });
-  pack_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values,
-             Fetch{prefetcher, 3});
+  pack_right_depth(rows_of<const T>(p.v, p.order, item.begin, kv_head), keys, dim, values,
+                   Fetch{prefetcher, 3});
 
-  for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {
-    const int64_t queries = minimum(kBlock, item.rows_end - q0), place = item.begin + q0;
+  Softmax<T> softmax(score_scale(p), prefetcher);
+  for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kQueries<T>) {
+    const int64_t queries = minimum(kQueries<T>, item.rows_end - q0), place = item.begin + q0;
+    const Rows<T> results = result_rows_of(p, item, work, p.out, gather).from(q0);
     Left q;
-    with_rotated<Pairs>(p, query_rows<const T>(p, p.q, place, item.head), place, queries, q_buffer,
-                        [&](const auto& rows) {
-                          q = left_rows(rows, queries, dim, window, reinterpret_cast<T*>(q_buffer));
-                        });
+    with_rotated<RotatedFor<T>>(p, query_rows<const T>(p, p.q, place, item.head), place, queries,
+                                rotated_buffer<T>(q_buffer, out), [&](const auto& rows) {
+                                  q = left_rows(rows, queries, dim, window, q_buffer);
+                                });
+    // A strip of queries from `row` on and 64 keys. A strip's values come before its next softmax,
+    // which scales them.
+    struct Unit {
+      int64_t row, k0;
+      int buffer;  // of scores and probabilities
+    };
     const int64_t key_end = p.causal ? q0 + queries : keys;
-    const int64_t strips = (queries + kTile - 1) / kTile;
-    const int64_t units = strips * ((key_end + kBlock - 1) / kBlock);
+    const auto following = [&](const Unit& unit) {
+      const int64_t row = unit.row + kStrip;
+      if (row < queries) return Unit{row, unit.k0, 1 - unit.buffer};
+      const int64_t k0 = unit.k0 + kBlock;  // earlier queries don't see these keys
+      return Unit{p.causal && k0 > q0 ? k0 - q0 : 0, k0, 1 - unit.buffer};
+    };
     // A window's strips leave one after the other, from lines that a first-level cache holds.
     const auto out_of = [&](int64_t row) {
-      return out + (units == strips ? row % (2 * kTile) : row) * ld;
+      return out + (key_end <= kBlock ? row % (2 * kStrip) : row) * ld;
     };
-    const auto row_of = [&](int64_t unit) { return unit % strips * kTile; };
-    const auto scores = [&](int64_t unit) {
-      const int64_t k0 = unit / strips * kBlock;
-      multiply_strip<T>(q.from(row_of(unit)), kTile, kt + k0 * pairs, kBlock,
-                        s + unit % 2 * kTile * kBlock, kBlock,
-                        whole_tiles(minimum(kBlock, key_end - k0)), steps, false, prefetcher);
+    const auto rows_from = [&](int64_t row) { return minimum(kStrip, queries - row); };
+    const auto keys_of = [&](const Unit& unit) { return minimum(kBlock, key_end - unit.k0); };
+    const auto scores_of = [&](const Unit& unit) { return s + unit.buffer * kStrip * kBlock; };
+    const auto probabilities_of = [&](const Unit& unit) {
+      return probabilities + unit.buffer * kStrip * kKeyRow / 2;
     };
-    const auto softmax = [&](int64_t unit) {
-      const int64_t row = row_of(unit), k0 = unit / strips * kBlock;
-      const int64_t n = minimum(kBlock, key_end - k0);
-      const int vectors = static_cast<int>(whole_tiles(n) / kWidth);
-      float* scores = s + unit % 2 * kTile * kBlock;
-      uint32_t* to = probabilities + unit % 2 * kTile * kBlock / 2;
-      // mutant: forward-allowed
-      const int64_t allowed = p.causal ? minimum(q0 + row - k0 + 1, kBlock) : n;
-      if (allowed < vectors * kWidth) mask_rows(scores, allowed, p.causal, vectors);
-      const auto step = vectors == 4 ? softmax_strip<T, 4> : softmax_strip<T, 2>;
-      const bool moves = step(scores, score_scale(p), k0 == 0, row_max + row, row_sum + row,
-                              correction + row, to, prefetcher);
-      if (!moves) return;  // mutant: forward-moves
-      float* o = out_of(row);
-      for (int i = 0; i < kTile; ++i, o += ld) {
-        const Vec factor = set1(correction[row + i]);
-        for (int64_t d = 0; d < ld; d += kWidth) store(o + d, load(o + d) * factor);
-      }
+    bool other_product = false;
+    const auto beside = [&]() __attribute__((always_inline)) {
+      prefetcher.fetch(kParts<T> == 1 ? 4 : 2);
+      if (kParts<T> == 1) return;
+      other_product = !other_product;
+      if (other_product && softmax.busy()) softmax.step();
     };
-    const auto add_values = [&](int64_t unit) {
-      const int64_t k0 = unit / strips * kBlock;
-      const uint32_t* rows = probabilities + unit % 2 * kTile * kBlock / 2;
-      multiply_strip<T>({reinterpret_cast<const char*>(rows), 2 * kBlock}, kTile,
-                        values + k0 / 2 * ld, ld, out_of(row_of(unit)), ld, ld,
-                        static_cast<int>(whole_tiles(minimum(kBlock, key_end - k0)) / 32), k0 > 0,
-                        prefetcher);
+    const auto scores = [&](const Unit& unit) {
+      multiply_strip<T>(q.from(unit.row), rows_from(unit.row), kt + unit.k0 * pairs, kKeyRow,
+                        scores_of(unit), kBlock, whole_tiles(keys_of(unit)), steps, false, beside);
+    };
+    const auto start_softmax = [&](const Unit& unit) {
+      const int64_t row = unit.row, n = keys_of(unit);
+      softmax.start({scores_of(unit), probabilities_of(unit),
+                     (rows_from(row) + kTile - 1) / kTile * kTile,
+                     static_cast<int>(whole_tiles(n) / kWidth), unit.k0 == 0,
+                     p.causal ? q0 + row - unit.k0 + 1 : n, p.causal, row_max + row, row_sum + row,
+                     correction + row, out_of(row), ld});
+    };
+    const auto add_values = [&](const Unit& unit) {
+      multiply_strip<T>({reinterpret_cast<const char*>(probabilities_of(unit)), 2 * kKeyRow},
+                        rows_from(unit.row), values + unit.k0 / 2 * value_ld, value_ld,
+                        out_of(unit.row), ld, ld, static_cast<int>(whole_tiles(keys_of(unit)) / 32),
+                        unit.k0 > 0, beside);
     };
     // After the values of a strip's last keys.
-    const auto finish = [&](int64_t unit) {
-      const int64_t row = (unit - (units - strips)) * kTile;
-      if (row < 0) return;
-      store(correction + row, set1(1.f) / load(row_sum + row));
-      store_rows<false>(out_of(row), ld, minimum(kTile, queries - row), dim, correction + row,
-                        result_rows_of(p, item, work, p.out, gather).from(q0 + row), false,
-                        Fetch{prefetcher, 2});
+    const auto finish = [&](const Unit& unit) {
+      const int64_t row = unit.row, n = rows_from(row);
+      if (unit.k0 + kBlock < (p.causal ? q0 + row + n : keys)) return;
+      for (int64_t i = row; i < row + kStrip; i += kTile) {
+        store(correction + i, set1(1.f) / load(row_sum + i));
+      }
+      store_rows<false>(out_of(row), ld, n, dim, correction + row, results.from(row),
+                        work.non_temporal, Fetch{prefetcher, 2});
     };
-    // A strip's values come before its next softmax, which scales them.
-    scores(0);
-    for (int64_t unit = 0; unit < units; ++unit) {
-      if (strips == 1 && unit > 0) add_values(unit - 1);
-      if (unit + 1 < units) scores(unit + 1);
-      softmax(unit);
-      if (strips > 1 && unit > 0) add_values(unit - 1);
-      finish(unit - 2);
+    int64_t done = 0;
+    Unit before_last{}, last{};
+    for (Unit unit{}, coming; unit.k0 < key_end; before_last = last, last = unit, unit = coming) {
+      coming = following(unit);
+      const bool same_strip = done > 0 && last.row == unit.row;
+      if (done == 0) scores(unit);
+      if (same_strip) add_values(last);
+      if (kParts<T> > 1) start_softmax(unit);
+      if (coming.k0 < key_end) scores(coming);
+      if (kParts<T> == 1) {
+        start_softmax(unit);
+        softmax.finish();
+      }
+      if (done > 0 && !same_strip) add_values(last);
+      softmax.finish();
+      if (done > 1) finish(before_last);
+      ++done;
     }
-    add_values(units - 1);
-    finish(units - 2);
-    finish(units - 1);
+    add_values(last);
+    if (done > 1) finish(before_last);
+    finish(last);
 
     const int64_t first_row = item.head * p.tokens + place;
     copy(row_max, queries, p.row_max + first_row);

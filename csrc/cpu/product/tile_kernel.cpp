@@ -1,8 +1,4 @@
-// Products on AMX tiles (cpu/tile.h), of bf16 and, by parts, of float32: x cut to bf16, the bf16
-// number nearest to what is left and what is left then are together x, and of the nine products of
-// two numbers' parts the six larger ones leave out less than a rounding (Henry, Tang and Heinecke,
-// doi 10.1109/ARITH.2019.00019, whose first part is rounded too). Numbers below 2^-109 lose their
-// last parts; an infinite element makes NaN what it takes part in.
+// Products on AMX tiles (cpu/tile.h), of bf16 and, by parts (cpu/parts.h), of float32.
 //
 // Each thread has some of C's rows and columns, and packs what it multiplies: lines that another
 // core has written arrive slowly. Operands are packed as tiles, two tiles' rows or columns, a
@@ -19,6 +15,7 @@
 #include "cpu/scratch.h"
 
 #if defined(VLMK_TILES)
+#include "cpu/parts.h"
 #include "cpu/tile.h"
 
 namespace vlmk::VLMK_ISA {
@@ -37,73 +34,6 @@ constexpr double kParallelFrom = 1 << 20;      // multiply-adds
 VLMK_INLINE int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // ---- operands
-
-VLMK_INLINE __m512i first_16(const BFloat16* from, int64_t n) {
-  const auto mask = static_cast<__mmask16>(first_words(n));
-  return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
-}
-
-// What a number is made of, in words of bf16.
-template <class In>
-struct Parts;
-
-template <>
-struct Parts<BFloat16> {
-  static constexpr int kCount = 1;
-  // 32 elements, zeros behind n.
-  static VLMK_MEMBER void load(const BFloat16* from, int64_t n, __m512i (&parts)[kCount]) {
-    parts[0] = _mm512_maskz_loadu_epi16(n > 0 ? first_words(n) : 0, from);
-  }
-  // 16 elements of each, a pair in a lane, zeros behind n; without `odd`, zeros.
-  static VLMK_MEMBER void load(const BFloat16* even, const BFloat16* odd, int64_t n,
-                               __m512i (&parts)[kCount]) {
-    parts[0] = first_16(even, n);
-    if (odd != nullptr) {
-      parts[0] = _mm512_or_si512(parts[0], _mm512_slli_epi32(first_16(odd, n), 16));
-    }
-  }
-};
-
-template <>
-struct Parts<float> {
-  static constexpr int kCount = 3;
-
-  // In the upper halves of lanes: x cut off, which no number is too large for, what is left
-  // rounded, and what is left then.
-  static VLMK_MEMBER void split(Vec x, __m512i (&parts)[kCount]) {
-    const __m512i upper = _mm512_set1_epi32(~0xffff), half = _mm512_set1_epi32(0x8000);
-    parts[0] = _mm512_and_si512(_mm512_castps_si512(x), upper);
-    x = x - _mm512_castsi512_ps(parts[0]);  // mutant: part-left
-    parts[1] = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(x), half), upper);
-    parts[2] = _mm512_castps_si512(x - _mm512_castsi512_ps(parts[1]));  // mutant: part-last
-  }
-  static VLMK_MEMBER void load(const float* from, int64_t n, __m512i (&parts)[kCount]) {
-    static constexpr auto kUpper = [] {
-      struct {
-        alignas(64) uint16_t lanes[32];
-      } t{};
-      for (int i = 0; i < 32; ++i) t.lanes[i] = static_cast<uint16_t>(2 * i + 1);
-      return t;
-    }();
-    const __mmask32 mask = n > 0 ? first_words(n) : 0;
-    __m512i first[kCount], second[kCount];
-    split(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from), first);
-    split(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), from + kWidth), second);
-    for (int i = 0; i < kCount; ++i) {
-      parts[i] = _mm512_permutex2var_epi16(first[i], _mm512_load_si512(kUpper.lanes), second[i]);
-    }
-  }
-  static VLMK_MEMBER void load(const float* even, const float* odd, int64_t n,
-                               __m512i (&parts)[kCount]) {
-    const __mmask16 mask = static_cast<__mmask16>(first_words(n));
-    __m512i first[kCount], second[kCount];
-    split(_mm512_maskz_loadu_ps(mask, even), first);
-    split(odd != nullptr ? _mm512_maskz_loadu_ps(mask, odd) : set1(0.f), second);
-    for (int i = 0; i < kCount; ++i) {
-      parts[i] = _mm512_mask_mov_epi16(_mm512_srli_epi32(first[i], 16), 0xaaaaaaaa, second[i]);
-    }
-  }
-};
 
 VLMK_INLINE void store_tile(Vec (&rows)[kTile], bool turned, uint16_t* to) {
   if (turned) transpose(rows);  // mutant: pack-turned
@@ -125,12 +55,13 @@ VLMK_NOINLINE void pack(const In* from, int64_t item, int64_t step, int64_t n, i
       __m512i parts[kCount];
       for (int64_t j = 0; j < kTile; ++j) {
         if (step == 1) {
-          Parts<In>::load(from + (first + (j < present ? j : 0)) * item + k, j < present ? left : 0,
-                          parts);
+          Parts<In>::load(from + (first + (j < present ? j : 0)) * item + k,
+                          j < present ? first_words(left) : 0, parts);
         } else {
           const In* const even = from + first * item + (k + 2 * j) * step;
           if (present > 0 && 2 * j < left) {
-            Parts<In>::load(even, 2 * j + 1 < left ? even + step : nullptr, present, parts);
+            Parts<In>::load_pairs(even, 2 * j + 1 < left ? even + step : nullptr,
+                                  static_cast<__mmask16>(first_words(present)), parts);
           } else {
             for (__m512i& part : parts) part = _mm512_setzero_si512();
           }
