@@ -89,6 +89,20 @@ struct Parts<float> {
   }
 };
 
+// 16 rows of 16 floats to pairs of columns, a row in a lane: use(j, parts) has columns 2 j and
+// 2 j + 1. Of 32 columns two transposes, where words of parts would have three.
+template <class Use>
+VLMK_INLINE void transpose_to_pairs(Vec (&rows)[kWidth], const Use& use) {
+  using P = Parts<float>;
+  transpose(rows);
+#pragma GCC unroll 8
+  for (int j = 0; j < kWidth / 2; ++j) {
+    __m512i parts[P::kCount];
+    P::of_pairs(P::split(rows[2 * j]), P::split(rows[2 * j + 1]), parts);
+    use(j, parts);
+  }
+}
+
 }  // namespace
 }  // namespace VLMK_ISA
 }  // namespace vlmk

@@ -102,7 +102,6 @@ VLMK_INLINE void transpose_rows(const Rows<const T>& rows, int64_t present, int6
   transpose(r);
   for (int j = 0; j < kTile; ++j) store(reinterpret_cast<float*>(to + j * kBlock), r[j]);
 }
-// Of floats the parts are made afterwards: two transposes instead of three.
 VLMK_INLINE void transpose_rows(const Rows<const float>& rows, int64_t present, int64_t begin,
                                 __mmask32 mask, float sign, uint32_t* to) {
   constexpr int64_t kCount = Parts<float>::kCount;
@@ -110,19 +109,16 @@ VLMK_INLINE void transpose_rows(const Rows<const float>& rows, int64_t present, 
   for (int half = 0; half < 2; ++half, begin += kWidth, mask >>= kWidth) {
     Vec r[kTile];
     for (int j = 0; j < kTile; ++j) {
-      r[j] = j < present ? _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), rows[j] + begin)
-                         : set1(0.f);
+      r[j] = set1(0.f);
+      if (j >= present) continue;
+      r[j] = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), rows[j] + begin) * factor;
     }
-    transpose(r);
-#pragma GCC unroll 8
-    for (int j = 0; j < kTile; j += 2) {
-      __m512i parts[kCount];
-      Parts<float>::of_pairs(Parts<float>::split(r[j] * factor),
-                             Parts<float>::split(r[j + 1] * factor), parts);
-      for (int64_t part = 0; part < kCount; ++part, to += kBlock) {
-        _mm512_storeu_si512(to, parts[part]);
+    transpose_to_pairs(r, [&](int, const __m512i(&parts)[kCount]) __attribute__((always_inline)) {
+      for (const __m512i& part : parts) {
+        _mm512_storeu_si512(to, part);
+        to += kBlock;
       }
-    }
+    });
   }
 }
 

@@ -40,6 +40,23 @@ VLMK_INLINE void store_tile(Vec (&rows)[kTile], bool turned, uint16_t* to) {
   for (int j = 0; j < kTile; ++j) store(reinterpret_cast<float*>(to + j * kStep), rows[j]);
 }
 
+// 16 rows of 32 floats, `present` and `left` of them there, as a tile of each part, pairs along a
+// row, a row in a lane.
+VLMK_INLINE void pack_rows_as_pairs(const float* from, int64_t item, int64_t present, int64_t left,
+                                    uint16_t* to) {
+  for (int half = 0; half < 2; ++half, from += kWidth, left -= kWidth) {
+    const auto mask = static_cast<__mmask16>(left > 0 ? first_words(left) : 0);
+    Vec r[kTile];
+    for (int64_t j = 0; j < kTile; ++j) {
+      r[j] = j < present ? _mm512_maskz_loadu_ps(mask, from + j * item) : set1(0.f);
+    }
+    transpose_to_pairs(r, [&](int j, const auto& parts) __attribute__((always_inline)) {
+      uint16_t* const row = to + (half * kTile / 2 + j) * kStep;
+      for (int i = 0; i < 3; ++i) _mm512_storeu_si512(row + 2 * i * kTileWords, parts[i]);
+    });
+  }
+}
+
 // A strip: element (i, k) of [n, depth] lies at from[i * item + k * step], one of them being 1. In
 // `to` for every 32 of the depth the two tiles of each part; a tile has an item in a row (A's), or
 // pairs of the depth, an item in a lane (B's). Zeros behind n and the depth.
@@ -51,6 +68,12 @@ VLMK_NOINLINE void pack(const In* from, int64_t item, int64_t step, int64_t n, i
     const int64_t left = depth - k;
     for (int64_t tile = 0; tile < 2; ++tile) {
       const int64_t first = tile * kTile, present = minimum(kTile, n - first);
+      if constexpr (kCount == 3 && !kLeft) {
+        if (step == 1) {
+          pack_rows_as_pairs(from + first * item + k, item, present, left, to + tile * kTileWords);
+          continue;
+        }
+      }
       Vec rows[kCount][kTile];
       __m512i parts[kCount];
       for (int64_t j = 0; j < kTile; ++j) {
