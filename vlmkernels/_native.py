@@ -107,8 +107,11 @@ def _direct(
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether they hold their own elements in memory, on the CPU or on CUDA."""
-    return all(type(x) in (Tensor, torch.nn.Parameter) and (x.is_cpu or x.is_cuda) for x in tensors)
+    """Whether they hold their own elements in memory, on the CPU or on CUDA, with their sign."""
+    return all(
+        type(x) in (Tensor, torch.nn.Parameter) and (x.is_cpu or x.is_cuda) and not x.is_neg()
+        for x in tensors
+    )
 
 
 def _counted(op: Any, written: list[int]) -> Callable:
@@ -261,7 +264,8 @@ def describe(tensor: object) -> str:
     """dtype, shape and device of a tensor, for error texts."""
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}"
-    return f"{str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device}"
+    negated = ", a negated view (pass its resolve_neg())" if tensor.is_neg() else ""
+    return f"{str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device}{negated}"
 
 
 def check(condition: bool, message: str) -> None:

@@ -44,13 +44,14 @@ def has_swiglu(x: Tensor) -> bool:
 
 def _is_known(x: Tensor) -> bool:
     where = x.device.type == "cpu" or (x.is_cuda and has_cuda_kernels())
-    return where and x.dtype in DTYPES
+    return where and x.dtype in DTYPES and not x.is_neg()
 
 
 def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
     """x: float32, bfloat16 or float16 on the CPU or CUDA; a parameter of its last dimension."""
     check_tensors(x=x, **({} if parameter is None else {name: parameter}))
-    if x.dtype not in DTYPES or x.device.type not in ("cpu", "cuda") or x.dim() == 0:
+    of_kind = x.dtype in DTYPES and x.device.type in ("cpu", "cuda") and not x.is_neg()
+    if not of_kind or x.dim() == 0:
         raise ValueError(
             f"x is {describe(x)}; {op} needs float32, bfloat16 or float16 [.., width] on the CPU "
             "or on CUDA"
@@ -66,6 +67,7 @@ def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
         parameter.shape != x.shape[-1:]
         or parameter.dtype != x.dtype
         or parameter.device != x.device
+        or parameter.is_neg()
     ):
         raise ValueError(
             f"{name} is {describe(parameter)}; {op} of x, {describe(x)}, needs "
@@ -121,10 +123,14 @@ class _Gradient:
         self.sums = total.data_ptr(), self.parts.data_ptr(), main_grad is not None
 
 
+def _contiguous(x: Tensor) -> Tensor:
+    return x.resolve_neg().contiguous() if x.is_neg() else x.contiguous()
+
+
 def _aligned(x: Tensor) -> Tensor:
     """x, contiguous, copied where it does not begin at a multiple of 16 bytes: kernels on CUDA load
     as many at a time."""
-    x = x.contiguous()
+    x = _contiguous(x)
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
@@ -295,7 +301,9 @@ def add_rms_norm_(
     _check_start("add_rms_norm_", x)
     if residual is None:
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
-    elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
+    elif (
+        (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device)
+    ) or residual.is_neg():
         raise ValueError(f"residual is {describe(residual)}; it must be as x, {describe(x)}")
     seen, main_grad = _parameter("weight", weight, weight_grad, x)
     seen_bias, bias_main_grad = _parameter("bias", bias, bias_grad, x)
@@ -311,8 +319,8 @@ def swiglu_backward(
     both = x.shape[-1]
     rows = x.numel() // max(both, 1)
     dy, dx = dy.reshape(rows, dy.shape[-1]), torch.empty_like(x)
-    if not x.is_cuda:
-        dy = dy.contiguous()
+    if not x.is_cuda or dy.is_neg():
+        dy = _contiguous(dy)
     elif dy.stride(1) != 1 or dy.stride(0) * dy.itemsize % 8 or dy.data_ptr() % 16:
         dy = dy.clone(memory_format=torch.contiguous_format)
     dbias = _Gradient(x, both, rows, learns, main_grad, _C.CUDA_SWIGLU_ROWS)

@@ -35,6 +35,7 @@ void register_layer(py::module_& m);
 void register_loss(py::module_& m);
 void register_optim(py::module_& m);
 void register_product(py::module_& m);
+void register_tensors(py::module_& m);
 
 template <class T>
 T* pointer(uintptr_t address) {

@@ -49,4 +49,5 @@ PYBIND11_MODULE(_C, m) {
   register_loss(m);
   register_optim(m);
   register_product(m);
+  register_tensors(m);
 }

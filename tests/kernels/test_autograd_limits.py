@@ -24,6 +24,7 @@ from vlmkernels import (
     visual_embedding,
     visual_index,
 )
+from vlmkernels.layer import add_rms_norm_, rms_norm, swiglu_
 from vlmkernels.rotary import apply_rotary
 
 BORDERS = torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -102,6 +103,62 @@ def test_torch_func_is_refused_in_one_sentence(name: str):
     # Without a derivative the others map.
     if name not in ("sparse table", "last layer", "added rows"):
         assert torch.equal(torch.func.vmap(function)(many)[1], function(-x))
+
+
+def negated(x: Tensor) -> Tensor:
+    """Equal to x; in memory lies -x, as torch's imag of a conjugate has it."""
+    view = torch._neg_view(-x)
+    assert view.is_neg() and torch.equal(view, x)
+    return view
+
+
+@pytest.mark.parametrize("name", [*TWICE, "rotary", "added rows in place", "scattered in place"])
+def test_negated_views_count_with_their_sign(name: str):
+    angles = torch.rand(8, 2)
+    more: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+        "rotary": (lambda x: apply_rotary(x, angles.cos(), angles.sin()), (8, 2, 4)),
+        "added rows in place": (lambda x: add_visual_(torch.ones(4, 4), x, INDEX), (2, 4)),
+        "scattered in place": (lambda x: scatter_visual_(torch.ones(4, 4), x, INDEX), (2, 4)),
+    }
+    function, shape = (TWICE | more)[name]
+    x = torch.randn(shape)
+    leaves = [x.clone().requires_grad_(), negated(x).requires_grad_()]
+    out, same = map(function, leaves)
+    assert torch.equal(out, same)
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, leaves[0], grad)[0].to_dense()
+    for result, leaf, dy in (
+        (function(leaves[0]), leaves[0], negated(grad)),
+        (same, leaves[1], grad),
+    ):
+        assert torch.equal(torch.autograd.grad(result, leaf, dy)[0].to_dense(), expected)
+
+
+def test_layers_take_negated_gradients_and_refuse_negated_inputs():
+    x, weight = torch.randn(5, 8), torch.randn(8)
+    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "rms_norm": lambda x, _, w: rms_norm(x, w, 1e-6),
+        "add_rms_norm_": lambda x, r, w: add_rms_norm_(x.clone(), r, w, 1e-6)[1],
+        "swiglu_": lambda x, _, w: swiglu_(x.clone(), w),
+    }
+    for name, call in calls.items():
+        leaf = x.clone().requires_grad_()
+        dy = torch.randn_like(call(leaf, x, weight))
+        grads = [
+            torch.autograd.grad(call(leaf, x, weight), leaf, grad)[0] for grad in (dy, negated(dy))
+        ]
+        assert torch.equal(*grads), name
+        with pytest.raises(
+            ValueError, match=r"weight|bias is .*negated view \(pass its resolve_neg"
+        ):
+            call(x, x, negated(weight))
+    with pytest.raises(ValueError, match="x is .*a negated view"):
+        rms_norm(negated(x), weight, 1e-6)
+    with pytest.raises(ValueError, match="residual is .*a negated view"):
+        add_rms_norm_(x.clone(), negated(x), weight, 1e-6)
+    for write in (add_visual_, scatter_visual_):
+        with pytest.raises(ValueError, match="is a negated view, so it can't be written in place"):
+            write(negated(torch.ones(4, 4)), torch.ones(2, 4), INDEX)
 
 
 def _written() -> dict[str, tuple[Tensor, Callable[[Tensor], object]]]:

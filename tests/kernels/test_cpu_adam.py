@@ -308,8 +308,13 @@ def test_bad_hyperparameters_are_named(keywords: dict[str, Any], message: str):
 
 @pytest.mark.parametrize(
     "param",
-    [torch.randn(3).bfloat16(), torch.empty(3, device="meta"), torch.randn(4, 4)[:, :2]],
-    ids=["bfloat16", "meta", "gaps"],
+    [
+        torch.randn(3).bfloat16(),
+        torch.empty(3, device="meta"),
+        torch.randn(4, 4)[:, :2],
+        torch._neg_view(torch.randn(3)),
+    ],
+    ids=["bfloat16", "meta", "gaps", "negated view"],
 )
 def test_bad_parameters_are_named(param: Tensor):
     good = torch.nn.Parameter(torch.randn(3))

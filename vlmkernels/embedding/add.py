@@ -141,4 +141,5 @@ def add_visual_(
     allow_unused = allow_unused or shard is not None
     if torch.compiler.is_compiling():  # which traces no autograd.Function that writes its input
         return hidden.copy_(add_visual_reference(hidden, visual, visual_index, shard=shard))
+    visual = visual.resolve_neg()  # torch resolves no arguments of what returns nothing
     return _add_with_gradients(hidden, visual, visual_index, first, allow_unused)

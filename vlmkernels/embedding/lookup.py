@@ -337,6 +337,8 @@ def check_in_place(name: str, x: Tensor, instead: str) -> None:
         because = "a leaf that requires a gradient"
     elif not x.is_contiguous():
         because = "not contiguous"
+    elif x.is_neg():
+        because = "a negated view"
     if because:
         raise ValueError(f"{name} is {because}, so it can't be written in place; {instead}")
 
@@ -558,4 +560,5 @@ def scatter_visual_(
     allow_unused = allow_unused or shard is not None
     if torch.compiler.is_compiling():  # which traces no autograd.Function that writes its input
         return embeddings.copy_(_scatter(embeddings, visual, visual_index, first, allow_unused))
+    visual = visual.resolve_neg()  # torch resolves no arguments of what returns nothing
     return _scatter_with_gradients(embeddings, visual, visual_index, first, allow_unused)

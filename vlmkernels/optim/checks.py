@@ -3,16 +3,21 @@ granted, which get addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, eq, is_
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmkernels._native import describe
+from vlmkernels._native import _C, describe
 
 GRADIENTS = (torch.float32, torch.bfloat16)
+#: Torch's functions (2.10 and later) by which one native call reads many tensors: with thousands of
+#: small ones Python takes longer than the arithmetic. None: one by one.
+_EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+if _EXCHANGE is not None and not _C.reads_tensors(_EXCHANGE):
+    _EXCHANGE = None
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -86,27 +91,26 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
         )
 
 
-_KIND = attrgetter("__class__", "dtype", "layout", "device")
-_SHAPE = attrgetter("shape")
-_MEMORY = (Tensor.data_ptr, attrgetter("dtype"))
-_FORMS = (*_MEMORY, _SHAPE, Tensor.stride)
-#: The same of contiguous parameters; of the rest of what is contiguous, which kernels walk through
-#: from end to end. Numbers are found out faster than shapes and strides.
-_WHOLE_PARAMETERS = (*_MEMORY, _SHAPE, Tensor.is_contiguous)
-_WHOLE = (*_MEMORY, Tensor.numel, Tensor.is_contiguous)
+_FORM = (
+    Tensor.data_ptr,
+    attrgetter("device"),
+    attrgetter("dtype"),
+    attrgetter("shape"),
+    Tensor.stride,
+)
+
+
+def _forms(tensors: list[Tensor]) -> Any:
+    """Where and what each of them is, to be compared with what it was."""
+    if _EXCHANGE is not None:
+        return _C.tensor_forms(_EXCHANGE, tensors)
+    return [tuple(part(x) for part in _FORM) for x in tensors]
 
 
 def check_gradients(params: list[Tensor], grads: list[Tensor]) -> None:
-    """As `check_gradient`, of thousands at once; all parameters are on one device."""
-    kinds = set(map(_KIND, grads))
-    alike = all(
-        kind in (Tensor, torch.nn.Parameter)
-        and dtype in GRADIENTS
-        and layout is torch.strided
-        and device == params[0].device
-        for kind, dtype, layout, device in kinds
-    )
-    if not alike or not all(map(eq, map(_SHAPE, grads), map(_SHAPE, params))):
+    """As `check_gradient`, of thousands at once."""
+    classes = (Tensor, torch.nn.Parameter)
+    if _EXCHANGE is None or not _C.are_gradients(_EXCHANGE, classes, params, grads):
         for param, grad in zip(params, grads, strict=True):
             check_gradient(param, grad)
 
@@ -178,10 +182,6 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 # ---- what was checked ----------------------------------------------------------------------------
 
 
-def _form(x: Tensor) -> tuple:
-    return tuple(form(x) for form in _FORMS)
-
-
 class Snapshot:
     """Parameters and the tensors in their states, as they were when they were checked.
 
@@ -202,24 +202,15 @@ class Snapshot:
         self._holders = [holder for holder, _, _ in entries]
         self._keys = [key for _, key, _ in entries]
         self._tensors = [tensor for _, _, tensor in entries]
-        self._sharded = [x for x in (*params, *self._tensors, *others) if is_sharded(type(x))]
-        self._shards = [_form(local(x)) for x in self._sharded]
-        self._forms: list[tuple[list[Tensor], Callable[[Tensor], Any], list]] = []
-        # A step count's one element is at its address; resized to none it has no address.
-        counts = [x for x in self._tensors if x.dim() == 0]
-        rest = [*(x for x in self._tensors if x.dim() > 0), *others]
-        kinds = ((params, _WHOLE_PARAMETERS), (counts, _MEMORY), (rest, _WHOLE))
-        for tensors, forms in kinds:
-            plain = [x for x in tensors if not is_sharded(type(x))]
-            self._add([x for x in plain if x.is_contiguous()], forms)
-            self._add([x for x in plain if not x.is_contiguous()], _FORMS)
+        everything = [*params, *self._tensors, *others]
+        self._plain = [x for x in everything if not is_sharded(type(x))]
+        self._sharded = [x for x in everything if is_sharded(type(x))]
+        self._forms = self._read()
         #: Whether all parameters are plain and contiguous.
         self.contiguous = all(not is_sharded(type(x)) and x.is_contiguous() for x in params)
 
-    def _add(self, tensors: list[Tensor], forms: Sequence[Callable[[Tensor], Any]]) -> None:
-        # Few at a time: the second look at a tensor finds it in the processor's caches.
-        for part in (tensors[i : i + 64] for i in range(0, len(tensors), 64)):
-            self._forms += [(part, form, list(map(form, part))) for form in forms]
+    def _read(self) -> tuple[Any, Any]:
+        return _forms(self._plain), _forms(list(map(local, self._sharded)))
 
     def holds(self, states: Mapping[Tensor, dict]) -> bool:
         """Whether these are the same tensors, and lie where and as they did."""
@@ -228,6 +219,5 @@ class Snapshot:
             and all(map(is_, states, self._owners))  # not looked up: a tensor's hash is slow
             and all(map(is_, states.values(), self._states))
             and all(map(is_, map(dict.get, self._holders, self._keys), self._tensors))
-            and all(all(map(eq, map(form, part), before)) for part, form, before in self._forms)
-            and self._shards == [_form(local(x)) for x in self._sharded]
+            and self._read() == self._forms
         )

@@ -240,7 +240,8 @@ class CPUAdam(AdamBase):
         check_gradients(shards, grads)
         assert self._snapshot is not None  # _check_states made one
         # The native step walks through memory, not indices.
-        if not (self._snapshot.contiguous and all(map(Tensor.is_contiguous, grads))):
+        whole = self._snapshot.contiguous and all(map(Tensor.is_contiguous, grads))
+        if not whole or any(map(Tensor.is_neg, grads)):
             grads = [_ordered_like(p, g) for p, g in zip(shards, grads, strict=True)]
         keep += grads
         batch.add([self._known[id(param)][1] for param in params], grads)
@@ -287,7 +288,8 @@ class CPUAdam(AdamBase):
 
 
 def _is_usable(param: Tensor) -> bool:
-    return param.dtype == torch.float32 and is_host(param) and is_dense(param)
+    host = is_host(param) and not param.is_neg()
+    return host and param.dtype == torch.float32 and is_dense(param)
 
 
 def _is_copy(copy: Tensor, param: Tensor) -> bool:
@@ -308,9 +310,13 @@ def _spread_as(param: Any, shard: Tensor) -> Tensor:
 
 
 def _ordered_like(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient with its elements in the parameter's order."""
+    """The gradient with its elements in the parameter's order and, of a negated view, its sign."""
     same = grad.is_contiguous() if param.is_contiguous() else grad.stride() == param.stride()
-    return grad if same else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    return (
+        grad
+        if same and not grad.is_neg()
+        else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    )
 
 
 def _strides(x: Tensor) -> str:

@@ -48,11 +48,20 @@ def step_on_host(
 ) -> None:
     """As `step_on_device`, on a CPU, with each parameter's `host_pointers`; contiguous ones
     are written in the same pass, the others are left to the caller."""
-    grads = [p.grad.contiguous() for p in params if p.grad is not None]
+    grads = _gradients(params)
     batch = AdamBatch(moments)
     batch.add(pointers, grads)
     batch.step(settings, scale)
     torch.autograd.graph.increment_version(params)
+
+
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    """As they lie in memory, with their sign."""
+    return [
+        x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
+        for p in params
+        if (x := p.grad) is not None
+    ]
 
 
 def _parts(params: list[Tensor], limit: int) -> Iterator[slice]:
@@ -74,7 +83,7 @@ def _fused(
     scale: float,
 ) -> None:
     """torch's fused kernel."""
-    grads = [p.grad.contiguous().float() for p in params if p.grad is not None]
+    grads = [grad.float() for grad in _gradients(params)]
     if scale != 1.0:
         grads = list(torch._foreach_mul(grads, scale))
     wide = [[_widened(s, n) for s in states] for n in range(2)]

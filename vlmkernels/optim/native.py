@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import compress
-from operator import attrgetter, eq, itemgetter
+from operator import attrgetter
+from struct import Struct
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from vlmkernels._native import _C, DTYPES, describe
 from .blockwise import BLOCK
 
 _DTYPE = attrgetter("dtype")
-_PARAM = itemgetter(0)  # of Pointers
 _MOMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # vlmk::MomentType
 
 
@@ -46,7 +46,8 @@ def adam_reference(
     param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
 
 
-Pointers = tuple[int, ...]  # what `_C.adam_step` takes of a tensor, beside its gradient
+Pointers = bytes  # what `_C.adam_step` takes of a tensor, beside its gradient
+_ROW = Struct("9q")
 
 
 def pointers_of(
@@ -71,7 +72,7 @@ def pointers_of(
             256 with codes.
         numel: of a piece, its elements.
     """
-    return (
+    return _ROW.pack(
         param.data_ptr() + 4 * first,
         exp_avg.data_ptr() + exp_avg.itemsize * first,
         exp_avg_sq.data_ptr() + exp_avg_sq.itemsize * first,
@@ -97,13 +98,11 @@ class AdamBatch:
             ValueError: a gradient has no memory, or its parameter's.
         """
         addresses = list(map(Tensor.data_ptr, grads))
-        if 0 in addresses or any(map(eq, addresses, map(_PARAM, tensors))):
-            for pointers, grad, address in zip(tensors, grads, addresses, strict=True):
-                if address in (0, pointers[0]) and pointers[5]:
-                    raise ValueError(
-                        f"a gradient, {describe(grad)}, lies in its parameter's memory or has "
-                        "none; it needs its own"
-                    )
+        if (misplaced := _C.first_misplaced(tensors, addresses)) >= 0:
+            raise ValueError(
+                f"a gradient, {describe(grads[misplaced])}, lies in its parameter's memory or has "
+                "none; it needs its own"
+            )
         types = list(map(_DTYPE, grads))
         for dtype in set(types):
             right = [x is dtype for x in types]
