@@ -13,7 +13,8 @@ struct AdamChunk {
   const AdamTensor* tensor;
   int64_t begin;
   int64_t end;
-  bool stream;  // write the low-precision copy by non-temporal stores
+  bool stream;              // write the low-precision copy by non-temporal stores
+  const AdamTensor* after;  // whose first elements the thread steps then, or null
 };
 
 // What a step takes of its settings and its number, as torch: computed in double, rounded once.

@@ -9,6 +9,7 @@
 //                                                               operations: no longer memory-bound)
 // Non-temporal stores to arrays that were just read cost 5%; for the bf16 copy, which is not read,
 // they save reading it.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -96,14 +97,15 @@ VLMK_INLINE void store_moments(BFloat16* exp_avg, BFloat16* exp_avg_sq, Vec m, V
 
 enum class Low { kNone, kStored, kStreamed };
 
-// Prefetches x's line that is as far ahead as 1 KB of float32, once a line: j counts vectors from a
-// line's first. On Zen 4, one thread, with float32 moments, which memory bounds, 1.15x of 2 KB
-// ahead into the first level (none: 1.09x of it); with 16-bit ones, which arithmetic bounds, 1.06x
-// (into the second level 1.00x).
+// Elements that are prefetched ahead, as 1 KB of float32. On Zen 4, one thread, with float32
+// moments, which memory bounds, 1.15x of 2 KB ahead into the first level (none: 1.09x of it); with
+// 16-bit ones, which arithmetic bounds, 1.06x (into the second level 1.00x).
+constexpr int64_t kElementsAhead = 1024 / sizeof(float);
+
+// x's line, once a line: j counts vectors from a line's first.
 template <int kLevel, class T>
-VLMK_INLINE void prefetch_ahead(const T* x, int j) {
-  constexpr int64_t kAhead = 1024 / sizeof(float);
-  if (j * kWidth * sizeof(T) % 64 == 0) __builtin_prefetch(x + kAhead, 0, kLevel);
+VLMK_INLINE void prefetch(const T* x, int j) {
+  if (j * kWidth * sizeof(T) % 64 == 0) __builtin_prefetch(x, 0, kLevel);
 }
 
 template <class Grad, class Moment, Low kLow>
@@ -127,16 +129,26 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
     if (kLow == Low::kStreamed) stream(low + i, p);
   };
   int64_t i = chunk.begin;
-  while (i + kVectors * kWidth <= chunk.end) {
+  // Where the lines ahead are those of the tensor that comes then.
+  const int64_t turn = chunk.after ? std::max(chunk.end - kElementsAhead, i) : chunk.end;
+  const auto run_to = [&](int64_t end, const AdamTensor& ahead, int64_t by) {
+    const float* const next_param = ahead.param + by;
+    const auto* const next_grad = static_cast<const Grad*>(ahead.grad) + by;
+    const auto* const next_avg = static_cast<const Moment*>(ahead.exp_avg) + by;
+    const auto* const next_sq = static_cast<const Moment*>(ahead.exp_avg_sq) + by;
+    while (i + kVectors * kWidth <= end) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j, i += kWidth) {
-      prefetch_ahead<kLevel>(param + i, j);
-      prefetch_ahead<kLevel>(grad + i, j);
-      prefetch_ahead<kLevel>(exp_avg + i, j);
-      prefetch_ahead<kLevel>(exp_avg_sq + i, j);
-      step(i);
+      for (int j = 0; j < kVectors; ++j, i += kWidth) {
+        prefetch<kLevel>(next_param + i, j);
+        prefetch<kLevel>(next_grad + i, j);
+        prefetch<kLevel>(next_avg + i, j);
+        prefetch<kLevel>(next_sq + i, j);
+        step(i);
+      }
     }
-  }
+  };
+  run_to(turn, *chunk.tensor, kElementsAhead);
+  if (chunk.after) run_to(chunk.end, *chunk.after, -i);
   for (; i + kWidth <= chunk.end; i += kWidth) step(i);
   while (i < chunk.end) {  // the tensor's last elements: 8 at a time while there are 8, see Rounded
     const int64_t left = chunk.end - i;
