@@ -193,7 +193,19 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    """Where a kernel finds a tensor's elements; 0 for None.
+
+    Raises:
+        ValueError: it has no memory, or there with the other sign.
+    """
+    if tensor is None:
+        return 0
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel() > 0:
+        raise ValueError(f"a tensor, {describe(tensor)}, has no memory: its storage was freed")
+    if tensor.is_neg():
+        raise ValueError(f"a tensor is {describe(tensor)}")
+    return address
 
 
 def sparse_rows(rows: Tensor, values: Tensor, count: int) -> Tensor:

@@ -44,14 +44,13 @@ def has_swiglu(x: Tensor) -> bool:
 
 def _is_known(x: Tensor) -> bool:
     where = x.device.type == "cpu" or (x.is_cuda and has_cuda_kernels())
-    return where and x.dtype in DTYPES and not x.is_neg()
+    return where and x.dtype in DTYPES
 
 
 def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
     """x: float32, bfloat16 or float16 on the CPU or CUDA; a parameter of its last dimension."""
     check_tensors(x=x, **({} if parameter is None else {name: parameter}))
-    of_kind = x.dtype in DTYPES and x.device.type in ("cpu", "cuda") and not x.is_neg()
-    if not of_kind or x.dim() == 0:
+    if x.dtype not in DTYPES or x.device.type not in ("cpu", "cuda") or x.dim() == 0:
         raise ValueError(
             f"x is {describe(x)}; {op} needs float32, bfloat16 or float16 [.., width] on the CPU "
             "or on CUDA"
@@ -67,7 +66,6 @@ def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
         parameter.shape != x.shape[-1:]
         or parameter.dtype != x.dtype
         or parameter.device != x.device
-        or parameter.is_neg()
     ):
         raise ValueError(
             f"{name} is {describe(parameter)}; {op} of x, {describe(x)}, needs "
@@ -120,7 +118,7 @@ class _Gradient:
         else:
             total = main_grad
             torch.autograd.graph.increment_version(main_grad)
-        self.sums = total.data_ptr(), self.parts.data_ptr(), main_grad is not None
+        self.sums = pointer(total), pointer(self.parts), main_grad is not None
 
 
 def _contiguous(x: Tensor) -> Tensor:
@@ -154,12 +152,12 @@ def rms_norm_backward(
     launch(
         "rms_norm_backward",
         x,
-        dy.data_ptr(),
+        pointer(dy),
         pointer(ds),
-        x.data_ptr(),
-        weight.data_ptr(),
-        rstd.data_ptr(),
-        dx.data_ptr(),
+        pointer(x),
+        pointer(weight),
+        pointer(rstd),
+        pointer(dx),
         dweight.sums,
         dbias.sums,
         rows,
@@ -176,8 +174,8 @@ def _normalize(
     width, weight = x.shape[-1], _aligned(weight)
     rows = x.numel() // max(width, 1)
     y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-    pointers = (x.data_ptr(), pointer(residual), pointer(bias), weight.data_ptr(), y.data_ptr())
-    launch("rms_norm", x, *pointers, rstd.data_ptr(), rows, width, eps, DTYPES[x.dtype])
+    pointers = (pointer(x), pointer(residual), pointer(bias), pointer(weight), pointer(y))
+    launch("rms_norm", x, *pointers, pointer(rstd), rows, width, eps, DTYPES[x.dtype])
     return y, weight, rstd
 
 
@@ -301,9 +299,7 @@ def add_rms_norm_(
     _check_start("add_rms_norm_", x)
     if residual is None:
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
-    elif (
-        (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device)
-    ) or residual.is_neg():
+    elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
         raise ValueError(f"residual is {describe(residual)}; it must be as x, {describe(x)}")
     seen, main_grad = _parameter("weight", weight, weight_grad, x)
     seen_bias, bias_main_grad = _parameter("bias", bias, bias_grad, x)
@@ -327,11 +323,11 @@ def swiglu_backward(
     launch(
         "swiglu_backward",
         x,
-        dy.data_ptr(),
+        pointer(dy),
         dy.stride(0),
-        x.data_ptr(),
+        pointer(x),
         pointer(bias),
-        dx.data_ptr(),
+        pointer(dx),
         dbias.sums,
         rows,
         both // 2,
@@ -359,7 +355,7 @@ class _SwiGLU(torch.autograd.Function):
             if not x.is_cuda:
                 torch.autograd.graph.increment_version(x)
         ctx.save_for_backward(x, added if x.is_cuda else None)
-        pointers = (x.data_ptr(), pointer(added), y.data_ptr())
+        pointers = (pointer(x), pointer(added), pointer(y))
         launch("swiglu", x, *pointers, rows, both // 2, DTYPES[x.dtype], y.shape[-1])
         return y
 

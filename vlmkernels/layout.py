@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, to_device
+from vlmkernels._native import _C, pointer, to_device
 from vlmkernels.rotary import frequencies
 
 
@@ -79,7 +79,7 @@ class VisionLayout:
         """
         grid = _check_grid(grid_thw, merge_size).contiguous()
         side = _window_side(window_size, patch_size, merge_size)
-        head = (grid.data_ptr(), len(grid), merge_size, side)
+        head = (pointer(grid), len(grid), merge_size, side)
         frames, units, windows, max_frame, max_window, max_side = _C.vision_layout_sizes(*head)
         patches = units * merge_size**2
         positions = torch.empty(patches, 2, dtype=torch.int64)
@@ -90,7 +90,7 @@ class VisionLayout:
             index, reverse = torch.empty(2, units, dtype=torch.int64)
             order = torch.empty(patches, dtype=torch.int32)
         outputs = (positions, cu_seqlens, cu_window, index, reverse, order)
-        _C.vision_layout_fill(*head, *(0 if x is None else x.data_ptr() for x in outputs))
+        _C.vision_layout_fill(*head, *map(pointer, outputs))
         return VisionLayout(
             num_patches=patches,
             cu_seqlens=cu_seqlens,

@@ -117,10 +117,10 @@ def product(
     elif not out.is_inference():
         torch.autograd.graph.increment_version(out)
     _C.matrix_product(
-        a.data_ptr(),
-        b.data_ptr(),
+        pointer(a),
+        pointer(b),
         pointer(bias),
-        out.data_ptr(),
+        pointer(out),
         rows,
         columns,
         depth,

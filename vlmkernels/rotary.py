@@ -25,6 +25,7 @@ from vlmkernels._native import (
     is_plain,
     launch,
     once,
+    pointer,
 )
 
 
@@ -88,12 +89,12 @@ def _rotate_heads(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, conjugate: b
         launch(
             "rotate_heads",
             x,
-            x=x.data_ptr(),
+            x=pointer(x),
             x_strides=x.stride()[:3],
-            out=out.data_ptr(),
+            out=pointer(out),
             out_strides=out.stride()[:3],
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            cos=pointer(cos),
+            sin=pointer(sin),
             table_stride=cos.stride(0),
             shape=x.shape,
             conjugate=conjugate,

@@ -83,7 +83,7 @@ py::bytes forms(const py::capsule& capsule, const py::list& tensors) {
 }
 
 // Whether each gradient is of one of the classes, of the shape and device of its parameter, float32
-// or bfloat16, and strided.
+// or bfloat16, strided, and in memory.
 bool are_gradients(const py::capsule& capsule, const py::tuple& classes, const py::list& params,
                    const py::list& grads) {
   constexpr uint8_t kFloat = 2, kBfloat = 4;  // DLDataTypeCode
@@ -99,11 +99,13 @@ bool are_gradients(const py::capsule& capsule, const py::tuple& classes, const p
     DlTensor grad{}, param{};
     const bool known =
         plain && read(exchange, object, grad) && read(exchange, at(params, i), param);
+    const bool allocated =
+        grad.data != nullptr || std::count(grad.shape, grad.shape + grad.ndim, 0);
     const bool floats = (grad.code == kFloat && grad.bits == 32) ||  //
                         (grad.code == kBfloat && grad.bits == 16);
-    if (!known || !floats || grad.lanes != 1 || grad.device_type != param.device_type ||
-        grad.device_id != param.device_id || grad.ndim != param.ndim ||
-        !std::equal(grad.shape, grad.shape + grad.ndim, param.shape)) {
+    if (!known || !floats || !allocated || grad.lanes != 1 ||
+        grad.device_type != param.device_type || grad.device_id != param.device_id ||
+        grad.ndim != param.ndim || !std::equal(grad.shape, grad.shape + grad.ndim, param.shape)) {
       return false;
     }
   }

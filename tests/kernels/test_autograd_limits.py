@@ -25,6 +25,7 @@ from vlmkernels import (
     visual_index,
 )
 from vlmkernels.layer import add_rms_norm_, rms_norm, swiglu_
+from vlmkernels.product import product
 from vlmkernels.rotary import apply_rotary
 
 BORDERS = torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -134,7 +135,7 @@ def test_negated_views_count_with_their_sign(name: str):
         assert torch.equal(torch.autograd.grad(result, leaf, dy)[0].to_dense(), expected)
 
 
-def test_layers_take_negated_gradients_and_refuse_negated_inputs():
+def test_layers_take_negated_gradients_and_refuse_what_they_would_write():
     x, weight = torch.randn(5, 8), torch.randn(8)
     calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "rms_norm": lambda x, _, w: rms_norm(x, w, 1e-6),
@@ -148,17 +149,54 @@ def test_layers_take_negated_gradients_and_refuse_negated_inputs():
             torch.autograd.grad(call(leaf, x, weight), leaf, grad)[0] for grad in (dy, negated(dy))
         ]
         assert torch.equal(*grads), name
+    assert torch.equal(rms_norm(negated(x), negated(weight), 1e-6), rms_norm(x, weight, 1e-6))
+    sums = (add_rms_norm_(x.clone(), r, weight, 1e-6)[1] for r in (x, negated(x)))
+    assert torch.equal(*sums)
+    gates = (swiglu_(x.clone(), bias) for bias in (weight, negated(weight)))
+    assert torch.equal(*gates)
+    for function in (
+        lambda: add_rms_norm_(negated(x), None, weight, 1e-6),
+        lambda: swiglu_(negated(x), None),
+    ):
         with pytest.raises(
-            ValueError, match=r"weight|bias is .*negated view \(pass its resolve_neg"
+            ValueError, match=r"a tensor is .*a negated view \(pass its resolve_neg"
         ):
-            call(x, x, negated(weight))
-    with pytest.raises(ValueError, match="x is .*a negated view"):
-        rms_norm(negated(x), weight, 1e-6)
-    with pytest.raises(ValueError, match="residual is .*a negated view"):
-        add_rms_norm_(x.clone(), negated(x), weight, 1e-6)
+            function()
     for write in (add_visual_, scatter_visual_):
         with pytest.raises(ValueError, match="is a negated view, so it can't be written in place"):
             write(negated(torch.ones(4, 4)), torch.ones(2, 4), INDEX)
+
+
+def freed(x: Tensor) -> Tensor:
+    """Without memory, as those that FSDP has freed."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def test_tensors_without_memory_are_refused():
+    """Kernels are given addresses."""
+    x, weight = torch.randn(8, 2, 4), torch.randn(4)
+    frames = torch.zeros(1, 28, 28, 3, dtype=torch.uint8)
+    seen, nothing = x.clone().requires_grad_(), torch._efficientzerotensor(x.shape)
+    out = varlen_attention(seen, x, x, BORDERS)
+    calls: dict[str, Callable[[], object]] = {
+        "q": lambda: varlen_attention(freed(x.clone()), x, x, BORDERS),
+        "cu_seqlens": lambda: varlen_attention(x, x, x, freed(BORDERS.clone())),
+        "dout": lambda: torch.autograd.grad(out, seen, freed(x.clone())),
+        "torch's zeros": lambda: varlen_attention(x, nothing, x, BORDERS),
+        "a row": lambda: rms_norm(freed(x.clone()), weight, 1e-6),
+        "a weight": lambda: rms_norm(x, freed(weight.clone()), 1e-6),
+        "a gate": lambda: swiglu_(freed(x.clone()), None),
+        "table": lambda: visual_embedding(IDS, freed(torch.ones(9, 4)), torch.ones(2, 4), INDEX),
+        "visual": lambda: add_visual_(torch.ones(4, 4), freed(torch.ones(2, 4)), INDEX),
+        "patches": lambda: patchify(freed(frames.clone())),
+        "frames": lambda: resize(freed(frames.clone()), 7, 7),
+        "a factor": lambda: product(freed(torch.ones(64, 64)), torch.ones(64, 64)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=r"a tensor, .* has no memory: its storage was freed"):
+            call()
+            pytest.fail(name)
 
 
 def _written() -> dict[str, tuple[Tensor, Callable[[Tensor], object]]]:

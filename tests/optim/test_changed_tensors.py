@@ -76,6 +76,24 @@ def test_a_changed_parameter_is_named(
         assert_bitwise("others", params[number].detach(), before[number])
 
 
+@pytest.mark.parametrize("of", ["parameter", "gradient", "exp_avg", "step"])
+def test_what_was_freed_is_not_touched(make: Callable[..., Any], of: str) -> None:
+    """As FSDP frees storages. Kernels are given addresses, and torch copies from none."""
+    for steps_before in (1, 0) if of in ("parameter", "gradient") else (1,):
+        params = weights()
+        optimizer = make(params)
+        for _ in range(steps_before):
+            optimizer.step()
+        freed = {"parameter": params[1].data, "gradient": params[1].grad}
+        x = freed[of] if of in freed else optimizer.state[params[1]][of]
+        before = [p.detach().clone() for p in params]
+        x.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="has no memory: its storage was freed"):
+            optimizer.step()
+        for number in (0, 2):
+            assert_bitwise("others", params[number].detach(), before[number])
+
+
 def test_a_negated_gradient_counts_with_its_sign(make: Callable[..., Any]) -> None:
     p, q = (nn.Parameter(torch.ones(8, 6)) for _ in range(2))
     q.grad = torch.randn(8, 6)

@@ -55,6 +55,7 @@ GRADIENTS: dict[str, Callable[[], object]] = {
     "a dimension more": lambda: torch.ones(4, 6, 1),
     "another device": lambda: torch.ones(4, 6, device="meta"),
     "sparse": lambda: torch.ones(4, 6).to_sparse(),
+    "without memory": lambda: torch._efficientzerotensor((4, 6)),
     "a class of its own": lambda: torch.ones(4, 6).as_subclass(type("Sub", (Tensor,), {})),
 }
 GOOD = ("float32", "bfloat16", "turned", "a parameter")

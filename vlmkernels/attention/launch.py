@@ -132,7 +132,7 @@ def check_device(kernel: str, q: Tensor) -> None:
 def heads_view(x: Tensor) -> tuple[int, int, int]:
     """vlmk::HeadsView of [T, H, D] or [T, Hkv, H / Hkv, D]: address, strides of tokens and heads in
     elements."""
-    return x.data_ptr(), x.stride(0), x.stride(-2)
+    return pointer(x), x.stride(0), x.stride(-2)
 
 
 def group_gap(q: Tensor) -> int:
@@ -195,13 +195,13 @@ def _list_tiles(
     launch(
         "list_tiles",
         q,
-        cu_seqlens=dense.data_ptr(),
+        cu_seqlens=pointer(dense),
         segments=segments,
         tokens=tokens,
         max_seqlen=max_seqlen,
         causal=causal,
         vision=vision,
-        tiles=tiles.data_ptr(),
+        tiles=pointer(tiles),
     )
     if key is not None:
         _LISTS[cu_seqlens] = key, tiles
@@ -288,8 +288,8 @@ def _run(
         dtype=DTYPES[q.dtype],
         **dict(zip("qkv", map(heads_view, qkv), strict=True)),
         out=heads_view(out),
-        row_stats=softmax_stats.data_ptr(),
-        cu_seqlens=cu_seqlens.data_ptr(),
+        row_stats=pointer(softmax_stats),
+        cu_seqlens=pointer(cu_seqlens),
         segments=segments,
         tokens=tokens,
         heads=heads,
@@ -300,7 +300,7 @@ def _run(
         order=pointer(order),
         rotary=pointer(table),
         **({"q_group_gap": group_gap(q)} if kernel == "cpu" else {"max_seqlen": max_seqlen}),
-        **{name: x.data_ptr() for name, x in workspace.items()},
+        **{name: pointer(x) for name, x in workspace.items()},
         **({"group_parts": parts} if parts > 1 else {}),
         **dict(zip(("dout", "dq", "dk", "dv"), map(heads_view, gradients), strict=False)),
     )

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, check_tensor, define, launch, once, without_transforms
+from vlmkernels._native import (
+    DTYPES,
+    check_tensor,
+    define,
+    launch,
+    once,
+    pointer,
+    without_transforms,
+)
 from vlmkernels.embedding.gradients import visual_grad
 from vlmkernels.embedding.lookup import (
     check_in_place,
@@ -53,7 +61,7 @@ def _run(
     launch(
         "embedding_add",
         hidden,
-        *(t.data_ptr() for t in (visual_index, visual, hidden)),
+        *map(pointer, (visual_index, visual, hidden)),
         first,
         hidden.shape[:-1].numel(),
         visual.shape[1],

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vlmkernels import _native
-from vlmkernels._native import DTYPES, check_tensor, define, launch
+from vlmkernels._native import DTYPES, check_tensor, define, launch, pointer
 
 #: Devices whose reduction writes the rows without a position as well.
 CLEARS_ROWS = ("cpu",)
@@ -38,7 +38,7 @@ def _visual_grad(
     launch(
         "embedding_gather",
         grad,
-        *(t.data_ptr() for t in (visual_index, grad, inverse, out)),
+        *map(pointer, (visual_index, grad, inverse, out)),
         first,
         *grad.shape,
         visual_rows,
@@ -71,7 +71,7 @@ def _sorted(
         input_ids, visual_index = input_ids.contiguous(), visual_index.contiguous()
         keys, order = input_ids.new_empty(rows), input_ids.new_empty(rows)
         count = _native._C.embedding_sort(
-            *(t.data_ptr() for t in (input_ids, visual_index, keys, order)),
+            *map(pointer, (input_ids, visual_index, keys, order)),
             first,
             rows,
             vocab_start,
@@ -93,7 +93,7 @@ def _reduce(keys: Tensor, order: Tensor, grad: Tensor, out: Tensor, accumulate: 
     launch(
         "embedding_reduce",
         grad,
-        *(t.data_ptr() for t in (keys, order, grad, out)),
+        *map(pointer, (keys, order, grad, out)),
         keys.shape[0],
         grad.shape[1],
         out.shape[0],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, check, check_tensor, define, launch
+from vlmkernels._native import DTYPES, check, check_tensor, define, launch, pointer
 
 _CPU = torch.device("cpu")
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -76,9 +76,9 @@ def _run(
     launch(
         "patchify",
         frames,
-        frames.data_ptr(),
-        table.data_ptr(),
-        out.data_ptr(),
+        pointer(frames),
+        pointer(table),
+        pointer(out),
         *frames.shape[:3],
         patch,
         temporal,

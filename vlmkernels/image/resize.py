@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from vlmkernels._native import check, check_tensor, define, launch
+from vlmkernels._native import check, check_tensor, define, launch, pointer
 
 _CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def pillow_major() -> int:
 def _run(frames: Tensor, out: Tensor, pillow: int, threads: int) -> None:
     frames = frames.contiguous()
     sizes = (*frames.shape, *out.shape[1:3], pillow, threads)
-    launch("resize", frames, frames.data_ptr(), out.data_ptr(), *sizes)
+    launch("resize", frames, pointer(frames), pointer(out), *sizes)
 
 
 _resize = define(

@@ -233,9 +233,9 @@ def _cross_entropy(
     launch(
         "cross_entropy",
         logits,
-        logits.data_ptr(),
-        labels.data_ptr(),
-        *(row.data_ptr() for row in stats),
+        pointer(logits),
+        pointer(labels),
+        *map(pointer, stats),
         pointer(scale),
         *logits.shape,
         first_class + block.start,

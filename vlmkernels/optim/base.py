@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import Snapshot, check_nonfinite, hyperparameters
+from .checks import Snapshot, check_allocated, check_nonfinite, hyperparameters, local
 from .state import check_moments, mark_codes, read_state_dict
 
 
@@ -144,6 +145,7 @@ class AdamBase(torch.optim.Optimizer):
         states = self.state
         steps = {states[p]["step"].data_ptr() for p, _ in known.values()}
         for param in unknown:
+            check_allocated(partial(self._name, param), local(param))
             self._fit_state(param)
             # A loader may have given several parameters one tensor, which each would count up.
             step = states[param]["step"]

@@ -3,7 +3,7 @@ granted, which get addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -89,6 +89,7 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
             f"a gradient is {describe(grad)}, {grad.layout}; it must be dense float32 or "
             f"bfloat16 {list(param.shape)} on {param.device}"
         )
+    check_allocated(lambda: "a gradient", grad)
 
 
 _FORM = (
@@ -123,6 +124,12 @@ def check_memory(name: str, x: Tensor) -> None:
             f"{name} is a {type(x).__name__}, which has no memory of its own; pass plain tensors, "
             "such as parameters that share the memory of its to_local()"
         )
+
+
+def check_allocated(name: Callable[[], str], x: Tensor) -> None:
+    """Raises ValueError where the storage of a plain tensor was freed, as FSDP's are."""
+    if x.data_ptr() == 0 and x.numel() > 0:
+        raise ValueError(f"{name()}, {describe(x)}, has no memory: its storage was freed")
 
 
 def is_sharded(kind: type) -> bool:

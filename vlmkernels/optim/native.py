@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, describe
+from vlmkernels._native import _C, DTYPES, describe, pointer
 
 from .blockwise import BLOCK
 
@@ -61,7 +61,7 @@ def pointers_of(
     numel: int | None = None,
 ) -> Pointers:
     """Tensors to step: each lies dense in host memory, in the same element order, and must live
-    until they are stepped. Nothing is checked here.
+    until they are stepped. Of them only that they have memory is checked here.
 
     Args:
         param: float32.
@@ -73,14 +73,14 @@ def pointers_of(
         numel: of a piece, its elements.
     """
     return _ROW.pack(
-        param.data_ptr() + 4 * first,
-        exp_avg.data_ptr() + exp_avg.itemsize * first,
-        exp_avg_sq.data_ptr() + exp_avg_sq.itemsize * first,
-        0 if low is None else low.data_ptr() + low.itemsize * first,
-        step.data_ptr(),
+        pointer(param) + 4 * first,
+        pointer(exp_avg) + exp_avg.itemsize * first,
+        pointer(exp_avg_sq) + exp_avg_sq.itemsize * first,
+        0 if low is None else pointer(low) + low.itemsize * first,
+        pointer(step),
         param.numel() if numel is None else numel,
         first,
-        *((0, 0) if scales is None else (x.data_ptr() + 4 * (first // BLOCK) for x in scales)),
+        *((0, 0) if scales is None else (pointer(x) + 4 * (first // BLOCK) for x in scales)),
     )
 
 
