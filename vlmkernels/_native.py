@@ -276,8 +276,10 @@ def describe(tensor: object) -> str:
     """dtype, shape and device of a tensor, for error texts."""
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}"
-    negated = ", a negated view (pass its resolve_neg())" if tensor.is_neg() else ""
-    return f"{str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device}{negated}"
+    text = f"{str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device}"
+    if not torch.compiler.is_compiling() and tensor.is_neg():  # which can't be traced
+        text += ", a negated view (pass its resolve_neg())"
+    return text
 
 
 def check(condition: bool, message: str) -> None:

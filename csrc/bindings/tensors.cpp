@@ -55,6 +55,7 @@ void fetch_later(const py::list& objects, size_t i) {
   }
   std::memcpy(words, object + 1, sizeof(words));
   for (const char* const to : words) {
+    if (reinterpret_cast<uintptr_t>(to) < 4096) continue;  // no address: a look-up for nothing
     for (int line = 0; line < 4; ++line) __builtin_prefetch(to + 64 * line);
   }
 }

@@ -337,7 +337,7 @@ def check_in_place(name: str, x: Tensor, instead: str) -> None:
         because = "a leaf that requires a gradient"
     elif not x.is_contiguous():
         because = "not contiguous"
-    elif x.is_neg():
+    elif not torch.compiler.is_compiling() and x.is_neg():  # which can't be traced
         because = "a negated view"
     if because:
         raise ValueError(f"{name} is {because}, so it can't be written in place; {instead}")
