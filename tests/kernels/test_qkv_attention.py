@@ -109,6 +109,7 @@ def test_gradient_lies_as_the_projection_and_any_threads_give_its_bits() -> None
 
 
 BAD = [
+    ({"qkv": torch.tensor(1.0)}, "qkv is float32 [] on cpu; it must be"),
     ({"qkv": torch.zeros(5, 2, 64)}, "qkv is float32 [5, 2, 64] on cpu; it must be"),
     ({"qkv": torch.zeros(5, 1, 2, 64)}, "qkv is [5, 1, 2, 64]; it must be [T, Hkv, H / Hkv + 2"),
     ({"qkv": torch.zeros(5, 1, 3, 64).double()}, "qkv is float64"),

@@ -280,6 +280,7 @@ def change(**changes: Any) -> Callable[[VisionLayout], VisionLayout]:
 
 
 BAD = [
+    ({"qkv": torch.tensor(1.0)}, None, "qkv is float32 [] on cpu; it must be"),
     ({"qkv": torch.zeros(352, 3, 80)}, None, "qkv is float32 [352, 3, 80] on cpu; it must be"),
     ({"qkv": torch.zeros(352, 2, 3, 80)}, None, "qkv is [352, 2, 3, 80]; it must be [P, 3, H, D]"),
     ({"qkv": torch.zeros(352, 3, 2, 80).double()}, None, "qkv is float64"),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlmkernels._native import check_tensors
+from vlmkernels._native import DTYPES, check_tensor, check_tensors
 from vlmkernels.attention.launch import check_varlen, check_vision, qkv_op, varlen_op, vision_op
 from vlmkernels.attention.select import flash_attn, machine_of, select
 from vlmkernels.layout import VisionLayout
@@ -140,7 +140,7 @@ def vision_attention(
     """
     if not isinstance(layout, VisionLayout):
         raise TypeError(f"layout is a {type(layout).__name__}; it must be a VisionLayout")
-    check_tensors(qkv=qkv)
+    check_tensor("qkv", qkv, dtypes=DTYPES, shape="[P, 3, H, D]", dim=4)
     cu_seqlens, order, max_seqlen = layout.segments(window)
     table = layout.rotary_table(qkv.shape[-1])
     return rotated_attention(qkv, table, cu_seqlens, order, max_seqlen, scale)
@@ -232,5 +232,5 @@ def qkv_attention(
             f"qkv is on {qkv.device}; qkv_attention runs on the CPU: use apply_rotary and "
             "varlen_attention there"
         )
-    scale = max(qkv.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    scale = max(qkv.shape[-1:].numel(), 1) ** -0.5 if scale is None else float(scale)
     return qkv_op(qkv, table, cu_seqlens, causal, scale)[0]
