@@ -1,7 +1,7 @@
 // Packed variable-length attention on the CPU, fp32 arithmetic for every storage type but bf16 on
-// processors with fast bf16 dot products or with AMX, and fp16 on those with AMX-FP16. With AMX fp32
-// is multiplied by parts of bf16, as accurately (cpu/parts.h).
-// Method: FlashAttention-2's online softmax (Dao 2023, arXiv:2307.08691) with transposed scores.
+// processors with fast bf16 dot products or with AMX, and fp16 on those with AMX-FP16. With AMX
+// fp32 is multiplied by parts of bf16, as accurately (cpu/parts.h). Method: FlashAttention-2's
+// online softmax (Dao 2023, arXiv:2307.08691) with transposed scores.
 #pragma once
 #include <cstdint>
 
