@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-OLDER = "cpu, torch before 2.10"  # which can't read many tensors in one call
+OLDER = "cpu, an older torch"  # which can't read many tensors in one call
 
 
 @pytest.fixture(params=[*OPTIMIZERS, OLDER])

@@ -13,11 +13,14 @@ from torch import Tensor
 from vlmkernels._native import _C, describe
 
 GRADIENTS = (torch.float32, torch.bfloat16)
-#: Torch's functions (2.10 and later) by which one native call reads many tensors: with thousands of
-#: small ones Python takes longer than the arithmetic. None: one by one.
-_EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-if _EXCHANGE is not None and not _C.reads_tensors(_EXCHANGE):
-    _EXCHANGE = None
+#: Torch's functions by which one native call reads many tensors: with thousands of small ones
+#: Python takes longer than the arithmetic. None: one by one. Only torch's own (2.13 has them):
+#: extensions set the same attribute where an older torch has none.
+_EXCHANGE: Any = None
+if hasattr(torch._C, "_dlpack_exchange_api"):
+    _EXCHANGE = Tensor.__dlpack_c_exchange_api__
+    if not _C.reads_tensors(_EXCHANGE):
+        _EXCHANGE = None
 
 
 # ---- settings ------------------------------------------------------------------------------------
