@@ -144,7 +144,12 @@ def rms_norm_backward(
     """dx and the gradients of weight and bias, None where one does not learn or main_grad has it.
     ds: the gradient of x's use beside the norm, added to dx. of_weight, of_bias: whether it learns,
     and its main_grad."""
-    rows, width = rstd.shape[0], x.shape[-1]
+    rows, width = rstd.shape[0], dy.shape[-1]
+    if x.shape != dy.shape or rstd.numel() != dy.numel() // max(width, 1) or len(weight) != width:
+        raise ValueError(
+            f"x is {describe(x)} and weight {describe(weight)} now, for a gradient "
+            f"{list(dy.shape)}: their data was exchanged after the forward pass"
+        )
     dy, dx = _aligned(dy), torch.empty_like(x)
     ds = ds if ds is None else _aligned(ds)
     dweight = _Gradient(x, width, rows, *of_weight, _C.CUDA_NORM_ROWS)
@@ -314,6 +319,13 @@ def swiglu_backward(
     bias is in x; on CUDA dy's rows may be apart or padded."""
     both = x.shape[-1]
     rows = x.numel() // max(both, 1)
+    fits = x.shape[:-1] == dy.shape[:-1] and dy.shape[-1] >= both // 2
+    if not fits or (bias is not None and len(bias) != both):
+        kept = describe(x) if bias is None else f"{describe(x)} and bias {describe(bias)}"
+        raise ValueError(
+            f"x is {kept} now, for a gradient {list(dy.shape)}: their data was exchanged after "
+            "the forward pass"
+        )
     dy, dx = dy.reshape(rows, dy.shape[-1]), torch.empty_like(x)
     if not x.is_cuda or dy.is_neg():
         dy = _contiguous(dy)

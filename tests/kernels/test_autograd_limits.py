@@ -199,6 +199,22 @@ def test_tensors_without_memory_are_refused():
             pytest.fail(name)
 
 
+def test_layers_refuse_what_was_exchanged_before_the_backward_pass():
+    """`.data =` counts as no change: shapes say so, or nothing."""
+    for of in ("x", "weight"):
+        x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(8)
+        out = rms_norm(x, weight, 1e-6)
+        {"x": x, "weight": weight}[of].data = torch.empty(1)
+        with pytest.raises(ValueError, match="their data was exchanged after the forward pass"):
+            out.backward(torch.ones(6, 8))
+    for shape in ((2, 8), (6, 80)):
+        x = torch.randn(6, 8, requires_grad=True) * 1
+        out = swiglu_(x)
+        x.data = torch.empty(shape)
+        with pytest.raises(ValueError, match="their data was exchanged after the forward pass"):
+            out.backward(torch.ones(6, 4))
+
+
 def _written() -> dict[str, tuple[Tensor, Callable[[Tensor], object]]]:
     frames = torch.zeros(1, 28, 28, 3, dtype=torch.uint8)
     rows, ops = torch.randn(2, 4), torch.ops.vlmkernels
