@@ -11,7 +11,7 @@ namespace {
 // float), then numel and the number of the first element, addresses of the two moments' scales (0).
 using Row = std::array<int64_t, 9>;
 
-// Of a list of bytes: unpacked from integers of Python's they would take longer than small tensors.
+// Of a list of bytes: integers of Python's take longer to unpack than small tensors to step.
 std::vector<Row> rows_of(const py::list& packed) {
   std::vector<Row> rows(packed.size());
   for (size_t i = 0; i < rows.size(); ++i) {
