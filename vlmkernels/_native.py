@@ -201,8 +201,8 @@ def pointer(tensor: Tensor | None) -> int:
     if tensor is None:
         return 0
     address = tensor.data_ptr()
-    if address == 0 and tensor.numel() > 0:
-        raise ValueError(f"a tensor, {describe(tensor)}, has no memory: its storage was freed")
+    if address == 0:
+        check_allocated(lambda: "a tensor", tensor)
     if tensor.is_neg():
         raise ValueError(f"a tensor is {describe(tensor)}")
     return address
@@ -315,6 +315,12 @@ def check_tensor(
         kinds = " or ".join(str(d)[6:] for d in dtypes)
         where = f" on {device}" if device is not None else ""
         raise ValueError(f"{name} is {describe(tensor)}; it must be {kinds} {shape}{where}")
+
+
+def check_allocated(name: Callable[[], str], tensor: Tensor) -> None:
+    """`name` is asked for only if the storage was freed, as FSDP frees them, or never was."""
+    if tensor.data_ptr() == 0 and tensor.numel() > 0:
+        raise ValueError(f"{name()}, {describe(tensor)}, has no memory: its storage was freed")
 
 
 def check_last_contiguous(name: str, tensor: Tensor) -> None:

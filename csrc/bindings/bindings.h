@@ -1,8 +1,8 @@
-// What the binding files share. No torch here: a pointer is a uintptr_t, as CUDA's stream is; sizes
-// and strides count elements. Tensors are checked by the Python launchers, which are the only
-// callers (but for resize, which vlmtrain's decoder processes call without torch). A function fills
-// the op's struct of params.h and calls its launcher without the GIL; a C++ exception arrives as
-// ValueError (std::invalid_argument) or RuntimeError.
+// What the binding files share. No torch here, but for tensors.cpp: a pointer is a uintptr_t, as
+// CUDA's stream is; sizes and strides count elements. Tensors are checked by the Python launchers,
+// which are the only callers (but for resize, which vlmtrain's decoder processes call without
+// torch). A function fills the op's struct of params.h and calls its launcher without the GIL; a
+// C++ exception arrives as ValueError (std::invalid_argument) or RuntimeError.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

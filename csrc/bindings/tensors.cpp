@@ -26,9 +26,14 @@ struct DlExchange {
   int (*read)(void* object, DlTensor* tensor);  // 0, or -1 and a Python error
 };
 
-const DlExchange* exchange_of(const py::capsule& capsule) {
+bool is_known(const py::capsule& capsule) {
   const auto* exchange = capsule.get_pointer<const DlExchange>();
-  return exchange->major == 1 && exchange->minor >= 2 && exchange->read ? exchange : nullptr;
+  return exchange->major == 1 && exchange->minor >= 2 && exchange->read != nullptr;
+}
+
+const DlExchange& exchange_of(const py::capsule& capsule) {
+  if (!is_known(capsule)) throw std::invalid_argument("exchange is not of DLPack 1.2 or a later 1");
+  return *capsule.get_pointer<const DlExchange>();
 }
 
 // False for a tensor without memory of its own, such as a sparse one.
@@ -63,7 +68,7 @@ void fetch_later(const py::list& objects, size_t i) {
 // Address, device, type, shape and strides of each tensor, to be compared with those of another
 // time.
 py::bytes forms(const py::capsule& capsule, const py::list& tensors) {
-  const DlExchange& exchange = *exchange_of(capsule);
+  const DlExchange& exchange = exchange_of(capsule);
   std::string forms;
   const auto append = [&](const int64_t* numbers, int64_t count) {
     forms.append(reinterpret_cast<const char*>(numbers), static_cast<size_t>(count) * 8);
@@ -88,7 +93,7 @@ py::bytes forms(const py::capsule& capsule, const py::list& tensors) {
 bool are_gradients(const py::capsule& capsule, const py::tuple& classes, const py::list& params,
                    const py::list& grads) {
   constexpr uint8_t kFloat = 2, kBfloat = 4;  // DLDataTypeCode
-  const DlExchange& exchange = *exchange_of(capsule);
+  const DlExchange& exchange = exchange_of(capsule);
   if (params.size() != grads.size()) return false;
   for (size_t i = 0; i < grads.size(); ++i) {
     fetch_later(grads, i);
@@ -116,7 +121,7 @@ bool are_gradients(const py::capsule& capsule, const py::tuple& classes, const p
 }  // namespace
 
 void register_tensors(py::module_& m) {
-  m.def("reads_tensors", [](const py::capsule& x) { return exchange_of(x) != nullptr; });
+  m.def("reads_tensors", &is_known, "exchange"_a);
   m.def("tensor_forms", &forms, "exchange"_a, "tensors"_a);
   m.def("are_gradients", &are_gradients, "exchange"_a, "classes"_a, "params"_a, "grads"_a);
 }

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import Snapshot, check_allocated, check_nonfinite, hyperparameters, local
+from vlmkernels._native import check_allocated
+
+from .checks import Snapshot, check_nonfinite, hyperparameters, local
 from .state import check_moments, mark_codes, read_state_dict
 
 

@@ -3,14 +3,14 @@ granted, which get addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, describe
+from vlmkernels._native import _C, check_allocated, describe
 
 GRADIENTS = (torch.float32, torch.bfloat16)
 #: Torch's functions by which one native call reads many tensors: with thousands of small ones
@@ -127,12 +127,6 @@ def check_memory(name: str, x: Tensor) -> None:
             f"{name} is a {type(x).__name__}, which has no memory of its own; pass plain tensors, "
             "such as parameters that share the memory of its to_local()"
         )
-
-
-def check_allocated(name: Callable[[], str], x: Tensor) -> None:
-    """Raises ValueError where the storage of a plain tensor was freed, as FSDP's are."""
-    if x.data_ptr() == 0 and x.numel() > 0:
-        raise ValueError(f"{name()}, {describe(x)}, has no memory: its storage was freed")
 
 
 def is_sharded(kind: type) -> bool:

@@ -104,7 +104,7 @@ constexpr int64_t kBurst = 64;
 
 // Where that is, how far ahead and into which level of the caches: on Zen 4, one thread, with
 // float32 moments, which memory bounds, 1 KB of float32 ahead into the second one 1.15x of 2 KB
-// into the first (none: 1.09x of it); with 16-bit ones 512 bytes into the first 1.02x of 1 KB,
+// into the first (none: 1.09x of it); with 16-bit ones 512 bytes into the first 1.03x of 1 KB,
 // which was 1.06x of 2 KB (into the second 1.00x).
 template <class Moment>
 constexpr int64_t kElementsAhead = sizeof(Moment) == sizeof(float) ? 256 : 128;
