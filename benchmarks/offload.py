@@ -127,7 +127,8 @@ def clipping(context: Context) -> Comparison:
     def step(tensors: list[Tensor], cut: slice) -> None:
         master, exp_avg, exp_avg_sq = (x[cut] for x in tensors)
         work, count = AdamBatch(torch.float32), torch.tensor(9.0)
-        work.add([pointers_of(master, exp_avg, exp_avg_sq, count, low[cut])], [grad[cut]])
+        pointers = pointers_of(master, exp_avg, exp_avg_sq, count, low[cut])
+        work.add([master], [grad[cut]], [pointers])
         work.step(group)
 
     def in_place() -> None:

@@ -37,6 +37,12 @@ void register_optim(py::module_& m);
 void register_product(py::module_& m);
 void register_tensors(py::module_& m);
 
+// Of a tensor to step: addresses of param, exp_avg, exp_avg_sq, the low-precision copy (or 0) and
+// step (one float), then numel and the number of the first element, addresses of the two moments'
+// scales (0), and of the gradient. Packed as bytes: integers of Python's take longer to unpack than
+// small tensors to step.
+using AdamRow = std::array<int64_t, 10>;
+
 template <class T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);

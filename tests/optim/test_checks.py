@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -71,6 +72,100 @@ def test_gradients_are_known(name: str) -> None:
         assert _C.are_gradients(checks._EXCHANGE, classes, params, grads) == (name in GOOD)
     assert not _C.are_gradients(checks._EXCHANGE, classes, params, ["no tensor"] * 20)
     assert not _C.are_gradients(checks._EXCHANGE, classes, params, grads[:19])
+
+
+# The gradients that a step reads where they lie: of parameters [4, 6], contiguous and turned.
+IN_ORDER = {"contiguous": ("float32", "bfloat16", "a parameter"), "turned": ("turned",)}
+MORE: dict[str, Callable[[], object]] = {
+    "negated": lambda: torch._neg_view(torch.ones(4, 6)),
+    "from further on": lambda: torch.ones(48)[24:].view(4, 6),
+    "of columns": lambda: torch.ones(4, 12)[:, :6],
+}
+IN_ORDER["contiguous"] += ("from further on",)
+
+
+@pytest.mark.parametrize("order", IN_ORDER)
+@pytest.mark.parametrize("name", [*GRADIENTS, *MORE])
+def test_rows_of_gradients_in_order(name: str, order: str) -> None:
+    def like(x: Tensor) -> Tensor:
+        return x if order == "contiguous" else x.view(6, 4).t()
+
+    params = [nn.Parameter(like(torch.zeros(4, 6))) for _ in range(20)]
+    rows = [struct.pack("9q", p.data_ptr(), *range(8)) for p in params]
+    for place in (0, 19):
+        grads: list = [like(torch.ones(4, 6)) for _ in params]
+        grads[place] = (GRADIENTS | MORE)[name]()
+        packed = checks.packed_rows(params, grads, rows)
+        assert (packed is not None) == (name in IN_ORDER[order])
+        if packed is not None:
+            for dtype in checks.GRADIENTS:
+                expected = [
+                    row + struct.pack("q", grad.data_ptr())
+                    for row, grad in zip(rows, grads, strict=True)
+                    if grad.dtype == dtype
+                ]
+                assert packed[dtype] == b"".join(expected)
+    grads = [like(torch.ones(4, 6)) for _ in params]
+    assert checks.packed_rows(params, [*grads[:7], params[7], *grads[8:]], rows) is None
+    with pytest.raises(ValueError, match="rows and grads differ in length"):
+        checks.packed_rows(params, grads, rows[:19])
+    with pytest.raises(ValueError, match="a row has 9 numbers of 8 bytes"):
+        checks.packed_rows(params, grads, [*rows[:19], b"short"])
+
+
+def test_rows_of_strides_that_do_not_count() -> None:
+    """Of one element or none in a dimension any stride is the parameter's."""
+    for shape, strides in (((1, 6), (77, 1)), ((6, 1), (1, 77)), ((), ()), ((0, 3), (9, 9))):
+        param, grad = torch.zeros(shape), torch.empty_strided(shape, strides)
+        row = struct.pack("9q", param.data_ptr(), *range(8))
+        packed = checks.packed_rows([param], [grad], [row])
+        assert packed is not None and len(packed[torch.float32]) == 80, (shape, strides)
+
+
+def test_gradients_of_parameters() -> None:
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(40)]
+    expected = []
+    for i, param in enumerate(params):
+        if i % 4 != 3:
+            param.grad = torch.ones(3)
+        if i % 3 == 0:
+            param.decoupled_grad = torch.ones(3).bfloat16() if i % 2 else None  # type: ignore[attr-defined]
+        grad = getattr(param, "decoupled_grad", None)
+        grad = param.grad if grad is None else grad
+        if grad is not None:
+            expected.append((param, grad))
+    active, grads = checks.gradients_of(params)
+    assert len(active) == len(grads) == len(expected)
+    assert all(a is p and b is g for a, b, (p, g) in zip(active, grads, expected, strict=True))
+    assert checks.gradients_of([]) == ([], [])
+    with pytest.raises(AttributeError):
+        checks.gradients_of([object()])  # type: ignore[list-item]
+
+
+def test_held_tensors() -> None:
+    """What `Snapshot` asks natively, of many, at the first and the last place."""
+    tensors = [torch.randn(i % 5, 2) for i in range(40)]
+    holders: list = [None if i % 4 == 0 else {i: x} for i, x in enumerate(tensors)]
+    forms = _C.tensor_forms(checks._EXCHANGE, tensors)
+
+    def are_held(**new: object) -> bool:
+        now = {"holders": holders, "keys": list(range(40)), "tensors": tensors, "forms": forms}
+        return _C.are_held(checks._EXCHANGE, **now | new)
+
+    assert are_held()
+    for place in (1, 39):
+        others: list[object] = [{}, {place: tensors[place].clone()}, {place + 1: tensors[place]}]
+        for holder in [*others, "no dict"]:
+            assert not are_held(holders=[*holders[:place], holder, *holders[place + 1 :]])
+        changed = tensors[place].clone()
+        assert not are_held(
+            holders=[None] * 40, tensors=[*tensors[:place], changed, *tensors[place + 1 :]]
+        )
+    assert are_held(holders=[None] * 40)
+    assert not are_held(forms=forms[:-8]) and not are_held(forms=forms + bytes(8))
+    assert not are_held(keys=list(range(39))) and not are_held(holders=holders[:39])
+    with pytest.raises(TypeError, match="unhashable"):
+        are_held(keys=[[]] * 40)
 
 
 @pytest.mark.parametrize(

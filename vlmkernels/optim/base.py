@@ -135,16 +135,20 @@ class AdamBase(torch.optim.Optimizer):
         """What is kept of a parameter while its tensors stay what and where they are."""
         raise NotImplementedError
 
-    def _check_states(self, params: list[Tensor]) -> None:
-        """Before a step: states are there and fit, one by one only where something has changed."""
+    def _check_states(self, params: list[Tensor]) -> list[Any]:
+        """Before a step: states are there and fit, one by one only where something has changed;
+        what `_pointers` made of each."""
         if self._snapshot is None or not self._snapshot.holds(self.state):
             self._forget_checks()
-        known = self._known
-        unknown = [p for p in params if id(p) not in known]
-        if not unknown:
-            return
+        try:
+            return [self._known[id(p)][1] for p in params]
+        except KeyError:
+            self._check_unknown([p for p in params if id(p) not in self._known])
+        return [self._known[id(p)][1] for p in params]
+
+    def _check_unknown(self, unknown: list[Tensor]) -> None:
         self._snapshot = None
-        states = self.state
+        states, known = self.state, self._known
         steps = {states[p]["step"].data_ptr() for p, _ in known.values()}
         for param in unknown:
             check_allocated(partial(self._name, param), local(param))

@@ -21,6 +21,8 @@ if hasattr(torch._C, "_dlpack_exchange_api"):
     _EXCHANGE = Tensor.__dlpack_c_exchange_api__
     if not _C.reads_tensors(_EXCHANGE):
         _EXCHANGE = None
+_CLASSES = (Tensor, torch.nn.Parameter)
+_C.learn_layout(_PROBE := torch.empty(0, device="cpu"), _PROBE._cdata)
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -113,10 +115,26 @@ def _forms(tensors: list[Tensor]) -> Any:
 
 def check_gradients(params: list[Tensor], grads: list[Tensor]) -> None:
     """As `check_gradient`, of thousands at once."""
-    classes = (Tensor, torch.nn.Parameter)
-    if _EXCHANGE is None or not _C.are_gradients(_EXCHANGE, classes, params, grads):
+    if _EXCHANGE is None or not _C.are_gradients(_EXCHANGE, _CLASSES, params, grads):
         for param, grad in zip(params, grads, strict=True):
             check_gradient(param, grad)
+
+
+def gradients_of(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that have a gradient, `decoupled_grad` or else `grad`, and these."""
+    return _C.gradients_of(params)
+
+
+def packed_rows(
+    like: list[Tensor], grads: list[Tensor], rows: list[bytes]
+) -> dict[torch.dtype, bytes | bytearray] | None:
+    """Rows and the addresses of their gradients, by the gradients' types; None unless each passes
+    `check_gradient`, is no negated view, and has its elements in the order of `like`'s in memory of
+    its own."""
+    if _EXCHANGE is None:
+        return None
+    packed = _C.adam_rows(_EXCHANGE, _CLASSES, like, grads, rows)
+    return None if packed is None else dict(zip(GRADIENTS, packed, strict=True))
 
 
 def check_memory(name: str, x: Tensor) -> None:
@@ -197,31 +215,32 @@ class Snapshot:
         self, states: Mapping[Tensor, dict], params: list[Tensor], others: list[Tensor]
     ) -> None:
         self._owners, self._states = list(states), list(states.values())
-        entries = [
-            (states[param], key, x)
-            for param in params
-            for key, x in states[param].items()
-            if isinstance(x, Tensor)
-        ]
-        self._holders = [holder for holder, _, _ in entries]
-        self._keys = [key for _, key, _ in entries]
-        self._tensors = [tensor for _, _, tensor in entries]
-        everything = [*params, *self._tensors, *others]
-        self._plain = [x for x in everything if not is_sharded(type(x))]
-        self._sharded = [x for x in everything if is_sharded(type(x))]
-        self._forms = self._read()
-        #: Whether all parameters are plain and contiguous.
-        self.contiguous = all(not is_sharded(type(x)) and x.is_contiguous() for x in params)
+        held: list[tuple[dict | None, Any, Tensor]] = []  # the dict that holds a tensor, its key
+        for param in params:  # with its state, which is close to it in memory
+            held.append((None, None, param))
+            state = states[param]
+            held += [(state, key, x) for key, x in state.items() if isinstance(x, Tensor)]
+        held += [(None, None, x) for x in others]
+        self._holders = [holder for holder, _, _ in held]
+        self._keys = [key for _, key, _ in held]
+        self._tensors = [tensor for _, _, tensor in held]
+        self._sharded = any(is_sharded(type(x)) for x in self._tensors)
+        self._forms = _forms(list(map(local, self._tensors)))
 
-    def _read(self) -> tuple[Any, Any]:
-        return _forms(self._plain), _forms(list(map(local, self._sharded)))
+    def _are_held(self) -> bool:
+        return all(
+            holder is None or holder.get(key) is tensor
+            for holder, key, tensor in zip(self._holders, self._keys, self._tensors, strict=True)
+        )
 
     def holds(self, states: Mapping[Tensor, dict]) -> bool:
         """Whether these are the same tensors, and lie where and as they did."""
-        return (
-            len(states) == len(self._owners)
-            and all(map(is_, states, self._owners))  # not looked up: a tensor's hash is slow
-            and all(map(is_, states.values(), self._states))
-            and all(map(is_, map(dict.get, self._holders, self._keys), self._tensors))
-            and self._read() == self._forms
-        )
+        if (
+            len(states) != len(self._owners)
+            or not all(map(is_, states, self._owners))  # not looked up: a tensor's hash is slow
+            or not all(map(is_, states.values(), self._states))
+        ):
+            return False
+        if _EXCHANGE is None or self._sharded:
+            return self._are_held() and _forms(list(map(local, self._tensors))) == self._forms
+        return _C.are_held(_EXCHANGE, self._holders, self._keys, self._tensors, self._forms)

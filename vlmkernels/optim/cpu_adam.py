@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable
-from itertools import chain, compress
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from .base import AdamBase
 from .checks import (
     check_gradients,
     check_memory,
+    gradients_of,
     is_dense,
     is_host,
     is_sharded,
@@ -168,7 +169,7 @@ class CPUAdam(AdamBase):
 
     def grad_norm(self) -> float:
         """The L2 norm of all gradients, in one pass; infinite or NaN where a gradient is."""
-        params, grads = self._active(self._params())
+        params, grads = gradients_of(self._params())
         if any(map(is_sharded, set(map(type, params)))):
             raise ValueError(
                 "parameters are DTensors, of whose gradients this rank has a part: use "
@@ -197,39 +198,34 @@ class CPUAdam(AdamBase):
         """
         loss = self._loss(closure)
         settings = self._settings()
-        work = [self._active(group["params"]) for group in self.param_groups]
+        work = [gradients_of(group["params"]) for group in self.param_groups]
         params = list(chain.from_iterable(params for params, _ in work))
-        self._check_states(params)
+        rows = iter(self._check_states(params))
         grads: list[Tensor] = []  # those copied to another layout must outlive the native calls
-        batches = [self._collect(*item, grads) for item in work]
+        batches = [self._collect(*item, rows, grads) for item in work]
         if found_inf is None and self.nonfinite == "skip":
             found_inf = not math.isfinite(sum_of_squares(grads) * grad_scale)
         if found_inf:
             self.skipped_steps += 1
             logger.warning("a gradient is not finite: step skipped, %d so far", self.skipped_steps)
             return loss
-        for group, batch in zip(settings, batches, strict=True):
-            batch.step(group, grad_scale)
-        # Autograd is to notice when a saved tensor was overwritten.
+        # Autograd is to notice when a saved tensor was overwritten. What is counted is in the
+        # caches until the native calls.
         copies = [self._low[p] for p in params if p in self._low] if self._low else []
         torch.autograd.graph.increment_version([*params, *copies])
+        for group, batch in zip(settings, batches, strict=True):
+            batch.step(group, grad_scale)
         return loss
 
-    @staticmethod
-    def _active(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of a group that have a gradient, and it."""
-        # The attribute is looked up where it would be, as its absence is slow to find out.
-        grads = [
-            p.grad if (grad := p.__dict__.get("decoupled_grad")) is None else grad for p in params
-        ]
-        there = [grad is not None for grad in grads]
-        return list(compress(params, there)), list(compress(grads, there))
-
-    def _collect(self, params: list[Tensor], grads: list[Tensor], keep: list[Tensor]) -> AdamBatch:
-        """Of parameters whose states were checked; gradients are checked here and go into `keep`.
-
-        With thousands of small tensors Python takes longer than the arithmetic, hence `map`.
-        """
+    def _collect(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        rows: Iterator[Pointers],
+        keep: list[Tensor],
+    ) -> AdamBatch:
+        """Of parameters whose states were checked and are next in `rows`; gradients are checked
+        here, and those that will be read go into `keep`."""
         batch = AdamBatch(self.moments)
         if not params:
             return batch
@@ -237,14 +233,7 @@ class CPUAdam(AdamBase):
         if any(map(is_sharded, set(map(type, params)))):
             grads = [local_as("a gradient", g, p) for g, p in zip(grads, params, strict=True)]
             shards = list(map(local, params))
-        check_gradients(shards, grads)
-        assert self._snapshot is not None  # _check_states made one
-        # The native step walks through memory, not indices.
-        whole = self._snapshot.contiguous and all(map(Tensor.is_contiguous, grads))
-        if not whole or any(map(Tensor.is_neg, grads)):
-            grads = [_ordered_like(p, g) for p, g in zip(shards, grads, strict=True)]
-        keep += grads
-        batch.add([self._known[id(param)][1] for param in params], grads)
+        keep += batch.add(shards, grads, list(islice(rows, len(params))))
         return batch
 
     def _fit_state(self, param: Tensor) -> None:
@@ -307,16 +296,6 @@ def _spread_as(param: Any, shard: Tensor) -> Tensor:
     mesh, placements = param.device_mesh, param.placements
     more = {"shape": param.shape, "stride": param.stride()}
     return type(param).from_local(shard, mesh, placements, **more)
-
-
-def _ordered_like(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient with its elements in the parameter's order and, of a negated view, its sign."""
-    same = grad.is_contiguous() if param.is_contiguous() else grad.stride() == param.stride()
-    return (
-        grad
-        if same and not grad.is_neg()
-        else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-    )
 
 
 def _strides(x: Tensor) -> str:

@@ -50,7 +50,7 @@ def step_on_host(
     are written in the same pass, the others are left to the caller."""
     grads = _gradients(params)
     batch = AdamBatch(moments)
-    batch.add(pointers, grads)
+    batch.add(grads, grads, pointers)
     batch.step(settings, scale)
     torch.autograd.graph.increment_version(params)
 

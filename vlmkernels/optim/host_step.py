@@ -297,7 +297,8 @@ class HostStep:
         return [(first, min(first + length, numel)) for first in range(0, numel, length)]
 
     def _step_bucket(self, bucket: list[_Piece], grad_scale: float, unread: bool) -> None:
-        work: dict[tuple, tuple[dict[str, Any], list[Pointers], list[int]]] = {}
+        work: dict[tuple[int, float], tuple[dict[str, Any], AdamBatch]] = {}
+        moments = moment_tensors(bucket[0][1].state)[0].dtype if bucket else torch.float32
         keep = []
         for settings, shard, first, last in bucket:
             if shard.d2h is not None:
@@ -313,14 +314,11 @@ class HostStep:
                     step = step.clone()
                     keep.append(step)
                 pointers = shard.pointers(first, last, step)
-            key = id(settings), shard.factor, slot.dtype
+            key = id(settings), shard.factor
             if key not in work:
-                work[key] = settings, [], []
-            work[key][1].append(pointers)
-            work[key][2].append(slot.data_ptr() + slot.itemsize * first)
-        for (_, factor, dtype), (settings, pieces, addresses) in work.items():
-            batch = AdamBatch(moment_tensors(bucket[0][1].state)[0].dtype)
-            batch.add_pieces(pieces, addresses, dtype)
+                work[key] = settings, AdamBatch(moments)
+            work[key][1].add_piece(pointers, slot.data_ptr() + slot.itemsize * first, slot.dtype)
+        for (_, factor), (settings, batch) in work.items():
             batch.step(settings, grad_scale, factor)
         bucket = [piece for piece in bucket if piece[3]]
         if not bucket:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import compress
-from operator import attrgetter
 from struct import Struct
 from typing import Any
 
@@ -14,8 +12,8 @@ from torch import Tensor
 from vlmkernels._native import _C, DTYPES, describe, pointer
 
 from .blockwise import BLOCK
+from .checks import GRADIENTS, check_gradient, packed_rows
 
-_DTYPE = attrgetter("dtype")
 _MOMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # vlmk::MomentType
 
 
@@ -47,7 +45,7 @@ def adam_reference(
 
 
 Pointers = bytes  # what `_C.adam_step` takes of a tensor, beside its gradient
-_ROW = Struct("9q")
+_ROW, _ADDRESS = Struct("9q"), Struct("q")  # vlmk::AdamRow is both
 
 
 def pointers_of(
@@ -89,30 +87,41 @@ class AdamBatch:
 
     def __init__(self, moments: torch.dtype) -> None:
         self._moments = _MOMENT_TYPES[moments]
-        self._by_type: dict[torch.dtype, tuple[list[Pointers], list[int]]] = {}  # of gradients
+        self._rows: dict[torch.dtype, bytearray] = {}  # by the type of gradients
 
-    def add(self, tensors: list[Pointers], grads: list[Tensor]) -> None:
-        """What `pointers_of` returns and gradients, float32 or bfloat16, dense in the same order.
+    def add(self, like: list[Tensor], grads: list[Tensor], tensors: list[Pointers]) -> list[Tensor]:
+        """Gradients of tensors of which `pointers_of` returned `tensors`.
+
+        Args:
+            like: of each the parameter, or else a tensor of its shape, device and element order.
+
+        Returns:
+            the gradients that will be read, which must live until they are: one whose elements lie
+            in another order, or with the other sign, is copied.
 
         Raises:
-            ValueError: a gradient has no memory, or its parameter's.
+            ValueError: one can't be a gradient, or lies in its parameter's memory.
         """
-        addresses = list(map(Tensor.data_ptr, grads))
-        if (misplaced := _C.first_misplaced(tensors, addresses)) >= 0:
-            raise ValueError(
-                f"a gradient, {describe(grads[misplaced])}, lies in its parameter's memory or has "
-                "none; it needs its own"
-            )
-        types = list(map(_DTYPE, grads))
-        for dtype in set(types):
-            right = [x is dtype for x in types]
-            self.add_pieces(list(compress(tensors, right)), list(compress(addresses, right)), dtype)
+        packed = packed_rows(like, grads, tensors)
+        if packed is None:
+            for x, grad in zip(like, grads, strict=True):
+                check_gradient(x, grad)
+            grads = [_ordered_like(x, grad) for x, grad in zip(like, grads, strict=True)]
+            packed = {dtype: bytearray() for dtype in GRADIENTS}
+            for grad, row in zip(grads, tensors, strict=True):
+                if pointer(grad) == _ROW.unpack(row)[0] and grad.numel():
+                    raise ValueError(
+                        f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs "
+                        "its own"
+                    )
+                packed[grad.dtype] += row + _ADDRESS.pack(pointer(grad))
+        for dtype, rows in packed.items():
+            self._rows.setdefault(dtype, bytearray()).extend(rows)
+        return grads
 
-    def add_pieces(self, tensors: list[Pointers], addresses: list[int], dtype: torch.dtype) -> None:
-        """Tensors or pieces and the addresses of their gradients, of one type."""
-        into = self._by_type.setdefault(dtype, ([], []))
-        into[0].extend(tensors)
-        into[1].extend(addresses)
+    def add_piece(self, tensors: Pointers, address: int, dtype: torch.dtype) -> None:
+        """Tensors or a piece of them, and the address and type of their gradient."""
+        self._rows.setdefault(dtype, bytearray()).extend(tensors + _ADDRESS.pack(address))
 
     def step(
         self, settings: Mapping[str, Any], grad_scale: float = 1.0, grad_factor: float = 1.0
@@ -122,10 +131,9 @@ class AdamBatch:
         Gradients are multiplied by `grad_factor`, rounded to float32, and by `grad_scale`: two, so
         that the bits are those of a gradient that was multiplied in place and is clipped now.
         """
-        for dtype, (tensors, addresses) in self._by_type.items():
+        for dtype, rows in self._rows.items():
             _C.adam_step(
-                tensors,
-                addresses,
+                rows,
                 DTYPES[dtype],
                 self._moments,
                 settings["lr"],
@@ -136,6 +144,12 @@ class AdamBatch:
                 float(grad_factor),
                 float(grad_scale),
             )
+
+
+def _ordered_like(x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient with its elements in x's order and, of a negated view, its sign."""
+    same = grad.is_contiguous() if x.is_contiguous() else grad.stride() == x.stride()
+    return grad if same and not grad.is_neg() else torch.empty_like(x, dtype=grad.dtype).copy_(grad)
 
 
 def sum_of_squares(grads: Iterable[Tensor]) -> float:
