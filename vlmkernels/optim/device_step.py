@@ -48,9 +48,11 @@ def step_on_host(
 ) -> None:
     """As `step_on_device`, on a CPU, with each parameter's `host_pointers`; contiguous ones
     are written in the same pass, the others are left to the caller."""
-    grads = _gradients(params)
+    grads, like = [grad for p in params if (grad := p.grad) is not None], params
+    if not all(map(Tensor.is_contiguous, params)):  # as masters are
+        grads = like = _gradients(params)
     batch = AdamBatch(moments)
-    batch.add(grads, grads, pointers)
+    grads = batch.add(like, grads, pointers)  # which live until the step is made
     batch.step(settings, scale)
     torch.autograd.graph.increment_version(params)
 

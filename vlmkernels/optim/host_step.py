@@ -64,14 +64,23 @@ class Shard:
     def rounds(self) -> bool:
         return self.value is not self.master
 
-    def pointers(self, first: int, last: int, step: Tensor) -> Pointers:
-        """Of elements [first, last)."""
+    @property
+    def moments(self) -> torch.dtype:
+        return moment_tensors(self.state)[0].dtype
+
+    def pointers(
+        self, first: int = 0, last: int | None = None, step: Tensor | None = None
+    ) -> Pointers:
+        """Of elements [first, last); all by default, as `step` is the state's."""
         m, v, scales = moment_tensors(self.state)
         low = self.value if self.rounds else None
-        return pointers_of(self.master, m, v, step, low, first, scales, last - first)
+        count = (self.master.numel() if last is None else last) - first
+        step = self.state["step"] if step is None else step
+        return pointers_of(self.master, m, v, step, low, first, scales, count)
 
 
-_Piece = tuple[dict[str, Any], Shard, int, int]  # settings, shard, elements [first, last)
+#: Shards to step and their groups' settings. No tuples: thousands wake the garbage collector.
+Work = dict[Shard, dict[str, Any]]
 
 
 class HostStep:
@@ -92,7 +101,8 @@ class HostStep:
         self._begun: dict[Shard, None] = {}  # in the order in which gradients came
         #: Given to `step_soon` and not to `finish` yet.
         self.early: dict[Shard, None] = {}
-        self._bucket: list[tuple[dict[str, Any], Shard]] = []  # of them, not with the thread yet
+        self._bucket: Work = {}  # of them, not with the thread yet
+        self._filled = 0  # bytes of its gradients
         self._running: list[Future[None]] = []
         self._thread: ThreadPoolExecutor | None = None
 
@@ -174,10 +184,11 @@ class HostStep:
             shard.grad, shard.version, shard.factor = grad, grad._version, 1.0
             begun.pop(shard, None)
             begun[shard] = None
-        pairs = [(g, s) for g, s in zip(grads, shards, strict=True) if g.numel()]
-        if pairs:
-            ticket = self.transfers.d2h([g for g, _ in pairs], [s.slot for _, s in pairs], after)
-            for _, shard in pairs:
+        full = [shard for shard in shards if shard.slot.numel()]
+        if full:
+            sources = [grad for grad in grads if grad.numel()]
+            ticket = self.transfers.d2h(sources, [shard.slot for shard in full], after)
+            for shard in full:
                 shard.d2h = ticket
 
     def before_change(self) -> None:
@@ -215,16 +226,16 @@ class HostStep:
             self.forget([shard])
 
     @torch.no_grad()
-    def step(self, work: list[tuple[dict[str, Any], Shard]], grad_scale: float = 1.0) -> None:
-        """One Adam step for each (settings, shard), whose gradients were begun.
+    def step(self, work: Work, grad_scale: float = 1.0) -> None:
+        """One Adam step for each shard, whose gradients were begun.
 
         The device is told to wait for the new values with its next work. Returns when all steps
         are made; the last new values may still be on their way H2D.
         """
-        order = {shard: i for i, shard in enumerate(self._begun)}
-        work = sorted(work, key=lambda item: order[item[1]])
-        self._step_buckets(work, grad_scale)
-        self._stepped(shard for _, shard in work)
+        order = [shard for shard in self._begun if shard in work]
+        assert len(order) == len(work)
+        self._step_buckets({shard: work[shard] for shard in order}, grad_scale)
+        self._stepped(order)
 
     def step_soon(self, settings: dict[str, Any], shard: Shard) -> None:
         """One Adam step for a shard whose gradient was begun and is final, as soon as it arrives.
@@ -233,9 +244,9 @@ class HostStep:
         must be called before anything else is done with the shard.
         """
         self.early[shard] = None
-        self._bucket.append((settings, shard))
-        filled = sum(s.slot.numel() * s.slot.element_size() for _, s in self._bucket)
-        if filled >= self._bucket_bytes:
+        self._bucket[shard] = settings
+        self._filled += shard.slot.nbytes
+        if self._filled >= self._bucket_bytes:
             self._start_bucket()
 
     def _start_bucket(self) -> None:
@@ -244,7 +255,7 @@ class HostStep:
             self._thread = ThreadPoolExecutor(
                 1, "optimizer", torch.set_num_threads, (torch.get_num_threads(),)
             )
-        work, self._bucket = self._bucket, []
+        work, self._bucket, self._filled = self._bucket, {}, 0
         self._running.append(self._thread.submit(self._step_buckets, work, 1.0, True))
 
     def finish(self) -> list[Shard]:
@@ -260,18 +271,20 @@ class HostStep:
         return shards
 
     @torch.no_grad()
-    def _step_buckets(
-        self, work: list[tuple[dict[str, Any], Shard]], grad_scale: float, unread: bool = False
-    ) -> None:
-        bucket: list[_Piece] = []
+    def _step_buckets(self, work: Work, grad_scale: float, unread: bool = False) -> None:
+        bucket: Work = {}
         filled = 0
-        for settings, shard in work:
-            for first, last in self._cuts(shard):
-                bucket.append((settings, shard, first, last))
-                filled += (last - first) * shard.slot.element_size()
-                if filled >= self._bucket_bytes:
-                    self._step_bucket(bucket, grad_scale, unread)
-                    bucket, filled = [], 0
+        for shard, settings in work.items():
+            size = shard.slot.nbytes
+            cuts = self._cuts(shard) if size > self._bucket_bytes else []
+            if not cuts:
+                bucket[shard] = settings
+                filled += size
+            if cuts or filled >= self._bucket_bytes:
+                self._step_bucket(bucket, grad_scale, unread)
+                bucket, filled = {}, 0
+            for first, last in cuts:
+                self._step_piece(shard, settings, first, last, grad_scale, unread)
         self._step_bucket(bucket, grad_scale, unread)
 
     def _stepped(self, shards: Iterable[Shard]) -> None:
@@ -285,52 +298,59 @@ class HostStep:
             self.transfers.device_wait(ticket)
 
     def _cuts(self, shard: Shard) -> list[tuple[int, int]]:
-        """Ranges of at most a bucket, so that a large tensor's first part is copied while the next
-        is stepped; at multiples of 4,096 elements, which no vector, random number or block crosses.
-        """
+        """Ranges of a bucket, so that a large tensor's first part is copied while the next is
+        stepped; at multiples of 4,096 elements, which no vector, random number or block crosses.
+        None where it can't be cut."""
         numel = shard.master.numel()
-        if numel <= 4096:
-            return [(0, numel)]
-        length = max(self._bucket_bytes // shard.slot.element_size() // 4096, 1) * 4096
+        length = max(self._bucket_bytes // shard.slot.itemsize // 4096, 1) * 4096
         if numel <= length or not shard.target.is_contiguous():
-            return [(0, numel)]
+            return []
         return [(first, min(first + length, numel)) for first in range(0, numel, length)]
 
-    def _step_bucket(self, bucket: list[_Piece], grad_scale: float, unread: bool) -> None:
-        work: dict[tuple[int, float], tuple[dict[str, Any], AdamBatch]] = {}
-        moments = moment_tensors(bucket[0][1].state)[0].dtype if bucket else torch.float32
-        keep = []
-        for settings, shard, first, last in bucket:
-            if shard.d2h is not None:
-                self.transfers.wait(shard.d2h)
-                shard.d2h = None
-            slot = shard.slot
-            if last - first == shard.master.numel() and shard.whole is not None:
-                pointers = shard.whole
-            else:
-                # The native call counts up the step of the last piece, a copy for the others.
-                step = shard.state["step"]
-                if last < shard.master.numel():
-                    step = step.clone()
-                    keep.append(step)
-                pointers = shard.pointers(first, last, step)
-            key = id(settings), shard.factor
-            if key not in work:
-                work[key] = settings, AdamBatch(moments)
-            work[key][1].add_piece(pointers, slot.data_ptr() + slot.itemsize * first, slot.dtype)
-        for (_, factor), (settings, batch) in work.items():
-            batch.step(settings, grad_scale, factor)
-        bucket = [piece for piece in bucket if piece[3]]
-        if not bucket:
-            return
-        sources, targets = [], []
-        for _, shard, first, last in bucket:
-            source, target = shard.value, shard.target
-            if last - first < shard.master.numel():
-                source, target = source.view(-1)[first:last], target.view(-1)[first:last]
-            sources.append(source)
-            targets.append(target)
-        ticket = self.transfers.h2d(sources, targets, unread)
+    def _step_bucket(self, bucket: Work, grad_scale: float, unread: bool) -> None:
+        groups: dict[tuple[int, float], list[Shard]] = {}
+        for shard, settings in bucket.items():
+            self._arrived(shard)
+            groups.setdefault((id(settings), shard.factor), []).append(shard)
+        for (_, factor), shards in groups.items():
+            batch = AdamBatch(shards[0].moments)
+            slots = [shard.slot for shard in shards]
+            batch.add(slots, slots, [shard.whole or shard.pointers() for shard in shards])
+            batch.step(bucket[shards[0]], grad_scale, factor)
+        full = [shard for shard in bucket if shard.slot.numel()]
+        self._send(full, [s.value for s in full], [s.target for s in full], unread)
+
+    def _step_piece(
+        self,
+        shard: Shard,
+        settings: dict[str, Any],
+        first: int,
+        last: int,
+        grad_scale: float,
+        unread: bool,
+    ) -> None:
+        self._arrived(shard)
+        slot, value, target = (
+            x.view(-1)[first:last] for x in (shard.slot, shard.value, shard.target)
+        )
+        # The native call counts up the step of the last piece, a copy for the others.
+        step = shard.state["step"]
+        if last < shard.slot.numel():
+            step = step.clone()
+        batch = AdamBatch(shard.moments)
+        batch.add([slot], [slot], [shard.pointers(first, last, step)])
+        batch.step(settings, grad_scale, shard.factor)
+        self._send([shard], [value], [target], unread)
+
+    def _arrived(self, shard: Shard) -> None:
+        if shard.d2h is not None:
+            self.transfers.wait(shard.d2h)
+            shard.d2h = None
+
+    def _send(
+        self, shards: list[Shard], values: list[Tensor], targets: list[Tensor], unread: bool
+    ) -> None:
+        ticket = self.transfers.h2d(values, targets, unread) if shards else None
         if ticket is not None:
-            for _, shard, _, _ in bucket:
+            for shard in shards:
                 shard.h2d.append(ticket)

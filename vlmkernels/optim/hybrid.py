@@ -19,7 +19,7 @@ from vlmkernels._native import describe
 from .base import AdamBase
 from .checks import check_gradient, check_gradients, check_memory, is_step
 from .device_step import host_pointers, norm, step_on_device, step_on_host
-from .host_step import HostStep, Shard
+from .host_step import HostStep, Shard, Work
 from .masters import Masters, is_own_master
 from .native import Pointers
 from .placement import Policy, check_fraction, check_policy, preference, relocate
@@ -373,23 +373,20 @@ class HybridDeviceOptimizer(AdamBase):
             self._check_states(params)
             check_gradients(params, grads)
             self._masters.follow(params)
-        shards, on_host, in_place = self._host.shards, [], []
+        shards, in_place = self._host.shards, []
+        on_host: Work = {}
         for group, params_of_group in zip(settings, active, strict=True):
             stay = params_of_group
             if shards:  # looked up once: a tensor's hash is slow
                 found = list(map(shards.get, params_of_group))
-                on_host += [(group, shard) for shard in found if shard is not None]
+                on_host |= dict.fromkeys([shard for shard in found if shard is not None], group)
                 stay = [p for p, s in zip(params_of_group, found, strict=True) if s is None]
             in_place.append((group, stay))
-        late = [
-            (shard, grad)
-            for _, shard in on_host
-            if (grad := shard.target.grad) is not None and not shard.has(grad)
-        ]
-        self._host.begin_all([shard for shard, _ in late], [grad for _, grad in late])
+        late = [s for s in on_host if (grad := s.target.grad) is None or not s.has(grad)]
+        self._host.begin_all(late, [grad for s in late if (grad := s.target.grad) is not None])
         scale = self._scale(grads, grad_scale, found_inf)
         if scale is None:
-            self._host.forget(shard for _, shard in on_host)
+            self._host.forget(on_host)
             self.skipped_steps += 1
             return loss
         for group, params_of_group in in_place:
@@ -409,9 +406,10 @@ class HybridDeviceOptimizer(AdamBase):
             return
         pointers = [self._known[id(p)][1] for p in params]
         step_on_host(settings, params, pointers, self.moments, scale)
-        for param in params:
-            if not param.is_contiguous():
-                param.copy_(self._masters.of(param))
+        if not all(map(Tensor.is_contiguous, params)):
+            for param in params:
+                if not param.is_contiguous():
+                    param.copy_(self._masters.of(param))
 
     def _check_early(
         self, settings: list[dict[str, Any]], grad_scale: float, found_inf: bool | Tensor | None

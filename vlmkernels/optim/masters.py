@@ -6,9 +6,9 @@ which the model's value overrides: what the model holds is the truth.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import compress
-from operator import attrgetter, ne
+from operator import attrgetter, ne, or_
 
 import torch
 from torch import Tensor
@@ -35,10 +35,6 @@ def _form(param: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], torc
     return param.dtype, param.shape, param.stride(), param.device
 
 
-def _addresses_and_versions(params: list[Tensor]) -> Iterator[tuple[int, int]]:
-    return zip(map(Tensor.data_ptr, params), map(_VERSION, params), strict=True)
-
-
 class Masters:
     """One master for each parameter that was stepped or loaded."""
 
@@ -47,8 +43,10 @@ class Masters:
         #: Masters of the parameters that are not their own.
         self.copies: dict[Tensor, Tensor] = {}
         self._forms: dict[Tensor, tuple] = {}  # of each parameter, when its state was made
-        # Address and version of each parameter as the last step left it.
-        self._seen: dict[Tensor, tuple[int, int]] = {}
+        # Address and version of each parameter as the last step left it, by its id: a tensor's
+        # hash is slow, and thousands of tuples would wake the garbage collector.
+        self._addresses: dict[int, int] = {}
+        self._versions: dict[int, int] = {}
         self._compare = False  # loaded masters were not compared with the model yet
         self._read: set[Tensor] = set()  # masters to be taken from the model at the next step
 
@@ -79,7 +77,8 @@ class Masters:
 
     def written(self, params: list[Tensor]) -> None:
         """These parameters have their masters' values."""
-        self._seen.update(zip(params, _addresses_and_versions(params), strict=True))
+        self._addresses.update(zip(map(id, params), map(Tensor.data_ptr, params), strict=True))
+        self._versions.update(zip(map(id, params), map(_VERSION, params), strict=True))
 
     @torch.no_grad()
     def sync(self, params: Iterable[Tensor]) -> None:
@@ -97,8 +96,9 @@ class Masters:
     def follow(self, params: list[Tensor]) -> None:
         """Take the model's values where parameters were written in place, or got other memory,
         since the last step."""
-        changed = map(ne, _addresses_and_versions(params), map(self._seen.get, params))
-        for param in list(compress(params, changed)):
+        moved = map(ne, map(Tensor.data_ptr, params), map(self._addresses.get, map(id, params)))
+        written = map(ne, map(_VERSION, params), map(self._versions.get, map(id, params)))
+        for param in list(compress(params, map(or_, moved, written))):
             if self._stale(param):
                 self.sync([param])
 

@@ -119,10 +119,6 @@ class AdamBatch:
             self._rows.setdefault(dtype, bytearray()).extend(rows)
         return grads
 
-    def add_piece(self, tensors: Pointers, address: int, dtype: torch.dtype) -> None:
-        """Tensors or a piece of them, and the address and type of their gradient."""
-        self._rows.setdefault(dtype, bytearray()).extend(tensors + _ADDRESS.pack(address))
-
     def step(
         self, settings: Mapping[str, Any], grad_scale: float = 1.0, grad_factor: float = 1.0
     ) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from vlmkernels._native import describe
 from vlmkernels.optim.checks import GRADIENTS, hyperparameters
-from vlmkernels.optim.host_step import HostStep, Shard
+from vlmkernels.optim.host_step import HostStep, Shard, Work
 from vlmkernels.optim.masters import differs
 from vlmkernels.optim.placement import check_fraction, preference, relocate
 from vlmkernels.optim.state import copy_moments, ensure_moments, step_count
@@ -323,7 +323,8 @@ class OffloadedOptimizer(DistributedOptimizer):
         if not self._host.shards:
             return
         assert self._probe.grad is not None
-        work, late = [], []
+        work: Work = {}
+        late = []
         factors: dict[int, float] = {}  # one device tensor for all parameters of a chunk
         for group in self.optimizer.param_groups:
             decoupled = self.config.decoupled_weight_decay
@@ -343,7 +344,7 @@ class OffloadedOptimizer(DistributedOptimizer):
                     if id(factor) not in factors:
                         factors[id(factor)] = float(factor)
                     shard.factor = factors[id(factor)]
-                work.append((settings, shard))
+                work[shard] = settings
         self._begin(late)
         self._host.step(work, float(self._probe.grad))
 
