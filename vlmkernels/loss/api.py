@@ -62,16 +62,17 @@ class _Loss(torch.autograd.Function):
             raise ValueError("create_graph=True needs weight_grad='dense'")
         # Under create_graph all is computed again, by an op that refuses to be differentiated.
         again = not ctx.now or torch.is_grad_enabled()
+        on_cuda = grad.device.type == "cuda"  # torch 2.6 compiles no grad.is_cuda
         if ctx.now and ctx.main_grad is not None:
             message = (
                 "the gradient of the loss is not grad_scale, with which weight.main_grad "
                 "was added to in the forward pass; give the right one, or no grad_scale"
             )
-            if grad.is_cuda:  # seen there, and not waited for
+            if on_cuda:  # seen there, and not waited for
                 torch._assert_async((grad == expected).all(), message)
             elif not _same(grad, expected):
                 raise ValueError(message)
-        elif ctx.now and ((grad.is_cuda and grad.dim() == 0) or not _same(grad, expected)):
+        elif ctx.now and ((on_cuda and grad.dim() == 0) or not _same(grad, expected)):
             again = again or ctx.reduction == "none"
             if not again:
                 gradients = [g * (grad / expected) for g in gradients]

@@ -4,26 +4,15 @@ granted, which get addresses."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, check_allocated, describe
+from vlmkernels._native import check_allocated, describe
 
-GRADIENTS = (torch.float32, torch.bfloat16)
-#: Torch's functions by which one native call reads many tensors: with thousands of small ones
-#: Python takes longer than the arithmetic. None: one by one. Only torch's own (2.13 has them):
-#: extensions set the same attribute where an older torch has none.
-_EXCHANGE: Any = None
-if hasattr(torch._C, "_dlpack_exchange_api"):
-    _EXCHANGE = Tensor.__dlpack_c_exchange_api__
-    if not _C.reads_tensors(_EXCHANGE):
-        _EXCHANGE = None
-_CLASSES = (Tensor, torch.nn.Parameter)
-_C.learn_layout(_PROBE := torch.empty(0, device="cpu"), _PROBE._cdata)
-
+from .many import GRADIENTS, are_gradients, are_held, forms, hold
 
 # ---- settings ------------------------------------------------------------------------------------
 
@@ -97,44 +86,11 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
     check_allocated(lambda: "a gradient", grad)
 
 
-_FORM = (
-    Tensor.data_ptr,
-    attrgetter("device"),
-    attrgetter("dtype"),
-    attrgetter("shape"),
-    Tensor.stride,
-)
-
-
-def _forms(tensors: list[Tensor]) -> Any:
-    """Where and what each of them is, to be compared with what it was."""
-    if _EXCHANGE is not None:
-        return _C.tensor_forms(_EXCHANGE, tensors)
-    return [tuple(part(x) for part in _FORM) for x in tensors]
-
-
 def check_gradients(params: list[Tensor], grads: list[Tensor]) -> None:
     """As `check_gradient`, of thousands at once."""
-    if _EXCHANGE is None or not _C.are_gradients(_EXCHANGE, _CLASSES, params, grads):
+    if not are_gradients(params, grads):
         for param, grad in zip(params, grads, strict=True):
             check_gradient(param, grad)
-
-
-def gradients_of(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that have a gradient, `decoupled_grad` or else `grad`, and these."""
-    return _C.gradients_of(params)
-
-
-def packed_rows(
-    like: list[Tensor], grads: list[Tensor], rows: list[bytes]
-) -> dict[torch.dtype, bytes | bytearray] | None:
-    """Rows and the addresses of their gradients, by the gradients' types; None unless each passes
-    `check_gradient`, is no negated view, and has its elements in the order of `like`'s in memory of
-    its own."""
-    if _EXCHANGE is None:
-        return None
-    packed = _C.adam_rows(_EXCHANGE, _CLASSES, like, grads, rows)
-    return None if packed is None else dict(zip(GRADIENTS, packed, strict=True))
 
 
 def check_memory(name: str, x: Tensor) -> None:
@@ -225,13 +181,7 @@ class Snapshot:
         self._keys = [key for _, key, _ in held]
         self._tensors = [tensor for _, _, tensor in held]
         self._sharded = any(is_sharded(type(x)) for x in self._tensors)
-        self._forms = _forms(list(map(local, self._tensors)))
-
-    def _are_held(self) -> bool:
-        return all(
-            holder is None or holder.get(key) is tensor
-            for holder, key, tensor in zip(self._holders, self._keys, self._tensors, strict=True)
-        )
+        self._forms = forms(list(map(local, self._tensors)))
 
     def holds(self, states: Mapping[Tensor, dict]) -> bool:
         """Whether these are the same tensors, and lie where and as they did."""
@@ -241,6 +191,7 @@ class Snapshot:
             or not all(map(is_, states.values(), self._states))
         ):
             return False
-        if _EXCHANGE is None or self._sharded:
-            return self._are_held() and _forms(list(map(local, self._tensors))) == self._forms
-        return _C.are_held(_EXCHANGE, self._holders, self._keys, self._tensors, self._forms)
+        held = self._holders, self._keys, self._tensors
+        if not self._sharded:
+            return are_held(*held, self._forms)
+        return hold(*held) and forms(list(map(local, self._tensors))) == self._forms

@@ -27,7 +27,6 @@ from .base import AdamBase
 from .checks import (
     check_gradients,
     check_memory,
-    gradients_of,
     is_dense,
     is_host,
     is_sharded,
@@ -36,6 +35,7 @@ from .checks import (
     local_as,
     overlap,
 )
+from .many import gradients_of
 from .native import AdamBatch, Pointers, pointers_of, sum_of_squares
 from .state import ensure_moments, loaded_steps, mark_codes, moment_tensors, step_count
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from vlmkernels._native import _C, DTYPES, describe, pointer
 
 from .blockwise import BLOCK
-from .checks import GRADIENTS, check_gradient, packed_rows
+from .checks import check_gradient
+from .many import GRADIENTS, packed_rows
 
 _MOMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # vlmk::MomentType
 

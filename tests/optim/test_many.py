@@ -1,20 +1,31 @@
-"""Many tensors read in one native call, against the same read one by one."""
+"""Facts of many tensors, read in one native call and as with an older torch."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from vlmkernels._native import _C
-from vlmkernels.optim import checks
+from vlmkernels.optim import many
 
-if not hasattr(torch._C, "_dlpack_exchange_api"):  # where torch has them, they must be read
-    pytest.skip(f"torch {torch.__version__} has no exchange functions", allow_module_level=True)
+NATIVE, OLDER = "native", "an older torch"
+
+
+@pytest.fixture(params=[NATIVE, OLDER])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == OLDER:
+        monkeypatch.setattr(many, "_EXCHANGE", None)
+    elif not hasattr(torch._C, "_dlpack_exchange_api"):  # where torch has them, they must be read
+        pytest.skip(f"torch {torch.__version__} has no exchange functions")
+    return request.param
+
 
 BASE = torch.randn(24)
 TENSORS: dict[str, Callable[[], Tensor]] = {
@@ -32,16 +43,28 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def test_forms_differ_where_tensors_do() -> None:
-    forms = {name: checks._forms([make()]) for name, make in TENSORS.items()}
-    assert {name: checks._forms([make()]) for name, make in TENSORS.items()} == forms
-    # What has no memory has no form: it never comes to a kernel.
-    assert forms.pop("another device") == forms["no memory"]
-    assert len(set(forms.values())) == len(forms)
-    numbers = [make() for name, make in TENSORS.items() if name != "another device"]
-    assert checks._forms(numbers) == b"".join(forms.values())  # read ahead, and none too many
-    many = [torch.randn(i % 7, 2) for i in range(100)]
-    assert checks._forms(many) == b"".join(checks._forms([x]) for x in many)
+def test_forms_differ_where_tensors_do(reader: str) -> None:
+    made = {name: make() for name, make in TENSORS.items()}
+    if reader == OLDER:
+        del made["no memory"]
+    forms = {name: many.forms([x]) for name, x in made.items()}
+    assert {name: many.forms([x]) for name, x in made.items()} == forms
+    if reader == NATIVE:  # what has no memory has no form: it never comes to a kernel
+        assert forms.pop("another device") == forms["no memory"]
+    for a, b in itertools.combinations(forms, 2):
+        assert forms[a] != forms[b], (a, b)
+
+
+def test_forms_of_many(reader: str) -> None:
+    """They are read ahead, and none too many."""
+    tensors = [torch.randn(i % 7, 2) for i in range(100)]
+    forms = many.forms(tensors)
+    assert many.forms(tensors) == forms
+    if reader == NATIVE:
+        assert forms == b"".join(many.forms([x]) for x in tensors)
+    for place in (0, 50, 99):
+        others = [*tensors[:place], tensors[place].clone(), *tensors[place + 1 :]]
+        assert (many.forms(others) == forms) == (tensors[place].numel() == 0)
 
 
 GRADIENTS: dict[str, Callable[[], object]] = {
@@ -63,15 +86,15 @@ GOOD = ("float32", "bfloat16", "turned", "a parameter")
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_are_known(name: str) -> None:
+def test_gradients_are_known(name: str, reader: str) -> None:
     params = [nn.Parameter(torch.zeros(4, 6)) for _ in range(20)]
     for place in (0, 19):
         grads: list = [torch.ones(4, 6) for _ in params]
         grads[place] = GRADIENTS[name]()
-        classes = (Tensor, nn.Parameter)
-        assert _C.are_gradients(checks._EXCHANGE, classes, params, grads) == (name in GOOD)
-    assert not _C.are_gradients(checks._EXCHANGE, classes, params, ["no tensor"] * 20)
-    assert not _C.are_gradients(checks._EXCHANGE, classes, params, grads[:19])
+        assert many.are_gradients(params, grads) == (name in GOOD)
+    strings: list = ["no tensor"] * 20
+    assert not many.are_gradients(params, strings)
+    assert not many.are_gradients(params, grads[:19])
 
 
 # The gradients that a step reads where they lie: of parameters [4, 6], contiguous and turned.
@@ -86,7 +109,7 @@ IN_ORDER["contiguous"] += ("from further on",)
 
 @pytest.mark.parametrize("order", IN_ORDER)
 @pytest.mark.parametrize("name", [*GRADIENTS, *MORE])
-def test_rows_of_gradients_in_order(name: str, order: str) -> None:
+def test_rows_of_gradients_in_order(name: str, order: str, reader: str) -> None:
     def like(x: Tensor) -> Tensor:
         return x if order == "contiguous" else x.view(6, 4).t()
 
@@ -95,30 +118,36 @@ def test_rows_of_gradients_in_order(name: str, order: str) -> None:
     for place in (0, 19):
         grads: list = [like(torch.ones(4, 6)) for _ in params]
         grads[place] = (GRADIENTS | MORE)[name]()
-        packed = checks.packed_rows(params, grads, rows)
+        packed = many.packed_rows(params, grads, rows)
         assert (packed is not None) == (name in IN_ORDER[order])
         if packed is not None:
-            for dtype in checks.GRADIENTS:
+            for dtype in many.GRADIENTS:
                 expected = [
                     row + struct.pack("q", grad.data_ptr())
                     for row, grad in zip(rows, grads, strict=True)
                     if grad.dtype == dtype
                 ]
-                assert packed[dtype] == b"".join(expected)
+                assert packed.get(dtype, b"") == b"".join(expected)
     grads = [like(torch.ones(4, 6)) for _ in params]
-    assert checks.packed_rows(params, [*grads[:7], params[7], *grads[8:]], rows) is None
+    assert many.packed_rows(params, [*grads[:7], params[7], *grads[8:]], rows) is None
+    if reader == OLDER:
+        return
     with pytest.raises(ValueError, match="rows and grads differ in length"):
-        checks.packed_rows(params, grads, rows[:19])
+        many.packed_rows(params, grads, rows[:19])
     with pytest.raises(ValueError, match="a row has 9 numbers of 8 bytes"):
-        checks.packed_rows(params, grads, [*rows[:19], b"short"])
+        many.packed_rows(params, grads, [*rows[:19], b"short"])
 
 
-def test_rows_of_strides_that_do_not_count() -> None:
-    """Of one element or none in a dimension any stride is the parameter's."""
+def test_rows_of_strides_that_do_not_count(reader: str) -> None:
+    """Of one element or none in a dimension any stride is the parameter's; with an older torch such
+    gradients are copied."""
     for shape, strides in (((1, 6), (77, 1)), ((6, 1), (1, 77)), ((), ()), ((0, 3), (9, 9))):
         param, grad = torch.zeros(shape), torch.empty_strided(shape, strides)
         row = struct.pack("9q", param.data_ptr(), *range(8))
-        packed = checks.packed_rows([param], [grad], [row])
+        packed = many.packed_rows([param], [grad], [row])
+        if reader == OLDER:
+            assert packed is None or grad.stride() == param.stride()
+            continue
         assert packed is not None and len(packed[torch.float32]) == 80, (shape, strides)
 
 
@@ -134,35 +163,37 @@ def test_gradients_of_parameters() -> None:
         grad = param.grad if grad is None else grad
         if grad is not None:
             expected.append((param, grad))
-    active, grads = checks.gradients_of(params)
+    active, grads = many.gradients_of(params)
     assert len(active) == len(grads) == len(expected)
     assert all(a is p and b is g for a, b, (p, g) in zip(active, grads, expected, strict=True))
-    assert checks.gradients_of([]) == ([], [])
+    assert many.gradients_of([]) == ([], [])
     with pytest.raises(AttributeError):
-        checks.gradients_of([object()])  # type: ignore[list-item]
+        many.gradients_of([object()])  # type: ignore[list-item]
 
 
-def test_held_tensors() -> None:
-    """What `Snapshot` asks natively, of many, at the first and the last place."""
+def test_held_tensors(reader: str) -> None:
+    """At the first and the last place of many."""
     tensors = [torch.randn(i % 5, 2) for i in range(40)]
     holders: list = [None if i % 4 == 0 else {i: x} for i, x in enumerate(tensors)]
-    forms = _C.tensor_forms(checks._EXCHANGE, tensors)
+    forms = many.forms(tensors)
 
-    def are_held(**new: object) -> bool:
-        now = {"holders": holders, "keys": list(range(40)), "tensors": tensors, "forms": forms}
-        return _C.are_held(checks._EXCHANGE, **now | new)
+    def are_held(**new: Any) -> bool:
+        now = {"holders": holders, "keys": list(range(40)), "tensors": tensors, "then": forms}
+        return many.are_held(**now | new)
 
     assert are_held()
     for place in (1, 39):
         others: list[object] = [{}, {place: tensors[place].clone()}, {place + 1: tensors[place]}]
-        for holder in [*others, "no dict"]:
+        for holder in [*others, *(["no dict"] if reader == NATIVE else [])]:
             assert not are_held(holders=[*holders[:place], holder, *holders[place + 1 :]])
         changed = tensors[place].clone()
         assert not are_held(
             holders=[None] * 40, tensors=[*tensors[:place], changed, *tensors[place + 1 :]]
         )
     assert are_held(holders=[None] * 40)
-    assert not are_held(forms=forms[:-8]) and not are_held(forms=forms + bytes(8))
+    if reader == OLDER:
+        return
+    assert not are_held(then=forms[:-8]) and not are_held(then=forms + bytes(8))
     assert not are_held(keys=list(range(39))) and not are_held(holders=holders[:39])
     with pytest.raises(TypeError, match="unhashable"):
         are_held(keys=[[]] * 40)
