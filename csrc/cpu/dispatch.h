@@ -78,6 +78,19 @@ void set_isa(const char* name);
       return generic::function(__VA_ARGS__); \
   }
 
+// The same of an op that is compiled for AVX-512 BF16 as well, where one instruction rounds to bf16:
+// its kernels run on a processor with AMX too.
+#ifdef VLMKERNELS_HAVE_AVX512_BF16
+#define VLMK_DISPATCH_BF16(function, ...)                 \
+  if (::vlmk::active_isa() == ::vlmk::Isa::kAvx512Bf16 || \
+      ::vlmk::active_isa() == ::vlmk::Isa::kAmxBf16) {    \
+    return avx512_bf16::function(__VA_ARGS__);            \
+  }                                                       \
+  VLMK_DISPATCH(function, __VA_ARGS__)
+#else
+#define VLMK_DISPATCH_BF16(function, ...) VLMK_DISPATCH(function, __VA_ARGS__)
+#endif
+
 // Declares the three entry points of one op, for <op>.h: VLMK_DECLARE(attention_forward, const
 // AttentionParams&).
 #define VLMK_DECLARE(function, ...) \

@@ -52,13 +52,7 @@ VLMK_INLINE __m256i upper_halves(__m512i x) {
   return _mm512_castsi512_si256(_mm512_permutexvar_epi16(_mm512_castsi256_si512(odd), x));
 }
 VLMK_INLINE Vec widen(__m256i x, Float16) { return _mm512_cvtph_ps(x); }
-#if defined(__AVX512BF16__)
-// Numbers too small to be normal become 0.
-VLMK_INLINE __m256i narrow(Vec x, BFloat16) {
-  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
-}
-#else
-VLMK_INLINE __m256i narrow(Vec x, BFloat16) {
+VLMK_INLINE __m256i narrow_exactly(Vec x) {
   const __m512i u = _mm512_castps_si512(x);
   const __mmask16 odd = _mm512_test_epi32_mask(u, _mm512_set1_epi32(0x10000));
   __m512i r = _mm512_add_epi32(u, _mm512_set1_epi32(0x7fff));
@@ -67,6 +61,13 @@ VLMK_INLINE __m256i narrow(Vec x, BFloat16) {
   r = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x400000));
   return upper_halves(r);
 }
+#if defined(__AVX512BF16__)
+// Numbers too small to be normal become 0.
+VLMK_INLINE __m256i narrow(Vec x, BFloat16) {
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
+}
+#else
+VLMK_INLINE __m256i narrow(Vec x, BFloat16) { return narrow_exactly(x); }
 #endif
 VLMK_INLINE __m256i narrow(Vec x, Float16) {
   return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

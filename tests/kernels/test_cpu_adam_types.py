@@ -21,15 +21,15 @@ from vlmkernels.optim.native import sum_of_squares
 MASK = 0xFFFFFFFF
 
 
-def one_round(x: Tensor) -> Tensor:
+def half_round(x: Tensor) -> Tensor:
     """On the low 32 bits of int64, whose products wrap around as they should."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & MASK
-    return x ^ (x >> 15)
+    return (x ^ (x >> 16)) * 0x7FEB352D & MASK
 
 
 def mix(x: Tensor) -> Tensor:
     """lowbias32."""
-    x = one_round(x) * 0x846CA68B & MASK
+    x = half_round(x)
+    x = (x ^ (x >> 15)) * 0x846CA68B & MASK
     return x ^ (x >> 16)
 
 
@@ -75,6 +75,30 @@ def test_the_copy_is_the_rounded_parameter(name: str, large: bool):
         assert (memory[i][:first] == 7).all() and (memory[i][first + p.numel() :] == 7).all()
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("numel", [5_000, 4_200_007], ids=["stored", "streamed"])
+@pytest.mark.parametrize("name", ISAS)
+def test_copies_of_numbers_too_small_to_be_normal(name: str, numel: int, moments: torch.dtype):
+    """AVX-512 BF16's own rounding makes them 0."""
+    torch.set_num_threads(2)
+    param = torch.nn.Parameter(torch.randn(numel))
+    bits = torch.randint(0, 0x1000000, (numel,), dtype=torch.int32)  # up to 2^-125
+    sign = torch.randint(0, 2, (numel,), dtype=torch.int32) << 31
+    few = torch.rand(numel) < torch.rand(numel // 64 + 1).repeat_interleave(64)[:numel] / 8
+    with torch.no_grad():
+        param[few] = (bits | sign)[few].view(torch.float32)
+    before = param.detach().clone()
+    low = torch.empty(numel, dtype=torch.bfloat16)
+    optimizer = CPUAdam([param], weight_decay=0.0, moments=moments)
+    optimizer.set_low_precision(param, low)
+    low.fill_(7)
+    param.grad = torch.zeros(numel)
+    with isa(name):
+        optimizer.step()
+    assert_bitwise("parameter", param.detach(), before)
+    assert_bitwise("copy", low, before.bfloat16())
+
+
 def test_no_copy_any_more():
     params = parameters([(40,)])
     optimizer = CPUAdam(params, lr=0.1)
@@ -107,10 +131,10 @@ def test_bfloat16_moments_bit_for_bit(name: str):
             for i, (p, q) in enumerate(zip(params, others, strict=True)):
                 assert_bitwise(f"parameter {i}", p.detach(), q.detach())
                 index = torch.arange(p.numel()) * 0x9E3779B1
-                random_bits = one_round(index + mix(torch.tensor(step)) & MASK).view(p.shape)
+                random_bits = half_round(index + mix(torch.tensor(step)) & MASK).view(p.shape)
                 state, exact = ours.state[p], theirs.state[q]
-                first = rounded_randomly(exact["exp_avg"], random_bits & 0xFFFF)
-                second = rounded_randomly(exact["exp_avg_sq"], random_bits >> 16)
+                first = rounded_randomly(exact["exp_avg"], random_bits >> 16)
+                second = rounded_randomly(exact["exp_avg_sq"], random_bits & 0xFFFF)
                 assert_bitwise(f"exp_avg {i}", state["exp_avg"], first)
                 assert_bitwise(f"exp_avg_sq {i}", state["exp_avg_sq"], second)
 
@@ -267,15 +291,30 @@ def test_nonfinite_gradients(bad: float):
     assert params[1][7].isnan() and propagating.skipped_steps == 0
 
 
-def test_nan_survives_bfloat16_moments():
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], ids=hex)
+@pytest.mark.parametrize("of", ["gradient", "bfloat16 gradient", "parameter", "moments"])
+@pytest.mark.parametrize("name", ISAS)
+def test_nan_survives_bfloat16_moments(name: str, of: str, bits: int):
+    """Random bits added to the largest NaN must not carry into its sign and make it a number."""
+    nan = torch.full((40,), bits, dtype=torch.int32).view(torch.float32)
     param = torch.nn.Parameter(torch.zeros(40))
     param.grad = torch.ones(40)
-    # Random bits added to the largest NaN must not carry into its sign and make it a number.
-    param.grad[:20] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-    optimizer = CPUAdam([param], moments=torch.bfloat16)
+    # L2's penalty brings a parameter's NaN to the moments.
+    optimizer = CPUAdam([param], moments=torch.bfloat16, decoupled=False)
+    low = torch.empty(40, dtype=torch.bfloat16)
+    optimizer.set_low_precision(param, low)
     optimizer.step()
-    for key in ("exp_avg", "exp_avg_sq"):
-        assert optimizer.state[param][key].isnan().tolist() == [True] * 20 + [False] * 20
+    state = optimizer.state[param]
+    targets = {"parameter": [param.data], "moments": [state["exp_avg"], state["exp_avg_sq"]]}
+    if of == "bfloat16 gradient":
+        param.decoupled_grad = param.grad.bfloat16()  # type: ignore[attr-defined]
+        targets[of] = [param.decoupled_grad]  # type: ignore[attr-defined]
+    for x in targets.get(of, [param.grad]):
+        x[:20] = nan[:20].bfloat16() if x.dtype == torch.bfloat16 else nan[:20]
+    with isa(name):
+        optimizer.step()
+    for x in (param, low, state["exp_avg"], state["exp_avg_sq"]):
+        assert x.isnan().tolist() == [True] * 20 + [False] * 20
 
 
 def test_pickled():

@@ -36,6 +36,9 @@ struct AdamConstants {
 };
 
 VLMK_DECLARE(adam_chunk, const AdamConstants&, const AdamChunk&);
+namespace avx512_bf16 {
+void adam_chunk(const AdamConstants&, const AdamChunk&);
+}  // namespace avx512_bf16
 
 // What the 8-bit codes stand for: exp_avg's (signed) and exp_avg_sq's.
 struct DynamicTrees {

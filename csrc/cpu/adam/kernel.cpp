@@ -32,7 +32,11 @@ struct Lerp {
 // compiler chose the other contraction.
 enum class Rounded { kV, kG };
 
-template <Rounded kRounded>
+// A NaN whose lower half is 0, as that of a bf16 number is.
+VLMK_INLINE Vec short_nan(Vec x) { return x != x ? set1(NAN) : x; }
+
+// kShortNan: a gradient that is NaN has no lower half, so neither have NaNs among the moments.
+template <Rounded kRounded, bool kShortNan>
 VLMK_INLINE void update(const AdamConstants& c, const Lerp& lerp, Vec g, Vec& p, Vec& m, Vec& v) {
   if (c.scales) g = g * set1(c.grad_factor) * set1(c.grad_scale);
   if (c.decays) {
@@ -40,6 +44,7 @@ VLMK_INLINE void update(const AdamConstants& c, const Lerp& lerp, Vec g, Vec& p,
       p = p * set1(c.decay);
     } else {
       g = fma(p, set1(c.l2), g);
+      if (kShortNan) g = short_nan(g);
     }
   }
   m = fma(set1(lerp.weight), g - m, lerp.from_grad ? g : m);
@@ -59,19 +64,19 @@ VLMK_INLINE VecUint counters_from(uint32_t key, int64_t first) {
   return x + (static_cast<uint32_t>(first) * kWeyl + key);
 }
 
-// 32 random bits for each counter: one round of `mix` (launch.cpp).
+// For each counter 16 random bits in the upper half and 16 in the lower: half a round of `mix`
+// (launch.cpp).
 VLMK_INLINE VecUint random_bits(VecUint x) {
   x ^= x >> 16;
-  x *= 0x7feb352dU;
-  return x ^ (x >> 15);
+  return x * 0x7feb352dU;
 }
 
-// The bf16 neighbour above in magnitude with the probability of how near it is, else the one below.
+// The bf16 neighbour above in magnitude with the probability of how near it is, else the one below:
+// the upper half of the result. `random` has 16 bits; a NaN has no lower half to which they add up.
 // Rounded to nearest, exp_avg_sq could not follow falling gradients: with beta2 = 0.999 a step
 // changes it by a tenth of a percent, and bf16 values lie 0.4 to 0.8% apart.
 VLMK_INLINE VecUint round_randomly(Vec x, VecUint random) {
-  const VecUint u = reinterpret_cast<VecUint>(x);
-  return x != x ? u : u + random;  // bf16 is the upper half
+  return reinterpret_cast<VecUint>(x) + random;
 }
 
 VLMK_INLINE void store_upper(BFloat16* p, VecUint u) {
@@ -91,11 +96,32 @@ VLMK_INLINE void store_moments(float* exp_avg, float* exp_avg_sq, Vec m, Vec v, 
 VLMK_INLINE void store_moments(BFloat16* exp_avg, BFloat16* exp_avg_sq, Vec m, Vec v,
                                VecUint counters) {
   const VecUint random = random_bits(counters);
-  store_upper(exp_avg, round_randomly(m, random & 0xffffU));
-  store_upper(exp_avg_sq, round_randomly(v, random >> 16));
+  store_upper(exp_avg, round_randomly(m, random >> 16));
+  store_upper(exp_avg_sq, round_randomly(v, random & 0xffffU));
 }
 
 enum class Low { kNone, kStored, kStreamed };
+
+// Whether a copy of these parameters has a number that is too small to be normal and may be 0 where
+// it should not: one instruction of AVX-512 BF16 rounds as six others do, but for these.
+#if defined(__AVX512BF16__)
+struct Smallest {
+  Vec magnitude = set1(1.f);
+  VLMK_MEMBER void see(Vec p) { magnitude = _mm512_range_ps(magnitude, p, 0b1010); }
+  VLMK_MEMBER bool is_wrong() const {
+    return _mm512_cmp_ps_mask(magnitude, set1(0x1p-126f), _CMP_LT_OQ) != 0;
+  }
+};
+VLMK_INLINE void store_exactly(BFloat16* p, Vec x, int n) {
+  _mm256_mask_storeu_epi16(p, first_lanes(n), narrow_exactly(x));
+}
+#else
+struct Smallest {
+  VLMK_MEMBER void see(Vec) {}
+  VLMK_MEMBER bool is_wrong() const { return false; }
+};
+VLMK_INLINE void store_exactly(BFloat16* p, Vec x, int n) { store_n(p, x, n); }
+#endif
 
 // Elements whose lines are prefetched together, an array's after another's, before as many are
 // stepped. With 16-bit moments, which arithmetic bounds, 1.04x of a line of each array in turn on
@@ -120,6 +146,7 @@ VLMK_INLINE void prefetch(const T* x) {
 
 template <class Grad, class Moment, Low kLow>
 void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
+  constexpr bool kShortNan = sizeof(Moment) == sizeof(BFloat16);
   float* param = chunk.tensor->param;
   const Grad* grad = static_cast<const Grad*>(chunk.tensor->grad);
   Moment* exp_avg = static_cast<Moment*>(chunk.tensor->exp_avg);
@@ -127,14 +154,24 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
   BFloat16* low = static_cast<BFloat16*>(chunk.tensor->low);
   const int64_t first = chunk.tensor->first;
   VecUint counters = counters_from(c.key, first + chunk.begin);
+  Smallest smallest;
   const auto step = [&](int64_t i) __attribute__((always_inline)) {
-    Vec p = load(param + i), m = load(exp_avg + i), v = load(exp_avg_sq + i);
-    update<Rounded::kV>(c, lerp, load(grad + i), p, m, v);
+    Vec p = load(param + i), m = load(exp_avg + i), v = load(exp_avg_sq + i), g = load(grad + i);
+    if constexpr (kShortNan && sizeof(Grad) == sizeof(float)) g = short_nan(g);
+    update<Rounded::kV, kShortNan>(c, lerp, g, p, m, v);
     store(param + i, p);
     store_moments(exp_avg + i, exp_avg_sq + i, m, v, counters);
     counters += kWidth * kWeyl;
+    if (kLow == Low::kNone) return;
+    smallest.see(p);
     if (kLow == Low::kStored) store(low + i, p);
     if (kLow == Low::kStreamed) stream(low + i, p);
+  };
+  const auto correct = [&](int64_t from, int64_t to) __attribute__((always_inline)) {
+    if (kLow == Low::kNone || __builtin_expect(!smallest.is_wrong(), 1)) return;
+    if (kLow == Low::kStreamed) fence_streams();
+    for (; from < to; from += kWidth) store_exactly(low + from, load(param + from), kWidth);
+    smallest = {};
   };
   int64_t i = chunk.begin;
   // Where the lines ahead are those of the tensor that comes then.
@@ -151,22 +188,27 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
       prefetch<kLevel<Moment>>(next_sq + i);
 #pragma GCC unroll 2
       for (int64_t j = 0; j < kBurst; j += kWidth, i += kWidth) step(i);
+      correct(i - kBurst, i);
     }
   };
   run_to(turn, *chunk.tensor, kElementsAhead<Moment>);
   if (chunk.after) run_to(chunk.end, *chunk.after, -i);
-  for (; i + kWidth <= chunk.end; i += kWidth) step(i);
+  for (; i + kWidth <= chunk.end; i += kWidth) {
+    step(i);
+    correct(i, i + kWidth);
+  }
   while (i < chunk.end) {  // the tensor's last elements: 8 at a time while there are 8, see Rounded
     const int64_t left = chunk.end - i;
     const int n = static_cast<int>(left >= 8 ? 8 : left);
     const int lanes = n < kWidth ? n : kWidth;
     Vec p = load_n(param + i, lanes), m = load_n(exp_avg + i, lanes);
     Vec v = load_n(exp_avg_sq + i, lanes);
-    const Vec g = load_n(grad + i, lanes);
+    Vec g = load_n(grad + i, lanes);
+    if (kShortNan) g = short_nan(g);
     if (left >= 8) {
-      update<Rounded::kV>(c, lerp, g, p, m, v);
+      update<Rounded::kV, kShortNan>(c, lerp, g, p, m, v);
     } else {
-      update<Rounded::kG>(c, lerp, g, p, m, v);
+      update<Rounded::kG, kShortNan>(c, lerp, g, p, m, v);
     }
     store_n(param + i, p, lanes);
     Moment moments[2][kWidth];
@@ -175,7 +217,7 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
       exp_avg[i + lane] = moments[0][lane];
       exp_avg_sq[i + lane] = moments[1][lane];
     }
-    if (kLow != Low::kNone) store_n(low + i, p, lanes);
+    if (kLow != Low::kNone) store_exactly(low + i, p, lanes);
     i += lanes;
   }
   if (kLow == Low::kStreamed) fence_streams();
@@ -226,7 +268,7 @@ VLMK_INLINE void step_block(const AdamConstants& c, const Lerp& lerp, const Dyna
     Vec p = load(param + i);
     Vec m = decode_signed(signed_decades, trees.with_sign, load_codes(m_codes + i)) * old_m;
     Vec v = decode_unsigned(unsigned_decades, trees.without, load_codes(v_codes + i)) * old_v;
-    update<Rounded::kV>(c, lerp, load(grad + i), p, m, v);
+    update<Rounded::kV, false>(c, lerp, load(grad + i), p, m, v);
     store(param + i, p);
     store(exp_avg + i, m);
     store(exp_avg_sq + i, v);
@@ -275,10 +317,9 @@ void run_blockwise(const AdamConstants& c, const Lerp& lerp, const AdamChunk& ch
       std::memcpy(v_codes + begin, v, n);
     }
     if (low == nullptr) continue;
-    int64_t i = begin;
-    for (; i + kWidth <= begin + n; i += kWidth) store(low + i, load(t.param + i));
-    const int rest = static_cast<int>(begin + n - i);
-    if (rest) store_n(low + i, load_n(t.param + i, rest), rest);
+    each_vector(n, [&](int64_t i, int lanes) {
+      store_exactly(low + begin + i, load_first(t.param + begin + i, lanes), lanes);
+    });
   }
 }
 

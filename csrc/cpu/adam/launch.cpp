@@ -70,7 +70,7 @@ const DynamicTrees& dynamic_trees() {
 }
 
 void adam_chunk(const AdamConstants& c, const AdamChunk& chunk) {
-  VLMK_DISPATCH(adam_chunk, c, chunk)
+  VLMK_DISPATCH_BF16(adam_chunk, c, chunk)
 }
 
 void sum_of_squares_chunk(const AdamGradient& g, int64_t begin, int64_t end, double* sum) {
