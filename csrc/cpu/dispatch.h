@@ -78,8 +78,8 @@ void set_isa(const char* name);
       return generic::function(__VA_ARGS__); \
   }
 
-// The same of an op that is compiled for AVX-512 BF16 as well, where one instruction rounds to bf16:
-// its kernels run on a processor with AMX too.
+// The same of an op that is compiled for AVX-512 BF16 as well, where one instruction rounds to
+// bf16: its kernels run on a processor with AMX too.
 #ifdef VLMKERNELS_HAVE_AVX512_BF16
 #define VLMK_DISPATCH_BF16(function, ...)                 \
   if (::vlmk::active_isa() == ::vlmk::Isa::kAvx512Bf16 || \

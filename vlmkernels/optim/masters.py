@@ -77,6 +77,8 @@ class Masters:
 
     def written(self, params: list[Tensor]) -> None:
         """These parameters have their masters' values."""
+        if not self.copies:  # all are their own
+            return
         self._addresses.update(zip(map(id, params), map(Tensor.data_ptr, params), strict=True))
         self._versions.update(zip(map(id, params), map(_VERSION, params), strict=True))
 
@@ -96,6 +98,8 @@ class Masters:
     def follow(self, params: list[Tensor]) -> None:
         """Take the model's values where parameters were written in place, or got other memory,
         since the last step."""
+        if not self.copies:
+            return
         moved = map(ne, map(Tensor.data_ptr, params), map(self._addresses.get, map(id, params)))
         written = map(ne, map(_VERSION, params), map(self._versions.get, map(id, params)))
         for param in list(compress(params, map(or_, moved, written))):
