@@ -382,8 +382,13 @@ class HybridDeviceOptimizer(AdamBase):
                 on_host |= dict.fromkeys([shard for shard in found if shard is not None], group)
                 stay = [p for p, s in zip(params_of_group, found, strict=True) if s is None]
             in_place.append((group, stay))
-        late = [s for s in on_host if (grad := s.target.grad) is None or not s.has(grad)]
-        self._host.begin_all(late, [grad for s in late if (grad := s.target.grad) is not None])
+        late, late_grads = [], []
+        for shard in on_host:
+            grad = shard.target.grad
+            if grad is not None and not shard.has(grad):
+                late.append(shard)
+                late_grads.append(grad)
+        self._host.begin_all(late, late_grads)
         scale = self._scale(grads, grad_scale, found_inf)
         if scale is None:
             self._host.forget(on_host)

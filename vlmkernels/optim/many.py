@@ -63,7 +63,7 @@ def hold(holders: list[dict[Any, Any] | None], keys: list[Any], tensors: list[Te
 
 def gradients_of(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Those that have a gradient, `decoupled_grad` or else `grad`, and these."""
-    return _C.gradients_of(params)
+    return _C.gradients_of(list(params))
 
 
 def are_gradients(params: list[Tensor], grads: list[Tensor]) -> bool:
