@@ -68,8 +68,8 @@ void set_isa(const char* name);
 #define VLMK_CASE_AVX512(function, ...)
 #endif
 
-// Calls generic::function, avx2::function or avx512::function. An op with kernels for AVX-512 BF16
-// or AMX writes its own switch.
+// Calls generic::function, avx2::function or avx512::function. An op that multiplies by AVX-512
+// BF16 or AMX writes its own switch.
 #define VLMK_DISPATCH(function, ...)         \
   switch (::vlmk::active_isa()) {            \
     VLMK_CASE_AVX512(function, __VA_ARGS__)  \

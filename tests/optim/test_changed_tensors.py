@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels.numeric import assert_bitwise
-from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, many
+from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, multi_tensor
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "cpu": CPUAdam,
@@ -28,7 +28,7 @@ OLDER = "cpu, an older torch"  # which can't read many tensors in one call
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     if request.param != OLDER:
         return OPTIMIZERS[request.param]
-    monkeypatch.setattr(many, "_EXCHANGE", None)
+    monkeypatch.setattr(multi_tensor, "_EXCHANGE", None)
     return CPUAdam
 
 

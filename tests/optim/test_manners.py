@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.kernels.numeric import assert_bitwise
-from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise, many
+from vlmkernels.optim import CPUAdam, HybridDeviceOptimizer, blockwise, multi_tensor
 
 BOTH = pytest.mark.parametrize("make", [CPUAdam, HybridDeviceOptimizer])
 
@@ -338,13 +338,13 @@ def test_compiled_programs_call_a_step_and_do_not_trace_it(make: Callable[..., A
 
 
 @BOTH
-@pytest.mark.parametrize("older", [False, True], ids=["", "an older torch"])
+@pytest.mark.parametrize("older", [False, True], ids=["native", "an older torch"])
 def test_thousands_of_parameters_are_checked_in_c(
     make: Callable[..., Any], older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step without changes runs no Python function for each parameter."""
     if older:
-        monkeypatch.setattr(many, "_EXCHANGE", None)
+        monkeypatch.setattr(multi_tensor, "_EXCHANGE", None)
     params = [nn.Parameter(torch.ones(2)) for _ in range(2000)]
     for param in params:
         param.grad = torch.ones(2)

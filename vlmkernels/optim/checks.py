@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vlmkernels._native import check_allocated, describe
 
-from .many import GRADIENTS, are_gradients, are_held, forms, hold
+from .multi_tensor import GRADIENTS, are_gradients, are_held, forms, hold
 
 # ---- settings ------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from .checks import (
     local_as,
     overlap,
 )
-from .many import gradients_of
+from .multi_tensor import gradients_of
 from .native import AdamBatch, Pointers, pointers_of, sum_of_squares
 from .state import ensure_moments, loaded_steps, mark_codes, moment_tensors, step_count
 

@@ -276,7 +276,7 @@ class HostStep:
         filled = 0
         for shard, settings in work.items():
             size = shard.slot.nbytes
-            cuts = self._cuts(shard) if size > self._bucket_bytes else []
+            cuts = self._cuts(shard)
             if not cuts:
                 bucket[shard] = settings
                 filled += size
@@ -300,7 +300,9 @@ class HostStep:
     def _cuts(self, shard: Shard) -> list[tuple[int, int]]:
         """Ranges of a bucket, so that a large tensor's first part is copied while the next is
         stepped; at multiples of 4,096 elements, which no vector, random number or block crosses.
-        None where it can't be cut."""
+        Empty where it stays whole."""
+        if shard.slot.nbytes <= self._bucket_bytes:
+            return []
         numel = shard.master.numel()
         length = max(self._bucket_bytes // shard.slot.itemsize // 4096, 1) * 4096
         if numel <= length or not shard.target.is_contiguous():

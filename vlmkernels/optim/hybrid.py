@@ -249,7 +249,7 @@ class HybridDeviceOptimizer(AdamBase):
         """For step_on_host, or for the shard's step."""
         if param in self._offloaded:
             shard = self._host.shards[param]
-            shard.whole = shard.pointers(0, shard.master.numel(), shard.state["step"])
+            shard.whole = shard.pointers()
             return shard.whole
         if param.device.type != "cpu":
             return None
@@ -411,10 +411,8 @@ class HybridDeviceOptimizer(AdamBase):
             return
         pointers = [self._known[id(p)][1] for p in params]
         step_on_host(settings, params, pointers, self.moments, scale)
-        if not all(map(Tensor.is_contiguous, params)):
-            for param in params:
-                if not param.is_contiguous():
-                    param.copy_(self._masters.of(param))
+        for param in [p for p in params if not p.is_contiguous()]:
+            param.copy_(self._masters.of(param))
 
     def _check_early(
         self, settings: list[dict[str, Any]], grad_scale: float, found_inf: bool | Tensor | None

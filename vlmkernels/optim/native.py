@@ -13,7 +13,7 @@ from vlmkernels._native import _C, DTYPES, describe, pointer
 
 from .blockwise import BLOCK
 from .checks import check_gradient
-from .many import GRADIENTS, packed_rows
+from .multi_tensor import ADDRESS, GRADIENTS, packed_rows
 
 _MOMENT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # vlmk::MomentType
 
@@ -46,7 +46,7 @@ def adam_reference(
 
 
 Pointers = bytes  # what `_C.adam_step` takes of a tensor, beside its gradient
-_ROW, _ADDRESS = Struct("9q"), Struct("q")  # vlmk::AdamRow is both
+_ROW = Struct("9q")  # vlmk::AdamRow is this and the address of the gradient
 
 
 def pointers_of(
@@ -115,7 +115,7 @@ class AdamBatch:
                         f"a gradient, {describe(grad)}, lies in its parameter's memory; it needs "
                         "its own"
                     )
-                packed[grad.dtype] += row + _ADDRESS.pack(pointer(grad))
+                packed[grad.dtype] += row + ADDRESS.pack(pointer(grad))
         for dtype, rows in packed.items():
             self._rows.setdefault(dtype, bytearray()).extend(rows)
         return grads

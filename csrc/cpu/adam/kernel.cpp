@@ -32,11 +32,11 @@ struct Lerp {
 // compiler chose the other contraction.
 enum class Rounded { kV, kG };
 
-// A NaN whose lower half is 0, as that of a bf16 number is.
-VLMK_INLINE Vec short_nan(Vec x) { return x != x ? set1(NAN) : x; }
+// The lower half of a canonical NaN is 0, as is that of a bf16 number.
+VLMK_INLINE Vec canonical_nan(Vec x) { return x != x ? set1(NAN) : x; }
 
-// kShortNan: a gradient that is NaN has no lower half, so neither have NaNs among the moments.
-template <Rounded kRounded, bool kShortNan>
+// kCanonicalNan: of gradients, so that no NaN among the moments has a lower half either.
+template <Rounded kRounded, bool kCanonicalNan>
 VLMK_INLINE void update(const AdamConstants& c, const Lerp& lerp, Vec g, Vec& p, Vec& m, Vec& v) {
   if (c.scales) g = g * set1(c.grad_factor) * set1(c.grad_scale);
   if (c.decays) {
@@ -44,7 +44,7 @@ VLMK_INLINE void update(const AdamConstants& c, const Lerp& lerp, Vec g, Vec& p,
       p = p * set1(c.decay);
     } else {
       g = fma(p, set1(c.l2), g);
-      if (kShortNan) g = short_nan(g);
+      if (kCanonicalNan) g = canonical_nan(g);
     }
   }
   m = fma(set1(lerp.weight), g - m, lerp.from_grad ? g : m);
@@ -146,7 +146,7 @@ VLMK_INLINE void prefetch(const T* x) {
 
 template <class Grad, class Moment, Low kLow>
 void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
-  constexpr bool kShortNan = sizeof(Moment) == sizeof(BFloat16);
+  constexpr bool kCanonicalNan = sizeof(Moment) == sizeof(BFloat16);
   float* param = chunk.tensor->param;
   const Grad* grad = static_cast<const Grad*>(chunk.tensor->grad);
   Moment* exp_avg = static_cast<Moment*>(chunk.tensor->exp_avg);
@@ -157,8 +157,8 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
   Smallest smallest;
   const auto step = [&](int64_t i) __attribute__((always_inline)) {
     Vec p = load(param + i), m = load(exp_avg + i), v = load(exp_avg_sq + i), g = load(grad + i);
-    if constexpr (kShortNan && sizeof(Grad) == sizeof(float)) g = short_nan(g);
-    update<Rounded::kV, kShortNan>(c, lerp, g, p, m, v);
+    if constexpr (kCanonicalNan && sizeof(Grad) == sizeof(float)) g = canonical_nan(g);
+    update<Rounded::kV, kCanonicalNan>(c, lerp, g, p, m, v);
     store(param + i, p);
     store_moments(exp_avg + i, exp_avg_sq + i, m, v, counters);
     counters += kWidth * kWeyl;
@@ -204,11 +204,11 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
     Vec p = load_n(param + i, lanes), m = load_n(exp_avg + i, lanes);
     Vec v = load_n(exp_avg_sq + i, lanes);
     Vec g = load_n(grad + i, lanes);
-    if (kShortNan) g = short_nan(g);
+    if (kCanonicalNan) g = canonical_nan(g);
     if (left >= 8) {
-      update<Rounded::kV, kShortNan>(c, lerp, g, p, m, v);
+      update<Rounded::kV, kCanonicalNan>(c, lerp, g, p, m, v);
     } else {
-      update<Rounded::kG, kShortNan>(c, lerp, g, p, m, v);
+      update<Rounded::kG, kCanonicalNan>(c, lerp, g, p, m, v);
     }
     store_n(param + i, p, lanes);
     Moment moments[2][kWidth];

@@ -29,9 +29,10 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from vlmkernels._native import describe
-from vlmkernels.optim.checks import GRADIENTS, hyperparameters
+from vlmkernels.optim.checks import hyperparameters
 from vlmkernels.optim.host_step import HostStep, Shard, Work
 from vlmkernels.optim.masters import differs
+from vlmkernels.optim.multi_tensor import GRADIENTS
 from vlmkernels.optim.placement import check_fraction, preference, relocate
 from vlmkernels.optim.state import copy_moments, ensure_moments, step_count
 from vlmkernels.optim.transfer import Transfers, Waitable

@@ -22,7 +22,8 @@ GRADIENTS = (torch.float32, torch.bfloat16)
 _CLASSES = (Tensor, torch.nn.Parameter)
 _DEVICE, _DTYPE, _LAYOUT, _SHAPE = map(attrgetter, ("device", "dtype", "layout", "shape"))
 _FORM = (Tensor.data_ptr, _DEVICE, _DTYPE, _SHAPE, Tensor.stride)
-_ADDRESS = Struct("q")
+#: Of a gradient, behind a row of `pointers_of`.
+ADDRESS = Struct("q")
 
 #: Torch's functions, or None. Only torch's own: extensions set the same attribute where an older
 #: torch has none.
@@ -98,7 +99,7 @@ def packed_rows(
         or any(grad.device.type != "cpu" for grad in grads[:1])  # all are where `like` is
     ):
         return None
-    addresses = list(map(_ADDRESS.pack, map(Tensor.data_ptr, grads)))
+    addresses = list(map(ADDRESS.pack, map(Tensor.data_ptr, grads)))
     if any(map(bytes.startswith, rows, addresses)):
         return None
     types = list(map(_DTYPE, grads))

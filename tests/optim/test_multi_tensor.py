@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmkernels._native import _C
-from vlmkernels.optim import many
+from vlmkernels.optim import multi_tensor
 
 NATIVE, OLDER = "native", "an older torch"
 
@@ -21,7 +21,7 @@ NATIVE, OLDER = "native", "an older torch"
 @pytest.fixture(params=[NATIVE, OLDER])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == OLDER:
-        monkeypatch.setattr(many, "_EXCHANGE", None)
+        monkeypatch.setattr(multi_tensor, "_EXCHANGE", None)
     elif not hasattr(torch._C, "_dlpack_exchange_api"):  # where torch has them, they must be read
         pytest.skip(f"torch {torch.__version__} has no exchange functions")
     return request.param
@@ -47,8 +47,8 @@ def test_forms_differ_where_tensors_do(reader: str) -> None:
     made = {name: make() for name, make in TENSORS.items()}
     if reader == OLDER:
         del made["no memory"]
-    forms = {name: many.forms([x]) for name, x in made.items()}
-    assert {name: many.forms([x]) for name, x in made.items()} == forms
+    forms = {name: multi_tensor.forms([x]) for name, x in made.items()}
+    assert {name: multi_tensor.forms([x]) for name, x in made.items()} == forms
     if reader == NATIVE:  # what has no memory has no form: it never comes to a kernel
         assert forms.pop("another device") == forms["no memory"]
     for a, b in itertools.combinations(forms, 2):
@@ -58,13 +58,13 @@ def test_forms_differ_where_tensors_do(reader: str) -> None:
 def test_forms_of_many(reader: str) -> None:
     """They are read ahead, and none too many."""
     tensors = [torch.randn(i % 7, 2) for i in range(100)]
-    forms = many.forms(tensors)
-    assert many.forms(tensors) == forms
+    forms = multi_tensor.forms(tensors)
+    assert multi_tensor.forms(tensors) == forms
     if reader == NATIVE:
-        assert forms == b"".join(many.forms([x]) for x in tensors)
+        assert forms == b"".join(multi_tensor.forms([x]) for x in tensors)
     for place in (0, 50, 99):
         others = [*tensors[:place], tensors[place].clone(), *tensors[place + 1 :]]
-        assert (many.forms(others) == forms) == (tensors[place].numel() == 0)
+        assert (multi_tensor.forms(others) == forms) == (tensors[place].numel() == 0)
 
 
 GRADIENTS: dict[str, Callable[[], object]] = {
@@ -91,10 +91,10 @@ def test_gradients_are_known(name: str, reader: str) -> None:
     for place in (0, 19):
         grads: list = [torch.ones(4, 6) for _ in params]
         grads[place] = GRADIENTS[name]()
-        assert many.are_gradients(params, grads) == (name in GOOD)
+        assert multi_tensor.are_gradients(params, grads) == (name in GOOD)
     strings: list = ["no tensor"] * 20
-    assert not many.are_gradients(params, strings)
-    assert not many.are_gradients(params, grads[:19])
+    assert not multi_tensor.are_gradients(params, strings)
+    assert not multi_tensor.are_gradients(params, grads[:19])
 
 
 # The gradients that a step reads where they lie: of parameters [4, 6], contiguous and turned.
@@ -118,10 +118,10 @@ def test_rows_of_gradients_in_order(name: str, order: str, reader: str) -> None:
     for place in (0, 19):
         grads: list = [like(torch.ones(4, 6)) for _ in params]
         grads[place] = (GRADIENTS | MORE)[name]()
-        packed = many.packed_rows(params, grads, rows)
+        packed = multi_tensor.packed_rows(params, grads, rows)
         assert (packed is not None) == (name in IN_ORDER[order])
         if packed is not None:
-            for dtype in many.GRADIENTS:
+            for dtype in multi_tensor.GRADIENTS:
                 expected = [
                     row + struct.pack("q", grad.data_ptr())
                     for row, grad in zip(rows, grads, strict=True)
@@ -129,13 +129,13 @@ def test_rows_of_gradients_in_order(name: str, order: str, reader: str) -> None:
                 ]
                 assert packed.get(dtype, b"") == b"".join(expected)
     grads = [like(torch.ones(4, 6)) for _ in params]
-    assert many.packed_rows(params, [*grads[:7], params[7], *grads[8:]], rows) is None
+    assert multi_tensor.packed_rows(params, [*grads[:7], params[7], *grads[8:]], rows) is None
     if reader == OLDER:
         return
     with pytest.raises(ValueError, match="rows and grads differ in length"):
-        many.packed_rows(params, grads, rows[:19])
+        multi_tensor.packed_rows(params, grads, rows[:19])
     with pytest.raises(ValueError, match="a row has 9 numbers of 8 bytes"):
-        many.packed_rows(params, grads, [*rows[:19], b"short"])
+        multi_tensor.packed_rows(params, grads, [*rows[:19], b"short"])
 
 
 def test_rows_of_strides_that_do_not_count(reader: str) -> None:
@@ -144,7 +144,7 @@ def test_rows_of_strides_that_do_not_count(reader: str) -> None:
     for shape, strides in (((1, 6), (77, 1)), ((6, 1), (1, 77)), ((), ()), ((0, 3), (9, 9))):
         param, grad = torch.zeros(shape), torch.empty_strided(shape, strides)
         row = struct.pack("9q", param.data_ptr(), *range(8))
-        packed = many.packed_rows([param], [grad], [row])
+        packed = multi_tensor.packed_rows([param], [grad], [row])
         if reader == OLDER:
             assert packed is None or grad.stride() == param.stride()
             continue
@@ -163,23 +163,23 @@ def test_gradients_of_parameters() -> None:
         grad = param.grad if grad is None else grad
         if grad is not None:
             expected.append((param, grad))
-    active, grads = many.gradients_of(params)
+    active, grads = multi_tensor.gradients_of(params)
     assert len(active) == len(grads) == len(expected)
     assert all(a is p and b is g for a, b, (p, g) in zip(active, grads, expected, strict=True))
-    assert many.gradients_of([]) == ([], [])
+    assert multi_tensor.gradients_of([]) == ([], [])
     with pytest.raises(AttributeError):
-        many.gradients_of([object()])  # type: ignore[list-item]
+        multi_tensor.gradients_of([object()])  # type: ignore[list-item]
 
 
 def test_held_tensors(reader: str) -> None:
     """At the first and the last place of many."""
     tensors = [torch.randn(i % 5, 2) for i in range(40)]
     holders: list = [None if i % 4 == 0 else {i: x} for i, x in enumerate(tensors)]
-    forms = many.forms(tensors)
+    forms = multi_tensor.forms(tensors)
 
     def are_held(**new: Any) -> bool:
         now = {"holders": holders, "keys": list(range(40)), "tensors": tensors, "then": forms}
-        return many.are_held(**now | new)
+        return multi_tensor.are_held(**now | new)
 
     assert are_held()
     for place in (1, 39):
