@@ -7,7 +7,7 @@
 #pragma once
 #include <type_traits>
 
-#include "cpu/dispatch.h"
+#include "cpu/prefetcher.h"
 #include "cpu/simd.h"
 
 namespace vlmk {
@@ -101,81 +101,8 @@ constexpr int tile_rows(int vectors) {
 
 constexpr int kMaxTileRows = tile_rows(1);
 
-// Steps of a tile for a line that is fetched meanwhile, where there are so many; else two.
-constexpr int kSpread = kWidth == 16 ? 3 : 6;
-
-// Rows that the thread will need next, fetched a cache line at a time between the steps of tiles: a
-// window's attention takes about as long as its rows take to arrive. Spread out, because a core has
-// few line fills in flight, which its own loads need too; in runs of lines of several heads,
-// because the hardware's prefetcher follows those, but not rows a token apart. Listed beforehand,
-// so that a step has no branch: one that ends a run every 20 steps is predicted wrongly.
-struct Prefetcher {
-  static constexpr int kMaxRuns = 9 * 128;  // tensors times rows
-  struct Run {
-    const char* line;  // the first
-    size_t bytes;      // whole lines
-  };
-  Run runs[kMaxRuns + 1];
-  int next = 0;
-  int count = 0;
-  int64_t lines = 0;    // of all runs
-  size_t done = 0;      // bytes of the next run
-  bool spread = false;  // a line every kSpread steps of a float32 tile, not every 2
-
-  VLMK_MEMBER void clear() {
-    next = count = 0;
-    lines = 0;
-    done = 0;
-    spread = false;
-  }
-  // What doesn't find room is not fetched. With `look` the first line is fetched at once: the core
-  // waits until its page is looked up, and several look-ups one after the other run at the same
-  // time (windows on Zen 4: 1.05 to 1.1x).
-  VLMK_MEMBER void add(const char* data, int64_t bytes, bool look = true) {
-    const auto begin = reinterpret_cast<uintptr_t>(data);
-    const uintptr_t first = begin & ~uintptr_t{63};
-    const uintptr_t last = (begin + static_cast<uintptr_t>(bytes) + 63) & ~uintptr_t{63};
-    if (count == kMaxRuns) return;
-    if (look) __builtin_prefetch(data, 0, 2);
-    runs[count++] = {reinterpret_cast<const char*>(first), last - first};
-    runs[count] = {runs[0].line, SIZE_MAX};  // a tile goes on there when all is fetched
-    lines += static_cast<int64_t>((last - first) / 64);
-  }
-  VLMK_MEMBER void step() {
-    const Run& run = runs[next];
-    __builtin_prefetch(run.line + done, 0, 2);
-    done += 64;
-    const size_t over = done >= run.bytes;
-    next += static_cast<int>(over);
-    done &= over - 1;  // 0 if over
-  }
-  VLMK_MEMBER bool busy() const { return next < count; }
-  // Spreads the lines over products of as many multiply-adds, where these are enough. A core
-  // fetches a line in 8 ns or more, and one that is asked for earlier keeps the tile's own lines
-  // waiting (windows on Zen 3: 1.03 to 1.1x; the backward with AVX-512 on an Intel core 1.05x).
-  VLMK_MEMBER void spread_over(int64_t multiply_adds) {
-    constexpr int64_t kOfStep = tile_rows(kMaxTileVectors) * kMaxTileVectors * kWidth;
-    spread = multiply_adds >= lines * kSpread * kOfStep && (kWidth < 16 || !is_amd());
-  }
-  // Up to `lines` steps at once, `next` and `done` in registers meanwhile; into the first-level
-  // cache (windows on AMX: 1.05x).
-  VLMK_MEMBER void fetch(int lines) {
-    int run = next;
-    size_t from = done;
-    for (int i = 0; i < lines && run < count; ++i) {
-      __builtin_prefetch(runs[run].line + from, 0, 3);
-      from += 64;
-      const size_t over = from >= runs[run].bytes;
-      run += static_cast<int>(over);
-      from &= over - 1;  // 0 if over
-    }
-    next = run;
-    done = from;
-  }
-  VLMK_MEMBER void finish() {
-    while (busy()) step();
-  }
-};
+// Multiply-adds of a step of the widest tile.
+constexpr int64_t kStepSize = tile_rows(kMaxTileVectors) * kMaxTileVectors * kWidth;
 
 // What is added to a sum once it is complete: nothing, C, C with row i multiplied by row_scale[i],
 // or column j's bias[j]. A tile that started from C would wait for it (bf16: 0.95x).
@@ -205,9 +132,16 @@ VLMK_INLINE void store_vectors(T* to, const Vec (&x)[kVectors]) {
   for (; j < kVectors; ++j) store(to + j * kWidth, x[j]);
 }
 
-// An epilogue takes finished pieces of C from the registers: put(sums [rows][vectors], row,
-// column). The product starts from 0 then, and C is not touched. This one is none.
-struct NoEpilogue {};
+// An epilogue takes a tile of C from the registers: put<rows, vectors>(finish, row, column), where
+// finish(i) is row i's sums [vectors], to be asked for once, in order. The product starts from 0
+// then, and C is not touched. With kByRows a tile ends row by row (see there). This one is none.
+struct NoEpilogue {
+  static constexpr bool kByRows = true;
+};
+// The same for products of many steps, whose tiles end seldom.
+struct NoEpilogueOfLong : NoEpilogue {
+  static constexpr bool kByRows = false;
+};
 
 // A's element (row i, step k): a[i * lda + k], or a[k * lda + i] if kByColumns.
 template <class Math>
@@ -237,15 +171,45 @@ VLMK_INLINE float* next_row(float* row, ptrdiff_t ld) {
   return row;
 }
 
+// The end of a tile whose sums go to C: what g.add names is added to them.
+template <int kRows, int kVectors, class Math, class Finish>
+VLMK_INLINE void store_sums(const GemmArgs<Math>& g, int row, int column, const Finish& finish) {
+  const auto put = [&](const auto& add) __attribute__((always_inline)) {
+    float* to = g.c + row * g.ldc + column;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i, to = next_row(to, g.ldc)) {
+      const Vec(&sums)[kVectors] = finish(i);
+#pragma GCC unroll 5
+      for (int j = 0; j < kVectors; ++j) store(to + j * kWidth, add(sums[j], to, i, j));
+    }
+  };
+  switch (g.add) {
+    case Add::kNothing:
+      return put([](Vec sum, const float*, int, int)
+                     __attribute__((always_inline)) { return sum; });
+    case Add::kC:
+      return put([](Vec sum, const float* to, int, int j)
+                     __attribute__((always_inline)) { return load(to + j * kWidth) + sum; });
+    case Add::kScaledC:
+      return put([&](Vec sum, const float* to, int i, int j) __attribute__((always_inline)) {
+        return fma(load(to + j * kWidth), set1(g.row_scale[row + i]), sum);
+      });
+    case Add::kBias:
+      return put([&](Vec sum, const float*, int, int j) __attribute__((always_inline)) {
+        return load(g.bias + column + j * kWidth) + sum;
+      });
+  }
+}
+
 template <class Math, bool kByColumns, class Epilogue, int kRows, int kVectors>
 VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher& prefetcher,
                         const Epilogue& epilogue) {
-  constexpr bool kLeaves = !std::is_same_v<Epilogue, NoEpilogue>;
+  constexpr bool kLeaves = !std::is_base_of_v<NoEpilogue, Epilogue>;
   Vec acc[kRows][kVectors];
   float* const c = g.c + row * g.ldc + column;
   const ptrdiff_t ldc = g.ldc;
-  float* to = c;
   if (g.far) {
+    float* to = c;
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
 #pragma GCC unroll 5
@@ -282,15 +246,21 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
     a += kByColumns ? lda : 1;
     b += ldb;
   };
+  // By rows, the last steps go row by row, and a row leaves when it has had them: Zen 4 stores a
+  // vector of 64 bytes in two cycles, beside multiply-adds if it has just been summed, else in
+  // their place (attention in bf16 1.02 to 1.04x, in fp32 1.01 to 1.02x). Where a row is rounded to
+  // 16 bits nothing is gained, and in long products registers are lost (fp32: 0.99x).
+  constexpr int kLast = kWidth == 16 && Epilogue::kByRows ? 3 : 0;
+  const int last = depth >= kLast ? kLast : 0, whole = depth - last;
   int k = 0;
-  if (Math::kStep == 1 && prefetcher.spread && prefetcher.busy()) {
-    for (; k + kSpread <= depth; k += kSpread) {
+  if (Math::kStep == 1 && prefetcher.spread() && prefetcher.busy()) {
+    for (; k + Prefetcher::kSpread <= whole; k += Prefetcher::kSpread) {
       prefetcher.step();
 #pragma GCC unroll 8
-      for (int i = 0; i < kSpread; ++i) step();
+      for (int i = 0; i < Prefetcher::kSpread; ++i) step();
     }
   } else if (prefetcher.busy()) {
-    for (; k + 2 <= depth; k += 2) {
+    for (; k + 2 <= whole; k += 2) {
       prefetcher.step();
       step();
       if constexpr (Math::kStep == 2) prefetcher.step();  // half as many steps for as many lines
@@ -298,44 +268,38 @@ VLMK_NOINLINE void tile(const GemmArgs<Math>& g, int row, int column, Prefetcher
     }
   }
   constexpr int kUnroll = kWidth == 8 ? 4 : 2;
-  for (; k + kUnroll <= depth; k += kUnroll) {
+  for (; k + kUnroll <= whole; k += kUnroll) {
 #pragma GCC unroll 4
     for (int i = 0; i < kUnroll; ++i) step();
   }
-  for (; k < depth; ++k) step();
-  if constexpr (kLeaves) {
-    epilogue.put(acc, row, column);
-    return;
-  }
-  if (g.add == Add::kC) {
-    to = c;
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
-#pragma GCC unroll 5
-      for (int j = 0; j < kVectors; ++j) acc[i][j] = load(to + j * kWidth) + acc[i][j];
+  for (; k < whole; ++k) step();
+
+  const auto leave = [&](const auto& finish) __attribute__((always_inline)) {
+    if constexpr (kLeaves) {
+      epilogue.template put<kRows, kVectors>(finish, row, column);
+    } else {
+      store_sums<kRows, kVectors>(g, row, column, finish);
     }
-  } else if (g.add == Add::kScaledC) {
-    to = c;
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
-      const Vec s = set1(g.row_scale[row + i]);
-#pragma GCC unroll 5
-      for (int j = 0; j < kVectors; ++j) acc[i][j] = fma(load(to + j * kWidth), s, acc[i][j]);
-    }
-  } else if (g.add == Add::kBias) {
-#pragma GCC unroll 5
-    for (int j = 0; j < kVectors; ++j) {
-      const Vec bias = load(g.bias + column + j * kWidth);
-#pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) acc[i][j] = bias + acc[i][j];
-    }
+  };
+  if (last == 0) {
+    return leave([&](int i) __attribute__((always_inline)) -> Vec(&)[kVectors] { return acc[i]; });
   }
-  to = c;
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i, to = next_row(to, ldc)) {
+  Vec y[kVectors];  // of the first of these steps; there are no registers for more
 #pragma GCC unroll 5
-    for (int j = 0; j < kVectors; ++j) store(to + j * kWidth, acc[i][j]);
-  }
+  for (int j = 0; j < kVectors; ++j) y[j] = load(reinterpret_cast<const float*>(b) + j * kWidth);
+  leave([&](int i) __attribute__((always_inline)) -> Vec(&)[kVectors] {
+    asm("" : "+r"(a), "+r"(b));  // or all rows' vectors would be loaded first
+#pragma GCC unroll 3
+    for (int s = 0; s < kLast; ++s) {
+      const Vec x = Math::broadcast(kByColumns ? a + s * lda + i : a + i * lda + s);
+      const auto* of_step = reinterpret_cast<const float*>(b + s * ldb);
+#pragma GCC unroll 5
+      for (int j = 0; j < kVectors; ++j) {
+        acc[i][j] = Math::mac(x, s == 0 ? y[j] : load(of_step + j * kWidth), acc[i][j]);
+      }
+    }
+    return acc[i];
+  });
 }
 
 template <class Math, bool kByColumns, int kVectors, class Epilogue>

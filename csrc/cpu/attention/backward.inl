@@ -350,7 +350,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
               fetch_keys(*other, 0);
             }
           }
-          prefetcher.spread_over(5 * kBlock * kBlock * dim);
+          prefetcher.spread_over(5 * kBlock * kBlock * dim / kStepSize);
         }
         gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, st, kLaneRow, n, lanes,
                            depth, Add::kNothing, nullptr, left(Causal::kColumnsFromRow)},

@@ -13,7 +13,7 @@
 //
 // Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2
 // (about 12 operations) per pair: GEMM-bound for every D >= 64, if the rows arrive in time; see
-// Prefetcher in gemm.h. docs/attention.md has the figures.
+// prefetcher.h. docs/attention.md has the figures.
 #include <omp.h>
 
 #include <type_traits>
@@ -42,10 +42,12 @@ VLMK_INLINE float score_scale(const AttentionParams& p) {
   return scale > 1e-30f ? scale : 1e-30f;
 }
 
-// Of exp2's polynomial: fp32 probabilities are within 1.5e-7, those of 16-bit types within a
-// thousandth of a rounding.
+// Of exp2's polynomial: fp32 probabilities are within 1.5e-7, those of fp16 within a hundredth of a
+// rounding, those of bf16 within a twentieth, as FlashAttention-4's polynomial is.
 template <class T>
-constexpr int kDegree = std::is_same<T, float>::value ? 5 : 4;
+constexpr int kDegree = std::is_same_v<T, float>     ? 5
+                        : std::is_same_v<T, Float16> ? 4
+                                                     : 3;
 
 // Scores of keys after their query become -inf. s [keys, kLaneRow]: key i is at position k0 + i,
 // the query of lane j at q0 + j.
@@ -62,24 +64,27 @@ VLMK_INLINE void mask_causal(float* s, int64_t k0, int64_t keys, int64_t q0, int
 // The epilogue of a product of scores: stores them, and the largest of each query while they are in
 // registers.
 struct ScoreEpilogue {
+  static constexpr bool kByRows = true;
   float* scores;  // [keys, kLaneRow]
   float* maxima;  // [64], of those computed so far
 
-  template <int kRows, int kVectors>
-  VLMK_MEMBER void put(const Vec (&sums)[kRows][kVectors], int row, int column) const {
+  template <int kRows, int kVectors, class Finish>
+  VLMK_MEMBER void put(const Finish& finish, int row, int column) const {
     float* to = scores + row * kLaneRow + column;
+    Vec largest[kVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i, to = next_row(to, kLaneRow)) {
+      const Vec(&sums)[kVectors] = finish(i);
 #pragma GCC unroll 5
-      for (int j = 0; j < kVectors; ++j) store(to + j * kWidth, sums[i][j]);
+      for (int j = 0; j < kVectors; ++j) {
+        store(to + j * kWidth, sums[j]);
+        largest[j] = i > 0 ? max(largest[j], sums[j]) : sums[j];
+      }
     }
 #pragma GCC unroll 5
     for (int j = 0; j < kVectors; ++j) {
       float* const at = maxima + column + j * kWidth;
-      Vec largest = sums[0][j];
-#pragma GCC unroll 16
-      for (int i = 1; i < kRows; ++i) largest = max(largest, sums[i][j]);
-      store(at, row > 0 ? max(largest, load(at)) : largest);
+      store(at, row > 0 ? max(largest[j], load(at)) : largest[j]);
     }
   }
 };
@@ -109,11 +114,11 @@ VLMK_INLINE Vec largest_of(const float* column, int keys) {
 // pairs [keys / 2, 64] where Math wants them; row_max, row_sum and correction [64] (what earlier
 // sums and outputs must be multiplied by) are updated. maxima [64]: the scores' largest, not read
 // if `diagonal`, whose scores are masked. `first`: there is nothing earlier. `diagonal`: of a
-// causal segment, key i at the position of lane i.
-template <class Math, int kDegree>
+// causal segment, key i at the position of lane i. beside() is called once for 8 keys of a vector.
+template <class Math, int kDegree, class Beside>
 VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale, bool first,
                                 bool diagonal, const float* maxima, float* row_max, float* row_sum,
-                                float* correction) {
+                                float* correction, Beside& beside) {
   const Vec c = set1(scale);
   for (int j = 0; j < vectors; ++j) {
     const int keys = keys_seen(all_keys, j, diagonal);
@@ -128,6 +133,7 @@ VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale
     Vec sum0 = set1(0.f), sum1 = set1(0.f);
     int i = 0;
     for (; i + 2 <= keys; i += 2) {
+      if (i % 8 == 0) beside();
       const Vec e0 = exp2<kDegree>(fma(load(column + i * kLaneRow), c, shift));
       const Vec e1 = exp2<kDegree>(fma(load(column + (i + 1) * kLaneRow), c, shift));
       sum0 = sum0 + e0;
@@ -264,7 +270,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
             fetch_keys(*other, 0);
           }
         }
-        prefetcher.spread_over(2 * kBlock * kBlock * dim);
+        prefetcher.spread_over(2 * kBlock * kBlock * dim / kStepSize);
       }
       const GemmArgs<Math> scores{key.data + k0 * key.ld,
                                   key.ld,
@@ -284,9 +290,22 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
       } else {
         gemm<Math, false>(scores, prefetcher, ScoreEpilogue{s, maxima});
       }
-      softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, diagonal, maxima, row_max,
-                                     row_sum, correction);
-      if (window) pack_values(0, n);
+      const auto softmax = [&](auto& beside) {
+        softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, diagonal, maxima,
+                                       row_max, row_sum, correction, beside);
+      };
+      if constexpr (Math::kStep == 1) {
+        NoFetch nothing;
+        softmax(nothing);
+        if (window) pack_values(0, n);
+      } else {
+        // A window's values are packed beside the exponentials, which leave loads, stores and
+        // shuffles idle (bf16 on Zen 4, forward: 1.01 to 1.02x).
+        DepthPacker<T> packer(v_rows, window ? n : 0, dim, values);
+        softmax(packer);
+        packer.finish();
+        if (window) value = {values, ld};
+      }
       if (one_pass) invert_sums();
       const GemmArgs<Math> product{reinterpret_cast<const Element*>(s),
                                    kLaneRow,

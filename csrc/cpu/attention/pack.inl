@@ -161,6 +161,8 @@ VLMK_NOINLINE void pack_lanes(const Rows<T>& rows, int64_t n, int64_t dim, float
   }
 }
 
+template <class T>
+class DepthPacker;  // pairs, where there are any
 #if defined(VLMK_BF16_PANELS)
 // Up to 32 elements of 16 bits of a row from element d on, zeros behind dim.
 template <class T>
@@ -228,26 +230,49 @@ VLMK_INLINE __m512i load_turns(int first) {
 }
 
 // dst [n / 2, padded(dim)]: pairs along the tokens; behind the last one it stands again, since what
-// multiplies it is 0.
+// multiplies it is 0. Each call packs the next two tokens.
+template <class T>
+class DepthPacker {
+ public:
+  VLMK_MEMBER DepthPacker(const Rows<const T>& rows, int64_t n, int64_t dim, uint32_t* dst)
+      : rows_(rows), n_(n), dim_(dim), dst_(dst) {}
+
+  VLMK_MEMBER bool done() const {
+    return next_ >= whole_tiles(n_);  // mutant: pack-depth-tokens
+  }
+  VLMK_MEMBER void operator()() {
+    if (done()) return;
+    const T* const even = rows_[minimum(next_, n_ - 1)];
+    const T* const odd = rows_[minimum(next_ + 1, n_ - 1)];
+    const auto put = [&](int64_t d, __mmask32 mask, bool both) __attribute__((always_inline)) {
+      const __m512i x = _mm512_maskz_loadu_epi16(mask, even + d);
+      const __m512i y = _mm512_maskz_loadu_epi16(mask, odd + d);
+      _mm512_storeu_si512(dst_ + d, _mm512_permutex2var_epi16(x, low_, y));
+      if (both) _mm512_storeu_si512(dst_ + d + 16, _mm512_permutex2var_epi16(x, high_, y));
+    };
+    for (int64_t d = 0; d < whole_; d += 32) put(d, ~__mmask32{0}, true);
+    if (whole_ < ld_) put(whole_, left_, whole_ + 16 < ld_);
+    next_ += 2;
+    dst_ += ld_;
+  }
+  VLMK_MEMBER void finish() {
+    while (!done()) (*this)();
+  }
+
+ private:
+  const Rows<const T> rows_;
+  const int64_t n_, dim_;
+  uint32_t* dst_;
+  const int64_t ld_ = padded(dim_), whole_ = dim_ / 32 * 32;
+  const __mmask32 left_ = first_words(dim_ - whole_);  // mutant: pack-depth-left
+  const __m512i low_ = load_turns(0), high_ = load_turns(16);
+  int64_t next_ = 0;
+};
+
 template <class T, class F = NoFetch>
 VLMK_NOINLINE void pack_depth(const Rows<const T>& rows, int64_t n, int64_t dim, uint32_t* dst,
                               F fetch = {}) {
-  const int64_t ld = padded(dim);
-  const int64_t whole = dim / 32 * 32;
-  const __mmask32 left = first_words(dim - whole);  // mutant: pack-depth-left
-  const __m512i low = load_turns(0), high = load_turns(16);
-  for (int64_t i = 0; i < whole_tiles(n); i += 2, dst += ld) {  // mutant: pack-depth-tokens
-    const T *even = rows[minimum(i, n - 1)], *odd = rows[minimum(i + 1, n - 1)];
-    const auto put = [&](int64_t d, __mmask32 mask, bool both) {
-      const __m512i x = _mm512_maskz_loadu_epi16(mask, even + d);
-      const __m512i y = _mm512_maskz_loadu_epi16(mask, odd + d);
-      _mm512_storeu_si512(dst + d, _mm512_permutex2var_epi16(x, low, y));
-      if (both) _mm512_storeu_si512(dst + d + 16, _mm512_permutex2var_epi16(x, high, y));
-    };
-    for (int64_t d = 0; d < whole; d += 32) put(d, ~__mmask32{0}, true);
-    if (whole < ld) put(whole, left, whole + 16 < ld);
-    fetch();
-  }
+  for (DepthPacker<T> packer(rows, n, dim, dst); !packer.done(); fetch()) packer();
 }
 #endif
 
@@ -307,22 +332,24 @@ VLMK_NOINLINE void store_rows(const float* src, int64_t ld, int64_t n, int64_t d
 // store_rows as the epilogue of a product.
 template <bool kOneScale, class T>
 struct RowEpilogue {
+  static constexpr bool kByRows = sizeof(T) == 4;
   Rows<T> rows;
   int64_t dim;
   const float* scale;
   bool non_temporal;
 
   // What decides how vectors are stored is asked once for a tile, not for each of them.
-  template <int kRows, int kVectors>
-  VLMK_MEMBER void put(const Vec (&sums)[kRows][kVectors], int row, int column) const {
+  template <int kRows, int kVectors, class Finish>
+  VLMK_MEMBER void put(const Finish& finish, int row, int column) const {
     const auto left = static_cast<int>(dim - column);  // elements
     const auto put_rows = [&](auto put_row) __attribute__((always_inline)) {
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
         const Vec s = set1(scale[kOneScale ? 0 : row + i]);
+        const Vec(&sums)[kVectors] = finish(i);
         Vec results[kVectors];
 #pragma GCC unroll 5
-        for (int j = 0; j < kVectors; ++j) results[j] = sums[i][j] * s;
+        for (int j = 0; j < kVectors; ++j) results[j] = sums[j] * s;
         put_row(rows[row + i] + column, results);
       }
     };

@@ -127,7 +127,8 @@ class ProductInPlace {
       g.add = Add::kBias;
       g.bias = static_cast<const float*>(p_.bias) + region.column;
     }
-    by_rows_ ? gemm<Fp32, false>(g, next) : gemm<Fp32, true>(g, next);
+    const NoEpilogueOfLong none;
+    by_rows_ ? gemm<Fp32, false>(g, next, none) : gemm<Fp32, true>(g, next, none);
   }
 
   const ProductParams& p_;

@@ -49,7 +49,7 @@ constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packe
 constexpr int64_t kEnough = 600, kEnoughOfGradient = 64;
 constexpr int64_t kStrip = 512;          // columns of B, all of the depth, that it packs at once
 constexpr int64_t kStripSize = 1 << 20;  // floats of them, 4 MB
-// Elements of a gradient's panel: of as many more rows a Prefetcher would leave out some.
+// Elements of a gradient's panel.
 constexpr int64_t kGradientDepth = 256;
 constexpr double kParallelFrom = kAvx2 ? 1 << 18 : 1 << 21;  // multiply-adds
 
@@ -67,6 +67,7 @@ struct Block {
 // each if it is there, rounded to C's type.
 template <class Out>
 struct ResultEpilogue {
+  static constexpr bool kByRows = false;
   Out* c;
   int64_t ldc;
   int64_t columns;  // of C; a tile may have more
@@ -79,20 +80,21 @@ struct ResultEpilogue {
     c += rows * ldc;
     if (sums) sums += rows * ld;
   }
-  template <int kRows, int kVectors>
-  VLMK_MEMBER void put(const Vec (&sum)[kRows][kVectors], int row, int column) const {
+  template <int kRows, int kVectors, class Finish>
+  VLMK_MEMBER void put(const Finish& finish, int row, int column) const {
     const int64_t left = columns - column;
     Out* to = c + row * ldc + column;
     if (left >= kVectors * kWidth && sums == nullptr && bias == nullptr && !adds) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i, to += ldc) store_vectors(to, sum[i]);
+      for (int i = 0; i < kRows; ++i, to += ldc) store_vectors(to, finish(i));
       return;
     }
     float tile[kRows][kVectors * kWidth];
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
+      const Vec(&sums_of_row)[kVectors] = finish(i);
 #pragma GCC unroll 5
-      for (int j = 0; j < kVectors; ++j) store(tile[i] + j * kWidth, sum[i][j]);
+      for (int j = 0; j < kVectors; ++j) store(tile[i] + j * kWidth, sums_of_row[j]);
     }
     for (int i = 0; i < kRows; ++i, to += ldc) {
       each_vector(minimum(left, kVectors * kWidth), [&](int64_t j, int lanes) {
@@ -187,7 +189,8 @@ struct Product {
       if (leaves) {
         by_rows ? gemm<Math, false>(g, next, *leaves) : gemm<Math, true>(g, next, *leaves);
       } else {
-        by_rows ? gemm<Math, false>(g, next) : gemm<Math, true>(g, next);
+        const NoEpilogueOfLong none;
+        by_rows ? gemm<Math, false>(g, next, none) : gemm<Math, true>(g, next, none);
       }
     };
     if constexpr (!kAvx2) {
@@ -258,7 +261,7 @@ struct Product {
       } else if (block.fetches) {
         const int64_t after = minimum(kSliver, block.columns - column - kSliver);
         next.clear();
-        next.add(reinterpret_cast<const char*>(b + (column + kSliver) * block.depth),
+        next.add(b + (column + kSliver) * block.depth, 0, 1,
                  whole_vectors(after) * block.depth * static_cast<int64_t>(sizeof(Element)));
       }
       multiply_sliver(a, g, leaves ? &result : nullptr, next);
@@ -403,8 +406,7 @@ struct Product {
         const auto list_panel = [&](int64_t panel) {
           const int64_t elements =
               parts(steps_of(panel), Math::kStep) * whole_vectors(item.columns);
-          next.add(reinterpret_cast<const char*>(panel_of(panel)),
-                   elements * static_cast<int64_t>(sizeof(Element)));
+          next.add(panel_of(panel), 0, 1, elements * static_cast<int64_t>(sizeof(Element)));
         };
         for (int64_t panel = 0; panel < panels; ++panel) {
           if (packs) pack_b(panel, item.column, item.columns, panel_of(panel));

@@ -36,10 +36,9 @@ template <class In>
 VLMK_INLINE void list_part(Prefetcher& next, const In* from, int64_t wide, int64_t stride,
                            int64_t steps, int64_t step) {
   const bool dense = stride == 1;
-  for (int64_t i = 0; i < (dense ? steps : wide); ++i) {
-    next.add(reinterpret_cast<const char*>(from + i * (dense ? step : stride)),
-             (dense ? wide : steps) * static_cast<int64_t>(sizeof(In)));
-  }
+  const auto size = static_cast<int64_t>(sizeof(In));
+  next.add(from, (dense ? step : stride) * size, dense ? steps : wide,
+           (dense ? wide : steps) * size);
 }
 
 #if !defined(VLMK_PAIRS)
