@@ -2,7 +2,7 @@
 //
 // Everything stands in namespace VLMK_ISA with internal linkage, see dispatch.h. + - * / work on
 // Vec directly (GCC and Clang vector types), the rest is here:
-//   kWidth, set1, load, store, load_n, store_n, fma, max, sqrt, exp2, reduce_add, keep_from,
+//   kWidth, set1, load, store, load_n, store_n, fma, fms, max, sqrt, exp2, reduce_add, keep_from,
 //   transpose, each_vector, fetch_row; non-temporal stores: stream, fence_streams, kStreams
 // load/store take float, BFloat16, Float16; the _n ones touch only the first n elements, the other
 // lanes being zero. VecInt and VecUint are as many 32-bit integers; VLMK_HAS_BYTES: what AVX2 and
@@ -108,6 +108,7 @@ VLMK_INLINE void stream(BFloat16* p, Vec x) {
 }
 VLMK_INLINE void fence_streams() { _mm_sfence(); }
 VLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+VLMK_INLINE Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }
 VLMK_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 VLMK_INLINE Vec sqrt(Vec x) { return _mm512_sqrt_ps(x); }
 // x - floor(x). Rounding can make it 1.
@@ -259,6 +260,7 @@ VLMK_INLINE void stream(BFloat16* p, Vec x) {
 }
 VLMK_INLINE void fence_streams() { _mm_sfence(); }
 VLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+VLMK_INLINE Vec fms(Vec a, Vec b, Vec c) { return _mm256_fmsub_ps(a, b, c); }
 VLMK_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 VLMK_INLINE Vec sqrt(Vec x) { return _mm256_sqrt_ps(x); }
 VLMK_INLINE Vec fraction(Vec x) { return x - _mm256_floor_ps(x); }
@@ -381,6 +383,7 @@ VLMK_INLINE Vec select(VecInt mask, Vec a, Vec b) {
                                (~mask & reinterpret_cast<VecInt>(b)));
 }
 VLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+VLMK_INLINE Vec fms(Vec a, Vec b, Vec c) { return a * b - c; }
 VLMK_INLINE Vec max(Vec a, Vec b) { return select(a > b, a, b); }  // b where unordered, as in SSE
 VLMK_INLINE Vec sqrt(Vec x) {
   return Vec{std::sqrt(x[0]), std::sqrt(x[1]), std::sqrt(x[2]), std::sqrt(x[3])};

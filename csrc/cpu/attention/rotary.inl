@@ -19,7 +19,6 @@ VLMK_NOINLINE void rotate_rows(const Rows<From>& rows, const Rows<const float>& 
   const int left = static_cast<int>(half - whole);
   // A whole last vector instead of one in part, which is slow to store and to read again.
   const bool overlaps = left > 0 && half > kWidth;
-  const Vec flip = set1(kBack ? -1.f : 1.f);
   const int64_t fetched = n > kPrefetchLength ? n - kAhead : 0;
   for (int64_t i = 0; i < n; ++i) {
     if (i < fetched) fetch_row(rows[i + kAhead], dim);
@@ -29,9 +28,9 @@ VLMK_NOINLINE void rotate_rows(const Rows<From>& rows, const Rows<const float>& 
     struct Halves {
       Vec low, high;
     };
-    const auto turn = [&](Vec a, Vec b, Vec c, Vec sines) {
-      const Vec s = sines * flip;
-      return Halves{fma(a, c, set1(0.f) - b * s), fma(b, c, a * s)};
+    const auto turn = [](Vec a, Vec b, Vec c, Vec sines) {
+      const Vec as = a * sines, bs = b * sines;
+      return kBack ? Halves{fma(a, c, bs), fms(b, c, as)} : Halves{fms(a, c, bs), fma(b, c, as)};
     };
     const auto turn_at = [&](int64_t d) {
       return turn(load(x + d), load(x + half + d), load(cosine + d), load(sine + d));
