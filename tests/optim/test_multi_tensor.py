@@ -167,8 +167,9 @@ def test_gradients_of_parameters() -> None:
     assert len(active) == len(grads) == len(expected)
     assert all(a is p and b is g for a, b, (p, g) in zip(active, grads, expected, strict=True))
     assert multi_tensor.gradients_of([]) == ([], [])
+    strangers: list[Any] = [object()]
     with pytest.raises(AttributeError):
-        multi_tensor.gradients_of([object()])  # type: ignore[list-item]
+        multi_tensor.gradients_of(strangers)
 
 
 def test_held_tensors(reader: str) -> None:

@@ -295,7 +295,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
                                        row_max, row_sum, correction, beside);
       };
       if constexpr (Math::kStep == 1) {
-        NoFetch nothing;
+        const auto nothing = [] {};
         softmax(nothing);
         if (window) pack_values(0, n);
       } else {

@@ -162,7 +162,7 @@ VLMK_NOINLINE void pack_lanes(const Rows<T>& rows, int64_t n, int64_t dim, float
 }
 
 template <class T>
-class DepthPacker;  // pairs, where there are any
+class DepthPacker;  // defined where products are of pairs
 #if defined(VLMK_BF16_PANELS)
 // Up to 32 elements of 16 bits of a row from element d on, zeros behind dim.
 template <class T>

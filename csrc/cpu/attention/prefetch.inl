@@ -34,15 +34,15 @@ struct HeadsToFetch {
   int64_t place, n;
 
   // Heads [head, last_head] of x: one run of bytes a row where they lie side by side, else of the
-  // first one only. `more`: elements behind the last head that are wanted too. The pages of rows
-  // less than a page apart are looked up with those of the first heads.
+  // first one only. `more`: elements behind the last head that are wanted too. Where heads lie side
+  // by side in rows less than a page apart, the first heads' pages are those of all.
   template <class T>
   void add(const HeadsView& x, int64_t head, int64_t last_head, int64_t more = 0) const {
     constexpr int64_t kPage = 4096 / sizeof(T), kLongestRun = kPage;
     const int64_t one = p.head_dim + more, run = (last_head - head) * x.head_stride + one;
+    const bool looked_up = head > 0 && x.head_stride <= x.token_stride && x.token_stride <= kPage;
     fetch_rows(rows_of<const T>(x, p.order, place, head), n,
-               run >= one && run <= kLongestRun ? run : one, head == 0 || x.token_stride > kPage,
-               prefetcher);
+               run >= one && run <= kLongestRun ? run : one, !looked_up, prefetcher);
   }
   // As many of q, k and v; in a fused projection [T, H, 3, D] they are one run.
   template <class T>

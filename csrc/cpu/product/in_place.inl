@@ -127,7 +127,7 @@ class ProductInPlace {
       g.add = Add::kBias;
       g.bias = static_cast<const float*>(p_.bias) + region.column;
     }
-    const NoEpilogueOfLong none;
+    const WholeTiles none;
     by_rows_ ? gemm<Fp32, false>(g, next, none) : gemm<Fp32, true>(g, next, none);
   }
 

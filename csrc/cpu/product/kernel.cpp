@@ -189,7 +189,7 @@ struct Product {
       if (leaves) {
         by_rows ? gemm<Math, false>(g, next, *leaves) : gemm<Math, true>(g, next, *leaves);
       } else {
-        const NoEpilogueOfLong none;
+        const WholeTiles none;
         by_rows ? gemm<Math, false>(g, next, none) : gemm<Math, true>(g, next, none);
       }
     };
