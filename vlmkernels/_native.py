@@ -323,12 +323,54 @@ def check_allocated(name: Callable[[], str], tensor: Tensor) -> None:
         raise ValueError(f"{name()}, {describe(tensor)}, has no memory: its storage was freed")
 
 
+def check_in_place(name: str, x: Tensor, instead: str) -> None:
+    because = None
+    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+        because = "a leaf that requires a gradient"
+    elif not x.is_contiguous():
+        because = "not contiguous"
+    elif torch.compiler.is_compiling():  # the rest can't be traced
+        return
+    elif x.is_neg():
+        because = "a negated view"
+    elif x.is_inference() and not torch.is_inference_mode_enabled():
+        because = "a tensor of inference mode"
+    if because:
+        raise ValueError(f"{name} is {because}, so it can't be written in place; {instead}")
+
+
+def check_not_recorded(name: str) -> None:
+    """Of a function that calls a kernel itself, without an op that could be recorded."""
+    if torch.compiler.is_compiling():
+        return
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is not None or torch.jit.is_tracing():
+        raise RuntimeError(
+            f"vlmkernels.{name} can't be recorded by make_fx or torch.jit.trace; use torch.compile"
+        )
+
+
 def check_last_contiguous(name: str, tensor: Tensor) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
         raise ValueError(
             f"{name} has strides {tuple(tensor.stride())}; its last dimension must be contiguous: "
             f"pass {name}.contiguous()"
         )
+
+
+def saved_tensor_hooks() -> bool:
+    """Whether what autograd keeps now goes through hooks: in a checkpoint that is not reentrant, in
+    save_on_cpu and the like."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None:
+        return top(True) is not None
+    with torch.enable_grad():  # torch 2.6: a tensor kept with hooks takes no others
+        kept = torch.ones((), requires_grad=True).exp().grad_fn
+    try:
+        kept._raw_saved_result.register_hooks(lambda x: x, lambda x: x)  # type: ignore[union-attr]
+    except RuntimeError:
+        return True
+    return False
 
 
 def main_grad_of(weight: Tensor, name: str = "weight") -> Tensor | None:

@@ -17,6 +17,8 @@ from vlmkernels._native import (
     _C,
     DTYPES,
     check,
+    check_in_place,
+    check_not_recorded,
     check_tensors,
     describe,
     has_cuda_kernels,
@@ -50,6 +52,7 @@ def _is_known(x: Tensor) -> bool:
 def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
     """x: float32, bfloat16 or float16 on the CPU or CUDA; a parameter of its last dimension."""
     check_tensors(x=x, **({} if parameter is None else {name: parameter}))
+    check_not_recorded(op)
     if x.dtype not in DTYPES or x.device.type not in ("cpu", "cuda") or x.dim() == 0:
         raise ValueError(
             f"x is {describe(x)}; {op} needs float32, bfloat16 or float16 [.., width] on the CPU "
@@ -302,6 +305,8 @@ def add_rms_norm_(
     if not x.is_contiguous():
         raise ValueError(f"x has strides {x.stride()}; add_rms_norm_ needs a contiguous one")
     _check_start("add_rms_norm_", x)
+    if residual is not None:
+        check_in_place("x", x, "pass x.clone()")
     if residual is None:
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
     elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
@@ -410,5 +415,7 @@ def swiglu_(
             "bytes"
         )
     _check_start("swiglu_", x)
+    if bias is not None and not x.is_cuda:
+        check_in_place("x", x, "pass x.clone()")
     seen, main_grad = _parameter("bias", bias, bias_grad, x)
     return _SwiGLU.apply(x, seen, (bias, main_grad), padding)

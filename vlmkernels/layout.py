@@ -82,13 +82,13 @@ class VisionLayout:
         head = (pointer(grid), len(grid), merge_size, side)
         frames, units, windows, max_frame, max_window, max_side = _C.vision_layout_sizes(*head)
         patches = units * merge_size**2
-        positions = torch.empty(patches, 2, dtype=torch.int64)
-        cu_seqlens = torch.empty(frames + 1, dtype=torch.int32)
+        positions = torch.empty(patches, 2, dtype=torch.int64, device="cpu")
+        cu_seqlens = torch.empty(frames + 1, dtype=torch.int32, device="cpu")
         cu_window = index = reverse = order = None
         if side:
-            cu_window = torch.empty(windows + 1, dtype=torch.int32)
-            index, reverse = torch.empty(2, units, dtype=torch.int64)
-            order = torch.empty(patches, dtype=torch.int32)
+            cu_window = torch.empty(windows + 1, dtype=torch.int32, device="cpu")
+            index, reverse = torch.empty(2, units, dtype=torch.int64, device="cpu")
+            order = torch.empty(patches, dtype=torch.int32, device="cpu")
         outputs = (positions, cu_seqlens, cu_window, index, reverse, order)
         _C.vision_layout_fill(*head, *map(pointer, outputs))
         return VisionLayout(
@@ -317,9 +317,9 @@ def _window_side(window_size: int | None, patch_size: int, merge_size: int) -> i
 def _check_grid(grid_thw: Tensor | Sequence[Sequence[int]], merge_size: int) -> Tensor:
     if grid_thw is None:
         raise TypeError("grid_thw is None; it must be integers [n, 3]")
-    grid = torch.as_tensor(grid_thw)
+    grid = grid_thw if isinstance(grid_thw, Tensor) else torch.tensor(grid_thw, device="cpu")
     if grid.numel() == 0:
-        grid = torch.empty(0, 3, dtype=torch.int64)
+        grid = torch.empty(0, 3, dtype=torch.int64, device="cpu")
     if grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():
         raise ValueError(
             f"grid_thw is {str(grid.dtype)[6:]} {list(grid.shape)}; it must be integers [n, 3]"

@@ -108,8 +108,8 @@ def check(models: tuple[Any, Any, Any], make: Any, samples: list[ref.Sample]) ->
         # Gradients behind a softmax or a norm are differences of larger terms (that of a key's bias
         # is 0), whose size those of the same layer without a difference stand for; and they are
         # sums over tens of tokens, whose roundings add up to about four.
-        terms = torch.full_like(want[name], 4 * sizes[layer(name)])
-        assert_accurate(name, local, theirs[name], want[name], terms)
+        noise = torch.full_like(want[name], 4 * sizes[layer(name)] * 2**-23)
+        assert_accurate(name, local, theirs[name], want[name], noise)
 
 
 def layer(name: str) -> str:

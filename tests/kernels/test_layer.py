@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.kernels.numeric import assert_accurate, assert_bitwise, isa, sum_noise
 from vlmkernels import _native
@@ -296,3 +297,29 @@ BAD = [
 def test_bad_arguments_are_named(call: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("op", ["add_rms_norm_", "swiglu_"])
+def test_what_may_not_be_written_is_refused(op: str) -> None:
+    def call(x: Tensor) -> Any:
+        if op == "swiglu_":
+            return swiglu_(x, torch.ones(8))
+        return add_rms_norm_(x, torch.ones(4, 8), torch.ones(8), 1e-6)
+
+    leaf = torch.nn.Parameter(torch.zeros(4, 8))
+    with torch.inference_mode():
+        of_inference = torch.zeros(4, 8)
+    for x, what in ((leaf, "a leaf that requires"), (of_inference, "a tensor of inference mode")):
+        with pytest.raises(ValueError, match=f"x is {what}.*; pass x.clone()"):
+            call(x)
+        assert not x.any()
+    with torch.no_grad():
+        call(leaf)
+
+
+def test_no_graph_without_the_kernel_is_recorded() -> None:
+    x, weight = torch.randn(4, 8), torch.ones(8)
+    for record in (lambda f: make_fx(f)(x), lambda f: torch.jit.trace(f, x)):
+        for op in (lambda x: rms_norm(x, weight, 1e-6), lambda x: swiglu_(x * 1)):
+            with pytest.raises(RuntimeError, match="can't be recorded by make_fx or torch.jit"):
+                record(op)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.numeric import assert_bitwise
 from vlmkernels import patchify
@@ -128,3 +129,41 @@ def test_wrong_arguments(change: dict, message: str) -> None:
     arguments = {"frames": torch.zeros(1, 28, 28, 3, dtype=torch.uint8), **change}
     with pytest.raises(ValueError, match=message):
         patchify(arguments.pop("frames"), **arguments)
+
+
+def test_defaults_of_torch_change_nothing() -> None:
+    """Neither a default device nor a default dtype, nor FakeTensorMode, then or afterwards."""
+    pixels = torch.randint(0, 256, (2, 28, 28, 3), dtype=torch.uint8)
+    for number, options in enumerate(
+        (
+            torch.device("meta"),
+            torch.utils._device.DeviceContext("meta"),
+            FakeTensorMode(),
+            DefaultDtype(torch.bfloat16),
+        )
+    ):
+        factor = 1 / (255 + number)  # a table that nobody has asked for
+        want = patchify_reference(pixels, rescale_factor=factor)
+        with options:
+            if isinstance(options, FakeTensorMode):
+                patchify(options.from_tensor(pixels), rescale_factor=factor)
+            else:
+                inside = patchify(pixels, rescale_factor=factor)
+                assert_bitwise("inside", inside, want)
+        assert_bitwise("afterwards", patchify(pixels, rescale_factor=factor), want)
+
+
+class DefaultDtype:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_more_threads_than_rows() -> None:
+    pixels = torch.randint(0, 256, (1, 56, 56, 3), dtype=torch.uint8)
+    assert_bitwise("rows", patchify(pixels, threads=10**10), patchify(pixels))

@@ -143,3 +143,17 @@ def test_opcheck() -> None:
         torch.ops.vlmkernels.qkv_attention_backward.default,
         (dout, qkv.detach(), table, cu, out, stats, True, 0.2),
     )
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)])
+def test_a_slice_of_permuted_rows_has_the_gradient_of_a_copy(order: tuple[int, ...]) -> None:
+    _, table, cu, dout = make([10, 14], 2, 2, 8, torch.float32)
+    shape = [(24, 2, 4)[i] for i in order]
+    back = [order.index(i) for i in range(3)]
+    qkv = torch.randn(*shape, 12).permute(*back, 3)[..., :8]
+    sliced, copied = (
+        outputs(qkv_attention, x.detach().requires_grad_(), dout, table, cu)
+        for x in (qkv, qkv.contiguous())
+    )
+    for name in copied:
+        assert_bitwise(name, sliced[name], copied[name])

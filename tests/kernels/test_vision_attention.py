@@ -300,7 +300,22 @@ BAD = [
     (
         {},
         change(window_order=torch.arange(352).int() - 1),
-        "window_order runs from -1 to 350; it must be a permutation of 352 patches",
+        "window_order has -1 at element 0; it must be a permutation of 352 patches",
+    ),
+    (
+        {},
+        change(window_order=torch.arange(352).int() // 2),
+        "window_order has 0 at element 1; it must be a permutation of 352 patches",
+    ),
+    (
+        {},
+        change(cu_window_seqlens=torch.empty(0).int()),
+        "cu_seqlens is int32 [0] on cpu; qkv [352, 3, 2, 80] on cpu needs int32 [n + 1] there",
+    ),
+    (
+        {},
+        change(cu_window_seqlens=torch.tensor([[0, 352]]).int()),
+        "cu_seqlens is int32 [1, 2] on cpu; qkv [352, 3, 2, 80] on cpu needs int32 [n + 1] there",
     ),
     (
         {},
@@ -367,3 +382,15 @@ def test_recomputes_to_the_same_bits():
     ours = outputs(recomputed, qkv, dout)
     for name in expected:
         assert_bitwise(name, ours[name], expected[name])
+
+
+def test_heads_that_share_memory_have_the_gradient_of_a_copy():
+    layout = VisionLayout.from_grid([[1, 4, 4]], window_size=28)
+    qkv = torch.randn(4000).as_strided((16, 3, 2, 8), (64, 32, 1, 1))
+    dout = torch.randn(16, 2, 8)
+    shared, copied = (
+        outputs(vision_attention, x.detach().requires_grad_(), dout, layout, window=True)
+        for x in (qkv, qkv.clone(memory_format=torch.contiguous_format))
+    )
+    for name in copied:
+        assert_bitwise(name, shared[name], copied[name])

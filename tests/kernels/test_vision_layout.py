@@ -217,3 +217,12 @@ def test_layouts_are_compared_by_value():
         None,
     )
     assert not any(one == other for other in others)
+
+
+def test_torchs_default_device_changes_nothing() -> None:
+    grid = [[1, 4, 6], [2, 8, 4]]
+    want = VisionLayout.from_grid(grid, window_size=56)
+    for same in (grid, torch.tensor(grid)):
+        with torch.device("meta"):
+            assert VisionLayout.from_grid(same, window_size=56) == want
+            assert VisionLayout.from_grid([]).num_patches == 0

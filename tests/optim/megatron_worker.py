@@ -133,6 +133,21 @@ def load_other(engine: Any, case: dict[str, Any], options: dict[str, Any]) -> No
     engine.optimizer.reload_model_params()
 
 
+def check_counting_zeros_is_refused(engine: Any) -> None:
+    """Megatron counts them in gradients of masters, which offloaded ones have not."""
+    from vlmkernels.integrations.megatron import offload
+
+    for part in parts(engine)[:1]:
+        part.config.log_num_zeros_in_grad = True
+        try:
+            offload(engine.optimizer, 0.5)
+        except ValueError as error:
+            assert "doesn't work together with log_num_zeros_in_grad" in str(error)
+        else:
+            raise AssertionError("zeros were counted in gradients that are not there")
+        part.config.log_num_zeros_in_grad = False
+
+
 def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     from vlmkernels.integrations.megatron import check_masters, offload
 
@@ -142,6 +157,8 @@ def build(case: dict[str, Any], backend: device.Backend) -> tuple[Any, int]:
     options = dict(gradients=case.get("gradients"), bucket_bytes=20_000, transfers=transfers)
     if case.get("touched") != "unseen":
         options["early"] = True
+    if fractions and not case.get("offload"):
+        check_counting_zeros_is_refused(engine)
     if case.get("load") and fractions:  # the state goes where it will be
         offload(engine.optimizer, fractions[0], **options)
     if case.get("offload"):

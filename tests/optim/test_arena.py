@@ -22,6 +22,17 @@ from vlmkernels.optim import HybridDeviceOptimizer, PinnedArena
 from vlmkernels.optim.transfer import HostTransfers
 
 
+def test_a_shape_that_is_none_is_refused():
+    arena = PinnedArena(slab_bytes=1 << 16)
+    with pytest.raises(ValueError, match="shape is .-2, 40.; no size may be negative"):
+        arena.empty((-2, 40), torch.float32)
+    with pytest.raises(TypeError, match="integer"):
+        arena.empty((2, 2.5), torch.float32)  # type: ignore[arg-type]
+    assert arena.used_bytes == 0
+    tensor = arena.zeros(8, torch.float32)
+    assert arena.used_bytes == 64 and not tensor.any()
+
+
 def test_tensors_do_not_overlap_and_return_their_memory():
     arena = PinnedArena(slab_bytes=1 << 16)
     held: dict[int, tuple[torch.Tensor, int]] = {}

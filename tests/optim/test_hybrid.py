@@ -282,6 +282,21 @@ def test_clipping():
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-12)
 
 
+def test_a_norm_that_is_nan_clips_as_torchs_does():
+    """Gradients of 100 beside a NaN do not go through unclipped."""
+    results = []
+    for kind in (HybridDeviceOptimizer, torch.optim.AdamW):
+        params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+        params[0].grad, params[1].grad = torch.full((4,), 100.0), torch.tensor([float("nan")] * 4)
+        clips = kind is HybridDeviceOptimizer
+        optimizer = kind(params, lr=0.1, **({"max_norm": 1.0} if clips else {}))
+        if not clips:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        results.append([optimizer.state[p]["exp_avg"] for p in params])
+    torch.testing.assert_close(*results, equal_nan=True)
+
+
 def test_small_gradients_are_not_made_larger():
     model, data = Model(), batches(2)
     other = copy.deepcopy(model)

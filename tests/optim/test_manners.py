@@ -216,6 +216,15 @@ def test_what_is_no_state_of_adam(make: Callable[..., Any]) -> None:
         ),
         "steps": ({**before, "state": {0: {**before["state"][0], "step": "ten"}}}, "step is ten"),
     }
+    moment = before["state"][0]["exp_avg"]
+    for kind, x in (
+        ("on meta", moment.to("meta")),
+        ("sparse", moment.to_sparse()),
+        ("complex", moment.to(torch.complex64)),
+    ):
+        values = {**before["state"][0], "exp_avg_sq": moment.abs() + 1, "exp_avg": x}
+        groups = [{**before["param_groups"][0], "lr": 9.0}]
+        bad[kind] = ({"state": {0: values}, "param_groups": groups}, "must be dense real numbers")
     for name, (state, message) in bad.items():
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(state)

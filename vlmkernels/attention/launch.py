@@ -8,6 +8,7 @@ and write one gradient of the projection.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +91,8 @@ def check_vision(qkv: Tensor, table: Tensor, cu_seqlens: Tensor, order: Tensor |
     ):
         if x is None:
             continue
-        if x.dtype != dtype or x.device != qkv.device or (shape and list(x.shape) != shape):
+        fits = list(x.shape) == shape if shape else x.dim() == 1 and len(x) > 0
+        if x.dtype != dtype or x.device != qkv.device or not fits:
             raise ValueError(
                 f"{name} is {describe(x)}; qkv {list(qkv.shape)} on {qkv.device} needs "
                 f"{str(dtype)[6:]} {shape or '[n + 1]'} there"
@@ -265,6 +267,15 @@ def _run(
     check_device(kernel, q)
     tokens, heads, head_dim = q.shape[0], q.shape[1:-1].numel(), q.shape[-1]
     segments = cu_seqlens.shape[0] - 1
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be a finite number")
+    rows, stats = (tokens, heads, head_dim), (2, heads, tokens)
+    if softmax_stats.shape != stats or any(x.shape != rows for x in (out, *gradients[:1])):
+        shapes = ", ".join(str(list(x.shape)) for x in (*gradients[:1], out, softmax_stats))
+        raise ValueError(
+            f"dout, out and softmax_stats are {shapes}; the forward pass gave {list(rows)} and "
+            f"{list(stats)}"
+        )
     if kernel != "cpu" and segments == 0 and tokens > 0:  # no kernel would see it
         raise ValueError(
             f"cu_seqlens has one element and names no segment; it must end at {tokens}, the number "
@@ -391,7 +402,10 @@ def _vision_forward(
 
 
 def _vision_gradient(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(qkv)  # in qkv's own order of dimensions, so that no copy follows
+    """In qkv's own order of dimensions, so that no copy follows, but where its heads overlap: then
+    a head's elements would not lie side by side."""
+    dqkv = torch.empty_like(qkv)
+    return dqkv if dqkv.stride(-1) == 1 else qkv.new_empty(qkv.shape)
 
 
 def _vision_backward(
@@ -449,7 +463,7 @@ def _qkv_forward(
 
 
 def _qkv_gradient(dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(qkv)
+    return torch.empty_like(_dense(qkv))
 
 
 def _qkv_backward(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vlmkernels._native import (
     DTYPES,
+    check_in_place,
     check_tensor,
     define,
     launch,
@@ -25,8 +26,8 @@ from vlmkernels._native import (
 )
 from vlmkernels.embedding.gradients import visual_grad
 from vlmkernels.embedding.lookup import (
-    check_in_place,
     check_index,
+    check_launch,
     check_used,
     check_visual,
     overlap,
@@ -57,6 +58,7 @@ def _run(
         raise ValueError(
             "visual lies in the memory of hidden, which is written; pass visual.clone()"
         )
+    check_launch(hidden, visual, visual_index, first)
     visual, visual_index = visual.contiguous(), visual_index.contiguous()
     launch(
         "embedding_add",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vlmkernels import _native
-from vlmkernels._native import DTYPES, check_tensor, define, launch, pointer
+from vlmkernels._native import DTYPES, check_tensor, define, describe, launch, pointer
 
 #: Devices whose reduction writes the rows without a position as well.
 CLEARS_ROWS = ("cpu",)
@@ -32,6 +32,12 @@ CLEARS_ROWS = ("cpu",)
 def _visual_grad(
     grad: Tensor, visual_index: Tensor, first: int, visual_rows: int, dtype: torch.dtype
 ) -> Tensor:
+    check_tensor("visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1)
+    if not 0 <= first <= len(visual_index) - len(grad):
+        raise ValueError(
+            f"grad has {len(grad)} rows from position {first} on, but visual_index "
+            f"{len(visual_index)} positions"
+        )
     grad, visual_index = grad.contiguous(), visual_index.contiguous()
     inverse = visual_index.new_full((visual_rows,), -1)
     out = grad.new_empty(visual_rows, grad.shape[1], dtype=dtype)
@@ -143,6 +149,12 @@ def _weight_grad_into(
     first: int,
     padding_idx: int,
 ) -> None:
+    check_tensor("main_grad", main_grad, dtypes=[torch.float32], shape="[V, h]", dim=2)
+    if main_grad.shape[1] != grad.shape[1] or not main_grad.is_contiguous():
+        raise ValueError(
+            f"main_grad is {describe(main_grad)} with strides {main_grad.stride()}; a gradient "
+            f"{list(grad.shape)} needs contiguous rows of as many elements"
+        )
     grad = grad.contiguous()
     sizes = (vocab_start, main_grad.shape[0], first, padding_idx)
     keys, order = _sorted(grad, input_ids, visual_index, *sizes)

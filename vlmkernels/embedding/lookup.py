@@ -23,8 +23,10 @@ from torch import Tensor
 
 from vlmkernels._native import (
     DTYPES,
+    check_in_place,
     check_tensor,
     define,
+    describe,
     launch,
     main_grad_of,
     once,
@@ -96,6 +98,30 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return bool(one.numel() and other.numel()) and begin < other_end and other_begin < end
 
 
+def check_launch(
+    out: Tensor,
+    visual: Tensor | None,
+    visual_index: Tensor,
+    first: int,
+    input_ids: Tensor | None = None,
+) -> None:
+    """What memory safety rests on, for who calls an op without its function: out [R, h]."""
+    check_index(visual_index, out.device)
+    if visual is not None:
+        check_visual(visual, out, "out", any_dtype=True)
+    shape = f"[{len(visual_index)}]"
+    if input_ids is not None:
+        check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape=shape, dim=1)
+    rows = out.shape[:-1].numel()
+    if not 0 <= first <= len(visual_index) - rows or not out.is_contiguous():
+        raise ValueError(
+            f"rows are {describe(out)} from position {first} on; they must be contiguous and no "
+            f"more than visual_index has behind it, which is {list(visual_index.shape)}"
+        )
+    if input_ids is not None and len(input_ids) != len(visual_index):
+        raise ValueError(f"input_ids is {list(input_ids.shape)}; it must be {shape}")
+
+
 def _run(
     input_ids: Tensor | None,
     base: Tensor,
@@ -106,6 +132,7 @@ def _run(
     vocab_start: int = 0,
     partial: bool = False,
 ) -> None:
+    check_launch(out, visual, visual_index, first, input_ids)
     input_ids = None if input_ids is None else input_ids.contiguous()
     visual = None if visual is None else visual.contiguous()
     visual_index = visual_index.contiguous()
@@ -329,18 +356,6 @@ def check_visual(visual: Tensor, like: Tensor, name: str, *, any_dtype: bool = F
             f"visual has rows of {visual.shape[1]} elements; they must be as long as {name}'s, "
             f"{like.shape[-1]}"
         )
-
-
-def check_in_place(name: str, x: Tensor, instead: str) -> None:
-    because = None
-    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
-        because = "a leaf that requires a gradient"
-    elif not x.is_contiguous():
-        because = "not contiguous"
-    elif not torch.compiler.is_compiling() and x.is_neg():  # which can't be traced
-        because = "a negated view"
-    if because:
-        raise ValueError(f"{name} is {because}, so it can't be written in place; {instead}")
 
 
 def _check_scatter(

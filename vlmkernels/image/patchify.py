@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, check, check_tensor, define, launch, pointer
+from vlmkernels._native import DTYPES, check, check_tensor, define, describe, launch, pointer
 
 _CPU = torch.device("cpu")
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -64,14 +64,20 @@ def _table(
 ) -> Tensor:
     """[3, 256]: the normalised value of each byte. The reference rescales in float64, rounds to
     float32 and normalises in float32."""
-    values = (torch.arange(256, dtype=torch.float64) * factor).float()
-    means, stds = torch.tensor(mean)[:, None], torch.tensor(std)[:, None]
-    return ((values - means) / stds).to(dtype).contiguous()
+    values = (torch.arange(256, dtype=torch.float64, device=_CPU) * factor).float()
+    means, stds = (torch.tensor(x, dtype=torch.float32, device=_CPU) for x in (mean, std))
+    return ((values - means[:, None]) / stds[:, None]).to(dtype).contiguous()
 
 
 def _run(
     frames: Tensor, table: Tensor, out: Tensor, patch: int, temporal: int, merge: int, threads: int
 ) -> None:
+    values = frames.numel() * temporal * -(-len(frames) // temporal) // max(len(frames), 1)
+    if table.shape != (3, 256) or table.dtype != out.dtype or out.numel() != values:
+        raise ValueError(
+            f"table is {describe(table)} and out {describe(out)}; they must be [3, 256] and "
+            f"{values} elements of one dtype"
+        )
     frames = frames.contiguous()
     launch(
         "patchify",
@@ -158,13 +164,15 @@ def patchify(
     )
     if out is None:
         check(dtype in DTYPES, f"dtype is {dtype}; it must be float32, bfloat16 or float16")
-        out = torch.empty(shape, dtype=dtype)
+        out = torch.empty(shape, dtype=dtype, device=_CPU)
     check_tensor("out", out, dtypes=DTYPES, shape="[P, values]", dim=2, device=_CPU)
     if out.shape != shape or not out.is_contiguous():
         raise ValueError(
             f"out has shape {list(out.shape)} and strides {tuple(out.stride())}; it must be "
             f"{list(shape)} and contiguous"
         )
-    table = _table(tuple(mean), tuple(std), rescale_factor, out.dtype)
+    # Under a mode (FakeTensorMode) the table is of that mode's kind, and for this call only.
+    table_of = _table.__wrapped__ if torch._C._len_torch_dispatch_stack() else _table
+    table = table_of(tuple(mean), tuple(std), rescale_factor, out.dtype)
     _patchify(frames, table, out, patch_size, temporal_patch_size, merge_size, threads)
     return out

@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from vlmkernels._native import check, check_tensor, define, launch, pointer
+from vlmkernels._native import check, check_tensor, define, describe, launch, pointer
 
 _CPU = torch.device("cpu")
 
@@ -42,6 +42,8 @@ def pillow_major() -> int:
 
 
 def _run(frames: Tensor, out: Tensor, pillow: int, threads: int) -> None:
+    if out.dim() != 4 or (len(out), out.shape[3], out.dtype) != (len(frames), 3, frames.dtype):
+        raise ValueError(f"out is {describe(out)}; it must be uint8 [{len(frames)}, H, W, 3]")
     frames = frames.contiguous()
     sizes = (*frames.shape, *out.shape[1:3], pillow, threads)
     launch("resize", frames, pointer(frames), pointer(out), *sizes)
@@ -96,7 +98,7 @@ def resize(
         check(size < 2**24, f"a side of {name} has {size} pixels; at most {2**24 - 1} are taken")
     shape = (len(frames), height, width, 3)
     if out is None:
-        out = torch.empty(shape, dtype=torch.uint8)
+        out = torch.empty(shape, dtype=torch.uint8, device=_CPU)
     check_tensor("out", out, dtypes=[torch.uint8], shape="[T, H, W, 3]", dim=4, device=_CPU)
     if out.shape != shape or not out.is_contiguous():
         raise ValueError(

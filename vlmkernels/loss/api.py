@@ -17,6 +17,7 @@ from vlmkernels._native import (
     main_grad_of,
     no_rows,
     once,
+    saved_tensor_hooks,
     without_transforms,
 )
 from vlmkernels.loss import op
@@ -44,6 +45,7 @@ class _Loss(torch.autograd.Function):
         ctx.main_grad = main_grad = main_grad if main_grad is None else main_grad[:valid]
         ctx.count = (targets != settings[0]).sum()
         ctx.now = expected is not None and any(wanted)
+        ctx.spent = False  # whether what the forward added to main_grad has had its backward
         scale = _row_scale(ctx, expected, targets) if expected is not None and ctx.now else None
         losses, stats, *gradients = op.linear_cross_entropy(
             *(hidden, weight[:valid], targets, scale, None, main_grad if ctx.now else None),
@@ -63,7 +65,10 @@ class _Loss(torch.autograd.Function):
         # Under create_graph all is computed again, by an op that refuses to be differentiated.
         again = not ctx.now or torch.is_grad_enabled()
         on_cuda = grad.device.type == "cuda"  # torch 2.6 compiles no grad.is_cuda
-        if ctx.now and ctx.main_grad is not None:
+        if ctx.main_grad is not None and ctx.spent:  # by a backward that retained the graph
+            again = True
+        elif ctx.now and ctx.main_grad is not None:
+            ctx.spent = True
             message = (
                 "the gradient of the loss is not grad_scale, with which weight.main_grad "
                 "was added to in the forward pass; give the right one, or no grad_scale"
@@ -73,7 +78,7 @@ class _Loss(torch.autograd.Function):
             elif not _same(grad, expected):
                 raise ValueError(message)
         elif ctx.now and ((on_cuda and grad.dim() == 0) or not _same(grad, expected)):
-            again = again or ctx.reduction == "none"
+            again = again or ctx.reduction == "none" or hidden.dtype == torch.float16
             if not again:
                 gradients = [g * (grad / expected) for g in gradients]
         if again:
@@ -174,26 +179,32 @@ def _expected(
     reduction: Reduction,
     into_main_grad: bool,
     targets: Tensor,
-    device: torch.device,
+    hidden: Tensor,
 ) -> Tensor | None:
     """The result's gradient if it is known in the forward pass."""
     if grad_scale is None:
-        known = reduction != "none" and not into_main_grad
-        return torch.ones((), device=device) if known else None
-    if not isinstance(grad_scale, Tensor):
-        if not isinstance(grad_scale, (int, float)) or not 0 < abs(grad_scale) < math.inf:
-            raise ValueError(f"grad_scale is {grad_scale!r}; it must be a finite number, not 0")
-        return torch.full((), float(grad_scale), device=device)
+        # In float16 gradients for 1 may be 0, for the 65,536 of a GradScaler not.
+        if reduction == "none" or into_main_grad or hidden.dtype == torch.float16:
+            return None
+        return torch.ones((), dtype=torch.float32, device=hidden.device)
+    if isinstance(grad_scale, Tensor):
+        known = grad_scale.detach()
+    elif isinstance(grad_scale, (int, float)) and 0 < abs(grad_scale) < math.inf:
+        known = torch.full((), grad_scale, dtype=torch.float32, device=hidden.device)
+    else:
+        raise ValueError(f"grad_scale is {grad_scale!r}; it must be a finite number, not 0")
     shapes = [(), tuple(targets.shape)] if reduction == "none" else [()]
-    if tuple(grad_scale.shape) not in shapes or grad_scale.dtype != torch.float32:
-        kind = str(grad_scale.dtype)[6:]
+    if tuple(known.shape) not in shapes or known.dtype != torch.float32:
+        kind = str(known.dtype)[6:]
         raise ValueError(
-            f"grad_scale is {kind} {list(grad_scale.shape)}; it must be a number or float32 "
+            f"grad_scale is {kind} {list(known.shape)}; it must be a number or float32 "
             + " or ".join(str(list(shape)) for shape in shapes)
         )
     if torch.compiler.is_compiling() and reduction == "none":
         return None
-    return grad_scale.detach()
+    if into_main_grad and saved_tensor_hooks():  # of a checkpoint, which runs the forward again
+        return None
+    return known
 
 
 # ---- public function -----------------------------------------------------------------------------
@@ -248,9 +259,10 @@ def linear_cross_entropy(
         grad_scale: the gradient that the result will get in the backward pass, if it is known: a
             number, or float32 [] or, with "none", [T]. Gradients are then computed in the forward
             pass: three products a row instead of four. Without it this is so for "mean" and "sum"
-            with "dense", for a gradient of 1; one of another value multiplies what is there.
-            With "main_grad" another gradient is an error: **weight.main_grad is added to in the
-            forward pass**.
+            with "dense" in float32 and bfloat16, for a gradient of 1; one of another value
+            multiplies what is there. With "main_grad" another gradient is an error:
+            **weight.main_grad is added to in the forward pass**, but under hooks of saved tensors
+            (a checkpoint that is not reentrant) in the backward pass.
         label_smoothing: as torch.nn.functional.cross_entropy's.
         z_loss: this times the square of the row's log-sum-exp is added to each loss.
 
@@ -291,7 +303,7 @@ def linear_cross_entropy(
         raise ValueError(f"weight_grad is {weight_grad!r}; it must be 'dense' or 'main_grad'")
     wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     main_grad = main_grad_of(weight) if weight_grad == "main_grad" else None
-    expected = _expected(grad_scale, reduction, main_grad is not None, targets, device)
+    expected = _expected(grad_scale, reduction, main_grad is not None, targets, hidden)
     flags = *wanted, main_grad is not None
     valid, *sizes = _check_classes(hidden, weight, group, vocab_range, flags)
     name = "" if group is None else group.group_name

@@ -133,6 +133,8 @@ def _run(
     hidden may be a part of the T tokens, the same number on each rank of the group, in its order.
     targets in host memory: nothing here waits for the device.
     """
+    if not group and classes > len(weight):
+        raise ValueError(f"weight has {len(weight)} rows; it must have {classes}, one for a class")
     rows = (targets != ignore_index).nonzero()[:, 0]
     labels = targets[rows].long()
     _check_labels(labels, rows, classes, ignore_index)

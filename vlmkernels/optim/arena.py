@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import operator
 import os
 import threading
 import weakref
@@ -119,8 +120,12 @@ class PinnedArena:
 
         Raises:
             RuntimeError: memory is short, or can't be page-locked.
+            ValueError: a negative size.
+            TypeError: a size that is no integer.
         """
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        shape = tuple(map(operator.index, (shape,) if isinstance(shape, int) else shape))
+        if any(size < 0 for size in shape):
+            raise ValueError(f"shape is {shape}; no size may be negative")
         wanted = math.prod(shape) * dtype.itemsize
         if wanted == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")

@@ -455,7 +455,8 @@ class HybridDeviceOptimizer(AdamBase):
         if self.max_norm is None or self.last_grad_norm is None:
             return grad_scale
         # As torch.nn.utils.clip_grad_norm_ has it, which also never makes gradients larger.
-        return grad_scale * min(1.0, self.max_norm / (self.last_grad_norm + 1e-6))
+        # A norm that is NaN makes all of them NaN: min returns its first argument then.
+        return grad_scale * min(self.max_norm / (self.last_grad_norm + 1e-6), 1.0)
 
     # ---- saving and loading ----------------------------------------------------------------------
 

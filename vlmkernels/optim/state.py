@@ -180,6 +180,15 @@ def check_shapes(state: dict[str, Any], param: Tensor, name: str = "the loaded {
         missing = [key for key in form if key not in state]
         if 0 < len(missing) < len(form):
             raise ValueError(f"{name.format(missing[0])} is missing")
+    for key in (*ALL_MOMENTS, "master"):
+        x = state.get(key)
+        if isinstance(x, Tensor) and (
+            x.layout != torch.strided or x.is_meta or x.dtype.is_complex or x.is_quantized
+        ):
+            raise ValueError(
+                f"{name.format(key)} is {describe(x)}, {x.layout}; it must be dense real numbers "
+                "in memory"
+            )
     for key in (*MOMENTS, *CODES, "master"):
         if key in state and getattr(state[key], "shape", None) != param.shape:
             raise ValueError(

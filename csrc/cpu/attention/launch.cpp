@@ -99,11 +99,15 @@ void check_segments(const AttentionParams& p) {
                                 std::to_string(p.tokens));
   }
   if (!p.order) return;
-  const auto bounds = std::minmax_element(p.order, p.order + p.tokens);
-  if (p.tokens > 0 && (*bounds.first < 0 || *bounds.second >= p.tokens)) {
-    throw std::invalid_argument("window_order runs from " + std::to_string(*bounds.first) + " to " +
-                                std::to_string(*bounds.second) + "; it must be a permutation of " +
-                                std::to_string(p.tokens) + " patches");
+  std::vector<char> seen(static_cast<size_t>(p.tokens));
+  for (int64_t i = 0; i < p.tokens; ++i) {
+    const int64_t place = p.order[i];
+    if (place < 0 || place >= p.tokens || seen[place]) {
+      throw std::invalid_argument("window_order has " + std::to_string(place) + " at element " +
+                                  std::to_string(i) + "; it must be a permutation of " +
+                                  std::to_string(p.tokens) + " patches");
+    }
+    seen[place] = 1;
   }
 }
 

@@ -6,6 +6,7 @@
 // once and written twice.
 #include "cpu/image/patchify.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace vlmk {
@@ -35,9 +36,9 @@ void rows(const PatchifyParams& p) {
   const int64_t slices = (p.frames + steps - 1) / steps;
   const T* table = static_cast<const T*>(p.table);
   // One task is a band of merged patches: consecutive rows, written in order.
-#pragma omp parallel for schedule(static) \
-    num_threads(static_cast<int>(p.threads)) if (p.threads > 1)
-  for (int64_t band = 0; band < slices * down; ++band) {
+  const int64_t bands = slices * down, threads = std::max<int64_t>(std::min(p.threads, bands), 1);
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (threads > 1)
+  for (int64_t band = 0; band < bands; ++band) {
     const int64_t slice = band / down, top = band % down * merge * side;
     T* out = static_cast<T*>(p.out) + band * across * merge * merge * row;
     for (int64_t i = 0; i < across * merge * merge; ++i, out += row) {

@@ -107,6 +107,7 @@ def _check(part: Any) -> None:
         "Megatron-FSDP": part.ddp_config.use_megatron_fsdp,
         "use_precision_aware_optimizer": part.config.use_precision_aware_optimizer,
         "reuse_grad_buf_for_mxfp8_param_ag": part.config.reuse_grad_buf_for_mxfp8_param_ag,
+        "log_num_zeros_in_grad": part.config.log_num_zeros_in_grad,  # reads gradients of masters
     }
     for name, used in unusable.items():
         if used:

@@ -52,6 +52,7 @@ from vlmkernels.integrations.transformers.modules import (
     Model,
     PatchEmbed,
     VisionAttention,
+    check_forward,
     check_restorable,
     replace,
     restore,
@@ -95,7 +96,9 @@ def enable(
             attentions = _vision_attentions(host)
             _check_rotation(attentions[0])
             for attention in attentions:
+                check_forward(attention, "vision")
                 replace(attention, VisionAttention)
+            check_forward(host.visual.patch_embed, "vision")
             replace(host.visual.patch_embed, PatchEmbed)
         text = host.language_model
         language &= "sliding_attention" not in (getattr(text.config, "layer_types", ()) or ())
@@ -155,6 +158,7 @@ def _with_head(model: nn.Module, host: nn.Module) -> list[nn.Module]:
     whole = [m for m in model.modules() if m._modules.get("model") is host]
     whole = [m for m in whole if "lm_head" in m._modules]
     for module in whole:
+        check_forward(module, "loss")
         if output_class(getattr(type(module), "original", type(module))) is None:
             raise ValueError(
                 f"{type(module).__name__}.forward does not say what it returns: this version of "
@@ -191,6 +195,7 @@ def _check_deepstack(host: Any) -> None:
     """
     if not hasattr(host.visual, "deepstack_merger_list"):
         return
+    check_forward(host, "embedding")
     positions = getattr(host, "compute_3d_position_ids", None)
     result = output_class(type(host))
     if (

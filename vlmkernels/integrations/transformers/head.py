@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import typing
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,13 +52,37 @@ class ModelWithLoss(Replacement):
         return_dict = kwargs.pop("return_dict", None)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
+        with_routers = _with_routers(self, kwargs)
         outputs = self.model(**kwargs, return_dict=True)
         kind = output_class(self.original)
         assert kind is not None
         values = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(kind)}
-        values |= {"loss": _loss(outputs.last_hidden_state, weight, labels, kwargs), "logits": None}
+        loss = _loss(outputs.last_hidden_state, weight, labels, kwargs)
+        if with_routers:
+            aux_loss = _aux_loss(self, outputs.router_logits, kwargs.get("attention_mask"))
+            loss = loss + self.config.text_config.router_aux_loss_coef * aux_loss.to(loss.device)
+            values["aux_loss"] = aux_loss
+        values |= {"loss": loss, "logits": None}
         result = kind(**values)
         return result if return_dict else (result.loss, None, *result.to_tuple()[1:])
+
+
+def _with_routers(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the loss has that of a mixture of experts' routers; their logits are asked for."""
+    if "output_router_logits" not in inspect.signature(model.original.forward).parameters:
+        return False
+    asked = kwargs.get("output_router_logits")
+    asked = model.config.text_config.output_router_logits if asked is None else asked
+    kwargs["output_router_logits"] = asked
+    return bool(asked)
+
+
+def _aux_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
+    """transformers' own, from the module that the model's class stands in."""
+    text = model.config.text_config
+    loss = sys.modules[model.original.__module__].load_balancing_loss_func  # type: ignore[attr-defined]
+    experts = text.num_experts, text.num_experts_per_tok
+    return cast(Tensor, loss(router_logits, *experts, attention_mask))
 
 
 def output_class(original: Any) -> Any:
@@ -106,6 +131,8 @@ def _loss(hidden: Tensor, weight: Tensor, labels: Tensor, kwargs: dict[str, Any]
     if count is None:
         return linear_cross_entropy(x, weight, targets, ignore_index=ignore_index)
     count = count.to(x.device) if isinstance(count, Tensor) else count
-    scale = (torch.ones((), device=x.device) / count).float().reshape(())
+    scale = None
+    if x.dtype != torch.float16:  # whose gradients a GradScaler multiplies
+        scale = (torch.ones((), dtype=torch.float32, device=x.device) / count).float().reshape(())
     options: Any = dict(ignore_index=ignore_index, reduction="sum", grad_scale=scale)
     return linear_cross_entropy(x, weight, targets, **options) / count

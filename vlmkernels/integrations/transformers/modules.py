@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 from types import MethodType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.utils import can_return_tuple
@@ -71,7 +74,7 @@ def replace(module: nn.Module, replacement: Any) -> None:
     Raises:
         ValueError: something else has replaced the module's forward.
     """
-    if "forward" in vars(module) and not _hooked(module):
+    if _wrapped(module):
         raise ValueError(
             f"the forward of a {type(module).__name__} was replaced by something else; call "
             "enable(model) before that"
@@ -80,18 +83,52 @@ def replace(module: nn.Module, replacement: Any) -> None:
     _change_class(module, _combined(replacement, original))
 
 
-def check_restorable(module: Any) -> None:
-    """Nothing stands before the class that `replace` gave.
+def check_forward(module: nn.Module, part: str) -> None:
+    """The forward that a replacement of this part of `enable` stands in for is transformers' own.
 
     Raises:
-        ValueError: something does, such as fully_shard's.
+        ValueError: it is a subclass's, or one put in its place.
     """
-    if isinstance(module, Replacement) and type(module) is not _combined(
-        module.replacement, module.original
-    ):
+    kind = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    of_module = getattr(sys.modules[kind.__module__], "__file__", None)
+    forward = vars(kind)["forward"]
+    while hasattr(forward, "__wrapped__"):  # by decorators of transformers and torch
+        own = _file_of(forward).startswith(_LIBRARIES) or _file_of(forward) == of_module
+        forward = forward.__wrapped__ if own else None
+    overrides = any("forward" in vars(c) for c in kind.__mro__[1:] if c is not nn.Module)
+    if overrides or _file_of(forward) != of_module:
+        raise ValueError(
+            f"{kind.__name__}.forward is not transformers' own and would not run; use "
+            f"enable(model, {part}=False)"
+        )
+
+
+#: Where functions come from that may be around a forward of transformers.
+_LIBRARIES = tuple(os.path.dirname(str(library.__file__)) for library in (transformers, torch))
+
+
+def _file_of(function: Any) -> str:
+    return getattr(getattr(function, "__code__", None), "co_filename", "")
+
+
+def check_restorable(module: Any) -> None:
+    """Nothing stands before the class that `replace` gave, or holds its forward.
+
+    Raises:
+        ValueError: something does, such as fully_shard's class or accelerate's mixed precision.
+    """
+    if not isinstance(module, Replacement):
+        return
+    if type(module) is not _combined(module.replacement, module.original):
         raise ValueError(
             f"the class of a {type(module).__name__} was changed after enable(model); enable and "
             "disable it before that"
+        )
+    if _wrapped(module):
+        raise ValueError(
+            f"the forward of a {type(module).__name__} was wrapped after enable(model), by "
+            "accelerate or a Trainer; take that back before it is enabled again or disabled: "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)"
         )
 
 
@@ -99,6 +136,16 @@ def restore(module: nn.Module) -> None:
     """Give a module back its class, if `replace` has changed it."""
     if isinstance(module, Replacement):
         _change_class(module, module.original)
+
+
+def _wrapped(module: nn.Module) -> bool:
+    """Whether a forward that nobody knows stands before that of the module's class."""
+    return not (_is_own(vars(module).get("forward"), module) or _hooked(module))
+
+
+def _is_own(forward: Any, module: nn.Module) -> bool:
+    """accelerate leaves the class's own behind, bound, when it unwraps a model."""
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -109,6 +156,8 @@ def _hooked(module: nn.Module) -> bool:
 
 def _change_class(module: nn.Module, to: Any) -> None:
     hooked = _hooked(module)
+    if _is_own(vars(module).get("forward"), module):
+        vars(module).pop("forward", None)
     module.__class__ = to
     if hooked:
         module._old_forward = MethodType(to.forward, module)
@@ -313,6 +362,7 @@ def _embeddings(
     """[B, S, h] of ids [B, S]: words, with the visual rows at their placeholders; and the row at
     each position, int32 [B * S]."""
     counts = None if torch.compiler.is_compiling() else [len(r) for r in rows]
+    ids = ids.long()  # torch's embedding takes int32 too
     index = visual_index(ids.reshape(-1), tokens, counts, separate=True)
     table = model.get_input_embeddings()
     if is_plain(table, nn.Embedding) and _is_table(table):
