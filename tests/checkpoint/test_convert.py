@@ -286,6 +286,13 @@ def test_command_line(models, tmp_path, capsys):
         (run, ["exists", "--overwrite"]),
         (["convert", "reshard", "--source", source, "--target", back], ["no Megatron checkpoint"]),
         (["convert", "hf-to-megatron", "--source", a, "--target", back], ["reshard"]),
+        ([*run, "--logits=no"], ["convert hf-to-megatron has no use for --logits"]),
+        (
+            ["convert", "megatron-to-hf", "--source", a, "--target", back, "--parallel.tensor=2"],
+            ["convert megatron-to-hf has no use for --parallel"],
+        ),
+        (["convert", "verify", "--source", a, "--target", back, "--dtype=bf16"], ["for --dtype"]),
+        (["convert", "verify", "--source", a, "--target", back, "--overwrite"], ["--overwrite;"]),
         (["convert", "upside-down"], ["upside-down", "hf-to-megatron"]),
         ([*run[:-1], back + "2", "--parallel.tensor", "3"], ["parallel.tensor 3"]),
     ):

@@ -11,6 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from tests.data.helpers import IMAGE_LIMITS, save_image, write_json, write_model_folder
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.sources import SourceSpec
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
@@ -101,3 +102,17 @@ def test_boxes_that_fit_no_image(
     path = write_json(tmp_path / "c.json", [record])
     with pytest.raises(DataError, match=f"c.json: sample 's': .*{said}"):
         scan_sources([path], processor, processor.spec, 2000)
+
+
+def test_marks_of_boxes_kept_as_text_beside_names(tmp_path: Path, processor: Processor) -> None:
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<bbox> <ref-object>"},
+    ]
+    record = {"messages": turns, "objects": {"ref": ["dog"]}}
+    path = write_json(tmp_path / "c.json", [record])
+    index = scan_sources(
+        [SourceSpec(str(path), ignored=("<bbox>",))], processor, processor.spec, 99
+    )
+    ids = processor.encode(index.load(0), ()).input_ids
+    assert "assistant\n<bbox> dog<|im_end|>" in processor.template.tokenizer.decode(ids)

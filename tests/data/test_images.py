@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from PIL import Image, ImageOps
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as reference
 
 from tests.data.helpers import IMAGE_LIMITS, save_image
-from vlmtrain.core.spec import ModelSpec
+from tests.data.test_videos import write_video
+from vlmtrain.core.spec import MediaKind, ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.media.images import (
     ImageSettings,
@@ -25,6 +27,7 @@ from vlmtrain.data.media.images import (
     smart_resize,
 )
 from vlmtrain.data.media.images import resize as resize_image
+from vlmtrain.data.media.videos import VideoSettings, load_frames, probe_media
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
 
@@ -108,18 +111,42 @@ def test_the_content_says_what_a_file_is(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(actual), np.asarray(Image.open(path)))
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_exif_orientation_is_applied_as_load_image_does(orientation: int, tmp_path: Path) -> None:
+def test_exif_orientation_is_applied_as_load_image_does(
+    suffix: str, orientation: int, tmp_path: Path
+) -> None:
     from transformers.image_utils import load_image as reference_load
 
-    path = tmp_path / "a.jpg"
+    path = tmp_path / f"a.{suffix}"
     exif = Image.Exif()
     exif[0x0112] = orientation
     Image.open(save_image(tmp_path / "b.png", 90, 50)).save(path, exif=exif)
-    ours = load_image(FileRange(str(path)), SAMPLE, "a.jpg")
+    ours = load_image(FileRange(str(path)), SAMPLE, path.name)
     np.testing.assert_array_equal(np.asarray(ours), np.asarray(reference_load(str(path))))
-    info = probe_image(Media("image", "a.jpg", (FileRange(str(path)),)), SAMPLE, verify=True)
-    assert info == MediaInfo(*ours.size)
+    upright = (90, 50) if orientation in (1, 3) else (50, 90)
+    assert ours.size == upright
+    for verify in (True, False):
+        info = probe_image(Media("image", path.name, (FileRange(str(path)),)), SAMPLE, verify)
+        assert info == MediaInfo(*upright)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "mp4"])
+def test_a_file_of_another_size_than_was_scanned(suffix: str, tmp_path: Path) -> None:
+    """As many patches in another grid: the rows fit, their positions would not."""
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jpg":
+        save_image(path, 84, 56)
+    else:
+        write_video(path, 4, size=(84, 56))
+    kind: MediaKind = "image" if suffix == "jpg" else "video"
+    media = Media(kind, path.name, (FileRange(str(path)),))
+    videos = VideoSettings(SMALL)
+    info = probe_media(media, SAMPLE, verify=False)
+    assert load_frames(replace(media, info=info), SAMPLE, SMALL, videos).shape[1:3] == (56, 84)
+    turned = replace(info, width=info.height, height=info.width)
+    with pytest.raises(DataError, match=rf"sample 's7': a.{suffix} has another size .*84x56 .*56x"):
+        load_frames(replace(media, info=turned), SAMPLE, SMALL, videos)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 40), st.integers(0, 400))

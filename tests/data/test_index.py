@@ -206,8 +206,9 @@ def test_arguments(data: Path, processor: Processor, spec: ModelSpec) -> None:
         scan_sources([data], processor, spec, 0)
     with pytest.raises(DataError, match="no such file"):
         scan_sources([data.parent / "none.json"], processor, spec, 256)
+    (data.parent / "empty").mkdir()
     with pytest.raises(DataError, match="has no index.jsonl"):
-        scan_sources([data.parent], processor, spec, 256)
+        scan_sources([data.parent / "empty"], processor, spec, 256)
 
 
 def test_aspect_ratio(tmp_path: Path, processor: Processor, spec: ModelSpec) -> None:

@@ -14,6 +14,7 @@ from tests.data.helpers import conversation, open_loader, save_image, write_json
 from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
+from vlmtrain.data.command import build_command
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.media.images import ImageSettings, smart_resize
@@ -149,7 +150,17 @@ def test_text_is_cut_off(long_samples: Path, processor: Processor, spec: ModelSp
     assert torch.equal(pack.labels[:63], full.labels[:63]) and pack.labels[63] == -100
     assert torch.equal(pack.position_ids, full.position_ids[:, :64])
     assert pack.target_tokens == int((pack.labels != -100).sum()) == cut.target_tokens[1]
-    for number, said in ((2, "it has no token to learn"), (3, "cannot be cut off after 64 tokens")):
+    for number, said in (
+        (2, "of its [0-9]+ tokens the first 64 leave nothing to learn; raise --train.pack_length"),
+        (3, "cannot be cut off after 64 tokens"),
+    ):
         write_json(long_samples, records[number : number + 1])
-        with pytest.raises(DataError, match=said):
-            scan_sources([long_samples], processor, spec, 64, too_long="truncate")
+        with pytest.raises(DataError, match=said) as caught:
+            scan_sources([long_samples], processor, spec, 64, too_long="truncate", skip_limit=9)
+        assert caught.value.kind == "too_long"  # and so no bad sample
+
+
+def test_a_pack_of_no_tokens(long_samples: Path, model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="pack_length must be at least 1, got -5"):
+        build_command(long_samples, tmp_path / "s", model_folder, pack_length=-5)
+    assert not (tmp_path / "s").exists()

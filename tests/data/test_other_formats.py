@@ -74,8 +74,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("learned user", {"messages": [{"role": "user", "content": "q", "weight": 1.0}]}, "shall be"),
     ("weight", chat("q", "a") | {"messages": [{"role": "assistant", "content": "a", "weight": -1}]},
      "weight -1; it must be"),
+    ("loss", {"messages": [{"role": "assistant", "content": "a", "loss": 2}]}, "'loss' 2; it must"),
+    ("loss text", {"messages": [{"role": "assistant", "content": "a", "loss": "0"}]}, "'loss' '0'"),
     ("empty answer", chat("q", " "), "turn 1, an answer to learn, is empty"),
     ("no call", {"conversations": [{"from": "function_call", "value": "x"}]}, "no JSON: x"),
+    ("name alone", {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]},
+     "without a 'name' and an object of 'arguments'"),
     ("arguments", {"conversations": [{"from": "function_call", "value": '{"name": "f"}'}]}, "'arg"),
     # Media
     ("url", chat([{"type": "image_url", "image_url": {"url": "http://a/c"}}], "a"), "is a URL"),
@@ -109,6 +113,12 @@ READ: list[tuple[str, dict[str, Any], list[tuple[Any, ...]], list[str]]] = [
         {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "loss": False},
         {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "loss": True}]},
      [("user", "q"), ("assistant", "a", 0.0), *PLAIN], []),
+    ("loss of a table", {"messages": [
+        {"role": "user", "content": "q", "loss": 0},
+        {"role": "assistant", "content": "a", "loss": 0},
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "loss": 0.0},
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "loss": 1}]},
+     [("user", "q"), ("assistant", "a", 0.0), ("user", "q"), ("assistant", "a", 0.0), *PLAIN], []),
     ("openai weight", {"messages": [
         {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]},
      [("user", "q"), ("assistant", "a", 0.0)], []),
@@ -263,6 +273,33 @@ def test_no_key_is_left_out_in_silence(record: Any, at: int, key: str, value: An
     unsaid = (key, value) in [("loss", True), ("loss", 0), ("weight", 0)]  # what holds anyway
     unsaid = unsaid or (key, value) == ("type", "text") and "text" in target
     assert sample != whole or key in HARMLESS or is_empty(value) or unsaid
+
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (chat("q", HALF), "it holds half a character"),
+        (chat("q", "a", note=HALF), "it holds half a character"),
+        (chat("q", "a", **{HALF: 1}), "it holds half a character"),
+        (chat("q", "a", images=[f"http://{HALF}"]), "it holds half a character"),
+        (chat("q", "a", tools=[{**TOOL, "name": HALF}]), "it holds half a character"),
+        (chat("q", "a", tools=json.dumps([{**TOOL, "name": HALF}])), "'tools' must be"),
+        (chat("q", "a", objects=json.dumps({"ref": [HALF]})), "'objects' must be"),
+        ({"conversations": json.dumps(chat("q", HALF)["messages"])}, "its list of turns must be"),
+    ],
+)
+def test_half_a_character_anywhere(record: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=f"^c.json: sample 's1': {said}"):
+        parse({"id": "s1", **record})
+
+
+def test_half_a_character_in_the_id() -> None:
+    with pytest.raises(DataError, match=r"sample '.*ud83d': it holds half a character") as caught:
+        parse({**chat("q", "a"), "id": HALF})
+    str(caught.value).encode()
 
 
 def test_marks_can_be_kept_as_text() -> None:

@@ -86,7 +86,12 @@ def test_video_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         save_image(tmp_path / f"f{i}.png", 30, 30)
     (tmp_path / "notes.txt").write_text("not a frame")
     turns = ("<video>?", "x")
-    for value in (["f0.png", "f1.png"], ".", {"frames": ["f0.png", "f1.png"], "fps": 4}):
+    for value in (
+        ["f0.png", "f1.png"],
+        ".",
+        f"file://{tmp_path}",
+        {"frames": ["f0.png", "f1.png"], "fps": 4},
+    ):
         [media] = one(tmp_path, conversation(*turns, video=value)).media
         assert [Path(part.path).name for part in media.parts] == ["f0.png", "f1.png"]
         assert media.frame_list and media.fps == (4 if isinstance(value, dict) else None)

@@ -227,5 +227,30 @@ def test_patterns_and_folders_of_files(tmp_path: Path) -> None:
         assert {source.weight for source in sources} == {0.5}
     (tmp_path / "p" / "index.jsonl").write_bytes(b"")  # shards
     assert [source.path for source in parse_sources([tmp_path / "p"])] == [str(tmp_path / "p")]
+    (tmp_path / "p" / "shard-000000.tar").write_bytes(b"")
+    # Nothing in a folder is left out: every kind, at any depth.
+    (tmp_path / "p" / "index.jsonl").rename(tmp_path / "p" / "more.jsonl")
+    below = tmp_path / "p" / "below" / "deep"
+    below.mkdir(parents=True)
+    (below / "c.JSON").write_bytes(b"")
+    (below / "photo.jpg").write_bytes(b"")
+    (below / ".info.json").write_bytes(b"")
+    (below / "up").symlink_to(tmp_path / "p")
+    (below.parent / "shards").mkdir()
+    (below.parent / "shards" / "index.jsonl").write_bytes(b"")
+    (below.parent / "shards" / "shard-000000.tar").write_bytes(b"")
+    found = [
+        str(Path(source.path).relative_to(tmp_path / "p"))
+        for source in parse_sources(f"{tmp_path}/p")
+    ]
+    assert found == [
+        "below/deep/c.JSON",
+        "below/shards",
+        "more.jsonl",
+        "shard-000000.tar",
+        "train-1.parquet",
+        "train-2.parquet",
+        "train-10.parquet",
+    ]
     with pytest.raises(DataError, match=r"none-\*.json: no file has such a name"):
         parse_sources(f"{tmp_path}/none-*.json")

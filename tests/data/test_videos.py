@@ -13,11 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.helpers import IMAGE_LIMITS, save_image
+from tests.data.helpers import IMAGE_LIMITS, conversation, save_image, write_json
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.index import scan_sources
 from vlmtrain.data.media.images import ImageSettings
 from vlmtrain.data.media.videos import VideoSettings, load_video, probe_media
+from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
 
 SAMPLE = Sample("clip", (), (), "videos.json")
@@ -56,8 +58,8 @@ def reference_indices(total: int, video_fps: float, fps: float, limits: tuple[in
 @pytest.mark.parametrize("fps", [0.5, 1.0, 2.0, 3.0, 7.5])
 def test_sampling_is_the_reference(fps: float) -> None:
     settings = VideoSettings(ImageSettings(), fps=fps)
-    for total in [2, 3, 4, 5, 9, 17, 48, 100, 250, 999, 4001]:
-        for video_fps in (8.0, 24.0, 30000 / 1001):
+    for total in [*range(2, 1000), *range(1000, 12000, 37)]:
+        for video_fps in (8.0, 24.0, 25.0, 30000 / 1001, 30.0, 60.0):
             info = MediaInfo(72, 48, total, video_fps)
             assert settings.sample(info) == reference_indices(total, video_fps, fps, (4, 768))
 
@@ -93,6 +95,20 @@ def test_decodes_the_sampled_frames(suffix: str, tmp_path: Path) -> None:
     # mpeg4 is lossy: flat greys come back within a few values.
     means = frames.astype(float).mean(axis=(1, 2, 3))
     np.testing.assert_allclose(means, [0, 40, 80, 120], atol=4)
+
+
+def test_a_file_and_a_list_of_it_are_kept_apart(
+    tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    """An animation as a video, and as the one frame of another: neither is taken for the other."""
+    frames = [Image.open(save_image(tmp_path / f"{i}.png", 60, 50, i)) for i in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    records = [conversation("<video>", "x", video=one) for one in ("a.gif", {"frames": ["a.gif"]})]
+    path = write_json(tmp_path / "c.json", records)
+    index = scan_sources([path], processor, spec, 512)
+    assert index.grids[:, 0].tolist() == [2, 1]
+    first, second = (index.load(i).media[0] for i in range(2))
+    assert first.parts == second.parts and first.key != second.key
 
 
 def test_frame_list_uses_every_frame(tmp_path: Path) -> None:

@@ -144,6 +144,12 @@ def test_bad_samples_are_left_out_by_choice(
         assert f"sample {record['id']!r}" in problem
     with pytest.raises(DataError, match="sample 'no answer'"):
         build_shards(source, tmp_path / "t", processor=processor)
+    for only_bad in (bad[:2], bad[3:]):  # found before a shard is written, and while it is
+        write_json(source, only_bad)
+        said = f"c.json: all samples are bad; the last: .*sample '{only_bad[-1]['id']}'"
+        with pytest.raises(DataError, match=said):
+            build_shards(source, tmp_path / "t", skip=True, processor=processor)
+        assert not (tmp_path / "t").exists()
 
 
 def test_a_shard_closes_at_its_size(source: Path, tmp_path: Path) -> None:
@@ -498,6 +504,13 @@ def test_damaged_shards_are_noticed(
     shard.write_bytes(whole[:position] + b'"threE"' + whole[position + 7 :])
     with pytest.raises(DataError, match="index.jsonl: entry 2 is damaged"):
         scan()
+    shard.write_bytes(whole)
+    header, *lines = (target / "index.jsonl").read_bytes().splitlines(keepends=True)
+    empty = header.replace(b'"samples": 5', b'"samples": 0')
+    for first, kept, said in ((header, 4, 5), (header, 0, 5), (empty, 0, 0)):
+        (target / "index.jsonl").write_bytes(first + b"".join(lines[:kept]))
+        with pytest.raises(DataError, match=f"index.jsonl holds {kept} samples and says {said} in"):
+            scan()
     (target / "index.jsonl").write_text('{"format": "other"}\n')
     with pytest.raises(DataError, match="is no index of shards that this version reads"):
         scan()

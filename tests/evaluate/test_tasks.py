@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.helpers import save_image
+from vlmtrain.core.config import LoaderSection
+from vlmtrain.core.errors import UserError
 from vlmtrain.data.errors import DataError
+from vlmtrain.evaluate.config import EvaluateConfig
 from vlmtrain.evaluate.tasks import Scored, read_tasks, summary
 
 GOOD: dict[str, Any] = {"question": "Which year?", "answer": "2019", "metric": "anls"}
@@ -93,6 +97,40 @@ def test_what_a_line_means(file) -> None:
         "answer": "(B)",
         "score": 1.0,
     }
+
+
+def test_options_of_the_loader_hold(file, tmp_path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "cup.jpg").rename(tmp_path / "photos" / "cup.jpg")
+    good = {**GOOD, "image": "cup.jpg", "topic": 3}
+    path = file(good, good, {"metric": "bleu"})
+    section = LoaderSection(
+        media_root=str(tmp_path / "photos"), max_samples=2, ignore_keys=("topic",)
+    )
+    tasks = read_tasks(path, section)
+    assert [task.id for task in tasks] == ["1", "2"]
+    assert tasks[0].sample.media[0].parts[0].path == str(tmp_path / "photos" / "cup.jpg")
+    with pytest.raises(DataError, match="line 1.* the file .*cup.jpg is missing"):
+        read_tasks(path, replace(section, media_root=""))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("packing", "none"),
+        ("unreadable", "skip"),
+        ("too_long", "drop"),
+        ("skip_limit", 3),
+        ("workers", 0),
+        ("verify", False),
+    ],
+)
+def test_options_of_data_alone_are_refused(name, value, tmp_path) -> None:
+    loader = replace(LoaderSection(), **{name: value})
+    config = EvaluateConfig(model=tmp_path, tasks=tmp_path / "q.jsonl", loader=loader)
+    with pytest.raises(UserError, match=f"--loader.{name} is {value}, which says how --data"):
+        config.validate()
+    replace(config, data="c.json").validate()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from vlmtrain.core.errors import UserError
+from vlmtrain.data.template import QWEN_TEMPLATE
 from vlmtrain.demo.ask import Model as Plain
 from vlmtrain.generate import model as generate
 from vlmtrain.generate.model import Answerer, Sampling
@@ -203,6 +204,18 @@ def test_bf16_rounds_weights_and_nothing_else(answerer, folder, pictures) -> Non
         assert torch.equal(buffer, frequencies[name]), name
     given = half.answer(ask(pictures, "What?", images=["a.jpg"]), TOKENS)
     assert len(given.ids) == 12
+
+
+def test_a_template_and_a_system_prompt_of_ones_own(folder, tmp_path) -> None:
+    """As training's: asked in the form that the options say."""
+    file = tmp_path / "own.jinja"
+    file.write_text(QWEN_TEMPLATE.replace("<|im_end|>", "!<|im_end|>"))
+    own = Answerer(folder, template=file, system="Be brief.")
+    ids = own.prepare(question("Hi"))["input_ids"][0]
+    assert own.tokenizer.decode(ids) == (
+        "<|im_start|>system\nBe brief.!<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
 
 def test_a_damaged_folder_is_one_sentence(folder, tmp_path) -> None:

@@ -183,6 +183,22 @@ def test_existing_run_is_not_overwritten(capsys, model, conversations, tmp_path)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "{}\n"
 
 
+def test_a_trained_model_without_checkpoints_is_not_overwritten(
+    capsys, model, conversations, tmp_path
+):
+    """Who removed checkpoints/ to save room has a finished run, not one to begin again."""
+    kept = tmp_path / "run" / "hf" / "config.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    assert (
+        cli.main(options(model, conversations, tmp_path / "run", "--checkpoint.resume=latest")) == 1
+    )
+    assert (
+        "holds the model of a run (hf) and no checkpoint to go on from" in capsys.readouterr().err
+    )
+    assert kept.read_text() == "{}" and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_a_second_start_in_the_same_folder(capsys, monkeypatch, model, conversations, tmp_path):
     """Also with --checkpoint.resume latest, as job scripts pass it; a run that ended has let go."""
     monkeypatch.setattr(lock, "_PATIENCE", 0.0)

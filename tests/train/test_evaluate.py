@@ -257,6 +257,8 @@ def test_scores_survive_conversion(two_ranks, model, questions) -> None:
     [
         ([], ["--data", "--tasks"]),
         (["--tasks=none.jsonl"], ["none.jsonl"]),
+        (["--tasks=<tasks>", "--loader.template=none.jinja"], ["none.jinja"]),
+        (["--tasks=<tasks>", "--loader.workers=0"], ["--loader.workers is 0"]),
         (["--data=none.json"], ["none.json"]),
         (["--data=x.json", "--pack_length=0"], ["--pack_length is 0"]),
         (["--data=x.json", "--parallel.tensor=3"], ["tensor"]),
@@ -264,10 +266,18 @@ def test_scores_survive_conversion(two_ranks, model, questions) -> None:
         (["--data=<data>", "--output=<data>"], ["--output", "is a file"]),
     ],
 )
-def test_mistakes(arguments, words, model, conversations, tmp_path, capsys, monkeypatch) -> None:
+def test_mistakes(
+    arguments, words, model, conversations, questions, tmp_path, capsys, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = [a.replace("<data>", str(conversations)) for a in arguments]
+    names = {"<data>": str(conversations), "<tasks>": str(questions)}
+    for name, path in names.items():
+        arguments = [a.replace(name, path) for a in arguments]
+    earlier = tmp_path / "evaluate_out" / "scores.json"
+    earlier.parent.mkdir()
+    earlier.write_text("{}")
     assert cli.main(["evaluate", f"--model={model}", *arguments]) == 1
+    assert earlier.read_text() == "{}"  # a run that fails takes nothing away
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1, error
     for word in words:

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -268,6 +269,24 @@ def test_a_full_disk_keeps_the_record(tmp_path: Path, monkeypatch: pytest.Monkey
     metrics.close()
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2])
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "run.json"}
+
+
+def test_a_full_disk_under_the_board_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    names = ("loss", "grad_norm", "tokens", "target_tokens", "image_tokens", "pad_tokens")
+    result: Any = SimpleNamespace(**dict.fromkeys(names, 1))
+    metrics = Metrics(tmp_path, 0, 4, 1)
+    board = metrics._board
+    monkeypatch.setattr(metrics, "_board", Full())
+    for write in (lambda: metrics.step(1, result, 1e-5, 1.0), metrics.close):
+        with pytest.raises(UserError, match="tensorboard can't be written: No space left"):
+            write()
+    board.close()
 
 
 def test_times_of_a_clock() -> None:

@@ -10,7 +10,13 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import get_scheduler
 
-from vlmtrain.core.config import ConfigError, EvaluateSection, OptimizerSection, TrainConfig
+from vlmtrain.core.config import (
+    ConfigError,
+    EvaluateSection,
+    LoraSection,
+    OptimizerSection,
+    TrainConfig,
+)
 from vlmtrain.training.learning_rate import learning_rate
 
 LR, STEPS, WARMUP = 3e-4, 50, 7
@@ -133,4 +139,20 @@ def test_bad_settings(options, other, said, tmp_path):
         config.validate()
     assert said in str(error.value)
     config.optimizer = OptimizerSection()
+    config.validate()
+
+
+@pytest.mark.parametrize(
+    ("lora", "named"),
+    [
+        (dict(alpha=64.0), "--lora.alpha need"),
+        (dict(dropout=0.1, vision=True), "--lora.dropout and --lora.vision need"),
+        (dict(targets=("q_proj",)), "--lora.targets need"),
+    ],
+)
+def test_adapters_without_a_rank_are_refused(lora, named, tmp_path):
+    config = TrainConfig(tmp_path, "a", tmp_path, lora=LoraSection(**lora))
+    with pytest.raises(ConfigError, match=f"^{named} --lora.rank, which is 0"):
+        config.validate()
+    config.lora.rank = 4
     config.validate()

@@ -47,7 +47,14 @@ layout of the Megatron checkpoint (hf-to-megatron, reshard); one file a rank
 The target gets its name when all of it is on disk: an interrupted conversion leaves
 TARGET.incomplete at most, which the next one replaces. docs/weights.md has the mapping table.
 """
-ACTIONS = ("hf-to-megatron", "megatron-to-hf", "reshard", "verify")
+# Of each action the options that mean nothing to it.
+_WITHOUT = {
+    "hf-to-megatron": ("logits",),
+    "megatron-to-hf": ("logits", "parallel"),
+    "reshard": ("logits",),
+    "verify": ("dtype", "overwrite", "parallel"),
+}
+ACTIONS = tuple(_WITHOUT)
 
 
 @dataclass
@@ -78,6 +85,10 @@ def main(arguments: list[str]) -> int:
     import tyro
 
     options = tyro.cli(Options, prog=f"vlmtrain convert {action}", args=rest, use_underscores=True)
+    unused = Options(options.source, options.target)
+    for name in _WITHOUT[action]:
+        if getattr(options, name) != getattr(unused, name):
+            raise UserError(f"convert {action} has no use for --{name}; leave it out")
     from vlmtrain.checkpoint import convert as conversions
     from vlmtrain.checkpoint.model_folder import newest
 

@@ -168,13 +168,7 @@ class PackBuilder:
         if frames is None:
             frames = (self._pool or self.processor).frames(media, sample)
             self._frames.put(media.key, frames)
-        try:
-            self.processor.pixels(media, frames, out)
-        except ValueError:
-            raise sample.fail(
-                f"{media.name} has another size than when it was scanned; start the run again",
-                "unreadable",
-            ) from None
+        self.processor.pixels(media, frames, out)
 
 
 class _FrameCache:

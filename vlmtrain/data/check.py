@@ -105,8 +105,6 @@ def check(
     """
     if pack_length is not None and model is None:
         raise DataError("pack_length can only be checked with a model, whose tokenizer counts")
-    if pack_length is not None and pack_length < 1:
-        raise DataError(f"pack_length must be at least 1, got {pack_length}")
     processor = None
     if model is not None:
         processor = Processor.from_folder(

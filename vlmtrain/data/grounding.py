@@ -49,7 +49,8 @@ def ground(
         f"<|object_ref_start|>{name}<|object_ref_end|>" if style.box_tokens else name
         for name in sample.objects.names
     ]
-    pending = {REF_MARK: iter(names), BOX_MARK: iter(boxes)}
+    # A mark without values is one that is kept as text.
+    pending = {mark: iter(v) for mark, v in ((REF_MARK, names), (BOX_MARK, boxes)) if v}
     turns = []
     for turn in sample.turns:
         text = turn.text

@@ -15,6 +15,7 @@ from torch import Tensor
 from vlmtrain.core.batch import IGNORE, EncodedSample
 from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import MediaKind, ModelSpec
+from vlmtrain.data.errors import DataError
 from vlmtrain.data.grounding import ground
 from vlmtrain.data.media.images import ImageSettings, patchify, read_config
 from vlmtrain.data.media.limits import limited, write_settings
@@ -96,8 +97,10 @@ class Processor:
             system: system prompt of conversations that have none; it becomes part of the template.
 
         Raises:
-            DataError: no tokenizer, or settings that contradict config.json.
+            DataError: no tokenizer, settings that contradict config.json, or no pack_length.
         """
+        if pack_length is not None and pack_length < 1:
+            raise DataError(f"pack_length must be at least 1, got {pack_length}")
         config, where = read_config(folder, "image_processor", "preprocessor_config.json")
         media = family_of(spec).media
         images = ImageSettings.from_config(config, spec.vision, ImageSettings.of(media), where)
@@ -187,7 +190,8 @@ class Processor:
             max_length: text after so many tokens is cut off. None: nothing is.
 
         Raises:
-            DataError: as `ChatTemplate.tokens`; or an image or video would be cut off.
+            DataError: as `ChatTemplate.tokens`; or an image, a video or all there is to learn would
+                be cut off.
         """
         if sample.objects is not None:
             sample = self._grounded(sample, layouts)
@@ -221,6 +225,13 @@ class Processor:
                     f"its text cannot be cut off after {max_length} tokens, where its images and "
                     f"videos go up to token {int(np.flatnonzero(visual)[-1]) + 1}; lower "
                     "--media.max_pixels, or choose --loader.too_long drop",
+                    "too_long",
+                )
+            if of_tokens[1:].any() and not of_tokens[1:max_length].any():
+                raise sample.fail(
+                    f"of its {len(ids)} tokens the first {max_length} leave nothing to learn; "
+                    "raise --train.pack_length (outside of training --pack_length), or choose "
+                    "--loader.too_long drop",
                     "too_long",
                 )
             ids, visual, of_tokens = (part[:max_length] for part in (ids, visual, of_tokens))

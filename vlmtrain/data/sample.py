@@ -72,7 +72,7 @@ class Media:
     def key(self) -> tuple[object, ...]:
         """What makes two media the same pixels; small, whatever the media hold."""
         parts = tuple((part.path, part.offset, part.size) for part in self.parts)
-        return self.kind, parts, self.fps
+        return self.kind, parts, self.frame_list, self.fps
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from vlmtrain.core.config import (
 )
 from vlmtrain.core.errors import UserError
 
+# Of --loader; the others (template, system, media_root, max_samples, ignore_keys) hold for --tasks.
+_DATA_ONLY = ("packing", "unreadable", "too_long", "skip_limit", "workers", "verify")
+
 
 @dataclass
 class EvaluateConfig:
@@ -51,5 +54,12 @@ class EvaluateConfig:
         if self.tasks is None and not self.data:
             raise UserError("nothing to measure; pass --data, --tasks or both")
         check_ranges(self)
+        for name in _DATA_ONLY:
+            value = getattr(self.loader, name)
+            if not self.data and value != getattr(LoaderSection, name):
+                raise UserError(
+                    f"--loader.{name} is {value}, which says how --data is read; for --tasks it "
+                    "means nothing: leave it out"
+                )
         if self.output.exists() and not self.output.is_dir():
             raise UserError(f"--output {self.output} is a file; name a folder")

@@ -75,8 +75,6 @@ def run(config: EvaluateConfig, process: Process) -> None:
 def _make_output(output: Path) -> None:
     with writing(f"--output {output}"):
         output.mkdir(parents=True, exist_ok=True)
-        for name in (SCORES, ANSWERS):
-            (output / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -141,12 +139,17 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
     from vlmtrain.generate.model import Answerer, Sampling
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    tasks: list[Task] = on_first_rank(lambda: read_tasks(path, config.loader.ignore_keys))
+    tasks: list[Task] = on_first_rank(lambda: read_tasks(path, config.loader))
     sampling = Sampling(max_new_tokens=config.max_new_tokens)
 
     def work() -> list[Scored]:
         answerer = Answerer(
-            folder, precision=config.precision, kernels=config.kernels, section=config.media
+            folder,
+            precision=config.precision,
+            kernels=config.kernels,
+            section=config.media,
+            template=config.loader.template or None,
+            system=config.loader.system,
         )
         for task in tasks:
             answerer.check(task.sample)
@@ -192,5 +195,7 @@ def _report(output: Path, results: dict[str, Any], scored: list[Scored]) -> None
         if scored:
             lines = (json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in scored)
             write_text(output / ANSWERS, "".join(lines))
+        else:  # those of an earlier run would be taken for this one's
+            (output / ANSWERS).unlink(missing_ok=True)
         write_text(output / SCORES, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     print(f"{output / SCORES}")

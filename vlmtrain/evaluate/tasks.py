@@ -11,13 +11,15 @@ the question in the form of its kind. `prompt` chooses another form than the met
 
 from __future__ import annotations
 
+import itertools
 import string
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmtrain.core.config import LoaderSection
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.sample import Sample
 from vlmtrain.evaluate.scores import METRIC_NAMES, is_chinese, score
@@ -98,21 +100,25 @@ def _is_answer(value: Any) -> bool:
     return isinstance(value, (str, int, float)) and not isinstance(value, bool)
 
 
-def read_tasks(path: Path, ignored: Collection[str] = ()) -> list[Task]:
+def read_tasks(path: Path, section: LoaderSection | None = None) -> list[Task]:
     """Every question, all of them checked before the first is asked.
+
+    Args:
+        section: its ignore_keys, media_root and max_samples hold here too.
 
     Raises:
         DataError: the first line at fault, by its number.
     """
+    section = section or LoaderSection()
     tasks = []
-    for number, record in read_lines(path):
-        task = _task(path, number, record, ignored)
+    for number, record in itertools.islice(read_lines(path), section.max_samples or None):
+        task = _task(path, number, record, section)
         check_media(task.sample)
         tasks.append(task)
     return tasks
 
 
-def _task(path: Path, number: int, record: dict[str, Any], ignored: Collection[str]) -> Task:
+def _task(path: Path, number: int, record: dict[str, Any], section: LoaderSection) -> Task:
     def fail(problem: str) -> DataError:
         return DataError(f"{path}: line {number}: {problem}")
 
@@ -149,11 +155,13 @@ def _task(path: Path, number: int, record: dict[str, Any], ignored: Collection[s
         "choice": lambda: choice_prompt(text, options, hint),
         "plain": lambda: text,
     }[form]()
+    ignored = {*_READ, *options, *section.ignore_keys}
+    root = section.media_root
     return Task(
         name=str(record.get("task", path.stem)),
         metric=metric,
         id=str(record.get("id", number)),
-        sample=from_record(path, number, record, prompt, ignored={*_READ, *options, *ignored}),
+        sample=from_record(path, number, record, prompt, ignored=ignored, media_root=root),
         question=text,
         right=answers,
         options=options,

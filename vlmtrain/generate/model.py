@@ -97,6 +97,7 @@ class Answerer:
         precision: of weights and activations; "auto": bf16 on a GPU, fp32 on the CPU.
         kernels: attend in the vision tower with vlmkernels instead of transformers' own code.
         section: sizes of images and videos instead of the folder's.
+        template, system: as `Processor.from_folder`.
 
     Raises:
         UserError: as `load_transformers` and `Processor.from_folder`.
@@ -109,10 +110,14 @@ class Answerer:
         precision: Literal["auto", "bf16", "fp32"] = "auto",
         kernels: bool = True,
         section: MediaSection | None = None,
+        template: str | Path | None = None,
+        system: str = "",
     ) -> None:
         self.folder = folder
         self.spec = read_spec(folder)
-        self.processor = Processor.from_folder(folder, self.spec, section=section)
+        self.processor = Processor.from_folder(
+            folder, self.spec, section=section, template=template, system=system
+        )
         self.tokenizer: Any = self.processor.template.tokenizer
         cuda = torch.cuda.is_available()
         # Under torchrun each process has made its own GPU the current one.

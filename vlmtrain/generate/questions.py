@@ -12,7 +12,6 @@ As in training data, a key that is not read is an error; `answer` may be there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import listed_media
-from vlmtrain.data.formats.fields import Place
+from vlmtrain.data.formats.fields import Place, loads
 from vlmtrain.data.formats.record import parse_record
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample, Turn
@@ -96,7 +95,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         any_line = True
         try:
-            value = json.loads(line)
+            value = loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}: line {number} is not valid JSON ({error})") from None
         if not isinstance(value, dict):
@@ -115,24 +114,26 @@ def from_record(
     prompt: str | None = None,
     *,
     ignored: Collection[str] = (),
+    media_root: str | Path = "",
 ) -> Sample:
     """The question of one line.
 
     Args:
         prompt: replaces the line's own text.
         ignored: keys that are not looked at, or that the caller reads.
+        media_root: folder that relative media paths start from; default: the file's own.
 
     Raises:
         DataError: names file and line.
     """
     source, name = f"{path}: line {number}", str(record.get("id", number))
-    ignored = {ANSWER, *ignored}
+    ignored, root = {ANSWER, *ignored}, Path(media_root or path.parent)
     if prompt is None and "prompt" not in record:
         if not {"messages", "conversations"} & record.keys():
             raise DataError(f"{source} has neither 'prompt' nor 'messages'")
         record = {**record, "id": name}
-        return parse_record(record, source, number, path.parent, question=True, ignored=ignored)
-    fields = Place(Sample(name, (), (), source), path.parent, ignored).fields(record, "it")
+        return parse_record(record, source, number, root, question=True, ignored=ignored)
+    fields = Place(Sample(name, (), (), source), root, ignored).fields(record, "it")
     own, system = fields.take("prompt"), fields.take("system")
     media = {key: fields.take(key) for key in _MEDIA}
     fields.finish()
@@ -140,7 +141,7 @@ def from_record(
     for key, value in (("prompt", text), ("system", system or "")):
         if not isinstance(value, str):
             raise DataError(f"{source}: '{key}' must be a string, it is {str(value)[:80]!r}")
-    return question(text, media, system=system, source=source, name=name, media_root=path.parent)
+    return question(text, media, system=system, source=source, name=name, media_root=root)
 
 
 def check_media(sample: Sample) -> None:

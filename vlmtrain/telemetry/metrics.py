@@ -55,13 +55,12 @@ class Metrics:
             write_text(self.path, "".join(line + "\n" for line in kept))
             self._file = open(self.path, "a", encoding="utf-8")
         self._board: Any = None
+        self._board_path = output / "tensorboard"
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            with writing(output / "tensorboard"):
-                self._board = SummaryWriter(
-                    str(output / "tensorboard"), purge_step=resumed_step + 1
-                )
+            with writing(self._board_path):
+                self._board = SummaryWriter(str(self._board_path), purge_step=resumed_step + 1)
         self._facts_path, self.facts = output / "run.json", facts or {}
         self.write_facts()
         self._wandb: Any = None
@@ -103,9 +102,10 @@ class Metrics:
             self._file.flush()
         scalars = dict(_scalars(row))
         if self._board is not None:
-            for name, value in scalars.items():
-                tag = f"train/{name}".replace("train/heldout_", "heldout/")
-                self._board.add_scalar(tag, value, step)
+            with writing(self._board_path):
+                for name, value in scalars.items():
+                    tag = f"train/{name}".replace("train/heldout_", "heldout/")
+                    self._board.add_scalar(tag, value, step)
         if self._wandb is not None:
             self._wandb.log(scalars, step=step)
         if "heldout_loss" in more:
@@ -134,7 +134,8 @@ class Metrics:
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            with writing(self._board_path):
+                self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
 

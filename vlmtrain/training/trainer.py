@@ -265,6 +265,12 @@ class Trainer:
         config, spec, length = self.config, self.spec, self.config.train.pack_length
         _check_output(config, lock)
         resume = checkpoints.find(config.output / "checkpoints", config.checkpoint.resume)
+        if resume is None and (config.output / "hf").exists():
+            raise UserError(
+                f"--output {config.output} holds the model of a run (hf) and no checkpoint to go "
+                "on from, so that training would begin again and replace it; name another folder, "
+                "or move hf away"
+            )
         check_weights(config.model, spec)
         if processor.differs[0]:
             say(describe_sizes(processor.images, processor.videos))

@@ -130,6 +130,7 @@ def _decoded(uri: str, kind: MediaKind, place: Place) -> bytes:
 
 def _folder(entry: str, fps: float | None, place: Place) -> Media:
     """A video as a folder of frames, 2 before 10."""
+    entry = entry.removeprefix("file://")
     names = [
         path.name
         for path in (place.root / entry).iterdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -70,14 +71,7 @@ class Place:
         return self.bare.fail(problem, kind)
 
     def text(self, text: str, where: str) -> str:
-        """`text`, unless it holds half a character or a mark that nothing would be put for."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise self.fail(
-                f"{where} holds half a character at {error.start} ({error.object[error.start]!r}); "
-                "save the text as UTF-8"
-            ) from None
+        """`text`, unless it holds a mark that nothing would be put for."""
         for mark in _UNREAD_MARKS.findall(text):
             if mark not in MARKS and mark not in self.ignored:
                 raise self.fail(
@@ -132,6 +126,22 @@ class Fields:
                 reason = f"which is not read; {f'did you mean {near[0]!r}? ' if near else ''}"
                 reason += f"correct it, drop it, or name it in {IGNORE_OPTION}"
             raise self.place.fail(f"{self.what} has the key {key!r}, {reason}")
+
+
+def whole(value: Any) -> Any:
+    """`value`, which JSON or a command line gave, unless a text in it can't be written as UTF-8.
+
+    Raises:
+        UnicodeEncodeError: one holds half a character ("\\ud83d").
+        RecursionError: it is nested too deeply.
+    """
+    json.dumps(value, ensure_ascii=False, default=lambda other: None).encode()
+    return value
+
+
+def loads(text: str) -> Any:
+    """`json.loads`, and `whole`. Raises ValueError or RecursionError."""
+    return whole(json.loads(text))
 
 
 def is_empty(value: Any) -> bool:

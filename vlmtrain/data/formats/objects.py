@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
-from vlmtrain.data.formats.fields import Place, is_empty
+from vlmtrain.data.formats.fields import Place, is_empty, loads
 from vlmtrain.data.sample import BOX_MARK, MARKS, REF_MARK, Box, Objects
 
 
@@ -18,7 +17,7 @@ def parse_objects(value: Any, texts: list[str], place: Place) -> Objects | None:
         DataError: another form, or marks that do not match names and boxes.
     """
     try:
-        value = json.loads(value) if isinstance(value, str) and value else value
+        value = loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
         value = 0
     if is_empty(value):

@@ -19,7 +19,7 @@ from typing import Any
 
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import from_part, listed_media, one_medium
-from vlmtrain.data.formats.fields import Fields, Place, is_empty
+from vlmtrain.data.formats.fields import Fields, Place, is_empty, loads, whole
 from vlmtrain.data.formats.objects import parse_objects
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Media, MediaKind, Role, Sample, Turn
 
@@ -64,7 +64,7 @@ def parse_record(
 
     Raises:
         DataError: a key or mark that is not read, no turns, an unknown role, marks that do not
-            match the media, no assistant's turn.
+            match the media, no assistant's turn, text that is no UTF-8.
     """
     if not isinstance(record, dict):
         raise DataError(
@@ -76,6 +76,13 @@ def parse_record(
     sample_id = sample_id.encode("utf-8", "backslashreplace").decode()
     bare = Sample(sample_id, (), (), source)
     place = Place(bare, media_root, ignored)
+    try:
+        whole(record)
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise place.fail(f"it holds half a character ({half!r}); save it as UTF-8") from None
+    except RecursionError:
+        raise place.fail("it is nested too deeply") from None
     fields = place.fields(record, "it")
     fields.finish(known=True)  # the likeliest reason why the rest would not fit
     system = fields.take("system")
@@ -171,7 +178,7 @@ def _string(value: Any, key: str, place: Place) -> str | None:
 def _decoded(value: Any) -> Any:
     """What a string of JSON stands for (tables hold lists as strings); the rest as it is."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
 
@@ -243,6 +250,7 @@ def _weight(fields: Fields, role: Role) -> float:
     loss = fields.take("loss")
     if loss not in (None, True, False):
         raise place.fail(f"{where} has 'loss' {loss!r}; it must be true or false")
+    loss = None if loss is None else bool(loss)  # tables hold 1 and 0
     weight = fields.take(*_WEIGHTS)
     if weight is not None and (
         isinstance(weight, bool)
@@ -265,7 +273,7 @@ def _calls(value: Any, fields: Fields) -> tuple[dict[str, Any], ...]:
     """The calls of tools of an assistant's turn: objects of name and arguments."""
     place, where = fields.place, fields.what
     try:
-        value = json.loads(value) if isinstance(value, str) and value else value
+        value = loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
         raise place.fail(f"{where} calls a tool with what is no JSON: {str(value)[:80]}") from None
     result = []
@@ -274,12 +282,15 @@ def _calls(value: Any, fields: Fields) -> tuple[dict[str, Any], ...]:
         if outer.take("type") not in (None, "function"):
             raise place.fail(f"{where} calls what is no function")
         function = outer.take("function")
-        inner = outer if function is None else place.fields(function, f"a call of {where}")
+        inner = outer
+        if function is not None:
+            named = function if isinstance(function, dict) else {}
+            inner = place.fields(named, f"a call of {where}")
         name, arguments = inner.take("name"), inner.take("arguments")
         for one in (outer, inner):
             one.finish()
         try:  # templates write objects; OpenAI's records hold them as strings
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            arguments = loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -295,7 +306,7 @@ def _tools(fields: Fields, place: Place) -> tuple[dict[str, Any], ...]:
     """The tools that the assistant may call, as chat templates take them."""
     value = fields.take("tools")
     try:
-        value = json.loads(value) if isinstance(value, str) and value else value
+        value = loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
         value = 0
     if is_empty(value):

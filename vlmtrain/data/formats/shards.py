@@ -32,13 +32,15 @@ class ShardSource:
         self.folder = str(folder)
         self.path = str(Path(folder) / INDEX_NAME)
         self._shards: list[tuple[str, int]] | None = None
+        self._samples = 0  # as the index's first line says
         self._processor: str | None = None
 
     def records(self) -> Iterator[Record]:
         """Every sample's index line, in order.
 
         Raises:
-            DataError: unfinished or foreign folder, or a shard that is missing or cut short.
+            DataError: unfinished or foreign folder, a shard that is missing or cut short, or an
+                index that is.
         """
         shards = self._header()
         for path, size in shards:
@@ -49,10 +51,16 @@ class ShardSource:
                     f"{path} {state} where {self.path} says {size} bytes; build the shards again"
                 )
         with open(self.path, "rb") as file:
-            offset = len(file.readline())
-            for number, line in enumerate(file):
-                yield Record(number, offset, line)
+            offset, count = len(file.readline()), 0
+            for line in file:
+                yield Record(count, offset, line)
                 offset += len(line)
+                count += 1
+        if count != self._samples or not count:
+            raise DataError(
+                f"{self.path} holds {count} samples and says {self._samples} in its first line; it "
+                "must hold at least one, and all that it says: build the shards again"
+            )
 
     def read(self, number: int, offset: int, size: int) -> Record:
         """One index line again. Raises OSError."""
@@ -145,6 +153,7 @@ class ShardSource:
                 header = json.loads(file.readline())
             if header["format"] != FORMAT or header["version"] not in (1, VERSION):
                 raise ValueError(f"format {header['format']} version {header['version']}")
+            self._samples = int(header["samples"])
             names = [(str(shard["name"]), int(shard["bytes"])) for shard in header["shards"]]
             for name, _ in names:
                 if not _SHARD.fullmatch(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,9 @@ from vlmtrain.core.toml import read_toml
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import natural_order
 from vlmtrain.data.formats.shards import INDEX_NAME
-from vlmtrain.data.formats.tars import tar_files
+from vlmtrain.data.formats.tars import to_train_on
 
+_SUFFIXES = (".json", ".jsonl", ".parquet", ".tar")
 _WEIGHTED = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d*)?|\.\d+)")
 
 
@@ -72,8 +74,8 @@ def parse_sources(
     sources = [one for source in sources for one in _files(source)]
     if not sources:
         raise DataError(
-            "no data given; --data takes .json, .jsonl or .parquet files, folders of parquet files "
-            "or shards, patterns (data/*.parquet), or a .toml list of these"
+            f"no data given; --data takes {', '.join(_SUFFIXES)} files, folders of these or of "
+            "shards, patterns (data/*.parquet), or a .toml list of them"
         )
     for source in sources:
         if not 0 < source.weight < math.inf:
@@ -91,15 +93,10 @@ def parse_sources(
 
 
 def _files(source: SourceSpec) -> list[SourceSpec]:
-    """The source; of a pattern, a folder of parquet or of other people's tar files each file, 2
-    before 10."""
+    """The source; of a pattern each file, and of a folder each source in it, 2 before 10."""
     path = Path(source.path)
     if path.is_dir():
-        if (path / INDEX_NAME).exists():
-            return [source]
-        names = [str(file) for file in path.rglob("*.parquet")] or list(map(str, tar_files(path)))
-        if not names:
-            return [source]
+        names = [str(one) for one in _in_folder(path, set())] or [source.path]
     elif path.exists() or not glob.has_magic(source.path):
         return [source]
     else:
@@ -107,6 +104,28 @@ def _files(source: SourceSpec) -> list[SourceSpec]:
         if not names:
             raise DataError(f"{source.path}: no file has such a name")
     return [replace(source, path=name) for name in sorted(names, key=natural_order)]
+
+
+def _in_folder(folder: Path, seen: set[Path]) -> list[Path]:
+    """All files to train on in a folder and in those below it, hidden ones left out; a folder of
+    shards stands for itself."""
+    if folder.resolve() in seen:  # a link leads back
+        return []
+    seen.add(folder.resolve())
+    if (folder / INDEX_NAME).exists():
+        return [folder]
+    found: list[Path] = []
+    try:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                found += _in_folder(Path(entry), seen)
+            elif Path(entry).suffix.lower() in _SUFFIXES:
+                found.append(Path(entry))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}") from None
+    return to_train_on(folder, found)
 
 
 def _read_list(path: Path) -> list[SourceSpec]:

@@ -149,13 +149,15 @@ class TarSource:
         return Sample(key, (), (), self.path).fail(problem)
 
 
-def tar_files(folder: Path) -> list[Path]:
-    """The tar files of a folder to train on: those that energon's split says, else all."""
+def to_train_on(folder: Path, files: list[Path]) -> list[Path]:
+    """Of the files in a folder those to train on: all, or where energon's split says which tar
+    files these are, those."""
     split = folder / _META / "split.yaml"
     if not split.exists():
-        return sorted(folder.glob("*.tar"), key=lambda path: natural_order(path.name))
+        return files
     parts = _yaml(split).get("split_parts", {}).get("train", [])
-    return [folder / name for part in parts for name in _braces(str(part))]
+    others = [path for path in files if path.suffix.lower() != ".tar"]
+    return others + [folder / name for part in parts for name in _braces(str(part))]
 
 
 def _braces(pattern: str) -> list[str]:

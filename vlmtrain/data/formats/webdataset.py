@@ -151,6 +151,11 @@ def build_shards(
             if errors:
                 raise errors[0]  # the first in file order: nothing before it was given up
             parts = [job.result() for job in jobs]
+        if not any(part["lines"] for part in parts):
+            for part in parts:
+                (folder / part["name"]).unlink()
+                (folder / part["name"]).with_suffix(".part").unlink()
+            raise _all_bad(reader, [problem for part in parts for problem in part["left_out"]])
         return _finish(folder, parts, processor, left_out or [])
     except BaseException as error:
         for path in folder.glob("*.tmp"):
@@ -243,8 +248,12 @@ def _cut(
     if records:
         close()
     if not shards:
-        raise DataError(f"{reader.path}: all samples are bad; the last: {(left_out or [''])[-1]}")
+        raise _all_bad(reader, left_out or [""])
     return shards
+
+
+def _all_bad(reader: Any, problems: list[str]) -> DataError:
+    return DataError(f"{reader.path}: all samples are bad; the last: {problems[-1]}")
 
 
 def _sizes(sample: Sample) -> list[int]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.TiffImagePlugin import TiffImageFile
 
 from vlmtrain.core.spec import VisionSpec
 from vlmtrain.data.errors import DataError
@@ -31,6 +32,7 @@ MAX_ASPECT_RATIO = 200  # the reference refuses more
 MAX_FILE_PIXELS = 2 * 89_478_485  # where PIL speaks of a decompression bomb and refuses
 _TOO_LARGE = f"{{}} has more than {MAX_FILE_PIXELS} pixels; make it smaller"
 _EXIF_ORIENTATION = 0x0112
+_TIFF_WIDTH, _TIFF_HEIGHT = 0x0100, 0x0101
 
 
 def smart_resize(
@@ -192,6 +194,8 @@ def probe_image(media: Media, sample: Sample, verify: bool) -> MediaInfo:
     image = _open(media.parts[0], sample, media.name)
     width, height = image.size
     try:
+        if isinstance(image, TiffImageFile):  # from Pillow 11 on its size is upright already
+            width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
         if image.getexif().get(_EXIF_ORIENTATION, 1) in (5, 6, 7, 8):
             width, height = height, width
         if verify:
