@@ -70,6 +70,11 @@ def test_nested_form_says_the_same():
         ({"num_attention_heads": 27}, ["3584", "27"]),
         ({"rope_scaling": {"mrope_section": [16, 24]}}, ["mrope_section", "128"]),
         ({"use_sliding_window": True}, ["use_sliding_window"]),
+        ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "mrope_section": [16, 24, 24]}},
+            ["rope_type is 'yarn'", "default"],
+        ),
         ({"vision_config": None}, ["vision_config"]),
     ],
 )
@@ -87,6 +92,14 @@ def test_refused(change, words, tmp_path):
         ("text_config", {"attention_bias": True}, ["attention_bias is True", "False"]),
         ("text_config", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
         ("text_config", {"rope_parameters": {"rope_type": "yarn"}}, ["rope_type", "default"]),
+        (
+            "text_config",
+            {
+                "rope_scaling": {"type": "yarn", "mrope_section": [24, 20, 20]},
+                "rope_parameters": {},
+            },
+            ["rope_type is 'yarn'", "default"],
+        ),
         ("text_config", {"num_hidden_layers": 2}, ["deepstack_visual_indexes", "is 2"]),
         ("vision_config", {"num_position_embeddings": 2300}, ["2300", "2209"]),
         ("vision_config", {"deepstack_visual_indexes": [8, 27]}, ["[8, 27]", "0 to 26"]),
@@ -112,6 +125,27 @@ def test_qwen3_vl_refused(section, change, words):
 )
 def test_mixture_of_experts_refused(change, words):
     refuses("qwen3_vl_moe-30b", "text_config", change, words)
+
+
+def test_a_window_below_a_merged_patch_is_refused():
+    refuses("qwen2_5_vl-3b", "vision_config", {"window_size": 14}, ["window_size 14", "28"])
+
+
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize(
+    ("name", "outer"),  # None: not said, where versions of transformers differ for Qwen3-VL
+    [(n, o) for n in ("qwen2_5_vl-3b", "qwen3_vl-8b") for o in (True, False)]
+    + [("qwen2_5_vl-3b", None)],
+)
+def test_embeddings_are_tied_where_transformers_ties_them(name, outer, inner):
+    config = released_config(name)
+    text = config.setdefault("text_config", dict(config))
+    text["tie_word_embeddings"] = inner
+    config.pop("tie_word_embeddings", None)
+    if outer is not None:
+        config["tie_word_embeddings"] = outer
+    theirs = AutoConfig.for_model(**config).tie_word_embeddings
+    assert parse_spec(config).tie_word_embeddings == theirs
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl-8b", "qwen3_vl_moe-30b"])

@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -197,6 +198,23 @@ def test_bad_weights_are_named(change, words, models, tmp_path):
     for word in words:
         assert word in str(error.value), str(error.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]  # nothing looks finished
+
+
+def test_two_weights_for_one_place_are_named(models, tmp_path):
+    """What transformers would read of them is not what an index or the last name says."""
+    both, twice = tmp_path / "both", tmp_path / "twice"
+    variant(models["untied"], both, torch.float32, 2, True)
+    shutil.copy(models["untied"] / "model.safetensors", both)
+    with pytest.raises(WeightError, match="both has model.safetensors and model.safetensors.index"):
+        HFWeights(both)
+    shutil.copytree(models["untied"], twice)
+    table = load_file(twice / "model.safetensors")
+    old = "model.layers.0.mlp.down_proj.weight"
+    new = old.replace("model.", "model.language_model.")
+    kept = table[old] if old in table else table[new]
+    save_file({**table, old: kept, new: kept.clone()}, twice / "model.safetensors")
+    with pytest.raises(WeightError, match=f"{re.escape(old)}.*which are one weight"):
+        HFWeights(twice)
 
 
 def test_a_cast_that_overflows_is_named(models, tmp_path):

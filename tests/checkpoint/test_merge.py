@@ -74,6 +74,7 @@ def change(folder: Path, **values) -> None:
     ("values", "words"),
     [
         ({"use_dora": True}, ["use_dora"]),
+        ({"alora_invocation_tokens": [628]}, ["alora_invocation_tokens"]),
         ({"lora_bias": True}, ["lora_bias"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights", "pissa_niter_4"]),
         ({"alpha_pattern": {"q_proj": 3}}, ["alpha_pattern"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -150,11 +151,25 @@ def test_streamed_text_is_the_answer(answerer, pictures) -> None:
     assert not given.finished and len(given.ids) == 12
 
 
-def test_an_answer_ends_with_the_template(answerer, pictures, monkeypatch) -> None:
+def test_settings_of_the_folder_are_not_taken(answerer, folder, pictures, tmp_path) -> None:
+    """What the command has no option for: beams, strings that end an answer, a least length."""
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)
+    path = copied / "generation_config.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    settings |= {"num_beams": 3, "stop_strings": ["a"], "min_new_tokens": 9, "do_sample": True}
+    path.write_text(json.dumps(settings))
+    pieces: list[str] = []
+    sample = ask(pictures, "What?", images=["a.jpg"])
+    given = Answerer(copied).answer(sample, TOKENS, pieces.append)
+    assert given == answerer.answer(sample, TOKENS) and "".join(pieces) == given.text
+
+
+def test_an_answer_ends_with_the_template(answerer, pictures) -> None:
     """The end mark of the chat template ends an answer even if the folder does not say so."""
-    monkeypatch.setattr(answerer.model.generation_config, "eos_token_id", None)
     end = answerer.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert answerer._ends() == [end]
+    assert generate._ends(None, answerer.tokenizer) == [end]
+    assert generate._ends([3, 5], answerer.tokenizer) == sorted({3, 5, end})
     head = answerer.model.lm_head.weight
     kept = head.detach().clone()
     with torch.no_grad():  # every word loses against the end mark

@@ -11,7 +11,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import RUN_SEED
-from tests.integrations.test_transformers import batch, sample, step
+from tests.integrations.test_transformers import (
+    assert_same_step,
+    batch,
+    sample,
+    step,
+)
 from tests.kernels.numeric import assert_accurate
 from tests.kernels.test_embedding import _Calls
 from tests.parity import reference as ref
@@ -166,8 +171,7 @@ def test_vision_language_models(family: str) -> None:
     with _Calls() as calls:
         got = step(ours, inputs)
     assert calls.names.count("varlen_attention") == 4
-    for name, want in step(plain, inputs).items():
-        torch.testing.assert_close(got[name], want, rtol=1e-3, atol=1e-5, msg=name)
+    assert_same_step(got, step(plain, inputs))
 
 
 def test_double() -> None:

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from tests.conftest import RUN_SEED
-from tests.integrations.test_transformers import FAMILIES, batch, kernels_of, packed, sample, step
+from tests.integrations.test_transformers import (
+    FAMILIES,
+    assert_same_step,
+    batch,
+    kernels_of,
+    packed,
+    sample,
+    step,
+)
 from tests.kernels.numeric import assert_bitwise
 from tests.kernels.test_embedding import _Calls
 from tests.parity import reference as ref
@@ -191,9 +199,7 @@ def test_hooks_of_the_embedding_see_words(plain: Any) -> None:
         table.register_forward_hook(noise)
         table.register_full_backward_hook(lambda m, i, o: gradients.append(o[0]))  # noqa: B023
         results.append({**step(model, inputs), "of words": gradients[0]})
-    assert results[0].keys() == results[1].keys()
-    for name, want in results[0].items():
-        torch.testing.assert_close(results[1][name], want, rtol=1e-3, atol=1e-5, msg=name)
+    assert_same_step(results[1], results[0])
 
 
 @pytest.mark.parametrize("first", ["offload", "enable"])
@@ -228,12 +234,7 @@ def test_fully_sharded(plain: Any, first: str) -> None:
         if first == "shard":
             hf.enable(ours)
         assert ops(ours, inputs) == kernels_of(plain)
-        want, got = step(plain, inputs), step(ours, inputs)
-        assert want.keys() == got.keys()
-        for name, value in want.items():
-            local = got[name]
-            local = local.full_tensor() if hasattr(local, "full_tensor") else local
-            torch.testing.assert_close(local, value, rtol=1e-3, atol=1e-5, msg=name)
+        assert_same_step(step(ours, inputs), step(plain, inputs))
         if first == "shard":
             assert_bitwise("logits", logits(hf.disable(ours), inputs), logits(plain, inputs))
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import RUN_SEED
-from tests.integrations.test_transformers import FAMILIES, batch, sample, step
+from tests.integrations.test_transformers import FAMILIES, assert_same_step, batch, sample, step
 from tests.kernels.test_embedding import _Calls
 from tests.parity import reference as ref
 from vlmkernels.integrations import transformers as hf
@@ -29,9 +29,7 @@ def compare(plain: Any, ours: Any, inputs: dict[str, Any], calls: int = 1) -> No
     with _Calls() as seen:
         got = step(ours, inputs)
     assert seen.names.count("linear_cross_entropy") == calls
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-5, msg=name)
+    assert_same_step(got, want)
 
 
 COUNTS: dict[str, dict[str, Any]] = {

@@ -101,15 +101,31 @@ def check(models: tuple[Any, Any, Any], make: Any, samples: list[ref.Sample]) ->
     want = step(exact, make(samples, dtype=torch.float64))
     got, theirs = step(ours, make(samples)), step(plain, make(samples))
     assert got.keys() == theirs.keys() == want.keys()
-    sizes: dict[str, float] = {}  # of the largest gradient of each layer, root mean square
-    for name, value in want.items():
-        sizes[layer(name)] = max(sizes.get(layer(name), 0.0), float(value.square().mean().sqrt()))
+    sizes = layer_sizes(want)
     for name, local in got.items():
         # Gradients behind a softmax or a norm are differences of larger terms (that of a key's bias
         # is 0), whose size those of the same layer without a difference stand for; and they are
         # sums over tens of tokens, whose roundings add up to about four.
         noise = torch.full_like(want[name], 4 * sizes[layer(name)] * 2**-23)
         assert_accurate(name, local, theirs[name], want[name], noise)
+
+
+def assert_same_step(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """The loss and every gradient, up to a thousandth of the largest one of its layer."""
+    assert got.keys() == want.keys()
+    sizes = layer_sizes(want)
+    for name, value in want.items():
+        local, atol = got[name], 1e-3 * sizes[layer(name)]
+        local = local.full_tensor() if hasattr(local, "full_tensor") else local
+        torch.testing.assert_close(local, value, rtol=1e-3, atol=atol, msg=name)
+
+
+def layer_sizes(gradients: dict[str, Tensor]) -> dict[str, float]:
+    """Of the largest gradient of each layer, root mean square."""
+    sizes: dict[str, float] = {}
+    for name, value in gradients.items():
+        sizes[layer(name)] = max(sizes.get(layer(name), 0.0), float(value.square().mean().sqrt()))
+    return sizes
 
 
 def layer(name: str) -> str:

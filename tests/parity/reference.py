@@ -19,7 +19,9 @@ EXPERTS = 8
 VOCAB = 211  # not a multiple of 128: the table is padded in Megatron
 TEXT_LENGTHS = ((9, 17), (30,), (5, 6, 7), (12, 21))
 CLIP = 0.7
-LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.05
+# eps is as large as an element of a clipped gradient, or Adam would not see by how much it was
+# clipped.
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-3, 0.05
 
 
 def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: int = 0) -> Any:

@@ -296,17 +296,18 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         result["chunks"] = max(largest) / Logits.CHUNK
         for hook in hooks:
             hook.remove()
-        result["host_questions"] = actual
         result["tower_runs"] = len(runs)
-        if layout.tensor == 1 and rows:  # else tests/models/test_target_rows.py
-            result["rows"] = (
-                rows,
-                [pack.target_tokens if spec.ends_on_targets else pack.length for pack in packs],
-            )
+        due = [pack.target_tokens if spec.ends_on_targets else pack.length for pack in packs]
+        if layout.tensor != 1 or not rows:  # else tests/models/test_target_rows.py
+            rows, due = [], []
+        seen: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, (actual, rows, due))
+        result["host_questions"] = set().union(*(asked for asked, _, _ in seen))
+        result["rows"] = [sum((one[i] for one in seen), []) for i in (1, 2)]
         result["tower_runs_due"] = len(towers) * sum(len(pack.grid_thw) > 0 for pack in packs)
-    if lora.dropout and engine.replica is not None:
-        result["passes_agree"] = passes_agree(engine, share(0))
     result["losses"] = [engine.step(share(i), ref.LR).loss for i in range(case.get("steps", 0))]
+    if lora.dropout and engine.replica is not None:  # before a step adapters add 0
+        result["passes_agree"] = passes_agree(engine, share(0))
     if case.get("after"):
         result["after"] = engine.evaluate(share(case["steps"])).loss
     engine.gather_weights()

@@ -35,6 +35,7 @@ _PLAIN: dict[str, Any] = {
     "fan_in_fan_out": False,
     "bias": "none",
     "lora_bias": False,
+    "alora_invocation_tokens": None,
 }
 # Initialisations of adapters that change the weights under them: merged into the folder that the
 # adapter names they would give another model.

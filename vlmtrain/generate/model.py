@@ -113,6 +113,8 @@ class Answerer:
         template: str | Path | None = None,
         system: str = "",
     ) -> None:
+        from transformers import GenerationConfig
+
         self.folder = folder
         self.spec = read_spec(folder)
         self.processor = Processor.from_folder(
@@ -125,6 +127,9 @@ class Answerer:
         wanted = precision if precision != "auto" else ("bf16" if cuda else "fp32")
         self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
         self.model = load_transformers(folder, self.dtype).to(self.device)
+        self._ends = _ends(self.model.generation_config.eos_token_id, self.tokenizer)
+        # Or `generate` would take from it what `answer` leaves open: beams, stop strings, ...
+        self.model.generation_config = GenerationConfig()
         if kernels:
             from vlmkernels.integrations import transformers as hf
 
@@ -201,7 +206,7 @@ class Answerer:
             max_new_tokens=sampling.max_new_tokens,
             do_sample=drawn,
             repetition_penalty=sampling.repetition_penalty,
-            eos_token_id=self._ends(),
+            eos_token_id=self._ends,
             pad_token_id=self.processor.pad_token_id,
             **(chance if drawn else {}),
         )
@@ -212,14 +217,14 @@ class Answerer:
             raise RuntimeError("this transformers does not ask the model for M-RoPE positions")
         made = out[0, inputs["input_ids"].shape[1] :].tolist()
         text = self.tokenizer.decode(made, skip_special_tokens=True)
-        return Answer(_without_newline(text), tuple(made), made[-1] in self._ends())
+        return Answer(_without_newline(text), tuple(made), made[-1] in self._ends)
 
-    def _ends(self) -> list[int]:
-        """Ids that end an answer: the folder's generation config's, and the template's own."""
-        eos = self.model.generation_config.eos_token_id
-        ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        end = self.tokenizer.get_vocab().get("<|im_end|>", self.tokenizer.eos_token_id)
-        return sorted(ends | ({end} if end is not None else set()))
+
+def _ends(eos: int | list[int] | None, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: the folder's generation config's, and the template's own."""
+    ends = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    end = tokenizer.get_vocab().get("<|im_end|>", tokenizer.eos_token_id)
+    return sorted(ends | ({end} if end is not None else set()))
 
 
 def _without_newline(text: str) -> str:

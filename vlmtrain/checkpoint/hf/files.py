@@ -60,11 +60,21 @@ class HFWeights:
         self._where: dict[str, tuple[Path, str]] = {}
         for path, names in self._files().items():
             for name in names:
-                self._where[canonical_name(name)] = (path, name)
+                _, other = self._where.setdefault(canonical_name(name), (path, name))
+                if other != name:
+                    raise WeightError(
+                        f"{self.folder} holds {other} and {name}, which are one weight of the "
+                        "model; take one of them out"
+                    )
 
     def _files(self) -> dict[Path, list[str]]:
         index = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
+        if index.is_file() and single.is_file():  # transformers reads the latter
+            raise WeightError(
+                f"{self.folder} has {single.name} and {index.name}, two sets of weights; take one "
+                "of them out"
+            )
         if index.is_file():
             try:
                 weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]

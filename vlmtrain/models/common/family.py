@@ -127,6 +127,15 @@ class Family:
                 f"mrope_section {list(section)} must be three numbers that sum to half of "
                 f"head_dim {head_dim}"
             )
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "mrope"):
+            raise ModelConfigError(
+                f"rope_scaling.rope_type is {kind!r}; only 'default' is supported"
+            )
+        if text.get("hidden_act", "silu") != "silu":
+            raise ModelConfigError(
+                f"hidden_act is {text['hidden_act']!r}; only 'silu' is supported"
+            )
         if text.get("use_sliding_window"):
             raise ModelConfigError(
                 "use_sliding_window is true; sliding-window language attention is not supported, "
@@ -146,8 +155,9 @@ class Family:
             rope_theta=float(rope.get("rope_theta") or text.get("rope_theta") or 1e6),
             mrope_section=section,
             max_position_embeddings=int(text.get("max_position_embeddings", 32768)),
+            # Older folders say it in text_config alone, where transformers still looks.
             tie_word_embeddings=bool(
-                config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+                config.get("tie_word_embeddings") or text.get("tie_word_embeddings")
             ),
             image_token_id=int(need(config, "image_token_id")),
             video_token_id=int(need(config, "video_token_id")),

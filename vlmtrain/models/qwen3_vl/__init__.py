@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vlmtrain.models.common.vision import VisionTower
 
 # What the language model is like in every release: key -> the one value that is supported.
-_TEXT = {"attention_bias": False, "hidden_act": "silu"}
+_TEXT = {"attention_bias": False}
 _ROPE = {"rope_type": "default", "mrope_interleaved": True}
 
 
@@ -67,7 +67,10 @@ class Qwen3VL(TimedVideos):
                     raise ModelConfigError(
                         f"{where}{key} is {section[key]!r}; only {value!r} is supported"
                     )
-        spec = super().read({**config, "text_config": {**self.text_defaults, **text}})
+        text = {**self.text_defaults, **text}
+        if "tie_word_embeddings" in config:  # transformers looks nowhere else then
+            text["tie_word_embeddings"] = config["tie_word_embeddings"]
+        spec = super().read({**config, "text_config": text})
         if len(spec.vision.deepstack_layers) > spec.num_layers:
             raise ModelConfigError(
                 f"vision_config: deepstack_visual_indexes {list(spec.vision.deepstack_layers)} "
