@@ -117,7 +117,8 @@ def main() -> None:
         run.step(seed)
     actual = whole_state(run.engine)
     for name, tensor in after_three.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=1e-3, atol=1e-6, equal_nan=True)
+        atol = 1e-3 * float(tensor.float().square().mean().sqrt().nan_to_num())
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-3, atol=atol, equal_nan=True)
 
     run = Run(model, backend)
     run.part.buffers[0].param_dtype = torch.float16
