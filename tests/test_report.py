@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 from html.parser import HTMLParser
@@ -257,3 +258,12 @@ def test_numbers_for_people() -> None:
         "1.5M",
     ]
     assert [charts.seconds(v) for v in (0.0123, 0.0999, 2.5)] == ["12.3 ms", "0.0999 s", "2.5 s"]
+
+
+def test_a_mean_goes_on_behind_what_is_no_number() -> None:
+    values = [4.0, 2.0, math.nan, 2.0, math.inf, 2.0]
+    finite = charts.smooth([v for v in values if math.isfinite(v)], 3)
+    got = charts.smooth(values, 3)
+    assert [got[i] for i in (0, 1, 3, 5)] == finite
+    assert got[2] == got[1] and got[4] == got[3]
+    assert math.isnan(charts.smooth([math.nan, 1.0], 3)[0])

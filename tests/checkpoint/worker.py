@@ -106,6 +106,24 @@ class Allocations(TorchDispatchMode):
         return of_ranks
 
 
+def draw_apart() -> None:
+    """As dropout of replicas and stages does, not that of tensor-parallel ranks."""
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    torch.rand(1 + 10 * stage + parallel_state.get_data_parallel_rank())
+
+
+def check_draws_alike() -> None:
+    """Tensor-parallel ranks, whatever layout wrote the checkpoint."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    states: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, torch.get_rng_state(), group=group)
+    assert all(torch.equal(state, states[0]) for state in states), "dropout would differ"
+
+
 def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
     from megatron.core import parallel_state
 
@@ -120,6 +138,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
                 path = Path(case["load"])
                 result["extra"] = checkpoint.load(path, engine.parts, engine.optimizer)
             result["load bytes"] = allocations.on_every_rank()
+            check_draws_alike()
 
         def share(seed: int) -> list[Any]:
             samples = ref.make_samples(seed)
@@ -129,6 +148,7 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         result["losses"] = [engine.step(share(s), ref.LR).loss for s in seeds]
         if case.get("save"):
             target = Path(case["save"])
+            draw_apart()
             saver = checkpoint.Saver(target.parent, Path(case["model"]), keep=99)
             step = int(target.name.split("-")[1])
             if case.get("disk_full") == dist.get_rank():

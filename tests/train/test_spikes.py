@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from tests.train.conftest import losses, options
 from vlmtrain import cli
 from vlmtrain.data.builder import PackBuilder
 from vlmtrain.models.stage import QwenVLStage
+from vlmtrain.training import guard
 from vlmtrain.training.guard import SpikeGuard
 
 
@@ -85,10 +89,37 @@ def test_what_a_spike_is() -> None:
     """A hundred times the median of at least 20 steps, and what is no number."""
     norms = [1.0] * 19 + [101.0, 99.0, 101.0, math.inf, 1.0]
     optimizer = Steps(norms)
-    guard = SpikeGuard(optimizer)
+    spikes = SpikeGuard(optimizer)
     made = []
     for _ in norms:
         optimizer.get_grad_norm()
         made.append(optimizer.step_with_ready_grads())
     assert made == [True] * 21 + [False, False, True] and optimizer.made == 22
-    assert not guard.withheld
+    assert not spikes.withheld
+
+
+def test_the_usual_norm_is_known_after_a_resume(
+    model, conversations, tmp_path, monkeypatch, capsys
+):
+    """Step 5 is a spike, in one run as in one that goes on behind step 4."""
+    judge = SpikeGuard._judge
+    monkeypatch.setattr(guard, "_LEAST", 3)
+
+    def run(folder: Path, spike: int, *more: str) -> str:
+        calls = itertools.count(1)
+
+        def spiking(self: SpikeGuard, norm: float) -> str:
+            return judge(self, norm * (5000 if next(calls) == spike else 1))
+
+        monkeypatch.setattr(SpikeGuard, "_judge", spiking)
+        common = ["--train.steps=6", "--train.on_spike=skip", "--checkpoint.every=4", *more]
+        assert cli.main(options(model, conversations, folder, *common)) == 0
+        return capsys.readouterr().out
+
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert "step 5: the gradient norm is" in run(straight, 5)
+    shutil.copytree(straight, resumed)
+    for folder in (resumed / "checkpoints" / "step-00000006", resumed / "hf"):
+        shutil.rmtree(folder)
+    assert "step 5: the gradient norm is" in run(resumed, 1, "--checkpoint.resume=4")
+    assert losses(resumed) == losses(straight)

@@ -66,13 +66,15 @@ def thin(xs: Sequence[float], values: Sequence[float | None]) -> list[tuple[floa
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """A mean over the last `span` values, exponentially weighted, from the first value on."""
+    """A mean over the last `span` values, exponentially weighted, from the first value on; of those
+    that are finite."""
     result: list[float] = []
     top = weight = 0.0
     keep = 1 - 1 / max(span, 1)
     for value in values:
-        top, weight = keep * top + value, keep * weight + 1
-        result.append(top / weight)
+        if math.isfinite(value):
+            top, weight = keep * top + value, keep * weight + 1
+        result.append(top / weight if weight else math.nan)
     return result
 
 

@@ -18,7 +18,7 @@ class SpikeGuard:
         """optimizer: a ChainedOptimizer."""
         self.withheld = ""  # why the last step made no update
         self._norm = 0.0
-        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self.recent: deque[float] = deque(maxlen=_WINDOW)  # norms, saved with a checkpoint
         norm, step = optimizer.get_grad_norm, optimizer.step_with_ready_grads
 
         def noted() -> float:
@@ -33,14 +33,14 @@ class SpikeGuard:
 
     def forget(self) -> None:
         """Begin without a history."""
-        self._recent.clear()
+        self.recent.clear()
 
     def _judge(self, norm: float) -> str:
         if not math.isfinite(norm):
             return f"the gradient norm is {norm}"
-        if len(self._recent) >= _LEAST:
-            usual = statistics.median(self._recent)
+        if len(self.recent) >= _LEAST:
+            usual = statistics.median(self.recent)
             if norm > _FACTOR * usual > 0:
                 return f"the gradient norm is {norm:.3g}, {norm / usual:,.0f} times the usual"
-        self._recent.append(norm)
+        self.recent.append(norm)
         return ""

@@ -311,6 +311,7 @@ class Trainer:
         """Take up a checkpoint's state; returns the number of its step."""
         lora = self.config.lora
         extra = checkpoints.load(checkpoint, self.engine.parts, self.engine.optimizer)
+        self.engine.guard.recent.extend(extra.get("norms", ()))
         best = extra.get("best")
         if best and (checkpoint.parent / checkpoints.name_of(best["step"])).is_dir():
             self.best = best
@@ -392,6 +393,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "config": to_dict(self.config),
             "best": self.best,
+            "norms": list(self.engine.guard.recent),
         }
         export = self._export if self.config.checkpoint.hf else None
         self.saver.start(step, self.engine.parts, self.engine.optimizer, extra, export)

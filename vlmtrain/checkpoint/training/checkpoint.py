@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from vlmtrain.checkpoint.hf.files import carry_files
@@ -372,8 +372,11 @@ def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str
         )
     optimizer_state.finish_load(optimizer)
     states = common.pop("random")
-    # On another layout the seeds of this start stay; only LoRA's dropout draws from them.
-    if len(states) == dist.get_world_size():
+    # On another layout the seeds of this start stay, since tensor-parallel ranks must draw alike;
+    # only LoRA's dropout does.
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, _position())
+    if [state.get("position") for state in states] == ranks:
         set_random_state(states[dist.get_rank()])
     return common
 
@@ -411,8 +414,18 @@ def _fill(reader: ChunkReader, piece: Piece) -> None:
 
 def _gather_random_state() -> list[dict[str, Any]]:
     states: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(states, random_state())
+    dist.all_gather_object(states, {"position": _position(), **random_state()})
     return states
+
+
+def _position() -> list[int]:
+    """Of this rank in the layout."""
+    return [
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    ]
 
 
 def random_state() -> dict[str, Any]:
