@@ -90,7 +90,7 @@ def check_forward(module: nn.Module, part: str) -> None:
         ValueError: it is a subclass's, or one put in its place.
     """
     kind = next(c for c in type(module).__mro__ if "forward" in vars(c))
-    of_module = getattr(sys.modules[kind.__module__], "__file__", None)
+    of_module = getattr(sys.modules.get(kind.__module__), "__file__", None)
     forward = vars(kind)["forward"]
     while hasattr(forward, "__wrapped__"):  # by decorators of transformers and torch
         own = _file_of(forward).startswith(_LIBRARIES) or _file_of(forward) == of_module
