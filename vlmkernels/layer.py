@@ -284,7 +284,7 @@ def add_rms_norm_(
 
     Args:
         x: [.., width] as rms_norm's, contiguous, on CUDA starting at a multiple of 16 bytes: with a
-            residual a linear's output, which nobody else reads.
+            residual a linear's output, which nobody else reads, no leaf that requires a gradient.
         residual: x's shape and dtype. None: s is x. That too saves a pass, in backward: gradients
             of s and of the norm are added where the latter are made.
         weight, weight_grad: as in rms_norm.
@@ -390,7 +390,8 @@ def swiglu_(
 
     Args:
         x: [.., 2 F], float32, bfloat16 or float16, contiguous: a linear's output, which nobody else
-            reads. On CUDA F elements are a multiple of 8 bytes, and x starts at one of 16.
+            reads, no leaf that requires a gradient. On CUDA F elements are a multiple of 8 bytes,
+            and x starts at one of 16.
         bias: [2 F], x's dtype.
         bias_grad: "dense", or "main_grad": added to bias.main_grad, a contiguous float32 [2 F],
             and no hook of the bias runs where x requires a gradient.

@@ -49,7 +49,7 @@ def test_a_forward_of_ones_own_is_not_passed_over(
     else:
         patched = around(kind.forward)
         if way == "replaced":
-            del patched.__wrapped__  # type: ignore[attr-defined]
+            vars(patched).pop("__wrapped__")
         monkeypatch.setattr(kind, "forward", patched)
     name = "Mine" if way == "subclass" else kind.__name__
     with pytest.raises(ValueError, match=f"{name}.forward is not .*; use enable.model, {part}=Fal"):

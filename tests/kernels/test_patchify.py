@@ -137,7 +137,6 @@ def test_defaults_of_torch_change_nothing() -> None:
     for number, options in enumerate(
         (
             torch.device("meta"),
-            torch.utils._device.DeviceContext("meta"),
             FakeTensorMode(),
             DefaultDtype(torch.bfloat16),
         )

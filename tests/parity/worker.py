@@ -296,15 +296,17 @@ def run_case(case: dict[str, Any], backend: device.Backend) -> dict[str, Any]:
         result["chunks"] = max(largest) / Logits.CHUNK
         for hook in hooks:
             hook.remove()
-        result["tower_runs"] = len(runs)
         due = [pack.target_tokens if spec.ends_on_targets else pack.length for pack in packs]
         if layout.tensor != 1 or not rows:  # else tests/models/test_target_rows.py
             rows, due = [], []
         seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, (actual, rows, due))
-        result["host_questions"] = set().union(*(asked for asked, _, _ in seen))
-        result["rows"] = [sum((one[i] for one in seen), []) for i in (1, 2)]
-        result["tower_runs_due"] = len(towers) * sum(len(pack.grid_thw) > 0 for pack in packs)
+        runs_due = len(towers) * sum(len(pack.grid_thw) > 0 for pack in packs)
+        dist.all_gather_object(seen, (actual, rows, due, len(runs), runs_due))
+        result["host_questions"] = set().union(*(of_rank[0] for of_rank in seen))
+        result["rows"] = [sum((of_rank[i] for of_rank in seen), []) for i in (1, 2)]
+        result["tower_runs"], result["tower_runs_due"] = (
+            sum(of_rank[i] for of_rank in seen) for i in (3, 4)
+        )
     result["losses"] = [engine.step(share(i), ref.LR).loss for i in range(case.get("steps", 0))]
     if lora.dropout and engine.replica is not None:  # before a step adapters add 0
         result["passes_agree"] = passes_agree(engine, share(0))

@@ -80,7 +80,7 @@ def _with_routers(model: Any, kwargs: dict[str, Any]) -> bool:
 def _aux_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
     """transformers' own, from the module that the model's class stands in."""
     text = model.config.text_config
-    loss = sys.modules[model.original.__module__].load_balancing_loss_func  # type: ignore[attr-defined]
+    loss = vars(sys.modules[model.original.__module__])["load_balancing_loss_func"]
     experts = text.num_experts, text.num_experts_per_tok
     return cast(Tensor, loss(router_logits, *experts, attention_mask))
 

@@ -128,20 +128,21 @@ class Fields:
             raise self.place.fail(f"{self.what} has the key {key!r}, {reason}")
 
 
-def whole(value: Any) -> Any:
-    """`value`, which JSON or a command line gave, unless a text in it can't be written as UTF-8.
+def check_utf8(value: Any) -> None:
+    """Every text in what JSON or a command line gave can be written as UTF-8.
 
     Raises:
         UnicodeEncodeError: one holds half a character ("\\ud83d").
         RecursionError: it is nested too deeply.
     """
     json.dumps(value, ensure_ascii=False, default=lambda other: None).encode()
-    return value
 
 
 def loads(text: str) -> Any:
-    """`json.loads`, and `whole`. Raises ValueError or RecursionError."""
-    return whole(json.loads(text))
+    """`json.loads`, and `check_utf8`. Raises ValueError or RecursionError."""
+    value = json.loads(text)
+    check_utf8(value)
+    return value
 
 
 def is_empty(value: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import from_part, listed_media, one_medium
-from vlmtrain.data.formats.fields import Fields, Place, is_empty, loads, whole
+from vlmtrain.data.formats.fields import Fields, Place, check_utf8, is_empty, loads
 from vlmtrain.data.formats.objects import parse_objects
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Media, MediaKind, Role, Sample, Turn
 
@@ -77,7 +77,7 @@ def parse_record(
     bare = Sample(sample_id, (), (), source)
     place = Place(bare, media_root, ignored)
     try:
-        whole(record)
+        check_utf8(record)
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise place.fail(f"it holds half a character ({half!r}); save it as UTF-8") from None
