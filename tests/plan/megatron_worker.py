@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,21 +92,33 @@ def activations(engine: Any, spec: ModelSpec, wanted: dict[str, Any]) -> dict[st
     stage = engine.stages[0]
     parameters = {p.untyped_storage().data_ptr() for p in stage.parameters()}
     kept: dict[int, tuple[int, Any]] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    output = stage(batch)
+    assert output.requires_grad
+    # not by hooks of saved tensors: under them the loss computes its gradients in the backward
+    for tensor in saved_tensors(output.grad_fn):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters and storage.nbytes():
             # holding the tensor keeps its address from being handed out again
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        output = stage(batch)
-    assert output.requires_grad
     if wanted.get("list"):
         for size, tensor in kept.values():
             print(size, tuple(tensor.shape), tensor.dtype, file=sys.stderr)
     return {"bytes": sum(size for size, _ in kept.values())}
+
+
+def saved_tensors(root: Any) -> Iterator[torch.Tensor]:
+    """What each node of the graph behind root keeps."""
+    nodes, seen = [root], {root}
+    while nodes:
+        node = nodes.pop()
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        for value in (getattr(node, "saved_tensors", ()), *(getattr(node, n) for n in names)):
+            for tensor in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor
+        behind = {following for following, _ in node.next_functions if following is not None}
+        nodes += behind - seen
+        seen |= behind
 
 
 def make_batch(spec: ModelSpec, tokens: int, grids: list[list[int]]) -> Any:
