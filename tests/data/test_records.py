@@ -163,8 +163,10 @@ def test_array_lines_bom_and_unicode_give_the_same(tmp_path: Path) -> None:
         path.write_bytes(data)
         assert [s.turns for s in read(path)] == [s.turns for s in expected], name
     path = tmp_path / "single.jsonl"
-    path.write_text("\n " + lines[0])
-    assert len(read(path)) == 1
+    pretty = json.dumps(records[0], indent=2)
+    for text in (lines[0], pretty, "\ufeff" + lines[0], "\ufeff\n " + pretty):
+        path.write_text(f"\n {text}\n" if text[0] == "{" else text, encoding="utf-8")
+        assert [s.turns for s in read(path)] == [expected[0].turns], text
 
 
 BAD_RECORDS: list[tuple[Any, str]] = [

@@ -241,6 +241,10 @@ def test_checkpoint_cut_short(model, conversations, tmp_path):
     newest = output / "checkpoints" / "step-00000004"
     assert complete(output / "checkpoints") == [4, 9]
     assert (output / "checkpoints" / "latest").read_text() == "step-00000004\n"
+    # fewer steps than were made: no older model is to be had, and this one is not written as it
+    done = run_cli([*again, "--train.steps=3"])
+    assert done.code == 1, done.output
+    assert "--train.steps 3 ends after step 3" in done.output and "is of step 4" in done.output
     # the same size but another content
     file = max(newest.rglob("*.distcp"), key=lambda p: p.stat().st_size)
     with open(file, "r+b") as handle:

@@ -152,7 +152,7 @@ class Trainer:
             state = on_first_rank(lambda: checkpoints.loader_state(resume))
             if state is not None:
                 on_every_rank(lambda: self.loader.load_state_dict(state))
-        self.total = self._count_steps()
+        self.total = self._count_steps(position.step)
         check_plan(self.loader, layout)
         gpu, peak = find_machine(backend, self.engine.dtype, spec, train.pack_length, layout.tensor)
         # While all moments are zero: before a checkpoint's are loaded.
@@ -323,13 +323,21 @@ class Trainer:
             )
         return extra["step"]
 
-    def _count_steps(self) -> int:
+    def _count_steps(self, made: int) -> int:
+        """Of the whole run, of which so many are made."""
         train = self.config.train
         total = train.steps or self.loader.steps_for_epochs(train.epochs)
         if not total:
             raise shared_error(
                 f"--train.epochs {train.epochs:g} of this data hold no sample, so there is no step "
                 "to make; raise it, or the weights in --data, or set --train.steps"
+            )
+        if made > total:
+            option = "steps" if train.steps else "epochs"
+            raise shared_error(
+                f"--train.{option} {getattr(train, option):g} ends after step {total}, and the "
+                f"checkpoint to go on from is of step {made}: raise it, or name an earlier "
+                "checkpoint by --checkpoint.resume"
             )
         return total
 

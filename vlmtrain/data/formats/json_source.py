@@ -116,17 +116,18 @@ class JsonSource:
 
     def _lines(self, data: bytes, start: int) -> Iterator[Record | DataError]:
         # A whole-file object is the likeliest other mistake: say so instead of "line 1 is bad".
-        if start == 0 and data.lstrip()[:1] == b"{" and _is_one_object(data):
+        data = data[start:]
+        if data.lstrip()[:1] == b"{" and _is_one_object(data):
             value = json.loads(data)
             if not value.keys() & set(TURN_KEYS):
                 raise DataError(
                     f"{self.path}: the file holds one object with keys {sorted(value)[:5]}; it "
                     "must be a list of samples, or one sample a line"
                 )
-            yield Record(0, len(data) - len(data.lstrip()), data.strip())
+            yield Record(0, start + len(data) - len(data.lstrip()), data.strip())
             return
         offset, number = start, 0
-        for line_number, line in enumerate(data[start:].split(b"\n"), 1):
+        for line_number, line in enumerate(data.split(b"\n"), 1):
             stripped = line.strip()
             if stripped:
                 try:
