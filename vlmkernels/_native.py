@@ -318,9 +318,12 @@ def check_tensor(
 
 
 def check_allocated(name: Callable[[], str], tensor: Tensor) -> None:
-    """`name` is asked for only if the storage was freed, as FSDP frees them, or never was."""
+    """`name` is asked for only if there is no storage: freed, as FSDP does, or a subclass's."""
     if tensor.data_ptr() == 0 and tensor.numel() > 0:
-        raise ValueError(f"{name()}, {describe(tensor)}, has no memory: its storage was freed")
+        because = "its storage was freed"
+        if hasattr(tensor, "to_local"):
+            because = "it is a DTensor; pass its to_local()"
+        raise ValueError(f"{name()}, {describe(tensor)}, has no memory: {because}")
 
 
 def check_in_place(name: str, x: Tensor, instead: str) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed.tensor import distribute_tensor
 
 from vlmkernels import (
     VisionLayout,
@@ -197,6 +199,17 @@ def test_tensors_without_memory_are_refused():
         with pytest.raises(ValueError, match=r"a tensor, .* has no memory: its storage was freed"):
             call()
             pytest.fail(name)
+
+
+def test_a_dtensor_is_named_as_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = distribute_tensor(torch.ones(4, 8), dist.init_device_mesh("cpu", (1,)))
+        for call in (lambda: rms_norm(x, torch.ones(8), 1e-6), lambda: swiglu_(x.clone(), None)):
+            with pytest.raises(ValueError, match=r"it is a DTensor; pass its to_local\(\)"):
+                call()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_layers_refuse_what_was_exchanged_before_the_backward_pass():
