@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -19,6 +20,7 @@ from vlmtrain.core import config as configuration
 from vlmtrain.core.config import FreezeSection, LoaderSection, LoraSection, MediaSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.data.index import scan_data
+from vlmtrain.data.packing.sampler import Position, Sampler
 from vlmtrain.data.processor import Processor
 from vlmtrain.models.family import read_spec
 from vlmtrain.parallel.layout import section_layout
@@ -171,6 +173,59 @@ def test_adapters_and_frozen_parts_reach_the_recipe(small: Path, tmp_path: Path)
     assert memory["lora"] < 0.5 * memory["all"]
 
 
+def test_sources_have_their_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    """The planner's mean sample is that of the epoch that training makes."""
+    save_image(tmp_path / "photo.png", 420, 420)
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A cat."}]
+    seen = [{"id": str(i), "image": "photo.png", "conversations": turns} for i in range(8)]
+    (tmp_path / "seen.json").write_text(json.dumps(seen))
+    turns = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A cat."}]
+    said = [{"id": f"t{i}", "conversations": turns} for i in range(5)]
+    (tmp_path / "said.json").write_text(json.dumps(said))
+    data = f"{tmp_path}/seen.json:0.25,{tmp_path}/said.json:6"
+    spec, read = read_spec(tiny_folder), (LoaderSection(), MediaSection())
+    index = workload.read_index(data, tiny_folder, spec, 300, *read)
+    planned = workload.from_index(index, "d")
+    sampler = Sampler(index, spec, "balanced", pack_length=300, global_batch=1, seed=3, ranks=1)
+    steps = sampler.steps(Position(), sampler.steps_per_epoch)
+    epoch = np.concatenate([pack for step in steps for rank in step.dealt for pack in rank])
+    assert sorted(planned.tokens) == sorted(index.lengths[epoch].tolist())
+    assert len(planned) == 2 + 30 and "weighted" in planned.origin
+    # in proportion too where an epoch is less than a sample
+    data = f"{tmp_path}/seen.json:0.002,{tmp_path}/said.json:0.008"
+    index = workload.read_index(data, tiny_folder, spec, 300, *read)
+    images = sum(map(bool, workload.from_index(index, "d").grids))
+    assert images == int(13 * 16 / 56)
+
+
+def test_histograms_are_thinned_in_proportion(tmp_path: Path, seed: int) -> None:
+    rng, path = np.random.default_rng(seed), tmp_path / "h.json"
+    lengths = np.arange(20, 8000)
+    counts = rng.poisson(3e9 * np.exp(-(np.log(lengths / 600) ** 2) / 2) / lengths**2)
+    counts[-1] = 1
+    path.write_text(json.dumps({"lengths": lengths.tolist(), "counts": counts.tolist()}))
+    thinned = np.array(workload.read_histogram(path, released_spec("qwen2_vl-7b")).tokens)
+    assert 19_990 < len(thinned) < 20_010 < counts.sum() and thinned.max() == 7999
+    thinned = thinned[thinned < 7999]  # that one is kept whatever its share
+    for power in (1, 2):
+        mean = np.average(lengths.astype(float) ** power, weights=counts)
+        assert (thinned.astype(float) ** power).mean() == pytest.approx(mean, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    "gpus,processes", [(4, "--nproc 4"), (16, "--nnodes 2 --nproc-per-node 8"),
+                       (12, "--nnodes 2 --nproc-per-node 6"),
+                       (20, "--nnodes 3 --nproc-per-node GPUS_OF_THE_NODE (20 in all)")]
+)  # fmt: skip
+def test_as_many_processes_as_planned(
+    gpus: int, processes: str, small: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "a plan"
+    assert plan(small, gpus, "h100", output=output, global_batch_packs=4 * gpus) == 0
+    (start,) = re.findall("^# Start.*$", (output / "plan.toml").read_text(), re.M)
+    assert processes in start and f"train --config '{output}/plan.toml' " in start
+
+
 REFUSALS = [
     ({"gpus": 0}, "--gpus is 0; it must be at least 1"),
     ({"gpus": -4}, "--gpus is -4; it must be at least 1"),
@@ -191,6 +246,18 @@ REFUSALS = [
         "has q_prj, which no linear of this model is called; the nearest is q_proj",
     ),
     ({"lora": LoraSection(rank=8, targets=("fc1",))}, "no linear of this model is called"),
+    (
+        {"lora": LoraSection(alpha=64, vision=True)},
+        "--lora.alpha and --lora.vision need --lora.rank",
+    ),
+    (
+        {"lora": LoraSection(rank=8, vision=True), "freeze": FreezeSection(vision=True)},
+        "--freeze.vision and --lora.vision: one keeps the vision tower's weights",
+    ),
+    (
+        {"lora": LoraSection(rank=8), "freeze": FreezeSection(language=True)},
+        "--freeze.language keeps the language model's weights, and --lora.targets has q_proj",
+    ),
     ({"data": "a", "length_histogram": Path("b")}, "pass one of them"),
     ({"media": MediaSection(fps=1)}, "--media.fps says how --data is read; pass --data too"),
     ({"media": MediaSection(max_frames=-1)}, "--media.max_frames is -1; it must be at least 0"),
@@ -221,6 +288,16 @@ HISTOGRAMS = [
     ('{"lengths": [5, 6], "counts": [1]}', 'as long as "lengths" (2)'),
     ('{"lengths": [5], "counts": [0]}', "not all 0"),
     ('{"lengths": [5], "image_share": 1.5}', '"image_share" is 1.5'),
+    ('{"lengths": [5, 0], "counts": [1, 1]}', '"lengths" must be integers of at least 1'),
+    (
+        '{"lengths": [5], "image_shar": 0.1}',
+        "'image_shar', which is not read; did you mean image_s",
+    ),
+    ('[{"tokens": 9, "target_token": 1}]', "not read; did you mean target_tokens?"),
+    (
+        '[{"tokens": 9, "grids": [[1, 4, 4]], "image_tokens": 8}]',
+        "its grids are 4 tokens and image_tokens is 8; leave image_tokens out",
+    ),
     ("[9000]", "has a sample of 9000 tokens and a pack holds 8192"),
 ]
 

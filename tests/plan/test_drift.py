@@ -60,6 +60,11 @@ class _Index:
     """As much of a SampleIndex as the planner reads."""
 
     def __init__(self, count: int) -> None:
+        self.sources, self.source, self.content_hash = (
+            [SimpleNamespace(weight=1.0)],
+            np.zeros(count),
+            "",
+        )
         self.lengths = np.full(count, 1200)
         self.lengths[7] = 2000
         self.target_tokens = np.full(count, 400)

@@ -42,7 +42,7 @@ def peak_bytes(config: TrainConfig, model: str, gpus: int) -> float:
         global_batch=train.global_batch_packs,
         option="--train.global_batch_packs",
     )
-    check_lora(config.lora, spec)
+    check_lora(config.lora, config.freeze, spec)
     patches = train.pack_length * spec.vision.merge_unit
     microbatches = train.global_batch_packs // layout.data
     tokens, patches_of = (

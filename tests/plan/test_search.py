@@ -16,6 +16,7 @@ from tests.released import released_spec
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import contiguous
+from vlmtrain.data.packing.plan import deal
 from vlmtrain.models import flops
 from vlmtrain.models.family import table_of
 from vlmtrain.parallel.layout import make_layout
@@ -329,6 +330,22 @@ def test_lengths_change_the_plan(seven: ModelSpec, packs: workload.Packs, tmp_pa
     text = search.search(seven, gpu, 4, words, 16).best
     mix = search.search(seven, gpu, 4, packs, 16).best
     assert text.tokens_per_second_per_gpu > 1.5 * mix.tokens_per_second_per_gpu
+
+
+@pytest.mark.parametrize("policy", ["balanced", "best_fit", "in_order", "bucket", "none"])
+def test_the_slowest_replica_is_that_of_the_deal(seven: ModelSpec, policy: Any, seed: int) -> None:
+    data = workload.make_packs(workload.typical(seven), seven, 8192, policy)
+    model = costs.CostModel(seven, hardware.find_gpu("h100"), data)
+    option = costs.Option(make_layout(seven, world_size=8), 8)
+    planned = search.predict(model, option, 8).data_imbalance
+    times = (model.stage_costs(option).sum(1) @ data.work.T).sum(0)
+    rng, slowest = np.random.default_rng(seed), []
+    for _ in range(400):
+        drawn = rng.choice(times, 64)
+        dealt = deal((1e9 * drawn).astype(np.int64), 8, policy)
+        loads = np.array([drawn[rank].sum() for rank in dealt])
+        slowest.append(loads.max() / loads.mean() - 1)
+    assert planned == pytest.approx(np.mean(slowest), rel=0.15, abs=0.004)
 
 
 def test_the_slowest_replica_is_as_published() -> None:

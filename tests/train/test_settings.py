@@ -10,13 +10,17 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import get_scheduler
 
+from tests.released import released_spec
 from vlmtrain.core.config import (
     ConfigError,
     EvaluateSection,
+    FreezeSection,
     LoraSection,
     OptimizerSection,
     TrainConfig,
 )
+from vlmtrain.core.errors import UserError
+from vlmtrain.models.lora_costs import check_lora
 from vlmtrain.training.learning_rate import learning_rate
 
 LR, STEPS, WARMUP = 3e-4, 50, 7
@@ -150,9 +154,21 @@ def test_bad_settings(options, other, said, tmp_path):
         (dict(targets=("q_proj",)), "--lora.targets need"),
     ],
 )
-def test_adapters_without_a_rank_are_refused(lora, named, tmp_path):
-    config = TrainConfig(tmp_path, "a", tmp_path, lora=LoraSection(**lora))
-    with pytest.raises(ConfigError, match=f"^{named} --lora.rank, which is 0"):
-        config.validate()
-    config.lora.rank = 4
-    config.validate()
+def test_adapters_without_a_rank_are_refused(lora, named):
+    spec = released_spec("qwen2_5_vl-7b")
+    with pytest.raises(UserError, match=f"^{named} --lora.rank, which is 0"):
+        check_lora(LoraSection(**lora), FreezeSection(), spec)
+    check_lora(LoraSection(rank=4, **lora), FreezeSection(), spec)
+
+
+@pytest.mark.parametrize("frozen", ["vision", "merger", "language"])
+def test_adapters_in_a_frozen_part_are_refused(frozen):
+    spec, freeze = released_spec("qwen2_5_vl-7b"), FreezeSection(**{frozen: True})
+    towers = {"language": ("q_proj",), "vision": ("qkv",)}
+    for part, targets in towers.items():
+        lora = LoraSection(rank=4, targets=targets, vision=part == "vision")
+        if part == frozen:
+            with pytest.raises(UserError, match=f"^--freeze.{frozen}.* leave one out"):
+                check_lora(lora, freeze, spec)
+        else:
+            check_lora(lora, freeze, spec)

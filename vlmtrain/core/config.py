@@ -290,7 +290,6 @@ class TrainConfig:
         check_ranges(self)
         offload_fractions(self.optimizer)
         self._check_learning_rates()
-        self._check_lora()
         if self.parallel.overlap_param_gather and not self.parallel.overlap_grad_reduce:
             raise ConfigError(
                 "--parallel.overlap_param_gather needs --parallel.overlap_grad_reduce; turn both on"
@@ -318,18 +317,6 @@ class TrainConfig:
                     f"{option} {value} needs held-out conversations: --evaluate.data, or "
                     "--evaluate.split_ratio of the training data"
                 )
-
-    def _check_lora(self) -> None:
-        given = [
-            f"--lora.{one.name}"
-            for one in dataclasses.fields(self.lora)
-            if getattr(self.lora, one.name) != one.default
-        ]
-        if given and not self.lora.rank:
-            raise ConfigError(
-                f"{' and '.join(given)} need --lora.rank, which is 0, so that all weights would be "
-                "trained; set it, or leave the others out"
-            )
 
     def _check_learning_rates(self) -> None:
         section = self.optimizer

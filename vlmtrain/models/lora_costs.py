@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from vlmtrain.core.config import LoraSection, check_ranges
+from vlmtrain.core.config import FreezeSection, LoraSection, check_ranges
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models.common.table import Linear
@@ -73,11 +73,17 @@ def adapter_parameters(spec: ModelSpec, lora: LoraSection, tensor: int, vision: 
     return sizes
 
 
-def check_lora(lora: LoraSection, spec: ModelSpec) -> None:
-    """Raise UserError for settings that can't be used, and for targets that this model does not
-    have, with the nearest one."""
+def check_lora(lora: LoraSection, freeze: FreezeSection, spec: ModelSpec) -> None:
+    """Raise UserError for settings that can't be used, for targets that this model does not
+    have, with the nearest one, and for adapters in a part that is to keep its weights."""
     check_ranges(lora, "--lora.")
+    given = [f"--lora.{one.name}" for one in fields(lora) if getattr(lora, one.name) != one.default]
     if not lora.rank:
+        if given:
+            raise UserError(
+                f"{' and '.join(given)} need --lora.rank, which is 0, so that all weights would be "
+                "trained; set it, or leave the others out"
+            )
         return
     if not 0 < lora.alpha < math.inf or not 0 <= lora.dropout < 1:
         raise UserError(
@@ -99,3 +105,14 @@ def check_lora(lora: LoraSection, spec: ModelSpec) -> None:
             )
     if not lora.targets:
         raise UserError(f"--lora.targets is empty; name some of {', '.join(known)}")
+    if freeze.vision and lora.vision:
+        raise UserError(
+            "--freeze.vision and --lora.vision: one keeps the vision tower's weights, the other "
+            "trains adapters on them; leave one out"
+        )
+    text = [target for target in lora.targets if target in table_of(spec).targets(False)]
+    if freeze.language and text:
+        raise UserError(
+            f"--freeze.language keeps the language model's weights, and --lora.targets has "
+            f"{', '.join(text)}, which are there; leave one out"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def plan(
             "every part is frozen, there is nothing to train; drop one of --freeze.vision, "
             "--freeze.merger, --freeze.language"
         )
-    check_lora(lora, spec)
+    check_lora(lora, freeze, spec)
     index = None
     if data:
         index = workload.read_index(data, model, spec, pack_length, loader, media)
@@ -243,7 +244,9 @@ def write(
     recipe_path, figures = output / "plan.toml", output / "plan.json"
     with writing(f"--output {output}", raises=PlanError):
         output.mkdir(parents=True, exist_ok=True)
-        write_text(recipe_path, to_toml(ranking, ranking.best, model, data, reading, title))
+        write_text(
+            recipe_path, to_toml(ranking, ranking.best, recipe_path, model, data, reading, title)
+        )
         write_text(figures, json.dumps(to_json(ranking), indent=1) + "\n")
         drawn = picture.draw(output / "plan.png", ranking, ranking.best, costs, title)
         trace = picture.write_trace(output / "trace.json", ranking.best, costs)
@@ -251,23 +254,31 @@ def write(
 
 
 def to_toml(
-    ranking: Plan, p: Prediction, model: Path, data: str | None, reading: Tables, title: str
+    ranking: Plan,
+    p: Prediction,
+    path: Path,
+    model: Path,
+    data: str | None,
+    reading: Tables,
+    title: str,
 ) -> str:
-    """The recipe that `vlmtrain train --config` reads."""
-    nodes = -(-ranking.gpus // ranking.gpu.gpus_per_node)
-    per_node = min(ranking.gpus, ranking.gpu.gpus_per_node)
-    start = (
-        f"vlmtrain train --config plan.toml --nproc {ranking.gpus}"
-        if nodes == 1
-        else f"torchrun --nnodes {nodes} --nproc-per-node {per_node} ... -m vlmtrain.cli train "
-        "--config plan.toml"
-    )
+    """The recipe that `vlmtrain train --config` reads from `path`."""
+    gpus, nodes = ranking.gpus, -(-ranking.gpus // ranking.gpu.gpus_per_node)
+    here = f"train --config {shlex.quote(str(path))}"
+    if nodes == 1:
+        start = f"vlmtrain {here} --nproc {gpus}"
+    else:
+        even = gpus % nodes == 0 and gpus // nodes % p.option.layout.tensor == 0
+        each = f"{gpus // nodes}" if even else f"GPUS_OF_THE_NODE ({gpus} in all)"
+        start = f"torchrun --nnodes {nodes} --nproc-per-node {each} ... -m vlmtrain.cli {here}"
     lines = [
         f"# {title} on {ranking.gpus} x {ranking.gpu.name}, by vlmtrain plan.",
-        f"# Expected: step {p.step_seconds:.2f} s (within {p.uncertainty:.0%}), "
+        f"# Expected: step {p.step_seconds:.2f} s (± {p.uncertainty:.0%}), "
         f"{p.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, causal MFU {p.mfu:.1%}, "
         f"up to {p.peak_bytes / 1e9:.0f} GB per GPU.",
-        f"# Start: {start}" + ("" if data else " --data FILE") + " --output FOLDER",
+        f"# Start, where vlmtrain plan was: {start}"
+        + ("" if data else " --data FILE")
+        + " --output FOLDER",
         f"model = {toml_value(str(model))}",
     ]
     if data:
@@ -311,7 +322,7 @@ def recipe(ranking: Plan, p: Prediction) -> Tables:
             "language": option.recompute_text,
         }
     frozen = {name: True for name, still in dataclasses.asdict(ranking.freeze).items() if still}
-    if frozen and not ranking.lora.rank:
+    if frozen:
         tables["freeze"] = frozen
     if ranking.lora.rank:
         tables["lora"] = dataclasses.asdict(ranking.lora)

@@ -15,6 +15,7 @@ from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.core.layout import LayoutError
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import contiguous
+from vlmtrain.data.packing.plan import BY_COST
 from vlmtrain.models import flops
 from vlmtrain.parallel.layout import expert_sizes, make_layout
 from vlmtrain.plan import schedule, split
@@ -374,7 +375,7 @@ def _refine(model: CostModel, option: Option) -> Option:
 def stage_times(
     model: CostModel, option: Option, work: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Forward and backward seconds [stages, packs] for packs of `work` [packs, 5]."""
+    """Forward and backward seconds [stages, packs] for packs of `work` [packs, 6]."""
     costs = model.stage_costs(option)
     forward = (costs[:, COMPUTE_F] + costs[:, COMM_F]) @ work.T
     backward = (costs[:, COMPUTE_B] + costs[:, COMM_B]) @ work.T
@@ -382,7 +383,7 @@ def stage_times(
 
 
 def sample_packs(model: CostModel, count: int, seed: int) -> np.ndarray:
-    """[count, 5] packs drawn from the data, their mean moved onto the data's mean."""
+    """[count, 6] packs drawn from the data, their mean moved onto the data's mean."""
     rng = np.random.default_rng(seed)
     work = model.packs.work
     rows = work[rng.permutation(len(work))[:count]] if count <= len(work) else work
@@ -455,7 +456,7 @@ def step_flops(model: CostModel, work: np.ndarray) -> float:
 def _slowest_replica(model: CostModel, option: Option, costs: np.ndarray) -> float:
     """How much longer the slowest of the data-parallel replicas takes than a mean one.
 
-    Where packs are dealt by cost, half a percent is left. Where they are drawn at random, times
+    Where packs are dealt by cost, half a percent is left. Where they are dealt in turn, times
     are nearly normal, and the largest of n normal values lies about
     Phi^-1((n - 3/8) / (n + 1/4)) standard deviations above the mean (Blom).
     """
@@ -468,7 +469,7 @@ def _slowest_replica(model: CostModel, option: Option, costs: np.ndarray) -> flo
     busiest = loads[int(loads.mean(1).argmax())]
     spread = float(busiest.std() / busiest.mean()) / math.sqrt(option.microbatches)
     random = spread * expected_largest(replicas)
-    return min(random, _DEALT_BY_COST)
+    return min(random, _DEALT_BY_COST) if model.packs.policy in BY_COST else random
 
 
 def expected_largest(count: int) -> float:

@@ -57,6 +57,7 @@ class Packs:
     work: np.ndarray
     pack_length: int
     origin: str
+    policy: Policy = "balanced"
 
     @property
     def fill(self) -> float:
@@ -107,7 +108,7 @@ def make_packs(
         tokens, rows = np.tile(tokens, copies), np.tile(rows, (copies, 1))
     packs = plan_epoch(tokens, pack_length, 0, 0, "plan", policy=policy)
     work = np.array([rows[pack].sum(0) for pack in packs])
-    return Packs(work, pack_length, lengths.origin)
+    return Packs(work, pack_length, lengths.origin, policy)
 
 
 # --- sources ----------------------------------------------------------------------------------
@@ -198,6 +199,11 @@ def _expand(value: dict[str, Any], path: Path) -> tuple[list[int], float]:
     where = f"--length_histogram {path}"
     if not isinstance(lengths, list) or not lengths:
         raise PlanError(f'{where} needs "lengths", a list of token counts')
+    _check_keys(value, ("lengths", "counts", "image_share"), where)
+    if not all(_is_int(n) and n > 0 for n in lengths):
+        raise PlanError(
+            f'{where}: "lengths" must be integers of at least 1; it is {_show(lengths)}'
+        )
     counts = [1] * len(lengths) if counts is None else counts
     if not isinstance(counts, list) or len(counts) != len(lengths):
         raise PlanError(
@@ -208,10 +214,13 @@ def _expand(value: dict[str, Any], path: Path) -> tuple[list[int], float]:
         raise PlanError(f'{where}: "counts" must be integers of at least 0, not all 0')
     if not isinstance(share, (int, float)) or not 0 <= share < 1:
         raise PlanError(f'{where}: "image_share" is {share!r}; it must be at least 0 and below 1')
-    # Thinned in proportion, so that a histogram of millions stays small.
-    scale = min(1.0, _SAMPLES / sum(counts))
-    repeats = [max(1, round(c * scale)) if c else 0 for c in counts]
-    return [n for n, r in zip(lengths, repeats, strict=True) for _ in range(r)], float(share)
+    # Thinned in proportion, so that a histogram of millions stays small: every so many-th sample.
+    every = max(1.0, sum(counts) / _SAMPLES)
+    places = np.ceil(np.cumsum([0, *counts], dtype=np.float64) / every - 0.5)
+    repeats = np.diff(places).astype(np.int64).tolist()
+    thinned = [n for n, r in zip(lengths, repeats, strict=True) for _ in range(r)]
+    longest = max(n for n, c in zip(lengths, counts, strict=True) if c)
+    return thinned if longest in thinned else [*thinned, longest], float(share)
 
 
 def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, int, list[Grid]]:
@@ -220,6 +229,7 @@ def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, 
         entry = {"tokens": entry, "image_tokens": int(entry * share)}
     if not isinstance(entry, dict) or not _is_int(entry.get("tokens")) or entry["tokens"] < 1:
         raise PlanError(f"{where} must have tokens of at least 1; it is {_show(entry)}")
+    _check_keys(entry, ("tokens", "grids", "image_tokens", "target_tokens"), where)
     merge, tokens = spec.vision.spatial_merge_size, entry["tokens"]
     grids = entry.get("grids")
     for name in ("image_tokens", "target_tokens"):
@@ -241,7 +251,19 @@ def _entry(entry: Any, share: float, where: str, spec: ModelSpec) -> tuple[int, 
     visual = sum(t * h * w for t, h, w in checked) // merge**2
     if visual > tokens:
         raise PlanError(f"{where}: its grids are {visual} tokens, more than its tokens, {tokens}")
+    if entry.get("image_tokens", visual) != visual:
+        raise PlanError(
+            f"{where}: its grids are {visual} tokens and image_tokens is {entry['image_tokens']}; "
+            "leave image_tokens out"
+        )
     return tokens, _targets(entry, visual), checked
+
+
+def _check_keys(value: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in value.keys() - set(known):
+        near = difflib.get_close_matches(key, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise PlanError(f"{where} has the key {key!r}, which is not read; {hint}")
 
 
 def _targets(entry: dict[str, Any], visual: int) -> int:
@@ -289,17 +311,26 @@ def read_index(
 
 
 def from_index(index: SampleIndex, origin: str) -> Lengths:
-    """The lengths of a `SampleIndex`, of as many of its samples as are used (the longest too)."""
-    chosen = np.arange(len(index))
-    if len(index) > _SAMPLES:
-        drawn = np.random.default_rng(0).choice(len(index), _SAMPLES, replace=False)
-        chosen = np.unique(np.append(drawn, int(index.lengths.argmax())))
+    """The lengths of a `SampleIndex`, of as many samples of its first epoch, in which sources have
+    their weights, as are used (the longest too)."""
+    from vlmtrain.data.packing.plan import epoch_entries
+
+    weights = [source.weight for source in index.sources]
+    chosen = epoch_entries(index.source, weights, 0, 0, index.content_hash)
+    if not len(chosen):  # weights so small that not every epoch has a sample
+        scale = len(index) / np.asarray(weights)[index.source].sum()
+        chosen = epoch_entries(index.source, [scale * w for w in weights], 0, 0, "")
+    if len(chosen) > _SAMPLES:
+        longest = chosen[int(index.lengths[chosen].argmax())]
+        chosen = np.random.default_rng(0).choice(chosen, _SAMPLES, replace=False)
+        chosen = np.sort(np.append(chosen, longest) if longest not in chosen else chosen)
     grids: list[list[Grid]] = []
     for sample in chosen.tolist():
         media = index.grids[index.media_start[sample] : index.media_start[sample + 1]]
         grids.append([(int(t), int(h), int(w)) for t, h, w in media.tolist()])
     lengths, targets = index.lengths[chosen].tolist(), index.target_tokens[chosen].tolist()
-    return Lengths(lengths, targets, grids, f"{origin} ({len(index):,} samples)")
+    origin += f" ({len(index):,} samples{', weighted' if set(weights) != {1} else ''})"
+    return Lengths(lengths, targets, grids, origin)
 
 
 def _similar(path: Path) -> Path | None:

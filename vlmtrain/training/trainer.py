@@ -84,7 +84,7 @@ def check(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout]:
     """Everything that can be refused before a process group exists."""
     spec = read_spec(config.model)
     check_wandb(config.train.wandb)
-    check_lora(config.lora, spec)
+    check_lora(config.lora, config.freeze, spec)
     check_tensor_overlap(config.parallel, os.environ)
     layout = run_layout(
         spec,

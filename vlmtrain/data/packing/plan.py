@@ -24,6 +24,7 @@ WINDOW_PACKS = 256  # best fit over this many packs' worth of samples fills over
 
 Policy = Literal["balanced", "best_fit", "bucket", "in_order", "none"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
+BY_COST = ("balanced", "best_fit")  # those whose packs are dealt to the ranks by their cost
 
 _EVEN_FILL = 0.998  # what `_even` aims at; it reaches a few thousandths less
 _EVEN_SHARE = 10  # samples of at least this fraction of a pack are placed by cost
@@ -125,7 +126,7 @@ def deal(costs: np.ndarray, ranks: int, policy: Policy = "balanced") -> list[lis
     Returns:
         For each rank the positions of its packs, ascending.
     """
-    if policy not in ("balanced", "best_fit"):
+    if policy not in BY_COST:
         return [list(range(rank, len(costs), ranks)) for rank in range(ranks)]
     share = len(costs) // ranks
     dealt: list[list[int]] = [[] for _ in range(ranks)]
