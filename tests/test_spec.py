@@ -61,6 +61,24 @@ def test_nested_form_says_the_same():
     assert parse_spec(nested) == parse_spec(FLAT)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl-7b", "qwen3_vl-8b", "qwen3_vl_moe-30b"])
+def test_keys_are_looked_for_where_transformers_looks(name):
+    """Beside a text_config those at the top are none of the language model's."""
+    config = released_config(name)
+    text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}
+    rope = {**(text.pop("rope_scaling", None) or {}), **text.pop("rope_parameters", {})}
+    rope.pop("rope_theta", None)
+    for change in ({}, {"rope_theta": 2e6}):
+        said = {k: v for k, v in text.items() if k not in ("rope_theta", "rms_norm_eps")}
+        said |= {"rope_scaling": rope, **change}
+        top = {k: v for k, v in config.items() if k.endswith("_id") or k == "vision_config"}
+        both = {**top, "model_type": config["model_type"], "text_config": said}
+        spec = parse_spec({**both, "rope_theta": 7e6, "rms_norm_eps": 0.5})
+        actual = AutoConfig.for_model(**both).text_config
+        theta = actual.rope_parameters["rope_theta"]
+        assert (spec.rope_theta, spec.norm_eps) == (theta, actual.rms_norm_eps)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -71,6 +89,7 @@ def test_nested_form_says_the_same():
         ({"rope_scaling": {"mrope_section": [16, 24]}}, ["mrope_section", "128"]),
         ({"use_sliding_window": True}, ["use_sliding_window"]),
         ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
+        ({"attention_dropout": 0.1}, ["attention_dropout is 0.1", "0"]),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4, "mrope_section": [16, 24, 24]}},
             ["rope_type is 'yarn'", "default"],
@@ -91,6 +110,7 @@ def test_refused(change, words, tmp_path):
     [
         ("text_config", {"attention_bias": True}, ["attention_bias is True", "False"]),
         ("text_config", {"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "silu"]),
+        ("text_config", {"attention_dropout": 0.1}, ["attention_dropout is 0.1", "0"]),
         ("text_config", {"rope_parameters": {"rope_type": "yarn"}}, ["rope_type", "default"]),
         (
             "text_config",

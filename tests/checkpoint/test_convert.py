@@ -351,6 +351,57 @@ def test_the_newest_checkpoint_of_a_run_is_taken(models, tmp_path, capsys):
     assert cli.main(verify) == 0 and "the same model" in capsys.readouterr().out
 
 
+def test_a_target_that_holds_the_source_is_refused(models, tmp_path, capsys):
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-00000007"
+    convert.to_megatron(models["untied"], checkpoint, layout_of(models["untied"], LAYOUTS[1]))
+    (run / "checkpoints" / "latest").write_text("step-00000007\n")
+    convert.to_hf(checkpoint, run / "hf")
+    (run / "run.json").touch()
+    for action, folder in (
+        ("hf-to-megatron", run),
+        ("hf-to-megatron", run / "hf"),
+        ("reshard", run / "checkpoints"),
+        ("megatron-to-hf", run / "checkpoints"),
+    ):
+        where = ["--source", str(folder), "--target", str(folder), "--overwrite"]
+        assert cli.main(["convert", action, *where]) == 1
+        assert "--target" in capsys.readouterr().err
+    assert (checkpoint / "manifest.json").is_file() and (run / "hf" / "config.json").is_file()
+
+
+def test_a_folder_of_transformers_beside_deepspeeds_latest(models, tmp_path, capsys):
+    """As Trainer with DeepSpeed writes checkpoints."""
+    folder = tmp_path / "checkpoint-500"
+    shutil.copytree(models["untied"], folder)
+    (folder / "latest").write_text("global_step500")
+    (folder / "global_step500").mkdir()
+    verify = ["convert", "verify", "--source", str(folder), "--target", str(models["untied"])]
+    assert cli.main([*verify, "--logits", "no"]) == 0
+    assert "the same model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("merge", [1, 3])
+def test_verify_runs_with_any_merge_of_patches(merge, models, tmp_path, capsys):
+    folder = tmp_path / "source"
+    shutil.copytree(models["untied"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["spatial_merge_size"] = merge
+    (folder / "config.json").write_text(json.dumps(config))
+    width = config["vision_config"]["hidden_size"] * merge**2
+
+    def widen(table):
+        for name in [n for n in table if "merger.mlp" in n]:
+            shape = [width if size == width // merge**2 * 4 else size for size in table[name].shape]
+            table[name] = torch.randn(shape) / 10
+
+    source = edit(folder, tmp_path / "edited", widen)
+    convert.to_megatron(source, tmp_path / "a", layout_of(source, LAYOUTS[0]))
+    verify = ["convert", "verify", "--source", str(source), "--target", str(tmp_path / "a")]
+    assert cli.main([*verify, "--logits", "yes"]) == 0, capsys.readouterr()
+    assert "the same model" in capsys.readouterr().out
+
+
 def big_folder(folder: Path) -> int:
     """A model of about 0.4 GB with one large tensor, written tensor by tensor; its bytes."""
     config = released_config("qwen2_5_vl-7b") | dict(

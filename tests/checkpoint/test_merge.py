@@ -77,6 +77,7 @@ def change(folder: Path, **values) -> None:
         ({"alora_invocation_tokens": [628]}, ["alora_invocation_tokens"]),
         ({"lora_bias": True}, ["lora_bias"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights", "pissa_niter_4"]),
+        ({"init_lora_weights": "lora_ga"}, ["init_lora_weights", "lora_ga"]),
         ({"alpha_pattern": {"q_proj": 3}}, ["alpha_pattern"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
         ({"peft_type": "IA3"}, ["IA3"]),

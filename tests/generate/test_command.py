@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from vlmtrain import cli
 from vlmtrain.generate import command, questions
@@ -51,7 +52,7 @@ def test_a_file_of_questions(generate, said, pictures, capsys) -> None:
     rows = [
         {"prompt": "What?", "image": "a.jpg", "note": "größe"},
         {"id": 7, "messages": [{"role": "user", "content": "Say <image>"}], "images": ["b.png"]},
-        {"prompt": "And this?"},
+        {"prompt": "And this?", "answer": ["that", 7]},
     ]
     source, target = pictures / "q.jsonl", pictures / "answers.jsonl"
     source.write_text("\n".join(json.dumps(row) for row in rows))
@@ -61,10 +62,33 @@ def test_a_file_of_questions(generate, said, pictures, capsys) -> None:
     expected = [said("What?", "a.jpg"), said("Say <image>", "b.png"), said("And this?")]
     lines = target.read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [
-        {**row, "answer": answer} for row, answer in zip(rows, expected, strict=True)
+        {**row, **({"reference": row["answer"]} if "answer" in row else {}), "answer": answer}
+        for row, answer in zip(rows, expected, strict=True)
     ]
     assert generate("--input", str(source), "--output", str(target)) == 1
     assert "exists" in capsys.readouterr().err
+
+
+def test_lines_draw_for_themselves(generate, answerer, pictures, monkeypatch) -> None:
+    """However much those before them drew; the same question again is another draw."""
+    rows = [{"prompt": "What?"}, {"prompt": "Which?"}, {"prompt": "Which?"}]
+    source, target = pictures / "drawn.jsonl", pictures / "drawn-answers.jsonl"
+    source.write_text("\n".join(json.dumps(row) for row in rows))
+    answer, answers = answerer.answer, []
+    for more in (0, 3):
+
+        def draw(*arguments, more=more):
+            said = answer(*arguments)
+            torch.rand(more)
+            return said
+
+        monkeypatch.setattr(answerer, "answer", draw)
+        target.unlink(missing_ok=True)
+        arguments = ["--input", str(source), "--output", str(target), "--temperature=1.5"]
+        assert generate(*arguments) == 0
+        answers.append(target.read_text(encoding="utf-8").splitlines())
+    assert answers[0] == answers[1]
+    assert json.loads(answers[0][1])["answer"] != json.loads(answers[0][2])["answer"]
 
 
 def test_media_without_marks_come_first(pictures) -> None:
@@ -83,6 +107,7 @@ def test_media_without_marks_come_first(pictures) -> None:
         ('{"prompt": "<image> <image>?", "image": "a.jpg"}', ["2 <image> marks", "1 image"]),
         ('{"prompt": "x", "image": "http://a.b/c.jpg"}', ["URL"]),
         ('{"prompt": " "}', ["empty"]),
+        ('{"prompt": "x", "answer": 1, "reference": 2}', ["'answer' and 'reference'"]),
         ('{"prompt": "<|image_pad|>"}', ["reserved token"]),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", '
@@ -106,7 +131,8 @@ def test_a_bad_line_is_named_before_anything_is_asked(
 
 def test_a_chat(answerer, folder, pictures, capsys) -> None:
     """Turns build on each other; a turn at fault is told, and the chat goes on."""
-    typed = f"/image {pictures / 'a.jpg'}\nWhat?\n\n/image nowhere.jpg\nThis?\nAnd now?\nSo?\n"
+    typed = f"/image {pictures / 'a.jpg'}\nWhat?\n\n/image nowhere.jpg\nThis?\nAnd now?\n"
+    typed += "<image>?\nSo?\n"
     config = command.GenerateConfig(model=folder, max_new_tokens=LENGTH)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vlmtrain.generate.model.Answerer", lambda path, **options: answerer)
@@ -120,7 +146,9 @@ def test_a_chat(answerer, folder, pictures, capsys) -> None:
     longer = questions.then(questions.answered(longer, two), questions.question("So?"))
     three = answerer.answer(longer, sampling).text
     assert printed.out == f"{one}\n{two}\n{three}\n"  # nothing else where nobody types
-    assert "nowhere.jpg is missing" in printed.err
+    missing, without = (line for line in printed.err.splitlines() if "cut off" not in line)
+    assert "nowhere.jpg is missing" in missing and "add its images and videos again" in missing
+    assert "1 <image> mark but 0 images" in without and "again" not in without
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,12 @@ def two_ranks(model, conversations, questions, tmp_path_factory) -> Path:
         ),
     ]
     measure = ["evaluate", f"--data={conversations}", "--pack_length=100", "--loader.workers=0"]
+    weighted = json.loads(conversations.read_text())
+    for sample in weighted[::2]:  # weights of turns, which change no held-out loss
+        sample["conversations"][-1]["weight"] = 2.5
+    (folder / "weighted.json").write_text(json.dumps(weighted))
     for name, layout in LAYOUTS.items():
+        layout = [f"--data={folder}/weighted.json", *layout]
         commands.append([*measure, f"--model={model}", f"--output={folder / name}", *layout])
     split = convert.layout_for(spec, ParallelSection(tensor=2, pipeline=2))
     convert.to_megatron(model, folder / "megatron", split)

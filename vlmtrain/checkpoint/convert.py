@@ -308,6 +308,11 @@ def _folder(source: Path, target: Path, weights: Weights, overwrite: bool) -> It
         )
     if target.resolve() == source.resolve():
         raise CheckpointError(f"--source and --target are the same folder, {source}")
+    if source.resolve().is_relative_to(target.resolve()):
+        raise CheckpointError(
+            f"--target {target} holds the weights to convert, {source}, and would be replaced; "
+            "name another folder"
+        )
     weights.check()
     with replacing(target):
         work = start_folder(target)

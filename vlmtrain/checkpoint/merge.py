@@ -39,7 +39,7 @@ _PLAIN: dict[str, Any] = {
 }
 # Initialisations of adapters that change the weights under them: merged into the folder that the
 # adapter names they would give another model.
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 # Of a Hugging Face weight: A [rank, in] and B [out, rank]; None where it has no adapter.
 Adapters = Callable[[str], "tuple[Tensor, Tensor] | None"]

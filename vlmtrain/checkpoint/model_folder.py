@@ -21,6 +21,8 @@ def newest(folder: Path) -> Path:
     """`folder`, or of OUTPUT its hf/, of OUTPUT/checkpoints the newest checkpoint in it, of
     OUTPUT/checkpoints/best the one that it names."""
     folder = model_of(folder)
+    if (folder / "config.json").is_file() or is_adapter(folder):
+        return folder  # `latest` may stand beside it: DeepSpeed's
     pointer = folder if folder.name == "best" else folder / "latest"
     if pointer.is_file():
         return pointer.parent / pointer.read_text(encoding="utf-8").strip()

@@ -168,7 +168,7 @@ def compare_logits(comparison: Comparison, source: Path, target: Path, *, force:
 def _fixed_input(spec: ModelSpec) -> dict[str, Tensor]:
 
     generator = torch.Generator().manual_seed(0)
-    grid = (1, 4, 6)
+    grid = (1, 2 * spec.vision.spatial_merge_size, 3 * spec.vision.spatial_merge_size)
     special = {spec.image_token_id, spec.video_token_id, spec.vision_start_token_id}
     words = [i for i in torch.randint(spec.vocab_size, (40,), generator=generator).tolist()]
     words = [i for i in words if i not in special and i != spec.vision_end_token_id][:16]

@@ -105,7 +105,7 @@ use_dora:SL use_rslora:SLM modules_to_save:SM additional_target:L | | not offere
 quant_method:S quant_bits:S quantization_bit:L | | not offered; weights are not quantised
 freeze_vit:SM freeze_vision_tower:L | freeze.vision | frozen there unless told otherwise, not here
 freeze_aligner:SM freeze_multi_modal_projector:L | freeze.merger | as freeze_vit
-freeze_llm:SM freeze_language_model:L freeze_LM:M | freeze.language | with `--lora.rank` no target of `--lora.targets` may be in it
+freeze_llm:SM freeze_language_model:L freeze_LM:M | freeze.language
 # Images and videos
 max_pixels:S image_max_pixels:L MAX_PIXELS:E | media.max_pixels
 image_min_pixels:L MIN_PIXELS:E | media.min_pixels

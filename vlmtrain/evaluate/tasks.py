@@ -29,7 +29,7 @@ VQA = "\nPlease try to answer the question with short words or phrases if possib
 YES_NO = " Please answer yes or no."
 CHOICE = "Please select the correct answer from the options above."
 CHOICE_CHINESE = "请直接回答选项字母。"
-_READ = ("task", "metric", "question", "hint", "prompt")  # keys of a line that are read here
+_READ = ("task", "metric", "question", "prompt")  # keys of any line that are read here
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,11 @@ def _task(path: Path, number: int, record: dict[str, Any], section: LoaderSectio
         "choice": lambda: choice_prompt(text, options, hint),
         "plain": lambda: text,
     }[form]()
-    ignored = {*_READ, *options, *section.ignore_keys}
+    ignored = {*_READ, *section.ignore_keys}
+    if form == "choice":
+        ignored |= {"hint", *options}
+    elif metric == "multiple_choice":  # whose score asks for them
+        ignored |= {*options}
     root = section.media_root
     return Task(
         name=str(record.get("task", path.stem)),

@@ -41,7 +41,8 @@ class GenerateConfig:
     """JSONL file of questions: objects with prompt and image, images, video, videos; or messages
     as in training data."""
     output: Path | None = None
-    """With --input: file to write, one object a line in the same order, with 'answer' added."""
+    """With --input: file to write, one object a line in the same order, with 'answer' added; one
+    that the line had becomes its 'reference'."""
     ignore_keys: tuple[str, ...] = ()
     """With --input: keys of its objects that are not looked at."""
     max_new_tokens: int = 512
@@ -98,7 +99,7 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
     if config.input is not None:
         questions = read_questions(config.input, config.ignore_keys)
         with _answerer(config) as (answerer, sampling):
-            _batch(questions, answerer, sampling, config.output)
+            _batch(questions, answerer, sampling, config)
         return 0
     media = {
         "images": [str(path) for path in config.image],
@@ -148,7 +149,12 @@ def _say(answerer: Any, sampling: Any, sample: Any) -> str:
     return answer.text
 
 
-def _batch(questions: list[Any], answerer: Any, sampling: Any, output: Path | None) -> None:
+def _batch(questions: list[Any], answerer: Any, sampling: Any, config: GenerateConfig) -> None:
+    import torch
+
+    from vlmtrain.generate.questions import ANSWER, REFERENCE
+
+    output = config.output
     assert output is not None
     for _, sample in questions:
         answerer.check(sample)
@@ -160,9 +166,12 @@ def _batch(questions: list[Any], answerer: Any, sampling: Any, output: Path | No
     ):
         for number, (record, sample) in enumerate(questions):
             update(number, len(questions))
+            # what a line draws does not depend on how much those before it drew
+            torch.manual_seed(((config.seed << 32) + number) % 2**64)
             answer = answerer.answer(sample, sampling)
             cut += not answer.finished
-            row = {**record, "answer": answer.text}
+            known = {REFERENCE: record[ANSWER]} if ANSWER in record else {}
+            row = {**record, **known, ANSWER: answer.text}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()  # what was answered is there, whatever comes
     note = f" ({cut} cut off at --max_new_tokens {sampling.max_new_tokens})" if cut else ""
@@ -202,7 +211,8 @@ def _chat(
             longer = sample if conversation is None else then(conversation, sample)
             conversation = answered(longer, _say(answerer, sampling, longer))
         except UserError as error:
-            print(f"vlmtrain: {error}", file=sys.stderr, flush=True)
+            again = "; add its images and videos again" if any(media.values()) else ""
+            print(f"vlmtrain: {error}{again}", file=sys.stderr, flush=True)
         media = {"images": [], "videos": []}
     if terminal:
         print(flush=True)

@@ -25,7 +25,8 @@ from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample, Turn
 
 _MEDIA = ("image", "images", "video", "videos")
-ANSWER = "answer"  # of a question: carried along, not asked
+ANSWER = "answer"  # of a question: carried along, not asked, as
+REFERENCE = "reference"  # where the model's own answer is written
 
 
 def question(
@@ -160,6 +161,11 @@ def read_questions(
     """
     questions = []
     for number, record in read_lines(path):
+        if ANSWER in record and REFERENCE in record:
+            raise DataError(
+                f"{path}: line {number} has '{ANSWER}' and '{REFERENCE}', as which the first would "
+                "be written; drop one"
+            )
         sample = from_record(path, number, record, ignored=ignored)
         check_media(sample)
         questions.append((record, sample))

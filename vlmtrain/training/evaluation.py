@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -51,6 +51,8 @@ def measure(
 ) -> HeldOutScore:
     """One pass over held-out conversations, as `scan` has found them. Collective.
 
+    Weights of turns count as 1: with others exp(loss) would be no perplexity.
+
     The loss does not depend on pack_length and global_batch.
 
     Raises:
@@ -74,7 +76,8 @@ def measure(
     ):
         for step in range(loader.steps_per_epoch):
             update(step, loader.steps_per_epoch)
-            result = engine.evaluate(loader.next_step())
+            packs = [replace(pack, loss_weights=None) for pack in loader.next_step()]
+            result = engine.evaluate(packs)
             total += result.loss * result.target_tokens
             targets += result.target_tokens
             tokens += result.tokens

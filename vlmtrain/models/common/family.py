@@ -112,7 +112,7 @@ class Family:
         Raises:
             ModelConfigError: a value is missing or describes what is not supported.
         """
-        text = {**config, **(config.get("text_config") or {})}
+        text = config.get("text_config") or config  # transformers takes no key from both
         hidden = int(need(text, "hidden_size"))
         heads = int(need(text, "num_attention_heads"))
         if hidden % heads and not text.get("head_dim"):
@@ -135,6 +135,11 @@ class Family:
         if text.get("hidden_act", "silu") != "silu":
             raise ModelConfigError(
                 f"hidden_act is {text['hidden_act']!r}; only 'silu' is supported"
+            )
+        if text.get("attention_dropout"):
+            raise ModelConfigError(
+                f"attention_dropout is {text['attention_dropout']}; only 0 is supported, set it to "
+                "that"
             )
         if text.get("use_sliding_window"):
             raise ModelConfigError(

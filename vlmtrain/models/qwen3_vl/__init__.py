@@ -30,7 +30,11 @@ class Qwen3VL(TimedVideos):
         "deepstack_visual_indexes": (8, 16, 24),
     }
     #: What transformers takes where a config.json does not say it.
-    text_defaults: ClassVar[dict[str, Any]] = {"head_dim": 128, "rms_norm_eps": 1e-6}
+    text_defaults: ClassVar[dict[str, Any]] = {
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e5,
+    }
     merger_names = "norm", "linear_fc1", "linear_fc2"
     vision_prefix, text_prefix = "model.visual.", "model.language_model."
     qkv_bias, qk_norm, interleaved_mrope = False, True, True

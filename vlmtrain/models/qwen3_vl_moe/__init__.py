@@ -20,7 +20,7 @@ _TEXT = {
 
 class Qwen3VLMoe(Qwen3VL):
     name, title = "qwen3_vl_moe", "Qwen3-VL (mixture of experts)"
-    text_defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-6}
+    text_defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-6, "rope_theta": 5e5}
 
     def read(self, config: dict[str, Any]) -> ModelSpec:
         text = config.get("text_config") or config
