@@ -139,9 +139,30 @@ def test_samples_by_cu_seqlens_alone_are_refused() -> None:
     out = ours(input_ids=ids, position_ids=positions, use_cache=False, **cu).logits
     want = torch.cat([plain(input_ids=part).logits for part in ids.split([4, 6], 1)], 1)
     torch.testing.assert_close(out, want)
-    one = torch.tensor([0, 10])
-    out = ours(input_ids=ids, cu_seq_lens_q=one, cu_seq_lens_k=one).logits
-    torch.testing.assert_close(out, plain(input_ids=ids).logits)
+    one, want = torch.tensor([0, 10]), plain(input_ids=ids).logits
+    for alone in (dict(cu_seq_lens_q=one, cu_seq_lens_k=one), dict(seq_idx=torch.ones(1, 10))):
+        torch.testing.assert_close(ours(input_ids=ids, **alone).logits, want)
+    with pytest.raises(ValueError, match="seq_idx is given, but position_ids don't tell"):
+        ours(input_ids=ids, seq_idx=torch.tensor([[0] * 4 + [1] * 6]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """Rotated queries and keys are float32 there, values are not."""
+    plain, ours = pair("llama")
+    exact = pair("llama")[0].double()
+    exact.load_state_dict(plain.state_dict())
+    for name, (inputs, real) in batches().items():
+        want = run(exact, inputs, real)
+        with torch.autocast("cpu", dtype):
+            with _Calls() as calls:
+                got = run(ours, inputs, real)
+            theirs = run(plain, inputs, real)
+        assert calls.names.count("varlen_attention") == 2, name
+        for what, a, b, c in zip(("logits", "gradient"), got, theirs, want, strict=True):
+            assert a.dtype == b.dtype
+            noise = torch.full_like(c, float(c.square().mean().sqrt())) * torch.finfo(dtype).eps
+            assert_accurate(f"{what}, {name}", a, b, c, noise)
 
 
 def test_masks_that_are_not_causal() -> None:

@@ -149,6 +149,24 @@ def test_models_that_share_a_config(plain: Any) -> None:
     assert one.config.text_config is one.model.language_model.config is one.model.config.text_config
 
 
+def test_samples_numbered_as_trl_does(plain: Any) -> None:
+    """Its collator sends seq_idx beside position ids, and transformers hands it to all towers."""
+    ours = hf.enable(copy.deepcopy(plain))
+    for samples in ([sample("image"), sample("text")], [sample("image")]):
+        inputs = packed(samples)
+        numbers = [torch.full((len(s.input_ids),), n) for n, s in enumerate(samples)]
+        numbered = {**inputs, "seq_idx": torch.cat(numbers).to(torch.int32)[None]}
+        assert_same_step(step(ours, numbered), step(plain, inputs))
+
+
+def test_a_table_that_is_not_contiguous(plain: Any) -> None:
+    table = plain.get_input_embeddings()
+    table.weight = torch.nn.Parameter(table.weight.detach().T.contiguous().T)
+    ours, inputs = hf.enable(copy.deepcopy(plain)), batch([sample("image")])
+    assert not ours.get_input_embeddings().weight.is_contiguous()
+    assert_same_step(step(ours, inputs), step(plain, inputs))
+
+
 def test_return_dict_false(plain: Any) -> None:
     ours, inputs = hf.enable(copy.deepcopy(plain)), batch([sample("image")])
     inputs.pop("labels")

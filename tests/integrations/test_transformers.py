@@ -342,10 +342,12 @@ def test_mixed_dtypes(models: tuple[Any, Any, Any]) -> None:
     one = [sample("image, video, image")]
     with torch.no_grad():
         want = exact(**batch(one, dtype=torch.float64)).logits
-        with torch.autocast("cpu", torch.bfloat16):
-            theirs = plain(**batch(one)).logits
-            local = ours(**batch(one), skip_logits=False).logits
-    assert_accurate("logits", local, theirs, want)
+        for dtype in (torch.bfloat16, torch.float16):
+            for cache in (True, False):  # a cache gives values the type of rotated keys
+                with torch.autocast("cpu", dtype):
+                    theirs = plain(**batch(one), use_cache=cache).logits
+                    local = ours(**batch(one), use_cache=cache, skip_logits=False).logits
+                assert_accurate(f"logits, {dtype}, {cache}", local, theirs, want)
 
 
 def test_counts_are_compared(models: tuple[Any, Any, Any]) -> None:

@@ -25,7 +25,7 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
 - loss: in training, with labels, `linear_cross_entropy` in place of lm_head and loss_function.
   **`logits` of the output is then None** (as with Liger-Kernel). `model(.., skip_logits=False)`
   gives them, skip_logits=True leaves them out in evaluation too, and enable(model, loss=False)
-  keeps transformers' loss: trl's SFTTrainer reads logits. Where the head is more than a matrix
+  keeps transformers' loss, for trainers that read logits. Where the head is more than a matrix
   (adapters, hooks, a bias) or the loss the user's, transformers' own code runs.
 
 Weights, state dicts and results stay those of the model, up to the order of float sums; outputs at

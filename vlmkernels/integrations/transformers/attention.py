@@ -80,6 +80,9 @@ def attention(
     check_arguments(module, kwargs, segments)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = attention_mask is None and key.shape[2] == length > 1 and causal
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as sdpa's autocast does
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     if (
         not (segments or plain and query.device.type == "cpu")
         or query.dtype not in DTYPES
@@ -126,11 +129,13 @@ def check_arguments(module: Any, kwargs: dict[str, Any], segments: bool = False)
             )
         if name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
             # Samples of a packed row: told apart by position ids, or there is only one.
-            if segments or name != "seq_idx" and len(value) == 2:
+            one = len(value) == 2 if name != "seq_idx" else bool((value == value[..., :1]).all())
+            if segments or one:
                 continue
             raise ValueError(
                 f"{name} is given, but position_ids don't tell the samples of a row apart: pass "
-                "position_ids that start again at every sample, and no attention_mask"
+                "position_ids that start again at every sample (to Qwen2-VL and Qwen2.5-VL as "
+                "[4, B, S], text positions first), and no attention_mask"
             )
         raise ValueError(
             f"{type(module).__name__} passes {name} to its attention, which {NAME!r} does not "

@@ -207,8 +207,9 @@ class VisionAttention(Replacement):
         """hidden_states [P, D] of all images and videos -> [P, D]; segments by cu_seqlens."""
         if position_embeddings is None:
             raise ValueError("position_embeddings is None; the vision tower must pass (cos, sin)")
-        # What transformers records as a tower's attentions are these modules' results.
-        check_arguments(self, {**kwargs, "output_attentions": None})
+        # What transformers records as a tower's attentions are these modules' results, and what
+        # tells samples apart is the language model's.
+        check_arguments(self, {**kwargs, "output_attentions": None, "seq_idx": None})
         qkv = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1))
         if qkv.dtype not in DTYPES:
             kwargs.update(position_embeddings=position_embeddings)
@@ -397,4 +398,5 @@ def has_hooks(module: Any) -> bool:
 
 
 def _is_table(table: Any) -> bool:
-    return table.max_norm is None and not table.sparse and not table.scale_grad_by_freq
+    plain = table.max_norm is None and not table.sparse and not table.scale_grad_by_freq
+    return plain and table.weight.is_contiguous()
