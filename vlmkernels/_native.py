@@ -153,9 +153,11 @@ def without_transforms(name: str, function: Callable, *, maps: bool = False) -> 
     wrote; maps: under vmap alone it works."""
 
     def call(*args: Any) -> Any:
-        if not torch.compiler.is_compiling() and any(
-            layer.key() == TransformType.Grad or not maps for layer in get_interpreter_stack() or ()
-        ):
+        layers = () if torch.compiler.is_compiling() else get_interpreter_stack() or ()
+        kinds = {layer.key() for layer in layers}
+        if kinds == {TransformType.Vmap} and not maps:
+            raise RuntimeError(f"vlmkernels.{name} can't be mapped by torch.func.vmap; use a loop")
+        if TransformType.Grad in kinds or (kinds and not maps):
             raise RuntimeError(
                 f"vlmkernels.{name} can't be differentiated by torch.func (grad, vjp, jacrev, ..); "
                 "use torch.autograd, or the function of the same name that ends in _reference"

@@ -4,6 +4,7 @@ Plain torch makes them of 3 to 9 calls with a tensor each: page faults and fixed
 passes over memory on CUDA.
 
 Arithmetic is float32 for all dtypes, rounded once; bitwise repeatable with any number of threads.
+With AVX-512 BF16 (Zen 4 and later, Xeons since Cooper Lake) bfloat16 results below 2^-126 become 0.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class _Gradient:
         part = part if like.is_cuda else _C.SUM_ROWS
         self.parts = like.new_empty((rows + part - 1) // part, columns, dtype=torch.float32)
         if main_grad is None:
-            total = self.new = like.new_empty(columns)
+            # without rows no kernel writes it
+            total = self.new = like.new_empty(columns) if rows else like.new_zeros(columns)
         else:
             total = main_grad
             torch.autograd.graph.increment_version(main_grad)
@@ -224,6 +226,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dens
     Raises:
         ValueError: a dtype, device or shape does not fit.
     """
+    check_tensors(weight=weight)
     _check("rms_norm", x, "weight", weight)
     seen, main_grad = _parameter("weight", weight, weight_grad, x)
     return _RMSNorm.apply(x, seen, (weight, main_grad), eps)
@@ -285,8 +288,9 @@ def add_rms_norm_(
     Args:
         x: [.., width] as rms_norm's, contiguous, on CUDA starting at a multiple of 16 bytes: with a
             residual a linear's output, which nobody else reads, no leaf that requires a gradient.
-        residual: x's shape and dtype. None: s is x. That too saves a pass, in backward: gradients
-            of s and of the norm are added where the latter are made.
+        residual: x's shape and dtype, in memory of its own or x itself. None: s is x. That too
+            saves a pass, in backward: gradients of s and of the norm are added where the latter are
+            made.
         weight, weight_grad: as in rms_norm.
         bias: [width], x's dtype; with a residual only.
         bias_grad: as weight_grad.
@@ -298,6 +302,7 @@ def add_rms_norm_(
     Raises:
         ValueError: a dtype, device, shape or stride does not fit.
     """
+    check_tensors(weight=weight)
     _check("add_rms_norm_", x, "weight", weight)
     _check("add_rms_norm_", x, "bias", bias)
     if residual is not None:
@@ -311,6 +316,12 @@ def add_rms_norm_(
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
     elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
         raise ValueError(f"residual is {describe(residual)}; it must be as x, {describe(x)}")
+    elif not torch.compiler.is_compiling():
+        apart = abs(residual.data_ptr() - x.data_ptr())
+        if residual.is_contiguous() and 0 < apart < x.nbytes:
+            raise ValueError(
+                "residual lies in the memory of x, which is written; pass residual.clone()"
+            )
     seen, main_grad = _parameter("weight", weight, weight_grad, x)
     seen_bias, bias_main_grad = _parameter("bias", bias, bias_grad, x)
     own = (weight, main_grad), (bias, bias_main_grad)

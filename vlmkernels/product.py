@@ -17,7 +17,7 @@ import sys
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, pointer
+from vlmkernels._native import _C, DTYPES, describe, pointer
 
 #: Of matrices whose products can be ours.
 TYPES = (torch.float32, torch.bfloat16)
@@ -108,10 +108,18 @@ def product(
     out: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:
-    """Our kernel, of matrices on the CPU with one stride of 1, float32 or bfloat16; out's rows are
-    dense, and float32 if `add`."""
-    rows, depth = a.shape
-    columns = b.shape[1]
+    """Our kernel, of matrices on the CPU with one stride of 1, float32 or bfloat16, of one element
+    at least; out's rows are dense, and float32 if `add`.
+
+    Raises:
+        ValueError: a and b do not fit.
+    """
+    (rows, depth), (inner, columns) = a.shape, b.shape
+    if inner != depth or not rows * depth * columns or not a.dtype == b.dtype in TYPES:
+        raise ValueError(
+            f"a is {describe(a)} and b {describe(b)}; they must be float32 or bfloat16 [M, K] and "
+            "[K, N], M, K and N at least 1"
+        )
     if out is None:
         out = a.new_empty(rows, columns)
     elif not out.is_inference():

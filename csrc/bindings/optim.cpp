@@ -12,7 +12,7 @@ void step(std::string_view packed, int grad_dtype, int moments, double lr, doubl
           double grad_scale) {
   if (packed.size() % sizeof(AdamRow)) throw std::invalid_argument("rows are not whole");
   std::vector<AdamRow> rows(packed.size() / sizeof(AdamRow));
-  std::memcpy(rows.data(), packed.data(), packed.size());
+  if (!rows.empty()) std::memcpy(rows.data(), packed.data(), packed.size());
   const py::gil_scoped_release no_gil;
   std::vector<AdamTensor> tensors;
   tensors.reserve(rows.size());

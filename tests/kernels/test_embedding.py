@@ -106,6 +106,21 @@ def test_visual_index_names_both_counts() -> None:
         visual_index(ids, [])
     with pytest.raises(ValueError, match=r"input_ids is int32 \[4\].* must be int64 \[S\]"):
         visual_index(ids.int(), 7)
+    two = [[np.int64(2)], np.array([2]), torch.tensor([2]), (2,), [torch.tensor([1, 1])]]
+    for counts in (2, np.int64(2), *two):
+        for options in ({}, {"separate": True}, {"cu_seqlens": [0, 4]}):
+            if not options or not isinstance(counts, (int, np.int64)):
+                want = [-1, 0, 1, -1]
+                assert visual_index(ids, [7], counts, **options).tolist() == want
+            else:
+                with pytest.raises(ValueError, match="counts is 2; with .* it must hold one entry"):
+                    visual_index(ids, [7], counts, **options)
+    for wrong in (2.0, "2", [2.5]):
+        with pytest.raises(ValueError, match="counts holds .* it must hold whole numbers"):
+            visual_index(ids, 7, wrong)  # type: ignore[arg-type]
+    for wrong in (None, torch.tensor(7), 7.0):
+        with pytest.raises(ValueError, match="token_ids is .* it must be an id or several"):
+            visual_index(ids, wrong)  # type: ignore[arg-type]
 
 
 # ---- forward -------------------------------------------------------------------------------------

@@ -232,6 +232,17 @@ def test_strided_rows_empty_ones_and_frozen_weights() -> None:
     empty = torch.empty(0, 8, requires_grad=True)
     swiglu_(empty * 1.0).sum().backward()
     assert empty.grad is not None and empty.grad.shape == (0, 8)
+    for rows in (0, 2):  # parameters of no rows get gradients of 0, as the allocator's memory isn't
+        gain, bias, both = (torch.randn(n, requires_grad=True) for n in (8, 8, 16))
+        for _ in range(3):
+            used = [torch.full((n,), 7e7) for n in (8, 16) for _ in range(40)]
+            del used
+            x = torch.ones(rows, 8, requires_grad=True)
+            total, y = add_rms_norm_(x * 1.0, x * 1.0, gain, 1e-6, bias=bias)
+            result = y.sum() + total.sum() + rms_norm(x, gain, 1e-6).sum()
+            result += swiglu_(torch.ones(rows, 16, requires_grad=True) * 1.0, both).sum()
+            for grad in torch.autograd.grad(result, [gain, bias, both]):
+                assert bool((grad == 0).all()) == (rows == 0), grad
     leaf = torch.randn(3, 8, requires_grad=True)
     rms_norm(leaf, weight, 1e-6).sum().backward()
     assert leaf.grad is not None and weight.grad is None
@@ -250,9 +261,24 @@ def test_what_autograd_can_not_know_is_refused() -> None:
         square.sum().backward()
 
 
+def test_a_residual_in_part_of_xs_memory_is_refused() -> None:
+    rows, weight = torch.randn(5, 8), torch.ones(8)
+    for x, residual in ((rows[1:], rows[:-1]), (rows[:-1], rows[1:])):
+        with pytest.raises(ValueError, match="residual lies in the memory of x, which is written"):
+            add_rms_norm_(x, residual, weight, 1e-6)
+    want = 2 * rows
+    torch.testing.assert_close(add_rms_norm_(rows, rows, weight, 1e-6)[0], want)  # all of it
+    both = torch.stack([rows, want])
+    torch.testing.assert_close(add_rms_norm_(both[1], both[0], weight, 1e-6)[0], 2 * want)
+
+
 def test_other_objects_are_refused() -> None:
+    x = torch.zeros(3, 8)
     with pytest.raises(TypeError, match="residual is a list; it must be a torch.Tensor"):
         add_rms_norm_(torch.zeros(3, 8), [0.0], torch.zeros(8), 1e-6)  # type: ignore[arg-type]
+    for call in (lambda: rms_norm(x, None, 1e-6), lambda: add_rms_norm_(x, x, None, 1e-6)):
+        with pytest.raises(TypeError, match="weight is a NoneType; it must be a torch.Tensor"):
+            call()  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="weight is a list; it must be a torch.Tensor"):
         rms_norm(torch.zeros(3, 8), [1.0] * 8, 1e-6)  # type: ignore[arg-type]
 

@@ -567,6 +567,8 @@ def test_wrong_arguments() -> None:
         ((x, weight, targets), {"weight_grad": "sparse"}, "weight_grad is 'sparse'"),
         ((x, weight, targets), {"weight_grad": "main_grad"}, "weight.main_grad is a NoneType"),
         ((x, weight, targets), {"grad_scale": 0}, "grad_scale is 0; it must be a finite number"),
+        ((x, weight, targets), {"grad_scale": torch.tensor(0.0)}, "grad_scale is 0.0; it must be"),
+        ((x[:, :0], weight[:, :0], targets), {}, "its rows must have an element"),
         ((x, weight, targets), {"grad_scale": torch.ones(9)}, r"grad_scale is float32 \[9\]"),
         (
             (x, weight, targets),

@@ -329,6 +329,19 @@ def test_mm_takes_ours_for_all_that_it_reads(ours: list[int]) -> None:
     assert len(ours) == 5
 
 
+def test_ours_alone_refuses_what_does_not_fit() -> None:
+    for (rows, depth), (inner, columns) in (
+        ((4, 0), (0, 3)),
+        ((0, 4), (4, 3)),
+        ((4, 5), (5, 0)),
+        ((4, 5), (6, 3)),
+    ):
+        with pytest.raises(ValueError, match=r"M, K and N at least 1"):
+            product.product(torch.ones(rows, depth), torch.ones(inner, columns))
+    with pytest.raises(ValueError, match=r"b bfloat16 \[4, 4\]"):
+        product.product(torch.ones(4, 4), torch.ones(4, 4).bfloat16())
+
+
 def test_mm_leaves_the_rest_to_torch(ours: list[int]) -> None:
     a, b = make(400, 310, 320, (False, True))
     cases = {

@@ -140,6 +140,15 @@ def test_the_order_of_passes_of_each_pillow(size: tuple[int, int], to: tuple[int
     assert pillow_major() == int(importlib.metadata.version("pillow").split(".")[0])
 
 
+def test_without_pillow_its_version_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = torch.zeros(1, 4, 4, 3, dtype=torch.uint8)
+    pillow_major.cache_clear()
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ModuleNotFoundError, match="install pillow, or say .* pillow=12"):
+        resize(frames, 2, 2)
+    assert resize(frames, 2, 2, pillow=12).shape == (1, 2, 2, 3)
+
+
 def test_writes_into_out_and_reads_only_frames(isa: str) -> None:
     """Guard bytes around both; the fourth byte of a pixel is not looked at."""
     for size, to in [((7, 5), (9, 21)), ((40, 30), (9, 29))]:  # each order of passes

@@ -444,8 +444,8 @@ def visual_embedding(
             with vocab_range, where it is an id of the whole vocabulary.
         weight_grad: where dweight goes.
             "dense": [V, h], the only one under torch.compile.
-            "sparse": a coalesced torch.sparse_coo_tensor, for torch.optim.SparseAdam, SGD and
-            the like.
+            "sparse": a torch.sparse_coo_tensor without a row twice, for torch.optim.SparseAdam,
+            SGD and the like (coalesced, which torch forgets as it becomes weight.grad).
             "main_grad": it is added to weight.main_grad, a contiguous float32 [V, h] such as
             megatron-core's DistributedDataParallel gives a parameter, and autograd gets an empty
             sparse tensor: hooks that Megatron has on the parameter fire as ever and add nothing,

@@ -83,13 +83,16 @@ def visual_index(
             the message gives both numbers and, where known, the sample.
     """
     check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1)
-    ids = [int(token_ids)] if isinstance(token_ids, Integral) else [int(t) for t in token_ids]  # type: ignore[union-attr]
+    try:
+        ids = [int(token_ids)] if isinstance(token_ids, Integral) else [int(t) for t in token_ids]  # type: ignore[union-attr]
+    except TypeError:
+        raise ValueError(f"token_ids is {token_ids!r}; it must be an id or several") from None
     if not ids:
         raise ValueError("token_ids is empty; it must name at least one placeholder id")
     if separate and cu_seqlens is not None:
         raise ValueError("cu_seqlens is given with separate=True; give one of the two")
     if separate:
-        if counts is not None and (isinstance(counts, int) or len(counts) != len(ids)):
+        if counts is not None and (_entries(counts) != len(ids)):
             raise ValueError(
                 f"counts is {counts}; with separate=True it must hold one entry for each of "
                 f"token_ids {ids}"
@@ -114,11 +117,18 @@ def visual_index(
     return torch.where(placeholder, running - 1, -1)
 
 
+def _entries(counts: Count | Sequence[Count]) -> int:
+    """How many entries a sequence or tensor has; of a number -1."""
+    return len(counts) if hasattr(counts, "__len__") and getattr(counts, "ndim", 1) else -1
+
+
 def _total(count: Count | Sequence[Count]) -> int:
-    if isinstance(count, (int, Integral)):  # Integral: numpy's too
+    if isinstance(count, Integral):
         return int(count)
     if isinstance(count, Tensor):
         return int(count.sum())
+    if isinstance(count, (str, bytes)) or not hasattr(count, "__iter__"):
+        raise ValueError(f"counts holds {count!r}; it must hold whole numbers, or tensors of them")
     return sum(_total(part) for part in count)
 
 
@@ -138,7 +148,7 @@ def _check_samples(
     names: Sequence[str] | None,
 ) -> None:
     offsets = [int(offset) for offset in cu_seqlens]
-    if isinstance(counts, int) or len(counts) != len(offsets) - 1:
+    if _entries(counts) != len(offsets) - 1:
         raise ValueError(
             f"counts is {counts}; with cu_seqlens it must hold one entry for each of its "
             f"{len(offsets) - 1} samples"

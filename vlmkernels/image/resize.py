@@ -36,7 +36,14 @@ def resize_reference(frames: Tensor, height: int, width: int) -> Tensor:
 @functools.lru_cache
 def pillow_major() -> int:
     """The installed Pillow's major version, whose order of passes is followed."""
-    import PIL
+    try:
+        import PIL
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "resize gives the bytes of the Pillow that is installed, and there is none: install "
+            "pillow, or say of which major version they shall be, pillow=12",
+            name=error.name,
+        ) from None
 
     return int(PIL.__version__.split(".")[0])
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from vlmkernels._native import (
     DTYPES,
     check_tensor,
+    describe,
     main_grad_of,
     no_rows,
     once,
@@ -201,8 +202,11 @@ def _expected(
             f"grad_scale is {kind} {list(known.shape)}; it must be a number or float32 "
             + " or ".join(str(list(shape)) for shape in shapes)
         )
-    if torch.compiler.is_compiling() and reduction == "none":
-        return None
+    if torch.compiler.is_compiling():
+        if reduction == "none":
+            return None
+    elif known.dim() == 0 and known.is_cpu and not 0 < abs(float(known)) < math.inf:
+        raise ValueError(f"grad_scale is {float(known)}; it must be a finite number, not 0")
     if into_main_grad and saved_tensor_hooks():  # of a checkpoint, which runs the forward again
         return None
     return known
@@ -258,10 +262,10 @@ def linear_cross_entropy(
             "main_grad": added to weight.main_grad, a contiguous float32 [V, h]; autograd gets an
             empty sparse tensor, so that Megatron's hooks fire. Under torch.compile as "dense".
         grad_scale: the gradient that the result will get in the backward pass, if it is known: a
-            number, or float32 [] or, with "none", [T]. Gradients are then computed in the forward
-            pass: three products a row instead of four. Without it this is so for "mean" and "sum"
-            with "dense" in float32 and bfloat16, for a gradient of 1; one of another value
-            multiplies what is there. With "main_grad" another gradient is an error:
+            number, or float32 [] or, with "none", [T], and not 0 but in [T]. Gradients are then
+            computed in the forward pass: three products a row instead of four. Without it this is
+            so for "mean" and "sum" with "dense" in float32 and bfloat16, for a gradient of 1; one
+            of another value multiplies what is there. With "main_grad" another gradient is an error:
             **weight.main_grad is added to in the forward pass**, but under hooks of saved tensors
             (a checkpoint that is not reentrant) in the backward pass.
         label_smoothing: as torch.nn.functional.cross_entropy's.
@@ -283,6 +287,8 @@ def linear_cross_entropy(
         )
     device = hidden.device
     check_tensor("weight", weight, dtypes=[hidden.dtype], shape="[V, h]", dim=2, device=device)
+    if not hidden.shape[1]:
+        raise ValueError(f"hidden is {describe(hidden)}; its rows must have an element")
     if weight.shape[1] != hidden.shape[1]:
         raise ValueError(
             f"weight has rows of {weight.shape[1]} elements; they must be as long as hidden's, "

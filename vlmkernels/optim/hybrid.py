@@ -141,9 +141,11 @@ class HybridDeviceOptimizer(AdamBase):
     def _check_param(self, param: Tensor) -> None:
         check_memory("a parameter", param)
         device = next(p for group in self.param_groups for p in group["params"]).device
-        if param.dtype not in (torch.float32, torch.bfloat16) or param.device != device:
+        wrong = param.dtype not in (torch.float32, torch.bfloat16) or param.device != device
+        if wrong or param.layout != torch.strided:
             raise ValueError(
-                f"a parameter is {describe(param)}; it must be float32 or bfloat16 on {device}"
+                f"a parameter is {describe(param)}{'' if wrong else ' and sparse'}; it must be "
+                f"float32 or bfloat16 on {device}, and dense"
             )
 
     def __getstate__(self) -> dict[str, Any]:

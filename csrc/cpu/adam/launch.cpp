@@ -107,7 +107,7 @@ void adam_step(const AdamParams& p) {
       const int64_t to = std::min((end - first_line[i]) * line, tensor.numel);
       // Over the gradient's own memory the lines are in the cache already.
       const bool stream = lines * line >= kStreamed && tensor.low != tensor.grad;
-      const bool goes_on = i + 1 < p.count && first_line[i + 1] < end;
+      const bool goes_on = i + 1 < p.count && first_line[i + 1] < end && p.tensors[i + 1].numel;
       if (from < to)
         adam_chunk(constants, {&tensor, from, to, stream, goes_on ? &tensor + 1 : nullptr});
     }

@@ -70,7 +70,7 @@ void stream_row(char* to, const char* from, int64_t bytes, const char* next) {
 
 void write_zeros(char* to, int64_t bytes, bool streamed) {
   if (!streamed) {
-    std::memset(to, 0, bytes);
+    if (bytes) std::memset(to, 0, bytes);
     return;
   }
   auto* out = reinterpret_cast<float*>(to);
