@@ -7,7 +7,9 @@ after that reduction has this rank's shard of the final gradients, but for what 
 `finalize_model_grads` does at the end of the pass:
 
 1. All gradients are divided by the number of tokens (`calculate_per_token_loss`). Copies that began
-   before are multiplied by the same factor where they are read, to the same bits.
+   before are multiplied by the same factor where they are read: in float32 to the same bits, while
+   bfloat16 copies are rounded before, not after. So that no step rounds otherwise than the next,
+   those that could not begin early begin before the division too.
 2. A few parameters' gradients are added up over tensor- or pipeline-parallel ranks (norms under
    sequence parallelism, tied embeddings): those are not sent early.
 
@@ -151,6 +153,9 @@ class EarlyGradients:
             for reduction in reductions:
                 reduction.waited()
             reductions.clear()
+            if alone and config.overlap_grad_reduce:  # a first batch, of which counts aren't known
+                params = (p for b in group.buckets for p in b.params_list)
+                self._send((p for p in params if p not in self._sent), None)
             for bucket in group.buckets:
                 seen = self._of.get(bucket.params_list[0])
                 if seen is not None:
