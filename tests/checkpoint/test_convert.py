@@ -184,12 +184,33 @@ MERGER = "visual.merger.mlp.0.weight"
             ),
             ["gate_proj", "[108, 95]"],
         ),
+        (lambda t: t.update({"model.norm.weight": torch.ones(7)}), ["model.norm.weight [7]", "96"]),
+        (
+            lambda t: t.update(
+                {n: v[:, :-1].clone() for n, v in t.items() if n.endswith("mlp.down_proj.weight")}
+            ),
+            ["layers.0.mlp.down_proj.weight [96, 107]", "96 rows of 108 elements"],
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:, :7].clone()}),
+            ["lm_head.weight", "rows of 96 elements"],
+        ),
         (
             lambda t: t.update({n: v.int() for n, v in t.items() if "layers.3.mlp.down" in n}),
             ["down_proj", "I32"],
         ),
     ],
-    ids=["missing", "unexpected", "inf", "nan", "misshapen", "integers"],
+    ids=[
+        "missing",
+        "unexpected",
+        "inf",
+        "nan",
+        "misshapen",
+        "norm",
+        "all layers",
+        "head",
+        "integers",
+    ],
 )
 def test_bad_weights_are_named(change, words, models, tmp_path):
     source = edit(models["untied"], tmp_path / "source", change)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.spec import ModelSpec
-from vlmtrain.models.common.table import Experts, Part
+from vlmtrain.models.common.table import Experts, Linear, Lookup, Part
 from vlmtrain.models.family import table_of
 
 
@@ -39,6 +39,7 @@ class Row:
     transform: str
     split: int | None  # the dimension that tensor-parallel ranks divide; None: all hold it
     experts: bool = False  # whether expert-parallel ranks divide it instead
+    sizes: tuple[tuple[int, int], ...] = ()  # of each of hf: its first dimension, and all others
 
 
 def rows(spec: ModelSpec) -> Iterator[Row]:
@@ -53,6 +54,7 @@ def rows(spec: ModelSpec) -> Iterator[Row]:
                     row.transform,
                     row.split,
                     row.experts,
+                    row.sizes,
                 )
 
 
@@ -61,12 +63,17 @@ def _part_rows(part: Part) -> Iterator[Row]:
         for kind in ("weight", "bias") if item.bias else ("weight",):
             experts = isinstance(item, Experts)
             end = "" if experts else f".{kind}"
+            wide = item.inputs if kind == "weight" and isinstance(item, (Linear, Lookup)) else 1
+            sizes = [(rows, wide) for rows in item.modules.values()]
+            if isinstance(item, Experts):
+                sizes = [(item.experts, rows * wide) for rows, _ in sizes]
             yield Row(
                 tuple(f"{part.hf}{module}{end}" for module in item.modules),
                 f"{part.megatron}{item.name}.{kind}",
                 item.transform,
                 None if item.split == 1 and kind == "bias" else item.split,
                 experts,
+                tuple(sizes),
             )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vlmtrain.checkpoint.hf.files import HFWeights, check_names
-from vlmtrain.checkpoint.mapping import Row, WeightError, pieces, transforms
+from vlmtrain.checkpoint.mapping import Row, WeightError, pieces, rows, transforms
 from vlmtrain.checkpoint.tensors import check_finite
 from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 
@@ -24,9 +25,17 @@ class HFSource:
         self._transforms = transforms(spec)
 
     def check(self) -> None:
-        """Raise WeightError unless every tensor is there, none is unknown, all have one type a
-        row."""
+        """Raise WeightError unless every tensor is there, of the sizes that config.json says, and
+        none is unknown."""
         check_names(self.weights, self.spec)
+        for row in rows(self.spec):
+            for name, (first, others) in zip(row.hf, row.sizes, strict=True):
+                shape = self.weights.shape(name)
+                if not shape or (shape[0], math.prod(shape[1:])) != (first, others):
+                    raise WeightError(
+                        f"{self.folder}: {name} {shape} does not fit the sizes in config.json "
+                        f"(need {first}{f' rows of {others} elements' if others > 1 else ''})"
+                    )
 
     check_names = check
 

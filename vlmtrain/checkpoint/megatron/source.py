@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -72,6 +73,13 @@ class MegatronSource:
             if layer is not None and shape[0] != want:
                 raise WeightError(
                     f"{self.folder}: {key} holds {shape[0]} layers, config.json says {want}"
+                )
+            elements = sum(first * others for first, others in row.sizes)
+            one = shape if layer is None else shape[1:]
+            if row.transform != "vocab" and math.prod(one) != elements:
+                raise WeightError(
+                    f"{self.folder}: {key} {list(one)} does not fit the sizes in config.json (need "
+                    f"{elements} elements)"
                 )
 
     def dtype(self, row: Row) -> torch.dtype:
