@@ -8,6 +8,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
+FORMATTED = $(shell find csrc tools -type f | grep -E '\.(c|cpp|h|inl|cu|cuh)$$')
 EXTRAS := train,demo,test
 
 .PHONY: help setup test test-all test-layouts test-kernels test-flash test-crash test-full test-plan test-outside lint
@@ -29,7 +30,7 @@ setup: $(STAMP)
 
 # torch comes first: with the pinned version present, pip has no reason to look for another.
 $(STAMP): $(NATIVE) constraints.txt
-	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@
@@ -39,7 +40,7 @@ lint: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
-	$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tools/*.c' 'tools/*.cpp' 'tools/*.h' 'tools/*.cu' 'tools/*.cuh')
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 
 # Dealt over the cores; tests of one module stay together, they share what is built for them.
 PYTEST := $(RUN) -m pytest -n auto --dist loadscope --no-loadscope-reorder
@@ -64,7 +65,7 @@ test-flash: setup
 format: setup
 	$(RUN) -m ruff check --fix -q .
 	$(RUN) -m ruff format -q .
-	$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.inl' 'csrc/*.cu' 'csrc/*.cuh' 'tools/*.c' 'tools/*.cpp' 'tools/*.h' 'tools/*.cu' 'tools/*.cuh')
+	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 # 50 kills at random moments of saves and conversions (10 min).
 test-crash: setup

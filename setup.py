@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent
 # Not setuptools' build_temp: that is a fresh folder on every editable install, and would throw
 # CMake's incremental state away.
 BUILD = ROOT / "build" / f"cmake-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+# What CMake reads in a folder's first build only.
+FIRST = "CC CXX CFLAGS CXXFLAGS CUDACXX CUDAHOSTCXX CUDAFLAGS LDFLAGS CMAKE_ARGS".split()
 
 
 def find_nvcc() -> str | None:
@@ -71,10 +73,12 @@ class CMakeBuild(build_ext):
     """Configures, builds and installs the extension at the place setuptools asks for."""
 
     def build_extension(self, ext: Extension) -> None:
-        prefix = Path(self.get_ext_fullpath(ext.name)).resolve().parent.parent
-        self._forget_moved_tree()
-        BUILD.mkdir(parents=True, exist_ok=True)
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        prefix = target.parent.parent
+        nvcc = find_nvcc()
+        self._forget_other_settings(nvcc)
         environment = dict(os.environ)
+        environment.pop("DESTDIR", None)  # CMake would install there
         cuda = os.environ.get("VLMKERNELS_CUDA", "AUTO").upper()
         arguments = [
             f"-DPython_EXECUTABLE={sys.executable}",
@@ -85,10 +89,9 @@ class CMakeBuild(build_ext):
             "-GNinja",
             # Given anew each time: an isolated build's ninja is gone after that build.
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
-            "-UVLMKERNELS_CUDA_*",  # an earlier build's CMAKE_ARGS
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        if cuda != "OFF" and (nvcc := find_nvcc()):
+        if cuda != "OFF" and nvcc:
             environment["CUDACXX"] = nvcc
             # pip's toolkit keeps its libraries in lib/, while its nvcc.profile says lib64/.
             library = Path(nvcc).resolve().parent.parent / "lib"
@@ -101,13 +104,19 @@ class CMakeBuild(build_ext):
         for command in (configure, build, install):
             if (code := subprocess.run(command, env=environment).returncode) != 0:
                 raise SystemExit(f"vlmkernels: failed with {code}: {shlex.join(command)}")
+        if not target.exists():
+            raise SystemExit(f"vlmkernels: the build ended well, but did not make {target}")
 
     @staticmethod
-    def _forget_moved_tree() -> None:
-        """CMake refuses a cache made for another source folder: drop that of a copied tree."""
-        cache = BUILD / "CMakeCache.txt"
-        if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
+    def _forget_other_settings(nvcc: str | None) -> None:
+        """Drops the cache of a copied tree, which CMake refuses, and that of other compilers or
+        flags, or of no nvcc: CMake would keep to them."""
+        settings = ascii([str(ROOT), nvcc, *map(os.environ.get, FIRST)])
+        known = BUILD / "vlmkernels-settings.txt"
+        if BUILD.exists() and not (known.exists() and known.read_text() == settings):
             shutil.rmtree(BUILD)
+        BUILD.mkdir(parents=True, exist_ok=True)
+        known.write_text(settings)
 
     @staticmethod
     def _pybind11_folder() -> str:

@@ -85,6 +85,12 @@ def test_a_command_line_of_another_trainer_is_answered_whole(line, capsys):
     assert said == ["vlmtrain: not options of this command:", *wanted]
 
 
+@pytest.mark.parametrize("given", [["--output", "", "--lr", "1"], ["--output="]])
+def test_an_output_that_is_empty_is_not_this_folder(given):
+    with pytest.raises(UsageError, match="--output is empty"):
+        spelled(given, TrainConfig)
+
+
 @pytest.mark.parametrize(
     ("given", "target", "full"),
     [

@@ -21,6 +21,13 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 
+def _missing(name: str) -> None:
+    raise AttributeError(
+        f"vlmkernels' native module has no {name}: it was built from other sources than these; "
+        "build it again, `pip install .` or `pip install -e .` in the source tree"
+    )
+
+
 def _load() -> ModuleType:
     try:
         _C = importlib.import_module("vlmkernels._C")
@@ -32,6 +39,7 @@ def _load() -> ModuleType:
             "Build it with `pip install .` in the source tree, with this Python "
             "(`python setup.py build_ext --inplace` for a source checkout)"
         ) from error
+    vars(_C)["__getattr__"] = _missing
     _C.isa()  # a bad VLMKERNELS_ISA is an error at import, not at the first kernel
     return _C
 
@@ -167,9 +175,15 @@ def without_transforms(name: str, function: Callable, *, maps: bool = False) -> 
     return call
 
 
+#: Called before a kernel on the CPU: torch gives a thread its number of threads, which OpenMP keeps
+#: for each, when the thread first asks for it.
+take_threads = torch.get_num_threads
+
+
 def launch(name: str, tensor: Tensor, *args: Any, **named: Any) -> None:
     """Runs the native function `name`; for a tensor on a GPU `name`_cuda, on its current stream."""
     if not tensor.is_cuda:
+        take_threads()
         getattr(_C, name)(*args, **named)
         return
     if not has_cuda_kernels():

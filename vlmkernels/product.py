@@ -17,7 +17,7 @@ import sys
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, describe, pointer
+from vlmkernels._native import _C, DTYPES, describe, pointer, take_threads
 
 #: Of matrices whose products can be ours.
 TYPES = (torch.float32, torch.bfloat16)
@@ -124,6 +124,7 @@ def product(
         out = a.new_empty(rows, columns)
     elif not out.is_inference():
         torch.autograd.graph.increment_version(out)
+    take_threads()
     _C.matrix_product(
         pointer(a),
         pointer(b),

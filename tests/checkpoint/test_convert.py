@@ -316,27 +316,30 @@ def test_command_line(models, tmp_path, capsys):
     page = capsys.readouterr().out
     assert len(page.splitlines()) < 50
     for word in ("hf-to-megatron", "megatron-to-hf", "reshard", "verify", "--source", "--target",
-                 "--dtype", "--overwrite", "--logits", "--parallel.text_layers"):  # fmt: skip
+                 "--dtype", "--overwrite", "--logits", "--parallel.text_layers",
+                 "--parallel.expert"):  # fmt: skip
         assert word in page
     run = ["convert", "hf-to-megatron", "--source", source, "--target", a]
     assert cli.main([*run, "--parallel.tensor", "2"]) == 0
     assert cli.main(["convert", "megatron-to-hf", "--source", a, "--target", back]) == 0
-    for arguments, words in (
-        (run, ["exists", "--overwrite"]),
-        (["convert", "reshard", "--source", source, "--target", back], ["no Megatron checkpoint"]),
-        (["convert", "hf-to-megatron", "--source", a, "--target", back], ["reshard"]),
-        ([*run, "--logits=no"], ["convert hf-to-megatron has no use for --logits"]),
+    folders = ["--source", a, "--target", back]
+    for code, arguments, words in (
+        (1, run, ["exists", "--overwrite"]),
+        (1, ["convert", "reshard", "--source", source, "--target", back], ["no Megatron check"]),
+        (1, ["convert", "hf-to-megatron", *folders], ["reshard"]),
+        (2, [*run, "--logits=no"], ["convert hf-to-megatron has no use for --logits"]),
         (
-            ["convert", "megatron-to-hf", "--source", a, "--target", back, "--parallel.tensor=2"],
+            2,
+            ["convert", "megatron-to-hf", *folders, "--parallel.tensor=2"],
             ["convert megatron-to-hf has no use for --parallel"],
         ),
-        (["convert", "verify", "--source", a, "--target", back, "--dtype=bf16"], ["for --dtype"]),
-        (["convert", "verify", "--source", a, "--target", back, "--overwrite"], ["--overwrite;"]),
-        (["convert", "upside-down"], ["upside-down", "hf-to-megatron"]),
-        ([*run[:-1], back + "2", "--parallel.tensor", "3"], ["parallel.tensor 3"]),
+        (2, ["convert", "verify", *folders, "--dtype=bf16"], ["for --dtype"]),
+        (2, ["convert", "verify", *folders, "--overwrite"], ["--overwrite;"]),
+        (2, ["convert", "upside-down"], ["upside-down", "hf-to-megatron"]),
+        (1, [*run[:-1], back + "2", "--parallel.tensor", "3"], ["parallel.tensor 3"]),
     ):
         capsys.readouterr()
-        assert cli.main(arguments) == 1
+        assert cli.main(arguments) == code
         message = capsys.readouterr().err.strip()
         assert len(message.splitlines()) == 1
         for word in words:

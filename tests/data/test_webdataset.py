@@ -295,6 +295,25 @@ def test_a_changed_record_makes_its_shard_anew(source: Path, tmp_path: Path) -> 
     assert contents(target) == contents(straight)
 
 
+def test_another_list_of_ignored_keys_makes_all_shards_anew(source: Path, tmp_path: Path) -> None:
+    target, straight = tmp_path / "s", tmp_path / "straight"
+    records = json.loads(source.read_text())
+    for record in records:
+        record["system"] = "Answer in French."
+    good = (source.parent / "late.jpg").resolve()
+    good.write_bytes(b"not yet")
+    records[-1] |= {"image": str(good)}
+    records[-1]["conversations"][0]["value"] = "<image>?"
+    write_json(source, records)
+    with pytest.raises(DataError, match="late.jpg is not an image"):
+        build_shards(source, target, samples_per_shard=1, workers=1, ignored=("system",))
+    assert (target / "shard-000000.part").exists()
+    good.write_bytes(Path(next(r["image"] for r in records if "image" in r)).read_bytes())
+    build_shards(source, target, samples_per_shard=1)
+    build_shards(source, straight, samples_per_shard=1)
+    assert contents(target) == contents(straight)
+
+
 def test_target_rules(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "shards"
     build_shards(source, target)

@@ -160,6 +160,9 @@ def test_a_chat(answerer, folder, pictures, capsys) -> None:
         (["--input=a.jsonl", "--output=b.jsonl", "--prompt=x"], ["--prompt", "--input"]),
         (["--input=none.jsonl", "--output=b.jsonl"], ["none.jsonl"]),
         (["--prompt=x", "--temperature=-1"], ["--temperature"]),
+        (["--prompt=x", "--temperature=1e-300"], ["--temperature is 1e-300", "at least 1e-6"]),
+        (["--prompt="], ["the prompt is empty"]),
+        (["--prompt=x", f"--seed={10**20}"], ["--seed is 1000000"]),
         (["--prompt=x", "--image", "<folder>"], ["tokenizer.json"]),
     ],
 )

@@ -126,6 +126,12 @@ def test_load_error_says_what_was_found(monkeypatch: pytest.MonkeyPatch):
         _native._load()
 
 
+def test_a_library_of_other_sources_says_so():
+    with pytest.raises(AttributeError, match="has no attention_9: it was built from other sources"):
+        _native._C.attention_9()
+    assert not hasattr(_native._C, "attention_9")
+
+
 def test_info_tells_what_is_on_and_why_something_is_off():
     lines = dict(re.split(r"\s{2,}|(?<=^CUDA kernels)\s+", x, maxsplit=1) for x in rows())
     assert lines["vlmkernels"].startswith(vlmkernels.__version__)
@@ -199,6 +205,47 @@ def test_nvcc_is_looked_for_in_the_documented_order(
     assert module.find_nvcc() == on_path
     monkeypatch.setenv("CUDACXX", cudacxx)
     assert module.find_nvcc() == cudacxx
+
+
+def test_build_starts_afresh_where_cmake_would_keep_old_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    module = setup_module_of_the_build()
+    monkeypatch.setattr(module, "BUILD", tmp_path / "build")
+
+    def kept(nvcc: str | None) -> bool:
+        module.CMakeBuild._forget_other_settings(nvcc)
+        cache = tmp_path / "build" / "CMakeCache.txt"
+        before = cache.exists()
+        cache.touch()
+        return before
+
+    assert [kept(None), kept(None), kept("nvcc"), kept("nvcc")] == [False, True, False, True]
+    monkeypatch.setenv("CXXFLAGS", "-DÖ=\udcff")
+    assert [kept("nvcc"), kept("nvcc")] == [False, True]
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    assert [kept("nvcc"), kept("nvcc")] == [False, True]
+
+
+def test_build_that_makes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    setuptools = pytest.importorskip("setuptools")
+    module = setup_module_of_the_build()
+    monkeypatch.setattr(module, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(module, "tool", str)
+    monkeypatch.setattr(module.CMakeBuild, "_pybind11_folder", lambda self: "pybind11")
+    monkeypatch.setenv("DESTDIR", str(tmp_path / "elsewhere"))
+    environments = []
+
+    def run(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        environments.append(env)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    build = module.CMakeBuild(setuptools.Distribution())
+    build.build_lib = str(tmp_path / "lib")
+    with pytest.raises(SystemExit, match="ended well, but did not make .*lib/vlmkernels/_C"):
+        build.build_extension(module.CMakeExtension("vlmkernels._C"))
+    assert len(environments) == 3 and not any("DESTDIR" in env for env in environments)
 
 
 def test_source_distribution_holds_what_is_compiled(tmp_path: Path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -131,6 +134,28 @@ def test_bfloat16_gradients_are_widened_exactly(name: str):
             ours.step()
             theirs.step()
     assert_same_state(ours, theirs)
+
+
+def test_a_new_thread_takes_torchs_number_of_threads():
+    """OpenMP keeps a number for each, and a new one has the machine's."""
+    code = (
+        "import sys, threading, psutil, torch, vlmkernels\n"
+        "from vlmkernels.layer import rms_norm\n"
+        "torch.set_num_threads(1)\n"
+        "p = torch.nn.Parameter(torch.randn(1 << 20)); p.grad = torch.randn(1 << 20)\n"
+        "optimizer = vlmkernels.CPUAdam([p])\n"
+        "x, w = torch.randn(4096, 256), torch.randn(256)\n"
+        "def work():\n"
+        "    before = psutil.Process().num_threads()\n"
+        "    rms_norm(x, w, 1e-6) if sys.argv[1] == 'norm' else optimizer.step()\n"
+        "    print(psutil.Process().num_threads() - before)\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()\n"
+    )
+    for what in ("norm", "adam"):
+        command = [sys.executable, "-c", code, what]
+        variables = {**os.environ, "OMP_NUM_THREADS": "4"}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+        assert done.stdout == "0\n", (what, done.stdout)
 
 
 def test_same_bits_with_any_number_of_threads():

@@ -21,8 +21,9 @@ import torch
 from tests.parity import reference as ref
 from tests.ranks import run_cases
 from vlmtrain.checkpoint.mapping import canonical_name
+from vlmtrain.models import family as families
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = tuple(families.FAMILIES)
 STREAMS = ("image", "mixed", "text")
 STEPS = 3
 SEED = int(os.environ["VLMKERNELS_TEST_SEED"]) % 10**6  # set by tests/conftest.py

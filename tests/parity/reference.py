@@ -26,7 +26,11 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-3, 0.05
 
 def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: int = 0) -> Any:
     """A float32 transformers model; odd sizes on purpose. A `family` that ends with " balanced" has
-    a load-balancing loss."""
+    a load-balancing loss.
+
+    Raises:
+        ValueError: there is no small model of that family.
+    """
     import transformers
 
     family, _, balanced = family.partition(" ")
@@ -76,7 +80,7 @@ def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: 
             **ids,
         )
         cls = getattr(transformers, kind + "ForConditionalGeneration")
-    else:
+    elif family == "qwen2_5_vl":
         config = transformers.Qwen2_5_VLConfig(
             text_config=text,
             vision_config=dict(
@@ -92,6 +96,8 @@ def make_model(family: str, *, vision_heads: int = 3, tied: bool = False, seed: 
             **ids,
         )
         cls = transformers.Qwen2_5_VLForConditionalGeneration
+    else:
+        raise ValueError(f"there is no small model of the family {family!r}")
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = cls(config).float().eval()

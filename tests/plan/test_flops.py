@@ -78,7 +78,7 @@ def test_equals_torch_flop_counter(family: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [*FAMILIES[:3], pytest.param(FAMILIES[3], marks=pytest.mark.slow)]
+    "family", [*FAMILIES[:3], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[3:])]
 )
 @pytest.mark.parametrize("frozen", range(8))
 def test_freezing_equals_torch_flop_counter(family: str, frozen: int, seed: int) -> None:

@@ -142,6 +142,9 @@ def test_no_folder_no_config_other_model(capsys, model, conversations, tmp_path)
     [
         ("--optimizer.offload_fraction=1.5", ["--optimizer.offload_fraction", "at most 1"]),
         ("--optimizer.offload_schedule 9:1.5", ["9:1.5", "STEP:FRACTION"]),
+        ("--optimizer.offload_schedule 1:0.5 1:0.6", ["1:0.6", "STEP:FRACTION"]),
+        ("--train.timeout 1e9", ["--train.timeout is 1000000000.0", "at most 1000000"]),
+        ("--checkpoint.resume ²", ["--checkpoint.resume is '²'"]),
         ("--lora.targets=qkv --lora.rank=4", ["--lora.targets", "qkv", "q_proj"]),
         ("--lora.rank=-1", ["--lora.rank", "-1"]),
         ("--parallel.tensor=2", ["1 processes", "multiple of 2"]),
@@ -241,6 +244,10 @@ def test_checkpoint_cut_short(model, conversations, tmp_path):
     newest = output / "checkpoints" / "step-00000004"
     assert complete(output / "checkpoints") == [4, 9]
     assert (output / "checkpoints" / "latest").read_text() == "step-00000004\n"
+    # other packs: said before anything is planned by the old position
+    done = run_cli([*again, "--train.pack_length=320", "--train.rehearse"])
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    assert "made with another pack length (pack_length was 160 and is 320)" in done.output
     # fewer steps than were made: no older model is to be had, and this one is not written as it
     done = run_cli([*again, "--train.steps=3"])
     assert done.code == 1, done.output

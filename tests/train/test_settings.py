@@ -161,6 +161,18 @@ def test_adapters_without_a_rank_are_refused(lora, named):
     check_lora(LoraSection(rank=4, **lora), FreezeSection(), spec)
 
 
+def test_adapters_of_the_tower_need_one_of_its_linears():
+    for name, there in (("qwen2_vl-7b", False), ("qwen2_5_vl-7b", True), ("qwen3_vl-8b", False)):
+        spec, lora = released_spec(name), LoraSection(rank=4, vision=True)
+        if there:  # its MLP's linears have the names of the language model's
+            check_lora(lora, FreezeSection(), spec)
+        else:
+            with pytest.raises(UserError, match="tower, and --lora.targets has none of them"):
+                check_lora(lora, FreezeSection(), spec)
+        lora.targets += ("qkv",)
+        check_lora(lora, FreezeSection(), spec)
+
+
 @pytest.mark.parametrize("frozen", ["vision", "merger", "language"])
 def test_adapters_in_a_frozen_part_are_refused(frozen):
     spec, freeze = released_spec("qwen2_5_vl-7b"), FreezeSection(**{frozen: True})

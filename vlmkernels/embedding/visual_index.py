@@ -6,8 +6,8 @@ S = positions of the pack, n = visual rows, k = samples of the pack.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
-from typing import TypeAlias
+from numbers import Integral, Number
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ def visual_index(
     if separate and cu_seqlens is not None:
         raise ValueError("cu_seqlens is given with separate=True; give one of the two")
     if separate:
-        if counts is not None and (_entries(counts) != len(ids)):
+        if counts is not None and _entries(counts) != len(ids):
             raise ValueError(
                 f"counts is {counts}; with separate=True it must hold one entry for each of "
                 f"token_ids {ids}"
@@ -117,12 +117,12 @@ def visual_index(
     return torch.where(placeholder, running - 1, -1)
 
 
-def _entries(counts: Count | Sequence[Count]) -> int:
+def _entries(counts: Any) -> int:
     """How many entries a sequence or tensor has; of a number -1."""
-    return len(counts) if hasattr(counts, "__len__") and getattr(counts, "ndim", 1) else -1
+    return -1 if getattr(counts, "shape", None) == () or isinstance(counts, Number) else len(counts)
 
 
-def _total(count: Count | Sequence[Count]) -> int:
+def _total(count: Any) -> int:
     if isinstance(count, Integral):
         return int(count)
     if isinstance(count, Tensor):
@@ -142,7 +142,7 @@ def _check_count(have: int, wanted: int, ids: list[int], where: str) -> None:
 
 def _check_samples(
     running: Tensor,
-    counts: Count | Sequence[Count],
+    counts: Any,
     cu_seqlens: Tensor | Sequence[int],
     ids: list[int],
     names: Sequence[str] | None,

@@ -266,8 +266,8 @@ def linear_cross_entropy(
             computed in the forward pass: three products a row instead of four. Without it this is
             so for "mean" and "sum" with "dense" in float32 and bfloat16, for a gradient of 1; one
             of another value multiplies what is there. With "main_grad" another gradient is an
-            error: **weight.main_grad is added to in the forward pass**, but under hooks of saved tensors
-            (a checkpoint that is not reentrant) in the backward pass.
+            error: **weight.main_grad is added to in the forward pass**, but under hooks of saved
+            tensors (a checkpoint that is not reentrant) in the backward pass.
         label_smoothing: as torch.nn.functional.cross_entropy's.
         z_loss: this times the square of the row's log-sum-exp is added to each loss.
 

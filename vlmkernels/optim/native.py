@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, describe, pointer
+from vlmkernels._native import _C, DTYPES, describe, pointer, take_threads
 
 from .blockwise import BLOCK
 from .checks import check_gradient
@@ -129,6 +129,7 @@ class AdamBatch:
         that the bits are those of a gradient that was multiplied in place and is clipped now.
         """
         for dtype, rows in self._rows.items():
+            take_threads()
             _C.adam_step(
                 rows,
                 DTYPES[dtype],
@@ -152,4 +153,5 @@ def _ordered_like(x: Tensor, grad: Tensor) -> Tensor:
 def sum_of_squares(grads: Iterable[Tensor]) -> float:
     """Over all elements of dense float32 or bfloat16 host tensors, in one pass; infinite or NaN
     only where an element is. The same bits with any number of threads."""
+    take_threads()
     return _C.sum_of_squares([(g.data_ptr(), g.numel(), DTYPES[g.dtype]) for g in grads])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from vlmtrain.core.config import ParallelSection
-from vlmtrain.core.errors import UserError
+from vlmtrain.core.errors import UsageError, UserError
 from vlmtrain.core.progress import progress
 
 PAGE = """usage: vlmtrain convert ACTION --source FOLDER --target FOLDER [options]
@@ -43,6 +43,7 @@ layout of the Megatron checkpoint (hf-to-megatron, reshard); one file a rank
   --parallel.text_layers N [N ...]       language layers per stage
   --parallel.vision pipelined|multiplexed
   --parallel.sequence                    has no bearing on weights
+  --parallel.expert N                    ranks that share a mixture's experts; likewise
 
 The target gets its name when all of it is on disk: an interrupted conversion leaves
 TARGET.incomplete at most, which the next one replaces. docs/weights.md has the mapping table.
@@ -73,7 +74,8 @@ def main(arguments: list[str]) -> int:
     """Run `vlmtrain convert ARGUMENTS`; returns the exit code.
 
     Raises:
-        UserError: what the user can mend, in one sentence.
+        UsageError: an unknown action, or an option that it has no use for.
+        UserError: what else the user can mend, in one sentence.
     """
     warnings.filterwarnings("ignore")
     if not arguments or {"-h", "--help"} & set(arguments):
@@ -81,14 +83,14 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     action, rest = arguments[0], arguments[1:]
     if action not in ACTIONS:
-        raise UserError(f"there is no conversion {action!r}; the actions are {', '.join(ACTIONS)}")
+        raise UsageError(f"there is no conversion {action!r}; the actions are {', '.join(ACTIONS)}")
     import tyro
 
     options = tyro.cli(Options, prog=f"vlmtrain convert {action}", args=rest, use_underscores=True)
     unused = Options(options.source, options.target)
     for name in _WITHOUT[action]:
         if getattr(options, name) != getattr(unused, name):
-            raise UserError(f"convert {action} has no use for --{name}; leave it out")
+            raise UsageError(f"convert {action} has no use for --{name}; leave it out")
     from vlmtrain.checkpoint import convert as conversions
     from vlmtrain.checkpoint.model_folder import newest
 

@@ -75,7 +75,7 @@ class TrainSection:
     """Where the heaviest step will not fit: say what would; recompute and offload; or try."""
     on_spike: Literal["stop", "skip"] = "stop"
     """Gradients that are not finite, or 100 times the usual: end, or leave out that update."""
-    timeout: NonNegative = 10.0
+    timeout: Annotated[float, Range(most=1e6)] = 10.0
     """Minutes without progress after which all ranks say where they are and end; 0: never."""
 
 
@@ -296,7 +296,7 @@ class TrainConfig:
             )
         self._check_evaluation()
         resume = self.checkpoint.resume
-        if resume not in ("latest", "best", "none") and not resume.isdigit():
+        if resume not in ("latest", "best", "none") and not resume.isdecimal():
             raise ConfigError(
                 f"--checkpoint.resume is {resume!r}; use latest, best, none or a step number"
             )
@@ -374,19 +374,19 @@ def offload_fractions(section: OptimizerSection) -> dict[int, float]:
     Raises:
         ConfigError: an entry of the schedule that can't be used.
     """
-    fractions = {1: section.offload_fraction}
+    fractions, last = {1: section.offload_fraction}, 0
     for entry in section.offload_schedule:
         step, _, fraction = entry.partition(":")
         try:
             first, share = int(step), float(fraction)
         except ValueError:
             first, share = 0, 0.0
-        if first < 1 or not 0 <= share <= 1 or (first != 1 and first <= max(fractions)):
+        if first < 1 or not 0 <= share <= 1 or first <= last:
             raise ConfigError(
                 f"--optimizer.offload_schedule has {entry!r}; an entry is STEP:FRACTION, a step "
                 "from 1 that is above the entry's before and a share from 0 to 1, as in 100:0.5"
             )
-        fractions[first] = share
+        fractions[first], last = share, first
     return fractions
 
 

@@ -218,8 +218,8 @@ def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: in
         return start([*take_option(arguments, "--nproc")[0], "--nproc", "0"], nproc)
     if process is not None and nproc not in (0, process.world_size):
         raise LaunchError(
-            f"--nproc {nproc} was given to a process that a launcher started as one of "
-            f"{process.world_size}; leave --nproc out"
+            f"--nproc {nproc} (or a recipe's nproc) was given to a process that a launcher started "
+            f"as one of {process.world_size}; leave it out, or set a recipe's aside with --nproc 0"
         )
     warnings.filterwarnings("ignore")
     if process is not None:

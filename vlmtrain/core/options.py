@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,10 +39,12 @@ def spelled(
 
     Raises:
         UsageError: names of other trainers, each with what it is called here; or a name without
-            its section that several options have.
+            its section that several options have; or an --output that is empty.
     """
     valid, renamed = option_names(target), renamed or {}
     refused, result = [], []
+    if "--output=" in arguments or ("--output", "") in itertools.pairwise(arguments):
+        raise UsageError("--output is empty, as an unset variable is; name a folder")  # not "."
     for argument in arguments:
         name, equals, value = argument[2:].replace("-", "_").partition("=")
         if not argument.startswith("--") or _known(name, valid):

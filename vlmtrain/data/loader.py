@@ -39,6 +39,34 @@ _IDENTITY = {
 }
 
 
+def _identity(
+    index: SampleIndex, section: LoaderSection, pack_length: int, seed: int
+) -> dict[str, int | str]:
+    packing: str = section.packing
+    return {
+        "version": PLAN_VERSION,
+        "seed": seed,
+        "pack_length": pack_length,
+        # where the policy uses them the costs too
+        "packing": f"{packing}/{COST_VERSION}" if packing == "balanced" else packing,
+        "index_hash": index.content_hash,
+    }
+
+
+def check_position(
+    state: dict[str, Any], index: SampleIndex, section: LoaderSection, pack_length: int, seed: int
+) -> None:
+    """Raise DataError where the data, the seed or the pack length differ from those that a position
+    was saved with, so that it would mean other samples."""
+    for key, value in _identity(index, section, pack_length, seed).items():
+        if state.get(key) != value:
+            raise DataError(
+                f"the checkpoint was made with {_IDENTITY[key]} ({key} was {state.get(key)} and is "
+                f"{value}); restore it, or start a new run from its weights: --model CHECKPOINT "
+                "and another --output"
+            )
+
+
 @dataclass(frozen=True)
 class LoaderRank:
     """What one rank wants of the loader."""
@@ -268,15 +296,11 @@ class PackedLoader:
     def state_dict(self) -> dict[str, int | str]:
         """The position after the last step handed out; the same on every rank, plain values."""
         return {
-            "version": PLAN_VERSION,
+            **_identity(self.index, self.section, self.pack_length, self.seed),
             "step": self.position.step,
             "epoch": self.position.epoch,
             "pack": self.position.pack,
-            "seed": self.seed,
-            "pack_length": self.pack_length,
             "global_batch": self.global_batch,
-            "packing": self._packing_identity,
-            "index_hash": self.index.content_hash,
             "skipped": self.skipped,
         }
 
@@ -284,17 +308,9 @@ class PackedLoader:
         """Go to a saved position. dp_size and global_batch may differ from the saved run's.
 
         Raises:
-            DataError: the data, the seed or the pack length differ, so that the position would
-                mean other samples.
+            DataError: as `check_position`.
         """
-        current = self.state_dict()
-        for key, meaning in _IDENTITY.items():
-            if state.get(key) != current[key]:
-                raise DataError(
-                    f"the checkpoint was made with {meaning} ({key} was {state.get(key)} and is "
-                    f"{current[key]}); restore it, or start a new run from its weights: --model "
-                    "CHECKPOINT and another --output"
-                )
+        check_position(state, self.index, self.section, self.pack_length, self.seed)
         self.position = Position(int(state["step"]), int(state["epoch"]), int(state["pack"]))
         self.skipped = int(state.get("skipped", 0))
         self._pending = None
@@ -324,12 +340,6 @@ class PackedLoader:
             f"epoch of this data has {packs}, so each step sees every sample about "
             f"{self.global_batch / max(packs, 1):.3g} times; {advice}"
         )
-
-    @property
-    def _packing_identity(self) -> str:
-        """What decides which samples share a pack: the policy, and where it uses them the costs."""
-        packing = self.section.packing
-        return f"{packing}/{COST_VERSION}" if packing == "balanced" else packing
 
     def ids(self, step: PlannedStep) -> list[list[str]]:
         """The sample ids of each pack of this rank's share of a step."""

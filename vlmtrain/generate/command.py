@@ -13,7 +13,7 @@ from typing import Any, Literal, TextIO
 
 import tyro
 
-from vlmtrain.core.config import MediaSection, check_ranges
+from vlmtrain.core.config import MediaSection, Seed, check_ranges
 from vlmtrain.core.errors import UserError
 from vlmtrain.core.files import writing
 from vlmtrain.core.options import spelled
@@ -29,7 +29,7 @@ class GenerateConfig:
     model: Path
     """Hugging Face folder, a run's OUTPUT, training checkpoint (also OUTPUT/checkpoints: the
     newest), or LoRA adapter folder."""
-    prompt: str = ""
+    prompt: str | None = None
     """The question; <image> and <video> say where the media stand, else they come first."""
     image: tuple[Path, ...] = ()
     """Image files, in the order of their marks."""
@@ -53,7 +53,7 @@ class GenerateConfig:
     """With a temperature: draw from the likeliest tokens that hold this share."""
     repetition_penalty: float = 1.0
     """Above 1: what has been said before becomes less likely."""
-    seed: int = 0
+    seed: Seed = 0
     """With a temperature: another seed, another answer."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 on a GPU, fp32 on the CPU."""
@@ -66,7 +66,7 @@ class GenerateConfig:
         check_ranges(self)
         if self.input is not None:
             for name in ("prompt", "image", "video", "system"):
-                if getattr(self, name):
+                if getattr(self, name) not in (None, "", ()):
                     raise UserError(f"--{name} does not go with --input; write it in the file")
             if self.output is None:
                 raise UserError("--input needs --output, the file to write the answers to")
@@ -105,7 +105,7 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
         "images": [str(path) for path in config.image],
         "videos": [str(path) for path in config.video],
     }
-    if config.prompt:
+    if config.prompt is not None:
         sample = question(config.prompt, media, system=config.system)
         check_media(sample)
         with _answerer(config) as (answerer, sampling):

@@ -72,7 +72,11 @@ class Sampling:
         """Raise UserError for a setting that can't be used."""
         for name, good, need in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "at least 0"),
+            (
+                "temperature",
+                self.temperature == 0 or self.temperature >= 1e-6,
+                "0, or at least 1e-6",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
         ):

@@ -110,7 +110,14 @@ def check_lora(lora: LoraSection, freeze: FreezeSection, spec: ModelSpec) -> Non
             "--freeze.vision and --lora.vision: one keeps the vision tower's weights, the other "
             "trains adapters on them; leave one out"
         )
-    text = [target for target in lora.targets if target in table_of(spec).targets(False)]
+    table = table_of(spec)
+    tower = {m.rpartition(".")[2] for linear in table.vision_layer.linears for m in linear.modules}
+    if lora.vision and not tower & set(lora.targets):
+        raise UserError(
+            f"--lora.vision puts adapters on {', '.join(sorted(tower))} of this model's vision "
+            f"tower, and --lora.targets has none of them; name some of these too"
+        )
+    text = [target for target in lora.targets if target in table.targets(False)]
     if freeze.language and text:
         raise UserError(
             f"--freeze.language keeps the language model's weights, and --lora.targets has "

@@ -69,7 +69,8 @@ def plan(
         length_histogram: JSON file of lengths instead; without both, a typical mix.
         output: folder to write plan.toml, plan.json, plan.png and trace.json to.
         pack_length: tokens that a pack holds at most.
-        global_batch_packs: packs per optimizer step; default: 2 per GPU, from 64 to 4,096.
+        global_batch_packs: packs per optimizer step; default: 2 per GPU, doubled or halved until it
+            is from 64 to 4,096, as far as it divides.
         freeze: parts of the model that keep their weights.
         lora: low-rank adapters; everything else is frozen then.
         loader: how `--data` is read and packed, as in training.

@@ -33,6 +33,7 @@ from vlmtrain.core.layout import Layout
 from vlmtrain.core.lock import FolderLock
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.index import SampleIndex, scan_data
+from vlmtrain.data.loader import check_position
 from vlmtrain.data.media.limits import describe_sizes
 from vlmtrain.data.packing.sampler import Position
 from vlmtrain.data.processor import Processor
@@ -123,7 +124,7 @@ class Trainer:
         self.processor = processor
         # One rank reads and judges all input; the others hear its verdict instead of a hang.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
-        position = self._position(resume)
+        position = self._position(resume, index)
         memory = MemoryPlan(config, spec, layout, backend, index, position, before)
         self.config = config = memory.fit()
         self.engine = self._build_engine(layout, backend)
@@ -277,7 +278,7 @@ class Trainer:
         index = scan_data(config.data, config.loader, processor, length, say)
         held_out = None
         if config.evaluate.data:
-            held_out = scan_data(config.evaluate.data, config.loader, processor, length)
+            held_out = scan_data(config.evaluate.data, config.loader, processor, length, say)
         elif config.evaluate.split_ratio:
             index, held_out = index.split(config.evaluate.split_ratio)
         if held_out is not None:
@@ -300,11 +301,14 @@ class Trainer:
         engine.prepare(config.optimizer, config.freeze, config.parallel)
         return engine
 
-    def _position(self, resume: Path | None) -> Position:
+    def _position(self, resume: Path | None, index: SampleIndex) -> Position:
         """In the stream of packs, from where the run goes on."""
         state = None if resume is None else on_first_rank(lambda: checkpoints.loader_state(resume))
         if state is None:
             return Position()
+        train = self.config.train
+        same = (state, index, self.config.loader, train.pack_length, train.seed)
+        on_every_rank(lambda: check_position(*same))
         return Position(*(int(state[name]) for name in ("step", "epoch", "pack")))
 
     def _resume(self, checkpoint: Path) -> int:

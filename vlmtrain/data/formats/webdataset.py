@@ -102,7 +102,8 @@ def build_shards(
             f"({workers}) must be at least 1"
         )
     reader = _reader(source, media_root, ignored)
-    settings = f"{VERSION} {verify} {skip} {processor.fingerprint() if processor else None}"
+    tokens = processor.fingerprint() if processor else None
+    settings = f"{VERSION} {verify} {skip} {tokens} {sorted(ignored)} {media_root}"
     left_out: list[str] | None = [] if skip else None
     # Refuses before it writes.
     shards = _cut(reader, samples_per_shard, shard_bytes, settings, left_out)
