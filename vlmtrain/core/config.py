@@ -173,7 +173,7 @@ class LoraSection:
     )
     """Linears that get adapters, by their Hugging Face names; also qkv, proj, fc1, fc2 (vision)."""
     vision: bool = False
-    """Adapters on the vision tower's linears as well."""
+    """Adapters on those of the vision tower's linears that targets names as well."""
 
 
 @dataclass
