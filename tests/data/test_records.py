@@ -13,6 +13,7 @@ from tests.data.helpers import conversation, save_image, write_json
 from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import JsonSource
+from vlmtrain.data.formats.sources import SourceSpec
 from vlmtrain.data.sample import Sample, Turn
 
 
@@ -279,3 +280,7 @@ def test_good_records_are_written(tmp_path: Path) -> None:
     for bad, said in ((source, "is a source"), (tmp_path / "other" / "x.jsonl", "paths of media")):
         with pytest.raises(DataError, match=said):
             check([source], write_good=bad)
+    roots = [tmp_path / "other", tmp_path]  # a name without a folder would be looked for in one
+    listed = [SourceSpec(str(source), media_root=str(root)) for root in roots]
+    with pytest.raises(DataError, match="start from 2 folders"):
+        check(listed, write_good=tmp_path / "good2.jsonl")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import subprocess
+import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.sources import parse_sources
 from vlmtrain.data.formats.tars import TarSource
+from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import Sample, Turn
@@ -49,6 +54,10 @@ def test_records_and_captions(jpg: bytes, pictures: Path, tmp_path: Path) -> Non
         {"0.jpg": jpg, "1.png": png, "json": named},
         {"json": conversation("q", "a")},
     ])  # fmt: skip
+    build_shards(path, tmp_path / "built")  # under names by which others know what they hold
+    with tarfile.open(tmp_path / "built" / "shard-000000.tar") as tar:
+        suffixes = Counter(name.rpartition(".")[2] for name in tar.getnames())
+    assert suffixes == {"json": 4, "jpg": 3, "png": 2}
     caption, first, second, text = samples(path)
     assert caption.turns == (Turn("assistant", "<image>a cat"),)
     assert (caption.id, first.id, text.media) == ("sample0000", "two", ())
@@ -125,6 +134,31 @@ def test_refusals(jpg: bytes, tmp_path: Path) -> None:
     report = check([path])
     for number, (problem, (_, said)) in enumerate(zip(report.problems, bad, strict=True)):
         assert f"sample 'sample{number:04d}'" in problem and said in problem
+    (tmp_path / "1.jpg").write_bytes(jpg)
+    (tmp_path / "hole.bmp").touch()
+    with open(tmp_path / "hole.bmp", "r+b") as file:
+        file.truncate(1 << 20)
+    (tmp_path / "2.jpg").symlink_to("1.jpg")
+    (tmp_path / "3.jpg").hardlink_to(tmp_path / "1.jpg")
+    for name in ("1.txt", "2.txt"):
+        (tmp_path / name).write_text("a")
+    whole = "is a link or sparse, and only whole files are read"
+    for names, said in (
+        ("1.jpg 2.jpg", f"the member 2.jpg {whole}"),
+        ("1.jpg 3.jpg", f"the member 3.jpg {whole}"),
+        ("--sparse hole.bmp 1.txt", f"the member hole.bmp {whole}"),
+    ):
+        command = ["tar", "-cf", "odd.tar", *names.split()]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        assert said in check([tmp_path / "odd.tar"]).problems[0]
+    with tarfile.open(tmp_path / "odd.tar", "w") as tar:
+        for _ in range(2):
+            tar.addfile(tar.gettarinfo(tmp_path / "1.txt", "1.txt"), io.BytesIO(b"a"))
+    said = "sample '1': the tar file holds its member txt twice"
+    assert said in check([tmp_path / "odd.tar"]).problems[0]
+    both = conversation("<image><image>", "a", images=["0.jpg", "0.jpg"])
+    path_of_two = write(tmp_path / "two.tar", [{"0.jpg": jpg, "1.jpg": jpg, "json": both}])
+    assert "it names other images than its 2 members" in check([path_of_two]).problems[0]
     (tmp_path / "b.tar").write_bytes(b"no tar")
     assert "no readable tar file" in check([tmp_path / "b.tar"]).problems[0]
     (tmp_path / ".nv-meta").mkdir()

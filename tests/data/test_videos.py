@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,9 @@ def test_a_file_and_a_list_of_it_are_kept_apart(
     assert index.grids[:, 0].tolist() == [2, 1]
     first, second = (index.load(i).media[0] for i in range(2))
     assert first.parts == second.parts and first.key != second.key
+    lists = [conversation("<video>", "x", **{key: ["a.gif"]}) for key in ("video", "videos")]
+    index = scan_sources([write_json(tmp_path / "l.json", lists)], processor, spec, 512)
+    assert index.grids[:, 0].tolist() == [2, 2]
 
 
 def test_frame_list_uses_every_frame(tmp_path: Path) -> None:
@@ -125,6 +129,28 @@ def test_frame_list_uses_every_frame(tmp_path: Path) -> None:
     other = FileRange(str(save_image(tmp_path / "odd.png", 60, 48)))
     with pytest.raises(DataError, match="different sizes"):
         probe_media(Media("video", "clip", (*parts, other), frame_list=True), SAMPLE, True)
+
+
+def test_frames_that_an_edit_list_hides_are_not_counted(tmp_path: Path) -> None:
+    """As in a clip that was trimmed without encoding it anew."""
+    path = tmp_path / "trimmed.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, options={"bf": "0", "g": "250"})
+        stream.width, stream.height, stream.pix_fmt = 112, 84, "yuv420p"
+        stream.time_base = stream.codec_context.time_base = tick = Fraction(1, 25)
+        for i in range(60):
+            frame = av.VideoFrame.from_ndarray(np.full((84, 112, 3), i, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = i - 23, tick
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with av.open(str(path)) as container:
+        shown = sum(1 for _ in container.decode(video=0))
+    assert shown < 60
+    media = Media("video", path.name, (FileRange(str(path)),))
+    for verify in (True, False):
+        info = probe_media(media, SAMPLE, verify)
+        assert info.frames == shown
+    assert len(load_video(media, info, SETTINGS, SAMPLE)) == len(SETTINGS.sample(info))
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".avi"])

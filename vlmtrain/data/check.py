@@ -149,6 +149,12 @@ def check(
 
 def _check_target(target: Path, sources: Sequence[SourceSpec]) -> None:
     """Raise DataError where the good records could not be read again from `target`."""
+    roots = {Path(s.media_root or Path(s.path).parent).resolve() for s in sources}
+    if len(roots) > 1:
+        raise DataError(
+            f"--write_good {target}: paths of media start from {len(roots)} folders, of which a "
+            "file has one; check the sources one by one"
+        )
     for source in sources:
         path = Path(source.path)
         if path.is_dir() or path.suffix.lower() in (".parquet", ".tar"):

@@ -291,8 +291,8 @@ def _prediction(rows: Sequence[Row], facts: dict[str, Any]) -> str:
                 median(column(usual, "tokens_per_second_per_gpu")),
             ),
         ]
-        if facts["peak_flops"]:
-            mfu = median(column(usual, "mfu"))
+        if facts["peak_flops"] and any(row["mfu"] is not None for row in usual):
+            mfu = median(row["mfu"] for row in usual if row["mfu"] is not None)
             pairs.append(("MFU", lambda share: f"{share:.1%}", plan["mfu"], mfu))
         lined = "".join(
             f"<tr><td>{label}</td><td>{show(ours)}</td><td>{show(real)}</td>"

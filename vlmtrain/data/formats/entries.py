@@ -109,10 +109,14 @@ def _rate(fields: Fields) -> float | None:
 def _brought(kind: MediaKind, name: str, data: bytes, place: Place) -> Media:
     """A medium whose bytes stand in the record."""
     if not Path(name).suffix:
-        magic = (end for start, end in _MAGIC if re.match(start, data, re.DOTALL))
-        name = f"{name or kind}{next(magic, '.bin')}"
+        name = f"{name or kind}{suffix_of(data)}"
     where = f"{place.bare.source}#{place.bare.id}/{zlib.crc32(data):08x}/{Path(name).name}"
     return Media(kind, name, (FileRange(where, 0, len(data), data),))
+
+
+def suffix_of(data: bytes) -> str:
+    """By the first bytes of a file; .bin where they say nothing."""
+    return next((end for start, end in _MAGIC if re.match(start, data, re.DOTALL)), ".bin")
 
 
 def _decoded(uri: str, kind: MediaKind, place: Place) -> bytes:
@@ -157,13 +161,14 @@ def _frames(entry: list[Any], fps: float | None, place: Place) -> Media:
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
     """Runs of digits as numbers: 2 before 10."""
     pieces = re.findall(r"\d+|\D+", name)
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces], name
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces], name
 
 
 def _is_frames(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, str) and Path(item).suffix.lower() in IMAGE_SUFFIXES for item in value
-    )
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return False
+    suffixes = [Path(item).suffix.lower() for item in value]
+    return suffixes != [".gif"] and all(suffix in IMAGE_SUFFIXES for suffix in suffixes)
 
 
 def _file(entry: str, place: Place) -> FileRange:

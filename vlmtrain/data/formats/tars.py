@@ -120,8 +120,8 @@ class TarSource:
             entries = [e for one in listed for e in (one if isinstance(one, list) else [one]) if e]
             if entries:  # by their names, whole or without the key
                 entries = [parts[str(entry).removeprefix(f"{key}.")] for entry in entries]
-                if len(entries) != len(names):
-                    raise ValueError(f"it names {len(entries)} of its {len(names)} {kind}s")
+                if {part.offset for part in entries} != {parts[n].offset for n in names}:
+                    raise ValueError(f"it names other {kind}s than its {len(names)} members")
             value[f"{kind}s"] = entries or [parts[n] for n in sorted(names, key=natural_order)]
         return {"id": key, **value}
 
@@ -130,6 +130,12 @@ class TarSource:
             with tarfile.open(self.path, "r:") as tar:
                 members: list[tuple[str, str, list[int]]] = []
                 for member in tar:
+                    if member.issym() or member.islnk() or member.issparse():
+                        raise DataError(
+                            f"{self.path}: the member {member.name} is a link or sparse, and only "
+                            "whole files are read; write it with tar --dereference "
+                            "--hard-dereference, without --sparse"
+                        )
                     if member.isfile():
                         folder, _, name = member.name.rpartition("/")
                         stem, _, kind = name.partition(".")
@@ -142,7 +148,11 @@ class TarSource:
                 f"{self.path}: no readable tar file ({error}); is it compressed?"
             ) from None
         for number, (key, group) in enumerate(itertools.groupby(members, key=lambda m: m[0])):
-            parts = {kind: at for _, kind, at in group}
+            parts: dict[str, list[int]] = {}
+            for _, kind, at in group:
+                if kind in parts:
+                    raise self._fail(key, f"the tar file holds its member {kind} twice")
+                parts[kind] = at
             yield Record(number, number, json.dumps({"key": key, "parts": parts}).encode())
 
     def _fail(self, key: str, problem: str) -> DataError:

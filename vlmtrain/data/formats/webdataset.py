@@ -34,6 +34,7 @@ from typing import Any, BinaryIO
 from vlmtrain.core.files import write_bytes
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.energon import META_FOLDER, write_energon
+from vlmtrain.data.formats.entries import suffix_of
 from vlmtrain.data.formats.json_source import JsonSource, Record
 from vlmtrain.data.formats.shards import FORMAT, INDEX_NAME, VERSION
 from vlmtrain.data.formats.tars import TarSource
@@ -338,7 +339,7 @@ def _write_sample(
     members: list[tuple[str, FileRange]] = []
     for position, (media, info) in enumerate(zip(sample.media, infos, strict=True)):
         names = [
-            f"{key}.{position}{f'.{i:05d}' if media.frame_list else ''}{_suffix(part.path)}"
+            f"{key}.{position}{f'.{i:05d}' if media.frame_list else ''}{_suffix(part)}"
             for i, part in enumerate(media.parts)
         ]
         members += zip(names, media.parts, strict=True)
@@ -477,6 +478,8 @@ def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
     return created
 
 
-def _suffix(path: str) -> str:
-    suffix = Path(path).suffix.lower()
+def _suffix(part: FileRange) -> str:
+    suffix = Path(part.path).suffix.lower()
+    if suffix == ".tar":  # a member, whose name the archive has
+        suffix = suffix_of(FileRange(part.path, part.offset, min(part.size or 0, 16)).read())
     return suffix if re.fullmatch(r"\.[a-z0-9]{1,8}", suffix) else ".bin"

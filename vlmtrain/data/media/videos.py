@@ -418,13 +418,15 @@ class _VideoFile:
             raise self._broken(error) from None
 
     def count(self, decode: bool) -> tuple[int, int]:
-        """(packets, frames); without decoding (but the first) the packets stand for the frames."""
+        """(packets, frames); without decoding (but the first) frames are the packets that no edit
+        list hides."""
         import av
 
-        packets = frames = 0
+        packets = frames = shown = 0
         try:
             for packet in self.container.demux(self.stream):
                 packets += packet.size > 0
+                shown += packet.size > 0 and not packet.is_discard
                 if decode or not frames:
                     decoded = packet.decode()
                     if decoded and not frames:
@@ -432,7 +434,7 @@ class _VideoFile:
                     frames += len(decoded)
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
-        return packets, frames if decode else packets
+        return packets, frames if decode else shown
 
     def _broken(self, error: Exception) -> DataError:
         return self.sample.fail(
