@@ -167,6 +167,18 @@ def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
     assert widths[0] == pytest.approx((40 + 32) * scale, abs=0.5)
 
 
+@pytest.mark.parametrize("steps", [10, 40])
+def test_steps_before_the_peak_was_known(steps: int, tmp_path: Path) -> None:
+    """A run that went on where its GPU is in the planner's table."""
+    run = fake_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for row in rows[:steps]:
+        row["mfu"] = row["hfu"] = None
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = report.write_report(run).read_text()
+    assert ("<td>MFU</td><td>48.0%</td><td>40.0%</td>" in page) == (steps < 40)
+
+
 def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_run(tmp_path / "runs" / "first")
     (tmp_path / "empty").mkdir()
