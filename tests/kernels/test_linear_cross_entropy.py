@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
@@ -580,3 +581,16 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             linear_cross_entropy(*arguments, **options)  # type: ignore[arg-type]
+
+
+def test_numpys_numbers_are_a_range() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, weight, targets = torch.randn(4, 8), torch.randn(9, 8), torch.arange(4)
+        wanted = linear_cross_entropy(x, weight, targets)
+        group = dist.group.WORLD
+        ends = (numpy.int64(0), numpy.int64(9))
+        got = linear_cross_entropy(x, weight, targets, group=group, vocab_range=ends)
+        torch.testing.assert_close(got, wanted)
+    finally:
+        dist.destroy_process_group()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 
 from tests.checkpoint.test_resharding import same
 from tests.parity import reference as ref
-from tests.ranks import run_cli, run_ranks
+from tests.ranks import ROOT, run_cli, run_ranks
 from tests.train.conftest import conversations, losses, model, options  # noqa: F401  fixtures
 from tests.train.test_faults import environment
 from vlmtrain.core.config import ConfigError, OptimizerSection, offload_fractions
@@ -137,6 +140,17 @@ def test_loading_and_moving_keep_the_steps(tmp_path):
     """Megatron's own load_state_dict after `offload`; an inner optimizer that counts by group."""
     (rank,) = run_ranks(["tests/optim/megatron_state.py", str(tmp_path)], 1)
     assert rank.output.endswith("as expected\n"), rank.output[-3000:]
+
+
+@pytest.mark.parametrize("case", ["skipped", "cleared", "moved", "zeros"])
+def test_passes_without_a_step_and_moves_before_one(case):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.optim.megatron_passes", case],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_what_cannot_be_offloaded_is_named():

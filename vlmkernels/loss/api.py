@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -130,7 +131,7 @@ def _check_classes(
     if vocab_range is None:
         raise ValueError("group is given and vocab_range is None; give this rank's (first, end)")
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    if isinstance(vocab_range[0], int):
+    if isinstance(vocab_range[0], Integral):
         ours = torch.tensor(
             [*vocab_range, len(weight), *hidden.shape, *wanted], device=hidden.device
         )

@@ -133,11 +133,13 @@ class EarlyGradients:
             and all(bucket.gradient_scaling_factor == 1.0 for bucket in group.buckets)
         )
         reductions: list[_Reduction] = []
+        registered: set[Tensor] = set()  # sent in this pass
 
         def register_grad_ready(param: Tensor, *more: Any, **options: Any) -> None:
             ready(param, *more, **options)
             times = group.golden_per_param_grad_ready_counts.get(param)
             if alone and times and group.per_param_grad_ready_counts.get(param) == times:
+                registered.add(param)
                 self._send([param], None)
 
         def start_grad_sync(*more: Any, **options: Any) -> None:
@@ -155,11 +157,12 @@ class EarlyGradients:
             reductions.clear()
             if alone and config.overlap_grad_reduce:  # a first batch, of which counts aren't known
                 params = (p for b in group.buckets for p in b.params_list)
-                self._send((p for p in params if p not in self._sent), None)
+                self._send((p for p in params if p not in registered), None)
+            registered.clear()
             for bucket in group.buckets:
                 seen = self._of.get(bucket.params_list[0])
                 if seen is not None:
-                    seen.reduced = seen.data._version
+                    seen.reduced, seen.factors = seen.data._version, []
 
         group.register_grad_ready = register_grad_ready
         group.start_grad_sync = start_grad_sync

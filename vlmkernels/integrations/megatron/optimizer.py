@@ -77,10 +77,11 @@ def offload(
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if getattr(part, "is_stub_optimizer", False):
             continue
+        if fraction > 0:
+            _check(part)
         if not isinstance(part, OffloadedOptimizer):
             if fraction == 0:
                 continue
-            _check(part)
             part.__class__ = OffloadedOptimizer
             part.begin_offloading(gradients, early, bucket_bytes, transfers)
         part.set_offload_fraction(fraction)
@@ -218,6 +219,10 @@ class OffloadedOptimizer(DistributedOptimizer):
             home = self._steps[old]
             if home is not None:
                 moved["step"] = steps.to(home, copy=True)
+            elif isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                # moved before its first step: where torch would have put the count
+                on_device = place.group.get("fused") or place.group.get("capturable")
+                moved["step"] = steps.to(target.device if on_device else "cpu", copy=True)
             self._host.settle(old)
             part = self._get_model_param_range_map(place.model)["param"]
             own = target.dtype == torch.float32  # then Megatron's shard is a view of the parameter

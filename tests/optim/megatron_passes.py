@@ -1,0 +1,159 @@
+"""Offloading by Megatron's own optimizer with a small module of one replica: passes whose update is
+skipped, and moves before the first step. Run as `python -m tests.optim.megatron_passes CASE`."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.kernels.numeric import assert_bitwise
+from tests.worker import one_rank
+from vlmkernels.integrations.megatron import offload
+
+
+class Run:
+    """A module in Megatron's DistributedDataParallel with its distributed optimizer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, per_token: bool = False) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.module import MegatronModule
+
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=16,
+            num_attention_heads=2,
+            use_cpu_initialization=True,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            calculate_per_token_loss=per_token,
+        )
+        torch.manual_seed(0)
+        module = MegatronModule(config)
+        module.share_embeddings_and_output_weights = False
+        module.text, module.image = nn.Linear(16, 24), nn.Linear(16, 24)
+        self.dtype, self.per_token = dtype, per_token
+        self.module = module.to(dtype)
+        self.model = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=True,
+                bucket_size=100,  # a bucket for each linear
+            ),
+            self.module,
+        )
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=0.01,
+            weight_decay=0.1,
+            clip_grad=1.0,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        self.optimizer = get_megatron_optimizer(settings, [self.model])
+        (part,) = self.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups:  # whose steps ours have the bits of
+            group.update(fused=True, foreach=False)
+
+    def gradients(self, seed: int, image: bool = True) -> None:
+        """Of one pass, as Megatron's schedules leave them."""
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(7, 16, generator=generator).to(self.dtype)
+        self.model.zero_grad_buffer()
+        out = self.module.text(x)
+        if image:
+            out = out * self.module.image(x)
+        out.float().square().sum().backward()
+        self.model.finish_grad_sync()
+        if self.per_token:
+            self.model.scale_gradients(torch.tensor(1 / 7))
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.module.parameters()]
+
+
+def check_same(got: Run, want: Run) -> None:
+    for number, (a, b) in enumerate(zip(got.weights(), want.weights(), strict=True)):
+        assert_bitwise(f"parameter {number}", a, b)
+
+
+def skipped(dtype: torch.dtype, per_token: bool) -> None:
+    """A pass without a step leaves nothing to be stepped. Of a first pass Megatron knows no counts;
+    one without images leaves a bucket unused."""
+    runs = []
+    for fraction in (None, 1.0):
+        run = Run(dtype, per_token)
+        if fraction:
+            offload(run.optimizer, fraction, gradients=torch.float32, early=True)
+        run.gradients(0, image=False)
+        for seed in (1, 2):
+            run.gradients(seed)
+            run.optimizer.step()
+        runs.append(run)
+    check_same(runs[1], runs[0])
+
+
+def cleared() -> None:
+    """Nor does one change how the next step's gradients are rounded."""
+    runs = []
+    for twice in (False, True):
+        run = Run(torch.bfloat16, per_token=True)
+        offload(run.optimizer, 1.0, early=True)
+        for seed in range(3):
+            if twice:
+                run.gradients(9)
+            run.gradients(seed)
+            run.optimizer.step()
+        runs.append(run)
+    check_same(runs[1], runs[0])
+
+
+def moved(dtype: torch.dtype, fractions: Sequence[float]) -> None:
+    """Shards that leave the host before the first step there, or after it, go on counting."""
+    plain, run = Run(dtype), Run(dtype)
+    for seed, fraction in enumerate(fractions):
+        offload(run.optimizer, fraction, gradients=torch.float32)
+        for one in (plain, run):
+            one.gradients(seed)
+            one.optimizer.step()
+    check_same(run, plain)
+
+
+def zeros() -> None:
+    """Counting zeros is refused later too."""
+    run: Any = Run()
+    offload(run.optimizer, 1.0)
+    run.optimizer.chained_optimizers[0].config.log_num_zeros_in_grad = True
+    with pytest.raises(ValueError, match="together with log_num_zeros_in_grad"):
+        offload(run.optimizer, 0.5)
+
+
+TYPES = (torch.float32, torch.bfloat16)
+FRACTIONS = ((1.0, 0.0), (0.5, 0.0), (1.0, 0.5), (0.0, 1.0, 0.0))
+CASES = {
+    "skipped": [partial(skipped, *given) for given in itertools.product(TYPES, (False, True))],
+    "cleared": [cleared],
+    "moved": [partial(moved, *given) for given in itertools.product(TYPES, FRACTIONS)],
+    "zeros": [zeros],
+}
+
+
+if __name__ == "__main__":
+    with one_rank():
+        from megatron.core import parallel_state
+
+        parallel_state.initialize_model_parallel()
+        for case in CASES[sys.argv[1]]:
+            case()
+        parallel_state.destroy_model_parallel()
