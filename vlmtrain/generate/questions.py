@@ -25,8 +25,8 @@ from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample, Turn
 
 _MEDIA = ("image", "images", "video", "videos")
-ANSWER = "answer"  # of a question: carried along, not asked, as
-REFERENCE = "reference"  # where the model's own answer is written
+ANSWER = "answer"  # of a question: carried along, not asked
+REFERENCE = "reference"  # what it becomes beside the model's answer
 
 
 def question(

@@ -129,8 +129,9 @@ def check_arguments(module: Any, kwargs: dict[str, Any], segments: bool = False)
             )
         if name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
             # Samples of a packed row: told apart by position ids, or there is only one.
-            one = len(value) == 2 if name != "seq_idx" else bool((value == value[..., :1]).all())
-            if segments or one:
+            if segments or (name != "seq_idx" and len(value) == 2):
+                continue
+            if name == "seq_idx" and (value == value[..., :1]).all():
                 continue
             raise ValueError(
                 f"{name} is given, but position_ids don't tell the samples of a row apart: pass "
