@@ -161,8 +161,9 @@ def without_transforms(name: str, function: Callable, *, maps: bool = False) -> 
     wrote; maps: under vmap alone it works."""
 
     def call(*args: Any) -> Any:
-        layers = () if torch.compiler.is_compiling() else get_interpreter_stack() or ()
-        kinds = {layer.key() for layer in layers}
+        if torch.compiler.is_compiling():
+            return function(*args)
+        kinds = {layer.key() for layer in get_interpreter_stack() or ()}
         if kinds == {TransformType.Vmap} and not maps:
             raise RuntimeError(f"vlmkernels.{name} can't be mapped by torch.func.vmap; use a loop")
         if TransformType.Grad in kinds or (kinds and not maps):
