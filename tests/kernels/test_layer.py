@@ -276,9 +276,10 @@ def test_other_objects_are_refused() -> None:
     x = torch.zeros(3, 8)
     with pytest.raises(TypeError, match="residual is a list; it must be a torch.Tensor"):
         add_rms_norm_(torch.zeros(3, 8), [0.0], torch.zeros(8), 1e-6)  # type: ignore[arg-type]
-    for call in (lambda: rms_norm(x, None, 1e-6), lambda: add_rms_norm_(x, x, None, 1e-6)):
+    absent: Any = None
+    for call in (lambda: rms_norm(x, absent, 1e-6), lambda: add_rms_norm_(x, x, absent, 1e-6)):
         with pytest.raises(TypeError, match="weight is a NoneType; it must be a torch.Tensor"):
-            call()  # type: ignore[arg-type]
+            call()
     with pytest.raises(TypeError, match="weight is a list; it must be a torch.Tensor"):
         rms_norm(torch.zeros(3, 8), [1.0] * 8, 1e-6)  # type: ignore[arg-type]
 

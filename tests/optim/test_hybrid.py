@@ -586,7 +586,7 @@ def test_groups_may_be_empty():
 
 def test_what_can_not_be_is_said():
     parameter = nn.Parameter(torch.ones(3, 3).to_sparse())
-    with pytest.raises(ValueError, match="and sparse; it must be float32 or bfloat16 on cpu"):
+    with pytest.raises(ValueError, match="torch.sparse_coo; it must be float32 or bfloat16 on cpu"):
         HybridDeviceOptimizer([parameter])
     table = nn.Embedding(5, 3, sparse=True)
     optimizer = HybridDeviceOptimizer(table.parameters(), overlap=True)

@@ -84,7 +84,8 @@ def visual_index(
     """
     check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1)
     try:
-        ids = [int(token_ids)] if isinstance(token_ids, Integral) else [int(t) for t in token_ids]  # type: ignore[union-attr]
+        listed: Any = [token_ids] if isinstance(token_ids, Integral) else token_ids
+        ids = [int(token) for token in listed]
     except TypeError:
         raise ValueError(f"token_ids is {token_ids!r}; it must be an id or several") from None
     if not ids:

@@ -141,11 +141,11 @@ class HybridDeviceOptimizer(AdamBase):
     def _check_param(self, param: Tensor) -> None:
         check_memory("a parameter", param)
         device = next(p for group in self.param_groups for p in group["params"]).device
-        wrong = param.dtype not in (torch.float32, torch.bfloat16) or param.device != device
-        if wrong or param.layout != torch.strided:
+        known = param.dtype in (torch.float32, torch.bfloat16) and param.layout == torch.strided
+        if not known or param.device != device:
             raise ValueError(
-                f"a parameter is {describe(param)}{'' if wrong else ' and sparse'}; it must be "
-                f"float32 or bfloat16 on {device}, and dense"
+                f"a parameter is {describe(param)}, {param.layout}; it must be float32 or bfloat16 "
+                f"on {device}, torch.strided"
             )
 
     def __getstate__(self) -> dict[str, Any]:
