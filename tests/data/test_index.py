@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
 
@@ -248,3 +251,25 @@ def test_check_collects_every_problem(tmp_path: Path, pictures: Path, model_fold
         check([good], pack_length=3)
     with pytest.raises(DataError, match="pack_length must be at least 1, got 0"):
         check([good], model=model_folder, pack_length=0)
+
+
+def test_shards_and_tars_are_split_as_their_file(
+    tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    """Records twice each, wherever they lie, are on one side; a file and its shards agree."""
+    records = [conversation(f"{i}?", f"answer {i}", id=str(i)) for i in range(20)] * 2
+    write_json(tmp_path / "a.json", records)
+    build_shards(tmp_path / "a.json", tmp_path / "shards")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number, record in enumerate(records):
+            data = json.dumps(record).encode()
+            member = tarfile.TarInfo(f"{number}.json")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    held = {}
+    for name in ("a.json", "shards", "a.tar"):
+        training, held_out = scan_sources([tmp_path / name], processor, spec, 256).split(0.3)
+        assert not set(training.ids) & set(held_out.ids)
+        assert len(held_out) == 2 * len(set(held_out.ids)) == 12
+        held[name] = set(held_out.ids)
+    assert held["a.json"] == held["shards"]

@@ -297,3 +297,17 @@ def test_sizes_of_a_run_go_with_the_model(folder: Path, processor: Processor, tm
     assert Processor.from_folder(target, processor.spec).videos == of_run.videos
     written = json.loads((target / "video_preprocessor_config.json").read_text())
     assert written["size"] == {"shortest_edge": 4096, "longest_edge": 50 * 1024}
+
+
+@pytest.mark.parametrize("before", ["", "See "])
+def test_times_are_never_learned(before: str, processor: Processor) -> None:
+    """In a text and in an answer: what stands for a video is given, all around it is learned."""
+    video = Media("video", "v", (), info=MediaInfo(64, 64, 40, 10.0))
+    text = f"{before}<video>A rocket."
+    for turns in ([("assistant", text)], [("user", "What?"), ("assistant", text)]):
+        sample = Sample("s", tuple(Turn(*turn) for turn in turns), (video,), "s.json")
+        encoded = processor.encode(sample, processor.layouts(sample))
+        learned = processor.template.tokenizer.decode(encoded.labels[encoded.labels != -100])
+        learned = learned.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+        assert "seconds" not in learned and (not before or learned.startswith(("See", "ee")))
+        assert "A rocket.<|im_end|>" in learned

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import webdataset
+from PIL import Image
 
 from tests.data.helpers import conversation
 from vlmtrain.data.check import check
@@ -175,3 +176,37 @@ def test_refusals(jpg: bytes, tmp_path: Path) -> None:
         (tmp_path / ".nv-meta" / "dataset.yaml").write_text(config)
         with pytest.raises(DataError, match=re.escape(said)):
             TarSource(path)
+
+
+def test_a_text_changed_at_the_same_length(
+    tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    path = write(tmp_path / "a.tar", [{"txt": "It is 123."}])
+    index = scan_sources([path], processor, spec, 256)
+    write(path, [{"txt": "It is 321."}])
+    with pytest.raises(DataError, match="'sample0000' has changed since the file was scanned"):
+        index.load(0)
+    assert scan_sources([path], processor, spec, 256).content_hash != index.content_hash
+
+
+def test_shards_of_a_tar(pictures: Path, tmp_path: Path) -> None:
+    """A shard is closed by its own bytes, not by those of the tar; media keep their suffixes. A
+    build that goes on takes what has been written since."""
+    bmp, tif = (tmp_path / f"x.{suffix}" for suffix in ("bmp", "tif"))
+    with Image.open(pictures / "p0.jpg") as picture:
+        picture.save(bmp)
+        picture.save(tif)
+    rows = [{"bmp": bmp.read_bytes(), "txt": "a"}, {"tif": tif.read_bytes(), "txt": "b"}]
+    path = write(tmp_path / "a.tar", rows)
+    most = bmp.stat().st_size + tif.stat().st_size + 1000
+    assert build_shards(path, tmp_path / "built", shard_bytes=most).shards == 1
+    with tarfile.open(tmp_path / "built" / "shard-000000.tar") as tar:
+        assert {name.rpartition(".")[2] for name in tar.getnames()} == {"json", "bmp", "tif"}
+    write(path, [{"txt": "A teh cat."}, {"jpg": b"no image", "txt": "b"}])
+    with pytest.raises(DataError, match="sample0001"):
+        build_shards(path, tmp_path / "again", samples_per_shard=1, workers=1)
+    write(path, [{"txt": "A the cat."}, {"jpg": (pictures / "p0.jpg").read_bytes(), "txt": "b"}])
+    build_shards(path, tmp_path / "again", samples_per_shard=1, workers=1)
+    with tarfile.open(tmp_path / "again" / "shard-000000.tar") as tar:
+        first = tar.extractfile(tar.getnames()[0])
+        assert first is not None and b"A the cat." in first.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import json
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,19 @@ def test_template_files_of_the_folder(model_folder: Path, spec: ModelSpec, tmp_p
     assert ChatTemplate.from_folder(tmp_path, spec).template == "B"
     (tmp_path / "chat_template.jinja").write_text("A")
     assert ChatTemplate.from_folder(tmp_path, spec).template == "A"
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json"])
+def test_of_named_templates_the_default(file: str, spec: ModelSpec, tmp_path: Path) -> None:
+    write_model_folder(tmp_path)
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    path = tmp_path / file
+    rest = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(rest | {"chat_template": named}))
+    assert ChatTemplate.from_folder(tmp_path, spec).template == "D"
+    path.write_text(json.dumps(rest | {"chat_template": named[:1]}))
+    with pytest.raises(DataError, match="named tool_use and none named default; .* --loader.templ"):
+        ChatTemplate.from_folder(tmp_path, spec)
 
 
 def test_refusals(processor: Processor, spec: ModelSpec, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from tests.data.helpers import IMAGE_LIMITS, conversation, save_image, write_json
 from vlmtrain.core.spec import ModelSpec
@@ -71,6 +72,26 @@ def test_the_folder_says_how_to_sample(tmp_path: Path, spec: ModelSpec) -> None:
     actual = VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision)
     assert (actual.fps, actual.num_frames, actual.min_frames, actual.max_frames) == (1.0, 6, 2, 9)
     assert actual.images.max_pixels == 200704
+
+
+def test_the_cap_of_pixels_per_frame(tmp_path: Path, spec: ModelSpec) -> None:
+    """As `Qwen2VLVideoProcessor.resize` computes it, which needs torchvision, around their own
+    smart_resize."""
+    limits = {"shortest_edge": 100352, "longest_edge": 602112}
+    for frames in (4, 48, 300, 768):
+        grids = []
+        for cap in (False, True):
+            (tmp_path / "video_preprocessor_config.json").write_text(
+                json.dumps({"size": limits, "cap_pixels_per_frame": cap, "num_frames": frames})
+            )
+            settings = VideoSettings.from_folder(tmp_path, ImageSettings(), spec.vision)
+            media = Media("video", "v", ())
+            grids.append(settings.layout(media, MediaInfo(1280, 720, 12600, 30.0))[0])
+        share = int(128000 * 28 * 28 * 0.9) * 2 // frames
+        most = max(min(602112, share), int(100352 * 1.05))
+        for grid, pixels in zip(grids, (602112, most), strict=True):
+            height, width = smart_resize(720, 1280, 28, 100352, pixels)
+            assert grid == (frames // 2, height // 14, width // 14)
 
 
 def test_sampling_by_number_and_of_tiny_videos() -> None:

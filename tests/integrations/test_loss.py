@@ -54,6 +54,19 @@ def test_loss_and_gradients(plain: Any, name: str) -> None:
     torch.testing.assert_close(got[0], want[0])
 
 
+@pytest.mark.parametrize("count", [0, torch.tensor(0)])
+def test_no_label_at_all(plain: Any, count: Any) -> None:
+    """A loss of NaN and gradients of 0, as transformers has them: weights stay finite."""
+    ours, inputs = hf.enable(copy.deepcopy(plain)), batch([sample("text")])
+    inputs = {**inputs, "labels": torch.full_like(inputs["labels"], -100)}
+    for model in (plain, ours):
+        model.zero_grad()
+        loss = model(**inputs, num_items_in_batch=count).loss
+        loss.backward()
+        assert loss.isnan()
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
 def test_shifted_labels(plain: Any) -> None:
     inputs = batch([sample("text")])
     shifted = inputs["labels"].roll(-1)

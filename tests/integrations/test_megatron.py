@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.kernels.numeric import assert_bitwise
+from tests.worker import one_rank
 from vlmkernels import varlen_attention
-from vlmkernels.integrations.megatron import VarlenCoreAttention
+from vlmkernels.integrations.megatron import (
+    PackedSelfAttention,
+    RotaryPackedSeqParams,
+    VarlenCoreAttention,
+    VisionSelfAttention,
+)
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0)
 
@@ -51,3 +58,66 @@ def test_mask_types() -> None:
             assert_bitwise("out", out, varlen_attention(q, k, v, cu, causal=causal))
     with pytest.raises(ValueError, match="no_mask; this layer was made for .*causal"):
         make()(q, k, v, None, attn_mask_type=AttnMaskType.no_mask, packed_seq_params=packed)
+
+
+def layer(core: Any, kind: Any, **config: Any) -> Any:
+    """A SelfAttention, the second layer, with random weights that are the same each time."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
+
+    options: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4)
+    options |= dict(use_cpu_initialization=True, attention_dropout=0.0, params_dtype=torch.float32)
+    parts = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear, core_attention=core, linear_proj=RowParallelLinear
+    )
+    torch.manual_seed(0)
+    made = kind(
+        TransformerConfig(**options | config),
+        parts,
+        layer_number=2,
+        attn_mask_type=AttnMaskType.causal,
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+@pytest.mark.parametrize("kind", [SelfAttention, PackedSelfAttention])
+@pytest.mark.parametrize("config", [{}, {"no_rope_freq": [0, 1]}, {"no_rope_freq": [1, 0]}])
+def test_layers_rotate_as_megatrons(kind: Any, config: Any) -> None:
+    """Against its DotProductAttention and RotaryEmbedding; of a layer's config what it says of
+    rotations."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    with one_rank():
+        parallel_state.initialize_model_parallel()
+        try:
+            model_parallel_cuda_manual_seed(1)
+            length, dim = 24, 8
+            x = torch.randn(length, 1, 32)
+            angles = RotaryEmbedding(dim, 1.0, use_cpu_initialization=True)(length)
+            mask = torch.ones(1, 1, length, length).triu(1).bool()
+            theirs = layer(DotProductAttention, SelfAttention, **config)
+            want, _ = theirs(x, mask, rotary_pos_emb=(angles, angles))
+            half = angles[:, 0, 0, : dim // 2]
+            cu = torch.tensor([0, length], dtype=torch.int32)
+            packed = RotaryPackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=cu,
+                max_seqlen_q=length,
+                rotary_table=torch.cat([half.cos(), half.sin()], -1),
+            )
+            got, _ = layer(VarlenCoreAttention, kind, **config)(x, None, packed_seq_params=packed)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            interleaved = layer(VarlenCoreAttention, kind, rotary_interleaved=True)
+            with pytest.raises(ValueError, match="rotary_interleaved is True"):
+                interleaved(x, None, packed_seq_params=packed)
+            with pytest.raises(ValueError, match="core_attention is DotProductAttention"):
+                layer(DotProductAttention, VisionSelfAttention)
+        finally:
+            parallel_state.destroy_model_parallel()

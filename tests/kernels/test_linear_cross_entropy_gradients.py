@@ -115,3 +115,19 @@ def test_the_default_dtype_changes_nothing(grad_scale: float | None) -> None:
     for other in results[1:]:
         for got, want in zip(other, results[0], strict=True):
             assert_bitwise("gradient", got, want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_of_a_kept_graph_are_their_own(reduction: Any) -> None:
+    """What is written into those of one backward is not in the next one's."""
+    x, weight = (torch.randn(n, 8, requires_grad=True) for n in (5, 11))
+    targets = torch.tensor([1, 10, -100, 0, 3])
+    loss = linear_cross_entropy(x, weight, targets, reduction=reduction)
+    want = torch.autograd.grad(
+        F.cross_entropy(x @ weight.t(), targets, reduction=reduction), (x, weight)
+    )
+    for last in (False, False, True):
+        got = torch.autograd.grad(loss, (x, weight), retain_graph=not last)
+        torch.testing.assert_close(got, want)
+        for gradient in got:
+            gradient.data.mul_(2)

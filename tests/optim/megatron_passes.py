@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels.numeric import assert_bitwise
+from tests.optim.megatron_state import duplicate
 from tests.worker import one_rank
 from vlmkernels.integrations.megatron import offload
 
@@ -130,12 +131,64 @@ def moved(dtype: torch.dtype, fractions: Sequence[float]) -> None:
     check_same(run, plain)
 
 
+def loaded(fraction: float, before: bool) -> None:
+    """A checkpoint of plain Megatron's after two steps, in what dist_checkpointing gives back, into
+    a fresh optimizer that is offloaded before or after: the third step is the uninterrupted run's,
+    and all shards have counted it."""
+    plain = Run()
+    for seed in (0, 1):
+        plain.gradients(seed)
+        plain.optimizer.step()
+    (part,) = plain.optimizer.chained_optimizers
+    state = part.get_parameter_state_dp_reshardable()
+    for buffer in (v for k, v in state.items() if isinstance(k, int)):
+        for entry in (e for buckets in buffer.values() for bucket in buckets for e in bucket):
+            entry["padding"] = False
+    saved = {**part.state_dict(), "param_state": state}
+    saved = duplicate({**saved, "param_state_sharding_type": "dp_reshardable"})
+    weights = plain.weights()
+    plain.gradients(2)
+    plain.optimizer.step()
+
+    run = Run()
+    (part,) = run.optimizer.chained_optimizers
+    with torch.no_grad():
+        for mine, theirs in zip(run.module.parameters(), weights, strict=True):
+            mine.copy_(theirs)
+        if before:
+            offload(run.optimizer, fraction)
+        part.load_state_dict(saved)
+    offload(run.optimizer, fraction)
+    run.gradients(2)
+    run.optimizer.step()
+    check_same(run, plain)
+    assert {float(state["step"]) for state in part.optimizer.state.values()} == {3.0}
+    part.state_dict()
+
+
+def shared() -> None:
+    """A checkpoint worker that reads state while steps change it is refused."""
+    run: Any = Run()
+    offload(run.optimizer, 1.0)
+    run.gradients(0)
+    run.optimizer.step()
+    (part,) = run.optimizer.chained_optimizers
+    next(iter(part._host.shards)).detach().share_memory_()
+    run.gradients(1)
+    with pytest.raises(ValueError, match="was sent to another process.*save without it"):
+        run.optimizer.step()
+
+
 def zeros() -> None:
-    """Counting zeros is refused later too."""
+    """Counting zeros is refused later too, as is Megatron's own offloading."""
     run: Any = Run()
     offload(run.optimizer, 1.0)
     run.optimizer.chained_optimizers[0].config.log_num_zeros_in_grad = True
     with pytest.raises(ValueError, match="together with log_num_zeros_in_grad"):
+        offload(run.optimizer, 0.5)
+    run.optimizer.chained_optimizers[0].config.log_num_zeros_in_grad = False
+    run.optimizer.chained_optimizers[0].config.optimizer_cpu_offload = True
+    with pytest.raises(ValueError, match="together with optimizer_cpu_offload"):
         offload(run.optimizer, 0.5)
 
 
@@ -145,6 +198,8 @@ CASES = {
     "skipped": [partial(skipped, *given) for given in itertools.product(TYPES, (False, True))],
     "cleared": [cleared],
     "moved": [partial(moved, *given) for given in itertools.product(TYPES, FRACTIONS)],
+    "loaded": [partial(loaded, *given) for given in itertools.product((0.5, 1.0), (True, False))],
+    "shared": [shared],
     "zeros": [zeros],
 }
 

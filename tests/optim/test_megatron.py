@@ -142,7 +142,7 @@ def test_loading_and_moving_keep_the_steps(tmp_path):
     assert rank.output.endswith("as expected\n"), rank.output[-3000:]
 
 
-@pytest.mark.parametrize("case", ["skipped", "cleared", "moved", "zeros"])
+@pytest.mark.parametrize("case", ["skipped", "cleared", "moved", "loaded", "shared", "zeros"])
 def test_passes_without_a_step_and_moves_before_one(case):
     done = subprocess.run(
         [sys.executable, "-m", "tests.optim.megatron_passes", case],
@@ -151,6 +151,14 @@ def test_passes_without_a_step_and_moves_before_one(case):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "output_layer"])
+def test_a_tied_table_of_a_pipeline_is_sent_late(name):
+    """Whatever it is called, and whether or not it has Megatron's mark."""
+    done = run_ranks(["tests/optim/megatron_tied.py", name], 2)
+    for rank in done:
+        assert rank.output.endswith("as expected\n"), rank.output[-3000:]
 
 
 def test_what_cannot_be_offloaded_is_named():

@@ -83,7 +83,10 @@ class _Loss(torch.autograd.Function):
             small = hidden.dtype == torch.float16 and not on_cuda  # digits that were lost stay so
             again = again or ctx.reduction == "none" or small
             if not again:
-                gradients = [g * (grad / expected) for g in gradients]
+                ratio = torch.where(ctx.count == 0, 1, grad / expected)  # all are 0 then
+                gradients = [g * ratio for g in gradients]
+        elif ctx.now and not again and _retained():  # they are for the next backward too
+            gradients = [g.clone() for g in gradients]
         if again:
             scale = _row_scale(ctx, grad, targets)
             arguments = (hidden, weight[: ctx.valid], targets, scale, stats, ctx.main_grad)
@@ -106,6 +109,12 @@ def _row_scale(ctx: Any, grad: Tensor, targets: Tensor) -> Tensor:
 
 def _same(grad: Tensor, expected: Tensor) -> bool:
     return not torch.compiler.is_compiling() and torch.equal(grad, expected.expand(grad.shape))
+
+
+def _retained() -> bool:
+    """Inside a backward: whether the graph is kept for another."""
+    compiling = torch.compiler.is_compiling()
+    return not compiling and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 # ---- argument checks -----------------------------------------------------------------------------

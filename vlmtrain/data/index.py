@@ -82,7 +82,8 @@ class SampleIndex:
     number: np.ndarray  # int64 [n]: the record's number in it
     offset: np.ndarray  # int64 [n]: bytes
     size: np.ndarray  # int64 [n]: bytes
-    crc: np.ndarray  # uint32 [n]
+    crc: np.ndarray  # uint32 [n]: of the record's bytes
+    content: np.ndarray  # uint32 [n]: of what it says, wherever that lies
     lengths: np.ndarray  # int64 [n]: tokens
     target_tokens: np.ndarray  # int64 [n]
     image_tokens: np.ndarray  # int64 [n]: language tokens of images and videos
@@ -125,14 +126,15 @@ class SampleIndex:
 
     def split(self, ratio: float) -> tuple[SampleIndex, SampleIndex]:
         """The samples to train on, and a share of all that is held out: those whose records have
-        the lowest checksums. It depends on the records alone, not on their order, paths or a seed,
-        and equal ones are on one side.
+        the lowest checksums. It depends on what the records say alone, not on their order, paths or
+        a seed, and equal ones are on one side; a file and the shards that were built from it are
+        divided alike.
 
         Raises:
             DataError: nothing is left to train on.
         """
         count = max(1, round(ratio * len(self)))
-        held_out = self.crc <= np.partition(self.crc, count - 1)[count - 1]
+        held_out = self.content <= np.partition(self.content, count - 1)[count - 1]
         if held_out.all():
             raise DataError(
                 f"--evaluate.split_ratio {ratio} of {len(self)} samples leaves none to train on; "
@@ -144,11 +146,14 @@ class SampleIndex:
         media = np.diff(self.media_start)
         of_media = np.repeat(chosen, media)
         digest = hashlib.sha256(self.content_hash.encode() + np.packbits(chosen).tobytes())
-        per_sample = ("source", "number", "offset", "size", "crc", "lengths", "target_tokens")
+        per_sample = ("source", "number", "offset", "size", "crc", "content", "lengths")
         return replace(
             self,
             ids=list(itertools.compress(self.ids, chosen)),
-            **{name: getattr(self, name)[chosen] for name in (*per_sample, "image_tokens")},
+            **{
+                name: getattr(self, name)[chosen]
+                for name in (*per_sample, "target_tokens", "image_tokens")
+            },
             media_start=np.concatenate([[0], media[chosen].cumsum()]),
             **{name: getattr(self, name)[of_media] for name in ("grids", "kinds", "infos")},
             content_hash=digest.hexdigest(),
@@ -270,6 +275,7 @@ def scan_sources(
             rows.append(
                 (outcome.source, record.number, record.offset, len(record.data))
                 + (zlib.crc32(record.data), row.length, row.target_tokens, row.image_tokens)
+                + (record.checksum,)
             )
             for kind, info, layout in zip(row.kinds, row.infos, row.layouts, strict=True):
                 media.append((*layout.grid, _KINDS.index(kind)))
@@ -284,7 +290,7 @@ def scan_sources(
         raise DataError(f"all samples are longer than a pack of {pack_length} tokens, or bad")
     if not ids:
         raise DataError(f"all {len(skipped)} samples are bad; the last: {skipped[-1]}")
-    table = np.array(rows, dtype=np.int64).reshape(-1, 8).T
+    table = np.array(rows, dtype=np.int64).reshape(-1, 9).T
     grids = np.array(media, dtype=np.int64).reshape(-1, 4)
     for array in (table[0], table[5], table[6], grids, np.array(seconds), np.array(infos)):
         digest.update(array.tobytes())
@@ -296,6 +302,7 @@ def scan_sources(
         offset=table[2].copy(),
         size=table[3].copy(),
         crc=table[4].astype(np.uint32),
+        content=table[8].astype(np.uint32),
         lengths=table[5].copy(),
         target_tokens=table[6].copy(),
         image_tokens=table[7].copy(),

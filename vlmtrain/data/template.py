@@ -70,13 +70,10 @@ class ChatTemplate:
         self, tokenizer: Any, spec: ModelSpec, template: str | None = None, where: str = "tokenizer"
     ) -> None:
         self.tokenizer = tokenizer
-        model_template = tokenizer.chat_template
         usual = (
             QWEN_TEMPLATE if family_of(spec).system_prompt else QWEN_TEMPLATE.replace(_SYSTEM, "")
         )
-        self.template: str = (
-            template or (model_template if isinstance(model_template, str) else None) or usual
-        )
+        self.template: str = template or _default(tokenizer.chat_template, where) or usual
         self.pad_ids: dict[MediaKind, int] = {
             "image": spec.image_token_id,
             "video": spec.video_token_id,
@@ -151,7 +148,7 @@ class ChatTemplate:
         elif (folder / "chat_template.json").is_file():
             try:
                 content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
-                template = content["chat_template"]
+                template = _default(content["chat_template"], str(folder / "chat_template.json"))
             except (ValueError, KeyError, TypeError):
                 raise DataError(
                     f"{folder / 'chat_template.json'} has no readable 'chat_template'"
@@ -295,7 +292,8 @@ class ChatTemplate:
                 len(header),
             )
             ids += before + piece
-            weights += [0.0] * (len(before) + border) + [weight] * (len(piece) - border)
+            learned = self._weights(text[header_at:end], len(piece), weight, videos)
+            weights += [0.0] * (len(before) + border) + learned[border:]
             encode_at_once &= cursor == 0 or text.startswith(self._special, cursor)
             cursor = end
         if cursor < len(text):
@@ -313,12 +311,35 @@ class ChatTemplate:
     def _plain_text(self, sample: Sample, videos: Sequence[str]) -> Tokens:
         """All of a text is learned but for what stands for its images and videos."""
         (turn,) = sample.turns
-        ids = self._encode(_with_videos(_with_vision_tokens(turn.text), videos))
+        text = _with_videos(_with_vision_tokens(turn.text), videos)
+        ids = self._encode(text)
+        weights = self._weights(text, len(ids), turn.weight, videos)
         if self.tokenizer.eos_token_id is not None:
             ids.append(int(self.tokenizer.eos_token_id))
+            weights.append(turn.weight)
         array = np.array(ids, dtype=np.int64)
         given = np.isin(array, list(self.vision_tokens.values()))
-        return Tokens(array, np.where(given, 0, turn.weight).astype(np.float32))
+        return Tokens(array, np.where(given, 0, weights).astype(np.float32))
+
+    def _weights(
+        self, text: str, tokens: int, weight: float, videos: Sequence[str]
+    ) -> list[float]:
+        """The weights of a text's tokens: 0 of those that reach into what stands for a video, where
+        that says more than that there is one (Qwen3-VL: when each slice is shown)."""
+        spans = [
+            match.span()
+            for video in {*videos} - {VIDEO_PAD}
+            for match in re.finditer(re.escape(video), text)
+        ]
+        if not spans:
+            return [weight] * tokens
+        encoding = self.tokenizer(
+            text, add_special_tokens=False, verbose=False, return_offsets_mapping=True
+        )
+        return [
+            0.0 if any(first < end and begin < last for begin, end in spans) else weight
+            for first, last in encoding["offset_mapping"]
+        ]
 
     def _check_tools(
         self,
@@ -396,6 +417,24 @@ class ChatTemplate:
                 self._headers.clear()
             self._headers[text] = self._encode(text)
         return self._headers[text]
+
+
+def _default(template: Any, where: str) -> str | None:
+    """Of named templates that called "default", as transformers chooses.
+
+    Raises:
+        DataError: there is none of that name.
+    """
+    if isinstance(template, list):  # as files have them
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        if "default" not in template:
+            raise DataError(
+                f"{where} has chat templates named {', '.join(template)} and none named default; "
+                "give one with --loader.template"
+            )
+        template = template["default"]
+    return template
 
 
 def _with_videos(text: str, videos: Sequence[str]) -> str:

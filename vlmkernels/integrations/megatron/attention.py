@@ -39,7 +39,8 @@ class RotaryPackedSeqParams(PackedSeqParams):
     """PackedSeqParams with what a layer's attention needs beside the segments.
 
     rotary_table: float32 [T, head_dim], of each token the cosines of its head_dim / 2 angles, then
-        the sines. Leave the layers' own `rotary_pos_emb` None with it.
+        the sines. Leave the layers' own `rotary_pos_emb` None with it. Layers that the config's
+        no_rope_freq names don't rotate; rotary_interleaved is refused.
     output_rows: int64 [n], tokens of which the attention returns its output, on the device of the
         hidden states; None: of all. Behind the last layer's attention nothing needs the tokens
         without a loss; the layer must take the same rows of its residual.
@@ -100,6 +101,22 @@ class VarlenCoreAttention(MegatronModule):
             raise ValueError("context parallelism is not supported by VarlenCoreAttention, use 1")
         self.attn_mask_type = attn_mask_type
         self.scale = softmax_scale
+        without = getattr(config, "no_rope_freq", None)
+        self.rotates = not (without and without[layer_number - 1])
+
+    def rotary_table(self, packed_seq_params: PackedSeqParams | None) -> Tensor | None:
+        """RotaryPackedSeqParams's, where this layer rotates.
+
+        Raises:
+            ValueError: the config pairs neighbours, not halves.
+        """
+        table = getattr(packed_seq_params, "rotary_table", None)
+        if table is not None and getattr(self.config, "rotary_interleaved", False):
+            raise ValueError(
+                "rotary_interleaved is True; a rotary_table pairs halves: give the layers Megatron's "
+                "rotary_pos_emb instead"
+            )
+        return table if self.rotates else None
 
     def forward(
         self,
@@ -125,7 +142,7 @@ class VarlenCoreAttention(MegatronModule):
         batched = query.dim() == 4
         if batched:
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        table = getattr(packed_seq_params, "rotary_table", None)
+        table = self.rotary_table(packed_seq_params)
         if table is not None:
             cos, sin = table.chunk(2, -1)
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
@@ -164,13 +181,13 @@ class PackedSelfAttention(SelfAttention):
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [T, 1, width], or [T / tp, 1, width] with sequence parallelism."""
-        table = getattr(packed_seq_params, "rotary_table", None)
+        ours = isinstance(self.core_attention, VarlenCoreAttention)
+        table = self.core_attention.rotary_table(packed_seq_params) if ours else None
         if (
             packed_seq_params is None
             or table is None
             or hidden_states.device.type not in ("cpu", "cuda")
             or (hidden_states.is_cuda and self.checkpoint_core_attention)
-            or not isinstance(self.core_attention, VarlenCoreAttention)
             or self.config.qk_layernorm
             or getattr(self.config, "attention_output_gate", False)
             or (self.config.num_query_groups or 0) < self.world_size
@@ -213,6 +230,11 @@ class VisionSelfAttention(SelfAttention):
             )
         if config.qk_layernorm:
             raise ValueError("qk_layernorm is True; VisionSelfAttention normalizes no queries")
+        if not isinstance(self.core_attention, VarlenCoreAttention):
+            raise ValueError(
+                f"core_attention is {type(self.core_attention).__name__}; VisionSelfAttention needs "
+                "VarlenCoreAttention"
+            )
         # Absent on Qwen2-VL's config; layer numbers are global and start at 1.
         full = getattr(config, "full_attention_layers", None)
         self.windowed = full is not None and self.layer_number - 1 not in full

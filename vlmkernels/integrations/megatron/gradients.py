@@ -182,6 +182,8 @@ def _changed_late(chunk: Any) -> set[Tensor]:
         getattr(config, "mtp_num_layers", None)
     )
     late = set()
+    if piped and tied and hasattr(module, "shared_embedding_or_output_weight"):
+        late.add(module.shared_embedding_or_output_weight())
     for name, param in chunk.named_parameters():
         spread = chunk.tp_group.size() > 1 and (
             getattr(param, "average_gradients_across_tp_domain", False)
@@ -190,6 +192,7 @@ def _changed_late(chunk: Any) -> set[Tensor]:
         )
         table = "embedding" in name or "output_layer" in name
         shared = table and (tied or "position_embeddings" in name)
+        shared = shared or getattr(param, "shared_embedding", False)
         if spread or (piped and (shared or getattr(param, "pipeline_parallel", False))):
             late.add(param)
     return late

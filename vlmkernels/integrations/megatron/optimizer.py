@@ -107,6 +107,7 @@ def _check(part: Any) -> None:
     unusable = {
         "Megatron-FSDP": part.ddp_config.use_megatron_fsdp,
         "use_precision_aware_optimizer": part.config.use_precision_aware_optimizer,
+        "optimizer_cpu_offload": part.config.optimizer_cpu_offload,
         "reuse_grad_buf_for_mxfp8_param_ag": part.config.reuse_grad_buf_for_mxfp8_param_ag,
         "log_num_zeros_in_grad": part.config.log_num_zeros_in_grad,  # reads gradients of masters
     }
@@ -176,6 +177,21 @@ class OffloadedOptimizer(DistributedOptimizer):
             )
         # Rides along when Megatron clips, to learn the factor: its gradient is 1.
         self._probe = torch.zeros(1, device=device)
+        self._own_steps()
+
+    def _own_steps(self) -> None:
+        """After a load Megatron gives all parameters one tensor of steps, which each would count."""
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
+
+    def _home(self, place: _Place, device: torch.device) -> torch.device | None:
+        """Where the inner optimizer keeps the count of steps of a parameter on `device`; None: in
+        its group."""
+        if not isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            return None
+        on_device = place.group.get("fused") or place.group.get("capturable")
+        return device if on_device else torch.device("cpu")
 
     # ---- where state is --------------------------------------------------------------------------
 
@@ -217,12 +233,10 @@ class OffloadedOptimizer(DistributedOptimizer):
             new = shard.master
         else:
             home = self._steps[old]
+            if home is None:  # moved before its first step
+                home = self._home(place, target.device)
             if home is not None:
                 moved["step"] = steps.to(home, copy=True)
-            elif isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-                # moved before its first step: where torch would have put the count
-                on_device = place.group.get("fused") or place.group.get("capturable")
-                moved["step"] = steps.to(target.device if on_device else "cpu", copy=True)
             self._host.settle(old)
             part = self._get_model_param_range_map(place.model)["param"]
             own = target.dtype == torch.float32  # then Megatron's shard is a view of the parameter
@@ -364,21 +378,30 @@ class OffloadedOptimizer(DistributedOptimizer):
 
         if main.dtype != torch.float32 or main.shape != shard.slot.shape:
             raise ValueError(f"the master of {name()} is {describe(main)}; its shape must stay")
+        if main.is_shared():
+            raise ValueError(
+                f"the master of {name()} was sent to another process, as Megatron's persistent "
+                "checkpoint worker has it, which would save what this step writes; save without it"
+            )
         ensure_moments(shard.state, torch.float32, shard.slot, shard.slot.device, name)
 
     # ---- loading ---------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Megatron's, whose one tensor of steps for all parameters each of them would count up."""
+        """Megatron's, which makes the state to load into only where there is none at all."""
         self._host.settle()
+        for place in self._places():
+            state = self.optimizer.state[place.main]
+            if "exp_avg" not in state:
+                state |= {name: torch.zeros_like(place.main) for name in ("exp_avg", "exp_avg_sq")}
+                if (home := self._home(place, place.main.device)) is not None:
+                    state["step"] = torch.zeros((), device=home)
         super().load_state_dict(state_dict)
+        self._own_steps()
         for group in self.optimizer.param_groups:
             for main in group["params"]:
-                state = self.optimizer.state[main]
                 if main in self._host.shards and self._steps[main] is None:
-                    state["step"] = step_count(group.get("step", 0))
-                elif isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].clone()
+                    self.optimizer.state[main]["step"] = step_count(group.get("step", 0))
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         self._host.settle()
@@ -388,9 +411,9 @@ class OffloadedOptimizer(DistributedOptimizer):
         group, order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][order]
         self._host.settle(main)
-        # Megatron saves the count of steps once, and then misses it here.
+        # Megatron saves the count of steps once, and then misses it here or has an older one.
         state = self.optimizer.state[main]
-        tensors = {**({"step": state["step"]} if "step" in state else {}), **tensors}
+        tensors = {**tensors, **({"step": state["step"]} if "step" in state else {})}
         super()._set_main_param_and_optimizer_states(model_param, tensors)
         target = weights_of(self, model_param)
         if main in self._host.shards and target.dtype == torch.float32:

@@ -134,5 +134,6 @@ def _loss(hidden: Tensor, weight: Tensor, labels: Tensor, kwargs: dict[str, Any]
     scale = None
     if x.dtype != torch.float16:  # whose gradients a GradScaler multiplies
         scale = (torch.ones((), dtype=torch.float32, device=x.device) / count).float().reshape(())
+        scale = torch.where(scale.isinf(), 1.0, scale)  # no targets: NaN, and gradients of 0
     options: Any = dict(ignore_index=ignore_index, reduction="sum", grad_scale=scale)
     return linear_cross_entropy(x, weight, targets, **options) / count

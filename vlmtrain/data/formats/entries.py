@@ -20,6 +20,8 @@ _MAGIC = (  # of files that come as bytes alone
     (rb"\xff\xd8\xff", ".jpg"),
     (rb"\x89PNG", ".png"),
     (rb"GIF8", ".gif"),
+    (rb"BM", ".bmp"),
+    (rb"II\*\0|MM\0\*", ".tif"),
     (rb"RIFF....WEBP", ".webp"),
     (rb"RIFF....AVI ", ".avi"),
     (rb"....ftyp", ".mp4"),

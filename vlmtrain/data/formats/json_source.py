@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,12 @@ class Record:
     number: int  # counted from 0
     offset: int  # bytes from the start of the file
     data: bytes
+    content: int | None = None  # checksum of what it says, where data says where that lies
+
+    @property
+    def checksum(self) -> int:
+        """uint32: equal for records that say the same."""
+        return zlib.crc32(self.data) if self.content is None else self.content
 
 
 class JsonSource:

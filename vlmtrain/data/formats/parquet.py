@@ -95,7 +95,7 @@ class ParquetSource:
             group = next(g for g, end in enumerate(self._first[1:]) if number < end)
             if group not in self._groups:
                 try:
-                    rows = file.read_row_group(group).to_pylist()
+                    rows = [_given(row) for row in file.read_row_group(group).to_pylist()]
                 except Exception as error:  # pyarrow's errors share no base with a name
                     raise DataError(
                         f"{self.path}: row group {group} cannot be read: {error}"
@@ -105,6 +105,13 @@ class ParquetSource:
                     self._groups.popitem(last=False)
             self._groups.move_to_end(group)
             return self._groups[group][number - self._first[group]]
+
+
+def _given(value: Any) -> Any:
+    """A row without the keys it has not: a column's structs have the keys of all its rows."""
+    if isinstance(value, dict):
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    return [_given(item) for item in value] if isinstance(value, list) else value
 
 
 def _digest(value: Any) -> str:

@@ -53,7 +53,7 @@ class ShardSource:
         with open(self.path, "rb") as file:
             offset, count = len(file.readline()), 0
             for line in file:
-                yield Record(count, offset, line)
+                yield Record(count, offset, line, _content(line))
                 offset += len(line)
                 count += 1
         if count != self._samples or not count:
@@ -166,6 +166,15 @@ class ShardSource:
         self._shards = [(str(Path(self.folder) / name), size) for name, size in names]
         self._processor = header.get("processor")
         return self._shards
+
+
+def _content(line: bytes) -> int | None:
+    """The checksum of the record that an entry was built from, which older builds did not write."""
+    try:
+        value = json.loads(line)["record"]
+    except (ValueError, KeyError, TypeError):  # `parse` says what is wrong with it
+        return None
+    return value if isinstance(value, int) else None
 
 
 def _range(path: str, size: int, part: Any) -> FileRange:

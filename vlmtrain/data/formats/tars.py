@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 import tarfile
+import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,8 @@ _UNREAD_TYPES = {
 
 
 class TarSource:
-    """One tar file; same interface as `JsonSource`. A record's bytes say where its members lie."""
+    """One tar file; same interface as `JsonSource`. A record's bytes say where its members lie, and
+    what is written in them by a checksum; of images and videos by their sizes."""
 
     def __init__(self, path: str | Path, ignored: Collection[str] = ()) -> None:
         self.path, self.ignored = str(path), {*ignored, *_HARMLESS}
@@ -73,7 +75,7 @@ class TarSource:
         yield from self._records
 
     def read(self, number: int, offset: int, size: int) -> Record:
-        """One sample again."""
+        """One sample again. Its record differs from the scan's where the file has changed."""
         if self._records is None:
             self._records = list(self._scan())
         return self._records[number]
@@ -128,7 +130,7 @@ class TarSource:
     def _scan(self) -> Iterator[Record]:
         try:
             with tarfile.open(self.path, "r:") as tar:
-                members: list[tuple[str, str, list[int]]] = []
+                members: list[tuple[str, str, list[int], int]] = []
                 for member in tar:
                     if member.issym() or member.islnk() or member.issparse():
                         raise DataError(
@@ -140,7 +142,8 @@ class TarSource:
                         folder, _, name = member.name.rpartition("/")
                         stem, _, kind = name.partition(".")
                         key = f"{folder}/{stem}" if folder else stem
-                        members.append((key, kind, [member.offset_data, member.size]))
+                        at = [member.offset_data, member.size]
+                        members.append((key, kind, at, _checksum(tar, member)))
         except FileNotFoundError:
             raise DataError(f"{self.path}: no such file") from None
         except (OSError, tarfile.TarError) as error:
@@ -149,14 +152,25 @@ class TarSource:
             ) from None
         for number, (key, group) in enumerate(itertools.groupby(members, key=lambda m: m[0])):
             parts: dict[str, list[int]] = {}
-            for _, kind, at in group:
+            said = {}
+            for _, kind, at, checksum in group:
                 if kind in parts:
                     raise self._fail(key, f"the tar file holds its member {kind} twice")
-                parts[kind] = at
-            yield Record(number, number, json.dumps({"key": key, "parts": parts}).encode())
+                parts[kind], said[kind] = at, (at[1], checksum)
+            content = zlib.crc32(repr(sorted(said.items())).encode())
+            line = {"key": key, "parts": parts, "content": content}
+            yield Record(number, number, json.dumps(line).encode(), content)
 
     def _fail(self, key: str, problem: str) -> DataError:
         return Sample(key, (), (), self.path).fail(problem)
+
+
+def _checksum(tar: tarfile.TarFile, member: tarfile.TarInfo) -> int:
+    """Of a member's bytes; 0 of images and videos, which are large."""
+    if Path(member.name).suffix.lower() in IMAGE_SUFFIXES | _VIDEO_SUFFIXES:
+        return 0
+    file = tar.extractfile(member)
+    return zlib.crc32(file.read()) if file is not None else 0
 
 
 def to_train_on(folder: Path, files: list[Path]) -> list[Path]:

@@ -184,7 +184,7 @@ class _Shard:
     number: int
     first: int  # samples in the shards before
     records: list[tuple[int, int, int]]  # number, offset, size in the source
-    digest: str  # of the records' bytes, the sizes of their media, and the settings
+    digest: str  # of the records' bytes, sizes and times of their media, and the settings
 
     @property
     def name(self) -> str:
@@ -243,8 +243,8 @@ def _cut(
             continue
         records.append((record.number, record.offset, len(record.data)))
         digest.update(hashlib.sha256(record.data).digest())
-        digest.update("".join(f"{size} " for size in sizes).encode())
-        filled += len(record.data) + sum(sizes)
+        digest.update("".join(f"{size} {written} " for size, written in sizes).encode())
+        filled += len(record.data) + sum(size for size, _ in sizes)
         if len(records) >= samples or filled >= size:
             close()
     if records:
@@ -258,12 +258,18 @@ def _all_bad(reader: Any, problems: list[str]) -> DataError:
     return DataError(f"{reader.path}: all samples are bad; the last: {problems[-1]}")
 
 
-def _sizes(sample: Sample) -> list[int]:
-    """Bytes of a sample's files. Raises DataError where one is missing."""
+def _sizes(sample: Sample) -> list[tuple[int, int]]:
+    """Of a sample's media the bytes, and when their files were written last, in nanoseconds. Raises
+    DataError where one is missing."""
     sizes = []
     for part in (part for media in sample.media for part in media.parts):
         try:
-            sizes.append(len(part.data) if part.data is not None else os.path.getsize(part.path))
+            if part.data is not None:
+                sizes.append((len(part.data), 0))
+                continue
+            status = os.stat(part.path)
+            size = status.st_size if part.size is None else part.size
+            sizes.append((size, status.st_mtime_ns))
         except OSError:
             raise sample.fail(
                 f"the file {part.path} is missing; put it there or correct the path in the sample",
@@ -294,7 +300,8 @@ def _write_shard(
                 if given_up():
                     raise _GivenUp
                 try:
-                    sample = reader.parse(_again(reader, position))
+                    record = _again(reader, position)
+                    sample = reader.parse(record)
                     infos = [probe_media(media, sample, verify) for media in sample.media]
                     measure = processor.measure(sample, infos) if processor is not None else None
                 except DataError as error:
@@ -306,7 +313,7 @@ def _write_shard(
                     line = _write_sample(tar, file, key, sample, infos)
                     if measure is not None:
                         line["measure"] = _measured(measure)
-                    lines.append({**line, "shard": shard.number})
+                    lines.append({**line, "shard": shard.number, "record": record.checksum})
                 count(1)
             end = file.tell()
         file.flush()

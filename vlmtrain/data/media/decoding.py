@@ -86,7 +86,8 @@ class _Decoder:
                 )
             answer = pickle.loads(_receive(self._answers))
             if isinstance(answer, DataError):
-                raise sample.fail(answer.args[0].split(": ", 2)[-1], answer.kind)
+                problem = answer.args[0].removeprefix(sample.fail("").args[0])
+                raise sample.fail(problem, answer.kind)
             frames = np.empty(answer, dtype=np.uint8)
             _receive_into(self._answers, frames.data.cast("B"))
             return frames

@@ -29,7 +29,7 @@ def limited(
             takes at most half of so many tokens. None: nothing is lowered.
 
     Raises:
-        DataError: min_pixels above max_pixels.
+        DataError: min_pixels above max_pixels, or fewer max_frames than a slice of Qwen3-VL has.
     """
     images = _bounded(images, section.min_pixels, section.max_pixels)
     videos = replace(
@@ -40,6 +40,11 @@ def limited(
     if section.fps or section.max_frames:
         videos = replace(videos, num_frames=None)
     if section.max_frames:
+        least = videos.images.temporal_patch_size if videos.shared_pixels else 1
+        if section.max_frames < least:
+            raise DataError(
+                f"--media.max_frames is {section.max_frames}; videos of this model need {least} or more"
+            )
         videos = videos.with_frames(section.max_frames)
     if pack_length is not None:
         tokens = pack_length // _SHARE

@@ -41,6 +41,9 @@ class VideoSettings:
     num_frames: int | None = None  # sample exactly this many (or all, where there are fewer)
     min_frames: int = 4
     max_frames: int = 768
+    # With it no frame has more pixels than an even share of 0.9 max_video_tokens.
+    cap_pixels_per_frame: bool = False
+    max_video_tokens: int = 128000
     shared_pixels: ClassVar[bool] = False  # whether bounds of pixels are of all frames together
 
     @classmethod
@@ -125,7 +128,13 @@ class VideoSettings:
 
     def resized(self, height: int, width: int, frames: int) -> tuple[int, int]:
         """(height, width) of each of the sampled frames. Raises ValueError as `smart_resize`."""
-        return self.images.resized(height, width)
+        images = self.images
+        if self.cap_pixels_per_frame:
+            step, token = images.temporal_patch_size, images.factor**2
+            share = int(0.9 * self.max_video_tokens * token) * step // frames
+            most = max(min(images.max_pixels, share), int(1.05 * images.min_pixels))
+            images = replace(images, max_pixels=most)
+        return images.resized(height, width)
 
     def layout(
         self, media: Media, info: MediaInfo
@@ -157,8 +166,7 @@ class TimedVideoSettings(VideoSettings):
     """Those of Qwen3-VL: frames evenly from the first to the last, and bounds of the pixels of all
     frames together (`Qwen3VLVideoProcessor`)."""
 
-    cap_pixels_per_frame: bool = False  # no frame above max_video_tokens or its share of max_pixels
-    max_video_tokens: int = 768
+    max_video_tokens: int = 768  # of a frame: it has no more, nor above its share of max_pixels
     shared_pixels: ClassVar[bool] = True
 
     def within(self, tokens: int, *, frames: bool, pixels: bool) -> VideoSettings:
