@@ -41,6 +41,7 @@ def make_index(samples: int) -> SampleIndex:
         offset=zeros,
         size=zeros,
         crc=zeros.astype(np.uint32),
+        content=zeros.astype(np.uint32),
         lengths=tokens + rng.integers(20, 2000, samples),
         target_tokens=zeros,
         image_tokens=tokens,

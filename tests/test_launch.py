@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import ROOT, free_port
+from vlmtrain import cli
 from vlmtrain.core import launch
 from vlmtrain.demo import command, photographs, tiny_model
 
@@ -253,3 +255,68 @@ def test_every_rank_watches_its_launcher(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MASTER_PORT", "1")
     assert launch.run_on_ranks(lambda process: watching.append(process.world_size), [], 0) == 0
     assert watching == [0, 1]
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "65536"])
+def test_a_port_that_is_none(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(launch.LaunchError, match=f"MASTER_PORT is '{port}'; it must be"):
+        launch.joined()
+
+
+def test_a_port_that_is_taken() -> None:
+    """In one sentence, by the rank that listens."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code = (
+            "from vlmtrain.core import launch\n"
+            "raise SystemExit(launch.run_on_ranks(lambda p: launch.connect(p, 'gloo'), [], 0))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ
+            | dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", PYTHONPATH=str(ROOT))
+            | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    expected = f"vlmtrain: MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: the ranks can't meet there"
+    assert expected in done.stderr
+
+
+def test_nproc_in_a_shell_of_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `srun --pty` gives: it is no launcher of ranks."""
+    started: list[object] = []
+    monkeypatch.setattr(launch, "start", lambda *given: started.append(given) or 0)
+    for name, value in (("SLURM_PROCID", "0"), ("SLURM_LOCALID", "0"), ("SLURM_NTASKS", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert launch.run_on_ranks(lambda process: None, ["train"], 2) == 0
+    assert started == [(["train", "--nproc", "0"], 2)]
+
+
+def test_whose_pipe_is_broken() -> None:
+    assert not launch.peer_gone(BrokenPipeError(32, "Broken pipe"))
+    assert not launch.peer_gone(ConnectionResetError(104, "Connection reset by peer"))
+    assert launch.peer_gone(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]"))
+
+
+def test_rank_0_says_what_all_ranks_find(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main(["train", "--model", "m", "--data", "d", "--output", "o",
+                         "--optimizer.lr=-1"]) == 1  # fmt: skip
+    assert waited == [launch._RANK_0_FIRST]
+    assert capsys.readouterr().err.count("--optimizer.lr is -1.0") == 2

@@ -167,6 +167,16 @@ def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
     assert widths[0] == pytest.approx((40 + 32) * scale, abs=0.5)
 
 
+def test_a_start_on_fewer_stages_has_no_step_yet(tmp_path: Path) -> None:
+    """Its plan has other ranks than the steps before it."""
+    run = fake_run(tmp_path / "run")
+    facts = json.loads((run / "run.json").read_text())
+    facts["plan"]["memory_bytes"] = facts["plan"]["memory_bytes"][:1]
+    (run / "run.json").write_text(json.dumps(facts))
+    page = report.render(*report.read_run(run), "run")
+    assert "rank 1 measured" in page and ">planned<" not in page
+
+
 @pytest.mark.parametrize("steps", [10, 40])
 def test_steps_before_the_peak_was_known(steps: int, tmp_path: Path) -> None:
     """A run that went on where its GPU is in the planner's table."""

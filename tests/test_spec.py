@@ -140,6 +140,7 @@ def test_qwen3_vl_refused(section, change, words):
         ({"output_router_logits": True, "router_aux_loss_coef": -1}, ["coef -1", "from 0 on"]),
         ({"num_experts": None}, ["missing"]),
         ({"num_experts_per_tok": 129}, ["129", "num_experts 128"]),
+        ({"num_experts_per_tok": 1}, ["num_experts_per_tok 1 must be from 2"]),
         ({"moe_intermediate_size": 1024}, ["1024", "2048", "square"]),
     ],
 )

@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 from vlmtrain.core.errors import UsageError, UserError
-from vlmtrain.core.launch import leave
+from vlmtrain.core.launch import leave, let_rank_0_speak
 
 _USAGE = """usage: vlmtrain COMMAND [options]
 
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _fail(str(error), 2)
     except UserError as error:
+        let_rank_0_speak()
         return _fail(str(error), 1)
     except ModuleNotFoundError as error:
         return _fail(_not_installed(command, error), 1)
@@ -77,7 +79,7 @@ def _fail(message: str, code: int) -> int:
 def _not_installed(command: str, error: ModuleNotFoundError) -> str:
     """What to install; an error that has another cause goes on its way."""
     module = (error.name or "").split(".")[0]
-    if module not in _EXTRA:
+    if module not in _EXTRA or find_spec(module) is not None:
         raise error
     return (
         f"{command} needs the package {module}, which is not installed; in the source tree: "

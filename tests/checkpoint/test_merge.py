@@ -34,7 +34,7 @@ def adapter(base: Path, folder: Path, **options) -> dict[str, torch.Tensor]:
     import transformers
 
     plain = transformers.AutoModelForImageTextToText.from_pretrained(base).float()
-    targets = ["q_proj", "o_proj", "down_proj", "qkv", "attn.proj"]
+    targets = ["q_proj", "o_proj", "down_proj", "qkv", "attn.proj", "patch_embed.proj"]
     config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=targets, **options)
     model = peft.get_peft_model(plain, config)
     with torch.no_grad():
@@ -61,7 +61,8 @@ def test_as_peft_merges(rslora, base, tmp_path) -> None:
             # W + s B A in float32, by products of another order.
             assert (got - want).abs().max() <= 4e-7 * want.abs().max() * 3, name
             moved += not torch.equal(want, before.read(name))
-    assert moved == 4 * 3 + 4 * 3  # every layer's targets in both towers, and nothing else
+    # Every layer's targets in both towers and the pixels' convolution, and nothing else.
+    assert moved == 4 * 3 + 4 * 3 + 1
     assert not list(tmp_path.glob("vlmtrain-*"))
 
 

@@ -13,6 +13,7 @@ from tests.data.helpers import conversation, no_media, open_loader, write_json
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.json_source import JsonSource
+from vlmtrain.data.formats.parquet import ParquetSource
 from vlmtrain.data.formats.shards import ShardSource
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
 from vlmtrain.data.formats.webdataset import build_shards
@@ -198,6 +199,36 @@ def test_parquet(tmp_path: Path, pictures: Path, processor: Processor, spec: Mod
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="bad.parquet: no readable parquet file"):
         scan_sources([tmp_path / "bad.parquet"], processor, spec, 256)
+
+
+def test_keys_that_a_parquet_row_has_not(tmp_path: Path) -> None:
+    """A column's structs have the keys of all rows, with null: samples are those of JSON."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def asked(tool: str, key: str) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": tool, "arguments": {key: "x"}}}
+        schema = {"type": "object", "properties": {key: {"type": "string"}}}
+        return {
+            "id": tool,
+            "messages": [
+                {"role": "user", "content": [{"text": "What?"}]},
+                {"role": "assistant", "content": [{"text": ""}], "tool_calls": [call]},
+            ],
+            "tools": [{"type": "function", "function": {"name": tool, "parameters": schema}}],
+        }
+
+    image = {"role": "user", "content": [{"image": "a.png"}, {"text": "?"}]}
+    shown = {"id": "i", "messages": [image, {"role": "assistant", "content": [{"text": "A"}]}]}
+    rows = [asked("weather", "city"), asked("time", "zone"), shown]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    sources = (
+        ParquetSource(tmp_path / "c.parquet"),
+        JsonSource(write_json(tmp_path / "c.json", rows)),
+    )
+    got, want = ([source.parse(record) for record in source.records()] for source in sources)
+    for one, other in zip(got, want, strict=True):
+        assert (one.turns, one.tools, one.media) == (other.turns, other.tools, other.media)
 
 
 def test_a_template_of_ones_own(

@@ -16,6 +16,7 @@ import webdataset
 from PIL import Image
 
 from tests.data.helpers import conversation
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.sources import parse_sources

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 

@@ -122,6 +122,19 @@ def test_the_plan_is_printed_and_compared(
     assert run.facts()["plan"]["step_seconds"] == run.plan.step_seconds
 
 
+def test_a_run_within_its_plan_writes_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    run = monitor(tmp_path, hardware.find_gpu("h100"))
+    assert run.plan is not None
+    near = 1.05 * run.plan.step_seconds
+    for step in range(1, 11):
+        run.step(step, result(random_work(rng)), near, {"waterfall": parts(near)})
+    assert "step 10: measured" in capsys.readouterr().out
+    assert not (tmp_path / "gpu.toml").exists()
+
+
 def test_nothing_is_planned_for_an_unknown_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,17 @@ def test_the_next_start_plans_with_what_was_measured(tmp_path: Path) -> None:
         plan(tmp_path, room, "refuse").fit()
 
 
+def test_a_rank_keeps_its_own_place_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first rank's configuration only what may change is taken over."""
+    one = plan(tmp_path, 1e18, "auto")
+    of_first = replace(one.config, model=Path("elsewhere"), recompute=RecomputeSection("full"))
+    monkeypatch.setattr("vlmtrain.training.memory_plan.on_first_rank", lambda _: (of_first, ""))
+    got = one.fit()
+    assert got.model == Path("model") and got.recompute == RecomputeSection("full")
+
+
 def test_a_peak_above_the_capacity_says_what_would_do(tmp_path: Path) -> None:
     one = plan(tmp_path, 0, "refuse")
     room = needed(one, "full", "none")

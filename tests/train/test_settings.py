@@ -120,6 +120,7 @@ def test_bad_settings_of_evaluation(evaluate, keep_best, said, tmp_path):
     [
         (dict(warmup_steps=3, warmup_ratio=0.1), {}, "warmup_ratio 0.1 both say"),
         (dict(warmup_ratio=1.5), {}, "--optimizer.warmup_ratio is 1.5; it must be at most 1"),
+        (dict(eps=0.0), {}, "--optimizer.eps is 0.0; it must be at least 1e-30"),
         (dict(decay_ratio=-0.1), {}, "--optimizer.decay_ratio is -0.1; it must be at least 0"),
         (dict(vision_lr=-1e-5), {}, "--optimizer.vision_lr is -1e-05; it must be at least 0"),
         (dict(merger_lr=float("nan")), {}, "--optimizer.merger_lr is nan; it must be at least 0"),

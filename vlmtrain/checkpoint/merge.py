@@ -74,12 +74,17 @@ class MergedSource:
             if pair is None:
                 continue
             a, b = pair
-            if [b.shape[0], a.shape[1]] != list(tensors[i].shape) or a.shape[0] != b.shape[1]:
+            shape = tensors[i].shape
+            if a.dim() > 2 and a.shape[1:] == shape[1:]:  # of a convolution without overlap
+                a, b = a.flatten(1), b.flatten(1)
+            if [b.shape[0], a.shape[1]] != [shape[0], shape[1:].numel()] or a.shape[0] != b.shape[
+                1
+            ]:
                 raise WeightError(
                     f"the adapter of {name} is {list(b.shape)} times {list(a.shape)}, the weight "
                     f"is {list(tensors[i].shape)}; it belongs to another model"
                 )
-            delta = (b.float() @ a.float()) * self.scale
+            delta = (b.float() @ a.float()).view(shape) * self.scale
             tensors[i] = (tensors[i].float() + delta).to(tensors[i].dtype)
         return tensors
 

@@ -189,13 +189,14 @@ def _logits(folder: Path, spec: ModelSpec, inputs: dict[str, Tensor]) -> Tensor:
     """float32 [S, vocabulary]."""
     if isinstance(open_weights(folder, spec), MegatronSource):
         return _our_logits(folder, spec, inputs)
-    import transformers
+    from vlmtrain.generate.model import load_transformers
 
-    model = transformers.AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = load_transformers(folder, torch.float32)
+    model.set_attn_implementation("eager")
     return model(
         input_ids=inputs["input_ids"][None],
+        # Without it 4.57 takes position ids that begin anew for packed samples.
+        attention_mask=torch.ones_like(inputs["input_ids"])[None],
         position_ids=inputs["position_ids"][:, None],
         pixel_values=inputs["pixels"],
         image_grid_thw=inputs["grid"],

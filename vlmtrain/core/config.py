@@ -53,7 +53,7 @@ class TrainSection:
 
     steps: Count = 0
     """Optimizer steps; 0: as many as `epochs` take."""
-    epochs: NonNegative = 1.0
+    epochs: Annotated[float, Range(most=10_000)] = 1.0
     """Passes over the data, where `steps` is 0."""
     pack_length: Positive = 8192
     """Tokens that a pack holds at most (one pack is one microbatch)."""
@@ -108,7 +108,7 @@ class OptimizerSection:
     """Decoupled weight decay of matrices; vectors (biases, norms) are not decayed."""
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
-    eps: NonNegative = 1e-8
+    eps: Annotated[float, Range(1e-30)] = 1e-8
     clip: NonNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
     offload_fraction: Share = 0.0

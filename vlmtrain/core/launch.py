@@ -78,7 +78,9 @@ def joined() -> Process | None:
             "set MASTER_ADDR and MASTER_PORT to the first node's address and a free port"
         )
     env.setdefault("MASTER_ADDR", "127.0.0.1")
-    env.setdefault("MASTER_PORT", "29500")
+    port = env.setdefault("MASTER_PORT", "29500")
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise LaunchError(f"MASTER_PORT is {port!r}; it must be a port's number")
     env["RANK"], env["WORLD_SIZE"] = str(process.rank), str(process.world_size)
     env["LOCAL_RANK"] = str(process.local_rank)
     return process
@@ -95,13 +97,17 @@ def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
     import torch.distributed.nn  # noqa: F401
 
     where = {"store": dist.HashStore()} if process.world_size == 1 else {}
-    dist.init_process_group(
-        backend,
-        rank=process.rank,
-        world_size=process.world_size,
-        timeout=max(_TIMEOUT, timedelta(minutes=2 * minutes)),
-        **where,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            rank=process.rank,
+            world_size=process.world_size,
+            timeout=max(_TIMEOUT, timedelta(minutes=2 * minutes)),
+            **where,
+        )
+    except dist.DistNetworkError as error:
+        place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
+        raise LaunchError(f"{place}: the ranks can't meet there: {error}") from error
 
 
 def _first_host(nodes: str) -> str:
@@ -214,7 +220,8 @@ def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: in
     no launcher start `vlmtrain ARGUMENTS` that many times instead. Returns the exit code; the cause
     of one that is not 0 has been printed, once among all ranks where they share it."""
     process = joined()
-    if process is None and nproc > 1:
+    alone = process is None or (process.world_size == 1 and not launched())
+    if alone and nproc > 1:  # in a shell of one task too, as srun --pty gives
         return start([*take_option(arguments, "--nproc")[0], "--nproc", "0"], nproc)
     if process is not None and nproc not in (0, process.world_size):
         raise LaunchError(
@@ -228,13 +235,13 @@ def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: in
     try:
         run(process)
     except UserError as error:
-        if process.rank and error.print_here and not _connected():
-            # Found before the ranks could agree who says it: it is rank 0's to say, and its
-            # launcher ends this process; what only this rank meets is said after the pause.
-            time.sleep(_RANK_0_FIRST)
+        if error.print_here:
+            let_rank_0_speak()
         return leave(_failed(str(error), 1) if error.print_here else 1)
     except KeyboardInterrupt:  # our launcher says it itself
         return leave(130 if process.rank or launched() else _failed("interrupted", 130))
+    except BrokenPipeError:  # of this process's own output
+        raise
     except Exception as error:
         if peer_gone(error):
             return leave(_failed(f"rank {process.rank} ends: another rank is gone", 1))
@@ -245,8 +252,18 @@ def run_on_ranks(run: Callable[[Process], None], arguments: list[str], nproc: in
 
 
 def peer_gone(error: BaseException) -> bool:
-    """Whether an error says that the process at the other end has ended."""
-    return any(sign in str(error) for sign in _PEER_GONE)
+    """Whether an error says that the process at the other end has ended. An OSError is of this
+    process's own files and pipes."""
+    return not isinstance(error, OSError) and any(sign in str(error) for sign in _PEER_GONE)
+
+
+def let_rank_0_speak() -> None:
+    """Wait before an error is printed that was found before the ranks could agree who says it: it
+    is rank 0's to say, and its launcher ends this process; what only this rank meets is said after
+    the pause."""
+    ranks = (os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"))
+    if any(rank.isdigit() and int(rank) for rank in ranks) and not _connected():
+        time.sleep(_RANK_0_FIRST)
 
 
 def _connected() -> bool:

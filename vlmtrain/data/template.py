@@ -321,9 +321,7 @@ class ChatTemplate:
         given = np.isin(array, list(self.vision_tokens.values()))
         return Tokens(array, np.where(given, 0, weights).astype(np.float32))
 
-    def _weights(
-        self, text: str, tokens: int, weight: float, videos: Sequence[str]
-    ) -> list[float]:
+    def _weights(self, text: str, tokens: int, weight: float, videos: Sequence[str]) -> list[float]:
         """The weights of a text's tokens: 0 of those that reach into what stands for a video, where
         that says more than that there is one (Qwen3-VL: when each slice is shown)."""
         spans = [

@@ -35,17 +35,14 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
         UserError: it can't be loaded, or `from_pretrained` found a missing, unexpected or
             mismatched key, that is, a part of the model would have stayed at random values.
     """
-    import transformers
     from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    kind = {"dtype" if version >= (4, 56) else "torch_dtype": dtype}
     try:
         model, report = AutoModelForImageTextToText.from_pretrained(
-            folder, output_loading_info=True, local_files_only=True, **kind
+            folder, output_loading_info=True, local_files_only=True, dtype=dtype
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -117,6 +114,7 @@ class Answerer:
         template: str | Path | None = None,
         system: str = "",
     ) -> None:
+        import transformers
         from transformers import GenerationConfig
 
         self.folder = folder
@@ -137,7 +135,13 @@ class Answerer:
         if kernels:
             from vlmkernels.integrations import transformers as hf
 
-            hf.enable(self.model)
+            try:
+                hf.enable(self.model)
+            except ValueError as error:
+                raise UserError(
+                    f"{folder}: the kernels don't serve transformers {transformers.__version__} "
+                    f"({error}); install a later one, or pass --no_kernels"
+                ) from error
         self._positions: Tensor | None = None
         self._asked = False
         self.model.model.get_rope_index = self._rope_index

@@ -18,6 +18,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from vlmtrain.core.config import TrainConfig, to_dict
+from vlmtrain.core.files import writing
 from vlmtrain.core.layout import Layout
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.toml import toml_tables, toml_value
@@ -183,7 +184,9 @@ class DriftMonitor:
         for line in lines:
             print(f"step {step}: {line}", flush=True)
         if lines and self.measured is not None:
-            write_gpu(self.config.output / "gpu.toml", self.measured)
+            path = self.config.output / "gpu.toml"
+            with writing(path):
+                write_gpu(path, self.measured)
         return {} if expected is None else {"predicted_seconds": expected}
 
     def note(
@@ -242,10 +245,10 @@ class DriftMonitor:
         compute = taken["compute"] + taken["padding"]
         expected = waterfall(self.plan)
         work = expected["compute"] + expected["tensor-parallel communication"]
-        self.measured = as_measured(self.gpu, expected, taken, self.config.train.precision)
         difference = f"{_more(measured / planned)} the planned {planned:.3g} s"
         if abs(measured / planned - 1) <= TOLERANCE:
             return [f"measured {measured:.3g} s a step, {difference}"]
+        self.measured = as_measured(self.gpu, expected, taken, self.config.train.precision)
         return [
             f"measured {measured:.3g} s a step, {difference}; compute alone "
             f"{_more(compute / work)} planned: gpu.toml in the output folder tells the planner "

@@ -371,6 +371,8 @@ def _memory(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     device = "cpu" if facts["peak"].count("measured at the start") else "gpu"
     drawn: list[Bar] = []
     plan = facts["plan"]
+    if plan and len(plan["memory_bytes"]) != len(measured):  # of a start that has no step yet
+        plan = None
     for rank, peak in enumerate(measured):
         drawn.append((f"rank {rank} measured", [("measured", "var(--green)", peak)]))
         if plan:

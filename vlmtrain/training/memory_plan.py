@@ -65,10 +65,17 @@ class MemoryPlan:
         if self.config.train.fit == "ignore" or not self._of(self.layout)[1].places:
             return self.config
         room, cuda = self._room(), self.backend.is_cuda
-        self.config, changed = on_first_rank(
+        chosen, changed = on_first_rank(
             lambda: fit(
                 self.config, self.spec, self.layout, self._loads, room, self._ids, cuda, self.factor
             )
+        )
+        # Not what may differ from rank to rank, as the place of the model's folder.
+        self.config = replace(
+            self.config,
+            recompute=chosen.recompute,
+            optimizer=chosen.optimizer,
+            parallel=chosen.parallel,
         )
         if changed and dist.get_rank() == 0:
             say(changed)

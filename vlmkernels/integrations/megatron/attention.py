@@ -113,8 +113,8 @@ class VarlenCoreAttention(MegatronModule):
         table = getattr(packed_seq_params, "rotary_table", None)
         if table is not None and getattr(self.config, "rotary_interleaved", False):
             raise ValueError(
-                "rotary_interleaved is True; a rotary_table pairs halves: give the layers Megatron's "
-                "rotary_pos_emb instead"
+                "rotary_interleaved is True; a rotary_table pairs halves: give the layers "
+                "Megatron's rotary_pos_emb instead"
             )
         return table if self.rotates else None
 
@@ -232,8 +232,8 @@ class VisionSelfAttention(SelfAttention):
             raise ValueError("qk_layernorm is True; VisionSelfAttention normalizes no queries")
         if not isinstance(self.core_attention, VarlenCoreAttention):
             raise ValueError(
-                f"core_attention is {type(self.core_attention).__name__}; VisionSelfAttention needs "
-                "VarlenCoreAttention"
+                f"core_attention is {type(self.core_attention).__name__}; VisionSelfAttention "
+                "needs VarlenCoreAttention"
             )
         # Absent on Qwen2-VL's config; layer numbers are global and start at 1.
         full = getattr(config, "full_attention_layers", None)

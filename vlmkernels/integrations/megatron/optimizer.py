@@ -180,7 +180,7 @@ class OffloadedOptimizer(DistributedOptimizer):
         self._own_steps()
 
     def _own_steps(self) -> None:
-        """After a load Megatron gives all parameters one tensor of steps, which each would count."""
+        """Megatron's load gives all parameters one tensor of steps, which each would count up."""
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].clone()

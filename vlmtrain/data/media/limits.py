@@ -43,7 +43,8 @@ def limited(
         least = videos.images.temporal_patch_size if videos.shared_pixels else 1
         if section.max_frames < least:
             raise DataError(
-                f"--media.max_frames is {section.max_frames}; videos of this model need {least} or more"
+                f"--media.max_frames is {section.max_frames}; videos of this model need {least} or "
+                "more"
             )
         videos = videos.with_frames(section.max_frames)
     if pack_length is not None:

@@ -33,10 +33,9 @@ class Qwen3VLMoe(Qwen3VL):
         key = "num_experts" if text.get("num_experts") is not None else "num_local_experts"
         experts, active = int(need(text, key)), int(need(text, "num_experts_per_tok"))
         width = int(need(text, "moe_intermediate_size"))
-        if not 1 <= active <= experts or experts < 2:
+        if not 2 <= active <= experts:  # Megatron weights a single one otherwise
             raise ModelConfigError(
-                f"num_experts_per_tok {active} must be from 1 to {key} {experts}, and that at "
-                "least 2"
+                f"num_experts_per_tok {active} must be from 2 to {key} {experts}"
             )
         coefficient = 0.0
         if text.get("output_router_logits"):  # then transformers adds a load-balancing loss
