@@ -77,9 +77,8 @@ class MergedSource:
             shape = tensors[i].shape
             if a.dim() > 2 and a.shape[1:] == shape[1:]:  # of a convolution without overlap
                 a, b = a.flatten(1), b.flatten(1)
-            if [b.shape[0], a.shape[1]] != [shape[0], shape[1:].numel()] or a.shape[0] != b.shape[
-                1
-            ]:
+            fits = [len(b), a.shape[1]] == [shape[0], shape[1:].numel()]
+            if not fits or a.shape[0] != b.shape[1]:
                 raise WeightError(
                     f"the adapter of {name} is {list(b.shape)} times {list(a.shape)}, the weight "
                     f"is {list(tensors[i].shape)}; it belongs to another model"
