@@ -299,6 +299,12 @@ def test_sizes_of_a_run_go_with_the_model(folder: Path, processor: Processor, tm
     assert written["size"] == {"shortest_edge": 4096, "longest_edge": 50 * 1024}
 
 
+def test_fewer_frames_than_a_slice_has(processor: Processor) -> None:
+    one = MediaSection(max_frames=1)
+    with pytest.raises(DataError, match="max_frames is 1; videos of this model need 2 or more"):
+        limited(processor.images, processor.videos, one, None)
+
+
 @pytest.mark.parametrize("before", ["", "See "])
 def test_times_are_never_learned(before: str, processor: Processor) -> None:
     """In a text and in an answer: what stands for a video is given, all around it is learned."""

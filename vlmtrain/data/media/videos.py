@@ -166,7 +166,7 @@ class TimedVideoSettings(VideoSettings):
     """Those of Qwen3-VL: frames evenly from the first to the last, and bounds of the pixels of all
     frames together (`Qwen3VLVideoProcessor`)."""
 
-    max_video_tokens: int = 768  # of a frame: it has no more, nor above its share of max_pixels
+    max_video_tokens: int = 768  # of a frame, which is capped at its share of max_pixels too
     shared_pixels: ClassVar[bool] = True
 
     def within(self, tokens: int, *, frames: bool, pixels: bool) -> VideoSettings:
