@@ -117,7 +117,10 @@ def _direct(
 def is_plain(*tensors: Tensor) -> bool:
     """Whether they hold their own elements in memory, on the CPU or on CUDA, with their sign."""
     return all(
-        type(x) in (Tensor, torch.nn.Parameter) and (x.is_cpu or x.is_cuda) and not x.is_neg()
+        type(x) in (Tensor, torch.nn.Parameter)
+        and (x.is_cpu or x.is_cuda)
+        and not x.is_neg()
+        and not torch._C._functorch.is_legacy_batchedtensor(x)  # of is_grads_batched
         for x in tensors
     )
 
@@ -363,8 +366,10 @@ def check_not_recorded(name: str) -> None:
     """Of a function that calls a kernel itself, without an op that could be recorded."""
     if torch.compiler.is_compiling():
         return
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    if mode is not None or torch.jit.is_tracing():
+    mode, kinds = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    if mode(kinds.FAKE) is not None and mode(kinds.PROXY) is None:
+        raise RuntimeError(f"vlmkernels.{name} does not run under FakeTensorMode; run it outside")
+    if mode(kinds.PROXY) is not None or torch.jit.is_tracing():
         raise RuntimeError(
             f"vlmkernels.{name} can't be recorded by make_fx or torch.jit.trace; use torch.compile"
         )

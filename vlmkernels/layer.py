@@ -9,6 +9,7 @@ With AVX-512 BF16 (Zen 4 and later, Xeons since Cooper Lake) bfloat16 results be
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -77,12 +78,27 @@ def _check(op: str, x: Tensor, name: str, parameter: Tensor | None) -> None:
         )
 
 
+def _check_eps(eps: object) -> None:
+    if not isinstance(eps, Real):
+        raise ValueError(f"eps is {eps!r}; it must be a number")
+
+
 def _check_start(op: str, x: Tensor) -> None:
     """Where x is written over, it can't be copied to a better place."""
     if x.is_cuda and x.data_ptr() % 16:
         raise ValueError(
             f"x begins {x.data_ptr() % 16} bytes behind a multiple of 16; {op} needs it at one"
         )
+
+
+def _check_apart(x: Tensor, name: str, parameter: Tensor | None) -> None:
+    """x is written while rows of it still need the parameter."""
+    if parameter is None or torch.compiler.is_compiling():
+        return
+    begin, length = parameter.data_ptr(), max(len(parameter) - 1, 0) * parameter.stride(0) + 1
+    end = begin + length * parameter.element_size()
+    if begin < x.data_ptr() + x.nbytes and x.data_ptr() < end and x.numel():
+        raise ValueError(f"{name} lies in the memory of x, which is written; pass {name}.clone()")
 
 
 def _parameter(
@@ -217,7 +233,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dens
             up to 8,192 elements, a multiple of 16 bytes.
         weight: [width], x's dtype.
         weight_grad: "dense", or "main_grad": added to weight.main_grad, a contiguous float32
-            [width], and no hook of the weight runs where x requires a gradient.
+            [width], and no hook of the weight runs where x requires a gradient. Under torch.compile
+            as dense.
 
     Returns:
         [.., width], contiguous, x's dtype. Differentiable once in x and weight; keeps x and a
@@ -228,6 +245,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dens
     """
     check_tensors(weight=weight)
     _check("rms_norm", x, "weight", weight)
+    _check_eps(eps)
     seen, main_grad = _parameter("weight", weight, weight_grad, x)
     return _RMSNorm.apply(x, seen, (weight, main_grad), eps)
 
@@ -305,6 +323,7 @@ def add_rms_norm_(
     check_tensors(weight=weight)
     _check("add_rms_norm_", x, "weight", weight)
     _check("add_rms_norm_", x, "bias", bias)
+    _check_eps(eps)
     if residual is not None:
         check_tensors(residual=residual)
     if not x.is_contiguous():
@@ -312,6 +331,8 @@ def add_rms_norm_(
     _check_start("add_rms_norm_", x)
     if residual is not None:
         check_in_place("x", x, "pass x.clone()")
+        _check_apart(x, "weight", weight)
+        _check_apart(x, "bias", bias)
     if residual is None:
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
     elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
@@ -405,7 +426,7 @@ def swiglu_(
             and x starts at one of 16.
         bias: [2 F], x's dtype.
         bias_grad: "dense", or "main_grad": added to bias.main_grad, a contiguous float32 [2 F],
-            and no hook of the bias runs where x requires a gradient.
+            and no hook of the bias runs where x requires a gradient. Under torch.compile as dense.
         padding: columns of zeros behind the result's, on CUDA: a multiple of 8 bytes. With them a
             product's rows can be whole units of 16.
 
@@ -429,5 +450,6 @@ def swiglu_(
     _check_start("swiglu_", x)
     if bias is not None and not x.is_cuda:
         check_in_place("x", x, "pass x.clone()")
+        _check_apart(x, "bias", bias)
     seen, main_grad = _parameter("bias", bias, bias_grad, x)
     return _SwiGLU.apply(x, seen, (bias, main_grad), padding)

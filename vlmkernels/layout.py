@@ -145,7 +145,8 @@ class VisionLayout:
         return units[self.window_index].view_as(angles)
 
     def rotary_table(self, head_dim: int, theta: float = 1e4) -> Tensor:
-        """What vision_attention rotates q and k by; made at the first call, then kept.
+        """What vision_attention rotates q and k by; made at the first call, then kept (not under
+        torch.compile).
 
         Args:
             head_dim: a multiple of 4.
@@ -170,8 +171,9 @@ class VisionLayout:
             rows = torch.cat((self.position_ids, self.position_ids + self.max_side), -1)
             table = torch.nn.functional.embedding(rows, both)
             table = table.view(self.num_patches, head_dim)
-            if type(table) is not Tensor:
-                return table  # of a tracer such as torch.export: not for calls after it
+            # Of a tracer such as torch.export, or of inference mode, which a compiler can't see.
+            if torch.compiler.is_compiling() or type(table) is not Tensor:
+                return table  # not for calls after it
             self._tables[key] = table
         return self._tables[key]
 
@@ -194,9 +196,9 @@ class VisionLayout:
                 f"the layout is on {self.cu_seqlens.device}; pad it before it is moved"
             )
         old, extra = self.num_patches, units * self.merge_size**2
-        end = torch.tensor([old + extra], dtype=torch.int32)
-        tail = torch.arange(old, old + extra)
-        unit_tail = torch.arange(old, old + extra, self.merge_size**2) // self.merge_size**2
+        end = self.cu_seqlens.new_tensor([old + extra])
+        tail = torch.arange(old, old + extra, device="cpu")
+        unit_tail = tail[:: self.merge_size**2] // self.merge_size**2
 
         def append(x: Tensor | None, more: Tensor) -> Tensor | None:
             return None if x is None else torch.cat([x, more.to(x.dtype)])

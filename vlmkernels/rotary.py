@@ -21,6 +21,7 @@ from torch import Tensor
 from vlmkernels._native import (
     DTYPES,
     check_tensors,
+    describe,
     has_cuda_kernels,
     is_plain,
     launch,
@@ -106,6 +107,10 @@ def _rotate_heads(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, conjugate: b
     cos, sin = cos[:, None, None].to(x.dtype), sin[:, None, None].to(x.dtype)
     half, sign = x.shape[-1] // 2, -1 if conjugate else 1
     x1, x2 = x[..., :half], x[..., half:]
+    if torch.compiler.is_compiling():  # which takes no strided view as `out`
+        out[..., :half] = torch.addcmul(x1 * cos, x2, sin, value=-sign)
+        out[..., half:] = torch.addcmul(x2 * cos, x1, sin, value=sign)
+        return
     torch.mul(x1, cos, out=out[..., :half]).addcmul_(x2, sin, value=-sign)
     torch.mul(x2, cos, out=out[..., half:]).addcmul_(x1, sin, value=sign)
 
@@ -176,7 +181,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     check_tensors(x=x, cos=cos, sin=sin)
     if x.dim() != 3 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, H, D] with an even D")
-    _check_table(x, cos, sin)
+    _check_table("x", x, cos, sin)
     return _Rotary.apply(x, cos, sin)
 
 
@@ -201,11 +206,13 @@ def apply_rotary_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         raise ValueError(
             f"qkv has shape {tuple(qkv.shape)}; it must be [T, Hkv, H / Hkv + 2, D] with an even D"
         )
-    _check_table(qkv, cos, sin)
+    _check_table("qkv", qkv, cos, sin)
     return _RotaryQKV.apply(qkv, cos, sin)
 
 
-def _check_table(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check_table(name_of_x: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"{name_of_x} is {describe(x)}; it must be of floating point")
     expected = (x.shape[0], x.shape[-1] // 2)
     for name, table in (("cos", cos), ("sin", sin)):
         if tuple(table.shape) != expected or table.device != x.device:

@@ -37,6 +37,10 @@ struct AttentionParams {
   // qkv_attention, on the CPU: elements between the last of the H / Hkv heads of q (dq) that share
   // a key and the first of the next ones, beyond head_stride
   int64_t q_group_gap;
+  // On the CPU, or null: [H, T, 64], of each segment of at most 64 tokens and head, from its first
+  // token on, exp(|scale| * (score - row_max)) by [key, query]: the forward leaves them for the
+  // backward.
+  float* probabilities;
   // CUDA, where types are bf16 or fp16 and rows 16-byte aligned:
   int64_t max_seqlen;  // of a segment; window kernels take at most 128
   // Workspace of the kernels for segments of any length, 16-byte aligned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,12 @@ def test_another_angle_is_refused(tmp_path: Path) -> None:
     set_matrix(tmp_path / "v.mp4", (0.866, 0.5, -0.5, 0.866))
     with pytest.raises(DataError, match="'clip': .*is no multiple of 90 degrees; encode it again"):
         probe_media(media, SAMPLE, False)
+
+
+def test_a_cap_that_is_off_is_no_part_of_what_a_video_becomes() -> None:
+    """Data sets that were built before there was one are still theirs."""
+    off = VideoSettings.default(ImageSettings())
+    assert off.identity() == replace(off, max_video_tokens=1).identity()
+    assert not {"cap_pixels_per_frame", "max_video_tokens"} & off.identity().keys()
+    on = replace(off, cap_pixels_per_frame=True)
+    assert on.identity() != replace(on, max_video_tokens=1).identity() != off.identity()

@@ -10,6 +10,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.kernels.numeric import assert_bitwise
@@ -60,15 +62,20 @@ def test_mask_types() -> None:
         make()(q, k, v, None, attn_mask_type=AttnMaskType.no_mask, packed_seq_params=packed)
 
 
-def layer(core: Any, kind: Any, **config: Any) -> Any:
-    """A SelfAttention, the second layer, with random weights that are the same each time."""
+def layer(core: Any, kind: Any, norm: Any = IdentityOp, **config: Any) -> Any:
+    """A SelfAttention, the second layer, with random weights that are the same each time; `norm`:
+    of queries and keys."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttentionSubmodules
 
     options: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4)
     options |= dict(use_cpu_initialization=True, attention_dropout=0.0, params_dtype=torch.float32)
     parts = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear, core_attention=core, linear_proj=RowParallelLinear
+        linear_qkv=ColumnParallelLinear,
+        core_attention=core,
+        linear_proj=RowParallelLinear,
+        q_layernorm=norm,
+        k_layernorm=norm,
     )
     torch.manual_seed(0)
     made = kind(
@@ -85,7 +92,9 @@ def layer(core: Any, kind: Any, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [SelfAttention, PackedSelfAttention])
-@pytest.mark.parametrize("config", [{}, {"no_rope_freq": [0, 1]}, {"no_rope_freq": [1, 0]}])
+@pytest.mark.parametrize(
+    "config", [{}, {"no_rope_freq": [0, 1]}, {"no_rope_freq": [1, 0]}, {"norm": L2Norm}]
+)
 def test_layers_rotate_as_megatrons(kind: Any, config: Any) -> None:
     """Against its DotProductAttention and RotaryEmbedding; of a layer's config what it says of
     rotations."""
@@ -119,5 +128,7 @@ def test_layers_rotate_as_megatrons(kind: Any, config: Any) -> None:
                 interleaved(x, None, packed_seq_params=packed)
             with pytest.raises(ValueError, match="core_attention is DotProductAttention"):
                 layer(DotProductAttention, VisionSelfAttention)
+            with pytest.raises(ValueError, match="k_layernorm normalizes .*qk_l2_norm"):
+                layer(VarlenCoreAttention, VisionSelfAttention, L2Norm)
         finally:
             parallel_state.destroy_model_parallel()

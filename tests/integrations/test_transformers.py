@@ -402,6 +402,16 @@ def test_refusals(models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch)
     assert model.config.text_config._attn_implementation == "sdpa"
 
 
+def test_on_the_meta_device(models: tuple[Any, Any, Any]) -> None:
+    """Shapes without numbers, as transformers gives them."""
+    if models[0].config.model_type == "qwen3_vl":
+        pytest.skip("transformers' own asks tensors for their numbers")
+    ours = copy.deepcopy(models[1]).to("meta")
+    ids = torch.zeros(1, 9, dtype=torch.long, device="meta")
+    assert ours(input_ids=ids, labels=ids, use_cache=False).loss.shape == ()
+    assert ours(input_ids=ids, use_cache=False).logits.shape[:2] == (1, 9)
+
+
 def test_compile(models: tuple[Any, Any, Any]) -> None:
     """A layer of each tower in one graph."""
     plain, ours, _ = models

@@ -131,4 +131,10 @@ def test_compile_and_opcheck(dynamic: bool) -> None:
         hidden = torch.randn(positions, 8).bfloat16()
         want = add_visual_(hidden * 2, visual, index)
         assert_bitwise("compiled", compiled(hidden, visual, index), want)
+        hidden.neg_().zero_()  # -0.0 stays where nothing is added
+        want = add_visual_(hidden * 2, visual, index)
+        assert_bitwise("compiled", compiled(hidden, visual, index), want)
+    n = len(visual)
+    with pytest.raises(ValueError, match=rf"{2 * n} rows, but visual_index has {n} positions"):
+        compiled(hidden, torch.cat([visual, visual]), index)
     torch.library.opcheck(torch.ops.vlmkernels.add_visual_.default, (want, visual, index, 0, False))

@@ -23,6 +23,7 @@ from tests.kernels.numeric import (
     poisoned,
 )
 from vlmkernels import varlen_attention
+from vlmkernels._native import _C, DTYPES
 from vlmkernels.attention.launch import varlen_op
 from vlmkernels.attention.reference import varlen_attention_reference
 
@@ -284,6 +285,54 @@ def test_a_segment_alone_has_the_same_bits(name, dtype):
                 assert_bitwise(result, together[result][rows], alone[result])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name, dtype", ATTENTION_GRID)
+def test_kept_probabilities_change_no_bit(name, dtype, causal):
+    """Those of segments of at most 64 tokens, where max_seqlen says so; it may be wrong."""
+    lengths = [64, 1, 0, 63, 64, 17, 40, 64]
+    for heads, kv_heads, last in ((3, 3, 64), (4, 2, 64), (2, 2, 150)):
+        segments = [*lengths, last]
+        q, k, v, dout = make(segments, heads, kv_heads, 80, dtype)
+        cu = offsets(segments)
+        with isa(name), poisoned():
+            expected = outputs(varlen_attention, q, k, v, dout, cu, causal=causal)
+            kept = outputs(varlen_attention, q, k, v, dout, cu, causal=causal, max_seqlen=64)
+        for result, value in expected.items():
+            assert_bitwise(result, kept[result], value)
+
+
+@pytest.mark.parametrize("name, dtype", ATTENTION_GRID)
+def test_probabilities_are_kept_for_a_backward_only(name, dtype):
+    """66 planes of statistics and probabilities, whose sums are among them; else 2 planes."""
+
+    def statistics(x: Tensor, dim: int = 64, **kw: Any) -> Tensor:
+        packed: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: packed.append(y) or y, lambda y: y):
+            varlen_attention(x[..., :dim], x[..., :dim], x[..., :dim], offsets([64, 64]), **kw)
+        return packed[-1] if packed else torch.empty(0)
+
+    x = torch.randn(128, 2, 64).to(dtype).requires_grad_()
+    with isa(name):
+        keeps = _C.attention_keeps_probabilities(DTYPES[dtype])  # products of bf16 do not
+        assert keeps or name not in ISAS
+        kept = statistics(x, max_seqlen=64)
+        assert len(kept) == (66 if keeps else 2)
+        assert len(statistics(x)) == len(statistics(x, max_seqlen=65)) == 2
+        assert len(statistics(x, max_seqlen=64, backend="cpu")) == 2
+        assert len(statistics(x, dim=40, max_seqlen=64)) == 2
+        assert len(statistics(x.detach(), max_seqlen=64)) == 0
+        with torch.no_grad():
+            assert len(statistics(x, max_seqlen=64)) == 0
+    if keeps:
+        probabilities = kept[:64].reshape(2, 2, 64, 64).double()  # [heads, segments, keys, queries]
+        sums = kept[65].reshape(2, 2, 64)
+        torch.testing.assert_close(probabilities.sum(2), sums.double(), rtol=1e-5, atol=0)
+        q = x.detach().double().unflatten(0, (2, 64)).permute(2, 0, 1, 3)
+        expected = (q @ q.mT / 8).softmax(-1)
+        actual = probabilities.mT / sums[..., None]
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
+
+
 def test_segments_are_islands():
     lengths = [40, 70, 64]
     q, k, v, dout = make(lengths, 2, 2, 48)
@@ -339,6 +388,10 @@ GOOD = {
 BAD = [
     ({"q": torch.zeros(10, 4)}, "q is float32 [10, 4] on cpu; it must be float32 or bfloat16 or"),
     ({"q": torch.zeros(10, 4, 8).double()}, "q is float64 [10, 4, 8]"),
+    (
+        {"scale": torch.tensor(1.0, requires_grad=True)},
+        "scale is a tensor that requires a gradient",
+    ),
     ({"k": torch.zeros(10, 2, 8).half()}, "k is float16 [10, 2, 8] on cpu; it must be float32"),
     ({"v": torch.zeros(9, 2, 8)}, "k is [10, 2, 8] and v is [9, 2, 8]; both must be"),
     ({"q": torch.zeros(10, 3, 8)}, "q has 3 heads and k has 2; q's must be a positive multiple"),
@@ -387,6 +440,11 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.vlmkernels.varlen_attention_backward.default, (*arguments, 9, True, 0.2, "cpu")
     )
+    q, k, v, _ = make([64, 64], 4, 2, 24)  # all that is kept is written
+    options = (64, False, 0.2, "cpu-kept")
+    with isa("generic"):
+        arguments = (q, k, v, offsets([64, 64]), *options)
+        torch.library.opcheck(torch.ops.vlmkernels.varlen_attention.default, arguments)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

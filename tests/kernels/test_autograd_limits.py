@@ -304,6 +304,27 @@ def test_a_layout_seen_in_inference_mode_can_be_trained_with():
     out = vision_attention(qkv, one, window=True)
     out.sum().backward()
     assert torch.equal(out, seen) and qkv.grad is not None
+    one = layout()
+    with torch.inference_mode():
+        torch.compile(vision_attention, backend="eager")(qkv, one, window=True)
+    vision_attention(qkv, one, window=True).sum().backward()
+    torch._dynamo.reset()
+
+
+def test_batched_gradients_are_computed() -> None:
+    """By torch's older vmap, whose tensors look like others."""
+    rows, index = torch.randn(4, 8, requires_grad=True), torch.tensor([-1, 0, 1, -1]).int()
+    out = scatter_visual(rows, torch.randn(2, 8), index)
+    upstream = torch.randn(3, 4, 8)
+    (got,) = torch.autograd.grad(out, rows, upstream, is_grads_batched=True)
+    assert torch.equal(got, torch.where(index[:, None] >= 0, 0, upstream))
+
+
+def test_layer_functions_name_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="not run under FakeTensorMode"):
+        rms_norm(torch.ones(4, 8), torch.ones(8), 1e-6)
 
 
 def test_a_layout_seen_by_a_tracer_keeps_nothing_of_it():

@@ -272,7 +272,24 @@ def test_a_residual_in_part_of_xs_memory_is_refused() -> None:
     torch.testing.assert_close(add_rms_norm_(both[1], both[0], weight, 1e-6)[0], 2 * want)
 
 
+def test_a_parameter_in_the_memory_of_x_is_refused() -> None:
+    rows = torch.randn(5, 8)
+    residual, weight = torch.randn(4, 8), torch.ones(8)
+    for x, inside in ((rows[:4], rows[2]), (rows[1:], rows.flatten()[5:13])):
+        with pytest.raises(ValueError, match="weight lies in the memory of x, which is written"):
+            add_rms_norm_(x, residual, inside, 1e-6)
+        with pytest.raises(ValueError, match="bias lies in the memory of x, which is written"):
+            add_rms_norm_(x, residual, weight, 1e-6, bias=inside)
+        with pytest.raises(ValueError, match="bias lies in the memory of x, which is written"):
+            swiglu_(x, inside)
+    add_rms_norm_(rows[:4], residual, rows[4], 1e-6, bias=rows[4])  # beside it
+
+
 def test_other_objects_are_refused() -> None:
+    for eps in (None, "1e-6"):
+        with pytest.raises(ValueError, match=f"eps is {eps!r}; it must be a number"):
+            rms_norm(torch.ones(2, 8), torch.ones(8), eps)  # type: ignore[arg-type]
+
     x = torch.zeros(3, 8)
     with pytest.raises(TypeError, match="residual is a list; it must be a torch.Tensor"):
         add_rms_norm_(torch.zeros(3, 8), [0.0], torch.zeros(8), 1e-6)  # type: ignore[arg-type]

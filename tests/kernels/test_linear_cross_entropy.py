@@ -564,6 +564,7 @@ def test_wrong_arguments() -> None:
         ((x, weight, targets[:8]), {}, "targets has 8 entries; it must have hidden's 9 rows"),
         ((x, weight, targets), {"reduction": "max"}, "reduction is 'max'"),
         ((x, weight, targets), {"label_smoothing": 1.5}, "label_smoothing is 1.5"),
+        ((x, weight, targets), {"ignore_index": None}, "ignore_index is None; it must be a whole"),
         ((x, weight, targets), {"z_loss": -1.0}, "z_loss is -1.0"),
         ((x, weight, targets), {"weight_grad": "sparse"}, "weight_grad is 'sparse'"),
         ((x, weight, targets), {"weight_grad": "main_grad"}, "weight.main_grad is a NoneType"),

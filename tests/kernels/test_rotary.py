@@ -78,8 +78,31 @@ def test_equals_transformers() -> None:
     torch.testing.assert_close(apply_rotary(x, cos, sin), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_for_several_lengths(backend: str) -> None:
+    """Into one graph, whose shapes torch makes dynamic at the second length."""
+
+    def function(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, k, v = apply_rotary_qkv(qkv, cos, sin)
+        return torch.cat([q, k, v, apply_rotary(qkv[:, :, 0], cos, sin)], 1)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for tokens in (7, 9, 65):
+        qkv, (cos, sin) = torch.randn(tokens, 2, 4, 8, requires_grad=True), angles(tokens, 4)
+        out, want = compiled(qkv, cos, sin), function(qkv, cos, sin)
+        upstream = torch.randn_like(want)
+        (got_grad,) = torch.autograd.grad(out, qkv, upstream)
+        (want_grad,) = torch.autograd.grad(want, qkv, upstream)
+        assert torch.equal(out, want) and torch.equal(got_grad, want_grad)
+    torch._dynamo.reset()
+
+
 def test_errors() -> None:
     cos, sin = angles(4, 3)
+    with pytest.raises(ValueError, match=r"x is int64 \[4, 2, 6\] on cpu; .* floating point"):
+        apply_rotary(torch.zeros(4, 2, 6).long(), cos, sin)
+    with pytest.raises(ValueError, match=r"qkv is int64 \[4, 1, 3, 6\] on cpu; .* floating point"):
+        apply_rotary_qkv(torch.zeros(4, 1, 3, 6).long(), cos, sin)
     with pytest.raises(ValueError, match=r"x has shape \(4, 2, 5\); .* even D"):
         apply_rotary(torch.zeros(4, 2, 5), cos, sin)
     with pytest.raises(ValueError, match=r"sin has shape \(4, 2\) on cpu; x needs \(4, 3\) on cpu"):

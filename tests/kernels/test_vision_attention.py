@@ -344,6 +344,8 @@ def test_opcheck():
     layout, qkv, dout = make([[1, 4, 6]], 2, 24)
     tensors = (layout.rotary_table(24), layout.cu_window_seqlens, layout.window_order)
     options = (64, 0.2, "cpu")
+    stats = torch.ops.vlmkernels.vision_attention(qkv, *tensors, 64, 0.2, "cpu-kept")[1]
+    assert stats.shape == (66, 2, 24)
     for view in (qkv, qkv.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
         arguments = (view, *tensors, *options)
         torch.library.opcheck(torch.ops.vlmkernels.vision_attention.default, arguments)

@@ -226,3 +226,6 @@ def test_torchs_default_device_changes_nothing() -> None:
         with torch.device("meta"):
             assert VisionLayout.from_grid(same, window_size=56) == want
             assert VisionLayout.from_grid([]).num_patches == 0
+    padded = want.padded(2)
+    with torch.device("meta"):
+        assert want.padded(2) == padded

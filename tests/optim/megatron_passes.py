@@ -167,16 +167,31 @@ def loaded(fraction: float, before: bool) -> None:
 
 
 def shared() -> None:
-    """A checkpoint worker that reads state while steps change it is refused."""
+    """A checkpoint worker that reads state while steps change it is refused, until the state has
+    memory of its own again."""
     run: Any = Run()
-    offload(run.optimizer, 1.0)
-    run.gradients(0)
-    run.optimizer.step()
     (part,) = run.optimizer.chained_optimizers
-    next(iter(part._host.shards)).detach().share_memory_()
-    run.gradients(1)
-    with pytest.raises(ValueError, match="was sent to another process.*save without it"):
+    for number, name in enumerate(("master", "exp_avg", "exp_avg_sq")):
+        offload(run.optimizer, 1.0)
+        run.gradients(number)
         run.optimizer.step()
+        main, shard = next(iter(part._host.shards.items()))
+        (main if name == "master" else shard.state[name]).detach().share_memory_()
+        with pytest.raises(ValueError, match="was sent to another process.*save without it"):
+            run.optimizer.step()
+        offload(run.optimizer, 0.0)
+
+
+def released() -> None:
+    """CPUAdam, which copies masters to the weights in its step, keeps none that has moved."""
+    from vlmtrain.cpu.adam import use_cpu_adam
+
+    run: Any = Run(torch.bfloat16)
+    (part,) = run.optimizer.chained_optimizers
+    use_cpu_adam(part)
+    assert part.optimizer._low
+    offload(run.optimizer, 1.0)
+    assert not part.optimizer._low
 
 
 def zeros() -> None:
@@ -200,6 +215,7 @@ CASES = {
     "moved": [partial(moved, *given) for given in itertools.product(TYPES, FRACTIONS)],
     "loaded": [partial(loaded, *given) for given in itertools.product((0.5, 1.0), (True, False))],
     "shared": [shared],
+    "released": [released],
     "zeros": [zeros],
 }
 

@@ -142,7 +142,10 @@ def test_loading_and_moving_keep_the_steps(tmp_path):
     assert rank.output.endswith("as expected\n"), rank.output[-3000:]
 
 
-@pytest.mark.parametrize("case", ["skipped", "cleared", "moved", "loaded", "shared", "zeros"])
+CASES = ["skipped", "cleared", "moved", "loaded", "shared", "released", "zeros"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_passes_without_a_step_and_moves_before_one(case):
     done = subprocess.run(
         [sys.executable, "-m", "tests.optim.megatron_passes", case],

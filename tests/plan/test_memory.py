@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity.reference import make_model
 from tests.plan.worker import results
-from vlmkernels.attention.select import TILED_HEAD_DIMS
+from vlmkernels.attention.select import KEPT_TOKENS, TILED_HEAD_DIMS
 from vlmkernels.loss.op import CHUNK_BYTES, CUDA_CHUNK_BYTES, KEPT
 from vlmtrain.core.config import FreezeSection, LoraSection
 from vlmtrain.models.family import parse_spec
@@ -170,6 +170,23 @@ def test_shards_of_all_ranks_are_the_parameters() -> None:
     for stage in range(2):
         sizes = memory.stage_parameters(spec, layout, stage)
         assert sum(sizes.shard(layout.data, rank) for rank in range(layout.data)) == sizes.count
+
+
+def test_windows_on_the_cpu_may_keep_probabilities() -> None:
+    assert memory.KEPT_TOKENS == KEPT_TOKENS
+    spec = parse_spec(make_model("qwen2_5_vl").config.to_dict())
+    vision = replace(spec.vision, hidden_size=1280, patch_size=14, window_size=112, depth=32)
+    vision = replace(vision, full_attention_layers=(7, 15, 23, 31))
+
+    def kept(heads: int, window_size: int = 112, cuda: bool = False) -> float:
+        changed = replace(vision, num_heads=heads, window_size=window_size)
+        model = memory.ActivationModel(replace(spec, vision=changed), cuda=cuda)
+        return model.vision_layer().per_patch
+
+    assert kept(16) - kept(16, window_size=126) == 16 * 256 * 28 / 32
+    assert kept(20) - kept(20, window_size=126) == 20 * 256 * 28 / 32  # head_dim 64
+    assert kept(32) == kept(32, window_size=126)  # 40
+    assert kept(16, cuda=True) == kept(16, window_size=126, cuda=True)
 
 
 def test_vision_on_cuda_keeps_rotated_copies_only_where_no_kernel_rotates() -> None:

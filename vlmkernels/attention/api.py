@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vlmkernels._native import DTYPES, check_tensor, check_tensors
 from vlmkernels.attention.launch import check_varlen, check_vision, qkv_op, varlen_op, vision_op
-from vlmkernels.attention.select import flash_attn, machine_of, select
+from vlmkernels.attention.select import flash_attn, keeping, machine_of, select
 from vlmkernels.layout import VisionLayout
 from vlmkernels.rotary import rotate
 
@@ -50,7 +50,9 @@ def varlen_attention(
             cu_seqlens[i + 1]; starts at 0, ends at T; segments may be empty. Another is an error,
             on CUDA one that ends the kernel.
         max_seqlen: the longest segment, if known: spares a device synchronisation on CUDA, where a
-            longer one than it says ends the kernel with an error.
+            longer one than it says ends the kernel with an error. On the CPU the backward of
+            segments of at most 64 tokens is faster with it, for 256 bytes a row and head that are
+            kept until then; backend="cpu" keeps none.
         causal: a token sees itself and earlier tokens of its segment only.
         scale: default D ** -0.5.
         backend: the one kernel to be considered, else `select` chooses (select.py; `python -m
@@ -67,7 +69,7 @@ def varlen_attention(
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     head_dim = q.shape[-1:].numel()
-    scale = max(head_dim, 1) ** -0.5 if scale is None else float(scale)
+    scale = _number(scale, head_dim)
     machine = machine_of(q.device)
     strides: tuple[int, ...] = ()
     if machine.device == "cuda":
@@ -81,7 +83,22 @@ def varlen_attention(
     if kernel == "flash-attn" and (flash := flash_attn()) is not None:
         lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         return flash(q, k, v, *lengths, softmax_scale=scale, causal=causal)
+    if backend is None:
+        kernel = keeping(kernel, q.dtype, head_dim, max_seqlen, _asks_gradient(q, k, v))
     return varlen_op(q, k, v, cu_seqlens, max_seqlen, causal, scale, kernel)[0]
+
+
+def _number(scale: float | None, head_dim: int) -> float:
+    if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "scale is a tensor that requires a gradient and would get none; multiply q by it and "
+            "pass scale=1"
+        )
+    return max(head_dim, 1) ** -0.5 if scale is None else float(scale)
+
+
+def _asks_gradient(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def longest_segment(cu_seqlens: Tensor) -> int:
@@ -128,7 +145,8 @@ def vision_attention(
     Returns:
         [P, H, D], contiguous, in patch order. Differentiable in qkv, whose gradient is one tensor
         in qkv's memory order. On the CPU bitwise repeatable with any number of threads, and nothing
-        but the output and 8 bytes a row and head is written. On CUDA the same holds for bfloat16
+        but the output and 8 bytes a row and head is written, in windows whose gradient will be
+        asked for 264 (docs/attention.md). On CUDA the same, with 8 bytes, holds for bfloat16
         and float16, head_dim 64, 80, 96 and 128 and segments of at most 128 patches (head_dim 128:
         64). Longer segments, in patch order, and head_dim 72 take workspace of [P, H, D] in qkv's
         dtype while they run (two in a forward on compute capability 9.0), and 8 bytes a row and
@@ -166,7 +184,7 @@ def rotated_attention(
         scale: default D ** -0.5.
     """
     head_dim = qkv.shape[-1]
-    scale = head_dim**-0.5 if scale is None else float(scale)
+    scale = _number(scale, head_dim)
     machine = machine_of(qkv.device)
     strides = (qkv.stride(0), qkv.stride(-2)) if machine.device == "cuda" else ()
     permuted = order is not None
@@ -175,6 +193,7 @@ def rotated_attention(
     )
     if kernel == "composed":
         return _composed(qkv, table, cu_seqlens, order, max_seqlen, scale)
+    kernel = keeping(kernel, qkv.dtype, head_dim, max_seqlen, _asks_gradient(qkv))
     return vision_op(qkv, table, cu_seqlens, order, max_seqlen, scale, kernel)[0]
 
 
@@ -232,5 +251,5 @@ def qkv_attention(
             f"qkv is on {qkv.device}; qkv_attention runs on the CPU: use apply_rotary and "
             "varlen_attention there"
         )
-    scale = max(qkv.shape[-1:].numel(), 1) ** -0.5 if scale is None else float(scale)
+    scale = _number(scale, qkv.shape[-1:].numel())
     return qkv_op(qkv, table, cu_seqlens, causal, scale)[0]

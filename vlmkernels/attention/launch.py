@@ -26,7 +26,7 @@ from vlmkernels._native import (
     once,
     pointer,
 )
-from vlmkernels.attention.select import MAX_HEAD_DIM, SM90, TILED, machine_of
+from vlmkernels.attention.select import CPU, KEPT_TOKENS, MAX_HEAD_DIM, SM90, TILED, machine_of
 
 #: Rows of a tile of the kernels for segments of any length.
 TILE_ROWS = 128
@@ -36,6 +36,7 @@ NATIVE = {
     kernel: tuple(f"{op}_{way}" for op in ops for way in ("forward", "backward"))
     for kernel, ops in {
         "cpu": ("attention", "attention"),
+        "cpu-kept": ("attention", "attention"),
         **{name: (name, f"{name}_vision") for name in ("window", "sm80", "sm90")},
     }.items()
 }
@@ -124,7 +125,7 @@ def check_qkv(qkv: Tensor, table: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def check_device(kernel: str, q: Tensor) -> None:
-    if kernel not in NATIVE or q.is_cuda == (kernel == "cpu"):
+    if kernel not in NATIVE or q.is_cuda == (kernel in CPU):
         raise ValueError(f"kernel is {kernel!r}, which takes no tensors on {q.device}")
 
 
@@ -157,7 +158,7 @@ def _upstream(dout: Tensor, like: Tensor, shape: str, kernel: str) -> Tensor:
     # sum().backward() expands a scalar; TMA reads no expanded tensor at all.
     if dout.stride(-1) != 1 or (kernel in SM90 and 0 in dout.stride()):
         dout = dout.contiguous()
-    return dout if kernel == "cpu" else aligned(dout)
+    return dout if kernel in CPU else aligned(dout)
 
 
 def _stream(q: Tensor) -> int | None:
@@ -269,14 +270,21 @@ def _run(
     segments = cu_seqlens.shape[0] - 1
     if not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; it must be a finite number")
-    rows, stats = (tokens, heads, head_dim), (2, heads, tokens)
+    rows, kept = (tokens, heads, head_dim), KEPT_TOKENS if kernel == "cpu-kept" else 0
+    stats = (kept + 2, heads, tokens)
     if softmax_stats.shape != stats or any(x.shape != rows for x in (out, *gradients[:1])):
         shapes = ", ".join(str(list(x.shape)) for x in (*gradients[:1], out, softmax_stats))
         raise ValueError(
             f"dout, out and softmax_stats are {shapes}; the forward pass gave {list(rows)} and "
             f"{list(stats)}"
         )
-    if kernel != "cpu" and segments == 0 and tokens > 0:  # no kernel would see it
+    if gradients:  # what was saved may have been through hooks
+        same = {"shape": "as the forward pass gave it", "dim": 3, "device": q.device}
+        check_tensor("out", out, dtypes=(q.dtype,), **same)
+        check_tensor("softmax_stats", softmax_stats, dtypes=(torch.float32,), **same)
+        check_last_contiguous("out", out)
+        softmax_stats = softmax_stats.contiguous()
+    if kernel not in CPU and segments == 0 and tokens > 0:  # no kernel would see it
         raise ValueError(
             f"cu_seqlens has one element and names no segment; it must end at {tokens}, the number "
             "of tokens"
@@ -299,7 +307,7 @@ def _run(
         dtype=DTYPES[q.dtype],
         **dict(zip("qkv", map(heads_view, qkv), strict=True)),
         out=heads_view(out),
-        row_stats=pointer(softmax_stats),
+        row_stats=pointer(softmax_stats) + 4 * kept * heads * tokens,
         cu_seqlens=pointer(cu_seqlens),
         segments=segments,
         tokens=tokens,
@@ -310,7 +318,8 @@ def _run(
         causal=causal,
         order=pointer(order),
         rotary=pointer(table),
-        **({"q_group_gap": group_gap(q)} if kernel == "cpu" else {"max_seqlen": max_seqlen}),
+        **({"q_group_gap": group_gap(q)} if kernel in CPU else {"max_seqlen": max_seqlen}),
+        **({"probabilities": pointer(softmax_stats)} if kept else {}),
         **{name: pointer(x) for name, x in workspace.items()},
         **({"group_parts": parts} if parts > 1 else {}),
         **dict(zip(("dout", "dq", "dk", "dv"), map(heads_view, gradients), strict=False)),
@@ -320,10 +329,16 @@ def _run(
 # ---- varlen_attention ----------------------------------------------------------------------------
 
 
-def _varlen_outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """out, and softmax_stats: the maximum and the sum of each softmax row (common/params.h)."""
-    tokens, heads, _ = q.shape
-    softmax_stats = torch.empty(2, heads, tokens, dtype=torch.float32, device=q.device)
+def _softmax_stats(like: Tensor, heads: int, kernel: str) -> Tensor:
+    """float32 [2, H, T], the maximum and the sum of each softmax row; where probabilities are kept
+    [66, H, T], before them [H, T, 64] (common/params.h)."""
+    planes = 2 + (KEPT_TOKENS if kernel == "cpu-kept" else 0)
+    return like.new_empty((planes, heads, like.shape[0]), dtype=torch.float32)
+
+
+def _varlen_outputs(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """out and softmax_stats."""
+    softmax_stats = _softmax_stats(q, q.shape[1], arguments[-1])
     return torch.empty_like(q, memory_format=torch.contiguous_format), softmax_stats
 
 
@@ -338,8 +353,8 @@ def _varlen_forward(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     check_varlen(q, k, v, cu_seqlens)
-    results = _varlen_outputs(q)
-    if kernel != "cpu":
+    results = _varlen_outputs(q, kernel)
+    if kernel not in CPU:
         q, k, v = aligned(q), aligned(k), aligned(v)
     _run(kernel, (q, k, v), cu_seqlens, max_seqlen, causal, scale, results)
     return results
@@ -366,7 +381,7 @@ def _varlen_backward(
     check_varlen(q, k, v, cu_seqlens)
     dout = _upstream(dout, q, "[T, H, D]", kernel)
     dqkv = _varlen_gradients(dout, q, k, v)
-    if kernel != "cpu":
+    if kernel not in CPU:
         q, k, v = aligned(q), aligned(k), aligned(v)
     results, grads = (out, softmax_stats), (dout, *dqkv)
     _run(kernel, (q, k, v), cu_seqlens, max_seqlen, causal, scale, results, grads)
@@ -376,10 +391,10 @@ def _varlen_backward(
 # ---- vision_attention ----------------------------------------------------------------------------
 
 
-def _vision_outputs(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _vision_outputs(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """As above; softmax_stats in the order of the segments."""
     patches, _, heads, head_dim = qkv.shape
-    softmax_stats = torch.empty(2, heads, patches, dtype=torch.float32, device=qkv.device)
+    softmax_stats = _softmax_stats(qkv, heads, arguments[-1])
     return qkv.new_empty(patches, heads, head_dim), softmax_stats
 
 
@@ -393,8 +408,8 @@ def _vision_forward(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     check_vision(qkv, table, cu_seqlens, order)
-    results = _vision_outputs(qkv)
-    if kernel != "cpu":
+    results = _vision_outputs(qkv, kernel)
+    if kernel not in CPU:
         qkv, table = aligned(qkv), aligned(table)
     rotary = (table, order)
     _run(kernel, qkv.unbind(1), cu_seqlens, max_seqlen, False, scale, results, rotary=rotary)
@@ -423,7 +438,7 @@ def _vision_backward(
     check_vision(qkv, table, cu_seqlens, order)
     dout = _upstream(dout, qkv, "[P, H, D]", kernel)
     dqkv = _vision_gradient(dout, qkv)
-    if kernel != "cpu":
+    if kernel not in CPU:
         qkv, table = aligned(qkv), aligned(table)
     results, grads = (out, softmax_stats), (dout, *dqkv.unbind(1))
     options = (cu_seqlens, max_seqlen, False, scale)
@@ -449,7 +464,7 @@ def _split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _qkv_outputs(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     tokens, kv_heads, group, head_dim = qkv.shape
     heads = kv_heads * (group - 2)
-    softmax_stats = torch.empty(2, heads, tokens, dtype=torch.float32, device=qkv.device)
+    softmax_stats = _softmax_stats(qkv, heads, "cpu")
     return qkv.new_empty(tokens, heads, head_dim), softmax_stats
 
 

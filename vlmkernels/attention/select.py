@@ -1,6 +1,8 @@
 """Which kernel serves a call of attention: one pure function, asked on every device.
 
     cpu         ours, csrc/cpu: every dtype, head_dim up to 256, any length
+    cpu-kept    the same for segments of at most 64 tokens where a gradient will be asked for: the
+                backward takes the probabilities from the forward, the same bits (`keeping`)
     window      ours, CUDA: a segment's keys whole in the shared memory of one thread block
     sm80        ours, CUDA: FlashAttention-2, tiles of 128 by mma.sync, segments of any length
     sm90        ours, CUDA: FlashAttention-3, wgmma and TMA, compute capability 9.0
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 
-from vlmkernels._native import cuda_archs
+from vlmkernels._native import _C, DTYPES, cuda_archs
 
 #: Of varlen_attention, in order of preference. On an H200 sm90 took 0.4 to 0.7 times as long as
 #: FlashAttention-2 (torch's, the same code as flash-attn's); sm80 has not met its own GPUs.
@@ -33,6 +35,10 @@ VARLEN: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "flash-attn", 
 #: attention to frames of up to 3,700 patches at the full rate of its tensor cores
 #: (docs/attention-cuda.md).
 VISION: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "sm80", "composed")
+#: Those for the CPU.
+CPU = ("cpu", "cpu-kept")
+#: Tokens of the longest segment of cpu-kept, which keeps as many floats a row and head.
+KEPT_TOKENS = 64
 #: Those for compute capability 9.0.
 SM90 = ("sm90", "sm90-fused")
 #: Where sm90-fused is taken without being asked for: on an H200 its backward took 0.87 to 0.96
@@ -166,6 +172,22 @@ def select(
         if not reason:
             return kernel
     raise ValueError(f"backend {backend!r} can't be used: {reason[0].format(*reason[1:])}")
+
+
+def keeping(
+    kernel: str, dtype: torch.dtype, head_dim: int, max_seqlen: int | None, grad: bool
+) -> str:
+    """ "cpu-kept" instead of "cpu" where the backward has more to gain from a row's probabilities
+    than they cost: no more floats than the row has elements."""
+    if kernel != "cpu" or not grad or max_seqlen is None or dtype not in DTYPES:
+        return kernel
+    short = max_seqlen <= KEPT_TOKENS <= head_dim
+    return "cpu-kept" if short and _keeps_probabilities(dtype) else kernel
+
+
+@torch.compiler.assume_constant_result
+def _keeps_probabilities(dtype: torch.dtype) -> bool:
+    return _C.attention_keeps_probabilities(DTYPES[dtype])
 
 
 def obstacle(

@@ -31,6 +31,7 @@ from vlmkernels.embedding.lookup import (
     check_used,
     check_visual,
     overlap,
+    scatter_visual,
 )
 from vlmkernels.embedding.visual_index import shard_rows
 
@@ -150,6 +151,10 @@ def add_visual_(
     check_in_place("hidden", hidden, "pass hidden.clone()")
     allow_unused = allow_unused or shard is not None
     if torch.compiler.is_compiling():  # which traces no autograd.Function that writes its input
-        return hidden.copy_(add_visual_reference(hidden, visual, visual_index, shard=shard))
+        flat = hidden.reshape(rows, hidden.shape[-1])
+        zeros, unused = torch.zeros_like(flat), allow_unused
+        added = scatter_visual(zeros, visual, visual_index, shard=shard, allow_unused=unused)
+        index = visual_index[first : first + rows, None]
+        return hidden.copy_(torch.where(index >= 0, flat + added, flat).view_as(hidden))
     visual = visual.resolve_neg()  # torch resolves no arguments of what returns nothing
     return _add_with_gradients(hidden, visual, visual_index, first, allow_unused)

@@ -73,7 +73,7 @@ def row_exchange(
     local = torch.empty_like(owner)  # number of each row among its owner's
     for member in range(ranks):
         mine = owner == member
-        local[mine] = torch.arange(int(mine.sum()))
+        local[mine] = torch.arange(int(mine.sum()), device=owner.device)
     send, receive = [], [0] * ranks
     arrivals = torch.full_like(index, -1)
     for member, shard in enumerate(shards):
@@ -86,7 +86,7 @@ def row_exchange(
         if member == rank:
             receive = source.bincount(minlength=ranks).tolist()
             arrival = torch.empty_like(wanted)
-            arrival[source.argsort(stable=True)] = torch.arange(len(wanted))
+            arrival[source.argsort(stable=True)] = torch.arange(len(wanted), device=owner.device)
             arrivals[first + positions] = arrival
     return RowExchange(send, receive, arrivals.to(visual_index.device, torch.int32))
 

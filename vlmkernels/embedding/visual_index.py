@@ -5,6 +5,7 @@ S = positions of the pack, n = visual rows, k = samples of the pack.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from numbers import Integral, Number
 from typing import Any, TypeAlias
@@ -85,11 +86,13 @@ def visual_index(
     check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1)
     try:
         listed: Any = [token_ids] if isinstance(token_ids, Integral) else token_ids
-        ids = [int(token) for token in listed]
+        ids = [operator.index(token) for token in listed]
     except TypeError:
         raise ValueError(f"token_ids is {token_ids!r}; it must be an id or several") from None
     if not ids:
         raise ValueError("token_ids is empty; it must name at least one placeholder id")
+    if separate and len(set(ids)) < len(ids):
+        raise ValueError(f"token_ids {ids} has an id twice; with separate=True each has one stream")
     if separate and cu_seqlens is not None:
         raise ValueError("cu_seqlens is given with separate=True; give one of the two")
     if separate:
@@ -126,9 +129,10 @@ def _entries(counts: Any) -> int:
 def _total(count: Any) -> int:
     if isinstance(count, Integral):
         return int(count)
-    if isinstance(count, Tensor):
+    numbers = isinstance(count, Tensor) and not count.dtype.is_floating_point
+    if numbers and not count.dtype.is_complex:
         return int(count.sum())
-    if isinstance(count, (str, bytes)) or not hasattr(count, "__iter__"):
+    if isinstance(count, (str, bytes, Tensor)) or not hasattr(count, "__iter__"):
         raise ValueError(f"counts holds {count!r}; it must hold whole numbers, or tensors of them")
     return sum(_total(part) for part in count)
 

@@ -312,6 +312,8 @@ def linear_cross_entropy(
     _check_shard(shard, group, hidden, targets)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
+    if not isinstance(ignore_index, Integral):
+        raise ValueError(f"ignore_index is {ignore_index!r}; it must be a whole number")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be 0 to 1")
     if not 0 <= z_loss < math.inf:

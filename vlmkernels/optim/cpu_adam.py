@@ -119,12 +119,12 @@ class CPUAdam(AdamBase):
         Raises:
             ValueError: a tensor that doesn't fit.
         """
-        if not any(param is p for p in self._params()):
-            raise ValueError(f"param, {describe(param)}, is not a parameter of this optimizer")
         if copy is None:
             self._low.pop(param, None)
             self._forget_checks()
             return
+        if not any(param is p for p in self._params()):
+            raise ValueError(f"param, {describe(param)}, is not a parameter of this optimizer")
         if is_sharded(type(param)):
             raise ValueError("param is a DTensor, whose low-precision copy FSDP2 makes itself")
         if not _is_copy(copy, param):

@@ -128,7 +128,9 @@ class Processor:
         image and video settings."""
         if self._fingerprint is None:
             settings: list[object] = [self.template.template, self.template.vocabulary_hash()]
-            settings += [asdict(self.images), asdict(self.videos)]
+            settings += [asdict(self.images), self.videos.identity()]
+            if self.videos.shared_pixels:  # since then the times of a video's slices are given
+                settings.append("times are not learned")
             text = json.dumps(settings, sort_keys=True)
             self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
         return self._fingerprint

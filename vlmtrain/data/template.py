@@ -248,9 +248,9 @@ class ChatTemplate:
 
         `videos`: what stands in the text for each video, instead of one <|video_pad|>.
 
-        The ids equal `tokenizer.apply_chat_template(messages)`. A token that begins in the header
-        and ends in the answer (a newline joined with the answer's own first newline) is not
-        learned: the header is given when the model answers.
+        The ids equal `tokenizer.apply_chat_template(messages)` by the same template. A token that
+        begins in the header and ends in the answer (a newline joined with the answer's own first
+        newline) is not learned: the header is given when the model answers.
 
         Raises:
             DataError: the template cannot render the sample, or changes earlier turns when later
@@ -418,7 +418,8 @@ class ChatTemplate:
 
 
 def _default(template: Any, where: str) -> str | None:
-    """Of named templates that called "default", as transformers chooses.
+    """Of named templates that called "default", as transformers' processors choose, with tools too
+    (a tokenizer alone would take "tool_use" then).
 
     Raises:
         DataError: there is none of that name.

@@ -13,7 +13,9 @@ by tensor. e = bytes per element, t = tensor-parallel size, s = t under sequence
 
     4eh/s + 8/s            two norms: input and output, and the statistics
     e(3q + 3kv)/t          rotated q and k, the fused projection that v is a view of, the output
-    8H/t                   softmax statistics; a stage's layers share a rotary table of 4d bytes
+    8H/t                   softmax statistics (on the CPU 256H more in windows of at most 64 patches
+                           at head widths from 64 on, where the processor's kernels keep
+                           probabilities); a stage's layers share a rotary table of 4d bytes
                            (on the CPU, queries and keys without norms, and vision in bf16 on
                            CUDA at the head widths of its kernels: the fused projection and the
                            output, 4eh/t of vision: qkv_attention and vision_attention rotate as
@@ -44,6 +46,8 @@ _ALIGNMENT = 64  # elements at which parameters start in a buffer
 _BUCKET = 128  # elements that a buffer is a multiple of
 #: vlmkernels.attention.select.TILED_HEAD_DIMS, without its import of torch.
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
+#: vlmkernels.attention.select.KEPT_TOKENS, likewise.
+KEPT_TOKENS = 64
 #: Logits of the loss on the CPU and on CUDA: vlmkernels.loss.op.KEPT * CHUNK_BYTES, likewise.
 LOSS_BYTES, CUDA_LOSS_BYTES = 128 << 20, 512 << 20
 
@@ -337,6 +341,16 @@ class ActivationModel:
         spec = self.spec
         return not self.cuda and not spec.qk_norm and self.tensor <= spec.num_kv_heads
 
+    @property
+    def _probabilities(self) -> float:
+        """Bytes of a patch and head that windows may keep on the CPU; an average of the layers."""
+        vision = self.spec.vision
+        if self.cuda or vision.window_size is None:
+            return 0.0
+        longest = (vision.window_size // vision.patch_size) ** 2
+        windows = 1 - len(vision.full_attention_layers) / vision.depth
+        return 4 * KEPT_TOKENS * windows if longest <= KEPT_TOKENS <= vision.head_dim else 0.0
+
     def _layer(self, recompute: str, *, vision: bool, below: bool) -> float:
         """Bytes per row, linear by linear: what learns, and what it keeps.
 
@@ -366,7 +380,8 @@ class ActivationModel:
                 fused = self._text_is_fused
             queries_and_keys = (q + qkv.outputs) // 2
             inputs = qkv.outputs + q + (0 if fused else queries_and_keys)
-            kept += e * inputs / t + 8 * heads / t
+            statistics = 8 + (self._probabilities if vision else 0)
+            kept += e * inputs / t + statistics * heads / t
             if not vision and spec.qk_norm:  # their norms' inputs and statistics
                 kept += (e * queries_and_keys + 4 * (heads + spec.num_kv_heads)) / t
         elif learns[1]:

@@ -30,7 +30,8 @@ VLMK_NOINLINE void row_dots(const Rows<T>& outs, const Rows<T>& douts, int64_t n
 // What softmax_gradient leaves for the three products that follow it.
 template <class Math>
 struct Gradients {
-  float* st;   // [keys, kLaneRow] scores -> P^T
+  const float* kept;  // probabilities_of the segment: there are no scores
+  float* st;          // [keys, kLaneRow] scores -> P^T
   float* dpt;  // [keys, kLaneRow] dP^T -> dS^T / scale; of bf16: pairs along keys
   typename Math::Element* p_row;  // of bf16: [keys, 32] P^T, pairs along queries; Fp32: st
   typename Math::Element* ds_row;
@@ -50,6 +51,7 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int all_keys, int 
     const Vec inverse = load(inverse_sum + j * kWidth);
     float *const st = g.st + j * kWidth, *const dpt = g.dpt + j * kWidth;
     const auto probability = [&](int i) {
+      if (Math::kStep == 1 && g.kept) return load(g.kept + i * kBlock + j * kWidth) * inverse;
       return exp2<kDegree>(fma(load(st + i * kLaneRow), c, shift)) * inverse;
     };
     Vec d;
@@ -208,7 +210,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
   float* local_dq = reinterpret_cast<float*>(g_depth) + ld * kBlock;  // [64, ld]
   float* st = local_dq + ld * kBlock;                                 // [64 keys, 64 queries]
   float* dpt = st + kBlock * kLaneRow;
-  Gradients<Math> gradients{st, dpt, nullptr, nullptr, kLaneRow};
+  Gradients<Math> gradients{nullptr, st, dpt, nullptr, nullptr, kLaneRow};
   if constexpr (Math::kStep == 1) {
     gradients.p_row = st;
     gradients.ds_row = dpt;
@@ -299,9 +301,12 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
       Panel<Math> query{q_depth, ld}, grad{g_depth, ld};  // B of dS^T Q and P^T dO
       if constexpr (Math::kStep == 1) {
         const bool few = length <= kBlock;
+        gradients.kept = probabilities_of<Math>(p, item, head);
         query = pack_both(p, q, place, queries, q_depth, few);
         grad = depth_panel<Fp32>(dout, queries, dim, g_depth, few);
-        pack_lanes(Rows<const float>{query.data, query.ld}, queries, dim, score_sign(p), qt);
+        if (!gradients.kept) {
+          pack_lanes(Rows<const float>{query.data, query.ld}, queries, dim, score_sign(p), qt);
+        }
         pack_lanes(Rows<const float>{grad.data, grad.ld}, queries, dim, 1.f, gt);
       } else {
         with_rotated<Math>(p, q, place, queries, local_dq, [&](const auto& q_rows) {
@@ -352,13 +357,15 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
           }
           prefetcher.spread_over(5 * kBlock * kBlock * dim / kStepSize);
         }
-        gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, st, kLaneRow, n, lanes,
-                           depth, Add::kNothing, nullptr, left(Causal::kColumnsFromRow)},
-                          prefetcher);
+        if (!gradients.kept) {
+          gemm<Math, false>({key.data + k0 * key.ld, key.ld, qt, kLaneRow, st, kLaneRow, n, lanes,
+                             depth, Add::kNothing, nullptr, left(Causal::kColumnsFromRow)},
+                            prefetcher);
+          if (diagonal) mask_causal(st, k, n, q0, lanes);
+        }
         gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kLaneRow, dpt, kLaneRow, n,
                            lanes, depth, Add::kNothing, nullptr, left(Causal::kColumnsFromRow)},
                           prefetcher);
-        if (diagonal) mask_causal(st, k, n, q0, lanes);
         (all_keys ? softmax_gradient<Math, kDegree<T>, true>
                   : softmax_gradient<Math, kDegree<T>, false>)(gradients, n, lanes, score_scale(p),
                                                                diagonal, row_max, inverse_sum,

@@ -168,6 +168,26 @@ VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale
   }
 }
 
+// Where p.probabilities has those of a segment of at most 64 tokens, [keys, 64], else null.
+template <class Math>
+VLMK_INLINE float* probabilities_of(const AttentionParams& p, const AttentionItem& item,
+                                    int64_t head) {
+  if (!p.probabilities || item.length > kBlock || Math::kStep != 1) return nullptr;
+  return p.probabilities + (head * p.tokens + item.begin) * kBlock;
+}
+
+// s [keys, kLaneRow] -> to [keys, 64], in whole lines.
+VLMK_NOINLINE void keep_probabilities(const float* s, int keys, int vectors, bool non_temporal,
+                                      float* to) {
+  const bool streams = non_temporal && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+  for (int i = 0; i < keys; ++i, s += kLaneRow, to += kBlock) {
+    for (int j = 0; j < vectors; ++j) {
+      const Vec x = load(s + j * kWidth);
+      streams ? stream(to + j * kWidth, x) : store(to + j * kWidth, x);
+    }
+  }
+}
+
 [[maybe_unused]] int64_t forward_floats(const AttentionParams& p, const AttentionWork& work) {
   return gathered_floats(p, work)                                  // output of a window
          + 2 * whole_blocks(work.max_seqlen) * padded(p.head_dim)  // keys, values
@@ -297,6 +317,9 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
       if constexpr (Math::kStep == 1) {
         const auto nothing = [] {};
         softmax(nothing);
+        if (float* kept = probabilities_of<Math>(p, item, item.head)) {
+          keep_probabilities(s, n, lanes, work.non_temporal, kept);
+        }
         if (window) pack_values(0, n);
       } else {
         // A window's values are packed beside the exponentials, which leave loads, stores and

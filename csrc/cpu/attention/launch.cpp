@@ -23,18 +23,18 @@ bool on_amx() { return active_isa() == Isa::kAmxBf16 || active_isa() == Isa::kAm
 // Float32 by parts of bf16 takes longer than multiply-adds in short segments, whose parts are made
 // for few products (forward and forward + backward of 64 tokens 0.9x, of 128 1.07x and 1.03x, of
 // 256 1.2x and 1.1x): there only if the instruction set is forced.
-bool long_ones_on_tiles(const AttentionParams& p) {
-  return on_amx() && p.dtype == DType::kFloat32 && !isa_is_forced();
+bool long_ones_on_tiles(DType dtype) {
+  return on_amx() && dtype == DType::kFloat32 && !isa_is_forced();
 }
 
-bool on_tiles(const AttentionParams& p, int64_t max_seqlen) {
-  if (long_ones_on_tiles(p)) return max_seqlen > kPrefetchLength;
-  return on_amx() && (p.dtype != DType::kFloat16 || tiles_multiply_fp16());
+bool on_tiles(DType dtype, int64_t max_seqlen) {
+  if (long_ones_on_tiles(dtype)) return max_seqlen > kPrefetchLength;
+  return on_amx() && (dtype != DType::kFloat16 || tiles_multiply_fp16());
 }
 
 // The active instruction set, where it has kernels of its own for these.
 Isa isa_of(const AttentionParams& p, int64_t max_seqlen) {
-  return p.dtype == DType::kBFloat16 || on_tiles(p, max_seqlen) ? active_isa() : Isa::kGeneric;
+  return p.dtype == DType::kBFloat16 || on_tiles(p.dtype, max_seqlen) ? active_isa() : Isa::kGeneric;
 }
 
 }  // namespace
@@ -138,7 +138,7 @@ struct Lengths {
 // else.
 std::vector<Lengths> lengths_by_kernel(const AttentionParams& p) {
   constexpr int64_t kLongest = std::numeric_limits<int64_t>::max();
-  if (long_ones_on_tiles(p)) return {{1, kPrefetchLength}, {kPrefetchLength + 1, kLongest}};
+  if (long_ones_on_tiles(p.dtype)) return {{1, kPrefetchLength}, {kPrefetchLength + 1, kLongest}};
   return {{1, kLongest}};
 }
 
@@ -282,7 +282,7 @@ void backward(const AttentionGradParams& g, const Lengths& lengths) {
   // On tiles, keys whose operands and sums stay in a cache of 2 MB (4,096 tokens: 1.2x; of float32,
   // which has three parts, 1.1x).
   const int64_t fit = p.dtype == DType::kFloat32 ? 512 : 1024;
-  const int64_t most = on_tiles(p, length) ? std::min(length, fit) : length;
+  const int64_t most = on_tiles(p.dtype, length) ? std::min(length, fit) : length;
   const int64_t rows = choose_rows(p, p.kv_heads, most, kFewest);
   auto items = make_items(p, lengths, p.kv_heads, rows, length);
   const SharedDqs shared(p, items);
@@ -291,6 +291,10 @@ void backward(const AttentionGradParams& g, const Lengths& lengths) {
 }
 
 }  // namespace
+
+bool attention_keeps_probabilities(DType dtype) {
+  return !on_tiles(dtype, 1) && !(dtype == DType::kBFloat16 && uses_bf16_dots());
+}
 
 void attention_forward(const AttentionParams& p) {
   check_segments(p);

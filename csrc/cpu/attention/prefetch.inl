@@ -134,7 +134,12 @@ void prefetch_backward(const AttentionGradParams& g, const AttentionItem& first,
     prefetcher.add(x + q_first * p.tokens + first.begin, 4 * p.tokens, q_last - q_first + 1,
                    4 * first.length);
   }
-  prefetcher.spread_over(5 * group * product_steps(p, first, last));
+  const bool kept = p.probabilities && first.length <= kBlock;
+  for (int64_t head = q_first; kept && head <= q_last; ++head) {
+    prefetcher.add(p.probabilities + (head * p.tokens + first.begin) * kBlock, 0, 1,
+                   4 * kBlock * first.length);
+  }
+  prefetcher.spread_over((kept ? 4 : 5) * group * product_steps(p, first, last));
 }
 
 }  // namespace

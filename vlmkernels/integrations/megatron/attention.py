@@ -26,6 +26,7 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -188,7 +189,7 @@ class PackedSelfAttention(SelfAttention):
             or table is None
             or hidden_states.device.type not in ("cpu", "cuda")
             or (hidden_states.is_cuda and self.checkpoint_core_attention)
-            or self.config.qk_layernorm
+            or _normalizes(self)
             or getattr(self.config, "attention_output_gate", False)
             or (self.config.num_query_groups or 0) < self.world_size
             or attention_mask is not None
@@ -214,6 +215,12 @@ class PackedSelfAttention(SelfAttention):
         return self.linear_proj(out.view(len(out), 1, out.shape[1] * out.shape[2]))
 
 
+def _normalizes(attention: SelfAttention) -> bool:
+    """Whether queries or keys are normalised: Megatron's L2Norm is in the modules alone."""
+    norms = (attention.q_layernorm, attention.k_layernorm)
+    return any(norm is not None and not isinstance(norm, IdentityOp) for norm in norms)
+
+
 class VisionSelfAttention(SelfAttention):
     """megatron-core's SelfAttention with vision_attention between its two projections.
 
@@ -228,8 +235,11 @@ class VisionSelfAttention(SelfAttention):
                 f"num_query_groups is {config.num_query_groups}; VisionSelfAttention needs "
                 f"num_attention_heads, {config.num_attention_heads}"
             )
-        if config.qk_layernorm:
-            raise ValueError("qk_layernorm is True; VisionSelfAttention normalizes no queries")
+        if _normalizes(self):
+            raise ValueError(
+                "q_layernorm or k_layernorm normalizes (qk_layernorm, qk_l2_norm); "
+                "VisionSelfAttention normalizes no queries"
+            )
         if not isinstance(self.core_attention, VarlenCoreAttention):
             raise ValueError(
                 f"core_attention is {type(self.core_attention).__name__}; VisionSelfAttention "

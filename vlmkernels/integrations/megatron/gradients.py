@@ -132,6 +132,8 @@ class EarlyGradients:
             and config.num_distributed_optimizer_instances == 1
             and all(bucket.gradient_scaling_factor == 1.0 for bucket in group.buckets)
         )
+        # Where Megatron sums in float32, waiting is what writes the gradients: they go at the step.
+        waits = not getattr(config, "reduce_scatter_with_fp32_accumulation", False)
         reductions: list[_Reduction] = []
         registered: set[Tensor] = set()  # sent in this pass
 
@@ -146,7 +148,7 @@ class EarlyGradients:
             running = group.grad_reduce_handle
             start(*more, **options)
             handle = group.grad_reduce_handle
-            if not alone and handle is not None and handle is not running:
+            if waits and not alone and handle is not None and handle is not running:
                 reductions.append(_Reduction(handle))
                 self._send((p for b in group.buckets for p in b.params_list), reductions[-1])
 

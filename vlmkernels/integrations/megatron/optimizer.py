@@ -30,6 +30,7 @@ from torch import Tensor
 
 from vlmkernels._native import describe
 from vlmkernels.optim.checks import hyperparameters
+from vlmkernels.optim.cpu_adam import CPUAdam
 from vlmkernels.optim.host_step import HostStep, Shard, Work
 from vlmkernels.optim.masters import differs
 from vlmkernels.optim.multi_tensor import GRADIENTS
@@ -253,6 +254,8 @@ class OffloadedOptimizer(DistributedOptimizer):
         state.pop("step", None)
         state.update(moved)
         del self.optimizer.state[old]
+        if isinstance(self.optimizer, CPUAdam):
+            self.optimizer.set_low_precision(old, None)
         self.optimizer.state[new] = state
         place.mains[place.position] = place.group["params"][place.order] = new
         if target.dtype != torch.float32:
@@ -378,12 +381,13 @@ class OffloadedOptimizer(DistributedOptimizer):
 
         if main.dtype != torch.float32 or main.shape != shard.slot.shape:
             raise ValueError(f"the master of {name()} is {describe(main)}; its shape must stay")
-        if main.is_shared():
-            raise ValueError(
-                f"the master of {name()} was sent to another process, as Megatron's persistent "
-                "checkpoint worker has it, which would save what this step writes; save without it"
-            )
         ensure_moments(shard.state, torch.float32, shard.slot, shard.slot.device, name)
+        if any(x.is_shared() for x in (main, shard.state["exp_avg"], shard.state["exp_avg_sq"])):
+            raise ValueError(
+                f"the state of {name()} was sent to another process, as Megatron's persistent "
+                "checkpoint worker has it, which would save what this step writes; save without "
+                "it, and offload(optimizer, 0) and back gives the state memory of its own again"
+            )
 
     # ---- loading ---------------------------------------------------------------------------------
 

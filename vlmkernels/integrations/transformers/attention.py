@@ -81,7 +81,9 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     plain = attention_mask is None and key.shape[2] == length > 1 and causal
     kind = query.device.type
-    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:  # as sdpa's autocast does
+    # As sdpa's autocast does; torch knows of none on the meta device.
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    if autocast and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     if (
         not (segments or plain and query.device.type == "cpu")

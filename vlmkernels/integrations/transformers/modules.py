@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple
 
 from vlmkernels import add_visual_, scatter_visual, visual_embedding, visual_index
 from vlmkernels._native import DTYPES
+from vlmkernels._native import is_plain as is_plain_tensor
 from vlmkernels.attention.api import rotated_attention
 from vlmkernels.embedding.add import add_visual_reference
 from vlmkernels.embedding.lookup import scatter_visual_reference
@@ -214,7 +215,7 @@ class VisionAttention(Replacement):
         if qkv.dtype not in DTYPES:
             kwargs.update(position_embeddings=position_embeddings)
             return super().forward(hidden_states, cu_seqlens, **kwargs)  # type: ignore[misc]
-        if cu_seqlens.is_cuda and max_seqlen is None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and max_seqlen is None and is_plain_tensor(cu_seqlens):
             max_seqlen = known_max_seqlen(cu_seqlens)
         table = rotary_table(*position_embeddings)
         out = rotated_attention(qkv, table, cu_seqlens.to(torch.int32), max_seqlen=max_seqlen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -45,6 +45,14 @@ class VideoSettings:
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128000
     shared_pixels: ClassVar[bool] = False  # whether bounds of pixels are of all frames together
+
+    def identity(self) -> dict[str, Any]:
+        """What decides what a video becomes. A cap that is off is left out, as in data sets that
+        were built before there was one."""
+        settings = asdict(self)
+        if not self.cap_pixels_per_frame and not self.shared_pixels:
+            del settings["cap_pixels_per_frame"], settings["max_video_tokens"]
+        return settings
 
     @classmethod
     def default(
