@@ -17,7 +17,7 @@ from benchmarks import ceilings
 from benchmarks.harness import FAULT_FREE, Comparison, Context, Row, compare, difference, say
 from vlmkernels import VisionLayout, _native, varlen_attention, vision_attention
 from vlmkernels.attention.api import qkv_attention
-from vlmkernels.attention.select import WINDOW_LENGTHS
+from vlmkernels.attention.select import WINDOW_LENGTHS, keeping
 from vlmkernels.rotary import rotate
 
 HEADS, HEAD_DIM = 16, 80
@@ -194,6 +194,16 @@ def _cuda_peers(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Attend]:
     return {"torch.nn.attention.varlen": torch_varlen, "flash-attn": flash_attn}
 
 
+def _flops(products: float, backward: bool, keeps: bool = False) -> float:
+    """Of two products forward and five backward, four where probabilities are kept, of so many
+    multiply-adds each; the softmax is not counted."""
+    return 2.0 * products * (2 + (4 if keeps else 5) * backward)
+
+
+def _keeps(dtype: torch.dtype, longest: int) -> bool:
+    return keeping("cpu", longest, torch.empty(0, HEAD_DIM, dtype=dtype).requires_grad_()) != "cpu"
+
+
 def _close(dtype: torch.dtype) -> Callable[[list[Tensor], list[Tensor]], str | None]:
     """The same function at all?"""
     return partial(difference, allowed=1e-3 if dtype == torch.float32 else 3e-2)
@@ -233,8 +243,8 @@ def comparison(
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return varlen_attention(q, k, v, cu_seqlens, max_seqlen=max_seqlen, backend=kernel)
 
-    # Two products forward, five backward; the softmax is not counted.
-    flops = 4.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths) * (3.5 if backward else 1)
+    keeps = backward and device == "cpu" and _keeps(dtype, max_seqlen)
+    flops = _flops(HEADS * HEAD_DIM * sum(n * n for n in lengths), backward, keeps)
     windows = max_seqlen <= 64
     if device == "cuda" and windows:  # bound by memory there: q, k, v, out and their gradients
         traffic = q.numel() * q.element_size() * (4 + (8 if backward else 0))
@@ -308,7 +318,8 @@ def vision_comparison(
 
     on_tiles = context.device == "cpu" and dtype == torch.bfloat16 and ceilings.on_amx()
     barred = on_tiles and window and context.has_bars
-    flops = 4.0 * HEADS * HEAD_DIM * sum(n * n for n in lengths) * (3.5 if backward else 1)
+    keeps = backward and context.device == "cpu" and _keeps(dtype, max(lengths))
+    flops = _flops(HEADS * HEAD_DIM * sum(n * n for n in lengths), backward, keeps)
     if context.device == "cuda" and window:  # bound by memory: qkv, out, their gradients; the table
         traffic = dout.numel() * dout.element_size() * (4 + (8 if backward else 0))
         limits = ceilings.copy(traffic + table.nbytes * (2 if backward else 1), context)
@@ -374,7 +385,7 @@ def language_comparison(
         return attend(q, k, v)
 
     pairs = sum(n * (n + 1) / 2 for n in lengths)
-    flops = 4.0 * heads * dim * pairs * (3.5 if backward else 1)
+    flops = _flops(heads * dim * pairs, backward)
     return Comparison(
         op=f"causal attention, forward{' + backward' if backward else ''}",
         shape=f"{len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, "

@@ -91,13 +91,9 @@ def _check_start(op: str, x: Tensor) -> None:
         )
 
 
-def _check_apart(x: Tensor, name: str, parameter: Tensor | None) -> None:
-    """x is written while rows of it still need the parameter."""
-    if parameter is None or torch.compiler.is_compiling():
-        return
-    begin, length = parameter.data_ptr(), max(len(parameter) - 1, 0) * parameter.stride(0) + 1
-    end = begin + length * parameter.element_size()
-    if begin < x.data_ptr() + x.nbytes and x.data_ptr() < end and x.numel():
+def _check_apart(name: str, begin: int, x: Tensor, x_begin: int) -> None:
+    """x, at x_begin, is written while rows of it still need the dense parameter at `begin`."""
+    if begin and x_begin - x.shape[-1] * x.itemsize < begin < x_begin + x.nbytes:
         raise ValueError(f"{name} lies in the memory of x, which is written; pass {name}.clone()")
 
 
@@ -201,6 +197,9 @@ def _normalize(
     rows = x.numel() // max(width, 1)
     y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     pointers = (pointer(x), pointer(residual), pointer(bias), pointer(weight), pointer(y))
+    if residual is not None:
+        _check_apart("bias", pointers[2], x, pointers[0])
+        _check_apart("weight", pointers[3], x, pointers[0])
     launch("rms_norm", x, *pointers, pointer(rstd), rows, width, eps, DTYPES[x.dtype])
     return y, weight, rstd
 
@@ -331,8 +330,6 @@ def add_rms_norm_(
     _check_start("add_rms_norm_", x)
     if residual is not None:
         check_in_place("x", x, "pass x.clone()")
-        _check_apart(x, "weight", weight)
-        _check_apart(x, "bias", bias)
     if residual is None:
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
     elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
@@ -366,7 +363,12 @@ def swiglu_backward(
     dy, dx = dy.reshape(rows, dy.shape[-1]), torch.empty_like(x)
     if not x.is_cuda or dy.is_neg():
         dy = _contiguous(dy)
-    elif dy.stride(1) != 1 or dy.stride(0) * dy.itemsize % 8 or dy.data_ptr() % 16:
+    elif (
+        dy.stride(1) != 1
+        or dy.stride(0) < both // 2  # expanded over rows
+        or dy.stride(0) * dy.itemsize % 8
+        or dy.data_ptr() % 16
+    ):
         dy = dy.clone(memory_format=torch.contiguous_format)
     dbias = _Gradient(x, both, rows, learns, main_grad, _C.CUDA_SWIGLU_ROWS)
     launch(
@@ -402,6 +404,7 @@ class _SwiGLU(torch.autograd.Function):
         if added is not None:
             added = _aligned(added)
             if not x.is_cuda:
+                _check_apart("bias", pointer(added), x, pointer(x))
                 torch.autograd.graph.increment_version(x)
         ctx.save_for_backward(x, added if x.is_cuda else None)
         pointers = (pointer(x), pointer(added), pointer(y))
@@ -450,6 +453,5 @@ def swiglu_(
     _check_start("swiglu_", x)
     if bias is not None and not x.is_cuda:
         check_in_place("x", x, "pass x.clone()")
-        _check_apart(x, "bias", bias)
     seen, main_grad = _parameter("bias", bias, bias_grad, x)
     return _SwiGLU.apply(x, seen, (bias, main_grad), padding)

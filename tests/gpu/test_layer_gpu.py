@@ -63,7 +63,8 @@ def test_swiglu(dtype: torch.dtype, bias: bool, rows: int, width: int) -> None:
     """Units of 16 bytes and, of 20 and 3,420 columns in 16 bits, of 8."""
     inputs = [3 * make(dtype, rows, 1, 2 * width)] + ([make(dtype, 2 * width)] if bias else [])
     apart = make(dtype, rows, 1, width + 4)[..., :width]
-    for upstream in (apart.contiguous(), apart):
+    expanded = make(dtype, 1, 1, width).expand(rows, 1, width)  # as that of a sum over rows
+    for upstream in (apart.contiguous(), apart, expanded):
         check(swiglu_, plain_swiglu, inputs, upstream, {2: None})
 
 

@@ -75,6 +75,43 @@ def test_main_grad(
     assert_accurate("main_grad", table.main_grad, 2 * theirs.float(), 2 * exact)
 
 
+@pytest.mark.parametrize("options", [{}, {"grad_scale": 1.0}, {"grad_scale": torch.tensor(2.0)}])
+def test_targets_in_host_memory_make_nobody_wait(options: dict[str, Any]) -> None:
+    x, weight, targets = make(300, 2003, 128, torch.bfloat16, 0.6)
+    hidden, table = (t.requires_grad_() for t in to_gpu(x, weight))
+    upstream = torch.tensor(3.0, device="cuda")
+    for mode in ("default", "error"):  # the first call allocates
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            loss = linear_cross_entropy(hidden, table, targets, **options)
+            got = torch.autograd.grad(loss, (hidden, table), upstream)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    inputs = *to_gpu(x, weight, targets), upstream
+    theirs = outputs(plain, *inputs)
+    exact = outputs(plain, inputs[0].double(), inputs[1].double(), *inputs[2:])
+    for name, value in zip(("dhidden", "dweight"), got, strict=True):
+        assert_accurate(name, value, theirs[name], exact[name])
+
+
+def test_a_grad_scaler_finds_finite_gradients_of_scale_1() -> None:
+    """Its first scale is no float16."""
+    x, weight, targets = to_gpu(*make(300, 2003, 128, torch.float16, 0.6))
+    got = outputs(
+        linear_cross_entropy,
+        x,
+        weight,
+        targets,
+        torch.tensor(65536.0, device="cuda"),
+        grad_scale=1.0,
+    )
+    exact = outputs(plain, x.double(), weight.double(), targets, torch.tensor(1.0, device="cuda"))
+    for name in ("dhidden", "dweight"):
+        assert got[name].isfinite().all(), name
+        error = (got[name].double() / 65536 - exact[name]).abs().max()
+        assert error <= 2.0**-10 * exact[name].abs().max()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_the_kernel_has_the_results_of_the_cpu(dtype: torch.dtype) -> None:
     """Statistics of columns in two calls and the gradient: a few roundings of float32 apart."""

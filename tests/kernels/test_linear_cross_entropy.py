@@ -511,12 +511,15 @@ def test_compile(reduction: str, dynamic: bool) -> None:
 
 
 def test_autocast_changes_nothing() -> None:
+    """Nor in a backward inside its region, which makes the gradients of single losses."""
     x, weight, targets = make(20, 70, 12, torch.float32)
-    want = outputs(linear_cross_entropy, x, weight, targets, torch.ones(()))
-    with torch.autocast("cpu", torch.bfloat16):
-        got = outputs(linear_cross_entropy, x, weight, targets, torch.ones(()))
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
+    for reduction, dout in (("mean", torch.ones(())), ("none", torch.rand(20) + 0.5)):
+        options = {"reduction": reduction}
+        want = outputs(linear_cross_entropy, x, weight, targets, dout, **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = outputs(linear_cross_entropy, x, weight, targets, dout, **options)
+        for name, value in want.items():
+            assert torch.equal(got[name], value), name
 
 
 def test_cuda_function_takes_what_the_launcher_passes() -> None:
@@ -564,6 +567,12 @@ def test_wrong_arguments() -> None:
         ((x, weight, targets[:8]), {}, "targets has 8 entries; it must have hidden's 9 rows"),
         ((x, weight, targets), {"reduction": "max"}, "reduction is 'max'"),
         ((x, weight, targets), {"label_smoothing": 1.5}, "label_smoothing is 1.5"),
+        ((x, weight, targets), {"z_loss": None}, "z_loss is None; it must be a number"),
+        (
+            (x, weight, targets),
+            {"label_smoothing": torch.tensor(0.1, requires_grad=True)},
+            "label_smoothing is a tensor that requires a gradient",
+        ),
         ((x, weight, targets), {"ignore_index": None}, "ignore_index is None; it must be a whole"),
         ((x, weight, targets), {"z_loss": -1.0}, "z_loss is -1.0"),
         ((x, weight, targets), {"weight_grad": "sparse"}, "weight_grad is 'sparse'"),

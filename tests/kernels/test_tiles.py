@@ -181,7 +181,8 @@ class OnTiles:
         stats = values.pop("row_stats")
         values |= {name: fill("HeadsView", **view(values[name])) for name in ("q", "k", "v", "out")}
         defaults: dict[str, Any] = {"causal": False, "max_seqlen": 0, "q_group_gap": 0}
-        defaults |= dict.fromkeys(("order", "rotary", "tiles", "rotated_k", "rotated_q"))
+        pointers = ("order", "rotary", "probabilities", "tiles", "rotated_k", "rotated_q")
+        defaults |= dict.fromkeys(pointers)
         values["row_max"] = stats
         values["row_sum"] = stats + 4 * values["heads"] * values["tokens"]
         return fill("AttentionParams", **{**defaults, **values})

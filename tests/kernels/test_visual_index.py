@@ -49,9 +49,11 @@ def test_kinds_of_counts_and_ids() -> None:
                 with pytest.raises(ValueError, match="counts is 2; with .* it must hold one entry"):
                     visual_index(ids, [7], counts, **options)
     wrong: Any
-    for wrong in (2.0, "2", [2.5], torch.tensor([2.0]), torch.tensor(2.9)):
+    for wrong in (2.0, "2", [2.5], torch.tensor([2.0]), torch.tensor(2.9), np.array(2)):
         with pytest.raises(ValueError, match="counts holds .* it must hold whole numbers"):
             visual_index(ids, 7, wrong)
+    with pytest.raises(ValueError, match="cu_seqlens is .* must hold whole numbers"):
+        visual_index(ids, 7, [1, 1], cu_seqlens=[0.0, 2.9, 4.0])
     with pytest.raises(ValueError, match=r"token_ids \[7, 7\] has an id twice"):
         visual_index(ids, [7, 7], separate=True)
     for wrong in (None, torch.tensor(7), 7.0, [7.9]):

@@ -120,9 +120,13 @@ def cleared() -> None:
     check_same(runs[1], runs[0])
 
 
-def moved(dtype: torch.dtype, fractions: Sequence[float]) -> None:
+def moved(dtype: torch.dtype, fractions: Sequence[float], cpu_adam: bool) -> None:
     """Shards that leave the host before the first step there, or after it, go on counting."""
+    from vlmtrain.cpu.adam import use_cpu_adam
+
     plain, run = Run(dtype), Run(dtype)
+    for part in run.optimizer.chained_optimizers if cpu_adam else []:
+        use_cpu_adam(part)
     for seed, fraction in enumerate(fractions):
         offload(run.optimizer, fraction, gradients=torch.float32)
         for one in (plain, run):
@@ -212,7 +216,9 @@ FRACTIONS = ((1.0, 0.0), (0.5, 0.0), (1.0, 0.5), (0.0, 1.0, 0.0))
 CASES = {
     "skipped": [partial(skipped, *given) for given in itertools.product(TYPES, (False, True))],
     "cleared": [cleared],
-    "moved": [partial(moved, *given) for given in itertools.product(TYPES, FRACTIONS)],
+    "moved": [
+        partial(moved, *given) for given in itertools.product(TYPES, FRACTIONS, (False, True))
+    ],
     "loaded": [partial(loaded, *given) for given in itertools.product((0.5, 1.0), (True, False))],
     "shared": [shared],
     "released": [released],

@@ -84,7 +84,7 @@ def varlen_attention(
         lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
         return flash(q, k, v, *lengths, softmax_scale=scale, causal=causal)
     if backend is None:
-        kernel = keeping(kernel, q.dtype, head_dim, max_seqlen, _asks_gradient(q, k, v))
+        kernel = keeping(kernel, max_seqlen, q, k, v)
     return varlen_op(q, k, v, cu_seqlens, max_seqlen, causal, scale, kernel)[0]
 
 
@@ -95,10 +95,6 @@ def _number(scale: float | None, head_dim: int) -> float:
             "pass scale=1"
         )
     return max(head_dim, 1) ** -0.5 if scale is None else float(scale)
-
-
-def _asks_gradient(*inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def longest_segment(cu_seqlens: Tensor) -> int:
@@ -193,7 +189,7 @@ def rotated_attention(
     )
     if kernel == "composed":
         return _composed(qkv, table, cu_seqlens, order, max_seqlen, scale)
-    kernel = keeping(kernel, qkv.dtype, head_dim, max_seqlen, _asks_gradient(qkv))
+    kernel = keeping(kernel, max_seqlen, qkv)
     return vision_op(qkv, table, cu_seqlens, order, max_seqlen, scale, kernel)[0]
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vlmkernels._native import _C, DTYPES, cuda_archs
 
@@ -174,15 +175,14 @@ def select(
     raise ValueError(f"backend {backend!r} can't be used: {reason[0].format(*reason[1:])}")
 
 
-def keeping(
-    kernel: str, dtype: torch.dtype, head_dim: int, max_seqlen: int | None, grad: bool
-) -> str:
-    """ "cpu-kept" instead of "cpu" where the backward has more to gain from a row's probabilities
-    than they cost: no more floats than the row has elements."""
-    if kernel != "cpu" or not grad or max_seqlen is None or dtype not in DTYPES:
+def keeping(kernel: str, max_seqlen: int | None, *inputs: Tensor) -> str:
+    """Of the kernel cpu cpu-kept, where the backward has more to gain from a row's probabilities
+    than they cost: no more floats than the row has elements. inputs: all that may learn."""
+    head_dim, dtype = inputs[0].shape[-1], inputs[0].dtype
+    if kernel != "cpu" or max_seqlen is None or not max_seqlen <= KEPT_TOKENS <= head_dim:
         return kernel
-    short = max_seqlen <= KEPT_TOKENS <= head_dim
-    return "cpu-kept" if short and _keeps_probabilities(dtype) else kernel
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return "cpu-kept" if learns and dtype in DTYPES and _keeps_probabilities(dtype) else kernel
 
 
 @torch.compiler.assume_constant_result

@@ -132,7 +132,8 @@ def _total(count: Any) -> int:
     numbers = isinstance(count, Tensor) and not count.dtype.is_floating_point
     if numbers and not count.dtype.is_complex:
         return int(count.sum())
-    if isinstance(count, (str, bytes, Tensor)) or not hasattr(count, "__iter__"):
+    one = isinstance(count, (str, bytes, Tensor)) or getattr(count, "shape", None) == ()
+    if one or not hasattr(count, "__iter__"):
         raise ValueError(f"counts holds {count!r}; it must hold whole numbers, or tensors of them")
     return sum(_total(part) for part in count)
 
@@ -152,7 +153,10 @@ def _check_samples(
     ids: list[int],
     names: Sequence[str] | None,
 ) -> None:
-    offsets = [int(offset) for offset in cu_seqlens]
+    try:
+        offsets = [operator.index(offset) for offset in cu_seqlens]
+    except TypeError:
+        raise ValueError(f"cu_seqlens is {cu_seqlens}; it must hold whole numbers") from None
     if _entries(counts) != len(offsets) - 1:
         raise ValueError(
             f"counts is {counts}; with cu_seqlens it must hold one entry for each of its "

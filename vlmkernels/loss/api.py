@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from vlmkernels._native import (
     no_rows,
     once,
     saved_tensor_hooks,
+    to_device,
     without_transforms,
 )
 from vlmkernels.loss import op
@@ -83,14 +84,16 @@ class _Loss(torch.autograd.Function):
             small = hidden.dtype == torch.float16 and not on_cuda  # digits that were lost stay so
             again = again or ctx.reduction == "none" or small
             if not again:
-                ratio = torch.where(ctx.count == 0, 1, grad / expected)  # all are 0 then
-                gradients = [g * ratio for g in gradients]
+                ratio = _ratio(grad, expected, ctx.count)
+                gradients = [_times(g, ratio) for g in gradients]
         elif ctx.now and not again and _retained():  # they are for the next backward too
             gradients = [g.clone() for g in gradients]
         if again:
             scale = _row_scale(ctx, grad, targets)
             arguments = (hidden, weight[: ctx.valid], targets, scale, stats, ctx.main_grad)
-            gradients = once(op.linear_cross_entropy, *arguments, *ctx.settings, *ctx.wanted)[2:]
+            with torch.autocast(grad.device.type, enabled=False):  # as in the forward pass
+                made = once(op.linear_cross_entropy, *arguments, *ctx.settings, *ctx.wanted)
+            gradients = made[2:]
         dhidden, dweight = (g if w else None for g, w in zip(gradients, ctx.wanted, strict=True))
         if ctx.wanted[1] and ctx.main_grad is not None:
             dweight = no_rows(weight)
@@ -105,6 +108,25 @@ _loss = without_transforms("linear_cross_entropy", _Loss.apply)
 def _row_scale(ctx: Any, grad: Tensor, targets: Tensor) -> Tensor:
     """The gradient of each row's loss [T], from that of the result."""
     return (grad / ctx.count if ctx.reduction == "mean" else grad).expand(targets.shape)
+
+
+def _ratio(grad: Tensor, expected: Tensor, count: Tensor) -> Tensor:
+    """grad / expected, 1 where no row counts: all gradients are 0 then. Doesn't wait for a GPU."""
+    if grad.device.type == "cuda" and count.device.type == "cpu":
+        if not torch.compiler.is_compiling():
+            return grad / expected if count else torch.ones_like(grad)
+    return torch.where(count == 0, 1, grad / expected)
+
+
+def _times(gradient: Tensor, ratio: Tensor) -> Tensor:
+    """gradient * ratio, a float32 [] that is no float16: CUDA would round it to one."""
+    if gradient.dtype != torch.float16:
+        return gradient * ratio
+    result = torch.empty_like(gradient)
+    rows = max(1, (16 << 20) // max(1, gradient[:1].numel()))
+    for to, part in zip(result.split(rows), gradient.split(rows), strict=True):
+        to.copy_(part.float() * ratio)
+    return result
 
 
 def _same(grad: Tensor, expected: Tensor) -> bool:
@@ -217,6 +239,8 @@ def _expected(
             return None
     elif known.dim() == 0 and known.is_cpu and not 0 < abs(float(known)) < math.inf:
         raise ValueError(f"grad_scale is {float(known)}; it must be a finite number, not 0")
+    if known.device != hidden.device:
+        known = to_device(known, hidden.device)
     if into_main_grad and saved_tensor_hooks():  # of a checkpoint, which runs the forward again
         return None
     return known
@@ -314,6 +338,11 @@ def linear_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
     if not isinstance(ignore_index, Integral):
         raise ValueError(f"ignore_index is {ignore_index!r}; it must be a whole number")
+    for option, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.dim() == 0):
+            raise ValueError(f"{option} is {value!r}; it must be a number")
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ValueError(f"{option} is a tensor that requires a gradient and would get none")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be 0 to 1")
     if not 0 <= z_loss < math.inf:

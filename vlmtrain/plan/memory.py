@@ -343,7 +343,8 @@ class ActivationModel:
 
     @property
     def _probabilities(self) -> float:
-        """Bytes of a patch and head that windows may keep on the CPU; an average of the layers."""
+        """Bytes of a patch and head that windows may keep on the CPU; an average of the layers.
+        Images and samples of at most 64, which may keep as much, are not what fills a pack."""
         vision = self.spec.vision
         if self.cuda or vision.window_size is None:
             return 0.0

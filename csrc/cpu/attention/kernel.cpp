@@ -13,7 +13,7 @@
 //
 // Speed of light: 4 D (forward) or 10 D (backward) FLOPs per query-key pair, against one exp2
 // (about 12 operations) per pair: GEMM-bound for every D >= 64, if the rows arrive in time; see
-// prefetcher.h. docs/attention.md has the figures.
+// prefetcher.h. docs/attention-figures.md has the figures.
 #include <omp.h>
 
 #include <type_traits>

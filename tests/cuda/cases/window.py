@@ -184,6 +184,7 @@ def run_attention(
         order=memory.upload("order", case.order) if case.permuted else None,
         rotary=None if case.table is None else memory.upload("table", case.table),
         q_group_gap=0,
+        probabilities=None,
         **workspace("forward"),
     )
     code = kernels.run(device, "forward", forward)

@@ -189,7 +189,7 @@ class OffloadedOptimizer(DistributedOptimizer):
     def _home(self, place: _Place, device: torch.device) -> torch.device | None:
         """Where the inner optimizer keeps the count of steps of a parameter on `device`; None: in
         its group."""
-        if not isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        if not isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW, CPUAdam)):
             return None
         on_device = place.group.get("fused") or place.group.get("capturable")
         return device if on_device else torch.device("cpu")

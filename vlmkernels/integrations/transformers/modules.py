@@ -215,8 +215,11 @@ class VisionAttention(Replacement):
         if qkv.dtype not in DTYPES:
             kwargs.update(position_embeddings=position_embeddings)
             return super().forward(hidden_states, cu_seqlens, **kwargs)  # type: ignore[misc]
-        if not torch.compiler.is_compiling() and max_seqlen is None and is_plain_tensor(cu_seqlens):
-            max_seqlen = known_max_seqlen(cu_seqlens)
+        if not torch.compiler.is_compiling() and max_seqlen is None:
+            learns = qkv.requires_grad and torch.is_grad_enabled()
+            recorded = torch._C._len_torch_dispatch_stack() or not is_plain_tensor(cu_seqlens)
+            if cu_seqlens.is_cuda or (learns and not recorded):
+                max_seqlen = known_max_seqlen(cu_seqlens)
         table = rotary_table(*position_embeddings)
         out = rotated_attention(qkv, table, cu_seqlens.to(torch.int32), max_seqlen=max_seqlen)
         return self.proj(out.flatten(1))
