@@ -33,7 +33,7 @@ from vlmtrain.convert.verify import compare
 from vlmtrain.core import files
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.files import CheckpointError
-from vlmtrain.models.family import read_spec
+from vlmtrain.models.family import parse_spec, read_spec
 
 SEED = random.SystemRandom().randrange(10**6)
 LAYOUTS = [
@@ -199,6 +199,20 @@ MERGER = "visual.merger.mlp.0.weight"
             lambda t: t.update({n: v.int() for n, v in t.items() if "layers.3.mlp.down" in n}),
             ["down_proj", "I32"],
         ),
+        (
+            lambda t: t.update(
+                {n: v.unflatten(1, (-1, 2)) for n, v in t.items() if "layers.1.self_attn.o" in n}
+            ),
+            ["layers.1.self_attn.o_proj.weight [96, 48, 2]", "96 rows of 96 elements"],
+        ),
+        (
+            lambda t: t.update({n: v.bfloat16() for n, v in t.items() if "layers.1.mlp.up" in n}),
+            ["layers.0.mlp", "is float32", "layers.1.mlp.up_proj.weight bfloat16", "--dtype"],
+        ),
+        (
+            lambda t: t.update({n: v.bfloat16() for n, v in t.items() if "0.self_attn.q" in n}),
+            ["layers.0.self_attn", "bfloat16", "one Megatron tensor", "--dtype"],
+        ),
     ],
     ids=[
         "missing",
@@ -210,6 +224,9 @@ MERGER = "visual.merger.mlp.0.weight"
         "all layers",
         "head",
         "integers",
+        "dimensions",
+        "types of layers",
+        "types of a layer",
     ],
 )
 def test_bad_weights_are_named(change, words, models, tmp_path):
@@ -219,6 +236,37 @@ def test_bad_weights_are_named(change, words, models, tmp_path):
     for word in words:
         assert word in str(error.value), str(error.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]  # nothing looks finished
+
+
+def test_ranks_that_share_experts_have_no_bearing_on_weights():
+    spec = parse_spec(ref.make_model("qwen3_vl_moe").config.to_dict())
+    layout = convert.layout_for(spec, ParallelSection(expert=2, pipeline=2))
+    assert layout.tensor == 1 and layout.pipeline == 2
+
+
+def test_types_that_differ_stay_as_they_are(models, tmp_path):
+    """Where no Megatron tensor is made of them; transformers loads such a folder."""
+
+    def half(table):
+        table.update({n: v.bfloat16() for n, v in table.items() if "0.self_attn.q" in n})
+
+    source = edit(models["untied"], tmp_path / "source", half)
+    convert.to_hf(source, tmp_path / "copy")
+    assert compare(source, tmp_path / "copy").equal
+    written = HFWeights(tmp_path / "copy")
+    kinds = {n: written.dtype(n) for n in written.names() if "layers.0.self_attn" in n}
+    assert {k for n, k in kinds.items() if "q_proj" in n} == {torch.bfloat16}
+    assert {k for n, k in kinds.items() if "q_proj" not in n} == {torch.float32}
+
+
+@pytest.mark.parametrize("weight_map", [[], None, "model"])
+def test_an_index_that_is_none_is_named(weight_map, models, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(models["untied"], source)
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(WeightError, match="index.json is not a valid safetensors index"):
+        HFWeights(source)
 
 
 def test_two_weights_for_one_place_are_named(models, tmp_path):

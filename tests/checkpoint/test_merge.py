@@ -29,12 +29,13 @@ def base(tmp_path_factory) -> Path:
     return ref.save_model(model, tmp_path_factory.mktemp("base"))
 
 
-def adapter(base: Path, folder: Path, **options) -> dict[str, torch.Tensor]:
-    """Write an adapter by peft; returns the weights that peft merges, by canonical name."""
+def adapter(base: Path, folder: Path, more=(), **options) -> dict[str, torch.Tensor]:
+    """Write an adapter by peft, on `more` targets too; returns the weights that peft merges, by
+    canonical name."""
     import transformers
 
     plain = transformers.AutoModelForImageTextToText.from_pretrained(base).float()
-    targets = ["q_proj", "o_proj", "down_proj", "qkv", "attn.proj", "patch_embed.proj"]
+    targets = ["q_proj", "o_proj", "down_proj", "qkv", "attn.proj", "patch_embed.proj", *more]
     config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=targets, **options)
     model = peft.get_peft_model(plain, config)
     with torch.no_grad():
@@ -64,6 +65,23 @@ def test_as_peft_merges(rslora, base, tmp_path) -> None:
     # Every layer's targets in both towers and the pixels' convolution, and nothing else.
     assert moved == 4 * 3 + 4 * 3 + 1
     assert not list(tmp_path.glob("vlmtrain-*"))
+
+
+def test_copies_of_base_weights_are_compared(base, tmp_path) -> None:
+    """peft stores the words' weights with an adapter on them."""
+    folder = tmp_path / "adapter"
+    wanted = adapter(base, folder, more=["lm_head"])
+    with as_hf(folder, tmp_path) as merged:
+        got = HFWeights(merged).read("lm_head.weight")
+    want = wanted["lm_head.weight"]
+    assert (got - want).abs().max() <= 4e-7 * want.abs().max() * 3
+    assert not torch.equal(got, HFWeights(base).read("lm_head.weight"))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.lm_head.base_layer.weight"][3, 4] += 1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    words = "adapter_model.safetensors holds another lm_head.weight than"
+    with pytest.raises(WeightError, match=words), as_hf(folder, tmp_path):
+        pass
 
 
 def change(folder: Path, **values) -> None:

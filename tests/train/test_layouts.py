@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -42,13 +43,25 @@ def resume_lora(layout, model, conversations, folder):
 def test_resumed_lora_is_bitwise(model, conversations, tmp_path, capsys):
     """Adapters, their optimizer state and the state of dropout's random streams come back: of the
     process's own, for inputs that both ranks hold, and of Megatron's, for those that are split.
-    With other adapters, or another factor for them, it would be another model: refused."""
+    With other adapters, another factor for them, or another config.json it would be another model:
+    refused."""
     layout = ["--parallel.tensor=2", "--parallel.vision=multiplexed"]
     resume_lora(layout, model, conversations, tmp_path)
     output = tmp_path / "resumed"
     again = options(model, conversations, output, "--train.steps=7", "--checkpoint.resume=latest")
     before = (output / "metrics.jsonl").read_text()
-    for more, named in ((LORA[:-1], "proj.adapters.0."), ([*LORA, "--lora.alpha=8"], "alpha 32")):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    config.get("text_config", config)["rms_norm_eps"] = 1e-4
+    (other / "config.json").write_text(json.dumps(config))
+    exchanged = ["gate_proj" if option == "up_proj" else option for option in LORA]  # of one shape
+    for more, named in (
+        (LORA[:-1], "--lora.targets proj q_proj qkv up_proj; it is now q_proj qkv up_proj"),
+        (exchanged, "it is now gate_proj proj q_proj qkv"),
+        ([*LORA, "--lora.alpha=8"], "--lora.alpha 32.0"),
+        ([*LORA, f"--model={other}"], "another model than --model: norm_eps is 1e-06 and 0.0001"),
+    ):
         assert cli.main([*again, *more]) == 1
         message = capsys.readouterr().err
         assert message.count("\n") == 1 and named in message and "step-00000006" in message

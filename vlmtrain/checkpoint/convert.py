@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from vlmtrain.checkpoint.hf.files import (
 from vlmtrain.checkpoint.hf.source import HFSource
 from vlmtrain.checkpoint.mapping import (
     Row,
+    WeightError,
     checkpoint_key,
     pieces,
     rows,
@@ -89,7 +90,7 @@ class Weights(Protocol):
 
     def check(self) -> None: ...
 
-    def dtype(self, row: Row) -> torch.dtype: ...
+    def dtypes(self, row: Row) -> list[torch.dtype]: ...
 
     def hf_shapes(self, row: Row) -> list[list[int]]: ...
 
@@ -116,6 +117,8 @@ def to_megatron(
     spec = read_spec(source)
     weights = open_weights(source, spec)
     with _folder(source, target, weights, overwrite) as work:
+        if dtype is None:
+            _check_types(weights)
         jobs = [(row, prefix) for row in rows(spec) for prefix in _prefixes(weights, row)]
         total = sum(_job_bytes(weights, row, prefix, dtype) for row, prefix in jobs)
         _need_space(work, total)
@@ -206,8 +209,22 @@ def _prefixes(source: Source, row: Row) -> list[str]:
     return ["", *(p for p in STATE_PREFIXES if source.state(p, row))]
 
 
+def _check_types(source: Source) -> None:
+    """Of what becomes one tensor of a checkpoint, all layers together."""
+    known: dict[str, tuple[str, torch.dtype]] = {}
+    for row in rows(source.spec):
+        key, _ = checkpoint_key(row.megatron)
+        for name, dtype in zip(row.hf, source.dtypes(row), strict=True):
+            first, kind = known.setdefault(key, (name, dtype))
+            if dtype != kind:
+                raise WeightError(
+                    f"{source.folder}: {first} is {str(kind)[6:]} and {name} {str(dtype)[6:]}; "
+                    "they become one Megatron tensor: give its type with --dtype"
+                )
+
+
 def _job_bytes(source: Source, row: Row, prefix: str, dtype: torch.dtype | None) -> int:
-    kind = torch.float32 if prefix else dtype or source.dtype(row)
+    kind = torch.float32 if prefix else dtype or source.dtypes(row)[0]
     return sum(math.prod(shape) for shape in source.hf_shapes(row)) * kind.itemsize
 
 
@@ -253,12 +270,9 @@ def to_hf(
         plan: list[list[tuple[Row, list[tuple[str, torch.dtype, list[int]]]]]] = []
         filled = total = 0
         for row in rows(weights.spec):
-            kind = dtype or weights.dtype(row)
-            tensors = [
-                (name, kind, shape)
-                for name, shape in zip(row.hf, weights.hf_shapes(row), strict=True)
-            ]
-            size = sum(math.prod(shape) * kind.itemsize for _, _, shape in tensors)
+            kinds = weights.dtypes(row) if dtype is None else [dtype] * len(row.hf)
+            tensors = list(zip(row.hf, kinds, weights.hf_shapes(row), strict=True))
+            size = sum(math.prod(shape) * kind.itemsize for _, kind, shape in tensors)
             if not plan or filled + size > shard_bytes:
                 plan.append([])
                 filled = 0
@@ -285,8 +299,9 @@ def to_hf(
             writer.close()
             files.append((name, sizes))
         finish_hf_folder(work, files)
-        kinds = {weights.dtype(row) for row in rows(weights.spec)}
-        carry_files(weights.folder, work, dtype or (kinds.pop() if len(kinds) == 1 else None))
+        all_kinds = {kind for row in rows(weights.spec) for kind in weights.dtypes(row)}
+        only = all_kinds.pop() if len(all_kinds) == 1 else None
+        carry_files(weights.folder, work, dtype or only)
         return Done(target, count, done, time.perf_counter() - start)
 
 
@@ -339,9 +354,11 @@ def _ignore(_: int) -> None:
 
 
 def layout_for(spec: ModelSpec, section: ParallelSection) -> Layout:
-    """The layout that --parallel options describe, without data parallelism.
+    """The layout that --parallel options describe, without data parallelism, whose ranks would
+    share the experts.
 
     Raises:
         LayoutError: it can't run this model.
     """
-    return section_layout(spec, section, section.tensor * section.pipeline)
+    alone = replace(section, expert=1)
+    return section_layout(spec, alone, section.tensor * section.pipeline)

@@ -56,8 +56,9 @@ class MergedSource:
         """As `Source.check`."""
         self.base.check()
 
-    def dtype(self, row: Row) -> torch.dtype:
-        return self.base.dtype(row)
+    def dtypes(self, row: Row) -> list[torch.dtype]:
+        """Of each of its Hugging Face tensors."""
+        return self.base.dtypes(row)
 
     def hf_shapes(self, row: Row) -> list[list[int]]:
         return self.base.hf_shapes(row)
@@ -138,7 +139,12 @@ def from_peft(folder: Path, base: Path) -> MergedSource:
     except (OSError, SafetensorError) as error:
         raise WeightError(f"{path} can't be read: {error}") from error
     pairs: dict[str, dict[str, Tensor]] = {}
+    copies: dict[str, Tensor] = {}  # of base weights, which peft stores with those of an embedding
     for name, tensor in tensors.items():
+        if name.endswith(".base_layer.weight"):
+            module = name.removeprefix("base_model.model.").removesuffix(".base_layer.weight")
+            copies[canonical_name(module + ".weight")] = tensor
+            continue
         module, _, rest = name.removeprefix("base_model.model.").rpartition(".lora_")
         letter = rest.split(".")[0]
         if not module or letter not in ("A", "B"):
@@ -152,13 +158,27 @@ def from_peft(folder: Path, base: Path) -> MergedSource:
                 f"{path}: the adapter of {name} "
                 + ("has no such weight in the model" if name not in known else "lacks A or B")
             )
+    source = open_weights(base, spec)
+    for row in rows(spec):
+        names = [canonical_name(name) for name in row.hf]
+        if copies.keys().isdisjoint(names):
+            continue
+        for name, weight in zip(names, source.hf(row), strict=True):
+            copy = copies.pop(name, None)
+            if copy is not None and not torch.equal(weight.to(copy.dtype), copy):
+                raise WeightError(
+                    f"{path} holds another {name} than {base}; merge the adapter with peft and "
+                    "pass the merged folder"
+                )
+    if copies:
+        raise WeightError(f"{path}: {min(copies)} is no weight of the model")
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
 
     def adapters(name: str) -> tuple[Tensor, Tensor] | None:
         pair = pairs.get(canonical_name(name))
         return None if pair is None else (pair["A"], pair["B"])
 
-    return MergedSource(open_weights(base, spec), adapters, scale)
+    return MergedSource(source, adapters, scale)
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vlmtrain.checkpoint.mapping import Row, rows
 from vlmtrain.checkpoint.megatron.source import MegatronSource
 from vlmtrain.checkpoint.weights import Source, open_weights
 from vlmtrain.core.errors import UserError
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec, first_difference
 from vlmtrain.models.family import family_of, read_spec
 
 # Logits are computed in float32 by two implementations: equal up to the order of sums.
@@ -94,7 +94,7 @@ def compare(source: Path, target: Path, progress: Any = None) -> Comparison:
     spec, other = read_spec(source), read_spec(target)
     if spec != other:
         raise UserError(
-            f"{source} and {target} describe different models: {_first_difference(spec, other)}"
+            f"{source} and {target} describe different models: {first_difference(spec, other)}"
         )
     left, right = open_weights(source, spec), open_weights(target, spec)
     left.check()
@@ -121,8 +121,8 @@ def compare(source: Path, target: Path, progress: Any = None) -> Comparison:
 
 
 def _bytes(weights: Source, row: Row) -> int:
-    size = weights.dtype(row).itemsize
-    return sum(math.prod(shape) * size for shape in weights.hf_shapes(row))
+    sizes = zip(weights.hf_shapes(row), weights.dtypes(row), strict=True)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
 
 
 def _difference(a: Tensor, b: Tensor) -> float | None:
@@ -136,13 +136,6 @@ def _difference(a: Tensor, b: Tensor) -> float | None:
         return None
     largest = (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
     return math.inf if math.isnan(largest) else largest
-
-
-def _first_difference(a: ModelSpec, b: ModelSpec) -> str:
-    for name in a.__dataclass_fields__:
-        if getattr(a, name) != getattr(b, name):
-            return f"{name} is {getattr(a, name)} and {getattr(b, name)}"
-    return "nothing differs"
 
 
 def parameters(spec: ModelSpec, weights: Source) -> int:

@@ -6,8 +6,8 @@ size in between) is accepted as long as its architecture is one of the known fam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal
 
 from vlmtrain.core.errors import UserError
 
@@ -102,3 +102,15 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     """Rows of the embedding table in Megatron: a multiple of 128 x tensor-parallel size."""
     unit = 128 * tensor
     return -(-vocab_size // unit) * unit
+
+
+def first_difference(a: Any, b: Any, where: str = "") -> str | None:
+    """Of two specs, in words; None: they are equal."""
+    for name in a.__dataclass_fields__:
+        one, other = getattr(a, name), getattr(b, name)
+        if one == other:
+            continue
+        if is_dataclass(one) and type(one) is type(other):
+            return first_difference(one, other, f"{where}{name}.")
+        return f"{where}{name} is {one} and {other}"
+    return None

@@ -44,8 +44,10 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
         model, report = AutoModelForImageTextToText.from_pretrained(
             folder, output_loading_info=True, local_files_only=True, dtype=dtype
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
+        if isinstance(error, KeyError):
+            reason = f"a file of it has no {reason}"
         raise UserError(f"{folder}: transformers can't load it: {reason}") from error
     for what in _KEYS:
         if report.get(what):

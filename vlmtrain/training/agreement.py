@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,18 @@ import torch
 
 import vlmkernels
 import vlmtrain
+from vlmtrain.checkpoint.megatron.torch_dist import read_common
 from vlmtrain.core.batch import padded_length
 from vlmtrain.core.collectives import check_same
-from vlmtrain.core.config import TrainConfig, to_dict
+from vlmtrain.core.config import LoraSection, TrainConfig, to_dict
+from vlmtrain.core.files import CheckpointError
 from vlmtrain.core.layout import Layout
-from vlmtrain.core.spec import ModelSpec
+from vlmtrain.core.spec import ModelSpec, first_difference
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import SampleIndex
 from vlmtrain.data.loader import PackedLoader
 from vlmtrain.data.packing.sampler import Position, Sampler
+from vlmtrain.models.family import read_spec
 from vlmtrain.parallel.step_inputs import StepInputs
 
 # Options that say where things are on a machine; what is there is compared.
@@ -133,3 +136,30 @@ def _plan(sampler: Sampler, position: Position, layout: Layout) -> dict[str, str
         "the digest of the packs of the next epoch": f"{packs:08x}",
         "the digest of their messages": f"{inputs:08x}",
     }
+
+
+def check_resumed(checkpoint: Path, spec: ModelSpec, lora: LoraSection) -> None:
+    """A run goes on with the model and the adapters that its checkpoint was trained with; only the
+    weight of the router's auxiliary loss may be another.
+
+    Raises:
+        CheckpointError: the first thing that differs.
+    """
+    saved = read_spec(checkpoint)
+    now = replace(spec, router_aux_loss_coef=saved.router_aux_loss_coef)
+    if difference := first_difference(saved, now):
+        raise CheckpointError(
+            f"{checkpoint} is of another model than --model: {difference}; resume with the one it "
+            f"was trained with, or start a new run with another --output"
+        )
+    before = read_common(checkpoint).get("config", {}).get("lora", {})
+    if before.get("rank", lora.rank) == lora.rank == 0:
+        return
+    for name in ("rank", "alpha", "targets", "vision"):
+        then, value = before.get(name, getattr(lora, name)), getattr(lora, name)
+        if name == "targets":
+            then, value = " ".join(sorted(then)), " ".join(sorted(value))
+        if then != value:
+            raise CheckpointError(
+                f"{checkpoint} was trained with --lora.{name} {then}; it is now {value}: restore it"
+            )

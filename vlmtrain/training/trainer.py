@@ -43,7 +43,7 @@ from vlmtrain.parallel.overlap import check_tensor_overlap, prepare_tensor_overl
 from vlmtrain.plan.detect import find_machine
 from vlmtrain.telemetry.ledger import StepResult
 from vlmtrain.telemetry.metrics import check_wandb
-from vlmtrain.training.agreement import check_plan, check_program
+from vlmtrain.training.agreement import check_plan, check_program, check_resumed
 from vlmtrain.training.engine import Engine
 from vlmtrain.training.evaluation import HeldOutScore, measure
 from vlmtrain.training.learning_rate import learning_rate
@@ -303,6 +303,8 @@ class Trainer:
 
     def _position(self, resume: Path | None, index: SampleIndex) -> Position:
         """In the stream of packs, from where the run goes on."""
+        if resume is not None:
+            on_every_rank(lambda: check_resumed(resume, self.spec, self.config.lora))
         state = None if resume is None else on_first_rank(lambda: checkpoints.loader_state(resume))
         if state is None:
             return Position()
@@ -313,18 +315,11 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> int:
         """Take up a checkpoint's state; returns the number of its step."""
-        lora = self.config.lora
         extra = checkpoints.load(checkpoint, self.engine.parts, self.engine.optimizer)
         self.engine.guard.recent.extend(extra.get("norms", ()))
         best = extra.get("best")
         if best and (checkpoint.parent / checkpoints.name_of(best["step"])).is_dir():
             self.best = best
-        alpha = extra.get("config", {}).get("lora", {}).get("alpha", lora.alpha)
-        if lora.rank and alpha != lora.alpha:
-            raise shared_error(
-                f"{checkpoint} was trained with --lora.alpha {alpha:g}, and alpha / rank is a "
-                f"factor of its weights; it is now {lora.alpha:g}: restore it"
-            )
         return extra["step"]
 
     def _count_steps(self, made: int) -> int:

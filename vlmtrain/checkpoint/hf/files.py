@@ -77,8 +77,9 @@ class HFWeights:
             )
         if index.is_file():
             try:
-                weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
+                given = json.loads(index.read_text())["weight_map"]
+                weight_map: dict[str, str] = {name: str(file) for name, file in given.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise WeightError(f"{index} is not a valid safetensors index: {error!r}") from error
             files: dict[Path, list[str]] = {}
             for name, file in weight_map.items():

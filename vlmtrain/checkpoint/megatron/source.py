@@ -82,8 +82,8 @@ class MegatronSource:
                     f"{elements} elements)"
                 )
 
-    def dtype(self, row: Row) -> torch.dtype:
-        return self.reader.dtype(checkpoint_key(row.megatron)[0])
+    def dtypes(self, row: Row) -> list[torch.dtype]:
+        return [self.reader.dtype(checkpoint_key(row.megatron)[0])] * len(row.hf)
 
     def state(self, prefix: str, row: Row) -> bool:
         """Whether the checkpoint holds an optimizer's state for a row."""
