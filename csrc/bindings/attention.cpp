@@ -21,8 +21,8 @@ AttentionParams attention_params(int dtype, View q, View k, View v, View out, ui
                                  uintptr_t cu_seqlens, int64_t segments, int64_t tokens,
                                  int64_t heads, int64_t kv_heads, int64_t head_dim, double scale,
                                  bool causal, uintptr_t order, uintptr_t rotary,
-                                 int64_t q_group_gap, uintptr_t probabilities, int64_t max_seqlen, uintptr_t tiles,
-                                 uintptr_t rotated_k, uintptr_t rotated_q) {
+                                 int64_t q_group_gap, uintptr_t probabilities, int64_t max_seqlen,
+                                 uintptr_t tiles, uintptr_t rotated_k, uintptr_t rotated_q) {
   float* row_max = pointer<float>(row_stats);  // row_stats [2, H, T]
   return {static_cast<DType>(dtype),
           heads_view(q),
@@ -87,8 +87,8 @@ void register_attention(py::module_& m) {
   const std::tuple arguments("dtype"_a, "q"_a, "k"_a, "v"_a, "out"_a, "row_stats"_a, "cu_seqlens"_a,
                              "segments"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
                              "scale"_a, "causal"_a = false, "order"_a = 0, "rotary"_a = 0,
-                             "q_group_gap"_a = 0, "probabilities"_a = 0, "max_seqlen"_a = 0, "tiles"_a = 0,
-                             "rotated_k"_a = 0, "rotated_q"_a = 0);
+                             "q_group_gap"_a = 0, "probabilities"_a = 0, "max_seqlen"_a = 0,
+                             "tiles"_a = 0, "rotated_k"_a = 0, "rotated_q"_a = 0);
   const std::tuple gradients("dout"_a, "dq"_a, "dk"_a, "dv"_a, "lse_delta"_a = 0, "dkv_parts"_a = 0,
                              "group_parts"_a = 1, "dq_sum"_a = 0, "done"_a = 0);
   const auto define = [&](const char* name, const auto& function, const auto&... names) {
@@ -99,9 +99,8 @@ void register_attention(py::module_& m) {
   const auto fill = attention_params;
   const auto fill_gradients = with_gradients(attention_params);
   define("attention_forward", on_cpu(fill, attention_forward), arguments);
-  m.def("attention_keeps_probabilities", [](int dtype) {
-    return attention_keeps_probabilities(static_cast<DType>(dtype));
-  });
+  m.def("attention_keeps_probabilities",
+        [](int dtype) { return attention_keeps_probabilities(static_cast<DType>(dtype)); });
   define("attention_backward", on_cpu(fill_gradients, attention_backward), gradients, arguments);
 #ifdef VLMKERNELS_WITH_CUDA
   // Pointers are device pointers.

@@ -64,8 +64,8 @@ void attention_forward_items(const AttentionParams&, const AttentionWork&);
 void attention_backward_items(const AttentionGradParams&, const AttentionWork&);
 }  // namespace amx_emulated
 
-// Whether the kernels of segments of at most 64 tokens fill and read AttentionParams::probabilities.
-// Those whose products are of bf16 do not.
+// Whether the kernels of segments of at most 64 tokens fill and read
+// AttentionParams::probabilities. Those whose products are of bf16 do not.
 bool attention_keeps_probabilities(DType dtype);
 
 // Throws std::runtime_error when memory is short. Arguments are the launcher's to check

@@ -32,7 +32,7 @@ template <class Math>
 struct Gradients {
   const float* kept;  // probabilities_of the segment: there are no scores
   float* st;          // [keys, kLaneRow] scores -> P^T
-  float* dpt;  // [keys, kLaneRow] dP^T -> dS^T / scale; of bf16: pairs along keys
+  float* dpt;         // [keys, kLaneRow] dP^T -> dS^T / scale; of bf16: pairs along keys
   typename Math::Element* p_row;  // of bf16: [keys, 32] P^T, pairs along queries; Fp32: st
   typename Math::Element* ds_row;
   int row_ld;

@@ -34,7 +34,8 @@ bool on_tiles(DType dtype, int64_t max_seqlen) {
 
 // The active instruction set, where it has kernels of its own for these.
 Isa isa_of(const AttentionParams& p, int64_t max_seqlen) {
-  return p.dtype == DType::kBFloat16 || on_tiles(p.dtype, max_seqlen) ? active_isa() : Isa::kGeneric;
+  return p.dtype == DType::kBFloat16 || on_tiles(p.dtype, max_seqlen) ? active_isa()
+                                                                      : Isa::kGeneric;
 }
 
 }  // namespace
