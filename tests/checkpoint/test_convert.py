@@ -206,6 +206,14 @@ MERGER = "visual.merger.mlp.0.weight"
             ["layers.1.self_attn.o_proj.weight [96, 48, 2]", "96 rows of 96 elements"],
         ),
         (
+            lambda t: t.update({n: v[:, None] for n, v in t.items() if n.endswith("proj.bias")}),
+            ["q_proj.bias [96, 1]", "need 96"],
+        ),
+        (
+            lambda t: t.update({n: v[:, None] for n, v in t.items() if "input_layernorm" in n}),
+            ["layers.0.input_layernorm.weight [96, 1]", "need 96"],
+        ),
+        (
             lambda t: t.update({n: v.bfloat16() for n, v in t.items() if "layers.1.mlp.up" in n}),
             ["layers.0.mlp", "is float32", "layers.1.mlp.up_proj.weight bfloat16", "--dtype"],
         ),
@@ -225,6 +233,8 @@ MERGER = "visual.merger.mlp.0.weight"
         "head",
         "integers",
         "dimensions",
+        "biases",
+        "norms",
         "types of layers",
         "types of a layer",
     ],
@@ -242,6 +252,19 @@ def test_ranks_that_share_experts_have_no_bearing_on_weights():
     spec = parse_spec(ref.make_model("qwen3_vl_moe").config.to_dict())
     layout = convert.layout_for(spec, ParallelSection(expert=2, pipeline=2))
     assert layout.tensor == 1 and layout.pipeline == 2
+
+
+@pytest.mark.parametrize("shape", [(8, 96, 2, 24), (8, 192, 24), (8, 4608)])
+def test_misshapen_experts_are_named(shape, tmp_path):
+    folder = ref.save_model(ref.make_model("qwen3_vl_moe"), tmp_path / "model")
+
+    def reshape(table):
+        (name,) = (n for n in table if "layers.1.mlp" in n and n.endswith("gate_up_proj"))
+        table[name] = table[name].reshape(shape)
+
+    source = edit(folder, tmp_path / "source", reshape)
+    with pytest.raises(WeightError, match=r"layers.1.mlp.experts.*does not fit the sizes"):
+        check_weights(source, read_spec(source))
 
 
 def test_types_that_differ_stay_as_they_are(models, tmp_path):

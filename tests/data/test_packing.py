@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.helpers import conversation, open_loader, write_json
 from tests.released import released_spec
+from vlmtrain.core.config import LoaderSection
+from vlmtrain.core.spec import ModelSpec
+from vlmtrain.data.index import scan_data
 from vlmtrain.data.packing import plan as packing
 from vlmtrain.data.packing.costs import sample_costs
 from vlmtrain.data.packing.plan import POLICIES, Policy, deal, epoch_entries, plan_epoch
+from vlmtrain.data.processor import Processor
 from vlmtrain.models.flops import Work, count
 from vlmtrain.plan.workload import typical
 
@@ -204,3 +210,20 @@ def test_a_sample_that_does_not_fit_is_refused() -> None:
     assert plan_epoch(np.array([], dtype=np.int64), 10, 0, 0, "").packs == []
     with pytest.raises(ValueError, match="policy is 'best'; it must be one of balanced, best_fit"):
         plan_epoch(np.array([1]), 10, 0, 0, "", policy="best")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weight, held", [(0.25, 8), (0.1, 4)])
+def test_a_step_of_small_weights_is_counted_as_it_is(
+    weight: float, held: int, tmp_path: Path, processor: Processor, spec: ModelSpec
+) -> None:
+    """Four packs, of epochs of 2 and of 1 or no sample: nothing is seen twice."""
+    records = [conversation("q", f"a {i}") for i in range(8)]
+    data = write_json(tmp_path / "c.json", records)
+    index = scan_data(f"{data}:{weight}", LoaderSection(), processor, 1000)
+    lines: list[str] = []
+    with open_loader(
+        index, processor, spec, pack_length=1000, global_batch=4, prefetch=False, log=lines.append
+    ) as loader:
+        step = np.concatenate([pack for packs in loader.next.dealt for pack in packs])
+        assert len(step) == held == len(set(step.tolist())) and not lines
+        assert loader.samples_per_step == held

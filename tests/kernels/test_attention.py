@@ -386,6 +386,7 @@ GOOD = {
     "cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32),
 }
 BAD = [
+    ({"q": torch.zeros(())}, "q is float32 [] on cpu; it must be float32 or bfloat16 or"),
     ({"q": torch.zeros(10, 4)}, "q is float32 [10, 4] on cpu; it must be float32 or bfloat16 or"),
     ({"q": torch.zeros(10, 4, 8).double()}, "q is float64 [10, 4, 8]"),
     (

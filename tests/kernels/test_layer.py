@@ -285,6 +285,23 @@ def test_a_parameter_in_the_memory_of_x_is_refused() -> None:
     add_rms_norm_(rows[:4], residual, rows[4], 1e-6, bias=rows[4])  # beside it
 
 
+def test_parameters_above_x_are_apart_for_a_compiler_too() -> None:
+    """Of sizes that torch has made symbolic."""
+
+    def function(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        s, y = add_rms_norm_(x, residual, bias.exp(), 1e-6, bias=bias)
+        return s + y + swiglu_(x.repeat(1, 2), bias.repeat(2))
+
+    compiled = torch.compile(function, backend="eager")
+    for rows in (5, 9, 12):
+        memory = torch.randn(rows + 1, 8)  # a row behind x
+        residual = torch.randn(rows, 8)
+        want = function(memory[:rows].clone(), residual, memory[rows])
+        got = compiled(memory[:rows], residual, memory[rows])
+        torch.testing.assert_close(got, want)
+    torch._dynamo.reset()
+
+
 def test_other_objects_are_refused() -> None:
     for eps in (None, "1e-6"):
         with pytest.raises(ValueError, match=f"eps is {eps!r}; it must be a number"):

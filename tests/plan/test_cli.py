@@ -16,6 +16,7 @@ from PIL import Image
 
 from tests.data.helpers import save_image
 from tests.released import released_config, released_spec
+from vlmtrain import cli
 from vlmtrain.core import config as configuration
 from vlmtrain.core.config import FreezeSection, LoaderSection, LoraSection, MediaSection
 from vlmtrain.core.errors import UserError
@@ -191,11 +192,23 @@ def test_sources_have_their_weights(tiny_folder: Path, tmp_path: Path) -> None:
     epoch = np.concatenate([pack for step in steps for rank in step.dealt for pack in rank])
     assert sorted(planned.tokens) == sorted(index.lengths[epoch].tolist())
     assert len(planned) == 2 + 30 and "weighted" in planned.origin
+    # a run of so few samples has these very packs
+    packs = workload.make_packs(planned, spec, 300)
+    made = sorted(
+        int(index.lengths[pack].sum())
+        for step in sampler.steps(Position(), sampler.steps_per_epoch)
+        for rank in step.dealt
+        for pack in rank
+    )
+    assert sorted(packs.work[:, 0]) == made
     # in proportion too where an epoch is less than a sample
     data = f"{tmp_path}/seen.json:0.002,{tmp_path}/said.json:0.008"
     index = workload.read_index(data, tiny_folder, spec, 300, *read)
     images = sum(map(bool, workload.from_index(index, "d").grids))
     assert images == int(13 * 16 / 56)
+    arguments = ["--gpus=1", "--gpu=h100", "--pack_length=300", f"--output={tmp_path / 'plan'}"]
+    arguments += [f"--model={tiny_folder}", "--data", data, "--global_batch_packs=4"]
+    assert cli.main(["plan", *arguments]) == 0  # where the first epoch has no sample
 
 
 def test_histograms_are_thinned_in_proportion(tmp_path: Path, seed: int) -> None:

@@ -81,7 +81,7 @@ def test_a_walk_over_the_order(pipeline: int, virtual: int, recompute: str) -> N
                 most = max(most, held + max(short))
                 held -= kept if kind == schedule.BACKWARD else 0.0
             pixels = 2 * SPEC.vision.patch_dim * patches.sum() if rank == 0 else 0.0
-            packs = memory.batch_bytes(SPEC, tokens.sum(), 0, pixels=False)
+            packs = memory.batch_bytes(tokens.sum())
             assert found[step] == pytest.approx(most + pixels + packs)
             assert set(model.window(tokens, patches)) <= set(range(len(patches)))
 

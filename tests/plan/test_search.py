@@ -206,6 +206,28 @@ def test_memory_is_that_of_the_long_packs(seven: ModelSpec, packs: workload.Pack
     assert ranks[0] == ranks[1]
 
 
+def test_pixels_lie_where_the_images_are_encoded(seven: ModelSpec, packs: workload.Packs) -> None:
+    """In the run's type: those of a step on the first pipeline rank, or dealt to all."""
+    model = costs.CostModel(seven, hardware.find_gpu("h100"), packs)
+    step = 2 * seven.vision.patch_dim * packs.mean[costs.PATCHES] * 64
+    words = 44 * packs.large[costs.TOKENS] * 64
+    for multiplexed, pixels in ((False, [step, 0, 0, 0]), (True, [step / 4] * 4)):
+        layout = make_layout(seven, world_size=4, pipeline=4, multiplexed=multiplexed)
+        batches = [rank.batch for rank in model.rank_memory(costs.Option(layout, 64))]
+        assert batches == pytest.approx([x + words for x in pixels])
+
+
+def test_a_multiplexed_tower_recomputes_too(seven: ModelSpec, packs: workload.Packs) -> None:
+    """One more pass forward, in the backward part."""
+    model = costs.CostModel(seven, hardware.find_gpu("h100"), packs)
+    layout = make_layout(seven, world_size=4, pipeline=4, multiplexed=True)
+    none, full = (
+        model.multiplexed_seconds(costs.Option(layout, 16, again, "none"))
+        for again in ("none", "full")
+    )
+    assert full[0] == none[0] and 1.2 < full[1] / none[1] < 1.5
+
+
 # --- search -----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +240,24 @@ def test_padding_and_utilization_of_a_row(measured: dict[str, Any]) -> None:
         )
         assert step["hardware_flops"] == 2 * PACKS * again
         assert step["tokens_per_second_per_gpu"] == pytest.approx(PACKS * 40 / step["seconds"])
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its id; `resume` alone would begin another."""
+    given: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> Any:
+        given.append(options)
+        return SimpleNamespace(log=lambda *a, **k: None, finish=lambda: None)
+
+    service = SimpleNamespace(init=init, Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    for resumed in (0, 3, 0):
+        Metrics(tmp_path, resumed, 10, 1, tensorboard=False, wandb="mine").close()
+    first, again, new = (options["id"] for options in given)
+    assert first == again != new and all(options["resume"] == "allow" for options in given)
 
 
 def test_missing_wandb_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

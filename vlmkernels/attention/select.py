@@ -178,7 +178,7 @@ def select(
 def keeping(kernel: str, max_seqlen: int | None, *inputs: Tensor) -> str:
     """Of the kernel cpu cpu-kept, where the backward has more to gain from a row's probabilities
     than they cost: no more floats than the row has elements. inputs: all that may learn."""
-    head_dim, dtype = inputs[0].shape[-1], inputs[0].dtype
+    head_dim, dtype = inputs[0].shape[-1:].numel(), inputs[0].dtype
     if kernel != "cpu" or max_seqlen is None or not max_seqlen <= KEPT_TOKENS <= head_dim:
         return kernel
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)

@@ -119,8 +119,8 @@ def _ratio(grad: Tensor, expected: Tensor, count: Tensor) -> Tensor:
 
 
 def _times(gradient: Tensor, ratio: Tensor) -> Tensor:
-    """gradient * ratio, a float32 [] that is no float16: CUDA would round it to one."""
-    if gradient.dtype != torch.float16:
+    """gradient * ratio, a float32 [], which CUDA alone would round to the gradient's type."""
+    if gradient.dtype == torch.float32 or not gradient.is_cuda or torch.compiler.is_compiling():
         return gradient * ratio
     result = torch.empty_like(gradient)
     rows = max(1, (16 << 20) // max(1, gradient[:1].numel()))
@@ -341,7 +341,7 @@ def linear_cross_entropy(
     for option, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
         if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.dim() == 0):
             raise ValueError(f"{option} is {value!r}; it must be a number")
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{option} is a tensor that requires a gradient and would get none")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be 0 to 1")

@@ -77,6 +77,18 @@ def _part_rows(part: Part) -> Iterator[Row]:
             )
 
 
+def fits_experts(spec: ModelSpec, shape: Sequence[int]) -> bool:
+    """Whether a tensor of experts has one of the shapes that the "experts" transform reads."""
+    ours = _expert_shapes(spec)
+    return len(shape) == 3 and (tuple(shape[1:]) in ours or tuple(shape[:0:-1]) in ours)
+
+
+def _expert_shapes(spec: ModelSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+    """[out, in] of one expert's two weights."""
+    expert = spec.moe_intermediate_size
+    return (2 * expert, spec.hidden_size), (spec.hidden_size, expert)
+
+
 # --- transforms ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Transform:
@@ -128,8 +140,7 @@ def transforms(spec: ModelSpec) -> dict[str, Transform]:
 
     # Experts: [experts, in, out] as released, [experts, out, in] as transformers 5 may write them;
     # none is square.
-    expert = spec.moe_intermediate_size
-    ours = ((2 * expert, spec.hidden_size), (spec.hidden_size, expert))
+    ours = _expert_shapes(spec)
 
     def experts(tensors: Sequence[Tensor]) -> Tensor:
         (x,) = tensors

@@ -170,7 +170,8 @@ class PackedLoader:
         )
         packs = len(self.sampler.epoch_plan(0))
         if log is not None and not once and packs < global_batch:
-            log(self._too_few_packs(packs))
+            if (seen := self._samples_of_a_step() / len(index)) > 1:
+                log(self._too_few_packs(packs, seen))
         self._prefetch = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if prefetch else None
         self._pending: tuple[Position, Future[tuple[list[PackedBatch], Report]]] | None = None
 
@@ -196,9 +197,15 @@ class PackedLoader:
 
     @property
     def samples_per_step(self) -> float:
-        """Samples of a mean step of the first epoch."""
+        """Samples of a mean step of the first epoch; if that has none, of the first step."""
         packs = self.sampler.epoch_plan(0)
-        return self.global_batch * sum(map(len, packs)) / max(len(packs), 1)
+        if not len(packs):
+            return self._samples_of_a_step()
+        return self.global_batch * sum(map(len, packs)) / len(packs)
+
+    def _samples_of_a_step(self) -> int:
+        packs = self.sampler.take(Position()).dealt
+        return sum(len(pack) for rank in packs for pack in rank)
 
     def steps_for_epochs(self, epochs: float) -> int:
         """See `Sampler.steps_for_epochs`."""
@@ -328,7 +335,7 @@ class PackedLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _too_few_packs(self, packs: int) -> str:
+    def _too_few_packs(self, packs: int, seen: float) -> str:
         ranks = self.rank.dp_size
         fitting = packs // ranks * ranks
         advice = f"--train.global_batch_packs {fitting} fits"
@@ -338,7 +345,7 @@ class PackedLoader:
         return (
             f"warning: a step takes {self.global_batch} packs (--train.global_batch_packs) and an "
             f"epoch of this data has {packs}, so each step sees every sample about "
-            f"{self.global_batch / max(packs, 1):.3g} times; {advice}"
+            f"{seen:.3g} times; {advice}"
         )
 
     def ids(self, step: PlannedStep) -> list[list[str]]:

@@ -207,7 +207,7 @@ def fullest_step(ranking: Plan, index: SampleIndex, loader: LoaderSection) -> st
         seed=train.seed,
         ranks=option.layout.data,
     )
-    steps = sampler.steps(Position(), sampler.steps_per_epoch)
+    steps = sampler.steps(Position(), max(1, sampler.steps_per_epoch))
     loads = Loads.of(steps, index)
     peak = fullest(config, spec, option.layout, loads, True, ranking.gpu.step_memory)
     return (

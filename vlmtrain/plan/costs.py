@@ -261,7 +261,8 @@ class CostModel:
         """
         layout, gpu = option.layout, self.gpu
         units = self.units(1, False)
-        tower = units["vision"][-1] + units["patch_embed"] + units["merger"]
+        tower = self.vision_costs(1, False, option.recompute_vision)[-1]
+        tower = tower + units["patch_embed"] + units["merger"]
         cost = tower @ self.mean
         ranks = layout.pipeline * layout.tensor
         share = option.microbatches / ranks * 1.02  # images don't divide evenly
@@ -459,10 +460,12 @@ class CostModel:
                 rows *= self.spec.visual_sets / option.layout.tensor
                 waiting = rows * option.microbatches if rank == 0 else 0.0
                 activations = max(activations, self._piece_bytes(option)) + waiting
-            pixels = rank == 0 or option.multiplexed  # every rank reads its images from all packs
-            batch = option.microbatches * memory.batch_bytes(
-                self.spec, tokens, patches, pixels=pixels
-            )
+            pixels = self.element * self.spec.vision.patch_dim * patches
+            if option.multiplexed:  # those dealt to the rank
+                pixels /= layout.pipeline * layout.tensor
+            elif rank:
+                pixels = 0.0
+            batch = option.microbatches * (memory.batch_bytes(tokens) + pixels)
             transient = float(transients[rank :: layout.pipeline].max())
             factor = self.gpu.step_memory
             beside = (factor * activations, factor * transient, factor * batch)

@@ -542,6 +542,6 @@ class ActivationModel:
         return row * np.array(sets, dtype=float)
 
 
-def batch_bytes(spec: ModelSpec, tokens: float, patches: float, *, pixels: bool) -> float:
-    """A microbatch's own tensors on the device: ids, labels, positions, index, float32 pixels."""
-    return 44 * tokens + (4 * spec.vision.patch_dim * patches if pixels else 0.0)
+def batch_bytes(tokens: float) -> float:
+    """A microbatch's own tensors on the device but pixels: ids, labels, positions, index."""
+    return 44 * tokens

@@ -86,7 +86,7 @@ class PeakModel:
             moments = moments + (rows / self.layout.tensor if held else 0.0)
             total, held = np.maximum(total / ranks, largest), True
         pixels = self.element * self.spec.vision.patch_dim * total if held else 0.0
-        packs = memory.batch_bytes(self.spec, 1, 0, pixels=False) * tokens.sum(1)
+        packs = memory.batch_bytes(1) * tokens.sum(1)
         return self.states() + self.factor * (moments + pixels + packs)
 
     def window(self, tokens: np.ndarray, patches: np.ndarray) -> list[int]:

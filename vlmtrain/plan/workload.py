@@ -44,6 +44,7 @@ class Lengths:
     targets: list[int]
     grids: list[list[Grid]]
     origin: str  # for people: where it comes from
+    epoch: bool = False  # all samples of one, whose packs are those of a run
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -103,7 +104,8 @@ def make_packs(
         sample = [lengths.tokens[i]], lengths.grids[i]
         rows[place] = Work.of(*sample, spec.vision, targets=lengths.targets[i]).values()
     copies = 1
-    if tokens.sum() < 64 * pack_length:  # a handful of samples: repeat them to fill some packs
+    # A handful of samples tells of many: repeat them to fill some packs.
+    if tokens.sum() < 64 * pack_length and not lengths.epoch:
         copies = math.ceil(64 * pack_length / int(tokens.sum()))
         tokens, rows = np.tile(tokens, copies), np.tile(rows, (copies, 1))
     packs = plan_epoch(tokens, pack_length, 0, 0, "plan", policy=policy)
@@ -330,7 +332,7 @@ def from_index(index: SampleIndex, origin: str) -> Lengths:
         grids.append([(int(t), int(h), int(w)) for t, h, w in media.tolist()])
     lengths, targets = index.lengths[chosen].tolist(), index.target_tokens[chosen].tolist()
     origin += f" ({len(index):,} samples{', weighted' if set(weights) != {1} else ''})"
-    return Lengths(lengths, targets, grids, origin)
+    return Lengths(lengths, targets, grids, origin, epoch=True)
 
 
 def _similar(path: Path) -> Path | None:

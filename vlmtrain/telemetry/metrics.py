@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import secrets
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,9 +68,14 @@ class Metrics:
         if wandb:
             import wandb as service
 
+            own = output / "wandb_id"  # by which a resumed run goes on there
+            if not resumed_step or not own.is_file():
+                with writing(own):
+                    write_text(own, secrets.token_hex(4))
+            name = own.read_text(encoding="utf-8").strip()
             try:
                 self._wandb = service.init(
-                    project=wandb, dir=str(output), config=self.facts, resume="allow"
+                    project=wandb, dir=str(output), config=self.facts, id=name, resume="allow"
                 )
             except service.Error as error:  # no account, no network
                 raise UserError(f"--train.wandb {wandb}: {error}") from error

@@ -139,14 +139,17 @@ def _plan(sampler: Sampler, position: Position, layout: Layout) -> dict[str, str
 
 
 def check_resumed(checkpoint: Path, spec: ModelSpec, lora: LoraSection) -> None:
-    """A run goes on with the model and the adapters that its checkpoint was trained with; only the
+    """A run goes on with the model and the adapters that its checkpoint was trained with; the
     weight of the router's auxiliary loss may be another.
 
     Raises:
         CheckpointError: the first thing that differs.
     """
     saved = read_spec(checkpoint)
-    now = replace(spec, router_aux_loss_coef=saved.router_aux_loss_coef)
+    # What no number depends on, or is the run's to choose.
+    free = ["router_aux_loss_coef", "max_position_embeddings"]
+    free += ["intermediate_size"] if spec.num_experts else []
+    now = replace(spec, **{name: getattr(saved, name) for name in free})
     if difference := first_difference(saved, now):
         raise CheckpointError(
             f"{checkpoint} is of another model than --model: {difference}; resume with the one it "
@@ -158,7 +161,7 @@ def check_resumed(checkpoint: Path, spec: ModelSpec, lora: LoraSection) -> None:
     for name in ("rank", "alpha", "targets", "vision"):
         then, value = before.get(name, getattr(lora, name)), getattr(lora, name)
         if name == "targets":
-            then, value = " ".join(sorted(then)), " ".join(sorted(value))
+            then, value = " ".join(sorted({*then})), " ".join(sorted({*value}))
         if then != value:
             raise CheckpointError(
                 f"{checkpoint} was trained with --lora.{name} {then}; it is now {value}: restore it"

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from vlmtrain.checkpoint.hf.files import HFWeights, check_names
-from vlmtrain.checkpoint.mapping import Row, WeightError, pieces, rows, transforms
+from vlmtrain.checkpoint.mapping import (
+    Row,
+    WeightError,
+    fits_experts,
+    pieces,
+    rows,
+    transforms,
+)
 from vlmtrain.checkpoint.tensors import check_finite
 from vlmtrain.core.spec import ModelSpec, padded_vocab_size
 
@@ -31,10 +38,12 @@ class HFSource:
         for row in rows(self.spec):
             for name, (first, others) in zip(row.hf, row.sizes, strict=True):
                 shape = self.weights.shape(name)
-                fits = bool(shape) and (shape[0], math.prod(shape[1:])) == (first, others)
-                # Experts are stacked, and the patch embedding is a convolution.
-                many = row.experts or name.endswith("patch_embed.proj.weight")
-                if not fits or (len(shape) > 2 and not many):
+                fits = len(shape) == (1 if others == 1 else 2)
+                if row.experts:
+                    fits = fits_experts(self.spec, shape)
+                elif name.endswith("patch_embed.proj.weight"):  # a convolution's or a product's
+                    fits = len(shape) in (2, 5)
+                if not fits or (shape[0], math.prod(shape[1:])) != (first, others):
                     raise WeightError(
                         f"{self.folder}: {name} {shape} does not fit the sizes in config.json "
                         f"(need {first}{f' rows of {others} elements' if others > 1 else ''})"
