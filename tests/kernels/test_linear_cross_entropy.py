@@ -544,12 +544,9 @@ def test_targets_out_of_range() -> None:
 
 def test_wrong_arguments() -> None:
     x, weight, targets = make(9, 13, 4, torch.float32)
+    array, learned = x.detach().numpy(), torch.tensor(0.1, requires_grad=True)
     for arguments, options, message in (
-        (
-            (x.detach().numpy(), weight, targets),
-            {},
-            r"hidden is a ndarray; it must be a torch.Tensor",
-        ),
+        ((array, weight, targets), {}, "hidden is a ndarray; it must be a torch.Tensor"),
         ((x.double(), weight, targets), {}, r"hidden is float64 \[9, 4\] on cpu"),
         ((x[None], weight, targets), {}, r"hidden is float32 \[1, 9, 4\]"),
         ((x.to("meta"), weight, targets), {}, "hidden is on meta; .* runs on the CPU and on CUDA"),
@@ -568,11 +565,7 @@ def test_wrong_arguments() -> None:
         ((x, weight, targets), {"reduction": "max"}, "reduction is 'max'"),
         ((x, weight, targets), {"label_smoothing": 1.5}, "label_smoothing is 1.5"),
         ((x, weight, targets), {"z_loss": None}, "z_loss is None; it must be a number"),
-        (
-            (x, weight, targets),
-            {"label_smoothing": torch.tensor(0.1, requires_grad=True)},
-            "label_smoothing is a tensor that requires a gradient",
-        ),
+        ((x, weight, targets), {"z_loss": learned}, "z_loss is a tensor that requires a gradient"),
         ((x, weight, targets), {"ignore_index": None}, "ignore_index is None; it must be a whole"),
         ((x, weight, targets), {"z_loss": -1.0}, "z_loss is -1.0"),
         ((x, weight, targets), {"weight_grad": "sparse"}, "weight_grad is 'sparse'"),
