@@ -149,6 +149,7 @@ def load(media, sample, *rest):
     if "oom" in media.name: os.kill(os.getpid(), signal.SIGKILL)
     if "memory" in media.name: raise MemoryError
     if "hang" in media.name: time.sleep(60)
+    if "refused" in media.name: raise sample.fail("refused: for: a reason", "unreadable")
     print("noise on stdout must not matter")
     return original(media, sample, *rest)
 decoding.load_frames = load
@@ -167,7 +168,7 @@ def test_crashes_are_named_and_decoders_replaced(
     monkeypatch.setattr(decoding.subprocess, "Popen", popen)
     pool = DecoderPool(processor.images, processor.videos, time_limit=30)
     part = (FileRange(str(pictures / "p0.jpg")),)
-    sample = Sample("s7", (), (), "c.json")
+    sample = Sample("s: 7", (), (), "c.json")
     good = Media("image", "good", part)
     expected = processor.frames(good, sample)
     for name, message in [
@@ -175,15 +176,16 @@ def test_crashes_are_named_and_decoders_replaced(
         ("oom", r"the decoder was killed \(out of memory\?\) while it read oom"),
         ("memory", "memory takes more than 16 GiB to decode"),
         ("hang", "hang was not decoded within 1 s"),
+        ("refused", "refused: for: a reason$"),
     ]:
         pool._time_limit = 1 if name == "hang" else 30
-        with pytest.raises(DataError, match=f"c.json: sample 's7': {message}") as caught:
+        with pytest.raises(DataError, match=f"^c.json: sample 's: 7': {message}") as caught:
             pool.frames(Media("image", name, part), sample)
-        assert caught.value.kind == "unreadable" and caught.value.sample_id == "s7"
+        assert caught.value.kind == "unreadable" and caught.value.sample_id == "s: 7"
         pool._time_limit = 30
         assert (pool.frames(good, sample) == expected).all()
     missing = Media("image", "gone", (FileRange("/none.jpg"),))
-    with pytest.raises(DataError, match="^c.json: sample 's7': the file /none.jpg is missing"):
+    with pytest.raises(DataError, match="^c.json: sample 's: 7': the file /none.jpg is missing"):
         pool.frames(missing, sample)
     process = pool._local.decoder.process
     pool.close()

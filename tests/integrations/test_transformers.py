@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.conftest import RUN_SEED
 from tests.kernels.numeric import assert_accurate, assert_bitwise
@@ -431,3 +432,17 @@ def test_compile(models: tuple[Any, Any, Any]) -> None:
         x = patches if "cu_seqlens" in args else hidden
         got = torch.compile(of(ours.model), fullgraph=True, backend="eager")(x, **args)
         torch.testing.assert_close(got, of(plain.model)(x, **args))
+
+
+def test_a_recorded_tower_takes_other_segments(models: tuple[Any, Any, Any]) -> None:
+    """make_fx records no longest segment of the example's."""
+    block, plain = models[1].model.visual.blocks[0], models[0].model.visual.blocks[0]
+    patches, angles = torch.randn(24, 48, requires_grad=True), torch.randn(24, 8).repeat(1, 2)
+    tables = angles.cos(), angles.sin()
+    short, long = (torch.tensor(x, dtype=torch.int32) for x in ([0, 8, 24], [0, 4, 24]))
+    graph = make_fx(lambda x, cu: block(x, cu_seqlens=cu, position_embeddings=tables))(
+        patches, short
+    )
+    for cu_seqlens in (short, long):
+        expected = plain(patches, cu_seqlens=cu_seqlens, position_embeddings=tables)
+        torch.testing.assert_close(graph(patches, cu_seqlens), expected)

@@ -152,6 +152,7 @@ def test_no_folder_no_config_other_model(capsys, model, conversations, tmp_path)
         ("--lora.alpha=nan --lora.rank=4", ["--lora.alpha", "nan", "finite"]),
         ("--train.steps=-1", ["--train.steps", "-1"]),
         ("--train.epochs=0", ["--train.epochs 0", "--train.steps"]),
+        ("--train.epochs=10001", ["--train.epochs is 10001.0", "at most 10000"]),
         ("--train.epochs=inf", ["--train.epochs", "inf", "finite"]),
         ("--train.seed=4294967296", ["--train.seed", "4294967296", "below"]),
         ("--optimizer.lr=inf", ["--optimizer.lr", "inf", "finite"]),
