@@ -60,6 +60,7 @@ def fake_run(folder: Path, steps: int = 40, plan: bool = True) -> Path:
     memory = {"states": 20e9, "activations": 10e9, "transient": 1e9, "batch": 1e9, "host": 0.0}
     facts = {
         "family": "qwen2_vl",
+        "device": "gpu",
         "config": {"model": "a<b>&c", "train": {"steps": steps}},
         "processes": 4,
         "pipeline": 2,
@@ -78,10 +79,10 @@ def fake_run(folder: Path, steps: int = 40, plan: bool = True) -> Path:
             "memory_bytes": [memory, memory],
             "waterfall": {
                 "compute": 0.25,
-                "tensor-parallel communication": 0.0,
-                "pipeline bubble": 0.05,
-                "slowest replica": 0.04,
-                "gradients and parameters": 0.03,
+                "tensor": 0.0,
+                "bubble": 0.05,
+                "imbalance": 0.04,
+                "gradients": 0.03,
                 "optimizer": 0.03,
             },
         }
@@ -194,6 +195,7 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "empty").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (fake_run(tmp_path / "older plan") / "run.json").write_text("{}")
     (tmp_path / "young").mkdir()
     (tmp_path / "young" / "metrics.jsonl").write_text("")
     for name, message in (
@@ -201,6 +203,7 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("empty", "empty holds no metrics.jsonl"),
         ("runs", "did you mean"),
         ("old", "line 1 has no waterfall: it was written by an older version"),
+        ("older plan", "run.json names no device: it was written by an older version"),
         ("young", "has no steps yet"),
     ):
         assert cli.main(["report", str(tmp_path / name)]) == 1

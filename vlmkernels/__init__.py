@@ -1,4 +1,4 @@
-"""Kernels for training Qwen2-VL and Qwen2.5-VL; see the docstring of each name."""
+"""Kernels for training Qwen2-VL, Qwen2.5-VL and Qwen3-VL; see the docstring of each name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """Loading of the native module, registration with torch, and the argument checks all ops share.
 
-The pattern of an op (see image/patchify.py): a plain-torch `*_reference`; a function that checks
-its arguments and hands raw pointers to `launch`; `define` with that function, a fake one (shapes
-only, for torch.compile) and an autograd formula; the public function, which is one call.
+The pattern of an op that torch's dispatcher or torch.compile must see (attention, embedding, image,
+loss; see image/patchify.py): a plain-torch `*_reference`; a function that checks its arguments and
+hands raw pointers to `launch`; `define` with that function, a fake one (shapes only, for
+torch.compile) and an autograd formula; the public function, which calls the op. What modules call
+inside (layer.py, rotary.py, product.py, optim) has an autograd.Function and `launch` alone.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def _load() -> ModuleType:
 
 _C: Any = _load()
 
-#: Every op is registered as torch.ops.vlmkernels.<name>.
+#: Ops given to `define` are torch.ops.vlmkernels.<name>.
 LIBRARY = torch.library.Library("vlmkernels", "FRAGMENT")
 
 #: Codes of vlmk::DType in csrc/common/params.h.
@@ -160,8 +162,8 @@ def _without_tangents(name: str, run: Callable) -> Callable:
 
 
 def without_transforms(name: str, function: Callable, *, maps: bool = False) -> Callable:
-    """`function`, with one sentence where torch.func would complain about a class that nobody
-    wrote; maps: under vmap alone it works."""
+    """`function`, with a clear error under torch.func, whose own names an autograd.Function inside;
+    maps: under vmap alone it works."""
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -16,7 +16,7 @@ from vlmkernels.attention import select
 
 #: Import name -> distribution and what it would be used for.
 OPTIONAL = {
-    "flash_attn": ("flash-attn", "attention on CUDA for segments above 128 tokens"),
+    "flash_attn": ("flash-attn", "attention on CUDA where neither window nor sm90 serves"),
     "transformer_engine": ("transformer-engine", "Megatron's fused layers and FP8"),
     "apex": ("apex", "Megatron's fused optimizer and gradient accumulation"),
 }
@@ -95,7 +95,7 @@ def _amx_types() -> str:
 
 def report() -> str:
     """The whole text."""
-    build, why = _native._C.build_info(), _native._C.why_no_amx()
+    build = _native._C.build_info()
     chosen = "VLMKERNELS_ISA" if os.environ.get("VLMKERNELS_ISA") else "cpuid"
     rows = [
         ("vlmkernels", f"{vlmkernels.__version__} in {os.path.dirname(vlmkernels.__file__)}"),

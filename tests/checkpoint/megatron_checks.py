@@ -49,7 +49,7 @@ def moments_lost(engine: Any) -> tuple[int, int]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from vlmtrain.checkpoint.training import optimizer_state
-    from vlmtrain.checkpoint.training.sharding import places
+    from vlmtrain.checkpoint.training.sharding import locations
 
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=5000
@@ -68,7 +68,7 @@ def moments_lost(engine: Any) -> tuple[int, int]:
         not torch.equal(state["exp_avg"][start:stop], truth[p].view(-1))
         for p, (start, stop, _) in part.buffers[0].param_index_map.items()
     )
-    table = places(engine.parts)
+    table = locations(engine.parts)
     saved = {(p.key, p.offsets): p.data for p in optimizer_state.pieces(part, table)}
     ours = sum(
         not torch.equal(saved[piece.key, piece.offsets], piece.data)

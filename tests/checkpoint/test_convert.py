@@ -404,6 +404,8 @@ def test_command_line(models, tmp_path, capsys):
             ["convert", "megatron-to-hf", *folders, "--parallel.tensor=2"],
             ["convert megatron-to-hf has no use for --parallel"],
         ),
+        (2, [*run, "--parallel.vision_piece=9"], ["no use for --parallel.vision_piece; leave"]),
+        (2, [*run, "--parallel.tensor_overlap"], ["no use for --parallel.tensor_overlap"]),
         (2, ["convert", "verify", *folders, "--dtype=bf16"], ["for --dtype"]),
         (2, ["convert", "verify", *folders, "--overwrite"], ["--overwrite;"]),
         (2, ["convert", "upside-down"], ["upside-down", "hf-to-megatron"]),

@@ -378,5 +378,5 @@ def test_bad_states_are_named():
     optimizer.step()
     state = optimizer.state_dict()
     state["state"][0]["exp_avg"] = torch.zeros(4)
-    with pytest.raises(ValueError, match=re.escape("the loaded exp_avg is float32 [4] on cpu")):
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is float32 \[4\] on cpu"):
         CPUAdam(clones(params)).load_state_dict(state)

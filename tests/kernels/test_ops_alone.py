@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import vlmkernels  # noqa: F401
 
@@ -88,6 +89,20 @@ def test_what_does_not_fit_is_an_error(call: Callable[[Any], Any]) -> None:
         call(torch.ops.vlmkernels)
 
 
-def test_what_fits_is_none() -> None:
-    embedding()(torch.ops.vlmkernels)
-    attention(*RIGHT)(torch.ops.vlmkernels)
+def test_what_fits_is_computed() -> None:
+    ops = torch.ops.vlmkernels
+    weight = torch.randn(3, 8)
+    tensors = ids(0, 1, 2, 0), weight, torch.zeros(0, 8), i32(-1, -1, -1, -1)
+    actual = ops.visual_embedding(*tensors, 0, True, 0, 4, -1, F32, True)
+    assert torch.equal(actual, weight[[0, 1, 2, 0]])
+
+    q, upstream = torch.randn(16, 2, 8), torch.randn(16, 2, 8)
+    x = q.clone().requires_grad_()
+    heads = x.transpose(0, 1)
+    torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, scale=1.0).backward(
+        upstream.transpose(0, 1)
+    )
+    settings = i32(0, 16), None, False, 1.0, "cpu"
+    out, stats = ops.varlen_attention(q, q, q, *settings)
+    rest = settings[0], out, stats, *settings[1:]
+    assert_close(sum(ops.varlen_attention_backward(upstream, q, q, q, *rest)), x.grad)

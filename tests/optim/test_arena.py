@@ -191,13 +191,11 @@ def test_every_range_is_unregistered_before_it_is_freed(
 
 def test_a_second_optimizer_can_page_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large blocks are mapped anew: the next arena gets the address of the last."""
-    FakeCuda(monkeypatch)
-    addresses = set()
+    cuda = FakeCuda(monkeypatch)
     for _ in range(5):
-        arena = PinnedArena(slab_bytes=64 << 20, device=GPU)
-        addresses.add(arena.empty(8, torch.uint8).data_ptr())
-        del arena
-    print(f"{len(addresses)} addresses")
+        PinnedArena(slab_bytes=64 << 20, device=GPU).empty(8, torch.uint8)
+    assert cuda.calls.count("register") == cuda.calls.count("unregister") == 5
+    assert not cuda.registered
 
 
 def test_a_refused_range_is_named_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

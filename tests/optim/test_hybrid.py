@@ -565,7 +565,7 @@ def test_bad_parameters_and_states_are_named():
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["exp_avg"] = torch.ones(3)
     before = optimizer.state[good]["exp_avg"].clone()
-    with pytest.raises(ValueError, match=re.escape("the loaded exp_avg is float32 [3] on cpu")):
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is float32 \[3\] on cpu"):
         optimizer.load_state_dict(state)
     assert_bitwise("exp_avg", optimizer.state[good]["exp_avg"], before)
 

@@ -98,7 +98,7 @@ def test_state_of_other_moments_is_taken(other: torch.dtype):
     broken = copy.deepcopy(saved)
     number = next(n for n, s in broken["state"].items() if s["exp_avg_scales"].numel() > 1)
     broken["state"][number]["exp_avg_scales"] = torch.ones(1)
-    with pytest.raises(ValueError, match="the loaded exp_avg_scales is float32 .* it needs"):
+    with pytest.raises(ValueError, match="exp_avg_scales of parameter . is float32 .* it needs"):
         again.load_state_dict(broken)
 
 

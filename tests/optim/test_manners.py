@@ -83,7 +83,7 @@ def test_half_a_loaded_state_is_named(make: Callable[..., Any], key: str) -> Non
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())
     del state["state"][0][key]
-    with pytest.raises(ValueError, match=f"the loaded {key} is missing"):
+    with pytest.raises(ValueError, match=f"the loaded {key} of parameter 0 is missing"):
         optimizer.load_state_dict(state)
     optimizer.step()
 
@@ -207,12 +207,12 @@ def test_what_is_no_state_of_adam(make: Callable[..., Any]) -> None:
         ),
         "a list": (
             {**before, "state": {0: {**before["state"][0], "exp_avg": [1.0]}}},
-            "the loaded exp_avg is a list",
+            "the loaded exp_avg of parameter 0 is a list",
         ),
         "no dict": ({**before, "state": {0: [1.0]}}, "the loaded state of parameter 0 is a list"),
         "negative squares": (
             {**before, "state": {0: {**before["state"][0], "exp_avg_sq": -torch.ones(300)}}},
-            "the loaded exp_avg_sq has negative elements",
+            "the loaded exp_avg_sq of parameter 0 has negative elements",
         ),
         "steps": ({**before, "state": {0: {**before["state"][0], "step": "ten"}}}, "step is ten"),
     }

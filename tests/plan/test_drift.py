@@ -116,8 +116,8 @@ def test_the_plan_is_printed_and_compared(
     config, layout = run.config, run.layout
     lengths = drift.workload.from_index(_Index(300), "data")
     again = drift.plan_of_run(config, SPEC, layout, measured, lengths)
-    expected = drift.waterfall(again)
-    compute = expected["compute"] + expected["tensor-parallel communication"]
+    expected = again.waterfall()
+    compute = expected["compute"] + expected["tensor"]
     assert compute == pytest.approx(0.9 * slow, rel=0.1)  # communication does not scale
     assert run.facts()["plan"]["step_seconds"] == run.plan.step_seconds
 
@@ -179,8 +179,8 @@ def test_efficiencies_are_those_of_the_run() -> None:
     gpu = hardware.find_gpu("h100")
     planned = {
         "compute": 0.8,
-        "tensor-parallel communication": 0.2,
-        "gradients and parameters": 0.6,
+        "tensor": 0.2,
+        "gradients": 0.6,
         "optimizer": 0.1,
     }
     taken = {"compute": 1.5, "padding": 0.5, "gradients": 0.8, "optimizer": 0.4 + 0.2}
@@ -191,7 +191,7 @@ def test_efficiencies_are_those_of_the_run() -> None:
         link=pytest.approx(0.75 / 2),
         memory=pytest.approx(0.8 / 2),
     )
-    alone = {**planned, "gradients and parameters": 0.0}
+    alone = {**planned, "gradients": 0.0}
     taken = {"compute": 1.0, "padding": 0.0, "gradients": 0.001, "optimizer": 0.05}
     actual = drift.as_measured(gpu, alone, taken, "fp32").efficiency
     assert (actual.link, actual.memory) == (0.75, 1.0)

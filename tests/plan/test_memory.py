@@ -190,7 +190,7 @@ def test_windows_on_the_cpu_may_keep_probabilities() -> None:
 
 
 def test_vision_on_cuda_keeps_rotated_copies_only_where_no_kernel_rotates() -> None:
-    assert memory.FUSED_HEAD_DIMS == TILED_HEAD_DIMS
+    assert memory.TILED_HEAD_DIMS == TILED_HEAD_DIMS
     assert memory.LOSS_BYTES == KEPT * CHUNK_BYTES
     assert memory.CUDA_LOSS_BYTES == KEPT * CUDA_CHUNK_BYTES
     spec = parse_spec(make_model("qwen2_5_vl").config.to_dict())

@@ -20,7 +20,7 @@ from vlmtrain.data.packing.plan import deal
 from vlmtrain.models import flops
 from vlmtrain.models.family import table_of
 from vlmtrain.parallel.layout import make_layout
-from vlmtrain.plan import costs, hardware, memory, picture, schedule, search, split, workload
+from vlmtrain.plan import costs, hardware, memory, schedule, search, split, workload
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +231,19 @@ def test_a_multiplexed_tower_recomputes_too(seven: ModelSpec, packs: workload.Pa
 # --- search -----------------------------------------------------------------------------------
 
 
+def test_a_tower_that_is_not_split_does_not_limit_tensor_parallelism(
+    seven: ModelSpec, packs: workload.Packs
+) -> None:
+    """As of Qwen2.5-VL-72B, whose tower's MLPs of 3,420 no 8 ranks can share."""
+    tower = dataclasses.replace(seven.vision, intermediate_size=3420)
+    spec = dataclasses.replace(
+        seven, num_heads=64, num_kv_heads=8, intermediate_size=29568, vision=tower
+    )
+    model = costs.CostModel(spec, hardware.find_gpu("h200"), packs)
+    found = {(o.layout.tensor, o.multiplexed) for o in search._options(model, 16, 16)}
+    assert found == {(t, m) for t in (1, 2, 4, 8) for m in (False, True)} - {(8, False)}
+
+
 def test_the_quick_estimate_does_not_lose_the_best(seven: ModelSpec, packs: workload.Packs) -> None:
     gpu = hardware.find_gpu("a100-80")
     actual = search.search(seven, gpu, 8, packs, 32)
@@ -250,7 +263,7 @@ def test_predictions_are_consistent(seven: ModelSpec, packs: workload.Packs) -> 
         assert layout.tensor * layout.pipeline * layout.data == 32
         assert p.option.microbatches * layout.data == 64
         assert p.peak_bytes <= gpu.usable_bytes
-        parts = picture.waterfall(p)
+        parts = p.waterfall()
         assert sum(parts.values()) == pytest.approx(p.step_seconds)
         assert min(parts.values()) >= -1e-9
         # MFU can't exceed what the matrix work alone would reach

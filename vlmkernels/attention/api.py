@@ -65,6 +65,7 @@ def varlen_attention(
         and backward, by all kernels of ours, on the CPU with any number of threads.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: an argument's dtype, shape, device, strides or values don't fit.
     """
     check_tensors(q=q, k=k, v=v, cu_seqlens=cu_seqlens)
@@ -150,6 +151,7 @@ def vision_attention(
         are composed of rotated and permuted copies and varlen_attention.
 
     Raises:
+        TypeError: qkv is no tensor, or layout no VisionLayout.
         ValueError: qkv doesn't fit, or the layout doesn't fit to it, or window without windows.
     """
     if not isinstance(layout, VisionLayout):
@@ -178,6 +180,12 @@ def rotated_attention(
         order: int32 [P], a permutation of the patches; None: as they stand.
         max_seqlen: the longest segment, in patches; on CUDA without it the call is composed.
         scale: default D ** -0.5.
+
+    Returns:
+        [P, H, D], contiguous, qkv's dtype, in the order of qkv's patches. Differentiable in qkv.
+
+    Raises:
+        ValueError: an argument's dtype, shape, device, strides or values don't fit.
     """
     head_dim = qkv.shape[-1]
     scale = _number(scale, head_dim)
@@ -238,6 +246,7 @@ def qkv_attention(
         number of threads.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: an argument's dtype, shape, strides or values don't fit, or qkv is not in host
             memory.
     """

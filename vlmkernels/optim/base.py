@@ -93,8 +93,8 @@ class AdamBase(torch.optim.Optimizer):
     # ---- saving and loading ----------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes a state_dict of this module's classes or of torch.optim.Adam or AdamW. Whether
-        weight decay is decoupled stays as it was, as with torch's AdamW.
+        """Takes a state_dict of CPUAdam, HybridDeviceOptimizer or torch.optim.Adam or AdamW.
+        Whether weight decay is decoupled stays as it was, as with torch's AdamW.
 
         Raises:
             ValueError: a state that doesn't fit; then nothing is loaded.

@@ -31,7 +31,7 @@ def hyperparameters(group: Mapping[str, Any], where: str = "") -> dict[str, Any]
     behind = f" of {where}" if where else ""
     for flag in ("amsgrad", "maximize"):
         if group.get(flag):
-            raise ValueError(f"{where} has {flag}=True, which is not offered here")
+            raise ValueError(f"{where} has {flag}=True, which is not offered here; set it to False")
     for key in ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"):
         if key not in group:
             raise ValueError(f"{where} has no {key!r}; every group of Adam's has it")

@@ -173,7 +173,7 @@ def loaded_steps(values: dict[str, Any]) -> Tensor:
     return step_count(values.get("steps", values.get("step", 0)))
 
 
-def check_shapes(state: dict[str, Any], param: Tensor, name: str = "the loaded {}") -> None:
+def check_shapes(state: dict[str, Any], param: Tensor, name: str) -> None:
     """Raises ValueError naming a tensor of a state that can't belong to the parameter, or the one
     that is missing beside others. `name` is filled in with the tensor's key."""
     for form in (MOMENTS, (*CODES, *SCALES)):
@@ -238,10 +238,13 @@ def read_state_dict(
                     f"the loaded state of parameter {number} is {describe(values)}; it must be a "
                     "dict of its tensors"
                 )
-            check_shapes(values, param)
+            check_shapes(values, param, f"the loaded {{}} of parameter {number}")
             loaded_steps(values)
             if "exp_avg_sq" in values and bool((local(values["exp_avg_sq"]) < 0).any()):
-                raise ValueError("the loaded exp_avg_sq has negative elements; squares have none")
+                raise ValueError(
+                    f"the loaded exp_avg_sq of parameter {number} has negative elements; squares "
+                    "have none"
+                )
         group["params"] = before["params"]
         group["decoupled_weight_decay"] = before["decoupled_weight_decay"]
         if "param_names" in before:

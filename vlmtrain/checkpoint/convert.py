@@ -322,7 +322,9 @@ def _folder(source: Path, target: Path, weights: Weights, overwrite: bool) -> It
             f"--target {target} exists; name another folder, or pass --overwrite to replace it"
         )
     if target.resolve() == source.resolve():
-        raise CheckpointError(f"--source and --target are the same folder, {source}")
+        raise CheckpointError(
+            f"--source and --target are the same folder, {source}; name another --target"
+        )
     if source.resolve().is_relative_to(target.resolve()):
         raise CheckpointError(
             f"--target {target} holds the weights to convert, {source}, and would be replaced; "
@@ -345,7 +347,8 @@ def _need_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise CheckpointError(
-            f"{folder.parent} has {free / 1e9:.1f} GB left, the result takes {size / 1e9:.1f} GB"
+            f"{folder.parent} has {free / 1e9:.1f} GB left, the result takes {size / 1e9:.1f} GB; "
+            "free some, or name a --target on another disk"
         )
 
 

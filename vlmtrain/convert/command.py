@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +56,13 @@ _WITHOUT = {
     "reshard": ("logits",),
     "verify": ("dtype", "overwrite", "parallel"),
 }
+# Of the section parallel what says nothing of where weights lie.
+_WITHOUT_LAYOUT = (
+    "vision_piece",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "tensor_overlap",
+)
 ACTIONS = tuple(_WITHOUT)
 
 
@@ -88,8 +96,9 @@ def main(arguments: list[str]) -> int:
 
     options = tyro.cli(Options, prog=f"vlmtrain convert {action}", args=rest, use_underscores=True)
     unused = Options(options.source, options.target)
-    for name in _WITHOUT[action]:
-        if getattr(options, name) != getattr(unused, name):
+    for name in (*_WITHOUT[action], *(f"parallel.{name}" for name in _WITHOUT_LAYOUT)):
+        value_of = attrgetter(name)
+        if value_of(options) != value_of(unused):
             raise UsageError(f"convert {action} has no use for --{name}; leave it out")
     from vlmtrain.checkpoint import convert as conversions
     from vlmtrain.checkpoint.model_folder import newest

@@ -60,11 +60,6 @@ class PackedBatch:
         return len(self.input_ids)
 
     @property
-    def num_segments(self) -> int:
-        """Segments, a padded tail included."""
-        return len(self.cu_seqlens) - 1
-
-    @property
     def decoded(self) -> tuple[bool, ...]:
         """Whether the rows of each medium are in pixel_values, [m]."""
         if self.has_pixels is not None:

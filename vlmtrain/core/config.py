@@ -322,7 +322,8 @@ class TrainConfig:
         section = self.optimizer
         if section.min_lr > section.lr:
             raise ConfigError(
-                f"--optimizer.min_lr {section.min_lr} is above --optimizer.lr {section.lr}"
+                f"--optimizer.min_lr {section.min_lr} is above --optimizer.lr {section.lr}; lower "
+                "the first or raise the second"
             )
         if section.warmup_steps and section.warmup_ratio:
             raise ConfigError(

@@ -151,10 +151,9 @@ class SummedFile:
         self.bytes += len(view)
         return len(view)
 
-    def close(self, *, sync: bool = True) -> dict[str, int]:
+    def close(self) -> dict[str, int]:
         """Flush to disk; returns the file's entry in a manifest."""
-        if sync:
-            os.fsync(self._file.fileno())
+        os.fsync(self._file.fileno())
         self._file.close()
         return {"bytes": self.bytes, "crc32": self.crc32}
 

@@ -87,8 +87,8 @@ def joined() -> Process | None:
 
 
 def connect(process: Process, backend: str, minutes: float = 0.0) -> None:
-    """Initialise torch.distributed for this process; alone it opens no port. `minutes`: how long
-    a watchdog waits before it speaks; the process group waits longer."""
+    """Initialise torch.distributed for this process; alone it opens no port. `minutes`: after
+    how long the watchdog reports a hang; the process group waits longer."""
     import torch.distributed as dist
 
     # Its functions take the default group as it is when they are defined. Imported later (images

@@ -23,7 +23,6 @@ class Failure:
     dp_rank: int
     microbatch: int
     segment: int
-    sample_id: str
     message: str
 
 

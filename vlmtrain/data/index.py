@@ -102,13 +102,6 @@ class SampleIndex:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_opened": {}}
 
-    @property
-    def num_samples(self) -> int:
-        return len(self.ids)
-
-    def sample_id(self, position: int) -> str:
-        return self.ids[position]
-
     def media(self, position: int) -> slice:
         """The rows of a sample in grids, kinds and infos."""
         return slice(*self.media_start[position : position + 2].tolist())
@@ -287,9 +280,15 @@ def scan_sources(
     if dropped and log is not None:
         log(f"{dropped} samples are longer than a pack and dropped (--loader.too_long)")
     if not ids and dropped:
-        raise DataError(f"all samples are longer than a pack of {pack_length} tokens, or bad")
+        raise DataError(
+            f"all samples are longer than a pack of {pack_length} tokens, or bad; raise "
+            "--train.pack_length, or choose --loader.too_long truncate"
+        )
     if not ids:
-        raise DataError(f"all {len(skipped)} samples are bad; the last: {skipped[-1]}")
+        raise DataError(
+            f"all {len(skipped)} samples are bad; mend them, `vlmtrain data check` lists all; the "
+            f"last: {skipped[-1]}"
+        )
     table = np.array(rows, dtype=np.int64).reshape(-1, 9).T
     grids = np.array(media, dtype=np.int64).reshape(-1, 4)
     for array in (table[0], table[5], table[6], grids, np.array(seconds), np.array(infos)):

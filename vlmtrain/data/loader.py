@@ -364,9 +364,7 @@ class PackedLoader:
             batch, bad = self.builder.build(pack.tolist(), share)
             batches.append(batch.pin_memory() if self.rank.pin_memory else batch)
             report.failures += [
-                Failure(
-                    self.rank.dp_rank, number, segment, self.index.ids[pack[segment]], str(error)
-                )
+                Failure(self.rank.dp_rank, number, segment, str(error))
                 for segment, error in sorted(bad.items())
             ]
         return batches, report

@@ -19,7 +19,7 @@ from typing import Any
 
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import listed_media
-from vlmtrain.data.formats.fields import Place, loads
+from vlmtrain.data.formats.fields import RecordContext, loads
 from vlmtrain.data.formats.record import parse_record
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample, Turn
@@ -55,7 +55,7 @@ def question(
     if not MARK_PATTERN.sub("", prompt).strip():
         raise bare.fail("the prompt is empty; say what to answer")
     if not MARK_PATTERN.search(prompt):
-        fields = Place(bare, media_root).fields(record, "it")
+        fields = RecordContext(bare, media_root).fields(record, "it")
         for mark, kind in reversed(MARKS.items()):
             prompt = mark * len(listed_media(fields, kind)) + prompt
     record |= {"id": name, "messages": [{"role": "user", "content": prompt}]}
@@ -134,7 +134,7 @@ def from_record(
             raise DataError(f"{source} has neither 'prompt' nor 'messages'")
         record = {**record, "id": name}
         return parse_record(record, source, number, root, question=True, ignored=ignored)
-    fields = Place(Sample(name, (), (), source), root, ignored).fields(record, "it")
+    fields = RecordContext(Sample(name, (), (), source), root, ignored).fields(record, "it")
     own, system = fields.take("prompt"), fields.take("system")
     media = {key: fields.take(key) for key in _MEDIA}
     fields.finish()

@@ -36,8 +36,6 @@ from vlmtrain.models.family import table_of
 #: with a target among the others.
 IMAGE_SHARE, TARGET_SHARE = 0.70, 0.67
 
-PARTS = ("patch_embed", "vision", "merger", "language", "head")
-
 
 @dataclass(frozen=True)
 class Work:
@@ -175,7 +173,7 @@ def head_price(spec: ModelSpec) -> Price:
 
 
 def prices(spec: ModelSpec) -> dict[str, Price]:
-    """Forward price of each of PARTS, the layers of a tower summed."""
+    """Forward price of each part of the model, the layers of a tower summed."""
     text = text_layer_price(spec)
     weights, attention = Work(), Work()
     for layer in range(spec.vision.depth):
@@ -251,7 +249,7 @@ def count(
     """Model FLOPs of forward and backward; with adapters everything else is frozen.
 
     `recomputed`: "vision", "language": towers that compute the gradient of their input although
-    nothing below learns, because they recompute (`models.layers.ask_for_gradient`).
+    nothing below learns, because they recompute (`models.common.layers.ask_for_gradient`).
     """
     if lora is not None and lora.rank:
         return _count_adapted(spec, work, lora, recomputed)
@@ -329,7 +327,7 @@ def hardware_flops(
 
     Args:
         model: what `count` returned.
-        recompute: parts of PARTS whose forward runs again before their backward.
+        recompute: parts, as `prices` names them, whose forward runs again before their backward.
         selective: "vision", "language": towers whose MLPs run again.
         multiplexed: the tower runs once without keeping anything and once more to learn.
         attention_recompute: the scores are computed a second time in the backward pass, as every

@@ -33,11 +33,17 @@ from vlmtrain.models.family import table_of
 
 
 class Adapter(nn.Module):
-    """A and B of one Hugging Face module, this rank's part."""
+    """A and B of one Hugging Face module, this rank's part.
+
+    Args:
+        hf_name: the module's name in a Hugging Face model, which seeds A.
+        module: its name in the fused linear.
+    """
 
     def __init__(
         self,
-        name: str,
+        hf_name: str,
+        module: str,
         rank: int,
         inputs: int,
         outputs: int,
@@ -50,9 +56,9 @@ class Adapter(nn.Module):
         like: Tensor,
     ) -> None:
         super().__init__()
-        self.name, self.column = name, column
+        self.hf_name, self.module, self.column = hf_name, module, column
         # Drawn whole on the CPU and cut, so that every layout starts from the same values.
-        generator = torch.Generator().manual_seed(seed * 1000003 + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(seed * 1000003 + zlib.crc32(hf_name.encode()))
         whole = torch.empty(rank, inputs)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         if column:
@@ -72,6 +78,10 @@ class _Lora:
     """What adapted column- and row-parallel linears share. Mixed into the linear's own class."""
 
     adapters: nn.ModuleList
+    lora_fused: Linear
+    lora_scale: float
+    lora_dropout: float
+    training: bool
 
     def _hidden(self, x: Tensor) -> list[Tensor]:
         """dropout(x) A^T of every adapter, in one product; [.., rank] each."""
@@ -83,8 +93,8 @@ class _Lora:
 
     def _dropout(self, x: Tensor) -> Tensor:
         """Ranks that hold the same x drop the same values; those with parts of it, others."""
-        rate: float = self.lora_dropout  # type: ignore[attr-defined]
-        if not rate or not self.training:  # type: ignore[attr-defined]
+        rate = self.lora_dropout
+        if not rate or not self.training:
             return x
         if not self._splits_input():
             return F.dropout(x, rate)
@@ -101,21 +111,21 @@ class _Lora:
     def _delta(self, x: Tensor) -> Tensor:
         """What the adapters add to this rank's output."""
         outputs = {
-            adapter.name: F.linear(h, adapter.b)
+            adapter.module: F.linear(h, adapter.b)
             for adapter, h in zip(self.adapters, self._hidden(x), strict=True)
         }
-        return self._assemble(outputs) * self.lora_scale  # type: ignore[attr-defined]
+        return self._assemble(outputs) * self.lora_scale
 
     def weight_delta(self) -> Tensor:
         """The same as a float32 addition to this rank's weight [out, in]."""
         outputs = {
-            adapter.name: (adapter.b.float() @ adapter.a.float()).t() for adapter in self.adapters
+            adapter.module: (adapter.b.float() @ adapter.a.float()).t() for adapter in self.adapters
         }
-        return self._assemble(outputs).t() * self.lora_scale  # type: ignore[attr-defined]
+        return self._assemble(outputs).t() * self.lora_scale
 
     def _assemble(self, outputs: dict[str, Tensor]) -> Tensor:
         """Outputs [.., rows] of the adapted modules in the order of Megatron's fused rows."""
-        fused: Linear = self.lora_fused  # type: ignore[attr-defined]
+        fused = self.lora_fused
         some = next(iter(outputs.values()))
         parts = [
             outputs[module]
@@ -221,6 +231,7 @@ def add_adapters(
             for module, rows in chosen.items():
                 adapter = Adapter(
                     prefix + module,
+                    module,
                     section.rank,
                     inputs,
                     rows,
@@ -231,7 +242,6 @@ def add_adapters(
                     seed=seed,
                     like=linear.weight,
                 )
-                adapter.hf_name, adapter.name = adapter.name, module
                 linear.adapters.append(adapter)
             linear.lora_fused = fused
             linear.lora_scale = section.alpha / section.rank

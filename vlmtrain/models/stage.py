@@ -146,7 +146,7 @@ class QwenVLStage(LanguageModule):
                     words = self._word_rows(batch, index)
                 return self._send([visual, words] if words is not None else [visual], features)
             if words is not None:
-                embeddings = self._place(words, visual, index)
+                embeddings = self._scatter_rows(words, visual, index)
             else:
                 embeddings = self._embed(batch, visual, index)
         else:
@@ -285,7 +285,7 @@ class QwenVLStage(LanguageModule):
         """Word embeddings [S or S/tp, h], zero at visual positions."""
         return self._summed(self._lookup(batch, None, index))
 
-    def _place(self, words: Tensor, visual: Tensor, index: Tensor) -> Tensor:
+    def _scatter_rows(self, words: Tensor, visual: Tensor, index: Tensor) -> Tensor:
         """Write the visual rows into embeddings [S or S/tp, h] that another stage has looked up."""
         if not self.layout.sequence:
             return scatter_visual(words, visual, index, allow_unused=True)  # the tower's padding

@@ -196,9 +196,8 @@ def _multiplexed_layers(
     return none, text
 
 
-def _check_tensor(spec: ModelSpec, tensor: int, multiplexed: bool) -> None:
-    if tensor == 1:
-        return
+def tensor_split_sizes(spec: ModelSpec, multiplexed: bool) -> dict[str, int]:
+    """What tensor-parallel ranks divide, by name: parallel.tensor divides them all."""
     sizes = {
         "language attention heads": spec.num_heads,
         "language key/value heads": spec.num_kv_heads,
@@ -208,6 +207,11 @@ def _check_tensor(spec: ModelSpec, tensor: int, multiplexed: bool) -> None:
     if not multiplexed:
         sizes["vision attention heads"] = spec.vision.num_heads
         sizes["vision MLP width"] = spec.vision.intermediate_size
+    return sizes
+
+
+def _check_tensor(spec: ModelSpec, tensor: int, multiplexed: bool) -> None:
+    sizes = tensor_split_sizes(spec, multiplexed)
     bad = {name: size for name, size in sizes.items() if size % tensor}
     if bad:
         good = [

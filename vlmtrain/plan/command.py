@@ -347,7 +347,7 @@ def to_json(ranking: Plan) -> dict[str, Any]:
             **figures,
             **option,
             "memory_bytes": memory,
-            "waterfall_seconds": picture.waterfall(p),
+            "waterfall_seconds": p.waterfall(),
         }
 
     return {

@@ -311,7 +311,7 @@ class CostModel:
         layout, gpu = option.layout, self.gpu
 
         def seconds(elements: int, size: int, stride: int) -> float:
-            """A group of `size` ranks that stand `apart` ranks from each other."""
+            """A group of `size` ranks, each `stride` ranks from the next."""
             if size == 1:
                 return 0.0
             gbs = gpu.nvlink_gbs
@@ -330,7 +330,8 @@ class CostModel:
     def optimizer_seconds(self, option: Option) -> float:
         """Memory traffic of clearing gradients, their norm and AdamW; offloaded: host and PCIe.
 
-        4 bytes down and 28 through host memory and 2 up for each offloaded parameter.
+        Of each offloaded parameter the gradient and the weight cross PCIe in its type, and 28 bytes
+        go through host memory.
         """
         gpu, layout = self.gpu, option.layout
         elements = max(n for _, n in self.rank_parameters(option))
@@ -342,7 +343,7 @@ class CostModel:
         device = (1 - option.offload) * shard * 30 + elements * 4 + shard * 4
         seconds = device / (gpu.memory_gbs * 1e9 * gpu.efficiency.memory)
         host = option.offload * shard * 1e-9
-        return seconds + host * (4 / gpu.pcie_gbs + 28 / gpu.host_gbs + 2 / gpu.pcie_gbs)
+        return seconds + host * (2 * self.element / gpu.pcie_gbs + 28 / gpu.host_gbs)
 
     # --- bytes --------------------------------------------------------------------------------
 

@@ -106,12 +106,13 @@ def heaviest(loads: Loads, models: list[PeakModel]) -> list[list[Position]]:
     plan may have wrong is a factor of these. It takes every token for a target."""
     found: list[list[Position]] = []
     for replica in range(loads.patches.shape[1]):
-        tokens, of, most = (x[:, replica] for x in (loads.tokens, loads.patches, loads.largest))
-        keys = [model.peaks(tokens, of, most) for model in models]
-        targets = loads.targets[:, replica]
-        for each in (of, tokens, targets):
-            keys += [each.sum(1), each.max(1)]
-        keys.append(most)
+        tokens, targets, patches, largest = (
+            x[:, replica] for x in (loads.tokens, loads.targets, loads.patches, loads.largest)
+        )
+        keys = [model.peaks(tokens, patches, largest) for model in models]
+        for counts in (patches, tokens, targets):
+            keys += [counts.sum(1), counts.max(1)]
+        keys.append(largest)
         if loads.encoded is not None:
             keys += list(loads.encoded[:, replica].T)
         chosen = dict.fromkeys(int(key.argmax()) for key in keys)

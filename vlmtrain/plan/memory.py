@@ -45,7 +45,7 @@ STATE_BYTES = 12  # float32 master weight and two moments
 _ALIGNMENT = 64  # elements at which parameters start in a buffer
 _BUCKET = 128  # elements that a buffer is a multiple of
 #: vlmkernels.attention.select.TILED_HEAD_DIMS, without its import of torch.
-FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
+TILED_HEAD_DIMS = (64, 72, 80, 96, 128)
 #: vlmkernels.attention.select.KEPT_TOKENS, likewise.
 KEPT_TOKENS = 64
 #: Logits of the loss on the CPU and on CUDA: vlmkernels.loss.op.KEPT * CHUNK_BYTES, likewise.
@@ -70,11 +70,11 @@ class StageParameters:
         bucket: elements at which a bucket is full; None: tied tables alone stand in one of their
             own.
         """
-        return self._place(data, bucket)[0][-1][1] if self.sizes else 0
+        return self._bucket_ranges(data, bucket)[0][-1][1] if self.sizes else 0
 
     def shard(self, data: int, rank: int, bucket: int | None = None) -> int:
         """Parameters (padding left out) whose optimizer state data-parallel `rank` holds."""
-        buckets, places = self._place(data, bucket)
+        buckets, places = self._bucket_ranges(data, bucket)
         total = 0
         for start, end in buckets:
             size = (end - start) // data
@@ -82,7 +82,7 @@ class StageParameters:
             total += sum(max(0, min(high, b) - max(low, a)) for a, b in places)
         return total
 
-    def _place(
+    def _bucket_ranges(
         self, data: int, bucket: int | None
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(start, end) in elements of the buckets, each sharded by itself; of the parameters."""
@@ -376,7 +376,7 @@ class ActivationModel:
         if needs:
             # Where attention reads the projection it keeps that and its output.
             if vision:
-                fused = not self.cuda or (e == 2 and head_dim in FUSED_HEAD_DIMS)
+                fused = not self.cuda or (e == 2 and head_dim in TILED_HEAD_DIMS)
             else:
                 fused = self._text_is_fused
             queries_and_keys = (q + qkv.outputs) // 2

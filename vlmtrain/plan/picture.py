@@ -96,9 +96,9 @@ def draw(path: Path, plan: Plan, chosen: Prediction, model: CostModel, title: st
     _text(figure, width, height, plan, chosen, title, played)
     low = 1.6 + 0.6
     labels = 2.35
-    _draw_timeline(place(labels, low, 10.2, body), plan, chosen, played)
+    _draw_timeline(place(labels, low, 10.2, body), chosen, played)
     _draw_memory(place(labels + 10.2 + 0.35, low, 3.55, body), plan, chosen)
-    _draw_step(place(0.45, 0.62, width - 0.9, 0.5), chosen, model)
+    _draw_step(place(0.45, 0.62, width - 0.9, 0.5), chosen)
     figure.savefig(path, dpi=110)
     return path
 
@@ -150,7 +150,7 @@ def describe(option: Option) -> str:
     return ", ".join(parts)
 
 
-def _draw_timeline(axes: Any, plan: Plan, chosen: Prediction, played: Scene) -> None:
+def _draw_timeline(axes: Any, chosen: Prediction, played: Scene) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
@@ -293,32 +293,23 @@ def _draw_memory(axes: Any, plan: Plan, chosen: Prediction) -> None:
     )
 
 
-def waterfall(chosen: Prediction) -> dict[str, float]:
-    """Seconds of a step by cause, summing to the step: work of a mean rank, waiting, ..."""
-    data, optimizer = chosen.data_parallel_seconds, chosen.optimizer_seconds
-    pipeline_seconds = chosen.step_seconds - data - optimizer
-    pipeline = pipeline_seconds / (1 + chosen.data_imbalance)
-    tensor = chosen.communication * chosen.step_seconds - data
-    waiting = pipeline * chosen.bubble
-    return {
-        "compute": pipeline - waiting - tensor,
-        "tensor-parallel communication": tensor,
-        "pipeline bubble": waiting,
-        "slowest replica": pipeline_seconds - pipeline,
-        "gradients and parameters": data,
-        "optimizer": optimizer,
-    }
+_CAUSES = {
+    "compute": ("compute", "#1f6fc0"),
+    "tensor": ("tensor-parallel communication", "#6d5bb0"),
+    "bubble": ("pipeline bubble", "#c3cad3"),
+    "imbalance": ("slowest replica", "#e3a3a3"),
+    "gradients": ("gradients and parameters", "#b0529b"),
+    "optimizer": ("optimizer", "#4b9a6a"),
+}
 
 
-_CAUSES = ("#1f6fc0", "#6d5bb0", "#c3cad3", "#e3a3a3", "#b0529b", "#4b9a6a")
-
-
-def _draw_step(axes: Any, chosen: Prediction, model: CostModel) -> None:
-    parts = waterfall(chosen)
+def _draw_step(axes: Any, chosen: Prediction) -> None:
+    parts = chosen.waterfall()
     total = sum(parts.values())
     left = 0.0
     shown = []
-    for (name, seconds), colour in zip(parts.items(), _CAUSES, strict=True):
+    for key, seconds in parts.items():
+        name, colour = _CAUSES[key]
         axes.barh([0], [seconds], 0.9, left=left, color=colour, edgecolor="white", linewidth=0.8)
         if seconds / total > 0.035:
             axes.text(

@@ -17,7 +17,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.core.stage_split import contiguous
 from vlmtrain.data.packing.plan import BY_COST
 from vlmtrain.models import flops
-from vlmtrain.parallel.layout import expert_sizes, make_layout
+from vlmtrain.parallel.layout import expert_sizes, make_layout, tensor_split_sizes
 from vlmtrain.plan import schedule, split
 from vlmtrain.plan.costs import (
     COMM_B,
@@ -65,6 +65,24 @@ class Prediction:
     @property
     def peak_bytes(self) -> float:
         return max(rank.total for rank in self.memory)
+
+    def waterfall(self) -> dict[str, float]:
+        """Seconds of a step by cause, which add up to the step: a mean rank's compute, its
+        tensor-parallel communication, its waiting in the pipeline and for the slowest replica,
+        reduction of gradients with gathering of parameters, and the optimizer."""
+        data, optimizer = self.data_parallel_seconds, self.optimizer_seconds
+        all_replicas = self.step_seconds - data - optimizer
+        pipeline = all_replicas / (1 + self.data_imbalance)
+        tensor = self.communication * self.step_seconds - data
+        waiting = pipeline * self.bubble
+        return {
+            "compute": pipeline - waiting - tensor,
+            "tensor": tensor,
+            "bubble": waiting,
+            "imbalance": all_replicas - pipeline,
+            "gradients": data,
+            "optimizer": optimizer,
+        }
 
 
 @dataclass(frozen=True)
@@ -136,7 +154,7 @@ def search(
         raise PlanError(_no_layout(spec, gpu, gpus, batch))
     if not fitting:
         assert tight is not None
-        raise PlanError(_too_small(model, gpus, batch, tight))
+        raise PlanError(_too_small(model, gpus, global_batch, tight))
     fitting.sort(key=lambda pair: pair[0])
     unique = list(dict.fromkeys(option for _, option in _diverse(fitting, _FINALISTS)))
     ranked = []
@@ -166,13 +184,8 @@ def _step(prediction: Prediction) -> float:
 
 
 def _tensor_sizes(spec: ModelSpec, gpu: Gpu, gpus: int) -> list[int]:
-    sizes = (
-        spec.num_heads,
-        spec.num_kv_heads,
-        *(() if spec.num_experts else (spec.intermediate_size,)),
-        spec.vision.num_heads,
-        spec.vision.intermediate_size,
-    )
+    """Those that some layout can have: multiplexed ones don't split the vision tower."""
+    sizes = tensor_split_sizes(spec, multiplexed=True).values()
     return [
         t
         for t in range(1, min(gpus, gpu.gpus_per_node) + 1)
@@ -197,6 +210,8 @@ def _options(model: CostModel, gpus: int, batch: int) -> Iterator[Option]:
                     continue
                 for multiplexed, vision, text in _KINDS:
                     if multiplexed and pipeline == 1:
+                        continue
+                    if any(n % tensor for n in tensor_split_sizes(spec, multiplexed).values()):
                         continue
                     key = (tensor, pipeline * virtual, multiplexed, vision, text)
                     if key not in splits:
@@ -496,7 +511,9 @@ def _no_layout(spec: ModelSpec, gpu: Gpu, gpus: int, batch: int) -> str:
     )
 
 
-def _too_small(model: CostModel, gpus: int, batch: int, tight: tuple[float, Option]) -> str:
+def _too_small(
+    model: CostModel, gpus: int, global_batch: int | None, tight: tuple[float, Option]
+) -> str:
     peak, option = tight
     gpu, layout = model.gpu, option.layout
     message = (
@@ -506,7 +523,7 @@ def _too_small(model: CostModel, gpus: int, batch: int, tight: tuple[float, Opti
     )
     for factor in (2, 4, 8, 16, 32, 64):
         more = gpus * factor
-        for other in _options(model, more, default_global_batch(more)):
+        for other in _options(model, more, global_batch or default_global_batch(more)):
             if _fit(model, other)[0] is not None:
                 return f"{message}; {more} GPUs would do"
     return f"{message}; lower --pack_length, or take GPUs with more memory"

@@ -26,7 +26,6 @@ from vlmtrain.models.flops import Work
 from vlmtrain.plan import workload
 from vlmtrain.plan.costs import CostModel, Option
 from vlmtrain.plan.hardware import Gpu, Peak, calibrated
-from vlmtrain.plan.picture import waterfall
 from vlmtrain.plan.search import Prediction, predict
 from vlmtrain.telemetry.ledger import ROWS, StepResult
 
@@ -150,6 +149,7 @@ class DriftMonitor:
         facts: dict[str, Any] = {
             "family": self.spec.family,
             "config": to_dict(self.config),
+            "device": "cpu" if self.gpu is not None and self.gpu.name == "cpu" else "gpu",
             "processes": layout.tensor * layout.pipeline * layout.data,
             "layout": layout.describe(),
             "pipeline": layout.pipeline,
@@ -170,7 +170,7 @@ class DriftMonitor:
                 "memory_bytes": [
                     {**dataclasses.asdict(rank), "total": rank.total} for rank in self.plan.memory
                 ],
-                "waterfall": waterfall(self.plan),
+                "waterfall": self.plan.waterfall(),
             }
         if self.coefficients is not None:
             facts["fit"] = dict(zip(COEFFICIENTS, self.coefficients.tolist(), strict=True))
@@ -243,8 +243,8 @@ class DriftMonitor:
         planned = self.plan.step_seconds
         taken = {name: float(np.median([p[name] for p in self._parts])) for name in ROWS}
         compute = taken["compute"] + taken["padding"]
-        expected = waterfall(self.plan)
-        work = expected["compute"] + expected["tensor-parallel communication"]
+        expected = self.plan.waterfall()
+        work = expected["compute"] + expected["tensor"]
         difference = f"{_more(measured / planned)} the planned {planned:.3g} s"
         if abs(measured / planned - 1) <= TOLERANCE:
             return [f"measured {measured:.3g} s a step, {difference}"]
@@ -266,10 +266,10 @@ def as_measured(
     """The GPU with the efficiencies that a run has reached: matrix work from its compute, the
     links from its reduction of gradients (4 of the 4 + e bytes that a parameter moves), memory
     from the rest of its optimizer. What it has not used keeps what was assumed."""
-    work = planned["compute"] + planned["tensor-parallel communication"]
+    work = planned["compute"] + planned["tensor"]
     compute = taken["compute"] + taken["padding"]
     result = calibrated(gpu, work, compute) if compute > 0 else gpu
-    old, moved = result.efficiency, planned["gradients and parameters"]
+    old, moved = result.efficiency, planned["gradients"]
     reduced = moved * 4 / (6 if precision == "bf16" else 8)
     link, optimizer = 1.0, taken["optimizer"]
     if reduced > 0 and taken["gradients"] > 0:

@@ -1,8 +1,8 @@
 """The ledger of a step: what was worked on, how fast, and where the seconds went.
 
-Every rank times its own spans (`timing.Clock`); one small all-gather after each step brings them
-together with the counts of the packs. From that table rank 0 computes the rows of `waterfall`,
-means over all ranks that add up to the step:
+Every rank times its own spans (`core.clock.Clock`); one small all-gather after each step brings
+them together with the counts of the packs. From that table rank 0 computes the rows of
+`waterfall`, means over all ranks that add up to the step:
 
     compute      forward and backward of real tokens and patches; tensor-parallel communication and
                  recomputation are inside

@@ -106,6 +106,11 @@ def read_run(run: Path) -> tuple[list[Row], dict[str, Any]]:
         facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{run / 'run.json'} can't be read: {error}") from error
+    if "device" not in facts:
+        raise UserError(
+            f"{run / 'run.json'} names no device: it was written by an older version of vlmtrain; "
+            "train again to get a report"
+        )
     return rows, facts
 
 
@@ -257,17 +262,12 @@ def _waterfall(rows: Sequence[Row], facts: dict[str, Any]) -> str:
 
 
 def _planned(facts: dict[str, Any]) -> dict[str, float] | None:
-    """The plan's waterfall under the names of the measured one."""
+    """The plan's waterfall, its communication as compute, as the measured one has it."""
     if facts["plan"] is None:
         return None
     parts = facts["plan"]["waterfall"]
-    renamed = dict.fromkeys(ROWS, 0.0)
-    renamed["compute"] = parts["compute"] + parts["tensor-parallel communication"]
-    renamed["bubble"] = parts["pipeline bubble"]
-    renamed["imbalance"] = parts["slowest replica"]
-    renamed["gradients"] = parts["gradients and parameters"]
-    renamed["optimizer"] = parts["optimizer"]
-    return renamed
+    shown = {**dict.fromkeys(ROWS, 0.0), **parts, "compute": parts["compute"] + parts["tensor"]}
+    return {name: shown[name] for name in ROWS}
 
 
 def _prediction(rows: Sequence[Row], facts: dict[str, Any]) -> str:
@@ -368,7 +368,6 @@ def _balance(rows: Sequence[Row], facts: dict[str, Any]) -> str:
 
 def _memory(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     measured = rows[-1]["memory_gb"]
-    device = "cpu" if facts["peak"].count("measured at the start") else "gpu"
     drawn: list[Bar] = []
     plan = facts["plan"]
     if plan and len(plan["memory_bytes"]) != len(measured):  # of a start that has no step yet
@@ -384,7 +383,7 @@ def _memory(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     what = (
         "Measured: peak resident memory of the process, with Python and torch in it; planned: "
         "tensors alone."
-        if device == "cpu"
+        if facts["device"] == "cpu"
         else "Measured: the allocator's peak, the fullest rank of each pipeline rank."
     )
     peaks = lines(

@@ -2,8 +2,8 @@
 and the plan of the next epoch. A rank that has another would send other messages than the others
 wait for, and the run would hang; so it is named instead.
 
-After that each step's packs and deal are compared with the loader's own word to the other ranks
-(`data/collective_errors.py`), at no message of its own.
+After that each step's packs and deal are compared in the loader's all-reduce of every step
+(`data/collective_errors.py`).
 """
 
 from __future__ import annotations

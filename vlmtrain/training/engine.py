@@ -249,7 +249,8 @@ class Engine:
             set_random_state(state)
 
     def passes_again(self, packs: list[PackedBatch]) -> None:
-        """Forward and backward of a step, for who looks on; what they leave is cleared."""
+        """Forward and backward of a step without its update, for hooks that look at values;
+        gradients and timers are cleared."""
         self._forward_backward(packs, forward_only=False)
         self.backend.synchronize()
         self.clock.read()

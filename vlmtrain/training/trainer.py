@@ -122,7 +122,7 @@ class Trainer:
             system=config.loader.system,
         )
         self.processor = processor
-        # One rank reads and judges all input; the others hear its verdict instead of a hang.
+        # Rank 0 reads and checks all input; its error is raised on every rank.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
         position = self._position(resume, index)
         memory = MemoryPlan(config, spec, layout, backend, index, position, before)

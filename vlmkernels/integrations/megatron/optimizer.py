@@ -139,7 +139,7 @@ def counts_for_norm(part: DistributedOptimizer, main: Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class _Place:
+class _ShardLocation:
     """Where a rank's shard of one model parameter is kept by the DistributedOptimizer."""
 
     model: Tensor  # the whole parameter
@@ -186,17 +186,17 @@ class OffloadedOptimizer(DistributedOptimizer):
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].clone()
 
-    def _home(self, place: _Place, device: torch.device) -> torch.device | None:
+    def _home(self, location: _ShardLocation, device: torch.device) -> torch.device | None:
         """Where the inner optimizer keeps the count of steps of a parameter on `device`; None: in
         its group."""
         if not isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW, CPUAdam)):
             return None
-        on_device = place.group.get("fused") or place.group.get("capturable")
+        on_device = location.group.get("fused") or location.group.get("capturable")
         return device if on_device else torch.device("cpu")
 
     # ---- where state is --------------------------------------------------------------------------
 
-    def _places(self) -> Iterator[_Place]:
+    def _locations(self) -> Iterator[_ShardLocation]:
         """In the order of the parameter groups."""
         for number, group in enumerate(self.optimizer.param_groups):
             order = 0
@@ -205,7 +205,7 @@ class OffloadedOptimizer(DistributedOptimizer):
                 (self.model_float16_groups, self.shard_fp32_from_float16_groups),
             ):
                 for i, model in enumerate(models[number]):
-                    yield _Place(model, mains[number], i, group, order)
+                    yield _ShardLocation(model, mains[number], i, group, order)
                     order += 1
 
     def _gradient(self, model: Tensor) -> Tensor:
@@ -214,39 +214,41 @@ class OffloadedOptimizer(DistributedOptimizer):
 
     def set_offload_fraction(self, fraction: float) -> None:
         """See `offload`."""
-        places = list(self._places())
-        mains = [place.main for place in places]
+        locations = list(self._locations())
+        mains = [location.main for location in locations]
         order = preference(mains, "largest")
-        relocate(mains, fraction, order, self._host.shards, lambda i, to: self._move(places[i], to))
+        relocate(
+            mains, fraction, order, self._host.shards, lambda i, to: self._move(locations[i], to)
+        )
 
     @torch.no_grad()
-    def _move(self, place: _Place, to_host: bool) -> None:
-        old, target = place.main, weights_of(self, place.model)
+    def _move(self, location: _ShardLocation, to_host: bool) -> None:
+        old, target = location.main, weights_of(self, location.model)
         state = self.optimizer.state[old]
         device = torch.device("cpu") if to_host else target.device
         moved = copy_moments(state, torch.float32, old.shape, device)
         steps = state.get("step")
         shard = None
         if to_host:
-            counted = place.group.get("step", 0) if steps is None else steps
+            counted = location.group.get("step", 0) if steps is None else steps
             moved["step"] = step_count(counted)
             shard = self._host.make_shard(target, state, self._gradients or target.dtype, old)
             new = shard.master
         else:
             home = self._steps[old]
             if home is None:  # moved before its first step
-                home = self._home(place, target.device)
+                home = self._home(location, target.device)
             if home is not None:
                 moved["step"] = steps.to(home, copy=True)
             self._host.settle(old)
-            part = self._get_model_param_range_map(place.model)["param"]
+            part = self._get_model_param_range_map(location.model)["param"]
             own = target.dtype == torch.float32  # then Megatron's shard is a view of the parameter
             with torch.enable_grad():
-                view = place.model.view(-1)[part.start : part.end]
+                view = location.model.view(-1)[part.start : part.end]
             new = view if own else old.to(device, copy=True)
-        tensor_parallel.copy_tensor_model_parallel_attributes(new, place.model)
-        if hasattr(place.model, "shared"):
-            new.shared = place.model.shared  # type: ignore[attr-defined]
+        tensor_parallel.copy_tensor_model_parallel_attributes(new, location.model)
+        if hasattr(location.model, "shared"):
+            new.shared = location.model.shared  # type: ignore[attr-defined]
         # All memory is there: nothing fails from here on.
         self._host.drop(old)
         self._grads.pop(old, None)
@@ -257,23 +259,19 @@ class OffloadedOptimizer(DistributedOptimizer):
         if isinstance(self.optimizer, CPUAdam):
             self.optimizer.set_low_precision(old, None)
         self.optimizer.state[new] = state
-        place.mains[place.position] = place.group["params"][place.order] = new
+        location.mains[location.position] = location.group["params"][location.order] = new
         if target.dtype != torch.float32:
-            place.model.main_param = new  # type: ignore[attr-defined]
+            location.model.main_param = new  # type: ignore[attr-defined]
         if shard is not None:
             self._host.shards[new] = shard
             self._steps[new] = None if steps is None else steps.device
 
-    def offloaded_bytes(self) -> dict[str, int]:
-        """host_state: masters and moments; pinned, pinned_peak: page-locked memory."""
-        return self._host.memory()
-
     def check_masters(self) -> None:
         """See the function of this name."""
-        for place in self._places():
-            if differs(place.main, weights_of(self, place.model)):
+        for location in self._locations():
+            if differs(location.main, weights_of(self, location.model)):
                 raise RuntimeError(
-                    f"the master copy of a parameter of shape {list(place.model.shape)} differs "
+                    f"the master copy of a parameter of shape {list(location.model.shape)} differs "
                     "from the model: after other weights were loaded call "
                     "optimizer.reload_model_params()"
                 )
@@ -283,10 +281,10 @@ class OffloadedOptimizer(DistributedOptimizer):
     @torch.no_grad()
     def _begin_early(self, model: Tensor, after: Waitable | None) -> bool:
         """Start a reduced gradient's copy, unless it will be changed or isn't this rank's."""
-        place = self.model_param_group_index_map.get(model)
-        if self.grad_scaler or place is None:
+        index = self.model_param_group_index_map.get(model)
+        if self.grad_scaler or index is None:
             return False
-        shard = self._host.shards.get(self.optimizer.param_groups[place[0]]["params"][place[1]])
+        shard = self._host.shards.get(self.optimizer.param_groups[index[0]]["params"][index[1]])
         if shard is not None:
             self._host.begin(shard, self._gradient(model), after)
         return shard is not None
@@ -296,8 +294,8 @@ class OffloadedOptimizer(DistributedOptimizer):
         early = self._early.take() if self._early is not None else {}
         self._factors = {}
         late = []
-        for place in self._places():
-            grad, main = self._gradient(place.model), place.main
+        for location in self._locations():
+            grad, main = self._gradient(location.model), location.main
             shard = self._host.shards.get(main)
             if shard is None:
                 # Clipped in place: `.data` keeps that out of the version that the buffer's other
@@ -305,8 +303,8 @@ class OffloadedOptimizer(DistributedOptimizer):
                 main.grad = grad.data.float()
                 continue
             self._grads[main] = grad
-            if place.model in early and shard.grad is not None:
-                self._factors[main] = early[place.model]
+            if location.model in early and shard.grad is not None:
+                self._factors[main] = early[location.model]
                 shard.version = grad._version
                 continue
             self._host.forget([shard])
@@ -339,9 +337,9 @@ class OffloadedOptimizer(DistributedOptimizer):
 
     def _copy_main_params_to_model_params(self) -> None:
         self._step_shards()
-        for place in self._places():
-            if place.main not in self._host.shards:
-                weights_of(self, place.model).copy_(place.main.detach())
+        for location in self._locations():
+            if location.main not in self._host.shards:
+                weights_of(self, location.model).copy_(location.main.detach())
 
     def _step_shards(self) -> None:
         if not self._host.shards:
@@ -394,11 +392,13 @@ class OffloadedOptimizer(DistributedOptimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         """Megatron's, which makes the state to load into only where there is none at all."""
         self._host.settle()
-        for place in self._places():
-            state = self.optimizer.state[place.main]
+        for location in self._locations():
+            state = self.optimizer.state[location.main]
             if "exp_avg" not in state:
-                state |= {name: torch.zeros_like(place.main) for name in ("exp_avg", "exp_avg_sq")}
-                if (home := self._home(place, place.main.device)) is not None:
+                state |= {
+                    name: torch.zeros_like(location.main) for name in ("exp_avg", "exp_avg_sq")
+                }
+                if (home := self._home(location, location.main.device)) is not None:
                     state["step"] = torch.zeros((), device=home)
         super().load_state_dict(state_dict)
         self._own_steps()

@@ -40,7 +40,7 @@ from vlmtrain.checkpoint.megatron.torch_dist import (
     write_metadata,
 )
 from vlmtrain.checkpoint.training import optimizer_state
-from vlmtrain.checkpoint.training.sharding import Piece, places
+from vlmtrain.checkpoint.training.sharding import Piece, locations
 from vlmtrain.core.collectives import on_first_rank, shared_error
 from vlmtrain.core.files import (
     MANIFEST,
@@ -256,12 +256,12 @@ class _Writer:
 
 def _staged(parts: list[Any], optimizer: MegatronOptimizer) -> list[Piece]:
     """What this rank writes, in host memory that training does not touch."""
-    table = places(parts)
+    table = locations(parts)
     shared = optimizer_state.parameters(optimizer)
     staged = list(optimizer_state.pieces(optimizer, table))
-    for tensor, place in table.items():
-        if place.is_first and tensor not in shared:  # frozen: the first data-parallel rank's
-            staged += place.pieces(tensor.detach().to("cpu", copy=True).view(-1))
+    for tensor, location in table.items():
+        if location.is_first and tensor not in shared:  # frozen: the first data-parallel rank's
+            staged += location.pieces(tensor.detach().to("cpu", copy=True).view(-1))
     return staged
 
 
@@ -348,12 +348,12 @@ def load(path: Path, parts: list[Any], optimizer: MegatronOptimizer) -> dict[str
             raise CheckpointError(
                 f"{path} holds weights only; start a new run from it with --model {path}"
             )
-        table = places(parts)
+        table = locations(parts)
         saved = reader.keys()
-        known = {key for place in table.values() for key in place.keys()}
+        known = {key for location in table.values() for key in location.keys()}
         fill = partial(_fill, reader)
-        for tensor, place in table.items():
-            for piece in place.pieces(tensor.detach().view(-1)):
+        for tensor, location in table.items():
+            for piece in location.pieces(tensor.detach().view(-1)):
                 fill(piece)
         optimizer_state.load(optimizer, table, fill, common.pop("optimizer_steps"))
     except CheckpointError as error:

@@ -35,7 +35,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from vlmtrain.checkpoint.megatron.source import STATES, state_prefix
-from vlmtrain.checkpoint.training.sharding import Piece, Place
+from vlmtrain.checkpoint.training.sharding import Piece, ShardedLocation
 
 
 def distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
@@ -58,7 +58,9 @@ def create_state(part: DistributedOptimizer) -> None:
                 }
 
 
-def pieces(optimizer: MegatronOptimizer, places: dict[Tensor, Place]) -> Iterator[Piece]:
+def pieces(
+    optimizer: MegatronOptimizer, locations: dict[Tensor, ShardedLocation]
+) -> Iterator[Piece]:
     """What this rank writes of the optimizer's parameters: its slices of the weights, the master
     weights and both moments, in host memory of their own.
 
@@ -67,13 +69,15 @@ def pieces(optimizer: MegatronOptimizer, places: dict[Tensor, Place]) -> Iterato
     """
     for part in distributed_parts(optimizer):
         for parameter, start, stop in _slices(part):
-            place = places[parameter]
-            if place.is_duplicate:
+            location = locations[parameter]
+            if location.is_duplicate:
                 continue
-            yield from place.pieces(_host_copy(parameter.view(-1)[start:stop]), start)
+            yield from location.pieces(_host_copy(parameter.view(-1)[start:stop]), start)
             state = part._get_main_param_and_optimizer_states(parameter)
             for name in STATES:
-                yield from place.pieces(_host_copy(state[name].float()), start, state_prefix(name))
+                yield from location.pieces(
+                    _host_copy(state[name].float()), start, state_prefix(name)
+                )
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -93,7 +97,7 @@ def parameters(optimizer: MegatronOptimizer) -> set[Tensor]:
 @torch.no_grad()
 def load(
     optimizer: MegatronOptimizer,
-    places: dict[Tensor, Place],
+    locations: dict[Tensor, ShardedLocation],
     fill: Callable[[Piece], None],
     step: int,
 ) -> None:
@@ -106,7 +110,7 @@ def load(
             state = {"step": torch.tensor(float(step))}  # workaround 2
             for name in STATES:
                 state[name] = torch.empty(stop - start, dtype=torch.float32)
-                for piece in places[parameter].pieces(state[name], start, state_prefix(name)):
+                for piece in locations[parameter].pieces(state[name], start, state_prefix(name)):
                     fill(piece)
             part._set_main_param_and_optimizer_states(parameter, state)
     set_steps(optimizer, step)
@@ -135,8 +139,8 @@ def _slices(part: DistributedOptimizer) -> Iterator[tuple[Tensor, int, int]]:
     for ranges in part.gbuf_ranges:
         for buckets in ranges.values():
             for bucket in buckets:
-                for parameter, place in bucket["param_map"].items():
-                    yield parameter, place["param"].start, place["param"].end
+                for parameter, location in bucket["param_map"].items():
+                    yield parameter, location["param"].start, location["param"].end
 
 
 def steps_taken(optimizer: MegatronOptimizer) -> int:

@@ -35,23 +35,23 @@ class Piece:
     padded: bool  # dim 0 is padded with rows of zeros, on each layout another number
 
 
-class Place:
+class ShardedLocation:
     """Where one tensor of this rank's model lies in a checkpoint."""
 
-    def __init__(self, place: ShardedTensor | ShardedTensorFactory) -> None:
-        self.data: Tensor = place.data
-        parts = [place]
-        if isinstance(place, ShardedTensorFactory):  # gate and up lie apart in the checkpoint
-            parts = list(nested_values(place.build()))
+    def __init__(self, location: ShardedTensor | ShardedTensorFactory) -> None:
+        self.data: Tensor = location.data
+        parts = [location]
+        if isinstance(location, ShardedTensorFactory):  # gate and up lie apart in the checkpoint
+            parts = list(nested_values(location.build()))
         self._parts: list[tuple[int, ShardedTensor]] = []
         at = 0
         for part in parts:
             assert part.data.storage_offset() == self.data.storage_offset() + at, part.key
             self._parts.append((at, part))
             at += part.data.numel()
-        assert at == self.data.numel(), place.key
-        copy: Any = place.replica_id  # its number among pipeline, tensor and data-parallel ranks
-        assert len(copy) == 3, (place.key, copy)
+        assert at == self.data.numel(), location.key
+        copy: Any = location.replica_id  # its number among pipeline, tensor and data-parallel ranks
+        assert len(copy) == 3, (location.key, copy)
         self.is_duplicate = copy[:2] != (0, 0)  # of what another stage or tensor rank writes
         self.is_first = copy == (0, 0, 0)
 
@@ -85,13 +85,13 @@ class Place:
                 low += count
 
 
-def places(parts: list[Any]) -> dict[Tensor, Place]:
+def locations(parts: list[Any]) -> dict[Tensor, ShardedLocation]:
     """Every tensor of a model's parts (`Engine.parts`) and where it lies in a checkpoint."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    table: dict[Tensor, Place] = {}
+    table: dict[Tensor, ShardedLocation] = {}
     for part in parts:
         state = part.sharded_state_dict(metadata={"dp_cp_group": group})
         for value in nested_values(state):
             if isinstance(value, ShardedTensor | ShardedTensorFactory):
-                table[value.data] = Place(value)
+                table[value.data] = ShardedLocation(value)
     return table

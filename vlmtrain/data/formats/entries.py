@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from vlmtrain.data.formats.fields import Fields, Place, is_empty
+from vlmtrain.data.formats.fields import Fields, RecordContext, is_empty
 from vlmtrain.data.sample import FileRange, Media, MediaKind
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif"}
@@ -37,14 +37,14 @@ def listed_media(fields: Fields, kind: MediaKind) -> list[Media]:
         if kind == "video" and _is_frames(singular):
             singular = [singular]  # one video, written as its frames
         for entry in singular if isinstance(singular, list) else [singular]:
-            media.append(one_medium(kind, entry, fields.place))
+            media.append(one_medium(kind, entry, fields.context))
     if not is_empty(plural):
         for entry in plural if isinstance(plural, list) else [plural]:
-            media.append(one_medium(kind, entry, fields.place))
+            media.append(one_medium(kind, entry, fields.context))
     return media
 
 
-def one_medium(kind: MediaKind, entry: Any, place: Place) -> Media:
+def one_medium(kind: MediaKind, entry: Any, context: RecordContext) -> Media:
     """One image or video. Raises DataError for what is none, naming the sample."""
     fps = None
     if isinstance(entry, FileRange):  # a member of a tar
@@ -52,26 +52,26 @@ def one_medium(kind: MediaKind, entry: Any, place: Place) -> Media:
     if isinstance(entry, bytes):
         entry = ("", entry)
     if isinstance(entry, dict):
-        fields = place.fields(entry, f"its {kind}")
+        fields = context.fields(entry, f"its {kind}")
         entry = from_part(kind, fields)
         if kind == "video":
             fps = _rate(fields)
         fields.finish()
     if isinstance(entry, tuple):  # a name and bytes
         name, data = entry
-        return _brought(kind, name, data, place)
+        return _brought(kind, name, data, context)
     if kind == "video" and isinstance(entry, list):
-        return _frames(entry, fps, place)
+        return _frames(entry, fps, context)
     if not isinstance(entry, str) or not entry:
         what = "a file path" if kind == "image" else "a file, a folder or a list of frames"
-        raise place.fail(f"{_article(kind)} must be {what}, got {str(entry)[:80]!r}")
+        raise context.fail(f"{_article(kind)} must be {what}, got {str(entry)[:80]!r}")
     if entry.startswith("data:"):
-        return _brought(kind, "", _decoded(entry, kind, place), place)
-    file = _file(entry, place)
+        return _brought(kind, "", _decoded(entry, kind, context), context)
+    file = _file(entry, context)
     if kind == "video" and os.path.isdir(file.path):
-        return _folder(entry, fps, place)
+        return _folder(entry, fps, context)
     if fps is not None:
-        raise place.fail(
+        raise context.fail(
             f"fps {fps:g} was given for the video file {entry}, which has its own; it is for "
             "frames only. How many frames a second are taken --media.fps says"
         )
@@ -83,17 +83,17 @@ def from_part(kind: MediaKind, fields: Fields) -> Any:
     names = [kind, f"{kind}_url", "url", "value", *(["frames"] if kind == "video" else [])]
     entry, path, data = fields.take(*names), fields.take("path"), fields.take("bytes")
     if isinstance(entry, dict):
-        inner = fields.place.fields(entry, f"its {kind}")
+        inner = fields.context.fields(entry, f"its {kind}")
         entry = from_part(kind, inner)
         inner.finish()
     if isinstance(entry, bytes):
         data, entry = entry, None
     if not isinstance(data, (bytes, type(None))):
-        raise fields.place.fail(f"{fields.what} has 'bytes' that are none: {str(data)[:80]!r}")
+        raise fields.context.fail(f"{fields.what} has 'bytes' that are none: {str(data)[:80]!r}")
     if data is not None:  # the record brings the file: its path is only a name
         return path or entry or "", data
     if entry is not None and path is not None:
-        raise fields.place.fail(f"{fields.what} has two files, {entry!r} and {path!r}; keep one")
+        raise fields.context.fail(f"{fields.what} has two files, {entry!r} and {path!r}; keep one")
     return path if entry is None else entry
 
 
@@ -104,15 +104,15 @@ def _rate(fields: Fields) -> float | None:
     except (TypeError, ValueError):
         value = 0.0
     if value is not None and (isinstance(fps, bool) or not 0 < value < math.inf):
-        raise fields.place.fail(f"a video's fps must be a number above 0, got {fps!r}")
+        raise fields.context.fail(f"a video's fps must be a number above 0, got {fps!r}")
     return value
 
 
-def _brought(kind: MediaKind, name: str, data: bytes, place: Place) -> Media:
+def _brought(kind: MediaKind, name: str, data: bytes, context: RecordContext) -> Media:
     """A medium whose bytes stand in the record."""
     if not Path(name).suffix:
         name = f"{name or kind}{suffix_of(data)}"
-    where = f"{place.bare.source}#{place.bare.id}/{zlib.crc32(data):08x}/{Path(name).name}"
+    where = f"{context.bare.source}#{context.bare.id}/{zlib.crc32(data):08x}/{Path(name).name}"
     return Media(kind, name, (FileRange(where, 0, len(data), data),))
 
 
@@ -121,7 +121,7 @@ def suffix_of(data: bytes) -> str:
     return next((end for start, end in _MAGIC if re.match(start, data, re.DOTALL)), ".bin")
 
 
-def _decoded(uri: str, kind: MediaKind, place: Place) -> bytes:
+def _decoded(uri: str, kind: MediaKind, context: RecordContext) -> bytes:
     """The bytes of a data URI."""
     head, comma, body = uri.partition(",")
     try:
@@ -129,33 +129,33 @@ def _decoded(uri: str, kind: MediaKind, place: Place) -> bytes:
             raise ValueError("it must begin with data:TYPE;base64,")
         return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise place.fail(
+        raise context.fail(
             f"{_article(kind)} is the data URI {uri[:40]}... that cannot be decoded: {error}"
         ) from None
 
 
-def _folder(entry: str, fps: float | None, place: Place) -> Media:
+def _folder(entry: str, fps: float | None, context: RecordContext) -> Media:
     """A video as a folder of frames, 2 before 10."""
     entry = entry.removeprefix("file://")
     names = [
         path.name
-        for path in (place.root / entry).iterdir()
+        for path in (context.root / entry).iterdir()
         if path.suffix.lower() in IMAGE_SUFFIXES
     ]
     if not names:
-        raise place.fail(f"the video folder {entry} holds no images")
+        raise context.fail(f"the video folder {entry} holds no images")
     parts = tuple(
-        _file(str(Path(entry) / name), place) for name in sorted(names, key=natural_order)
+        _file(str(Path(entry) / name), context) for name in sorted(names, key=natural_order)
     )
     return Media("video", entry, parts, frame_list=True, fps=fps)
 
 
-def _frames(entry: list[Any], fps: float | None, place: Place) -> Media:
+def _frames(entry: list[Any], fps: float | None, context: RecordContext) -> Media:
     if not entry or not all(isinstance(item, str) for item in entry):
-        raise place.fail(
+        raise context.fail(
             f"a video must be a file, a folder or a list of frames, got {str(entry)[:80]!r}"
         )
-    parts = tuple(_file(frame, place) for frame in entry)
+    parts = tuple(_file(frame, context) for frame in entry)
     name = f"{entry[0]} ... ({len(entry)} frames)"
     return Media("video", name, parts, frame_list=True, fps=fps)
 
@@ -173,19 +173,19 @@ def _is_frames(value: Any) -> bool:
     return suffixes != [".gif"] and all(suffix in IMAGE_SUFFIXES for suffix in suffixes)
 
 
-def _file(entry: str, place: Place) -> FileRange:
+def _file(entry: str, context: RecordContext) -> FileRange:
     if len(entry) > _LONGEST_PATH:
-        raise place.fail(
+        raise context.fail(
             f"{entry[:40]}... is no file path but {len(entry)} characters of content; write it to "
             "a file and give the file's path, or give a data URI (data:image/png;base64,...)"
         )
     if "://" in entry and not entry.startswith("file://"):
-        raise place.fail(f"{entry} is a URL; download it (wget) and give the file's path")
-    if "\0" in place.text(entry, "a file path"):
-        raise place.fail(f"the file path {entry!r} holds a zero byte")
-    path = str(place.root / entry.removeprefix("file://"))
+        raise context.fail(f"{entry} is a URL; download it (wget) and give the file's path")
+    if "\0" in context.text(entry, "a file path"):
+        raise context.fail(f"the file path {entry!r} holds a zero byte")
+    path = str(context.root / entry.removeprefix("file://"))
     if "\\" in entry and os.sep == "/" and not os.path.exists(path):
-        raise place.fail(
+        raise context.fail(
             f"the file path {entry} is written with backslashes, as on Windows; write "
             f"{entry.replace(chr(92), '/')}"
         )

@@ -57,8 +57,8 @@ _UNREAD_MARKS = re.compile(
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a record stands."""
+class RecordContext:
+    """What reading a record needs to know of it."""
 
     bare: Sample  # its id and file, for messages
     root: Path  # folder that relative media paths start from
@@ -89,12 +89,12 @@ class Fields:
     Args:
         value: the object.
         what: it, in messages: "it" (the record), "turn 0", ...
-        place: the record.
+        context: the record.
     """
 
-    def __init__(self, value: dict[str, Any], what: str, place: Place) -> None:
-        self.what, self.place = what, place
-        self._left = {key: item for key, item in value.items() if key not in place.ignored}
+    def __init__(self, value: dict[str, Any], what: str, context: RecordContext) -> None:
+        self.what, self.context = what, context
+        self._left = {key: item for key, item in value.items() if key not in context.ignored}
         self._asked: set[str] = set()
 
     def take(self, *names: str) -> Any:
@@ -108,7 +108,7 @@ class Fields:
         said = {name: value for name, value in given.items() if not is_empty(value)}
         if len(said) > 1:
             both = " and ".join(repr(name) for name in said)
-            raise self.place.fail(f"{self.what} has both {both}, which mean the same; keep one")
+            raise self.context.fail(f"{self.what} has both {both}, which mean the same; keep one")
         return next(iter((said or given).values()), None)
 
     def finish(self, known: bool = False) -> None:
@@ -125,7 +125,7 @@ class Fields:
                 near = difflib.get_close_matches(key.lower(), sorted(self._asked), 1)
                 reason = f"which is not read; {f'did you mean {near[0]!r}? ' if near else ''}"
                 reason += f"correct it, drop it, or name it in {IGNORE_OPTION}"
-            raise self.place.fail(f"{self.what} has the key {key!r}, {reason}")
+            raise self.context.fail(f"{self.what} has the key {key!r}, {reason}")
 
 
 def check_utf8(value: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import from_part, listed_media, one_medium
-from vlmtrain.data.formats.fields import Fields, Place, check_utf8, is_empty, loads
+from vlmtrain.data.formats.fields import Fields, RecordContext, check_utf8, is_empty, loads
 from vlmtrain.data.formats.objects import parse_objects
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Media, MediaKind, Role, Sample, Turn
 
@@ -56,7 +56,7 @@ def parse_record(
     Args:
         record: the parsed JSON value.
         source: the file's path, for messages.
-        number: the record's place in the file, used as its id when it has none.
+        number: the record's position in the file, used as its id when it has none.
         media_root: folder that relative media paths start from.
         question: the record waits for an answer: its last turn must be the human's, and an
             assistant's turn is not needed.
@@ -75,28 +75,28 @@ def parse_record(
     sample_id = str(identity) if identity not in (None, "") else f"{Path(source).name}:{number}"
     sample_id = sample_id.encode("utf-8", "backslashreplace").decode()
     bare = Sample(sample_id, (), (), source)
-    place = Place(bare, media_root, ignored)
+    context = RecordContext(bare, media_root, ignored)
     try:
         check_utf8(record)
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise place.fail(f"it holds half a character ({half!r}); save it as UTF-8") from None
+        raise context.fail(f"it holds half a character ({half!r}); save it as UTF-8") from None
     except RecursionError:
-        raise place.fail("it is nested too deeply") from None
-    fields = place.fields(record, "it")
+        raise context.fail("it is nested too deeply") from None
+    fields = context.fields(record, "it")
     fields.finish(known=True)  # the likeliest reason why the rest would not fit
     system = fields.take("system")
     if not isinstance(system, (str, type(None))):
-        raise place.fail("'system' must be a string")
+        raise context.fail("'system' must be a string")
     listed: dict[MediaKind, list[Media]] = {
         "image": listed_media(fields, "image"),
         "video": listed_media(fields, "video"),
     }
-    turns, slots = _turns(_raw_turns(fields, question), system, place)
-    tools = _tools(fields, place)
-    objects = parse_objects(fields.take("objects"), [turn.text for turn in turns], place)
+    turns, slots = _turns(_raw_turns(fields, question), system, context)
+    tools = _tools(fields, context)
+    objects = parse_objects(fields.take("objects"), [turn.text for turn in turns], context)
     fields.finish()
-    _check_turns(turns, question, place)
+    _check_turns(turns, question, context)
     return replace(
         bare, turns=turns, media=_match(slots, listed, bare), tools=tools, objects=objects
     )
@@ -104,17 +104,17 @@ def parse_record(
 
 def _raw_turns(fields: Fields, question: bool) -> list[Any]:
     """The turns as objects with role and content, from whichever keys the record has."""
-    place = fields.place
+    context = fields.context
     raw = fields.take(*_LISTS)
     if raw is not None:
         raw = _decoded(raw)
         if not isinstance(raw, list) or not raw:
-            raise place.fail("its list of turns must be a list with at least one turn")
+            raise context.fail("its list of turns must be a list with at least one turn")
         return [turn for item in raw for turn in _pair(item)]
     instruction = fields.take("instruction")
     if instruction is not None:
         parts = [instruction, fields.take("input")]
-        asked: Any = "\n".join(part for part in parts if _string(part, "instruction", place))
+        asked: Any = "\n".join(part for part in parts if _string(part, "instruction", context))
         answer = fields.take("output")
     else:
         asked, answer = (fields.take(*names) for names in (_QUESTION, _ANSWER))
@@ -122,7 +122,7 @@ def _raw_turns(fields: Fields, question: bool) -> list[Any]:
             text = fields.take("text")
             if text is None:
                 fields.finish()
-                raise place.fail(
+                raise context.fail(
                     "it has no 'conversations' (from/value), 'messages' (role/content), "
                     "'instruction' and 'output', 'query' and 'response', or 'text'"
                 )
@@ -161,7 +161,7 @@ def _history(fields: Fields) -> list[dict[str, Any]]:
     if not isinstance(history, list) or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in history
     ):
-        raise fields.place.fail("'history' must be a list of [instruction, answer] pairs")
+        raise fields.context.fail("'history' must be a list of [instruction, answer] pairs")
     return [
         {"role": role, "content": text}
         for pair in history
@@ -169,9 +169,9 @@ def _history(fields: Fields) -> list[dict[str, Any]]:
     ]
 
 
-def _string(value: Any, key: str, place: Place) -> str | None:
+def _string(value: Any, key: str, context: RecordContext) -> str | None:
     if not isinstance(value, (str, type(None))):
-        raise place.fail(f"'{key}' must be a string")
+        raise context.fail(f"'{key}' must be a string")
     return value
 
 
@@ -184,29 +184,29 @@ def _decoded(value: Any) -> Any:
 
 
 def _turns(
-    raw: list[Any], system: str | None, place: Place
+    raw: list[Any], system: str | None, context: RecordContext
 ) -> tuple[tuple[Turn, ...], list[_Slot]]:
     turns: list[Turn] = []
     slots: list[_Slot] = []
     if system:
-        turns.append(Turn("system", place.text(system, "'system'")))
+        turns.append(Turn("system", context.text(system, "'system'")))
         slots += _marks(system)
     for position, item in enumerate(raw):
         where = f"turn {position}"
         if not isinstance(item, dict):
-            raise place.fail(f"{where} is not an object")
-        fields = place.fields(item, where)
+            raise context.fail(f"{where} is not an object")
+        fields = context.fields(item, where)
         turn = _turn(fields, slots)
         fields.finish()
         if turn.role == "system" and turns:
-            raise place.fail(
+            raise context.fail(
                 f"{where} is a second or late system prompt; only the first turn can be one"
             )
         before = turns[-1] if turns else turn
         if turn.calls and not turn.text and before.role == "assistant" == turn.role and turns:
             # What the assistant says and calls, or calls at once, is one answer.
             if before.weight != turn.weight:
-                raise place.fail(f"{where} has another weight than the answer that it belongs to")
+                raise context.fail(f"{where} has another weight than the answer that it belongs to")
             turns[-1] = replace(before, calls=before.calls + turn.calls)
         else:
             turns.append(turn)
@@ -214,7 +214,7 @@ def _turns(
 
 
 def _turn(fields: Fields, slots: list[_Slot]) -> Turn:
-    place, where = fields.place, fields.what
+    context, where = fields.context, fields.what
     name = fields.take("from", "role")
     calls = _calls(fields.take("tool_calls"), fields)
     content = fields.take("value", "content")
@@ -222,14 +222,14 @@ def _turn(fields: Fields, slots: list[_Slot]) -> Turn:
         role: Role | None = "assistant"
         calls, content = _calls(content, fields) + calls, None
         if not calls:
-            raise place.fail(f"{where} calls no tool; it must hold name and arguments as JSON")
+            raise context.fail(f"{where} calls no tool; it must hold name and arguments as JSON")
     else:
         role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         known = ", ".join((*ROLES, *_CALLS))
-        raise place.fail(f"{where} has the unknown role {name!r}; use one of {known}")
+        raise context.fail(f"{where} has the unknown role {name!r}; use one of {known}")
     if calls and role != "assistant":
-        raise place.fail(f"{where} is the {role}'s and has 'tool_calls'; only an assistant calls")
+        raise context.fail(f"{where} is the {role}'s and has 'tool_calls'; only an assistant calls")
     if role == "tool":
         fields.take("tool_call_id")
         fields.take("name")
@@ -240,16 +240,16 @@ def _turn(fields: Fields, slots: list[_Slot]) -> Turn:
         content = json.dumps(content, ensure_ascii=False)
     text = _text(content, fields, slots)
     if role == "assistant" and weight > 0 and not text.strip() and not calls:
-        raise place.fail(f"{where}, an answer to learn, is empty; write it, or drop the sample")
+        raise context.fail(f"{where}, an answer to learn, is empty; write it, or drop the sample")
     return Turn(role, text, weight, calls)
 
 
 def _weight(fields: Fields, role: Role) -> float:
     """The factor of the loss of a turn's tokens."""
-    place, where = fields.place, fields.what
+    context, where = fields.context, fields.what
     loss = fields.take("loss")
     if loss not in (None, True, False):
-        raise place.fail(f"{where} has 'loss' {loss!r}; it must be true or false")
+        raise context.fail(f"{where} has 'loss' {loss!r}; it must be true or false")
     loss = None if loss is None else bool(loss)  # tables hold 1 and 0
     weight = fields.take(*_WEIGHTS)
     if weight is not None and (
@@ -257,12 +257,12 @@ def _weight(fields: Fields, role: Role) -> float:
         or not isinstance(weight, (int, float))
         or not 0 <= weight < math.inf
     ):
-        raise place.fail(f"{where} has the weight {weight!r}; it must be a number of at least 0")
+        raise context.fail(f"{where} has the weight {weight!r}; it must be a number of at least 0")
     if loss is False and weight:
-        raise place.fail(f"{where} has 'loss' false and the weight {weight:g}; keep one")
+        raise context.fail(f"{where} has 'loss' false and the weight {weight:g}; keep one")
     if role != "assistant":
         if loss or weight:
-            raise place.fail(
+            raise context.fail(
                 f"{where} is the {role}'s and shall be learned; only the assistant's turns are"
             )
         return 1.0
@@ -271,21 +271,23 @@ def _weight(fields: Fields, role: Role) -> float:
 
 def _calls(value: Any, fields: Fields) -> tuple[dict[str, Any], ...]:
     """The calls of tools of an assistant's turn: objects of name and arguments."""
-    place, where = fields.place, fields.what
+    context, where = fields.context, fields.what
     try:
         value = loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
-        raise place.fail(f"{where} calls a tool with what is no JSON: {str(value)[:80]}") from None
+        raise context.fail(
+            f"{where} calls a tool with what is no JSON: {str(value)[:80]}"
+        ) from None
     result = []
     for call in value if isinstance(value, list) else [] if is_empty(value) else [value]:
-        outer = place.fields(call if isinstance(call, dict) else {}, f"a call of {where}")
+        outer = context.fields(call if isinstance(call, dict) else {}, f"a call of {where}")
         if outer.take("type") not in (None, "function"):
-            raise place.fail(f"{where} calls what is no function")
+            raise context.fail(f"{where} calls what is no function")
         function = outer.take("function")
         inner = outer
         if function is not None:
             named = function if isinstance(function, dict) else {}
-            inner = place.fields(named, f"a call of {where}")
+            inner = context.fields(named, f"a call of {where}")
         name, arguments = inner.take("name"), inner.take("arguments")
         for one in (outer, inner):
             one.finish()
@@ -294,7 +296,7 @@ def _calls(value: Any, fields: Fields) -> tuple[dict[str, Any], ...]:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise place.fail(
+            raise context.fail(
                 f"{where} calls a tool without a 'name' and an object of 'arguments': "
                 f"{str(call)[:80]}"
             )
@@ -302,7 +304,7 @@ def _calls(value: Any, fields: Fields) -> tuple[dict[str, Any], ...]:
     return tuple(result)
 
 
-def _tools(fields: Fields, place: Place) -> tuple[dict[str, Any], ...]:
+def _tools(fields: Fields, context: RecordContext) -> tuple[dict[str, Any], ...]:
     """The tools that the assistant may call, as chat templates take them."""
     value = fields.take("tools")
     try:
@@ -312,7 +314,7 @@ def _tools(fields: Fields, place: Place) -> tuple[dict[str, Any], ...]:
     if is_empty(value):
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise place.fail("'tools' must be a list of objects, or JSON of one")
+        raise context.fail("'tools' must be a list of objects, or JSON of one")
     return tuple(
         tool if "function" in tool else {"type": "function", "function": tool} for tool in value
     )
@@ -320,12 +322,12 @@ def _tools(fields: Fields, place: Place) -> tuple[dict[str, Any], ...]:
 
 def _text(content: Any, fields: Fields, slots: list[_Slot]) -> str:
     """A turn's text with marks, whose slots are appended."""
-    place, where = fields.place, fields.what
+    context, where = fields.context, fields.what
     if isinstance(content, str):
         slots += _marks(content)
-        return place.text(content, where)
+        return context.text(content, where)
     if not isinstance(content, list):
-        raise place.fail(f"{where} has no text ('value' or 'content' must be a string)")
+        raise context.fail(f"{where} has no text ('value' or 'content' must be a string)")
     text = ""
     for part in content:
         if isinstance(part, str):
@@ -333,19 +335,19 @@ def _text(content: Any, fields: Fields, slots: list[_Slot]) -> str:
         kind = _part_kind(part)
         if kind is None:
             audio = "audio" in str(part)[:40]
-            raise place.fail(
+            raise context.fail(
                 f"{where} holds a content part that is no text, image or video"
                 + (" (audio is not supported)" if audio else "")
                 + f": {str(part)[:80]}"
             )
-        inner = place.fields(part, f"a part of {where}")
+        inner = context.fields(part, f"a part of {where}")
         inner.take("type")
         if kind == "text":
             piece = inner.take("text", "value", "content")
             if not isinstance(piece, str):
-                raise place.fail(f"{where} holds a part of text without 'text'")
+                raise context.fail(f"{where} holds a part of text without 'text'")
             slots += _marks(piece)
-            text += place.text(piece, where)
+            text += context.text(piece, where)
         else:
             text += f"<{kind}>"
             slots.append((kind, _medium_of(kind, inner)))
@@ -370,7 +372,7 @@ def _medium_of(kind: MediaKind, part: Fields) -> Media | None:
     entry = from_part(kind, part)
     if entry is None:
         if any(value is not None for value in rate.values()):
-            raise part.place.fail(f"{part.what} has an fps and no frames")
+            raise part.context.fail(f"{part.what} has an fps and no frames")
         return None
     if isinstance(entry, tuple):
         entry = {"path": entry[0], "bytes": entry[1]}
@@ -378,25 +380,25 @@ def _medium_of(kind: MediaKind, part: Fields) -> Media | None:
         entry = {"video": entry}
     if kind == "video":
         entry = {**entry, **{name: value for name, value in rate.items() if value is not None}}
-    return one_medium(kind, entry, part.place)
+    return one_medium(kind, entry, part.context)
 
 
 def _marks(text: str) -> list[_Slot]:
     return [(MARKS[mark], None) for mark in MARK_PATTERN.findall(text)]
 
 
-def _check_turns(turns: tuple[Turn, ...], question: bool, place: Place) -> None:
+def _check_turns(turns: tuple[Turn, ...], question: bool, context: RecordContext) -> None:
     roles = [turn.role for turn in turns if turn.role != "system"]
     if question:
         if roles[-1:] not in (["user"], ["tool"]):
-            raise place.fail("its last turn is not a human's; end with the question to answer")
+            raise context.fail("its last turn is not a human's; end with the question to answer")
     elif "assistant" not in roles:
-        raise place.fail(
+        raise context.fail(
             "it has no assistant turn, so there is nothing to learn; add one or drop it"
         )
     # An answer alone is a text to learn; before others it would be an answer to nothing.
     if roles[:1] == ["assistant"] and len(turns) > 1:
-        raise place.fail("the first turn is the assistant's; begin with a human turn")
+        raise context.fail("the first turn is the assistant's; begin with a human turn")
 
 
 def _match(

@@ -468,7 +468,9 @@ def _prepare(folder: Path, overwrite: bool, shards: int) -> bool:
         raise DataError(f"{folder} holds other files ({foreign[0]}, ...); name an empty folder")
     finished = (folder / INDEX_NAME).exists()
     if finished and not overwrite:
-        raise DataError(f"{folder} holds a finished build; name another folder or overwrite it")
+        raise DataError(
+            f"{folder} holds a finished build; name another --output, or pass --overwrite"
+        )
     # The index goes first: from here on the folder counts as unfinished. Shards that an unfinished
     # build left with their part may be used again; the rest goes, and so do those beyond the last.
     wanted = {f"shard-{number:06d}" for number in range(shards)}

@@ -62,7 +62,10 @@ def limited(
 def _bounded(settings: ImageSettings, least: int, most: int) -> ImageSettings:
     """The settings with bounds that are given (not 0); one gives way to the other that is."""
     if least and most and least > most:
-        raise DataError(f"--media.min_pixels {least} is above --media.max_pixels {most}")
+        raise DataError(
+            f"--media.min_pixels {least} is above --media.max_pixels {most}; lower the "
+            "first or raise the second"
+        )
     low = least or min(settings.min_pixels, most or settings.min_pixels)
     high = most or max(settings.max_pixels, least)
     return replace(settings, min_pixels=low, max_pixels=high)
