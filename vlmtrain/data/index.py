@@ -267,8 +267,8 @@ def scan_sources(
             record = outcome.record
             rows.append(
                 (outcome.source, record.number, record.offset, len(record.data))
-                + (zlib.crc32(record.data), row.length, row.target_tokens, row.image_tokens)
-                + (record.checksum,)
+                + (zlib.crc32(record.data), record.checksum)
+                + (row.length, row.target_tokens, row.image_tokens)
             )
             for kind, info, layout in zip(row.kinds, row.infos, row.layouts, strict=True):
                 media.append((*layout.grid, _KINDS.index(kind)))
@@ -289,22 +289,23 @@ def scan_sources(
             f"all {len(skipped)} samples are bad; mend them, `vlmtrain data check` lists all; the "
             f"last: {skipped[-1]}"
         )
-    table = np.array(rows, dtype=np.int64).reshape(-1, 9).T
+    columns = np.array(rows, dtype=np.int64).T.copy()
+    source, number, offset, size, crc, content, lengths, target_tokens, image_tokens = columns
     grids = np.array(media, dtype=np.int64).reshape(-1, 4)
-    for array in (table[0], table[5], table[6], grids, np.array(seconds), np.array(infos)):
+    for array in (source, lengths, target_tokens, grids, np.array(seconds), np.array(infos)):
         digest.update(array.tobytes())
     index = SampleIndex(
         sources=sources,
         ids=ids,
-        source=table[0].astype(np.int32),
-        number=table[1].copy(),
-        offset=table[2].copy(),
-        size=table[3].copy(),
-        crc=table[4].astype(np.uint32),
-        content=table[8].astype(np.uint32),
-        lengths=table[5].copy(),
-        target_tokens=table[6].copy(),
-        image_tokens=table[7].copy(),
+        source=source.astype(np.int32),
+        number=number,
+        offset=offset,
+        size=size,
+        crc=crc.astype(np.uint32),
+        content=content.astype(np.uint32),
+        lengths=lengths,
+        target_tokens=target_tokens,
+        image_tokens=image_tokens,
         media_start=np.array(media_start, dtype=np.int64),
         grids=np.ascontiguousarray(grids[:, :3]),
         kinds=grids[:, 3].astype(np.uint8),

@@ -146,12 +146,20 @@ def simulate(
     if len(lag) != stages:
         raise ValueError(f"transfer has {len(lag) - 1} entries; it needs {stages - 1}")
     orders = [order(pipeline, virtual, microbatches, rank) for rank in range(pipeline)]
-    forward_end = [[-1.0] * microbatches for _ in range(stages)]
-    backward_end = [[-1.0] * microbatches for _ in range(stages)]
+    seconds = {FORWARD: ahead, BACKWARD: back}
+    ends = {kind: [[-1.0] * microbatches for _ in range(stages)] for kind in seconds}
+    # What a microbatch on a stage waits for: the ends of another work, -1 where that is to come,
+    # and the transfer of its result.
+    last = stages - 1
+    waits_for = {
+        FORWARD: [([0.0] * microbatches, 0.0)]
+        + [(ends[FORWARD][stage - 1], lag[stage - 1]) for stage in range(1, stages)],
+        BACKWARD: [(ends[BACKWARD][stage + 1], lag[stage]) for stage in range(last)]
+        + [(ends[FORWARD][last], 0.0)],
+    }
     clock = [vision_forward] * pipeline
     place = [0] * pipeline
     log: list[Event] = []
-    last = stages - 1
     unfinished = sum(len(o) for o in orders)
     while unfinished:
         before = unfinished
@@ -160,30 +168,11 @@ def simulate(
             while i < len(steps):
                 kind, chunk, m = steps[i]
                 stage = chunk * pipeline + rank
-                if kind == FORWARD:
-                    if stage == 0:
-                        ready = 0.0
-                    else:
-                        ready = forward_end[stage - 1][m]
-                        if ready < 0:
-                            break
-                        ready += lag[stage - 1]
-                    start = now if now > ready else ready
-                    now = start + ahead[stage][m]
-                    forward_end[stage][m] = now
-                else:
-                    if stage == last:
-                        ready = forward_end[stage][m]
-                        if ready < 0:
-                            break
-                    else:
-                        ready = backward_end[stage + 1][m]
-                        if ready < 0:
-                            break
-                        ready += lag[stage]
-                    start = now if now > ready else ready
-                    now = start + back[stage][m]
-                    backward_end[stage][m] = now
+                done, transferred = waits_for[kind][stage]
+                if done[m] < 0:
+                    break
+                start = max(now, done[m] + transferred)
+                ends[kind][stage][m] = now = start + seconds[kind][stage][m]
                 if events:
                     log.append(Event(rank, kind, stage, m, start, now))
                 i += 1

@@ -110,49 +110,9 @@ def build_shards(
     shards = _cut(reader, samples_per_shard, shard_bytes, settings, left_out)
     folder = Path(target)
     created = _prepare(folder, overwrite, len(shards))
-    counted, total, lock = 0, sum(len(shard.records) for shard in shards), threading.Lock()
-    # Shards from this number on are given up; those before it go on, so that with any number of
-    # workers the first error in file order is the one reported, and the shards before it stay.
-    limit = len(shards)
-
-    def count(samples: int) -> None:
-        nonlocal counted
-        with lock:
-            counted += samples
-            if progress is not None:
-                progress(counted, total)
-
-    def give_up(number: int) -> None:
-        nonlocal limit
-        with lock:
-            limit = min(limit, number)
-
-    def work(shard: _Shard) -> dict[str, Any]:
-        done = shard.finished(folder)
-        if done is not None:
-            count(len(shard.records))
-            return done
-
-        def given_up() -> bool:
-            return shard.number >= limit
-
-        try:
-            return _write_shard(shard, folder, reader, processor, verify, skip, count, given_up)
-        except BaseException:
-            give_up(shard.number)
-            raise
-
+    build = _Build(folder, reader, processor, verify, skip, shards, progress)
     try:
-        with ThreadPoolExecutor(workers) as pool:
-            jobs = [pool.submit(work, shard) for shard in shards]
-            try:
-                errors = [error for job in jobs if (error := job.exception()) is not None]
-            except BaseException:  # ctrl-C: let the shards at work stop early
-                give_up(0)
-                raise
-            if errors:
-                raise errors[0]  # the first in file order: nothing before it was given up
-            parts = [job.result() for job in jobs]
+        parts = build.run(workers)
         if not any(part["lines"] for part in parts):
             for part in parts:
                 (folder / part["name"]).unlink()
@@ -171,6 +131,74 @@ def build_shards(
                 "shards that are finished"
             ) from error
         raise
+
+
+@dataclass
+class _Build:
+    """Shards that threads write."""
+
+    folder: Path
+    reader: Any
+    processor: Processor | None
+    verify: bool
+    skip: bool
+    shards: list[_Shard]
+    progress: Callable[[int, int], None] | None
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._written, self._total = 0, sum(len(shard.records) for shard in self.shards)
+        # Shards from this number on are given up; those before it go on, so that with any number
+        # of workers the first error in file order is the one reported, and the shards before it
+        # stay.
+        self._limit = len(self.shards)
+
+    def run(self, workers: int) -> list[dict[str, Any]]:
+        """What each shard's part file says."""
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = [pool.submit(self._write, shard) for shard in self.shards]
+            try:
+                errors = [error for job in jobs if (error := job.exception()) is not None]
+            except BaseException:  # ctrl-C: let the shards at work stop early
+                self._give_up(0)
+                raise
+            if errors:
+                raise errors[0]  # the first in file order: nothing before it was given up
+            return [job.result() for job in jobs]
+
+    def _write(self, shard: _Shard) -> dict[str, Any]:
+        done = shard.finished(self.folder)
+        if done is not None:
+            self._count(len(shard.records))
+            return done
+
+        def given_up() -> bool:
+            return shard.number >= self._limit
+
+        try:
+            return _write_shard(
+                shard,
+                self.folder,
+                self.reader,
+                self.processor,
+                self.verify,
+                self.skip,
+                self._count,
+                given_up,
+            )
+        except BaseException:
+            self._give_up(shard.number)
+            raise
+
+    def _count(self, samples: int) -> None:
+        with self._lock:
+            self._written += samples
+            if self.progress is not None:
+                self.progress(self._written, self._total)
+
+    def _give_up(self, number: int) -> None:
+        with self._lock:
+            self._limit = min(self._limit, number)
 
 
 class _GivenUp(Exception):
