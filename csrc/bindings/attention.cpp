@@ -83,6 +83,8 @@ auto with_gradients(AttentionParams (*)(Forward...)) {
 }  // namespace
 
 void register_attention(py::module_& m) {
+  m.attr("TILE_ROWS") = kTileRows;
+  m.attr("DQ_ROWS") = kDqRows;
   // All by keyword. What has a default is for vision_attention, or for CUDA.
   const std::tuple arguments("dtype"_a, "q"_a, "k"_a, "v"_a, "out"_a, "row_stats"_a, "cu_seqlens"_a,
                              "segments"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,

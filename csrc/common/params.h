@@ -49,6 +49,10 @@ struct AttentionParams {
   void* rotated_q;  // the same for q, for compute capability 9.0 only
 };
 
+// Rows of a segment that a thread block of CUDA's kernels for long segments works on, queries or
+// keys; rows of a part of dq of the backward that is one kernel.
+constexpr int kTileRows = 128, kDqRows = 64;
+
 // The lists of tiles of queries and of keys, for all calls on these segments; see
 // cuda/attention/schedule.cuh.
 struct TileListParams {
@@ -57,8 +61,9 @@ struct TileListParams {
   int64_t tokens;             // T
   int64_t max_seqlen;         // of a segment
   bool causal;
-  bool vision;     // names vision_attention in errors
-  int32_t* tiles;  // [2 (T / 128 + n) + 1, 4], 16-byte aligned: two lists, and how many are used
+  bool vision;  // names vision_attention in errors
+  // [2 (T / kTileRows + n) + 1, 4], 16-byte aligned: two lists, and how many are used
+  int32_t* tiles;
 };
 
 struct AttentionGradParams {
@@ -75,8 +80,8 @@ struct AttentionGradParams {
   float* dkv_parts;     // [group_parts, 2, T, Hkv, D]
   int64_t group_parts;  // the last ones may have fewer heads
   // Workspace of the backward of one kernel for compute capability 9.0; null: of two.
-  float* dq_sum;  // [H, T / 64 + n, 64 D], 16-byte aligned: dq, as threads hold it
-  int32_t* done;  // [H (T / 64 + n)], 0 on entry: parts that were added to each one of dq_sum
+  float* dq_sum;  // [H, T / kDqRows + n, kDqRows D], 16-byte aligned: dq, as threads hold it
+  int32_t* done;  // [H (T / kDqRows + n)], 0 on entry: parts that were added to each one of dq_sum
 };
 
 // Where the patches of images and videos lie: P patches in units of merge_size^2, G units.
@@ -303,7 +308,7 @@ struct SwigluGradParams {
   DType dtype;
 };
 
-// Heads turned by the angles of their tokens, in strides of elements; on CUDA alone.
+// Heads rotated by the angles of their tokens, in strides of elements; on CUDA alone.
 struct RotaryParams {
   const void* x;  // [T, groups, heads, D]
   int64_t x_token;

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vlmkernels._native import (
+    _C,
     DTYPES,
     check_last_contiguous,
     check_tensor,
@@ -27,9 +28,6 @@ from vlmkernels._native import (
     pointer,
 )
 from vlmkernels.attention.select import CPU, KEPT_TOKENS, MAX_HEAD_DIM, SM90, TILED, machine_of
-
-#: Rows of a tile of the kernels for segments of any length.
-TILE_ROWS = 128
 
 #: Native functions of a kernel: varlen_attention's forward and backward, vision_attention's.
 NATIVE = {
@@ -192,7 +190,7 @@ def _list_tiles(
         known, tiles = _LISTS.get(cu_seqlens, (None, None))
         if known == key:
             return tiles
-    rows = 2 * (tokens // TILE_ROWS + segments) + 1
+    rows = 2 * (tokens // _C.TILE_ROWS + segments) + 1
     tiles = torch.empty((rows, 4), dtype=torch.int32, device=q.device)
     dense = cu_seqlens.contiguous()
     launch(
@@ -214,7 +212,7 @@ def _list_tiles(
 def group_parts(processors: int, tokens: int, heads: int, kv_heads: int) -> int:
     """Blocks to which sm90's backward deals the query heads that share a key, so that each
     processor gets about three tiles of keys. Each but the last has as many heads."""
-    group, tiles = heads // kv_heads, -(-tokens // TILE_ROWS) * kv_heads
+    group, tiles = heads // kv_heads, -(-tokens // _C.TILE_ROWS) * kv_heads
     most = max(1, group * tiles // (3 * processors))
     return -(-group // most)
 
@@ -224,9 +222,9 @@ def _workspace(
 ) -> dict[str, Tensor]:
     """Of the kernels for long segments (csrc/common/params.h): in the backward float32 [2, H, T],
     lse and delta of each row, for two kernels float32 [group_parts, 2, T, Hkv, D] where several
-    blocks share a key's heads, and for one kernel sums of dq, [H, T / 64 + n, 64, D], and counts of
-    what was added; for vision_attention [H, T, D], k rotated (then q), and in sm90 another, q
-    rotated."""
+    blocks share a key's heads, and for one kernel sums of dq, [H, T / DQ_ROWS + n, DQ_ROWS, D],
+    and counts of what was added; for vision_attention [H, T, D], k rotated (then q), and in sm90
+    another, q rotated."""
     tokens, heads, head_dim = q.shape
     workspace = {}
     if backward:
@@ -238,8 +236,8 @@ def _workspace(
             sums = q.new_empty((parts, 2, tokens, kv_heads, head_dim), dtype=torch.float32)
             workspace["dkv_parts"] = sums
     if backward and kernel == "sm90-fused":
-        parts = heads * (tokens // 64 + segments)
-        workspace["dq_sum"] = q.new_empty((parts, 64, head_dim), dtype=torch.float32)
+        parts = heads * (tokens // _C.DQ_ROWS + segments)
+        workspace["dq_sum"] = q.new_empty((parts, _C.DQ_ROWS, head_dim), dtype=torch.float32)
         workspace["done"] = q.new_zeros(parts, dtype=torch.int32)
     if rotary:
         rotated = torch.empty((heads, tokens, head_dim), dtype=q.dtype, device=q.device)

@@ -175,7 +175,8 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
   };
   int64_t i = chunk.begin;
   // Where the lines ahead are those of the tensor that comes then.
-  const int64_t turn = chunk.after ? std::max(chunk.end - kElementsAhead<Moment>, i) : chunk.end;
+  const int64_t end_ahead =
+      chunk.after ? std::max(chunk.end - kElementsAhead<Moment>, i) : chunk.end;
   const auto run_to = [&](int64_t end, const AdamTensor& ahead, int64_t by) {
     const float* const next_param = ahead.param + by;
     const auto* const next_grad = static_cast<const Grad*>(ahead.grad) + by;
@@ -191,7 +192,7 @@ void run(const AdamConstants& c, const Lerp& lerp, const AdamChunk& chunk) {
       correct(i - kBurst, i);
     }
   };
-  run_to(turn, *chunk.tensor, kElementsAhead<Moment>);
+  run_to(end_ahead, *chunk.tensor, kElementsAhead<Moment>);
   if (chunk.after) run_to(chunk.end, *chunk.after, -i);
   for (; i + kWidth <= chunk.end; i += kWidth) {
     step(i);

@@ -258,9 +258,9 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
       key = pack_both(p, rows, keys_place + k0, n, depth_to, once);
     } else {
       Element* const to = key_buffer + k0 * row_ld<Math>(dim);
-      with_rotated<Math>(p, rows, keys_place + k0, n, to, [&](const auto& turned) {
-        pack_depth(turned, n, dim, depth_to);
-        key = pack_rows(Math{}, turned, n, dim, to, once);
+      with_rotated<Math>(p, rows, keys_place + k0, n, to, [&](const auto& rotated) {
+        pack_depth(rotated, n, dim, depth_to);
+        key = pack_rows(Math{}, rotated, n, dim, to, once);
       });
     }
     value = pack_rows(Math{}, v_rows.from(k0), n, dim, value_buffer + k0 * row_ld<Math>(dim), once);

@@ -28,27 +28,27 @@ VLMK_NOINLINE void rotate_rows(const Rows<From>& rows, const Rows<const float>& 
     struct Halves {
       Vec low, high;
     };
-    const auto turn = [](Vec a, Vec b, Vec c, Vec sines) {
+    const auto rotate = [](Vec a, Vec b, Vec c, Vec sines) {
       const Vec as = a * sines, bs = b * sines;
       return kBack ? Halves{fma(a, c, bs), fms(b, c, as)} : Halves{fms(a, c, bs), fma(b, c, as)};
     };
-    const auto turn_at = [&](int64_t d) {
-      return turn(load(x + d), load(x + half + d), load(cosine + d), load(sine + d));
+    const auto rotate_at = [&](int64_t d) {
+      return rotate(load(x + d), load(x + half + d), load(cosine + d), load(sine + d));
     };
-    const auto store_at = [&](int64_t d, const Halves& turned) {
-      store(y + d, turned.low);
-      store(y + half + d, turned.high);
+    const auto store_at = [&](int64_t d, const Halves& rotated) {
+      store(y + d, rotated.low);
+      store(y + half + d, rotated.high);
     };
     // Before the others are stored, as y may be x.
-    const Halves last = overlaps ? turn_at(half - kWidth) : Halves{set1(0.f), set1(0.f)};
-    for (int64_t d = 0; d < whole; d += kWidth) store_at(d, turn_at(d));
+    const Halves last = overlaps ? rotate_at(half - kWidth) : Halves{set1(0.f), set1(0.f)};
+    for (int64_t d = 0; d < whole; d += kWidth) store_at(d, rotate_at(d));
     if (overlaps) {
       store_at(half - kWidth, last);
     } else if (left) {
-      const Halves turned =
-          turn(load_n(x, left), load_n(x + half, left), load_n(cosine, left), load_n(sine, left));
-      store_n(y, turned.low, left);
-      store_n(y + half, turned.high, left);
+      const Halves rotated =
+          rotate(load_n(x, left), load_n(x + half, left), load_n(cosine, left), load_n(sine, left));
+      store_n(y, rotated.low, left);
+      store_n(y + half, rotated.high, left);
     }
   }
 }

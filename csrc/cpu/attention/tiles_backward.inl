@@ -52,10 +52,10 @@ class SoftmaxGradient {
     // [32, 64] scores and dP of `keys` <= 32 keys (rows) and vectors * 16 queries (lanes)
     const float *st, *dpt;
     int64_t keys, vectors;
-    uint32_t* p;    // [32, parts, 32] becomes P^T, pairs along queries
-    uint32_t* ds;   // [32, parts, 32] becomes dS^T / scale
-    float* pairs;   // [16, parts, 64] the same once more, in pairs along keys, 0 behind them
-    float* turned;  // [64, parts, 32] the same once more, 16 elements of each row
+    uint32_t* p;        // [32, parts, 32] becomes P^T, pairs along queries
+    uint32_t* ds;       // [32, parts, 32] becomes dS^T / scale
+    float* pairs;       // [16, parts, 64] the same once more, in pairs along keys, 0 behind them
+    float* transposed;  // [64, parts, 32] the same once more, 16 elements of each row
   };
 
   VLMK_MEMBER SoftmaxGradient(float scale, const float* row_max, const float* inverse_sum,
@@ -154,7 +154,7 @@ class SoftmaxGradient {
       Vec r[kTile];
       for (int i = 0; i < kTile; ++i) r[i] = load(pairs_of(2 * i) + part * kBlock + j * kWidth);
       transpose(r);
-      float* const to = strip_.turned + part * kBlock / 2;
+      float* const to = strip_.transposed + part * kBlock / 2;
       // mutant: transpose-pairs
       for (int i = 0; i < kTile; ++i) store(to + (j * kWidth + i) * kParts<T> * kBlock / 2, r[i]);
     }

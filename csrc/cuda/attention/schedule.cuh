@@ -11,11 +11,8 @@
 namespace vlmk {
 namespace {
 
-// Rows of a segment that one block works on: queries, or keys in the kernel of their gradients.
-inline constexpr int kTileRows = 128;
-
-// An entry of a list. A list is as long as it can become, T / 128 + n; what is left at its end has
-// length 0. Behind both stand tile_counts.
+// An entry of a list. A list is as long as it can become, T / kTileRows + n; what is left at its
+// end has length 0. Behind both stand tile_counts.
 struct Tile {
   int begin;   // of the segment
   int length;  // of the segment

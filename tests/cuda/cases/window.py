@@ -10,11 +10,12 @@ import numpy as np
 
 from tools.cudasim.floats import DTYPES, from_float, to_float
 from tools.cudasim.ptx.ptxtypes import Array
+from vlmkernels._native import _C
 
 from ..kernels import Kernels
 from ..params import fill
 
-TILE_ROWS = 128  # of tiled attention
+TILE_ROWS, DQ_ROWS = _C.TILE_ROWS, _C.DQ_ROWS  # of tiled attention
 
 
 @dataclass
@@ -194,8 +195,8 @@ def run_attention(
         for name, address in workspace("backward").items():
             setattr(forward, name, address)
         sums = memory.reserve("lse_delta", stats_shape, np.float32) if tiled else None
-        parts = case.heads * (case.tokens // 64 + len(case.lengths))
-        shape = (parts, 64, case.dim)
+        parts = case.heads * (case.tokens // DQ_ROWS + len(case.lengths))
+        shape = (parts, DQ_ROWS, case.dim)
         sums_shape = (case.parts, 2, case.tokens, case.kv_heads, case.dim)
         dkv = memory.reserve("dkv_parts", sums_shape, np.float32) if case.parts > 1 else None
         grads = fill(

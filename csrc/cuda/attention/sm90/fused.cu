@@ -37,7 +37,7 @@ struct FusedShape : Sm90Block, Sm90Row<kDim> {
   // it.
   static constexpr bool kOverlap = Sm90Row<kDim>::kWide <= 96;
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = 232;
-  static constexpr int kStep = 64;  // queries
+  static constexpr int kStep = kDqRows;  // queries
   static constexpr int kResidentBytes = Sm90Tile<kDim, kTileRows>::kBytes;
   static constexpr int kStreamBytes = Sm90Tile<kDim, kStep>::kBytes;
   static constexpr int kStages = Sm90Row<kDim>::kWide <= 96 ? 4 : 3;
@@ -140,11 +140,11 @@ __device__ __forceinline__ FusedWork fused_work(const AttentionParams& p, const 
 // Where a step's part of dq is: among the parts of a head, of which each segment has room for its
 // own.
 __host__ __device__ inline int64_t parts_of_head(const AttentionParams& p) {
-  return p.tokens / 64 + p.segments;
+  return p.tokens / kDqRows + p.segments;
 }
 __device__ __forceinline__ int64_t part_at(const AttentionParams& p, const Tile& tile, int head,
                                            int row) {
-  return head * parts_of_head(p) + (tile.begin / 64 + tile.segment + row / 64);
+  return head * parts_of_head(p) + (tile.begin / kDqRows + tile.segment + row / kDqRows);
 }
 
 // ---- the producer's warpgroup
@@ -258,7 +258,7 @@ __device__ __forceinline__ void add_parts(const AttentionGradParams& params,
   for (;;) {
     const FusedWork work = fused_work<kDim>(p, storage.scheduler().take(taken));
     if (work.steps == 0) return;
-    const int turn = work.tile.first / kTileRows;
+    const int earlier_tiles = work.tile.first / kTileRows;
 #pragma unroll 1
     for (int head = 0; head < work.group; ++head) {
       // mutant: sm90-fused-add-place
@@ -269,10 +269,10 @@ __device__ __forceinline__ void add_parts(const AttentionGradParams& params,
           // mutant: sm90-fused-add-wait-full
           ptx::barrier_wait(storage.part_full(parts.stage), parts.parity);
           int* const done = params.done + place;
-          ptx::wait_count(done, turn);      // mutant: sm90-fused-add-wait-turn
-          ptx::fence_async_proxy_global();  // mutant: sm90-fused-add-fence
+          ptx::wait_count(done, earlier_tiles);  // mutant: sm90-fused-add-wait-turn
+          ptx::fence_async_proxy_global();       // mutant: sm90-fused-add-fence
           float* const to = params.dq_sum + place * (S::kPartBytes / 4);
-          if (turn == 0) {  // mutant: sm90-fused-add-if-first
+          if (earlier_tiles == 0) {  // mutant: sm90-fused-add-if-first
             ptx::store_bulk(to, storage.part(parts.stage), S::kPartBytes);
           } else {
             ptx::add_bulk(to, storage.part(parts.stage), S::kPartBytes);
