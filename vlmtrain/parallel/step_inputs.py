@@ -19,9 +19,10 @@ from torch import Tensor
 
 from vlmtrain.core.batch import PackedBatch
 from vlmtrain.core.layout import Layout
-from vlmtrain.core.spec import ModelSpec, VisionSpec
+from vlmtrain.core.spec import ModelSpec
 from vlmtrain.models import message
 from vlmtrain.models.common.vision import padded_groups
+from vlmtrain.models.flops import Work, prices
 from vlmtrain.models.message import Shape
 
 
@@ -57,13 +58,11 @@ class StepInputs:
         layout = self.layout
         if layout.multiplexed:
             ranks = layout.tensor * layout.pipeline
-            costs = [
-                vision_cost(self.spec.vision, *grid) for g in self.grids for grid in g.tolist()
-            ]
+            costs = media_flops(self.spec, self.grids)
         else:
             ranks = layout.tensor
-            costs = [float(count) for patches in self.patches for count in patches]
-        owner = iter(deal(costs, ranks))
+            costs = [count for patches in self.patches for count in patches]
+        owner = iter(owners_of(costs, ranks))
         return [[next(owner) for _ in grid] for grid in self.grids]
 
     def decoded_by(self, rank: int | None) -> list[tuple[bool, ...]]:
@@ -95,28 +94,20 @@ class StepInputs:
         return message.shape(sizes)
 
 
-def vision_cost(spec: VisionSpec, t: int, h: int, w: int) -> float:
-    """Forward multiply-accumulates of one image or video, up to a common factor."""
-    patches, width = t * h * w, spec.hidden_size
-    gates = 3 if spec.gated else 2
-    linear = spec.depth * (4 * width**2 + gates * width * spec.intermediate_size)
-    mergers = 1 + len(spec.deepstack_layers)
-    linear += mergers * (spec.merge_unit * width + spec.out_hidden_size) * width
-    if spec.window_size is None:
-        attention = spec.depth * 2 * width * h * w
-    else:
-        window = (spec.window_size // spec.patch_size) ** 2
-        full = len(spec.full_attention_layers)
-        attention = 2 * width * (full * h * w + (spec.depth - full) * min(window, h * w))
-    return patches * (linear + attention)
+def media_flops(spec: ModelSpec, grids: Sequence[np.ndarray]) -> list[int]:
+    """Forward FLOPs of the tower and the merger for each image and video of the packs."""
+    parts = prices(spec)
+    price = parts["patch_embed"].total + parts["vision"].total + parts["merger"].total
+    media = (medium for pack in grids for medium in pack)
+    return [price @ Work.of((), [medium], spec.vision, targets=0) for medium in media]
 
 
-def deal(costs: Sequence[float], ranks: int) -> list[int]:
+def owners_of(costs: Sequence[int], ranks: int) -> list[int]:
     """Owner of each item: longest processing time first, ties by order. Deterministic.
 
     The slowest rank is at most 4/3 of the best possible (Graham 1969).
     """
-    heap = [(0.0, rank) for rank in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
     owner = [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, rank = heapq.heappop(heap)
