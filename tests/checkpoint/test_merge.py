@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,3 +158,19 @@ def test_an_adapter_folder_names_its_base_from_anywhere(base, tmp_path, monkeypa
         assert base_of(tmp_path / "adapter") == base  # the old one stays
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_converted_weights_go_where_a_signal_ends_the_process(tmp_path, number) -> None:
+    script = f"""
+import os
+from pathlib import Path
+from vlmtrain.checkpoint.model_folder import _removed_at_the_end
+folder = Path({str(tmp_path / "weights")!r})
+folder.mkdir()
+(folder / "model.safetensors").write_bytes(b"0")
+with _removed_at_the_end(folder):
+    os.kill(os.getpid(), {int(number)})
+"""
+    ended = subprocess.run([sys.executable, "-c", script], check=False)
+    assert ended.returncode == -number and not (tmp_path / "weights").exists()

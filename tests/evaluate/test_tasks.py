@@ -14,6 +14,7 @@ from vlmtrain.core.config import LoaderSection
 from vlmtrain.core.errors import UserError
 from vlmtrain.data.errors import DataError
 from vlmtrain.evaluate.config import EvaluateConfig
+from vlmtrain.evaluate.measure import _report
 from vlmtrain.evaluate.tasks import Scored, read_tasks, summary
 
 GOOD: dict[str, Any] = {"question": "Which year?", "answer": "2019", "metric": "anls"}
@@ -114,6 +115,16 @@ def test_options_of_the_loader_hold(file, tmp_path) -> None:
         read_tasks(path, replace(section, media_root=""))
 
 
+def test_ignored_keys_and_nulls_say_nothing(file) -> None:
+    record = {**CHOICE, "C": "a dog", "hint": "Look left.", "id": None, "task": None}
+    (task,) = read_tasks(file({**record, "prompt": None}))
+    assert (task.name, task.id, len(task.options)) == ("questions", "1", 3)
+    assert "Hint: Look left." in task.sample.turns[0].text
+    ignored = LoaderSection(ignore_keys=("hint", "C", "prompt"))
+    (task,) = read_tasks(file({**record, "prompt": "v7"}), ignored)
+    assert [*task.options] == ["A", "B"] and "Hint" not in task.sample.turns[0].text
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -172,3 +183,11 @@ def test_lines_that_are_no_json(tmp_path) -> None:
         read_tasks(path)
     with pytest.raises(DataError, match="No such file"):
         read_tasks(tmp_path / "nowhere.jsonl")
+
+
+def test_names_are_no_markup(tmp_path, capsys) -> None:
+    row = {"task": "x[/y] mmmu [val]", "metric": "anls", "questions": 1, "score": 0.5}
+    _report(tmp_path, {"model": "a [b]", "tasks": [row]}, [])
+    printed = capsys.readouterr().out
+    assert "a [b]" in printed and "x[/y] mmmu [val]" in printed
+    assert json.loads((tmp_path / "scores.json").read_text())["tasks"] == [row]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from vlmtrain import cli
 from vlmtrain.generate import command, questions
@@ -51,7 +52,12 @@ def test_a_question(generate, said, pictures, capsys) -> None:
 def test_a_file_of_questions(generate, said, pictures, capsys) -> None:
     rows = [
         {"prompt": "What?", "image": "a.jpg", "note": "größe"},
-        {"id": 7, "messages": [{"role": "user", "content": "Say <image>"}], "images": ["b.png"]},
+        {
+            "id": 7,
+            "messages": [{"role": "user", "content": "Say <image>"}],
+            "images": ["b.png"],
+            "prompt": None,
+        },
         {"prompt": "And this?", "answer": ["that", 7]},
     ]
     source, target = pictures / "q.jsonl", pictures / "answers.jsonl"
@@ -109,6 +115,7 @@ def test_media_without_marks_come_first(pictures) -> None:
         ('{"prompt": " "}', ["empty"]),
         ('{"prompt": "x", "answer": 1, "reference": 2}', ["'answer' and 'reference'"]),
         ('{"prompt": "<|image_pad|>"}', ["reserved token"]),
+        ('{"prompt": "x", "image": "line.png"}', ["at most 200 times"]),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", '
             '"content": "b"}]}',
@@ -120,6 +127,7 @@ def test_a_bad_line_is_named_before_anything_is_asked(
     generate, pictures, tmp_path, capsys, line, words
 ) -> None:
     source, target = pictures / "bad.jsonl", tmp_path / "answers.jsonl"
+    Image.new("RGB", (1000, 2)).save(pictures / "line.png")
     source.write_text('{"prompt": "good"}\n' + line + "\n")
     assert generate("--input", str(source), "--output", str(target)) == 1
     error = capsys.readouterr().err.strip().splitlines()

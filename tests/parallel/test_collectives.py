@@ -38,6 +38,28 @@ for _ in range(2):
     except UserError as error:
         assert str(error) == "a bad file" and error.print_here == (rank == 0)
 
+# Of work on every rank one may take longer than the others, and one that fails ends it.
+def uneven(check):
+    time.sleep(5 * rank)
+    return rank
+
+assert collectives.long_on_every_rank(uneven) == rank
+
+def one_fails(check):
+    if rank == 1:
+        raise UserError("a bad question")
+    for _ in range(100):
+        check()
+        time.sleep(0.1)
+    raise SystemExit("not ended")
+
+for _ in range(2):
+    try:
+        collectives.long_on_every_rank(one_fails)
+        raise SystemExit("no error")
+    except UserError as error:
+        assert str(error) == "a bad question" and error.print_here == (rank == 0)
+
 # Rank 0 stops without a word.
 dist.barrier()
 if rank == 0:

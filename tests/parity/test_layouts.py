@@ -14,10 +14,11 @@ _RECOMPUTE = {
 }
 BALANCED = "qwen3_vl_moe balanced"  # with a load-balancing loss
 RATES = dict(vision_lr=4e-3, merger_lr=2.5e-4, vision_layer_decay=0.7)
-_RATED = {  # each parameter has the learning rate it has on one process
+_OPTIMIZERS = {  # each parameter has the learning rate it has on one process
     ("qwen2_5_vl", "pp2 spread"): dict(rates=RATES),
     ("qwen2_vl", "tp2 sp multiplexed overlap"): dict(rates=RATES, offload=0.4),
     ("qwen3_vl", "dp2 overlap"): dict(rates=RATES),
+    ("qwen3_vl", "pp4 empty stages"): dict(offload=0.4),
 }
 FAST = [
     ("qwen2_5_vl", True, "mixed", "pp2"),
@@ -81,6 +82,6 @@ def test_layouts(size, cut, references, tmp_path):
             more = dict(case.more, recompute=_RECOMPUTE[case.name])
             cases.append(case._replace(name=f"{case.name} recompute", more=more))
         if case.stream == "mixed":
-            case.more.update(_RATED.get((case.family, case.name), {}))
+            case.more.update(_OPTIMIZERS.get((case.family, case.name), {}))
             case.more["host_questions"] = True  # and where logits are made
     check(cases, size, references, tmp_path)

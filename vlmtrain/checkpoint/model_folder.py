@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +69,7 @@ def as_hf(model: Path, work: Path | None = None) -> Iterator[Path]:
         yield model
         return
     folder = Path(tempfile.mkdtemp(prefix="vlmtrain-weights-", dir=work))
-    try:
+    with _removed_at_the_end(folder):
         if is_checkpoint(model):
             to_hf(model, folder / "hf")
         else:
@@ -76,5 +79,26 @@ def as_hf(model: Path, work: Path | None = None) -> Iterator[Path]:
             to_hf(from_peft(model, base), folder / "hf")
             carry_processor(model, folder / "hf")
         yield folder / "hf"
+
+
+@contextmanager
+def _removed_at_the_end(folder: Path) -> Iterator[None]:
+    """Also where SIGTERM or SIGHUP ends the process, if nothing else handles them."""
+
+    def end(number: int, _: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    handled = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, end)
+                handled.append(number)
+    try:
+        yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)

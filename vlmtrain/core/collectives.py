@@ -1,7 +1,7 @@
 """Errors that one rank meets and all ranks must end by, printed once.
 
-Two collectives around work that reads input, and one that compares what all must have alike: what
-fails on one rank is raised on every rank, marked so that only rank 0 prints it.
+Three collectives around work of one rank or of each, and one that compares what all must have
+alike: what fails on one rank is raised on every rank, marked so that only rank 0 prints it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vlmtrain.core.errors import UserError
 
 T = TypeVar("T")
 
-_SILENCE = 600.0  # seconds without a sign of life from rank 0
+_SILENCE = 600.0  # seconds without a sign of life from a rank that others wait for
 _BEAT = 5.0  # seconds between its signs of life
 _calls = itertools.count()  # the same on every rank: the calls are collective
 
@@ -44,7 +44,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
             except Exception as error:  # the others must hear of it too, then it goes its way
                 box[1], failed = "rank 0 failed while reading the input", error
     else:
-        _wait(key)
+        _wait(key, 0)
     dist.broadcast_object_list(box, src=0)
     if failed is not None:
         raise failed
@@ -78,11 +78,11 @@ def _alive(key: str) -> Iterator[None]:
     store.set(key, "over")
 
 
-def _wait(key: str) -> None:
-    """Until `key` is over on rank 0.
+def _wait(key: str, rank: int) -> None:
+    """Until `key` is over on that rank.
 
     Raises:
-        UserError: rank 0 gives no sign of life; a killed one is noticed by the launcher before.
+        UserError: it gives no sign of life; a killed one is noticed by the launcher before.
     """
     store, pause = _store(), 0.001
     heard, last = time.monotonic(), b""
@@ -93,7 +93,7 @@ def _wait(key: str) -> None:
                 heard, last = time.monotonic(), beat
         if time.monotonic() - heard > _SILENCE:
             raise UserError(
-                f"rank 0 has given no sign of life for {_SILENCE:g} s while the others waited for "
+                f"rank {rank} has given no sign of life for {_SILENCE:g} s while others waited for "
                 "its work; see what it printed, and whether its machine or file system hangs"
             )
         time.sleep(pause)
@@ -115,12 +115,49 @@ def on_every_rank(work: Callable[[], T]) -> T:
         value = work()
     except UserError as error:
         error_here = str(error)
+    _raise_first(error_here)
+    return value
+
+
+class _OtherFailed(Exception):
+    """Another rank has failed: this one's work is not wanted any more."""
+
+
+def long_on_every_rank(work: Callable[[Callable[[], None]], T]) -> T:
+    """As `on_every_rank`, of work that may take some ranks hours longer than others: those that are
+    done wait outside of any collective, as in `on_first_rank`. `work` gets a function to call now
+    and then, which ends it where another rank has failed."""
+    key = f"vlmtrain/long_on_every_rank/{next(_calls)}"
+    size = dist.get_world_size()
+    value: Any = None
+    error_here: str | None = None
+
+    def check() -> None:
+        if size > 1 and _store().check([f"{key}/failed"]):
+            raise _OtherFailed
+
+    with _alive(f"{key}/{dist.get_rank()}"):
+        try:
+            value = work(check)
+        except _OtherFailed:
+            pass
+        except UserError as error:
+            error_here = str(error)
+            if size > 1:
+                _store().set(f"{key}/failed", "1")
+    for rank in range(size) if size > 1 else ():
+        _wait(f"{key}/{rank}", rank)
+    _raise_first(error_here)
+    return value
+
+
+def _raise_first(error_here: str | None) -> None:
+    """Collective: the error of the lowest rank that has one, raised on all."""
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error_here)
     for message in errors:
         if message is not None:
             raise shared_error(message)
-    return value
 
 
 def check_same(facts: Mapping[str, str], remedy: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from vlmtrain.checkpoint.model_folder import as_hf, described, needs_merging, newest
 from vlmtrain.core import device
-from vlmtrain.core.collectives import on_every_rank, on_first_rank
+from vlmtrain.core.collectives import long_on_every_rank, on_every_rank, on_first_rank
 from vlmtrain.core.files import write_text, writing
 from vlmtrain.core.launch import Process, connect
 from vlmtrain.core.layout import Layout
@@ -142,7 +142,7 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
     tasks: list[Task] = on_first_rank(lambda: read_tasks(path, config.loader))
     sampling = Sampling(max_new_tokens=config.max_new_tokens)
 
-    def work() -> list[Scored]:
+    def ready() -> Answerer:
         answerer = Answerer(
             folder,
             precision=config.precision,
@@ -151,19 +151,22 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
             template=config.loader.template or None,
             system=config.loader.system,
         )
-        for task in tasks:
+        for task in tasks[rank::size]:
             answerer.check(task.sample)
-        scored = []
+        return answerer
+
+    def ask(check: Callable[[], None]) -> list[str]:
+        answers = []
         with progress("evaluate", "questions", shown=rank == 0) as update:
             for number in range(rank, len(tasks), size):
+                check()
                 update(number, len(tasks))
-                task = tasks[number]
-                scored.append(Scored(task, answerer.answer(task.sample, sampling).text))
-        return scored
+                answers.append(answerer.answer(tasks[number].sample, sampling).text)
+        return answers
 
-    answered = on_every_rank(work)
+    answerer = on_every_rank(ready)
     parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, [one.answer for one in answered])
+    dist.all_gather_object(parts, long_on_every_rank(ask))
     answers: dict[int, str] = {
         number: answer
         for r, part in enumerate(parts)
@@ -173,11 +176,19 @@ def _ask(config: EvaluateConfig, path: Path, folder: Path) -> list[Scored]:
 
 
 def _report(output: Path, results: dict[str, Any], scored: list[Scored]) -> None:
-    """The table on the terminal, scores.json, and answers.jsonl where questions were asked."""
+    """scores.json, answers.jsonl where questions were asked, and the table on the terminal."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=results["model"], title_justify="left")
+    with writing(f"--output {output}"):
+        if scored:
+            lines = (json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in scored)
+            write_text(output / ANSWERS, "".join(lines))
+        else:  # those of an earlier run would be taken for this one's
+            (output / ANSWERS).unlink(missing_ok=True)
+        write_text(output / SCORES, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    table = Table(title=Text(results["model"]), title_justify="left")  # no markup in names
     for name in ("what", "measure", "number", "value"):
         table.add_column(name, justify="right" if name in ("number", "value") else "left")
     held_out = results.get("heldout")
@@ -189,13 +200,6 @@ def _report(output: Path, results: dict[str, Any], scored: list[Scored]) -> None
         )
     for row in results.get("tasks", []):
         questions = f"{row['questions']:,} questions"
-        table.add_row(row["task"], row["metric"], questions, f"{row['score']:.4f}")
+        table.add_row(Text(row["task"]), row["metric"], questions, f"{row['score']:.4f}")
     Console().print(table)
-    with writing(f"--output {output}"):
-        if scored:
-            lines = (json.dumps(one.to_dict(), ensure_ascii=False) + "\n" for one in scored)
-            write_text(output / ANSWERS, "".join(lines))
-        else:  # those of an earlier run would be taken for this one's
-            (output / ANSWERS).unlink(missing_ok=True)
-        write_text(output / SCORES, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     print(f"{output / SCORES}")

@@ -21,6 +21,7 @@ from typing import Any
 
 from vlmtrain.core.config import LoaderSection
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.fields import is_empty
 from vlmtrain.data.sample import Sample
 from vlmtrain.evaluate.scores import METRIC_NAMES, is_chinese, score
 from vlmtrain.generate.questions import check_media, from_record, read_lines
@@ -122,6 +123,8 @@ def _task(path: Path, number: int, record: dict[str, Any], section: LoaderSectio
     def fail(problem: str) -> DataError:
         return DataError(f"{path}: line {number}: {problem}")
 
+    # As in training data, null says nothing.
+    record = {k: v for k, v in record.items() if k not in section.ignore_keys and not is_empty(v)}
     metric = record.get("metric")
     if metric not in METRIC_NAMES:
         raise fail(f"'metric' is {metric!r}; it must be one of {', '.join(METRIC_NAMES)}")
@@ -134,11 +137,7 @@ def _task(path: Path, number: int, record: dict[str, Any], section: LoaderSectio
         raise fail(
             "'answer' must be the right answer, a text or a number, or a list of right answers"
         )
-    options = {
-        letter: str(record[letter])
-        for letter in string.ascii_uppercase
-        if record.get(letter) not in (None, "")
-    }
+    options = {letter: str(record[letter]) for letter in string.ascii_uppercase if letter in record}
     answers = tuple(str(one) for one in right)
     if metric == "multiple_choice":
         wrong = [answer for answer in answers if answer not in options]
@@ -155,7 +154,7 @@ def _task(path: Path, number: int, record: dict[str, Any], section: LoaderSectio
         "choice": lambda: choice_prompt(text, options, hint),
         "plain": lambda: text,
     }[form]()
-    ignored = {*_READ, *section.ignore_keys}
+    ignored = {*_READ}
     if form == "choice":
         ignored |= {"hint", *options}
     elif metric == "multiple_choice":  # whose score asks for them

@@ -154,9 +154,7 @@ class Answerer:
         Raises:
             DataError: a medium can't be read, or the chat template refuses the conversation.
         """
-        infos = [probe_media(media, sample, verify=False) for media in sample.media]
-        sample = sample.with_infos(infos)
-        layouts = self.processor.layouts(sample)
+        sample, layouts = self._sized(sample)
         encoded = self.processor.encode(sample, layouts, question=True)
         ids = encoded.input_ids[None].to(self.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -175,8 +173,15 @@ class Answerer:
         return inputs
 
     def check(self, sample: Sample) -> None:
-        """Raise DataError for a conversation that can't be asked; media are not read."""
+        """Raise DataError for a conversation that can't be asked; of media the sizes are read."""
         self.processor.template.question(sample)
+        self._sized(sample)
+
+    def _sized(self, sample: Sample) -> tuple[Sample, Sequence[MediaLayout]]:
+        """The sample with what its media's headers say, and the grids that follow."""
+        infos = [probe_media(media, sample, verify=False) for media in sample.media]
+        sample = sample.with_infos(infos)
+        return sample, self.processor.layouts(sample)
 
     def _pixels(self, sample: Sample, layouts: Sequence[MediaLayout], chosen: list[int]) -> Tensor:
         """Patch rows [P, patch_dim] of some of the media, in order."""

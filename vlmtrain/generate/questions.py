@@ -19,7 +19,7 @@ from typing import Any
 
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.entries import listed_media
-from vlmtrain.data.formats.fields import RecordContext, loads
+from vlmtrain.data.formats.fields import RecordContext, is_empty, loads
 from vlmtrain.data.formats.record import parse_record
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.sample import MARK_PATTERN, MARKS, Sample, Turn
@@ -127,10 +127,13 @@ def from_record(
     Raises:
         DataError: names file and line.
     """
-    source, name = f"{path}: line {number}", str(record.get("id", number))
+    name = str(number if is_empty(record.get("id")) else record["id"])
+    source = f"{path}: line {number}"
     ignored, root = {ANSWER, *ignored}, Path(media_root or path.parent)
-    if prompt is None and "prompt" not in record:
-        if not {"messages", "conversations"} & record.keys():
+    own = None if "prompt" in ignored else record.get("prompt")
+    talk = {"messages", "conversations"} & record.keys()
+    if prompt is None and is_empty(own) and (talk or own is None):
+        if not talk:
             raise DataError(f"{source} has neither 'prompt' nor 'messages'")
         record = {**record, "id": name}
         return parse_record(record, source, number, root, question=True, ignored=ignored)

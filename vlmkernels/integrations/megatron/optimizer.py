@@ -81,7 +81,8 @@ def offload(
         if fraction > 0:
             _check(part)
         if not isinstance(part, OffloadedOptimizer):
-            if fraction == 0:
+            # Without buffers: of a rank that trains nothing, with the groups of other ranks.
+            if fraction == 0 or not part.buffers:
                 continue
             part.__class__ = OffloadedOptimizer
             part.begin_offloading(gradients, early, bucket_bytes, transfers)

@@ -39,7 +39,7 @@ from vlmtrain.checkpoint.training.sharding import Piece, ShardedLocation
 
 
 def distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The optimizers of this rank that have parameters (a wholly frozen stage has none)."""
+    """This rank's optimizers; where nothing is trained they may have groups without parameters."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not part.is_stub_optimizer]
 
