@@ -47,8 +47,9 @@ constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;
 constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packed at once
 // Rows a thread from which divide_ranges() serves, and the same of a gradient.
 constexpr int64_t kEnough = 600, kEnoughOfGradient = 64;
-constexpr int64_t kStrip = 512;          // columns of B, all of the depth, that it packs at once
-constexpr int64_t kStripSize = 1 << 20;  // floats of them, 4 MB
+// Columns of B, all of the depth, that it packs at once: 4 MB of floats, but no fewer than kLeast,
+// as AVX2 packs A's rows anew for each such strip (depth 8,960: 1.1x of 117 columns).
+constexpr int64_t kStrip = 512, kLeast = kAvx2 ? 16 * kSliver : kSliver, kStripSize = 1 << 20;
 // Elements of a gradient's panel.
 constexpr int64_t kGradientDepth = 256;
 constexpr double kParallelFrom = kAvx2 ? 1 << 18 : 1 << 21;  // multiply-adds
@@ -367,7 +368,7 @@ struct Product {
   // multiplies its range of rows by them.
   void divide_ranges() const {
     const int64_t slivers = parts(p.columns, kSliver);
-    const int64_t fitting = std::clamp<int64_t>(kStripSize / (panels * depth), kSliver, kStrip);
+    const int64_t fitting = std::clamp<int64_t>(kStripSize / (panels * depth), kLeast, kStrip);
     const int64_t strips = parts(slivers, fitting / kSliver);
     const int64_t strip_size = panels * depth * parts(slivers, strips) * kSliver;
     const int64_t tiles = parts(p.rows, kTileRows);
