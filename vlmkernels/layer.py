@@ -207,13 +207,14 @@ def _normalize(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`own`: weight and main_grad; `weight`: what autograd gets."""
+    """`values`: weight and main_grad; `weight`: the same for autograd, None where main_grad has the
+    gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, own: tuple[Tensor, Tensor | None], eps: float
+        ctx: Any, x: Tensor, weight: Tensor | None, values: tuple[Tensor, Tensor | None], eps: float
     ) -> Tensor:
-        gain, ctx.main_grad = own
+        gain, ctx.main_grad = values
         x = _aligned(x)
         y, *kept = _normalize(x, None, None, gain, eps)
         ctx.save_for_backward(x, *kept)
@@ -252,7 +253,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dens
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """`own`: weight and bias, each with its main_grad; `weight`, `bias`: what autograd gets."""
+    """`values`: weight and bias, each with its main_grad; `weight`, `bias`: as in _RMSNorm."""
 
     @staticmethod
     def forward(
@@ -261,10 +262,10 @@ class _AddRMSNorm(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        own: tuple[tuple[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]],
+        values: tuple[tuple[Tensor, Tensor | None], tuple[Tensor | None, Tensor | None]],
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        (gain, ctx.main_grad), (added, ctx.bias_main_grad) = own
+        (gain, ctx.main_grad), (added, ctx.bias_main_grad) = values
         ctx.set_materialize_grads(False)
         if residual is not None:
             residual = _aligned(residual)
@@ -344,8 +345,8 @@ def add_rms_norm_(
             )
     seen, main_grad = _parameter("weight", weight, weight_grad, x)
     seen_bias, bias_main_grad = _parameter("bias", bias, bias_grad, x)
-    own = (weight, main_grad), (bias, bias_main_grad)
-    return _AddRMSNorm.apply(x, residual, seen, seen_bias, own, eps)
+    values = (weight, main_grad), (bias, bias_main_grad)
+    return _AddRMSNorm.apply(x, residual, seen, seen_bias, values, eps)
 
 
 def swiglu_backward(
@@ -390,17 +391,17 @@ def swiglu_backward(
 
 
 class _SwiGLU(torch.autograd.Function):
-    """`own`: bias and main_grad; `bias`: what autograd gets."""
+    """`values`: bias and main_grad; `bias`: as in _RMSNorm."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         bias: Tensor | None,
-        own: tuple[Tensor | None, Tensor | None],
+        values: tuple[Tensor | None, Tensor | None],
         padding: int,
     ) -> Tensor:
-        both, (added, ctx.main_grad) = x.shape[-1], own
+        both, (added, ctx.main_grad) = x.shape[-1], values
         rows = x.numel() // max(both, 1)
         y = x.new_empty(*x.shape[:-1], both // 2 + padding)
         if added is not None:
