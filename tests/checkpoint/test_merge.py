@@ -163,9 +163,10 @@ def test_an_adapter_folder_names_its_base_from_anywhere(base, tmp_path, monkeypa
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_converted_weights_go_where_a_signal_ends_the_process(tmp_path, number) -> None:
     script = f"""
-import os
+import os, signal
 from pathlib import Path
 from vlmtrain.checkpoint.model_folder import _removed_at_the_end
+signal.signal({int(number)}, signal.SIG_DFL)  # nohup ignores SIGHUP
 folder = Path({str(tmp_path / "weights")!r})
 folder.mkdir()
 (folder / "model.safetensors").write_bytes(b"0")
