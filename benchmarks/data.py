@@ -87,7 +87,7 @@ def kernel(context: Context) -> Iterator[Comparison]:
             op="patchify",
             shape=f"{width}x{height} image",
             dtype=str(dtype)[6:],
-            ours=partial(patchify, pixels, out=out, threads=context.threads),
+            ours=partial(patchify, pixels, dtype=dtype, threads=context.threads),
             peers={"torch": partial(patchify_reference, pixels, dtype=dtype)},
             ceilings=ceilings.copy(pixels.nbytes + out.nbytes, context),
             check=_same,
@@ -106,7 +106,6 @@ def resizing(context: Context) -> Iterator[Comparison]:
         picture.load()
         pixels = torch.from_numpy(np.array(picture))[None]
         to = settings.resized(height, width)
-        out = resize(pixels, *to)
 
         def theirs(picture: Any = picture, to: tuple[int, int] = to) -> Any:
             return picture.resize(to[::-1], Image.Resampling.BICUBIC)
@@ -115,7 +114,7 @@ def resizing(context: Context) -> Iterator[Comparison]:
             op="resize, 1 thread",
             shape=f"{width}x{height} to {to[1]}x{to[0]}",
             dtype="uint8",
-            ours=partial(resize, pixels, *to, out=out),
+            ours=partial(resize, pixels, *to),
             peers={"Pillow": theirs},
             check=lambda theirs, ours: _same(np.array(theirs)[None], ours),
             bar=None if context.quick else 4.0,

@@ -228,6 +228,12 @@ def _into_main_grad(x: Inputs, context: Context, bar: float | None) -> Compariso
 
         return run
 
+    def same(dvisual: Tensor, of_ours: Tensor) -> str | None:
+        """Asked after the first run of ours and of each peer: what they added too."""
+        wrong = _same((theirs, dvisual), (weight.main_grad, of_ours))
+        theirs.zero_()
+        return wrong
+
     words, rows = int((~x.mask).sum()), x.visual.shape[0]
     different = int(x.ids[~x.mask].unique().numel())
     # Gradients read, dvisual written, the table's rows that there are read and written in float32.
@@ -239,7 +245,7 @@ def _into_main_grad(x: Inputs, context: Context, bar: float | None) -> Compariso
         ours=lambda: ours()[1],
         peers={f"of F.embedding, {name}; add": added(place) for name, place in places(x).items()},
         ceilings=ceilings.copy(traffic, context),
-        check=_same,
+        check=same,
         bar=bar,
     )
 
@@ -255,6 +261,7 @@ def in_a_step(packs: list[tuple[Tensor, Tensor]], vocabulary: int, hidden: int) 
     """
     weight = torch.randn(vocabulary, hidden).requires_grad_()
     weight.main_grad = torch.zeros(vocabulary, hidden)  # type: ignore[attr-defined]
+    theirs = torch.zeros(vocabulary, hidden)
     cases = []
     for ids, index in packs:
         visual = torch.randn(int((index >= 0).sum()), hidden).requires_grad_()
@@ -275,9 +282,13 @@ def in_a_step(packs: list[tuple[Tensor, Tensor]], vocabulary: int, hidden: int) 
             x = x.masked_scatter(mask[None, :, None].expand_as(x), visual)
             x = x.transpose(0, 1).contiguous().squeeze(1)
             dweight, dvisual = torch.autograd.grad(x, (weight, visual), dout)
-            weight.main_grad.add_(dweight)  # type: ignore[attr-defined]
+            theirs.add_(dweight)
             gradients.append(dvisual)
         return tuple(gradients)
+
+    def same(of_bridge: tuple[Tensor, ...], of_ours: tuple[Tensor, ...]) -> str | None:
+        """Asked after the first run of each: what they added too."""
+        return _same((theirs, *of_bridge), (weight.main_grad, *of_ours))
 
     tokens = sum(len(ids) for ids, _ in packs)
     return Comparison(
@@ -286,7 +297,7 @@ def in_a_step(packs: list[tuple[Tensor, Tensor]], vocabulary: int, hidden: int) 
         dtype="float32",
         ours=ours,
         peers={"F.embedding, transposes, masked_scatter, add": bridge},
-        check=_same,
+        check=same,
     )
 
 

@@ -58,7 +58,7 @@ def comparisons(
 def _some_are_ours(tokens: int, ins: int, outs: int, dtype: torch.dtype) -> bool:
     isa, work = _native._C.isa(), tokens * ins * outs
     enough = min(tokens, ins, outs) >= smallest(isa, dtype)
-    return enough and any(work in our_work(isa, dtype, turned) for turned in (False, True))
+    return enough and any(work in our_work(isa, dtype, transposed) for transposed in (False, True))
 
 
 def rows(context: Context) -> Iterator[Row]:

@@ -248,7 +248,9 @@ def other_launch(kernel: str) -> tuple[int, int]:
     if kernel.startswith(("cross_entropy", "rms_norm")):
         return 512, 512 // 32 * 4
     if kernel.startswith(("column_sums", "swiglu", "rotate_heads")):
-        return (1024, 1024 * 4) if kernel.startswith("column_sums") else (256, 0)
+        if kernel.startswith("column_sums"):
+            return 1024, 1024 * 4
+        return (128, 0) if kernel.startswith("swiglu_bias") else (256, 0)
     if not kernel.startswith("reduce_long_runs"):
         return 128, 0
     sums = next(n for name, n in (("Fp32x4", 4), ("x8", 8), ("x1", 1)) if name in kernel)

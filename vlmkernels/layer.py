@@ -169,7 +169,9 @@ def rms_norm_backward(
             f"x is {describe(x)} and weight {describe(weight)} now, for a gradient "
             f"{list(dy.shape)}: their data was exchanged after the forward pass"
         )
-    dy, dx = _aligned(dy), torch.empty_like(x)
+    # What was saved may have been through hooks.
+    dy, x, weight = _aligned(dy), _aligned(x), _aligned(weight)
+    dx = torch.empty_like(x)
     ds = ds if ds is None else _aligned(ds)
     dweight = _Gradient(x, width, rows, *of_weight, _C.CUDA_NORM_ROWS)
     dbias = _Gradient(x, width, rows, *of_bias, _C.CUDA_NORM_ROWS)
@@ -363,6 +365,7 @@ def swiglu_backward(
             f"x is {kept} now, for a gradient {list(dy.shape)}: their data was exchanged after "
             "the forward pass"
         )
+    x, bias = _aligned(x), bias if bias is None else _aligned(bias)
     dy, dx = dy.reshape(rows, dy.shape[-1]), torch.empty_like(x)
     if not x.is_cuda or dy.is_neg():
         dy = _contiguous(dy)

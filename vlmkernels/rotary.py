@@ -62,7 +62,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 def _launchable(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernel reads and writes them: on CUDA, heads whose halves and starts are whole
     units of 16 bytes, and a float32 table whose rows are."""
-    if not x.is_cuda or x.dtype not in DTYPES or not has_cuda_kernels():
+    if x.device.type != "cuda" or x.dtype not in DTYPES or not has_cuda_kernels():
         return False
     if torch.compiler.is_compiling() or not is_plain(x, out, cos, sin):
         return False

@@ -83,6 +83,7 @@ auto with_gradients(AttentionParams (*)(Forward...)) {
 }  // namespace
 
 void register_attention(py::module_& m) {
+  m.attr("KEPT_TOKENS") = kCpuBlock;
   m.attr("TILE_ROWS") = kTileRows;
   m.attr("DQ_ROWS") = kDqRows;
   // All by keyword. What has a default is for vision_attention, or for CUDA.

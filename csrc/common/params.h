@@ -49,6 +49,10 @@ struct AttentionParams {
   void* rotated_q;  // the same for q, for compute capability 9.0 only
 };
 
+// Queries, and keys, of a block of the CPU's kernels, and the longest segment whose probabilities
+// they keep.
+constexpr int kCpuBlock = 64;
+
 // Rows of a segment that a thread block of CUDA's kernels for long segments works on, queries or
 // keys; rows of a part of dq of the backward that is one kernel.
 constexpr int kTileRows = 128, kDqRows = 64;

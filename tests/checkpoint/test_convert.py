@@ -167,10 +167,6 @@ def edit(source: Path, target: Path, change) -> Path:
     return target
 
 
-NORM = "model.layers.2.input_layernorm.weight"
-MERGER = "visual.merger.mlp.0.weight"
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

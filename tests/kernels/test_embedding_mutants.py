@@ -70,7 +70,10 @@ class MutatedModule:
             return function
 
         def call(*args: Any) -> Any:
-            passed = dict(zip(ARGUMENTS[name].split(), args, strict=True))
+            names = ARGUMENTS[name].split()
+            if len(names) != len(args):  # no error that a test of a mutant expects
+                raise TypeError(f"{name} takes {len(args)} arguments, ARGUMENTS names {len(names)}")
+            passed = dict(zip(names, args, strict=True))
             changes = {k: make(SimpleNamespace(**passed)) for k, make in self.changes.items()}
             return function(*{**passed, **changes}.values())
 

@@ -70,6 +70,29 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "patchify: a small table": lambda o: o.patchify(
         torch.zeros(1, 28, 28, 3, dtype=U8), table(1), torch.zeros(4, 1176), 14, 2, 2, 1
     ),
+    "patchify: grey frames": lambda o: o.patchify(
+        torch.zeros(1, 28, 28, 1, dtype=U8), table(3), torch.zeros(4, 1176), 14, 2, 2, 1
+    ),
+    "patchify: an expanded result": lambda o: o.patchify(
+        torch.zeros(1, 28, 28, 3, dtype=U8), table(3), torch.zeros(4, 1).expand(4, 1176),
+        14, 2, 2, 1,
+    ),
+    "patchify: patches of nothing": lambda o: o.patchify(
+        torch.zeros(1, 28, 28, 3, dtype=U8), table(3), torch.zeros(4, 1176), 0, 2, 2, 1
+    ),
+    "patchify: frames of floats": lambda o: o.patchify(
+        torch.zeros(1, 28, 28, 3), table(3), torch.zeros(4, 1176), 14, 2, 2, 1
+    ),
+    "resize: grey frames": lambda o: o.resize(
+        torch.zeros(1, 8, 8, 1, dtype=U8), torch.zeros(1, 64, 64, 3, dtype=U8), 12, 1
+    ),
+    "resize: an expanded result": lambda o: o.resize(
+        torch.zeros(1, 8, 8, 3, dtype=U8),
+        torch.zeros(1, 1, 1, 3, dtype=U8).expand(1, 64, 64, 3), 12, 1,
+    ),
+    "resize: no threads": lambda o: o.resize(
+        torch.zeros(1, 8, 8, 3, dtype=U8), torch.zeros(1, 64, 64, 3, dtype=U8), 12, 0
+    ),
     "resize: a result of one channel": lambda o: o.resize(
         torch.zeros(1, 8, 8, 3, dtype=U8), torch.zeros(1, 3000, 3000, 1, dtype=U8), 12, 1
     ),

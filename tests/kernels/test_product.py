@@ -33,16 +33,16 @@ KERNELS = [
 
 
 def make(
-    rows: int, columns: int, depth: int, turned: Strides, dtype: torch.dtype = torch.float32
+    rows: int, columns: int, depth: int, transposed: Strides, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """a [rows, depth] and b [depth, columns], each the transpose of what lies dense where turned;
+    """a [rows, depth] and b [depth, columns], each the transpose of what lies dense where transposed;
     else rows lie apart, by an even number of elements or an odd one."""
-    if turned[0]:
+    if transposed[0]:
         a = torch.randn(depth, rows).to(dtype).t()
     else:
         apart = int(torch.randint(3, 5, ()))
         a = torch.randn(rows, depth + apart).to(dtype)[:, 1 : depth + 1]
-    if turned[1]:
+    if transposed[1]:
         return a, torch.randn(columns, depth).to(dtype).t()
     return a, torch.randn(depth, columns + 5).to(dtype)[:, 2:-3]
 
@@ -72,30 +72,30 @@ KINDS = ["", "out", "bias", "add"]
 
 
 @pytest.mark.parametrize("name, dtype", KERNELS)
-@pytest.mark.parametrize("turned", [(False, True), (False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("transposed", [(False, True), (False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("rows, columns, depth", [(390, 4100, 70), (203, 77, 1201), (7, 130, 801)])
 def test_accuracy(
-    name: str, dtype: torch.dtype, turned: Strides, rows: int, columns: int, depth: int
+    name: str, dtype: torch.dtype, transposed: Strides, rows: int, columns: int, depth: int
 ) -> None:
     with isa(name), poisoned():
         for kind in KINDS:
-            check(*make(rows, columns, depth, turned, dtype), kind)
+            check(*make(rows, columns, depth, transposed, dtype), kind)
 
 
 @pytest.mark.parametrize("name, dtype", KERNELS)
 @pytest.mark.parametrize(
-    "rows, depth, turned",
+    "rows, depth, transposed",
     [(250, 3201, (False, True)), (90, 6401, (True, False)), (700, 1700, (False, False))],
 )
 def test_columns_divided(
-    name: str, dtype: torch.dtype, rows: int, depth: int, turned: Strides
+    name: str, dtype: torch.dtype, rows: int, depth: int, transposed: Strides
 ) -> None:
     """Each thread packs its own columns, with AVX2 of 250 and 90 rows; of rows that aren't read
     where they lie, all or some panels of the depth at a time."""
     torch.set_num_threads(2)
     with isa(name), poisoned():
         for kind in KINDS:
-            check(*make(rows, 601, depth, turned, dtype), kind)
+            check(*make(rows, 601, depth, transposed, dtype), kind)
 
 
 #: In float32 with AVX-512 nothing of these is packed: several regions of several panels, one of
@@ -113,16 +113,16 @@ RANGES = [
 
 @pytest.mark.parametrize("name, dtype", KERNELS)
 @pytest.mark.parametrize(
-    "rows, columns, depth, turned",
+    "rows, columns, depth, transposed",
     [(*sizes, (t, False)) for sizes in IN_PLACE for t in (False, True)] + RANGES,
 )
 def test_threads_share_nothing(
-    name: str, dtype: torch.dtype, rows: int, columns: int, depth: int, turned: Strides
+    name: str, dtype: torch.dtype, rows: int, columns: int, depth: int, transposed: Strides
 ) -> None:
     torch.set_num_threads(3)
     with isa(name), poisoned():
         for kind in KINDS:
-            check(*make(rows, columns, depth, turned, dtype), kind)
+            check(*make(rows, columns, depth, transposed, dtype), kind)
 
 
 @pytest.mark.parametrize("name, dtype", KERNELS)
@@ -178,8 +178,8 @@ def test_results_past_the_caches(name: str, dtype: torch.dtype, columns: int) ->
 
 
 @pytest.mark.parametrize("name", [name for name, dtype in KERNELS if dtype == torch.float32])
-@pytest.mark.parametrize("turned", [(False, True), (True, False)])
-def test_error_does_not_grow_with_the_depth(name: str, turned: Strides) -> None:
+@pytest.mark.parametrize("transposed", [(False, True), (True, False)])
+def test_error_does_not_grow_with_the_depth(name: str, transposed: Strides) -> None:
     """At any depth the relative error is that of 384 products added one to the other, each sum
     rounded to float32: it goes as the root of their number. The allowed 1.2 lies between what 8
     such parts add to it (1.01) and one sum of 768 (1.41)."""
@@ -188,14 +188,14 @@ def test_error_does_not_grow_with_the_depth(name: str, turned: Strides) -> None:
         exact = a.double() @ b.double()
         return ((got - exact).norm() / exact.norm()).item()
 
-    a, b = make(150, 140, 384, turned)
+    a, b = make(150, 140, 384, transposed)
     chain = torch.zeros(150, 140)
     for k in range(384):
         chain = torch.addcmul(chain.double(), a[:, k, None].double(), b[k].double()).float()
     allowed = 1.2 * relative_error(chain, a, b)
     with isa(name):
         for depth in (384, 768, 3072):
-            a, b = make(150, 140, depth, turned)
+            a, b = make(150, 140, depth, transposed)
             assert relative_error(product.product(a, b), a, b) <= allowed
 
 
@@ -212,7 +212,7 @@ def test_rows_in_one_place(name: str, dtype: torch.dtype) -> None:
     rows=st.integers(1, 220),
     columns=st.integers(1, 150),
     depth=st.integers(1, 900),
-    turned=st.tuples(st.booleans(), st.booleans()),
+    transposed=st.tuples(st.booleans(), st.booleans()),
     kind=st.sampled_from(KINDS),
     number=st.integers(0, 2**31 - 1),
 )
@@ -221,13 +221,13 @@ def test_any_shape(
     rows: int,
     columns: int,
     depth: int,
-    turned: Strides,
+    transposed: Strides,
     kind: str,
     number: int,
 ) -> None:
     torch.manual_seed(number)
     with isa(kernel[0]), poisoned():
-        check(*make(rows, columns, depth, turned, kernel[1]), kind)
+        check(*make(rows, columns, depth, transposed, kernel[1]), kind)
 
 
 def check_all_of_a_number() -> None:
@@ -251,17 +251,17 @@ def test_float32_takes_all_of_a_number(name: str) -> None:
 
 @pytest.mark.parametrize("name, dtype", KERNELS)
 @pytest.mark.parametrize(
-    "rows, columns, depth, turned",
+    "rows, columns, depth, transposed",
     [(400, 333, 3201, (False, True)), (250, 1100, 3201, (False, True))]
     + [(400, 1100, 3200, (False, True)), (2000, 600, 900, (False, True))]
     + [(500, 272, 700, (True, False)), (500, 272, 700, (False, False))],
 )
 def test_any_threads_give_the_same_bits(
-    name: str, dtype: torch.dtype, rows: int, columns: int, depth: int, turned: Strides
+    name: str, dtype: torch.dtype, rows: int, columns: int, depth: int, transposed: Strides
 ) -> None:
     """With AVX-512 1,100 columns are divided among up to four threads, rows among seven; 2,000 rows
     are ranges of up to three, in bf16 500 of seven."""
-    a, b = make(rows, columns, depth, turned, dtype)
+    a, b = make(rows, columns, depth, transposed, dtype)
     total = torch.randn(rows, columns)
 
     def results() -> list[Tensor]:

@@ -89,7 +89,7 @@ MUTANTS = [
     P("no product of middle parts", "parts-11", ""),
     P("no middle part of B", "parts-01", ""),
     P("no last part of B", "parts-02", ""),
-    P("all packed the other way", "pack-turned", "true"),
+    P("all packed the other way", "pack-transposed", "true"),
     P("only the last panel", "panel-add", "p.add"),
     P("bias in every panel", "panel-bias", "p.bias != nullptr"),
     P("only the last part of the depth", "depth-sums", "nullptr"),

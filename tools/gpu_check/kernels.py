@@ -106,7 +106,7 @@ def vision(kernel: str, backward: bool, alone: bool) -> None:
 
 def embedding(long_runs: bool, backward: bool, alone: bool) -> None:
     """Rows moved in 16 bytes and in 4 or 2; the table's gradient with and without long runs."""
-    for dtype, hidden in ((torch.bfloat16, 264), (torch.float32, 7)):
+    for dtype, hidden in ((torch.bfloat16, 264), (torch.float32, 7), (torch.bfloat16, 7)):
         ids = torch.randint(0, 2 if long_runs else 100, (400,))
         ids[10:50] = 100
         index = visual_index(ids, 100).to(DEVICE)
@@ -124,7 +124,7 @@ def embedding(long_runs: bool, backward: bool, alone: bool) -> None:
 
 def added(backward: bool, alone: bool) -> None:
     """Visual rows added in place, four elements at a time and one."""
-    for dtype, hidden in ((torch.bfloat16, 264), (torch.float32, 7)):
+    for dtype, hidden in ((torch.bfloat16, 264), (torch.float32, 7), (torch.bfloat16, 7)):
         index = visual_index(torch.arange(400) % 3, 2).to(DEVICE)
         inputs = [torch.randn(n, hidden, device=DEVICE).to(dtype) for n in (400, 133)]
         check(

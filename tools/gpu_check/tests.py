@@ -100,6 +100,8 @@ class Runner:
                         outcome, seconds = OUTCOMES[event["outcome"]], time.monotonic() - since
                         self._add(test, outcome, seconds, event["detail"][:300])
                         current, since = "", time.monotonic()
+                    elif event["outcome"] == "failed":  # behind its call
+                        self._add(f"{test} (teardown)", FAIL, 0.0, event["detail"][:300])
                 if ended:
                     break
                 now = time.monotonic()

@@ -281,6 +281,7 @@ def _run(
         check_tensor("out", out, dtypes=(q.dtype,), **same)
         check_tensor("softmax_stats", softmax_stats, dtypes=(torch.float32,), **same)
         check_last_contiguous("out", out)
+        out = out if kernel in CPU else aligned(out)
         softmax_stats = softmax_stats.contiguous()
     if kernel not in CPU and segments == 0 and tokens > 0:  # no kernel would see it
         raise ValueError(

@@ -39,7 +39,7 @@ VISION: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "sm80", "compo
 #: Those for the CPU.
 CPU = ("cpu", "cpu-kept")
 #: Tokens of the longest segment of cpu-kept, which keeps as many floats a row and head.
-KEPT_TOKENS = 64
+KEPT_TOKENS: int = _C.KEPT_TOKENS
 #: Those for compute capability 9.0.
 SM90 = ("sm90", "sm90-fused")
 #: Where sm90-fused is taken without being asked for: on an H200 its backward took 0.87 to 0.96

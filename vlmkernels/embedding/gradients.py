@@ -32,7 +32,9 @@ CLEARS_ROWS = ("cpu",)
 def _visual_grad(
     grad: Tensor, visual_index: Tensor, first: int, visual_rows: int, dtype: torch.dtype
 ) -> Tensor:
-    check_tensor("visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1)
+    check_tensor(
+        "visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1, device=grad.device
+    )
     if not 0 <= first <= len(visual_index) - len(grad):
         raise ValueError(
             f"grad has {len(grad)} rows from position {first} on, but visual_index "
@@ -66,8 +68,12 @@ def _sorted(
     """The rows of the table in ascending order, and their positions. On the CPU [m]; on CUDA [R],
     with rows of V behind them, for torch's sort."""
     rows = grad.shape[0]
-    check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1)
-    check_tensor("visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1)
+    check_tensor(
+        "input_ids", input_ids, dtypes=[torch.int64], shape="[S]", dim=1, device=grad.device
+    )
+    check_tensor(
+        "visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1, device=grad.device
+    )
     if not 0 <= first <= min(len(input_ids), len(visual_index)) - rows:
         raise ValueError(
             f"grad has {rows} rows from position {first} on, but input_ids {len(input_ids)} "
@@ -149,7 +155,9 @@ def _weight_grad_into(
     first: int,
     padding_idx: int,
 ) -> None:
-    check_tensor("main_grad", main_grad, dtypes=[torch.float32], shape="[V, h]", dim=2)
+    check_tensor(
+        "main_grad", main_grad, dtypes=[torch.float32], shape="[V, h]", dim=2, device=grad.device
+    )
     if main_grad.shape[1] != grad.shape[1] or not main_grad.is_contiguous():
         raise ValueError(
             f"main_grad is {describe(main_grad)} with strides {main_grad.stride()}; a gradient "

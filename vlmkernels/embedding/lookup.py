@@ -111,7 +111,9 @@ def check_launch(
         check_visual(visual, out, "out", any_dtype=True)
     shape = f"[{len(visual_index)}]"
     if input_ids is not None:
-        check_tensor("input_ids", input_ids, dtypes=[torch.int64], shape=shape, dim=1)
+        check_tensor(
+            "input_ids", input_ids, dtypes=[torch.int64], shape=shape, dim=1, device=out.device
+        )
     rows = out.shape[:-1].numel()
     if not 0 <= first <= len(visual_index) - rows or not out.is_contiguous():
         raise ValueError(

@@ -69,15 +69,45 @@ def _table(
     return ((values - means[:, None]) / stds[:, None]).to(dtype).contiguous()
 
 
+def _shape(
+    frames: Tensor, patch_size: int, temporal_patch_size: int, merge_size: int
+) -> tuple[int, int]:
+    """Of the rows. Raises ValueError where frames can't be cut into such patches."""
+    check_tensor("frames", frames, dtypes=[torch.uint8], shape="[T, H, W, 3]", dim=4, device=_CPU)
+    for name, size in (
+        ("patch_size", patch_size),
+        ("temporal_patch_size", temporal_patch_size),
+        ("merge_size", merge_size),
+    ):
+        check(size >= 1, f"{name} is {size}; it must be at least 1")
+    count, height, width, channels = frames.shape
+    factor = patch_size * merge_size
+    check(
+        count >= 1 and channels == 3 and height % factor == 0 and width % factor == 0,
+        f"frames has shape {list(frames.shape)}; it must be [T, H, W, 3] with T at least 1, and H "
+        f"and W multiples of {factor}",
+    )
+    slices = -(-count // temporal_patch_size)
+    return (
+        slices * (height // patch_size) * (width // patch_size),
+        3 * temporal_patch_size * patch_size**2,
+    )
+
+
 def _run(
     frames: Tensor, table: Tensor, out: Tensor, patch: int, temporal: int, merge: int, threads: int
 ) -> None:
-    values = frames.numel() * temporal * -(-len(frames) // temporal) // max(len(frames), 1)
-    if table.shape != (3, 256) or table.dtype != out.dtype or out.numel() != values:
+    shape = _shape(frames, patch, temporal, merge)
+    check_tensor("out", out, dtypes=DTYPES, shape="[P, values]", dim=2, device=_CPU)
+    if out.shape != shape or not out.is_contiguous():
         raise ValueError(
-            f"table is {describe(table)} and out {describe(out)}; they must be [3, 256] and "
-            f"{values} elements of one dtype"
+            f"out has shape {list(out.shape)} and strides {tuple(out.stride())}; it must be "
+            f"{list(shape)} and contiguous"
         )
+    check_tensor("table", table, dtypes=[out.dtype], shape="[3, 256]", dim=2, device=_CPU)
+    check(table.shape == (3, 256), f"table is {describe(table)}; it must be [3, 256]")
+    check(threads >= 1, f"threads is {threads}; it must be at least 1")
+    table = table.contiguous()
     frames = frames.contiguous()
     launch(
         "patchify",
@@ -138,39 +168,14 @@ def patchify(
     Raises:
         ValueError: a wrong argument, named.
     """
-    check_tensor("frames", frames, dtypes=[torch.uint8], shape="[T, H, W, 3]", dim=4, device=_CPU)
-    for name, size in (
-        ("patch_size", patch_size),
-        ("temporal_patch_size", temporal_patch_size),
-        ("merge_size", merge_size),
-        ("threads", threads),
-    ):
-        check(size >= 1, f"{name} is {size}; it must be at least 1")
-    count, height, width, channels = frames.shape
-    factor = patch_size * merge_size
-    check(
-        count >= 1 and channels == 3 and height % factor == 0 and width % factor == 0,
-        f"frames has shape {list(frames.shape)}; it must be [T, H, W, 3] with T at least 1, and H "
-        f"and W multiples of {factor}",
-    )
+    shape = _shape(frames, patch_size, temporal_patch_size, merge_size)
     check(
         len(mean) == 3 and len(std) == 3 and all(std),
         f"mean is {tuple(mean)} and std {tuple(std)}; each must be three numbers, std not 0",
     )
-    slices = -(-count // temporal_patch_size)
-    shape = (
-        slices * (height // patch_size) * (width // patch_size),
-        3 * temporal_patch_size * patch_size**2,
-    )
     if out is None:
         check(dtype in DTYPES, f"dtype is {dtype}; it must be float32, bfloat16 or float16")
         out = torch.empty(shape, dtype=dtype, device=_CPU)
-    check_tensor("out", out, dtypes=DTYPES, shape="[P, values]", dim=2, device=_CPU)
-    if out.shape != shape or not out.is_contiguous():
-        raise ValueError(
-            f"out has shape {list(out.shape)} and strides {tuple(out.stride())}; it must be "
-            f"{list(shape)} and contiguous"
-        )
     # Under a mode (FakeTensorMode) the table is of that mode's kind, and for this call only.
     table_of = _table.__wrapped__ if torch._C._len_torch_dispatch_stack() else _table
     table = table_of(tuple(mean), tuple(std), rescale_factor, out.dtype)

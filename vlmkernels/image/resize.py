@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from vlmkernels._native import check, check_tensor, define, describe, launch, pointer
+from vlmkernels._native import check, check_tensor, define, launch, pointer
 
 _CPU = torch.device("cpu")
 
@@ -48,9 +48,29 @@ def pillow_major() -> int:
     return int(PIL.__version__.split(".")[0])
 
 
+def _check_frames(frames: Tensor) -> None:
+    check_tensor("frames", frames, dtypes=[torch.uint8], shape="[T, H, W, 3]", dim=4, device=_CPU)
+    check(
+        min(frames.shape) >= 1 and frames.shape[3] in (3, 4),
+        f"frames has shape {list(frames.shape)}; it must be [T, H, W, 3] or [T, H, W, 4], none of "
+        "them 0",
+    )
+    side = max(frames.shape[1:3])
+    check(side < 2**24, f"a side of frames has {side} pixels; at most {2**24 - 1} are taken")
+
+
 def _run(frames: Tensor, out: Tensor, pillow: int, threads: int) -> None:
-    if out.dim() != 4 or (len(out), out.shape[3], out.dtype) != (len(frames), 3, frames.dtype):
-        raise ValueError(f"out is {describe(out)}; it must be uint8 [{len(frames)}, H, W, 3]")
+    _check_frames(frames)
+    check_tensor("out", out, dtypes=[torch.uint8], shape="[T, H, W, 3]", dim=4, device=_CPU)
+    shape = (len(frames), *out.shape[1:3], 3)
+    if out.shape != shape or min(shape) < 1 or not out.is_contiguous():
+        raise ValueError(
+            f"out has shape {list(out.shape)} and strides {tuple(out.stride())}; it must be "
+            f"{list(shape)}, nowhere 0, and contiguous"
+        )
+    side = max(shape[1:3])
+    check(side < 2**24, f"a side of the result has {side} pixels; at most {2**24 - 1} are taken")
+    check(threads >= 1, f"threads is {threads}; it must be at least 1")
     frames = frames.contiguous()
     sizes = (*frames.shape, *out.shape[1:3], pillow, threads)
     launch("resize", frames, pointer(frames), pointer(out), *sizes)
@@ -93,24 +113,15 @@ def resize(
     Raises:
         ValueError: a wrong argument, named.
     """
-    check_tensor("frames", frames, dtypes=[torch.uint8], shape="[T, H, W, 3]", dim=4, device=_CPU)
-    check(
-        min(frames.shape) >= 1 and frames.shape[3] in (3, 4),
-        f"frames has shape {list(frames.shape)}; it must be [T, H, W, 3] or [T, H, W, 4], none of "
-        "them 0",
-    )
-    for name, size in (("height", height), ("width", width), ("threads", threads)):
+    _check_frames(frames)
+    for name, size in (("height", height), ("width", width)):
         check(size >= 1, f"{name} is {size}; it must be at least 1")
-    for name, size in (("frames", max(frames.shape[1:3])), ("the result", max(height, width))):
-        check(size < 2**24, f"a side of {name} has {size} pixels; at most {2**24 - 1} are taken")
-    shape = (len(frames), height, width, 3)
     if out is None:
-        out = torch.empty(shape, dtype=torch.uint8, device=_CPU)
+        out = torch.empty((len(frames), height, width, 3), dtype=torch.uint8, device=_CPU)
     check_tensor("out", out, dtypes=[torch.uint8], shape="[T, H, W, 3]", dim=4, device=_CPU)
-    if out.shape != shape or not out.is_contiguous():
-        raise ValueError(
-            f"out has shape {list(out.shape)} and strides {tuple(out.stride())}; it must be "
-            f"{list(shape)} and contiguous"
-        )
+    check(
+        out.shape[1:3] == (height, width),
+        f"out has shape {list(out.shape)}; it must be {[len(frames), height, width, 3]}",
+    )
     _resize(frames, out, pillow_major() if pillow is None else pillow, threads)
     return out

@@ -8,7 +8,10 @@
 
 namespace vlmk {
 
-// A chunk of one tensor: elements [begin, end), begin a multiple of 16, of 256 with 8-bit moments.
+constexpr int64_t kMomentBlock = 256;  // elements whose 8-bit moments share a scale
+
+// A chunk of one tensor: elements [begin, end), begin a multiple of 32, of kMomentBlock with 8-bit
+// moments.
 struct AdamChunk {
   const AdamTensor* tensor;
   int64_t begin;

@@ -16,8 +16,6 @@
 
 namespace vlmk {
 
-constexpr int64_t kMomentBlock = 256;  // elements that share a scale
-
 namespace VLMK_ISA {
 namespace {
 

@@ -77,12 +77,13 @@ void sum_of_squares_chunk(const AdamGradient& g, int64_t begin, int64_t end, dou
   VLMK_DISPATCH(sum_of_squares_chunk, g, begin, end, sum)
 }
 
-// Each thread takes one equal share of all elements, across tensors, cut at cache lines: no
-// line is written by two threads, small tensors cost no region of their own, and a thread's memory
-// streams stay long.
+// Each thread takes one equal share of all elements, across tensors, cut at cache lines of the
+// narrowest state, 16 bits: no line is written by two threads, small tensors cost no region of
+// their own, and a thread's memory streams stay long.
 void adam_step(const AdamParams& p) {
-  // With 8-bit moments no block of 256 that shares a scale is cut. All rows of a call are alike.
-  const int64_t line = p.count && p.tensors[0].moments == MomentType::kCodes ? 256 : 16;  // floats
+  // With 8-bit moments no block that shares a scale is cut. All rows of a call are alike.
+  const bool codes = p.count && p.tensors[0].moments == MomentType::kCodes;
+  const int64_t line = codes ? kMomentBlock : 32;  // elements
   // A copy of this many floats would push everything else out of the caches.
   constexpr int64_t kStreamed = 1 << 22;
   std::vector<int64_t> first_line(p.count + 1, 0);

@@ -120,7 +120,7 @@ int64_t threads() { return omp_get_max_threads(); }
 // Rows of queries (backward: keys) per item. Each item packs the other side of the segment anew, so
 // whole segments unless that leaves threads idle.
 int64_t choose_rows(const AttentionParams& p, int64_t heads, int64_t max_seqlen, int64_t fewest) {
-  constexpr int64_t kBlock = 64;
+  constexpr int64_t kBlock = kCpuBlock;
   const int64_t wanted = kItemsPerThread * threads();
   int64_t rows = std::max<int64_t>(max_seqlen, 1);
   while (rows > fewest && p.tokens * heads / rows < wanted) {
@@ -223,7 +223,7 @@ AttentionWork make_work(const AttentionParams& p, const std::vector<AttentionIte
           uses_bf16_dots()};
 }
 
-int64_t whole_blocks(int64_t n) { return (n + 63) / 64 * 64; }
+int64_t blocks_of(int64_t n) { return (n + kCpuBlock - 1) / kCpuBlock; }
 
 // The dq of each segment and head whose items, which follow each other in `items`, share it.
 class SharedDqs {
@@ -235,8 +235,8 @@ class SharedDqs {
     for (const AttentionItem& item : items) {
       if (!split(item) || item.rows_begin != 0) continue;
       sums_.push_back({item.rows_end, nullptr, nullptr});
-      floats += group * whole_blocks(item.length) * ld;
-      blocks += group * whole_blocks(item.length) / 64;
+      floats += group * blocks_of(item.length) * kCpuBlock * ld;
+      blocks += group * blocks_of(item.length);
     }
     if (sums_.empty()) return;
     dq_.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(floats) * 4)));
@@ -251,8 +251,8 @@ class SharedDqs {
         ++sums;
         sums->dq = dq;
         sums->done = done;
-        dq += group * whole_blocks(item.length) * ld;
-        done += group * whole_blocks(item.length) / 64;
+        dq += group * blocks_of(item.length) * kCpuBlock * ld;
+        done += group * blocks_of(item.length);
       }
       item.shared_dq = sums;
     }

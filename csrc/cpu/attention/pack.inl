@@ -15,7 +15,7 @@ namespace vlmk {
 namespace VLMK_ISA {
 namespace {
 
-constexpr int kBlock = 64;  // queries in lanes; also keys per step of the online softmax
+constexpr int kBlock = kCpuBlock;  // queries in lanes; also keys per step of the online softmax
 // From a row of 64 queries in lanes to the next. A tile takes 16 or 24 of them with AVX2, a line or
 // two of each row: in rows 256 bytes apart these would fall into a quarter of the first-level
 // cache's sets.

@@ -133,8 +133,11 @@ void reduce_runs(const EmbeddingReduceParams& p, const int64_t* starts, int64_t 
   const DType type = p.dweight_dtype;
   const int64_t tiles = (p.hidden + kColumns - 1) / kColumns;
   const bool parallel = p.count * p.hidden * static_cast<int64_t>(sizeof(T)) >= kParallelFromBytes;
-  // Tasks of one tile of one run: a run of a thousand paddings is shared out too.
-#pragma omp parallel for schedule(dynamic, 16) if (parallel)
+  // Tasks of one tile of one run, few at a time where there are few: a run of a thousand paddings
+  // is shared out too.
+  const int64_t share = runs * tiles / (4 * omp_get_max_threads());
+  const auto at_once = static_cast<int>(share < 1 ? 1 : share < 16 ? share : 16);
+#pragma omp parallel for schedule(dynamic, at_once) if (parallel)
   for (int64_t task = 0; task < runs * tiles; ++task) {
     const int64_t first = starts[task / tiles];
     const int64_t column = task % tiles * kColumns;

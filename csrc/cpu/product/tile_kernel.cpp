@@ -36,7 +36,7 @@ VLMK_INLINE int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
 // ---- operands
 
 VLMK_INLINE void store_tile(Vec (&rows)[kTile], bool transposed, uint16_t* to) {
-  if (transposed) transpose(rows);  // mutant: pack-turned
+  if (transposed) transpose(rows);  // mutant: pack-transposed
   for (int j = 0; j < kTile; ++j) store(reinterpret_cast<float*>(to + j * kStep), rows[j]);
 }
 

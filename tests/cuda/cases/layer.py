@@ -10,6 +10,7 @@ import numpy as np
 
 from tools.cudasim.floats import DTYPES, from_float, to_float
 from tools.cudasim.ptx.ptxtypes import Array
+from vlmkernels._native import _C
 
 from ..kernels import Kernels
 from ..params import fill
@@ -110,8 +111,9 @@ def check_norm(
     r.run(
         "rms_norm_backward", "RmsNormGradParams",
         dy=dy, ds=ds, x=x, weight=weight, rstd=rstd, dx=r.room("dx", rows, width),
-        dweight=r.sums("dweight", rows, 8, width, adds),
-        dbias=r.sums("dbias", rows, 8, width, adds) if bias else NO_SUMS, rows=rows, width=width,
+        dweight=r.sums("dweight", rows, _C.CUDA_NORM_ROWS, width, adds),
+        dbias=r.sums("dbias", rows, _C.CUDA_NORM_ROWS, width, adds) if bias else NO_SUMS,
+        rows=rows, width=width,
     )  # fmt: skip
     g, n = r.values["dy"] * gain, total * factor
     dx = (g - n * (g * n).mean(1, keepdims=True)) * factor + (r.values["ds"] if residual else 0)
@@ -155,7 +157,9 @@ def check_swiglu(
     both = of_rows * up * s * (1 + gate * (1 - s)), of_rows * gate * s
     exact = np.concatenate(both, 1)
     for name in ("dx", "dx of both") if bias else ("dx",):
-        dbias = NO_SUMS if name == "dx" else r.sums("dbias", rows, 32, 2 * width, adds)
+        dbias = (
+            NO_SUMS if name == "dx" else r.sums("dbias", rows, _C.CUDA_SWIGLU_ROWS, 2 * width, adds)
+        )
         r.run(
             "swiglu_backward", "SwigluGradParams",
             dy=dy, dy_stride=width + gap, dx=r.room(name, rows, 2 * width), dbias=dbias, **common,

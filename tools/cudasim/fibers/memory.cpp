@@ -415,13 +415,6 @@ int compare_and_swap(int* address, int expected, int value) {
   if (before == expected) *address = value;
   return before;
 }
-float atomic_add(float* address, float value) {
-  EMU_HERE();
-  check_global(address, 4, Access::kAtomic);
-  const float before = *address;
-  *address = before + value;
-  return before;
-}
 int add_shared(uint32_t address, int value) {
   EMU_HERE();
   int before;

@@ -100,12 +100,20 @@ def special(block: Block, instruction: Instruction, lanes: Lanes) -> None:
     """Correctly rounded; the hardware's ex2.approx and lg2.approx are within 2^-22."""
     _reject(instruction, "approx", "ftz", "rn")
     (a,) = _inputs(block, instruction, lanes)
+    flushed = _flushed if "ftz" in instruction.modifiers else np.float32
+    a = flushed(a)
     with np.errstate(all="ignore"):
         if instruction.opcode == "rcp":
             result = np.float32(1) / a
         else:
             result = np.exp2(a) if instruction.opcode == "ex2" else np.log2(a)
-    block.write(instruction.operands[0], result.astype(np.float32), lanes)
+    block.write(instruction.operands[0], flushed(result), lanes)
+
+
+def _flushed(x: Array) -> Array:
+    """float32, subnormal numbers as zeros of their sign."""
+    x = x.astype(np.float32)
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
 @handles("bfi")

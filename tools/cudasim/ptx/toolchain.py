@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,19 +23,23 @@ ARCHITECTURES = ("80", "90a")
 
 
 def find_nvcc() -> str | None:
-    """The nvcc that the package would be built with: CUDACXX, PATH, CUDA_HOME, /usr/local/cuda."""
+    """The nvcc that the package would be built with, as setup.py finds it."""
     candidates = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if folder := os.environ.get(variable):
             candidates.append(os.path.join(folder, "bin", "nvcc"))
     candidates.append("/usr/local/cuda/bin/nvcc")
+    for folder in sys.path:
+        candidates += map(str, sorted(Path(folder).glob("nvidia/c*/bin/nvcc"), reverse=True))
     return next((c for c in candidates if c and shutil.which(c)), None)
 
 
 def missing_tool() -> str | None:
     """Why kernels can't be built here, or None."""
     if find_nvcc() is None:
-        return "no nvcc (looked at CUDACXX, PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda)"
+        return (
+            "no nvcc (looked at CUDACXX, PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda, pip toolkits)"
+        )
     return next((f"no {tool} on PATH" for tool in ("gcc", "nm") if not shutil.which(tool)), None)
 
 

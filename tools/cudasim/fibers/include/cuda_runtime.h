@@ -31,9 +31,6 @@ struct alignas(16) uint4 {
 struct alignas(8) float2 {
   float x, y;
 };
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
 
 // ---- device functions
 
@@ -56,10 +53,7 @@ using std::min;
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorSymbolNotFound = 500 };
-enum cudaFuncAttribute {
-  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
-  cudaFuncAttributePreferredSharedMemoryCarveout = 9
-};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute attribute, int value) {

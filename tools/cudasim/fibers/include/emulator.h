@@ -62,7 +62,6 @@ void write_global(void* to, const void* from, int bytes);
 void read_shared(void* to, uint32_t from, int bytes);
 void write_shared(uint32_t to, const void* from, int bytes);
 int compare_and_swap(int* address, int expected, int value);
-float atomic_add(float* address, float value);
 int add_shared(uint32_t address, int value);
 
 // cp.async: `bytes` of shared memory, the first `from_bytes` from global memory, the rest zeros.
