@@ -35,7 +35,7 @@ KERNELS = [
 def make(
     rows: int, columns: int, depth: int, transposed: Strides, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """a [rows, depth] and b [depth, columns], each the transpose of what lies dense if `transposed`;
+    """a [rows, depth] and b [depth, columns], each the transpose of a dense one if `transposed`;
     else rows lie apart, by an even number of elements or an odd one."""
     if transposed[0]:
         a = torch.randn(depth, rows).to(dtype).t()

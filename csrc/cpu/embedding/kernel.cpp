@@ -1,6 +1,8 @@
 // Visual embedding, compiled once per instruction set (dispatch.h). Rows are moved as bytes, or
 // converted where the output has another type; the one arithmetic are sums, in fp32 and in one
 // order, so that every instruction set gives the same bits.
+#include <omp.h>
+
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
