@@ -193,10 +193,11 @@ def test_a_run_is_the_model_that_it_wrote(tiny_folder, tmp_path, capsys):
     (run / "checkpoints").mkdir(parents=True)
     (run / "run.json").write_text("{}")
     assert cli.main(check) == 1
-    assert capsys.readouterr().err.endswith("a run that has no hf/ yet; let it end first\n")
+    said = "a run that has no hf/ yet; name the model that it began from, or let it end first\n"
+    assert capsys.readouterr().err.endswith(said)
     (run / "checkpoints" / "latest").write_text("step-00000002\n")
     assert cli.main(["plan", "--model", str(run), "--gpus", "8", "--gpu", "h100"]) == 1
-    said = f"no hf/ yet; take {run / 'checkpoints' / 'step-00000002'} or let it end first\n"
+    said = f"it began from, take {run / 'checkpoints' / 'step-00000002'}, or let it end first\n"
     assert capsys.readouterr().err.endswith(said)
     (run / "hf").symlink_to(tiny_folder)
     assert cli.main(check) == 0 and model_of(run) == run / "hf"

@@ -97,12 +97,21 @@ def test_sigterm_saves_and_a_new_run_goes_on(model, conversations, tmp_path):  #
     assert not (output / "hf").exists()
     names = {p.name for p in (output / "checkpoints").iterdir()}
     assert names == {"latest", *(f"step-{s:08d}" for s in steps)}
+    # The checkpoint that --model names stays: its config and tokenizer go into those that follow.
+    source = output / "checkpoints" / f"step-{done:08d}"
     again = run_cli(
-        [a for a in arguments if "train.steps" not in a]
-        + [f"--train.steps={done + 1}", "--parallel.pipeline=2", "--checkpoint.resume=latest"]
+        [
+            a
+            for a in arguments
+            if not a.startswith(("--train.steps", "--model", "--checkpoint.every"))
+        ]
+        + [f"--train.steps={done + 2}", "--parallel.pipeline=2", "--checkpoint.resume=latest"]
+        + [f"--model={source}", "--checkpoint.every=1"]
     )
     assert again.code == 0, again.output
-    assert len(losses(output)) == done + 1  # no step twice, none left out
+    assert len(losses(output)) == done + 2  # no step twice, none left out
+    steps = complete(output / "checkpoints")
+    assert source.is_dir() and steps[-1] == done + 2 and done + 1 not in steps
 
 
 @pytest.mark.slow

@@ -290,6 +290,18 @@ def test_a_full_disk_keeps_the_record(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "run.json"}
 
 
+def test_a_resumed_record_is_cut_and_says_what_it_lacks(tmp_path: Path, capsys: Any) -> None:
+    for name, steps in (("metrics.jsonl", (1, 2, 5, 6)), ("spikes.jsonl", (2, 6))):
+        (tmp_path / name).write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    Metrics(tmp_path, 5, 9, 1, tensorboard=False).close()
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "spikes.jsonl").read_text() == '{"step": 2}\n'
+    Metrics(tmp_path, 7, 9, 1, tensorboard=False).close()
+    assert "metrics.jsonl has no steps 6 to 7" in capsys.readouterr().out
+    Metrics(tmp_path, 0, 9, 1, tensorboard=False).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == (tmp_path / "spikes.jsonl").read_text() == ""
+
+
 def test_a_full_disk_under_the_board_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -225,5 +225,8 @@ def model_of(folder: Path) -> Path:
     if (folder / "hf" / "config.json").exists():
         return folder / "hf"
     latest = folder / "checkpoints" / "latest"
-    other = f"take {latest.parent / latest.read_text().strip()} or " if latest.is_file() else ""
-    raise UserError(f"--model {folder} is a run that has no hf/ yet; {other}let it end first")
+    other = f", take {latest.parent / latest.read_text().strip()}" if latest.is_file() else ""
+    raise UserError(
+        f"--model {folder} is a run that has no hf/ yet; name the model that it began from{other}, "
+        "or let it end first"
+    )

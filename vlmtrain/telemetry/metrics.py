@@ -18,6 +18,24 @@ from vlmtrain.core.progress import time_left
 from vlmtrain.telemetry.ledger import StepResult
 
 
+def _cut(path: Path, step: int) -> int:
+    """Keep the lines of a file up to this step; returns the last one's step, 0 for none."""
+    kept: list[str] = []
+    last = 0
+    if step and path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                of_line = json.loads(line)["step"]
+            except (ValueError, KeyError):
+                break  # the last line of a killed run may be half-written
+            if of_line <= step:
+                kept.append(line)
+                last = of_line
+    with writing(path):
+        write_text(path, "".join(line + "\n" for line in kept))
+    return last
+
+
 class Metrics:
     """Written by rank 0 only.
 
@@ -44,16 +62,17 @@ class Metrics:
         self.path = output / "metrics.jsonl"
         self.total_steps, self.log_every = total_steps, log_every
         self._seconds: deque[float] = deque(maxlen=50)  # of the last steps
-        kept = []
-        if resumed_step and self.path.is_file():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                try:
-                    if json.loads(line)["step"] <= resumed_step:
-                        kept.append(line)
-                except (ValueError, KeyError):
-                    break  # the last line of a killed run may be half-written
+        last = _cut(self.path, resumed_step)
+        if last < resumed_step:
+            print(
+                f"{self.path} has no steps {last + 1} to {resumed_step}: the run had gone back to "
+                "an earlier one, or the file is another",
+                flush=True,
+            )
+        spikes = output / "spikes.jsonl"
+        if spikes.is_file():
+            _cut(spikes, resumed_step)
         with writing(self.path):
-            write_text(self.path, "".join(line + "\n" for line in kept))
             self._file = open(self.path, "a", encoding="utf-8")
         self._board: Any = None
         self._board_path = output / "tensorboard"

@@ -183,7 +183,10 @@ class Saver:
             write_text(self.folder / "best", name_of(best) + "\n")
         # Those of later steps were left by a run that went on from before them: not its to judge.
         steps = [step for step in complete(self.folder) if step <= writer.common["step"]]
+        source = self.source.resolve()  # may be one of them: what is carried comes from there
         for step in droppable(steps, self.keep, self.keep_every, best):
+            if (self.folder / name_of(step)).resolve() in (source, *source.parents):
+                continue
             # Not under its name: half a folder must not look whole.
             dropped = self.folder / f"{name_of(step)}.dropped"
             (self.folder / name_of(step)).rename(dropped)
