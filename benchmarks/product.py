@@ -61,12 +61,14 @@ def _some_are_ours(tokens: int, ins: int, outs: int, dtype: torch.dtype) -> bool
     return enough and any(work in our_work(isa, dtype, transposed) for transposed in (False, True))
 
 
+def parts(context: Context) -> list[str]:
+    return ["float32", "bfloat16"] if context.device == "cpu" else []
+
+
 def rows(context: Context) -> Iterator[Row]:
-    if context.device != "cpu":
-        return
-    for dtype in (torch.float32, torch.bfloat16):
-        for shape in [(256, 192, 256)] if context.quick else SHAPES:
-            if not (context.quick or _some_are_ours(*shape, dtype)):
-                continue
-            for comparison in comparisons(*shape, dtype, context):
-                yield compare(comparison, context)
+    dtype = getattr(torch, str(context.part))
+    for shape in [(256, 192, 256)] if context.quick else SHAPES:
+        if not (context.quick or _some_are_ours(*shape, dtype)):
+            continue
+        for comparison in comparisons(*shape, dtype, context):
+            yield compare(comparison, context)
