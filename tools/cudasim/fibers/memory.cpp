@@ -3,8 +3,9 @@
 // The kernels are compiled with -fsanitize=thread, but linked to the hooks below instead of its
 // runtime: every plain access of a kernel comes here too. Order between the threads of a block is
 // kept as vector clocks that barriers join; an access that is not ordered after a conflicting one
-// is a race, whatever the schedule happened to be. In the AddressSanitizer build there are no
-// hooks: that tool looks at the accesses, and copies under way are poisoned.
+// is a race, whatever the schedule happened to be; of the readers of a word of global memory the
+// last of each block is known. In the AddressSanitizer build there are no hooks: that tool looks at
+// the accesses, and copies under way are poisoned.
 #include <link.h>
 #include <sys/mman.h>
 
