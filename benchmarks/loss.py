@@ -5,7 +5,7 @@ chunks of rows and Megatron's vocabulary-parallel loss, time and memory.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def _bytes(*tensors: Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _same(theirs: Result, ours: Result) -> str | None:
+def _same(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> str | None:
     for name, a, b in zip(("loss", "dhidden", "dweight"), theirs, ours, strict=True):
         error = float((a.float() - b.float()).norm() / b.float().norm())
         if not error <= 3e-2:
@@ -155,7 +155,8 @@ def dense(x: Inputs, context: Context, bar: float) -> Comparison:
 
 def into_main_grad(x: Inputs, context: Context, bar: float) -> Comparison:
     """What a Megatron trainer needs: the weight's gradient added to a float32 buffer."""
-    x.weight.main_grad = torch.zeros_like(x.weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    main_grad = torch.zeros_like(x.weight, dtype=torch.float32)
+    x.weight.main_grad = main_grad  # type: ignore[attr-defined]
     total = torch.zeros_like(x.weight, dtype=torch.float32)
 
     def ours() -> tuple[Tensor, Tensor]:
@@ -174,7 +175,7 @@ def into_main_grad(x: Inputs, context: Context, bar: float) -> Comparison:
 
     def same(theirs: Any, ours: Any) -> str | None:
         """Asked after the first run of ours and of each peer: what they added too."""
-        wrong = _same((*theirs, total), (*ours, x.weight.main_grad))  # type: ignore[arg-type]
+        wrong = _same((*theirs, total), (*ours, main_grad))
         total.zero_()
         return wrong
 

@@ -243,6 +243,11 @@ def test_hangs(): time.sleep(600)
 def test_fails(): assert 1 == 2, "wrong"
 def test_traps(): os.abort()
 def test_skipped(): pytest.skip("no such GPU")
+@pytest.fixture
+def context():
+    yield
+    raise RuntimeError("left behind")
+def test_leaves(context): pass
 """
 
 
@@ -254,16 +259,18 @@ def test_tests_that_hang_fail_and_trap(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_stub.py").write_text(textwrap.dedent(TESTS))
     ids = collect(["test_stub.py"])
-    assert len(ids) == 8
+    assert len(ids) == 9
     results, until = Results(tmp_path / "out"), time.monotonic() + 120
     runner = Runner(results, "accuracy", limit=3, until=until, processes=2)
     assert not runner.run(ids)
     actual = {name.split("::")[1]: o for (_, name), o in outcomes(tmp_path / "out").items()}
     expected = {f"test_good[{n}]": "PASS" for n in range(4)}
     expected |= {"test_hangs": "HANG", "test_fails": "FAIL", "test_traps": "FAIL"}
+    expected |= {"test_leaves": "PASS", "test_leaves (teardown)": "FAIL"}
     assert {k: o["outcome"] for k, o in actual.items()} == expected | {"test_skipped": "SKIP"}
     assert "wrong" in actual["test_fails"]["detail"]
     assert actual["test_traps"]["detail"] == "its process ended with -6"
+    assert "left behind" in actual["test_leaves (teardown)"]["detail"]
     assert "no such GPU" in actual["test_skipped"]["detail"]
     late = Runner(results, "late", limit=3, until=time.monotonic(), processes=1)
     assert not late.run(ids[:2])

@@ -244,6 +244,20 @@ def test_a_tower_that_is_not_split_does_not_limit_tensor_parallelism(
     assert found == {(t, m) for t in (1, 2, 4, 8) for m in (False, True)} - {(8, False)}
 
 
+@pytest.mark.parametrize("element", [2, 4])
+def test_what_an_offloaded_parameter_moves(
+    seven: ModelSpec, packs: workload.Packs, element: int
+) -> None:
+    """Its gradient and its weight cross PCIe in its type, as docs/optimizer.md has it."""
+    gpu = hardware.find_gpu("h200")
+    gpu = dataclasses.replace(gpu, pcie_gbs=1.0, host_gbs=1e12, memory_gbs=1e12)
+    model = costs.CostModel(seven, gpu, packs, element=element)
+    layout = make_layout(seven, world_size=4, pipeline=4)
+    option = costs.Option(layout, 16, "none", "none", offload=1.0)
+    largest = max(n for _, n in model.rank_parameters(option))
+    assert model.optimizer_seconds(option) == pytest.approx(2 * element * largest * 1e-9)
+
+
 def test_the_quick_estimate_does_not_lose_the_best(seven: ModelSpec, packs: workload.Packs) -> None:
     gpu = hardware.find_gpu("a100-80")
     actual = search.search(seven, gpu, 8, packs, 32)

@@ -183,9 +183,8 @@ def _step(prediction: Prediction) -> float:
 # --- candidates -------------------------------------------------------------------------------
 
 
-def _tensor_sizes(spec: ModelSpec, gpu: Gpu, gpus: int) -> list[int]:
-    """Those that some layout can have: multiplexed ones don't split the vision tower."""
-    sizes = tensor_split_sizes(spec, multiplexed=True).values()
+def _tensor_sizes(spec: ModelSpec, gpu: Gpu, gpus: int, multiplexed: bool) -> list[int]:
+    sizes = tensor_split_sizes(spec, multiplexed).values()
     return [
         t
         for t in range(1, min(gpus, gpu.gpus_per_node) + 1)
@@ -197,7 +196,8 @@ def _options(model: CostModel, gpus: int, batch: int) -> Iterator[Option]:
     """Everything that divides; offload is decided in `_fit`."""
     spec = model.spec
     splits: dict[tuple[int, int, bool, str, str], split.Split | None] = {}
-    for tensor in _tensor_sizes(spec, model.gpu, gpus):
+    sizes = {m: _tensor_sizes(spec, model.gpu, gpus, m) for m in (False, True)}
+    for tensor in sizes[True]:  # those of False among them: a multiplexed tower is not split
         ranks = gpus // tensor
         for pipeline in range(1, min(ranks, spec.num_layers, _MOST_STAGES) + 1):
             if ranks % pipeline or batch % (ranks // pipeline):
@@ -209,9 +209,7 @@ def _options(model: CostModel, gpus: int, batch: int) -> Iterator[Option]:
                 if pipeline * virtual > _MOST_STAGES:
                     continue
                 for multiplexed, vision, text in _KINDS:
-                    if multiplexed and pipeline == 1:
-                        continue
-                    if any(n % tensor for n in tensor_split_sizes(spec, multiplexed).values()):
+                    if (multiplexed and pipeline == 1) or tensor not in sizes[multiplexed]:
                         continue
                     key = (tensor, pipeline * virtual, multiplexed, vision, text)
                     if key not in splits:
@@ -496,11 +494,11 @@ def expected_largest(count: int) -> float:
 
 
 def _no_layout(spec: ModelSpec, gpu: Gpu, gpus: int, batch: int) -> str:
-    sizes = _tensor_sizes(spec, gpu, gpus)
     replicas = {
         gpus // (t * p)
-        for t in sizes
-        for p in range(1, min(gpus // t, spec.num_layers, _MOST_STAGES) + 1)
+        for multiplexed in (False, True)
+        for t in _tensor_sizes(spec, gpu, gpus, multiplexed)
+        for p in range(1 + multiplexed, min(gpus // t, spec.num_layers, _MOST_STAGES) + 1)
         if (gpus // t) % p == 0
     }
     unit = min(replicas)
