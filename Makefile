@@ -28,12 +28,25 @@ help:
 
 setup: $(STAMP)
 
+# The scripts in a virtual environment name its folder, and its packages this one.
+VERSION := -c "import sys; print(*sys.version_info[:2], sep='.')"
+.PHONY: venv-fits
+venv-fits:
+	@made=$$(cat $(STAMP) 2> /dev/null); [ -z "$$made" ] || [ "$$made" = "$(CURDIR)" ] || \
+	  { echo "$(VENV) was made in $$made, not here: rm -r $(VENV)" >&2; exit 1; }
+	@[ ! -f $(STAMP) ] || [ -x $(RUN) ] || \
+	  { echo "$(VENV) is broken, its Python is gone: rm -r $(VENV)" >&2; exit 1; }
+	@[ "$(origin PYTHON)" = file ] || [ ! -x $(RUN) ] || \
+	  [ "$$($(PYTHON) $(VERSION))" = "$$($(RUN) $(VERSION))" ] || \
+	  { echo "$(VENV) has another Python than $(PYTHON): rm -r $(VENV), or VENV=another" >&2; exit 1; }
+
 # torch comes first: with the pinned version present, pip has no reason to look for another.
-$(STAMP): $(NATIVE) constraints.txt
-	@$(RUN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+$(STAMP): $(NATIVE) constraints.txt | venv-fits
+	@$(RUN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
+	  { echo "$(VENV) is broken: rm -r $(VENV)" >&2; exit 1; }
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt -e ".[$(EXTRAS)]"
-	@touch $@
+	@echo "$(CURDIR)" > $@
 
 lint: setup
 	$(RUN) -m ruff check .

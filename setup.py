@@ -20,6 +20,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 # Not setuptools' build_temp: that is a fresh folder on every editable install, and would throw
@@ -31,7 +32,9 @@ FIRST = "CC CXX CFLAGS CXXFLAGS CUDACXX CUDAHOSTCXX CUDAFLAGS LDFLAGS CMAKE_ARGS
 
 def find_nvcc() -> str | None:
     """The first nvcc among CUDACXX, PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda, pip toolkits."""
-    candidates = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
+    if (named := os.environ.get("CUDACXX")) and not shutil.which(named):
+        raise SystemExit(f"CUDACXX is {named}, which is no program: name an nvcc, or unset it")
+    candidates = [named, shutil.which("nvcc")]
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if folder := os.environ.get(variable):
             candidates.append(os.path.join(folder, "bin", "nvcc"))
@@ -57,9 +60,28 @@ def tool(name: str) -> str:
 
 def number_of_jobs() -> str:
     if jobs := os.environ.get("MAX_JOBS"):
+        if not jobs.isdigit() or jobs == "0":
+            raise SystemExit(f"MAX_JOBS is {jobs!r}; it must be a number, 1 or more")
         return jobs
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return str(cores or 2)
+
+
+def cmake_arguments() -> list[str]:
+    arguments = os.environ.get("CMAKE_ARGS", "")
+    try:
+        return shlex.split(arguments)
+    except ValueError as error:
+        raise SystemExit(f"CMAKE_ARGS is {arguments!r}: {error}") from None
+
+
+def version_of(compiler: str | None) -> tuple[str, str] | None:
+    """Where a compiler lies and what it says of itself: one name may be another one tomorrow."""
+    found = shutil.which(compiler) if compiler else None
+    if found is None:
+        return None
+    said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    return os.path.realpath(found), said
 
 
 class CMakeExtension(Extension):
@@ -75,11 +97,11 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         prefix = target.parent.parent
-        nvcc = find_nvcc()
+        cuda = os.environ.get("VLMKERNELS_CUDA", "AUTO").upper()
+        nvcc = find_nvcc() if cuda != "OFF" else None
         self._forget_other_settings(nvcc)
         environment = dict(os.environ)
         environment.pop("DESTDIR", None)  # CMake would install there
-        cuda = os.environ.get("VLMKERNELS_CUDA", "AUTO").upper()
         arguments = [
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={self._pybind11_folder()}",
@@ -89,9 +111,9 @@ class CMakeBuild(build_ext):
             "-GNinja",
             # Given anew each time: an isolated build's ninja is gone after that build.
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
-            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+            *cmake_arguments(),
         ]
-        if cuda != "OFF" and nvcc:
+        if nvcc:
             environment["CUDACXX"] = nvcc
             # pip's toolkit keeps its libraries in lib/, while its nvcc.profile says lib64/.
             library = Path(nvcc).resolve().parent.parent / "lib"
@@ -111,7 +133,9 @@ class CMakeBuild(build_ext):
     def _forget_other_settings(nvcc: str | None) -> None:
         """Drops the cache of a copied tree, which CMake refuses, and that of other compilers or
         flags, or of no nvcc: CMake would keep to them."""
-        settings = ascii([str(ROOT), nvcc, *map(os.environ.get, FIRST)])
+        compilers = [nvcc, *(os.environ.get("CXX") or "c++").split()[:1]]
+        versions = [version_of(compiler) for compiler in compilers]
+        settings = ascii([str(ROOT), nvcc, versions, *map(os.environ.get, FIRST)])
         known = BUILD / "vlmkernels-settings.txt"
         if BUILD.exists() and not (known.exists() and known.read_text() == settings):
             shutil.rmtree(BUILD)
@@ -120,10 +144,24 @@ class CMakeBuild(build_ext):
 
     @staticmethod
     def _pybind11_folder() -> str:
-        import pybind11
+        try:
+            import pybind11
+        except ModuleNotFoundError:
+            raise SystemExit("pybind11 was not found: pip install pybind11") from None
 
         return pybind11.get_cmake_dir()
 
 
+class Python(build_py):
+    def run(self) -> None:
+        """Without what an earlier build left, such as modules that are no more."""
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 if __name__ == "__main__":  # setuptools' build backend runs this file as __main__, too
-    setup(ext_modules=[CMakeExtension("vlmkernels._C")], cmdclass={"build_ext": CMakeBuild})
+    setup(
+        ext_modules=[CMakeExtension("vlmkernels._C")],
+        cmdclass={"build_ext": CMakeBuild, "build_py": Python},
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import ROOT, run_cli
 from vlmtrain import cli
 from vlmtrain.core import config, launch
 from vlmtrain.core.config import ConfigError, TrainConfig, from_toml
@@ -109,6 +110,29 @@ def test_a_package_that_is_not_installed_is_named(command, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert said.startswith(f"vlmtrain: {command} needs the package tyro, which is not installed")
     assert said.endswith('pip install ".[train]"\n') and said.count("\n") == 1
+
+
+def test_instructions_that_the_machine_has_not_are_refused_in_one_line():
+    ended = run_cli(["train", "--model", "x"], env={"VLMKERNELS_ISA": "avx1024"})
+    assert ended.code == 1 and ended.output.count("\n") == 1
+    assert ended.output.startswith("vlmtrain: VLMKERNELS_ISA is 'avx1024', but this machine runs")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is new in Python 3.11")
+def test_processes_get_the_packages_of_the_command(tmp_path):
+    """Not those of the current folder: a clone, say, beside an installed package."""
+    (tmp_path / "vlmtrain").mkdir()
+    (tmp_path / "vlmtrain" / "__init__.py").write_text("raise ImportError('of another folder')")
+    script = f"import sys; sys.path[0] = {str(ROOT)!r}; from vlmtrain import cli; cli.run()"
+    arguments = ["--nproc", "2", "--model", "x", "--data", "y", "--output", "z"]
+    ended = subprocess.run(
+        [sys.executable, "-c", script, "train", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert "of another folder" not in ended.stderr
+    assert ended.stderr.startswith("vlmtrain: x: no such folder")
 
 
 def test_a_reader_that_leaves_is_no_fault_of_the_program(capsys, monkeypatch, tmp_path):

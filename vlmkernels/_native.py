@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Collection, Iterable
+from numbers import Integral
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -35,11 +36,16 @@ def _load() -> ModuleType:
         _C = importlib.import_module("vlmkernels._C")
     except ImportError as error:
         folder = Path(__file__).parent
-        built = sorted(p.name for p in folder.glob("_C*")) or ["no file _C*"]
+        built = sorted(p.name for p in folder.glob("_C*"))
+        todo = "build it in the source tree, with this Python: `pip install -e .`"
+        if not built and (folder.parent / "setup.py").exists():
+            todo = (
+                "this is the source tree, found ahead of an installed package: leave this folder, "
+                "or `pip install -e .` in it"
+            )
         raise ImportError(
-            f"vlmkernels' native module did not load ({error}); {folder} holds {', '.join(built)}. "
-            "Build it with `pip install .` in the source tree, with this Python "
-            "(`python setup.py build_ext --inplace` for a source checkout)"
+            f"vlmkernels' native module did not load ({error}); {folder} holds "
+            f"{', '.join(built) or 'no file _C*'}; {todo}"
         ) from error
     vars(_C)["__getattr__"] = _missing
     _C.isa()  # a bad VLMKERNELS_ISA is an error at import, not at the first kernel
@@ -308,6 +314,27 @@ def check(condition: bool, message: str) -> None:
     """For conditions about values; the message is formatted by the caller only if it is cheap."""
     if not condition:
         raise ValueError(message)
+
+
+def is_whole(value: object) -> bool:
+    """An int, numpy's too, or a traced size; no bool."""
+    if type(value) is int:
+        return True
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
+
+
+def check_whole(**values: object) -> None:
+    for name, value in values.items():
+        if not is_whole(value):
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+
+
+def check_pair(name: str, value: object) -> tuple[int, int]:
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        first, second = value
+        if is_whole(first) and is_whole(second):
+            return first, second
+    raise ValueError(f"{name} is {value!r}; it must be two whole numbers")
 
 
 def check_tensors(**tensors: object) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, pointer, to_device
+from vlmkernels._native import _C, check_whole, pointer, to_device
 from vlmkernels.rotary import frequencies
 
 
@@ -75,7 +75,9 @@ class VisionLayout:
             window_size: pixels along a window's side (112 in Qwen2.5-VL), or None for no windows.
 
         Raises:
-            ValueError: a grid's shape or sizes don't fit, or the window is smaller than a unit.
+            TypeError: grid_thw is None.
+            ValueError: a grid's shape or sizes don't fit, a size is no whole number, or the window
+                is smaller than a unit.
         """
         grid = _check_grid(grid_thw, merge_size).contiguous()
         side = _window_side(window_size, patch_size, merge_size)
@@ -305,6 +307,7 @@ def _window_side(window_size: int | None, patch_size: int, merge_size: int) -> i
     """Merged units along a window's side; 0 for no windows."""
     if window_size is None:
         return 0
+    check_whole(window_size=window_size, patch_size=patch_size)
     if patch_size < 1:
         raise ValueError(f"patch_size is {patch_size}; it must be at least 1")
     side = window_size // patch_size // merge_size
@@ -317,9 +320,13 @@ def _window_side(window_size: int | None, patch_size: int, merge_size: int) -> i
 
 
 def _check_grid(grid_thw: Tensor | Sequence[Sequence[int]], merge_size: int) -> Tensor:
+    check_whole(merge_size=merge_size)
     if grid_thw is None:
         raise TypeError("grid_thw is None; it must be integers [n, 3]")
-    grid = grid_thw if isinstance(grid_thw, Tensor) else torch.tensor(grid_thw, device="cpu")
+    try:
+        grid = grid_thw if isinstance(grid_thw, Tensor) else torch.tensor(grid_thw, device="cpu")
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"grid_thw is {grid_thw!r}; it must be integers [n, 3]") from None
     if grid.numel() == 0:
         grid = torch.empty(0, 3, dtype=torch.int64, device="cpu")
     if grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():

@@ -53,6 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command not in _COMMANDS:
         known = ", ".join(_COMMANDS)
         return _fail(f"there is no command {command!r}; the commands are {known}", 2)
+    if os.environ.get("VLMKERNELS_ISA"):
+        try:
+            import_module("vlmkernels")
+        except ValueError as error:  # this machine has not these instructions
+            return _fail(str(error), 1)
     try:
         code = import_module(f"vlmtrain.{_COMMANDS[command]}.command").main(rest)
         sys.stdout.flush()
@@ -88,7 +93,13 @@ def _not_installed(command: str, error: ModuleNotFoundError) -> str:
 
 
 def run() -> None:
-    """The command `vlmtrain`: `main`, and the end of this process."""
+    """The command `vlmtrain`: `main`, and the end of this process.
+
+    Its processes (`python -m vlmtrain.cli`) get the packages that this one has, and not those of
+    the current folder, which may be a clone beside an installed package (Python 3.11 and later).
+    """
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    os.environ["PYTHONSAFEPATH"] = "1"
     sys.exit(leave(main()))
 
 

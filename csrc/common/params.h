@@ -380,7 +380,7 @@ struct ResizeParams {
   int64_t pixel_bytes;  // 3, or 4: Pillow's own RGBX, whose fourth byte is not looked at
   int64_t out_height;
   int64_t out_width;
-  int64_t pillow;  // major version: 13 changed the order of the passes
+  int64_t pillow;  // 100 times the major version and the minor one, for the order of the passes
   int64_t threads;
 };
 

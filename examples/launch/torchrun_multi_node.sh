@@ -15,6 +15,7 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 NPROC=${NPROC:-$((gpus > 0 ? gpus : 1))}
 threads=$(($(nproc) / NPROC))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+export PYTHONSAFEPATH=1 # the installed vlmtrain, also in a clone's folder (Python 3.11 and later)
 
 exec torchrun --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
   --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" -m vlmtrain.cli train \

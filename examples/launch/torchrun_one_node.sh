@@ -12,6 +12,7 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 NPROC=${NPROC:-$((gpus > 0 ? gpus : 1))}
 threads=$(($(nproc) / NPROC))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+export PYTHONSAFEPATH=1 # the installed vlmtrain, also in a clone's folder (Python 3.11 and later)
 
 exec torchrun --standalone --nproc-per-node "$NPROC" -m vlmtrain.cli train \
   --model "$MODEL" --data "$DATA" --output "$OUTPUT" \

@@ -391,9 +391,13 @@ def test_refusals(models: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch)
         hf.enable(nn.Linear(2, 2))
     if hasattr(plain.model.visual, "deepstack_merger_list"):
         model = copy.deepcopy(plain)
-        model.model.compute_3d_position_ids = lambda input_ids: None  # as transformers 5.2 has it
-        with pytest.raises(ValueError, match="puts visual rows in in another way"):
-            hf.enable(model)
+        for other_version in (  # transformers 5.2's, and one that takes more than we give
+            lambda input_ids: None,
+            lambda input_ids, mm_token_type_ids, more: None,
+        ):
+            model.model.compute_3d_position_ids = other_version
+            with pytest.raises(ValueError, match="puts visual rows in in another way"):
+                hf.enable(model)
         assert hf.enable(model, embedding=False) is model
     model = copy.deepcopy(plain)
     model.model.visual.blocks[1].attn.forward = lambda *args, **kwargs: None

@@ -121,7 +121,7 @@ def test_isa_files_share_no_symbols():
 def test_load_error_says_what_was_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "vlmkernels._C", None)
     monkeypatch.delattr(vlmkernels, "_C")
-    pattern = r"native module did not load .*; .*vlmkernels holds _C.*Build it with `pip install"
+    pattern = r"native module did not load .*; .*vlmkernels holds _C.*; build it .*`pip install -e"
     with pytest.raises(ImportError, match=pattern):
         _native._load()
 
@@ -232,6 +232,7 @@ def test_build_that_makes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytes
     module = setup_module_of_the_build()
     monkeypatch.setattr(module, "BUILD", tmp_path / "build")
     monkeypatch.setattr(module, "tool", str)
+    monkeypatch.setattr(module, "version_of", lambda compiler: None)
     monkeypatch.setattr(module.CMakeBuild, "_pybind11_folder", lambda self: "pybind11")
     monkeypatch.setenv("DESTDIR", str(tmp_path / "elsewhere"))
     environments = []
@@ -246,6 +247,58 @@ def test_build_that_makes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(SystemExit, match="ended well, but did not make .*lib/vlmkernels/_C"):
         build.build_extension(module.CMakeExtension("vlmkernels._C"))
     assert len(environments) == 3 and not any("DESTDIR" in env for env in environments)
+
+
+def test_another_compiler_of_the_same_name_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """CMake would keep to what it found out about the one before."""
+    module = setup_module_of_the_build()
+    monkeypatch.setattr(module, "BUILD", tmp_path / "build")
+    compiler = tmp_path / "c++"
+    monkeypatch.setenv("CXX", str(compiler))
+    for version, fresh in (("12", True), ("12", False), ("13", True)):
+        compiler.write_text(f"#!/bin/sh\necho version {version}\n")
+        compiler.chmod(0o755)
+        module.CMakeBuild._forget_other_settings(None)
+        cache = module.BUILD / "CMakeCache.txt"
+        assert cache.exists() is not fresh
+        cache.touch()
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "value", "message"),
+    [
+        ("find_nvcc", "CUDACXX", "/none/nvcc", "CUDACXX is /none/nvcc, which is no program"),
+        ("number_of_jobs", "MAX_JOBS", "many", "MAX_JOBS is 'many'; it must be a number"),
+        (
+            "cmake_arguments",
+            "CMAKE_ARGS",
+            "-DX='y",
+            "No closing quotation",
+        ),
+    ],
+)
+def test_bad_variables_are_named(
+    function: str, name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        getattr(setup_module_of_the_build(), function)()
+
+
+def test_a_build_holds_nothing_of_the_one_before(tmp_path: Path):
+    """A module that has become another, or is no more."""
+    pytest.importorskip("setuptools")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "setup.cfg").write_text("[options]\npackages = package\n")
+    (tmp_path / "package").mkdir()
+    for module in ("old", "new"):
+        (tmp_path / "package" / f"{module}.py").touch()
+        command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "lib"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        assert [x.name for x in (tmp_path / "lib" / "package").iterdir()] == [f"{module}.py"]
+        (tmp_path / "package" / f"{module}.py").unlink()
 
 
 def test_source_distribution_holds_what_is_compiled(tmp_path: Path):

@@ -470,6 +470,13 @@ def test_wrong_arguments() -> None:
     refuse(r"vocab_range is \(0, 12\).* rows, 13", vocab_range=(0, 12))
     refuse(r"vocab_range is \(-1, 12\)", vocab_range=(-1, 12))
     refuse("12 positions, which 5 shards cannot share equally", shard=(0, 5))
+    refuse("padding_idx is 1.5; it must be a whole number", padding_idx=1.5)
+    pairs: tuple[Any, ...] = (1, "01", (0,), (0, 2.0), (False, 2), [(0, 2)], torch.tensor([0, 2]))
+    for pair in pairs:
+        message = "is " + re.escape(f"{pair!r}; it must be two whole numbers")
+        refuse(f"vocab_range {message}", vocab_range=pair)
+        refuse(f"shard {message}", shard=pair)
+        refuse(f"contribute {message}", contribute=pair, vocab_range=(0, 13))
     for shard in ((2, 2), (-1, 2), (0, 0)):
         refuse(re.escape(f"shard is {shard}; it must be (rank, size)"), shard=shard)
     refuse(r"visual_index is int32 \[12\] on meta.* on cpu", visual_index=index.to("meta"))

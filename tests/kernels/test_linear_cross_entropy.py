@@ -580,6 +580,10 @@ def test_wrong_arguments() -> None:
             r"vocab_range is \(1, 13\); without group",
         ),
         ((x, weight, targets), {"vocab_range": (0, 14)}, r"weight has 13 rows .* \(0, 14\)"),
+        *(
+            ((x, weight, targets), {"vocab_range": wrong}, "vocab_range is .* two whole numbers")
+            for wrong in (5, "ab", (0, 13.0), [(0, 13)])
+        ),
         ((x, weight, targets), {"shard": (0, 2)}, r"shard is \(0, 2\) and group None"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
@@ -595,5 +599,16 @@ def test_numpys_numbers_are_a_range() -> None:
         ends = (numpy.int64(0), numpy.int64(9))
         got = linear_cross_entropy(x, weight, targets, group=group, vocab_range=ends)
         torch.testing.assert_close(got, wanted)
+        wrong: Any
+        for wrong, message in (
+            (9, "vocab_range is 9;"),
+            ((0, 9.0), r"vocab_range is \(0, 9.0\);"),
+            ([(0, 9.0)], r"vocab_range\[0\] is \(0, 9.0\);"),
+        ):
+            with pytest.raises(ValueError, match=f"{message} it must be two whole numbers"):
+                linear_cross_entropy(x, weight, targets, group=group, vocab_range=wrong)
+        wrong = 0
+        with pytest.raises(ValueError, match="shard is 0; it must be two whole numbers"):
+            linear_cross_entropy(x, weight, targets, group=group, vocab_range=ends, shard=wrong)
     finally:
         dist.destroy_process_group()

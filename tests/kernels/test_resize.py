@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.numeric import ISAS, assert_bitwise
 from vlmkernels import _native, resize
-from vlmkernels.image.resize import pillow_major, resize_reference
+from vlmkernels.image.resize import installed_pillow, resize_reference
 
 
 @pytest.fixture(params=ISAS)
@@ -125,26 +125,28 @@ def in_integers(pixels: np.ndarray, size: int, axis: int) -> np.ndarray:
     ],
 )
 def test_the_order_of_passes_of_each_pillow(size: tuple[int, int], to: tuple[int, int]) -> None:
-    """Height first before 13 for images 100 times as high as wide, from 13 on where it shrinks by
-    twice as many pixels."""
+    """Width first before 12.2; then height first for images 100 times as high as wide, from 13 on
+    where it shrinks by twice as many pixels."""
     pixels = picture((1, *size, 3), True, 5)
     width_first = in_integers(in_integers(pixels[0].numpy(), to[1], 1), to[0], 0)
     height_first = in_integers(in_integers(pixels[0].numpy(), to[0], 0), to[1], 1)
     assert (width_first != height_first).any()
     shrinks = to[0] < size[0]
     tall, turned = size[0] > 100 * size[1], 2 * (size[1] - to[1]) < size[0] - to[0]
-    for version in (10, 12, 13, 14):
-        first = shrinks and (turned if version >= 13 else tall)
+    for version, turns in ((10, False), ("12.1", False), ("12.2", tall), (12, tall), (13, turned)):
+        first = shrinks and turns
         expected = height_first if first else width_first
         np.testing.assert_array_equal(resize(pixels, *to, pillow=version)[0].numpy(), expected)
-    assert pillow_major() == int(importlib.metadata.version("pillow").split(".")[0])
+    assert installed_pillow() == importlib.metadata.version("pillow")
+    with pytest.raises(ValueError, match="pillow is 'new'; it must be a version"):
+        resize(pixels, *to, pillow="new")
 
 
 def test_without_pillow_its_version_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     frames = torch.zeros(1, 4, 4, 3, dtype=torch.uint8)
-    pillow_major.cache_clear()
+    installed_pillow.cache_clear()
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ModuleNotFoundError, match="install pillow, or say .* pillow=12"):
+    with pytest.raises(ModuleNotFoundError, match="install pillow, or say .* pillow=.13"):
         resize(frames, 2, 2)
     assert resize(frames, 2, 2, pillow=12).shape == (1, 2, 2, 3)
 
@@ -188,6 +190,9 @@ def test_threads_may_call_at_once() -> None:
         ({"height": 0}, "height is 0; it must be at least 1"),
         ({"width": 2**24}, "a side of the result has 16777216 pixels"),
         ({"threads": 0}, "threads is 0; it must be at least 1"),
+        ({"threads": 1.5}, "threads is 1.5; it must be a whole number"),
+        ({"height": 3.5}, "height is 3.5; it must be a whole number"),
+        ({"width": True}, "width is True; it must be a whole number"),
         ({"out": torch.zeros(1, 4, 5, 3, dtype=torch.uint8)}, r"it must be \[1, 4, 4, 3\]"),
         ({"out": torch.zeros(1, 4, 3, 4, dtype=torch.uint8).mT}, "and contiguous"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,6 +41,17 @@ def test_wrong_arguments() -> None:
         row_exchange(index, owner, [(0, 3), (1, 3), (2, 3)], 0)
     with pytest.raises(ValueError, match=r"owner is float32 \[2\]"):
         row_exchange(index, owner.float(), halves, 0)
+    wrong: Any
+    for wrong, message in (
+        (5, "shards is 5; it must hold a part"),
+        ([(0, 2), 1], r"shards\[1\] is 1; it must be two whole numbers"),
+        ([(0, 2), (2, 2)], r"shards\[1\] is \(2, 2\); it must be \(rank, size\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            row_exchange(index, owner, wrong, 0)
+    wrong = "0"
+    with pytest.raises(ValueError, match="rank is '0'; it must be a whole number"):
+        row_exchange(index, owner, halves, wrong)
 
 
 def test_ranks(seed: int) -> None:

@@ -24,7 +24,7 @@ from tests.kernels.numeric import (
 )
 from tests.kernels.test_attention import rounding_noise
 from vlmkernels import VisionLayout, vision_attention
-from vlmkernels.attention.api import _composed
+from vlmkernels.attention.api import _composed, rotated_attention
 from vlmkernels.attention.reference import vision_attention_reference
 from vlmkernels.rotary import rotate
 
@@ -338,6 +338,21 @@ def test_bad_arguments_are_named(arguments, changed, message):
         vision_attention(
             **{"qkv": torch.zeros(352, 3, 2, 80), "layout": layout, "window": True, **arguments}
         )
+
+
+@pytest.mark.parametrize("name", ["qkv", "table", "cu_seqlens", "order"])
+def test_rotated_attention_takes_tensors(name):
+    arguments: dict[str, Any] = {
+        "qkv": torch.zeros(4, 3, 2, 8),
+        "table": torch.zeros(4, 8),
+        "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32),
+        "order": torch.arange(4, dtype=torch.int32),
+    }
+    for wrong in (None, [0, 4], arguments[name].numpy()):
+        if name == "order" and wrong is None:  # as they stand
+            continue
+        with pytest.raises(TypeError, match=f"^{name} is a .*; it must be a torch.Tensor"):
+            rotated_attention(**{**arguments, name: wrong})
 
 
 def test_opcheck():

@@ -182,6 +182,9 @@ def test_to_moves_every_tensor():
         ([[1, 4, 4]], {"window_size": 27}, "window_size is 27 pixels; it must be at least one"),
         ([[1, 4, 4]], {"merge_size": 0}, "merge_size is 0; it must be at least 1"),
         ([[1, 4, 4]], {"window_size": 112, "patch_size": 0}, "patch_size is 0; it must be at"),
+        ([[1, 4, 4]], {"merge_size": 2.0}, "merge_size is 2.0; it must be a whole number"),
+        ([[1, 4, 4]], {"window_size": 112.0}, "window_size is 112.0; it must be a whole number"),
+        ([[1, 4, 4], [1, 2]], {}, "grid_thw is [[1, 4, 4], [1, 2]]; it must be integers [n, 3]"),
         # 2^66, which is 0 in 64 bits
         ([[4, 2**32, 2**32]], {}, "grid_thw has 73786976294838206464 patches; a batch must"),
         ([[1, 65536, 32768]], {}, "grid_thw has 2147483648 patches; a batch must have less than"),

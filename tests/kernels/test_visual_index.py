@@ -31,6 +31,12 @@ def test_visual_index_names_both_counts() -> None:
         visual_index(ids, 7, counts=[1, 2])
     with pytest.raises(ValueError, match="holds 0 placeholders .* 4 visual rows"):
         visual_index(ids[:0], 7, counts=4)
+    with pytest.raises(ValueError, match="sample b of input_ids holds 1 .* 2 visual rows"):
+        visual_index(ids, 7, counts=[1, 2], cu_seqlens=[0, 2, 4], names=["a", "b"])
+    with pytest.raises(ValueError, match=r"names is \['a'\]; it must hold one .* 2 samples"):
+        visual_index(ids, 7, counts=[1, 2], cu_seqlens=[0, 2, 4], names=["a"])
+    with pytest.raises(ValueError, match=r"cu_seqlens is \[\]; it must rise from 0 to the 4"):
+        visual_index(ids, 7, counts=[], cu_seqlens=[])
     with pytest.raises(ValueError, match="token_ids is empty"):
         visual_index(ids, [])
     with pytest.raises(ValueError, match=r"input_ids is int32 \[4\].* must be int64 \[S\]"):

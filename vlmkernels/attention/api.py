@@ -185,8 +185,13 @@ def rotated_attention(
         [P, H, D], contiguous, qkv's dtype, in the order of qkv's patches. Differentiable in qkv.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: an argument's dtype, shape, device, strides or values don't fit.
     """
+    check_tensor("qkv", qkv, dtypes=DTYPES, shape="[P, 3, H, D]", dim=4)
+    check_tensors(table=table, cu_seqlens=cu_seqlens)
+    if order is not None:
+        check_tensors(order=order)
     head_dim = qkv.shape[-1]
     scale = _number(scale, head_dim)
     machine = machine_of(qkv.device)

@@ -83,13 +83,13 @@ def check_vision(qkv: Tensor, table: Tensor, cu_seqlens: Tensor, order: Tensor |
             f"qkv's head_dim is {head_dim}; it must be a multiple of 4 up to {MAX_HEAD_DIM}"
         )
     check_last_contiguous("qkv", qkv)
-    for name, x, dtype, shape in (
+    parts: list[tuple[str, Tensor, torch.dtype, list[int] | None]] = [
         ("the layout's rotary table", table, torch.float32, [patches, head_dim]),
         ("the layout's cu_seqlens", cu_seqlens, torch.int32, None),
-        ("the layout's window_order", order, torch.int32, [patches]),
-    ):
-        if x is None:
-            continue
+    ]
+    if order is not None:
+        parts.append(("the layout's window_order", order, torch.int32, [patches]))
+    for name, x, dtype, shape in parts:
         fits = list(x.shape) == shape if shape else x.dim() == 1 and len(x) > 0
         if x.dtype != dtype or x.device != qkv.device or not fits:
             raise ValueError(

@@ -24,7 +24,9 @@ from torch import Tensor
 from vlmkernels._native import (
     DTYPES,
     check_in_place,
+    check_pair,
     check_tensor,
+    check_whole,
     define,
     describe,
     launch,
@@ -379,6 +381,7 @@ def _check_scatter(
 
 def _padding_id(padding_idx: int, weight: Tensor, vocab_range: tuple[int, int] | None) -> int:
     """The id that torch.nn.Embedding takes it for."""
+    check_whole(padding_idx=padding_idx)
     vocab_rows = weight.shape[0]
     if vocab_range is not None:
         if padding_idx < 0:
@@ -487,7 +490,7 @@ def visual_embedding(
         check_visual(visual, weight, "weight", any_dtype=dtype is not None)
     start = 0
     if vocab_range is not None:
-        start, end = vocab_range
+        start, end = check_pair("vocab_range", vocab_range)
         if start < 0 or end - start != weight.shape[0]:
             raise ValueError(
                 f"vocab_range is {(start, end)}; it must hold as many ids as weight has rows, "
@@ -498,7 +501,7 @@ def visual_embedding(
     if contribute is not None:
         if vocab_range is None or visual is None:
             raise ValueError("contribute is given; it needs vocab_range and visual too")
-        begin, count = shard_rows(contribute, input_ids.shape[0])
+        begin, count = shard_rows(contribute, input_ids.shape[0], "contribute")
         position = torch.arange(input_ids.shape[0], device=device)
         others = (visual_index >= 0) & ((position < begin) | (position >= begin + count))
         # A text id that no rank holds: a row of zeros, and no gradient.
@@ -570,7 +573,7 @@ def scatter_visual_(
         embeddings.
 
     Raises:
-        ValueError: as `scatter_visual`, or embeddings can't be written in place.
+        ValueError, TypeError: as `scatter_visual`, or embeddings can't be written in place.
     """
     first = _check_scatter(embeddings, visual, visual_index, shard)
     check_in_place("embeddings", embeddings, "use scatter_visual")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vlmkernels._native import check_tensor, check_tensors
+from vlmkernels._native import check_tensor, check_tensors, check_whole
 from vlmkernels.embedding.visual_index import shard_rows
 
 
@@ -52,10 +52,14 @@ def row_exchange(
         rank: the rank that asks.
 
     Raises:
+        TypeError: visual_index or owner is no tensor.
         ValueError: an argument of another kind; a row, an owner or the rank out of range.
     """
     check_tensor("visual_index", visual_index, dtypes=[torch.int32], shape="[S]", dim=1)
     check_tensor("owner", owner, dtypes=[torch.int32, torch.int64], shape="[n]", dim=1)
+    check_whole(rank=rank)
+    if not isinstance(shards, Sequence):
+        raise ValueError(f"shards is {shards!r}; it must hold a part, or None, for each rank")
     index, owner, ranks = visual_index.cpu().long(), owner.cpu().long(), len(shards)
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}; shards has {ranks} entries, so it must be below that")
@@ -77,7 +81,9 @@ def row_exchange(
     send, receive = [], [0] * ranks
     arrivals = torch.full_like(index, -1)
     for member, shard in enumerate(shards):
-        first, count = (0, 0) if shard is None else shard_rows(shard, len(index))
+        first, count = 0, 0
+        if shard is not None:
+            first, count = shard_rows(shard, len(index), f"shards[{member}]")
         here = index[first : first + count]
         positions = (here >= 0).nonzero()[:, 0]
         wanted = here[positions]

@@ -13,13 +13,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from vlmkernels._native import check_tensor
+from vlmkernels._native import check_pair, check_tensor
 
 #: Rows of one stream: their number, or numbers to be summed (rows of each image).
 Count: TypeAlias = "int | Sequence[int] | Tensor"
 
 
-def shard_rows(shard: tuple[int, int] | None, positions: int) -> tuple[int, int]:
+def shard_rows(
+    shard: tuple[int, int] | None, positions: int, name: str = "shard"
+) -> tuple[int, int]:
     """First position and number of positions of part `shard` = (rank, size) of a sequence.
 
     Raises:
@@ -27,9 +29,9 @@ def shard_rows(shard: tuple[int, int] | None, positions: int) -> tuple[int, int]
     """
     if shard is None:
         return 0, positions
-    rank, size = shard
+    rank, size = check_pair(name, shard)
     if not 0 <= rank < size:
-        raise ValueError(f"shard is {(rank, size)}; it must be (rank, size) with 0 <= rank < size")
+        raise ValueError(f"{name} is {(rank, size)}; it must be (rank, size) with 0 <= rank < size")
     if positions % size != 0:
         raise ValueError(
             f"visual_index has {positions} positions, which {size} shards cannot share equally: "
@@ -80,6 +82,7 @@ def visual_index(
         int32 [S]: rows 0, 1, 2, ... at the placeholders in order, -1 elsewhere.
 
     Raises:
+        TypeError: input_ids is no tensor.
         ValueError: an argument of another kind; or the placeholders are not `counts` in number:
             the message gives both numbers and, where known, the sample.
     """
@@ -157,16 +160,19 @@ def _check_samples(
         offsets = [operator.index(offset) for offset in cu_seqlens]
     except TypeError:
         raise ValueError(f"cu_seqlens is {cu_seqlens}; it must hold whole numbers") from None
-    if _entries(counts) != len(offsets) - 1:
-        raise ValueError(
-            f"counts is {counts}; with cu_seqlens it must hold one entry for each of its "
-            f"{len(offsets) - 1} samples"
-        )
-    if offsets[0] != 0 or offsets[-1] != len(running) or offsets != sorted(offsets):
+    if offsets[:1] != [0] or offsets[-1] != len(running) or offsets != sorted(offsets):
         raise ValueError(
             f"cu_seqlens is {offsets}; it must rise from 0 to the {len(running)} positions of "
             "input_ids"
         )
+    samples = len(offsets) - 1
+    if _entries(counts) != samples:
+        raise ValueError(
+            f"counts is {counts}; with cu_seqlens it must hold one entry for each of its "
+            f"{samples} samples"
+        )
+    if names is not None and len(names) != samples:
+        raise ValueError(f"names is {names}; it must hold one for each of {samples} samples")
     up_to = [0, *running.tolist()]
     for i, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         where = f"sample {names[i] if names is not None else i} of input_ids"

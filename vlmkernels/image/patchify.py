@@ -11,7 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vlmkernels._native import DTYPES, check, check_tensor, define, describe, launch, pointer
+from vlmkernels._native import (
+    DTYPES,
+    check,
+    check_tensor,
+    check_whole,
+    define,
+    describe,
+    launch,
+    pointer,
+)
 
 _CPU = torch.device("cpu")
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -166,18 +175,26 @@ def patchify(
         h / merge, w / merge, merge, merge), inside a row (channel, frame, y, x).
 
     Raises:
-        ValueError: a wrong argument, named.
+        TypeError: frames or out is no tensor.
+        ValueError: another wrong argument, named.
     """
+    check_whole(patch_size=patch_size, temporal_patch_size=temporal_patch_size)
+    check_whole(merge_size=merge_size, threads=threads)
     shape = _shape(frames, patch_size, temporal_patch_size, merge_size)
-    check(
-        len(mean) == 3 and len(std) == 3 and all(std),
-        f"mean is {tuple(mean)} and std {tuple(std)}; each must be three numbers, std not 0",
-    )
+    try:
+        means, stds, factor = (*map(float, mean),), (*map(float, std),), float(rescale_factor)
+    except (TypeError, ValueError):
+        means = stds = ()
+    if len(means) != 3 or len(stds) != 3 or not all(stds):
+        raise ValueError(
+            f"mean is {mean}, std {std} and rescale_factor {rescale_factor}; mean and std must be "
+            "three numbers, std not 0, and rescale_factor a number"
+        )
     if out is None:
         check(dtype in DTYPES, f"dtype is {dtype}; it must be float32, bfloat16 or float16")
         out = torch.empty(shape, dtype=dtype, device=_CPU)
     # Under a mode (FakeTensorMode) the table is of that mode's kind, and for this call only.
     table_of = _table.__wrapped__ if torch._C._len_torch_dispatch_stack() else _table
-    table = table_of(tuple(mean), tuple(std), rescale_factor, out.dtype)
+    table = table_of(means, stds, factor, out.dtype)
     _patchify(frames, table, out, patch_size, temporal_patch_size, merge_size, threads)
     return out

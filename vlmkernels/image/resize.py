@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from vlmkernels._native import check, check_tensor, define, launch, pointer
+from vlmkernels._native import check, check_tensor, check_whole, define, launch, pointer
 
 _CPU = torch.device("cpu")
 
@@ -34,18 +34,28 @@ def resize_reference(frames: Tensor, height: int, width: int) -> Tensor:
 
 
 @functools.lru_cache
-def pillow_major() -> int:
-    """The installed Pillow's major version, whose order of passes is followed."""
+def installed_pillow() -> str:
+    """The installed Pillow's version, whose order of passes is followed."""
     try:
         import PIL
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "resize gives the bytes of the Pillow that is installed, and there is none: install "
-            "pillow, or say of which major version they shall be, pillow=12",
+            'pillow, or say of which version they shall be, pillow="13"',
             name=error.name,
         ) from None
 
-    return int(PIL.__version__.split(".")[0])
+    return str(PIL.__version__)
+
+
+def _version(pillow: str | int) -> int:
+    """100 times the major version and the minor one; of a major version alone, its last."""
+    major, minor = (*str(pillow).split("."), "99")[:2]
+    check(
+        major.isdigit() and minor.isdigit(),
+        f'pillow is {pillow!r}; it must be a version, such as "12.2"',
+    )
+    return 100 * int(major) + int(minor)
 
 
 def _check_frames(frames: Tensor) -> None:
@@ -92,7 +102,7 @@ def resize(
     height: int,
     width: int,
     *,
-    pillow: int | None = None,
+    pillow: str | int | None = None,
     out: Tensor | None = None,
     threads: int = 1,
 ) -> Tensor:
@@ -101,8 +111,9 @@ def resize(
     Args:
         frames: uint8 [T, H, W, 3], or [T, H, W, 4], whose fourth byte is not looked at.
         height, width: of the result.
-        pillow: the major version of Pillow to agree with; default: the installed one. Version 13
-            changed the order of the passes, and with it the last bit, for some sizes.
+        pillow: the version of Pillow to agree with, "12.2" or 12, the last of its minor versions;
+            default: the installed one. 12.2 and 13.0 changed the order of the passes, and with it
+            bytes, for some sizes.
         out: uint8 [T, height, width, 3] contiguous, to write into.
         threads: of this call; several threads may call at once, the GIL is released. In a process
             that was forked (a DataLoader's worker) 1, as for every OpenMP code of libgomp's.
@@ -111,9 +122,11 @@ def resize(
         uint8 [T, height, width, 3].
 
     Raises:
-        ValueError: a wrong argument, named.
+        TypeError: frames or out is no tensor.
+        ValueError: another wrong argument, named.
     """
     _check_frames(frames)
+    check_whole(height=height, width=width, threads=threads)
     for name, size in (("height", height), ("width", width)):
         check(size >= 1, f"{name} is {size}; it must be at least 1")
     if out is None:
@@ -123,5 +136,5 @@ def resize(
         out.shape[1:3] == (height, width),
         f"out has shape {list(out.shape)}; it must be {[len(frames), height, width, 3]}",
     )
-    _resize(frames, out, pillow_major() if pillow is None else pillow, threads)
+    _resize(frames, out, _version(installed_pillow() if pillow is None else pillow), threads)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from vlmkernels._native import (
     DTYPES,
+    check_pair,
     check_tensor,
+    check_whole,
     describe,
     main_grad_of,
     no_rows,
@@ -152,20 +154,22 @@ def _check_classes(
     """Classes of this rank, the first, number of all ranks' and of the rank that has most. All
     ranks raise the same."""
     if group is None:
-        first, end = (0, len(weight)) if vocab_range is None else vocab_range
-        if first != 0 or not 0 < end <= len(weight):  # type: ignore[operator]
+        first, end = 0, len(weight)
+        if vocab_range is not None:
+            first, end = check_pair("vocab_range", vocab_range)
+        if first != 0 or not 0 < end <= len(weight):
             raise ValueError(
                 f"weight has {len(weight)} rows and vocab_range is {vocab_range}; without group it "
                 "must be (0, classes), and weight have a row for each class"
             )
-        return end, 0, end, end  # type: ignore[return-value]
+        return end, 0, end, end
     if vocab_range is None:
         raise ValueError("group is given and vocab_range is None; give this rank's (first, end)")
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    if isinstance(vocab_range[0], Integral):
-        ours = torch.tensor(
-            [*vocab_range, len(weight), *hidden.shape, *wanted], device=hidden.device
-        )
+    kinds = tuple, list
+    if not isinstance(vocab_range, kinds) or not all(isinstance(x, kinds) for x in vocab_range):
+        pair = check_pair("vocab_range", vocab_range)
+        ours = torch.tensor([*pair, len(weight), *hidden.shape, *wanted], device=hidden.device)
         gathered = [torch.empty_like(ours) for _ in range(world)]
         dist.all_gather(gathered, ours, group=group)
         ranks = [x.tolist() for x in gathered]
@@ -174,7 +178,7 @@ def _check_classes(
             f"main_grad get a gradient are {'; '.join(str(x) for x in ranks)} on the ranks of group"
         )
     else:
-        ranks = [list(part) for part in vocab_range]  # type: ignore[arg-type]
+        ranks = [[*check_pair(f"vocab_range[{i}]", x)] for i, x in enumerate(vocab_range)]
         shown = f"vocab_range is {vocab_range} and weight has {len(weight)} rows on rank {rank}"
         if len(ranks) == world:
             ranks[rank].append(len(weight))
@@ -200,7 +204,7 @@ def _check_shard(
         if group is None:
             raise ValueError(f"shard is {shard} and group None; give its ranks")
         here = dist.get_rank(group), dist.get_world_size(group)
-        if tuple(shard) != here:
+        if check_pair("shard", shard) != here:
             raise ValueError(f"shard is {shard}; on this rank of group it must be {here}")
         parts = shard[1]
     if len(targets) != parts * len(hidden):
@@ -311,6 +315,7 @@ def linear_cross_entropy(
     A gradient that nobody needs costs no product. float16 products are torch's, slow on the CPU.
 
     Raises:
+        TypeError: hidden, weight or targets is no tensor.
         ValueError: a wrong argument; a target that is no class, by its position.
     """
     check_tensor("hidden", hidden, dtypes=DTYPES, shape="[T, h]", dim=2)
@@ -336,8 +341,7 @@ def linear_cross_entropy(
     _check_shard(shard, group, hidden, targets)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; it must be 'mean', 'sum' or 'none'")
-    if not isinstance(ignore_index, Integral):
-        raise ValueError(f"ignore_index is {ignore_index!r}; it must be a whole number")
+    check_whole(ignore_index=ignore_index)
     for option, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
         if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.dim() == 0):
             raise ValueError(f"{option} is {value!r}; it must be a number")

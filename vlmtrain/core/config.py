@@ -171,7 +171,9 @@ class LoraSection:
         "up_proj",
         "down_proj",
     )
-    """Linears that get adapters, by their Hugging Face names; also qkv, proj, fc1, fc2 (vision)."""
+    """Linears that get adapters, by their Hugging Face names; the tower's are qkv, proj,
+    fc1, fc2 (Qwen2-VL), linear_fc1, linear_fc2 (Qwen3-VL), gate_proj, up_proj, down_proj
+    (Qwen2.5-VL)."""
     vision: bool = False
     """Adapters on those of the vision tower's linears that targets names as well."""
 

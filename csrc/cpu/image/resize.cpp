@@ -81,11 +81,12 @@ struct Weights {
 };
 
 // Pillow 13 and later do the vertical pass first where the height shrinks by more than twice the
-// pixels that the width does, earlier ones for images 100 times as high as wide. Found by comparing
-// with them (tests/kernels/test_resize.py).
+// pixels that the width does, 12.2 and later for images 100 times as high as wide, earlier ones
+// never. Found by comparing with them (tests/kernels/test_resize.py).
 bool height_first(const ResizeParams& p) {
   if (p.out_height >= p.in_height) return false;
-  if (p.pillow < 13) return p.in_height > 100 * p.in_width;
+  if (p.pillow < 1202) return false;
+  if (p.pillow < 1300) return p.in_height > 100 * p.in_width;
   return 2 * (p.in_width - p.out_width) < p.in_height - p.out_height;
 }
 

@@ -30,8 +30,9 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
 
 Weights, state dicts and results stay those of the model, up to the order of float sums; outputs at
 padding positions differ, as they do between transformers' own implementations.
-Tried with transformers 5.23.0 (the tests) and 4.57.6. It needs 4.53 or later, where attention
-became an interface, for Qwen3-VL a later 5; `enable` says so where a name it needs is missing.
+Tried with transformers 5.23.0 (the tests), 5.24.0 and 4.57.6. It needs 4.53 or later, where
+attention became an interface, for Qwen3-VL a later 5; `enable` says so where a name it needs is
+missing.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from transformers import PretrainedConfig
 from vlmkernels.integrations.transformers.attention import MODEL_TYPES, NAME, register
 from vlmkernels.integrations.transformers.head import ModelWithLoss, output_class
 from vlmkernels.integrations.transformers.modules import (
+    POSITION_ARGUMENTS,
     LanguageModel,
     Model,
     PatchEmbed,
@@ -198,9 +200,10 @@ def _check_deepstack(host: Any) -> None:
     check_forward(host, "embedding")
     positions = getattr(host, "compute_3d_position_ids", None)
     result = output_class(type(host))
+    takes = inspect.signature(positions).parameters if positions else {}
     if (
-        positions is None
-        or "mm_token_type_ids" not in inspect.signature(positions).parameters
+        "mm_token_type_ids" not in takes
+        or not set(takes) <= set(POSITION_ARGUMENTS)
         or not hasattr(host.language_model, "_deepstack_process")
         or result is None
         or "rope_deltas" in result.__dataclass_fields__

@@ -102,7 +102,8 @@ def _weight(model: Any) -> Tensor | None:
     """The matrix that makes all of the logits; None: the loss needs them."""
     head = model.lm_head
     if type(head).__name__ == "ModulesToSaveWrapper" and not has_hooks(head):  # peft's
-        names = [] if head.disable_adapters else head.active_adapters
+        active = getattr(head, "active_adapters", [head.active_adapter])  # not in peft 0.14
+        names = [] if head.disable_adapters else active
         saved = [head.modules_to_save[name] for name in names if name in head.modules_to_save]
         head = saved[0] if saved else head.original_module
     if not is_plain(head, nn.Linear) or head.bias is not None:

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers.utils import can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 
 from vlmkernels import add_visual_, scatter_visual, visual_embedding, visual_index
 from vlmkernels._native import DTYPES
@@ -262,7 +262,10 @@ class Model(Replacement):
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         original = super().forward  # type: ignore[misc]
+        names = _names(self)
         kwargs = named_arguments(self, args, kwargs)
+        if "cache" in names and "past_key_values" in kwargs:  # its name before transformers 5.24
+            kwargs.setdefault("cache", kwargs.pop("past_key_values"))
         ids = kwargs.get("input_ids")
         pixels = [kwargs.get(name) is not None for name in ("pixel_values", "pixel_values_videos")]
         if (
@@ -271,52 +274,65 @@ class Model(Replacement):
             or (any(pixels) and kwargs.get("mm_encoder_outputs") is not None)  # refused there
         ):
             return original(**kwargs)
-        rows, tokens, deepstack = _visual_rows(self, kwargs, _names(self))
-        if not rows:
+        features = _features(self, kwargs, names)
+        if not features:
             return original(**kwargs)
         for name in ("pixel_values", "pixel_values_videos", "mm_encoder_outputs"):
             kwargs.pop(name, None)
-        kwargs["inputs_embeds"], index = _embeddings(self, ids, rows, tokens)
-        if deepstack:
-            return _with_deepstack(self, index, deepstack, **kwargs)
-        return original(**kwargs)
+        rows = {kind: _joined(getattr(f, "pooler_output", f)) for kind, f in features.items()}
+        kwargs["inputs_embeds"], index = _embeddings(self, ids, rows)
+        levels = [
+            [_joined(level) for level in getattr(f, "deepstack_features", ())]
+            for f in features.values()
+        ]
+        if deepstack := [torch.cat(parts) for parts in zip(*levels, strict=True)]:
+            original = functools.partial(_with_deepstack, self, index, deepstack)
+        return _with_features(self, original, features, **kwargs)
 
 
 @can_return_tuple
-def _with_deepstack(
-    model: Any,
-    index: Tensor,
-    deepstack: list[Tensor],
-    *,
-    input_ids: Tensor,
-    inputs_embeds: Tensor,
-    position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    image_grid_thw: Tensor | None = None,
-    video_grid_thw: Tensor | None = None,
-    mm_token_type_ids: Tensor | None = None,
-    **others: Any,
-) -> Any:
+def _with_features(model: Any, forward: Any, features: dict[str, Any], **kwargs: Any) -> Any:
+    """What forward returns behind the embeddings; from transformers 5.24 on with the towers'
+    outputs."""
+    out = forward(**kwargs, return_dict=True)
+    kind = _class_with_features(model.original.forward.__module__, type(out))
+    if kind is None:
+        return out
+    found = {f"{modality}_outputs": features.get(modality) for modality in ("image", "video")}
+    return kind(**{**out, **found})
+
+
+def _class_with_features(module: str, output: Any) -> Any:
+    """The module's class of the same fields and the towers' outputs, if it has one."""
+    names = {"image_outputs", "video_outputs"}.union(output.__dataclass_fields__)
+    classes = [c for c in vars(sys.modules[module]).values() if isinstance(c, type)]
+    outputs: list[Any] = [c for c in classes if issubclass(c, ModelOutput) and c is not ModelOutput]
+    fitting = [c for c in reversed(outputs) if names <= set(c.__dataclass_fields__)]
+    return min(fitting, key=lambda c: len(c.__dataclass_fields__), default=None)
+
+
+#: Arguments of compute_3d_position_ids that _with_deepstack gives it.
+POSITION_ARGUMENTS = (
+    *("input_ids", "inputs_embeds", "image_grid_thw", "video_grid_thw", "mm_token_type_ids"),
+    *("attention_mask", "past_key_values", "cache"),
+)
+
+
+def _with_deepstack(model: Any, index: Tensor, deepstack: list[Tensor], **kwargs: Any) -> Any:
     """Qwen3VLModel.forward behind the embeddings; `deepstack`: rows for the first layers."""
-    common = dict(
-        inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values
-    )
+    position_ids = kwargs.pop("position_ids", None)
     if position_ids is None:
-        position_ids = model.compute_3d_position_ids(
-            input_ids=input_ids,
-            image_grid_thw=image_grid_thw,
-            video_grid_thw=video_grid_thw,
-            mm_token_type_ids=mm_token_type_ids,
-            **common,
-        )
+        takes = inspect.signature(model.compute_3d_position_ids).parameters
+        given = {name: kwargs.get(name) for name in POSITION_ARGUMENTS if name in takes}
+        position_ids = model.compute_3d_position_ids(**given)
+    for name in ("input_ids", "image_grid_thw", "video_grid_thw", "mm_token_type_ids"):
+        kwargs.pop(name, None)
     return model.language_model(
         input_ids=None,
         position_ids=position_ids,
         visual_pos_masks=index,
         deepstack_visual_embeds=deepstack,
-        **common,
-        **others,
+        **kwargs,
     )
 
 
@@ -329,18 +345,12 @@ def named_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str,
     return kwargs | dict(zip(_names(module)[: len(args)], args, strict=True))
 
 
-def _visual_rows(
-    model: Any, kwargs: dict[str, Any], named: list[str]
-) -> tuple[list[Tensor], list[int], list[Tensor]]:
-    """Features [n, h] of images and of videos, as far as there are any, their token ids, and those
-    of each DeepStack level, of images and videos together."""
+def _features(model: Any, kwargs: dict[str, Any], named: list[str]) -> dict[str, Any]:
+    """What the vision tower returns for "image" and "video", as far as there are any."""
     others = {k: v for k, v in kwargs.items() if k not in named and k != "return_dict"}
     encoded = kwargs.get("mm_encoder_outputs") or {}
-    rows, tokens, levels = [], [], []
-    for kind, pixels, token in (
-        ("image", "pixel_values", "image_token_id"),
-        ("video", "pixel_values_videos", "video_token_id"),
-    ):
+    found = {}
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         features = encoded.get(kind)
         if features is None and kwargs.get(pixels) is not None:
             get = getattr(model, f"get_{kind}_features")
@@ -349,23 +359,20 @@ def _visual_rows(
             if not any(p.kind == p.VAR_KEYWORD for p in takes):
                 more = {}
             features = get(kwargs[pixels], kwargs.get(f"{kind}_grid_thw"), **more)
-        if features is None:
-            continue
-        levels.append([_joined(level) for level in getattr(features, "deepstack_features", ())])
-        rows.append(_joined(getattr(features, "pooler_output", features)))
-        tokens.append(getattr(model.config, token))
-    return rows, tokens, [torch.cat(parts) for parts in zip(*levels, strict=True)]
+        if features is not None:
+            found[kind] = features
+    return found
 
 
 def _joined(features: Any) -> Tensor:
     return features if isinstance(features, Tensor) else torch.cat(list(features))
 
 
-def _embeddings(
-    model: Any, ids: Tensor, rows: list[Tensor], tokens: list[int]
-) -> tuple[Tensor, Tensor]:
-    """[B, S, h] of ids [B, S]: words, with the visual rows at their placeholders; and the row at
-    each position, int32 [B * S]."""
+def _embeddings(model: Any, ids: Tensor, features: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """[B, S, h] of ids [B, S]: words, with the features [n, h] of "image" and "video" at their
+    placeholders; and the row at each position, int32 [B * S]."""
+    rows = list(features.values())
+    tokens = [getattr(model.config, f"{kind}_token_id") for kind in features]
     counts = None if torch.compiler.is_compiling() else [len(r) for r in rows]
     ids = ids.long()  # torch's embedding takes int32 too
     index = visual_index(ids.reshape(-1), tokens, counts, separate=True)

@@ -45,6 +45,7 @@ def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     pixels = np.ascontiguousarray(pixels)
     out = np.empty((height, width, 3), dtype=np.uint8)
-    pillow = int(PIL.__version__.split(".")[0])
+    major, minor = map(int, PIL.__version__.split(".")[:2])
+    pillow = 100 * major + minor
     native().resize(pixels.ctypes.data, out.ctypes.data, 1, *pixels.shape, height, width, pillow, 1)
     return out
