@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
 from vlmtrain.data.command import build_command
 from vlmtrain.data.errors import DataError
+from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.media.images import ImageSettings, smart_resize
 from vlmtrain.data.media.limits import limited
 from vlmtrain.data.media.videos import TimedVideoSettings, VideoSettings
 from vlmtrain.data.processor import Processor
-from vlmtrain.data.sample import Media, MediaInfo
+from vlmtrain.data.sample import Media, MediaInfo, Sample
 from vlmtrain.models.family import read_spec
 
 TOKEN = 28 * 28
@@ -53,6 +55,30 @@ def test_videos_whose_frames_share_the_bounds(pack: int) -> None:
     for seconds in (1, 60, 3600):
         (t, h, w), *_ = videos.layout(CLIP, MediaInfo(1920, 1080, 30 * seconds, 30.0))
         assert t * h * w // 4 <= pack // 2, (seconds, t, h, w)
+
+
+@pytest.mark.parametrize("kind", [VideoSettings, TimedVideoSettings])
+def test_lists_of_frames_fit_a_pack(kind: type[VideoSettings]) -> None:
+    """All frames are used, or evenly max_frames of them, with their times."""
+    media = Media("video", "frames", (), frame_list=True, fps=2.0)
+    whole = kind.default(RELEASED)
+    for count in (2, 5, 300, 768):
+        assert whole.used(media, MediaInfo(640, 480, count, 2.0)) == list(range(count))
+    limits = {VideoSettings: (3136, 602112), TimedVideoSettings: (4096, 25165824)}[kind]
+    _, videos = limited(RELEASED, kind.default(RELEASED, limits), MediaSection(), 8192)
+    for count in (10, 300, 3000):
+        (t, h, w), seconds, times = videos.layout(media, MediaInfo(640, 480, count, 2.0))
+        assert t * h * w // 4 <= 4096
+        used = videos.used(media, MediaInfo(640, 480, count, 2.0))
+        assert len(used) == min(count, videos.max_frames) and len(times) == t
+        steps = {after - before for before, after in zip(used, used[1:], strict=False)}
+        assert max(steps) - min(steps) <= 1
+        assert times == tuple(
+            (first + last) / 2 / 2.0 for first, last in zip(used[::2], used[1::2], strict=True)
+        )
+        assert seconds == pytest.approx(2 * count / len(used) / 2.0)
+    few = videos.with_frames(10)
+    assert len(few.used(media, MediaInfo(640, 480, 300, 2.0))) == 10
 
 
 def test_what_the_run_sets() -> None:
@@ -101,6 +127,9 @@ def test_settings_go_with_the_model(files: str, tmp_path: Path) -> None:
     if files == "nested":
         assert json.loads((folder / "processor_config.json").read_text())["other"] == 1
     if files in ("old", "size"):
+        written = json.loads((folder / "preprocessor_config.json").read_text())
+        # All that the image processor of transformers 4 looks at.
+        assert (written["min_pixels"], written["max_pixels"]) == (4 * TOKEN, 10 * TOKEN)
         theirs = AutoImageProcessor.from_pretrained(folder, use_fast=False)
         assert theirs.size == {"shortest_edge": 4 * TOKEN, "longest_edge": 10 * TOKEN}
 
@@ -158,6 +187,32 @@ def test_text_is_cut_off(long_samples: Path, processor: Processor, spec: ModelSp
         with pytest.raises(DataError, match=said) as caught:
             scan_sources([long_samples], processor, spec, 64, too_long="truncate", skip_limit=9)
         assert caught.value.kind == "too_long"  # and so no bad sample
+
+
+def test_long_lists_of_frames(tmp_path: Path, model_folder: Path, spec: ModelSpec) -> None:
+    """Advice that helps; frames as the layout says; a layout of an older build is made anew."""
+    for i in range(12):
+        save_image(tmp_path / f"{i}.png", 112, 84, i)
+    names = [f"{i}.png" for i in range(12)]
+    path = write_json(tmp_path / "c.json", [conversation("<video>q", "a", id="v", video=names)])
+    processor = Processor.from_folder(model_folder, spec)
+    with pytest.raises(
+        DataError, match="'v': it has .*, lower --media.video_max_pixels, or choose"
+    ):
+        scan_sources([path], processor, spec, 64)
+    section = MediaSection(max_frames=6)
+    six = Processor.from_folder(model_folder, spec, section=section)
+    (media,) = scan_sources([path], six, spec, 200).load(0).media
+    assert media.info is not None and media.info.frames == 12
+    frames = six.frames(media, Sample("v", (), (media,), "c.json"))
+    chosen = replace(media, parts=media.parts[::2], info=replace(media.info, frames=6))
+    assert (frames == six.frames(chosen, Sample("v", (), (chosen,), "c.json"))).all()
+    assert frames.shape[0] == 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VideoSettings, "used", lambda *_: list(range(12)))
+        build_shards(path, tmp_path / "old", processor=six)
+    index = scan_sources([tmp_path / "old"], six, spec, 200)
+    assert index.grids[:, 0].tolist() == [3] and index.infos[:, 2].tolist() == [12]
 
 
 def test_a_pack_of_no_tokens(long_samples: Path, model_folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import webdataset
+from braceexpand import braceexpand
 from PIL import Image
 
 from tests.data.helpers import conversation
@@ -20,7 +21,7 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.sources import parse_sources
-from vlmtrain.data.formats.tars import TarSource
+from vlmtrain.data.formats.tars import TarSource, _braces
 from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.processor import Processor
@@ -122,6 +123,46 @@ def test_energons_types(
     film = ("video", b"film") if kind == "VidQASample" else ("image", jpg)
     actual = [(media.kind, media.parts[0].read()) for media in sample.media]
     assert actual == [film] * (kind != "TextSample")
+
+
+@pytest.mark.parametrize("name", ["split.yaml", "split.json"])
+def test_what_energons_split_leaves_out(name: str, tmp_path: Path) -> None:
+    """Whole shards, and single samples, by energon's rule: `shard.tar/KEY`. JSON is YAML too."""
+    for number in range(5):
+        write(tmp_path / f"shard_{number}.tar", [{"txt": f"{number} {key}"} for key in range(3)])
+    meta = tmp_path / ".nv-meta"
+    meta.mkdir()
+    exclude = ["shard_{1..2}.tar", "shard_0.tar/sample000{0,2}", "shard_4.tar/sample0000"]
+    parts = {"train": ["shard_{0..3}.tar"], "val": ["shard_4.tar"]}
+    (meta / name).write_text(json.dumps({"exclude": exclude, "split_parts": parts}))
+    sources = [Path(source.path) for source in parse_sources([tmp_path])]
+    read = {path.name: [one.turns[0].text for one in samples(path)] for path in sources}
+    assert read == {"shard_0.tar": ["0 1"], "shard_3.tar": ["3 0", "3 1", "3 2"]}
+    source = TarSource(tmp_path / "shard_0.tar")
+    assert source.parse(source.read(0, 0, 0)).turns[0].text == "0 1"
+    for pattern, said in (
+        ("shard_{a..c}.tar", "shard_{a..c}.tar is not read; write ranges {000..002}"),
+        ("more/shard.tar/sample0", "exclude names the sample more/shard.tar/sample0"),
+    ):
+        (meta / name).write_text(json.dumps({"exclude": [pattern], "split_parts": parts}))
+        with pytest.raises(DataError, match=re.escape(f"{meta / name}: {said}")):
+            parse_sources([tmp_path])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a-{000..002}.tar",
+        "{a,b}.tar",
+        "{8..10}",
+        "{01..100}",
+        "{3..1}",
+        "x{1..2}y{a,,b}/{k,l}",
+        "a",
+    ],
+)
+def test_braces_are_the_references(pattern: str) -> None:
+    assert _braces(pattern) == list(braceexpand(pattern))
 
 
 def test_refusals(jpg: bytes, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from vlmtrain.data.index import SampleIndex, scan_sources
 from vlmtrain.data.media import decoding
 from vlmtrain.data.media.decoding import DecoderPool
 from vlmtrain.data.processor import Processor
-from vlmtrain.data.sample import FileRange, Media, Sample
+from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
 
 PACK = 96
 
@@ -190,6 +190,19 @@ def test_crashes_are_named_and_decoders_replaced(
     process = pool._local.decoder.process
     pool.close()
     assert process.poll() is not None
+
+
+def test_long_videos_have_more_time(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(
+        decoding._Decoder, "frames", lambda self, media, sample, limit: limits.append(limit)
+    )
+    pool = DecoderPool(processor.images, processor.videos)
+    for info in (None, MediaInfo(4032, 3024), MediaInfo(1920, 1080, 108000, 30.0)):
+        pool.frames(Media("video", "v", (), info=info), Sample("s", (), (), "c.json"))
+    pool.close()
+    assert limits[0] == 300 and limits[1] == pytest.approx(300, rel=0.001)
+    assert limits[2] == pytest.approx(300 + 108000 * 1920 * 1080 / 1e8)  # an hour: at 48 a second
 
 
 def test_decoders_end_with_their_parent(pictures: Path) -> None:

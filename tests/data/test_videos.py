@@ -21,9 +21,15 @@ from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.media.images import ImageSettings
-from vlmtrain.data.media.videos import VideoSettings, load_video, probe_media
+from vlmtrain.data.media.videos import (
+    TimedVideoSettings,
+    VideoSettings,
+    load_video,
+    probe_media,
+)
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import FileRange, Media, MediaInfo, Sample
+from vlmtrain.generate.questions import check_media, question
 
 SAMPLE = Sample("clip", (), (), "videos.json")
 SETTINGS = VideoSettings(ImageSettings(**IMAGE_LIMITS))
@@ -32,16 +38,32 @@ IDENTITY = VideoSettings(ImageSettings(1, 1 << 30, patch_size=1, merge_size=1))
 
 
 def write_video(
-    path: Path, frames: int, fps: int = 8, size: tuple[int, int] = (72, 48), pattern: Any = 0
+    path: Path,
+    frames: int,
+    fps: int = 8,
+    size: tuple[int, int] = (72, 48),
+    pattern: Any = 0,
+    *,
+    codec: str = "mpeg4",
+    options: dict[str, str] | None = None,
+    times: list[int] | None = None,
+    tick: Fraction = Fraction(1, 1000),
 ) -> Media:
-    """A video whose frame i is a flat grey of value 8 i, and the pattern (uint8 [H, W, 3])."""
+    """A video whose frame i is a flat grey of value 8 i, and the pattern (uint8 [H, W, 3]).
+    `times`: of each frame, in ticks."""
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=fps)
+        stream = container.add_stream(codec, rate=fps, options=options)
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
+        if times is not None:
+            stream.codec_context.time_base = tick
         for i in range(frames):
-            pixels = np.full((size[1], size[0], 3), 8 * i, dtype=np.uint8) + np.uint8(pattern)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+            value = 8 * i % 256
+            pixels = np.full((size[1], size[0], 3), value, dtype=np.uint8) + np.uint8(pattern)
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if times is not None:
+                frame.pts, frame.time_base = times[i], tick
+            for packet in stream.encode(frame):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
@@ -135,6 +157,13 @@ def test_a_file_and_a_list_of_it_are_kept_apart(
     lists = [conversation("<video>", "x", **{key: ["a.gif"]}) for key in ("video", "videos")]
     index = scan_sources([write_json(tmp_path / "l.json", lists)], processor, spec, 512)
     assert index.grids[:, 0].tolist() == [2, 2]
+    frames[1].save(tmp_path / "b.gif", save_all=True, append_images=frames[2:])
+    two = [conversation("<video> and <video>", "x", video=["a.gif", "b.gif"])]
+    index = scan_sources([write_json(tmp_path / "t.json", two)], processor, spec, 512)
+    assert index.infos[:, 2].tolist() == [4, 3]  # two videos
+    one = [conversation("<video>", "x", video=["a.gif", "b.gif"])]
+    with pytest.raises(DataError, match="1 <video> mark.* 2 video"):
+        scan_sources([write_json(tmp_path / "o.json", one)], processor, spec, 512)
 
 
 def test_frame_list_uses_every_frame(tmp_path: Path) -> None:
@@ -173,6 +202,149 @@ def test_frames_that_an_edit_list_hides_are_not_counted(tmp_path: Path) -> None:
         info = probe_media(media, SAMPLE, verify)
         assert info.frames == shown
     assert len(load_video(media, info, SETTINGS, SAMPLE)) == len(SETTINGS.sample(info))
+
+
+def decoded(path: Path) -> list[float]:
+    """The time of each frame."""
+    with av.open(str(path)) as container:
+        return [frame.time for frame in container.decode(video=0)]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec"),
+    [
+        (".mkv", "libx264"),
+        (".webm", "libvpx"),
+        (".ts", "libx264"),
+        (".flv", "flv1"),
+        (".wmv", "wmv2"),
+        (".avi", "mpeg4"),
+    ],
+)
+def test_a_variable_rate_is_the_frames_own(suffix: str, codec: str, tmp_path: Path) -> None:
+    """As a screen is recorded: 60 frames at 25 a second, then 20 at one."""
+    times = [40 * i for i in range(60)] + [2400 + 1000 * i for i in range(20)]
+    options = {"deadline": "realtime"} if codec == "libvpx" else None
+    path = tmp_path / f"v{suffix}"
+    media = write_video(path, 80, 25, codec=codec, options=options, times=times)
+    own = decoded(path)
+    assert own[-1] - own[0] == pytest.approx(21.4, abs=0.05)
+    for verify in (True, False):
+        info = probe_media(media, SAMPLE, verify)
+        assert info.frames == 80
+        assert info.fps == pytest.approx(79 / (own[-1] - own[0]), rel=1e-6)
+    settings = TimedVideoSettings(ImageSettings(**IMAGE_LIMITS))
+    _, _, slices = settings.layout(media, info)
+    used = settings.sample(info)
+    assert len(used) == 43  # 2 a second
+    assert abs(slices[-1] - (own[used[-1]] - own[0])) < 0.5
+
+
+@pytest.mark.parametrize("suffix", [".mkv", ".ts", ".flv", ".wmv", ".avi", ".mp4"])
+def test_a_constant_rate_is_the_headers(suffix: str, tmp_path: Path) -> None:
+    """Where times are rounded to milliseconds too."""
+    codec = {".flv": "flv1", ".wmv": "wmv2"}.get(suffix, "mpeg4")
+    media = write_video(tmp_path / f"v{suffix}", 40, 30, codec=codec)
+    assert probe_media(media, SAMPLE, True).fps == 30.0
+
+
+def test_files_that_were_joined(tmp_path: Path) -> None:
+    """Their times begin again: the header's rate stands. Another size is noticed: by the scan, and
+    at its step where none was."""
+    for name, size in (("a", (72, 48)), ("b", (72, 48)), ("c", (96, 48))):
+        write_video(tmp_path / f"{name}.ts", 20, 10, size, codec="mpeg2video")
+    one, two, three = ((tmp_path / f"{name}.ts").read_bytes() for name in "abc")
+    path = tmp_path / "joined.ts"
+    media = Media("video", path.name, (FileRange(str(path)),))
+    path.write_bytes(one + two)
+    assert probe_media(media, SAMPLE, True) == MediaInfo(72, 48, 40, 10.0)
+    path.write_bytes(one + three)
+    said = (
+        r"'clip': the frames of joined.ts have different sizes \(72x48 and 96x48 pixels\); encode"
+    )
+    for verify in (True, False):
+        with pytest.raises(DataError, match=said):
+            probe_media(media, SAMPLE, verify)
+    with pytest.raises(DataError, match=said):
+        load_video(media, MediaInfo(72, 48, 40, 10.0), SETTINGS, SAMPLE)
+    parts = [FileRange(str(save_image(tmp_path / f"{w}.png", w, 40))) for w in (60, 60, 50)]
+    media = Media("video", "list", tuple(parts), frame_list=True)
+    with pytest.raises(DataError, match=r"list have different sizes \(60x40 and 50x40 pixels\)"):
+        load_video(media, MediaInfo(60, 40, 3), SETTINGS, SAMPLE)
+
+
+@pytest.mark.parametrize("suffix", [".ts", ".mkv", ".mp4"])
+def test_clips_that_were_cut_between_keyframes(suffix: str, tmp_path: Path) -> None:
+    """Without encoding them anew: the first packets have nothing to refer to."""
+    whole, path = tmp_path / f"whole{suffix}", tmp_path / f"cut{suffix}"
+    write_video(whole, 80, 25, codec="mpeg2video", options={"g": "15", "bf": "2"})
+    with av.open(str(whole)) as source, av.open(str(path), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        packets = [packet for packet in source.demux(video=0) if packet.size]
+        keys = [i for i, packet in enumerate(packets) if packet.is_keyframe]
+        for packet in packets[keys[1] :]:  # of an open group: the next show frames before it
+            packet.stream = stream
+            target.mux(packet)
+    frames = len(decoded(path))
+    assert frames == len(packets) - keys[1] - 2
+    media = Media("video", path.name, (FileRange(str(path)),))
+    settings = TimedVideoSettings(ImageSettings(**IMAGE_LIMITS), fps=25)
+    for verify in (True, False):
+        info = probe_media(media, SAMPLE, verify)
+        assert info.frames == frames
+    assert len(load_video(media, info, settings, SAMPLE)) == frames  # to the last
+    asked = question("What?", {"video": path.name}, media_root=tmp_path)
+    assert check_media(asked).media[0].info == info
+
+
+def test_frames_that_avi_dropped(tmp_path: Path) -> None:
+    """Its header counts them, and no packet stands for them; a file that is cut is noticed."""
+    path = tmp_path / "v.avi"
+    for tick, step, promised in ((Fraction(1, 30), 3, 28), (Fraction(1, 1000), 100, 933)):
+        media = write_video(path, 10, 30, times=[step * i for i in range(10)], tick=tick)
+        with av.open(str(path)) as container:
+            assert container.streams.video[0].frames == promised
+        for verify in (True, False):
+            info = probe_media(media, SAMPLE, verify)
+            assert info == MediaInfo(72, 48, 10, pytest.approx(10.0))
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * 0.8)])
+    with pytest.raises(DataError, match="v.avi is cut short: its header says 933 frames and it"):
+        probe_media(media, SAMPLE, True)
+
+
+def test_what_is_no_video_stream(tmp_path: Path) -> None:
+    """The cover of a song is none; beside a film it is left out."""
+    if not hasattr(av.stream, "Disposition"):
+        pytest.skip("this PyAV cannot tell; 14.1 and later can")
+    for name, film in (("song.m4a", False), ("film.mp4", True)):
+        with av.open(str(tmp_path / name), "w", format="mp4") as container:
+            cover = container.add_stream("mjpeg", rate=1)
+            cover.width, cover.height, cover.pix_fmt = 64, 40, "yuvj420p"
+            cover.disposition = av.stream.Disposition.attached_pic
+            sound = container.add_stream("aac", rate=44100)
+            if film:
+                stream = container.add_stream("mpeg4", rate=8)
+                stream.width, stream.height, stream.pix_fmt = 72, 48, "yuv420p"
+            picture = av.VideoFrame.from_ndarray(np.zeros((40, 64, 3), np.uint8))
+            for packet in [*cover.encode(picture.reformat(format="yuvj420p")), *cover.encode()]:
+                container.mux(packet)
+            samples = np.zeros((2, 4096), np.float32)
+            silence = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
+            silence.rate = 44100
+            container.mux([*sound.encode(silence), *sound.encode()])
+            for i in range(6 * film):
+                frame = av.VideoFrame.from_ndarray(np.full((48, 72, 3), i, np.uint8))
+                container.mux(stream.encode(frame))
+            if film:
+                container.mux(stream.encode())
+    song, film_ = (
+        Media("video", name, (FileRange(str(tmp_path / name)),))
+        for name in ("song.m4a", "film.mp4")
+    )
+    with pytest.raises(DataError, match="song.m4a has no video stream; is it a video"):
+        probe_media(song, SAMPLE, True)
+    assert probe_media(film_, SAMPLE, True) == MediaInfo(72, 48, 6, 8.0)
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".avi"])

@@ -28,6 +28,7 @@ from vlmtrain.data.formats.json_source import JsonSource, Record
 from vlmtrain.data.formats.shards import ShardSource
 from vlmtrain.data.formats.sources import SourceSpec, parse_sources
 from vlmtrain.data.formats.tars import TarSource
+from vlmtrain.data.media.limits import smaller
 from vlmtrain.data.media.videos import probe_media
 from vlmtrain.data.processor import Measure, Processor
 from vlmtrain.data.sample import MediaInfo, Sample
@@ -426,7 +427,11 @@ def _examine(
     measure = None
     if processor is not None:
         measure = source.measured(record, processor.fingerprint())
-        if truncate and measure is not None and measure.length > (pack_length or 0):
+        if measure is not None and (
+            (truncate and measure.length > (pack_length or 0))
+            # Older builds took every frame of a list.
+            or any(layout.grid[0] > processor.videos.most_slices for layout in measure.layouts)
+        ):
             measure = None
     where = source.path
     if measure is None:
@@ -441,11 +446,12 @@ def _examine(
             return Row(number, record, Measure(sample.id, kinds, infos, (), 0, 0, 0))
         measure = processor.measure(sample, infos, pack_length if truncate else None)
     if pack_length is not None and measure.length > pack_length:
+        advice = f"{smaller(measure.kinds)}, " if measure.kinds else ""
         raise Sample(measure.id, (), (), where).fail(
             f"it has {measure.length} tokens, {measure.image_tokens} of them image tokens, and a "
             f"pack holds {pack_length}; raise --train.pack_length (outside of training "
-            f"--pack_length) to {measure.length} or more, "
-            "lower --media.max_pixels, or choose --loader.too_long drop or truncate",
+            f"--pack_length) to {measure.length} or more, {advice}or choose --loader.too_long drop "
+            "or truncate",
             "too_long",
         )
     return Row(number, record, measure)

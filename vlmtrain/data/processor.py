@@ -18,7 +18,7 @@ from vlmtrain.core.spec import MediaKind, ModelSpec
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.grounding import ground
 from vlmtrain.data.media.images import ImageSettings, patchify, read_config
-from vlmtrain.data.media.limits import limited, write_settings
+from vlmtrain.data.media.limits import limited, smaller, write_settings
 from vlmtrain.data.media.videos import VideoSettings, load_frames, video_settings
 from vlmtrain.data.sample import Media, MediaInfo, Sample
 from vlmtrain.data.template import VIDEO_PAD, ChatTemplate, write_template
@@ -225,8 +225,9 @@ class Processor:
             if visual[max_length:].any():
                 raise sample.fail(
                     f"its text cannot be cut off after {max_length} tokens, where its images and "
-                    f"videos go up to token {int(np.flatnonzero(visual)[-1]) + 1}; lower "
-                    "--media.max_pixels, or choose --loader.too_long drop",
+                    f"videos go up to token {int(np.flatnonzero(visual)[-1]) + 1}; "
+                    f"{smaller(media.kind for media in sample.media)}, or choose "
+                    "--loader.too_long drop",
                     "too_long",
                 )
             if of_tokens[1:].any() and not of_tokens[1:max_length].any():

@@ -15,7 +15,7 @@ import itertools
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,7 @@ def read_tasks(path: Path, section: LoaderSection | None = None) -> list[Task]:
     tasks = []
     for number, record in itertools.islice(read_lines(path), section.max_samples or None):
         task = _task(path, number, record, section)
-        check_media(task.sample)
-        tasks.append(task)
+        tasks.append(replace(task, sample=check_media(task.sample)))
     return tasks
 
 

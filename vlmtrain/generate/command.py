@@ -106,8 +106,7 @@ def run(config: GenerateConfig, typed: TextIO | None = None) -> int:
         "videos": [str(path) for path in config.video],
     }
     if config.prompt is not None:
-        sample = question(config.prompt, media, system=config.system)
-        check_media(sample)
+        sample = check_media(question(config.prompt, media, system=config.system))
         with _answerer(config) as (answerer, sampling):
             _say(answerer, sampling, sample)
         return 0
@@ -207,7 +206,7 @@ def _chat(
             continue
         try:
             sample = question(line, media, system=config.system, source="this turn")
-            check_media(sample)
+            sample = check_media(sample)
             longer = sample if conversation is None else then(conversation, sample)
             conversation = answered(longer, _say(answerer, sampling, longer))
         except UserError as error:

@@ -178,7 +178,7 @@ class Answerer:
         self._sized(sample)
 
     def _sized(self, sample: Sample) -> tuple[Sample, Sequence[MediaLayout]]:
-        """The sample with what its media's headers say, and the grids that follow."""
+        """The sample with what its media are, and the grids that follow."""
         infos = [probe_media(media, sample, verify=False) for media in sample.media]
         sample = sample.with_infos(infos)
         return sample, self.processor.layouts(sample)

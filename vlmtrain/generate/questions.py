@@ -148,10 +148,10 @@ def from_record(
     return question(text, media, system=system, source=source, name=name, media_root=root)
 
 
-def check_media(sample: Sample) -> None:
-    """Raise DataError unless every medium of a question is there and looks like what it is."""
-    for media in sample.media:
-        probe_media(media, sample, verify=False)
+def check_media(sample: Sample) -> Sample:
+    """The question whose media carry what is known of them. Raises DataError unless every medium is
+    there and looks like what it is."""
+    return sample.with_infos([probe_media(media, sample, verify=False) for media in sample.media])
 
 
 def read_questions(
@@ -170,6 +170,5 @@ def read_questions(
                 "be written; drop one"
             )
         sample = from_record(path, number, record, ignored=ignored)
-        check_media(sample)
-        questions.append((record, sample))
+        questions.append((record, check_media(sample)))
     return questions

@@ -170,7 +170,8 @@ def _is_frames(value: Any) -> bool:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         return False
     suffixes = [Path(item).suffix.lower() for item in value]
-    return suffixes != [".gif"] and all(suffix in IMAGE_SUFFIXES for suffix in suffixes)
+    # An animation is a video of its own; {"frames": [...]} says where it is a frame.
+    return ".gif" not in suffixes and all(suffix in IMAGE_SUFFIXES for suffix in suffixes)
 
 
 def _file(entry: str, context: RecordContext) -> FileRange:

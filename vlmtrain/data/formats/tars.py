@@ -34,6 +34,7 @@ _HARMLESS = set(
     "url status error_message original_width original_height exif sha256 similarity".split()
 )
 _STEP = re.compile(r"\[(\w+)\]")
+_BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
 _READ_TYPES = ("CaptioningSample", "VQASample", "VidQASample", "TextSample")
 # Energon's types that say less than a training text needs, and what to convert them to.
 _SEQUENCE = (
@@ -61,6 +62,7 @@ class TarSource:
         self.path, self.ignored = str(path), {*ignored, *_HARMLESS}
         self._records: list[Record] | None = None
         self._map = field_map(Path(path).parent)
+        self._left_out = excluded(Path(path).parent)
 
     def records(self) -> Iterator[Record]:
         """Every sample in order.
@@ -150,6 +152,8 @@ class TarSource:
             raise DataError(
                 f"{self.path}: no readable tar file ({error}); is it compressed?"
             ) from None
+        name = Path(self.path).name
+        members = [member for member in members if f"{name}/{member[0]}" not in self._left_out]
         for number, (key, group) in enumerate(itertools.groupby(members, key=lambda m: m[0])):
             parts: dict[str, list[int]] = {}
             said = {}
@@ -175,23 +179,71 @@ def _checksum(tar: tarfile.TarFile, member: tarfile.TarInfo) -> int:
 
 def to_train_on(folder: Path, files: list[Path]) -> list[Path]:
     """Of the files in a folder those to train on: all, or where energon's split says which tar
-    files these are, those."""
-    split = folder / _META / "split.yaml"
-    if not split.exists():
+    files these are, those.
+
+    Raises:
+        DataError: the split cannot be read, or leaves a sample out of a shard in a folder below.
+    """
+    path, split = _split(folder)
+    if path is None:
         return files
-    parts = _yaml(split).get("split_parts", {}).get("train", [])
-    others = [path for path in files if path.suffix.lower() != ".tar"]
-    return others + [folder / name for part in parts for name in _braces(str(part))]
+    names = _expanded(path, (split.get("split_parts") or {}).get("train"))
+    left_out = excluded(folder)
+    for name in left_out:
+        if ".tar/" in name and "/" in name.partition(".tar/")[0]:
+            raise DataError(
+                f"{path}: exclude names the sample {name}, and samples are left out of shards "
+                "beside .nv-meta only; move the shard there"
+            )
+    others = [file for file in files if file.suffix.lower() != ".tar"]
+    return others + [folder / name for name in names if name not in left_out]
+
+
+def excluded(folder: Path) -> set[str]:
+    """What energon's split leaves out of a folder: `shard.tar` and, of samples, `shard.tar/KEY`.
+
+    Raises:
+        DataError: the split cannot be read.
+    """
+    path, split = _split(folder)
+    return set() if path is None else set(_expanded(path, split.get("exclude")))
+
+
+def _split(folder: Path) -> tuple[Path | None, dict[str, Any]]:
+    """Energon's split.yaml, or where there is none its split.json."""
+    for name in ("split.yaml", "split.json"):
+        path = folder / _META / name
+        if path.exists():
+            return path, _yaml(path)
+    return None, {}
+
+
+def _expanded(path: Path, patterns: Any) -> list[str]:
+    """The names that patterns of a split stand for."""
+    try:
+        return [name for pattern in patterns or [] for name in _braces(str(pattern))]
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 def _braces(pattern: str) -> list[str]:
-    """`a-{000..002}.tar` as three names."""
-    match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern)
+    """`a-{000..002}.tar` as three names, `{a,b}.tar` as two."""
+    match = _BRACES.search(pattern)
+    head = pattern[: match.start()] if match else pattern
+    if "\\" in pattern or set("{}") & set(head):
+        raise ValueError(f"{pattern} is not read; write ranges {{000..002}} and lists {{a,b}}")
     if match is None:
         return [pattern]
-    head, first, last, tail = match.groups()
-    numbers = range(int(first), int(last) + 1)
-    return [f"{head}{number:0{len(first)}d}{tail}" for number in numbers]
+    first, last, listed = match.groups()
+    if listed is None:
+        padded = any(len(end) > 1 and end[0] == "0" for end in (first, last))
+        width = max(len(first), len(last)) if padded else 0
+        step = 1 if int(first) <= int(last) else -1
+        middles = [f"{i:0{width}d}" for i in range(int(first), int(last) + step, step)]
+    else:
+        middles = listed.split(",")
+    tails = _braces(pattern[match.end() :])
+    return [f"{head}{middle}{tail}" for middle in middles for tail in tails]
 
 
 def field_map(folder: Path) -> dict[str, str] | None:
@@ -252,7 +304,8 @@ def _yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     return config if isinstance(config, dict) else {}

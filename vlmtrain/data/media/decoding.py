@@ -25,7 +25,8 @@ from vlmtrain.data.media.videos import VideoSettings, load_frames
 from vlmtrain.data.sample import Media, Sample
 
 MEMORY_LIMIT = 16 << 30  # bytes of address space of one decoder
-TIME_LIMIT = 300.0  # seconds for one image or video
+TIME_LIMIT = 300.0  # seconds for one image or video,
+PIXELS_A_SECOND = 100e6  # and for those of a video's frames, all of which are decoded: the slowest
 _LENGTH = struct.Struct("<Q")
 
 
@@ -48,7 +49,10 @@ class DecoderPool:
             decoder = self._local.decoder = _Decoder(*self._settings)
             with self._lock:
                 self._started = [one for one in self._started if not one.ended] + [decoder]
-        return decoder.frames(media, sample, self._time_limit)
+        limit, info = self._time_limit, media.info
+        if info is not None:
+            limit += info.frames * info.width * info.height / PIXELS_A_SECOND
+        return decoder.frames(media, sample, limit)
 
     def close(self) -> None:
         with self._lock:
@@ -81,7 +85,8 @@ class _Decoder:
             if not select.select([self._answers], [], [], time_limit)[0]:
                 self.end()
                 raise sample.fail(
-                    f"{media.name} was not decoded within {time_limit:g} s; replace it or drop it",
+                    f"{media.name} was not decoded within {time_limit:.0f} s; replace it or drop "
+                    "it",
                     "unreadable",
                 )
             answer = pickle.loads(_receive(self._answers))

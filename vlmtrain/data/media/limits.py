@@ -4,6 +4,7 @@ and the files of a model folder that keep them."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from vlmtrain.core.config import MediaSection
 from vlmtrain.data.errors import DataError
 from vlmtrain.data.media.images import ImageSettings, read_config
 from vlmtrain.data.media.videos import VideoSettings
+from vlmtrain.data.sample import MediaKind
 
 # A medium takes at most this share of a pack, so that two, or one with its text, fit.
 _SHARE = 2
@@ -71,6 +73,12 @@ def _bounded(settings: ImageSettings, least: int, most: int) -> ImageSettings:
     return replace(settings, min_pixels=low, max_pixels=high)
 
 
+def smaller(kinds: Iterable[MediaKind]) -> str:
+    """The advice that makes such media smaller."""
+    options = {"image": "--media.max_pixels", "video": "--media.video_max_pixels"}
+    return "lower " + " and ".join(options[kind] for kind in dict.fromkeys(kinds))
+
+
 def describe_sizes(images: ImageSettings, videos: VideoSettings) -> str:
     """A line on what a run with other settings than the model folder's does."""
     each = "in all" if videos.shared_pixels else "each"
@@ -96,7 +104,9 @@ def write_settings(folder: Path, images: ImageSettings, videos: VideoSettings) -
         bounds = {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels}
         if config.get("size") or (nested == "video_processor" and videos.shared_pixels):
             config["size"] = bounds  # Qwen3-VL's video processor reads no other
-        if not config.get("size") or "min_pixels" in config or "max_pixels" in config:
+        # The image processor of transformers 4 looks at nothing but these.
+        both = nested == "image_processor" or "min_pixels" in config or "max_pixels" in config
+        if both or not config.get("size"):
             config |= {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
         config.setdefault("patch_size", settings.patch_size)
         config.setdefault("temporal_patch_size", settings.temporal_patch_size)

@@ -110,9 +110,21 @@ class VideoSettings:
             if slices * step < self.max_frames:
                 settings = self.with_frames(slices * step)
         if pixels:
-            slices = -(-(settings.num_frames or settings.max_frames) // step)
-            settings = replace(settings, images=self.images.lowered(tokens // slices * token))
+            most = tokens // settings.most_slices * token
+            settings = replace(settings, images=self.images.lowered(most))
         return settings
+
+    @property
+    def most_slices(self) -> int:
+        """Of a video: t of its grid."""
+        return -(-(self.num_frames or self.max_frames) // self.images.temporal_patch_size)
+
+    def used(self, media: Media, info: MediaInfo) -> list[int]:
+        """Which frames of a video are used, ascending: of a file what `sample` says; of a list,
+        which was sampled by whoever made it, all, or evenly as many as are allowed."""
+        if not media.frame_list:
+            return self.sample(info)
+        return replace(self, num_frames=self.num_frames or self.max_frames).sample(info)
 
     def sample(self, info: MediaInfo) -> list[int]:
         """Which frames of a file are used, ascending.
@@ -154,10 +166,7 @@ class VideoSettings:
 
         Raises ValueError as `smart_resize`.
         """
-        if media.frame_list:
-            indices, fps = list(range(info.frames)), media.fps or info.fps or self.fps
-        else:
-            indices, fps = self.sample(info), info.fps or self.fps
+        indices, fps = self.used(media, info), media.fps or info.fps or self.fps
         step, patch, count = self.images.temporal_patch_size, self.images.patch_size, len(indices)
         height, width = self.resized(info.height, info.width, count)
         times = [index / fps for index in indices + [indices[-1]] * (-count % step)]
@@ -186,7 +195,7 @@ class TimedVideoSettings(VideoSettings):
             most = max(tokens // _SLICE_TOKENS, 1) * step
             settings = self.with_frames(min(most, self.max_frames))
         if pixels:
-            slices = -(-(settings.num_frames or settings.max_frames) // step)
+            slices = settings.most_slices
             left = max(tokens - slices * _TIME_TOKENS, slices) * step * token
             settings = replace(settings, images=self.images.lowered(left))
         return settings
@@ -248,32 +257,11 @@ def probe_video(media: Media, sample: Sample, verify: bool) -> MediaInfo:
             probe_image(Media("image", _name(media, i), (part,)), sample, verify)
             for i, part in enumerate(media.parts)
         ]
-        if len(set(sizes)) != 1:
-            raise sample.fail(
-                f"the frames of {media.name} have different sizes "
-                f"({sizes[0].width}x{sizes[0].height} and others); make them equal",
-                "unreadable",
-            )
+        for info in sizes:
+            _same_size(media, sample, (sizes[0].width, sizes[0].height), (info.width, info.height))
         return replace(sizes[0], frames=len(sizes), fps=media.fps)
     with _VideoFile(media, sample) as video:
-        promised = video.stream.frames  # 0 in formats that do not say
-        packets, count = video.count(decode=verify)
-        if count == 0:
-            raise sample.fail(
-                f"the video {media.name} holds no frames; replace it or drop it", "unreadable"
-            )
-        # Packets, not frames: an edit list may rightly hide some of the frames.
-        if packets < promised:
-            raise sample.fail(
-                f"the video {media.name} is cut short: its header says {promised} frames and it "
-                f"holds {packets}; replace it or drop it",
-                "unreadable",
-            )
-        rate = video.stream.average_rate or video.stream.guessed_rate
-        context = video.stream.codec_context
-        size = (context.width, context.height)
-        width, height = size[::-1] if video.orientation.transposed else size
-        return MediaInfo(width, height, count, float(rate) if rate else None)
+        return video.scan(verify)
 
 
 def load_video(
@@ -284,17 +272,21 @@ def load_video(
     Raises:
         DataError: as `probe_video`.
     """
+    wanted = settings.used(media, info)
+    frames: list[np.ndarray] = []
 
     def resized(frame: np.ndarray) -> np.ndarray:
         height, width = frame.shape[:2]
         return resize(frame, settings.images, settings.resized(height, width, len(wanted)))
 
     if media.frame_list:
-        wanted = list(range(len(media.parts)))
-        images = (load_image(media.parts[i], sample, _name(media, i)) for i in wanted)
-        return np.stack([resized(np.asarray(image)) for image in images])
-    wanted = settings.sample(info)
-    frames: list[np.ndarray] = []
+        first = None
+        for i in wanted:
+            image = load_image(media.parts[i], sample, _name(media, i))
+            first = first or image.size
+            _same_size(media, sample, first, image.size)
+            frames.append(resized(np.asarray(image)))
+        return np.stack(frames)
     with _VideoFile(media, sample) as video:
         for position, frame in video.frames():
             if len(frames) < len(wanted) and position == wanted[len(frames)]:
@@ -374,14 +366,16 @@ class _VideoFile:
 
     def __init__(self, media: Media, sample: Sample) -> None:
         self.media, self.sample = media, sample
-        self.orientation = _Orientation()  # known after `count`
+        # Of the first decoded frame: width and height in the file, and how it stands.
+        self.size: tuple[int, int] | None = None
+        self.orientation = _Orientation()
 
     def __enter__(self) -> _VideoFile:
         import av
 
         part = self.media.parts[0]
         try:
-            data = part.read()
+            self.data = part.read()
         except FileNotFoundError:
             raise self.sample.fail(
                 f"the file {part.path} is missing; put it there or correct the path in the sample",
@@ -392,15 +386,16 @@ class _VideoFile:
                 f"{self.media.name} cannot be read: {error}", "unreadable"
             ) from None
         try:
-            self.container: Any = av.open(io.BytesIO(data))
+            self.container: Any = av.open(io.BytesIO(self.data))
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
-        if not self.container.streams.video:
+        streams = [one for one in self.container.streams.video if not _is_cover(one)]
+        if not streams:
             self.container.close()
             raise self.sample.fail(
                 f"{self.media.name} has no video stream; is it a video?", "unreadable"
             )
-        self.stream = self.container.streams.video[0]
+        self.stream = streams[0]
         context = self.stream.codec_context
         if context is None or not 0 < context.width * context.height <= MAX_FILE_PIXELS:
             self.container.close()
@@ -417,12 +412,7 @@ class _VideoFile:
 
     def frames(self) -> Iterator[tuple[int, Any]]:
         """Yield (position, frame) in presentation order."""
-        import av
-
-        try:
-            yield from enumerate(self.container.decode(self.stream))
-        except (av.error.FFmpegError, ValueError) as error:
-            raise self._broken(error) from None
+        yield from enumerate(frame for packet in self._packets() for frame in self._decode(packet))
 
     def pixels(self, frame: Any) -> np.ndarray:
         """uint8 [height, width, 3], upright"""
@@ -433,28 +423,118 @@ class _VideoFile:
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
 
-    def count(self, decode: bool) -> tuple[int, int]:
-        """(packets, frames); without decoding (but the first) frames are the packets that no edit
-        list hides."""
+    def scan(self, verify: bool) -> MediaInfo:
+        """What `probe_video` gives, and its errors.
+
+        Where no header says how many frames there are, all are decoded to be counted. Elsewhere,
+        without `verify`, those up to the second keyframe are, since a clip that was cut between
+        keyframes begins with some that cannot be; of the others the packets are counted, but for
+        those that an edit list hides.
+        """
+        promised = self.stream.frames  # 0 in formats that do not say
+        packets = keys = 0
+        times: list[int | None] = []  # of each frame, in the stream's time base
+        clock: list[int] = []  # of each packet, as they are decoded
+        for packet in self._packets():
+            if packet.size:
+                packets += 1
+                keys += packet.is_keyframe
+                if packet.dts is not None:
+                    clock.append(packet.dts)
+            if verify or not promised or keys < 2 or not times or not packet.size:
+                times += [frame.pts for frame in self._decode(packet)]
+            elif not packet.is_discard:
+                times.append(packet.pts)
+        name = self.media.name
+        if self.size is None:
+            raise self.sample.fail(
+                f"the video {name} holds no frames; replace it or drop it", "unreadable"
+            )
+        # Packets, not frames: an edit list may rightly hide some of the frames. AVI counts those
+        # that were dropped when it was recorded, too.
+        if packets < promised and (not self._is_avi or _ends_early(self.data)):
+            raise self.sample.fail(
+                f"the video {name} is cut short: its header says {promised} frames and it holds "
+                f"{packets}; replace it or drop it",
+                "unreadable",
+            )
+        width, height = self.size[::-1] if self.orientation.transposed else self.size
+        return MediaInfo(width, height, len(times), self._rate(times, clock))
+
+    def _rate(self, times: list[int | None], clock: list[int]) -> float | None:
+        """Frames a second on average. The header of MP4, MOV and GIF says that; in other formats
+        it names a nominal rate, which the frames' own times replace where they say another."""
+        header = self.stream.average_rate or self.stream.guessed_rate
+        nominal = float(header) if header else None
+        known = [time for time in times if time is not None]
+        if self.stream.frames and not self._is_avi or len(known) < max(len(times), 2):
+            return nominal
+        seconds = (max(known) - min(known)) * float(self.stream.time_base or 0)
+        if seconds == 0 or clock != sorted(clock):  # files joined, each with times from 0
+            return nominal
+        rate = (len(known) - 1) / seconds
+        # Times are rounded, to milliseconds in MKV.
+        return nominal if nominal and abs(rate / nominal - 1) < 0.02 else rate
+
+    @property
+    def _is_avi(self) -> bool:
+        return bool(self.container.format.name == "avi")
+
+    def _packets(self) -> Iterator[Any]:
         import av
 
-        packets = frames = shown = 0
         try:
-            for packet in self.container.demux(self.stream):
-                packets += packet.size > 0
-                shown += packet.size > 0 and not packet.is_discard
-                if decode or not frames:
-                    decoded = packet.decode()
-                    if decoded and not frames:
-                        self.orientation = _Orientation.of(decoded[0])
-                    frames += len(decoded)
+            yield from self.container.demux(self.stream)
         except (av.error.FFmpegError, ValueError) as error:
             raise self._broken(error) from None
-        return packets, frames if decode else shown
+
+    def _decode(self, packet: Any) -> list[Any]:
+        """The frames that are complete with a packet, all of one size."""
+        import av
+
+        try:
+            frames: list[Any] = packet.decode()
+            if frames and self.size is None:
+                self.size = frames[0].width, frames[0].height
+                self.orientation = _Orientation.of(frames[0])
+        except (av.error.FFmpegError, ValueError) as error:
+            raise self._broken(error) from None
+        for frame in frames:
+            _same_size(self.media, self.sample, self.size, (frame.width, frame.height))
+        return frames
 
     def _broken(self, error: Exception) -> DataError:
         return self.sample.fail(
             f"{self.media.name} is not a video or is cut short ({error}); replace it or drop it",
+            "unreadable",
+        )
+
+
+def _is_cover(stream: Any) -> bool:
+    """Whether a stream is the picture of a song or a film, which PyAV tells since 14.1."""
+    import av
+
+    kinds = getattr(av.stream, "Disposition", None)
+    return kinds is not None and bool(stream.disposition & kinds.attached_pic)
+
+
+def _ends_early(avi: bytes) -> bool:
+    """Whether a file has fewer bytes than its RIFF chunks say."""
+    end = 0
+    while avi[end : end + 4] == b"RIFF":
+        end += 8 + int.from_bytes(avi[end + 4 : end + 8], "little")
+    return end > len(avi)
+
+
+def _same_size(
+    media: Media, sample: Sample, first: tuple[int, int] | None, size: tuple[int, int]
+) -> None:
+    """Raise DataError where a frame's width and height are not the first one's."""
+    if first is not None and size != first:
+        cure = "make them equal" if media.frame_list else "encode it again in one size"
+        raise sample.fail(
+            f"the frames of {media.name} have different sizes ({first[0]}x{first[1]} and "
+            f"{size[0]}x{size[1]} pixels); {cure}",
             "unreadable",
         )
 
