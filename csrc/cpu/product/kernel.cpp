@@ -45,13 +45,14 @@ constexpr int64_t kShared = 1 << 18;  // elements of A, 1 MB, of which whole pan
 // Columns packed at once; of dense rows of B see dense_unit().
 constexpr int64_t kUnit = kAvx2 ? 4 * kSliver : kSliver;
 constexpr int64_t kPacked = 3 << 20;  // floats of B, 12 MB, whole panels, packed at once
-// Rows a thread from which divide_ranges() serves, and the same of a gradient.
+// Rows a thread from which divide_ranges() serves, and the same of a gradient (with AVX2 rows or
+// columns).
 constexpr int64_t kEnough = 600, kEnoughOfGradient = 64;
 // Columns of B, all of the depth, that it packs at once: 4 MB of floats, but no fewer than kLeast,
 // as AVX2 packs A's rows anew for each such strip (depth 8,960: 1.1x of 117 columns).
 constexpr int64_t kStrip = 512, kLeast = kAvx2 ? 16 * kSliver : kSliver, kStripSize = 1 << 20;
-// Elements of a gradient's panel.
-constexpr int64_t kGradientDepth = 256;
+// Elements of a gradient's panel, and with AVX2 rows of its blocks, 240 KB.
+constexpr int64_t kGradientDepth = 256, kGradientRows = 240;
 constexpr double kParallelFrom = kAvx2 ? 1 << 18 : 1 << 21;  // multiply-adds
 
 // What of C one thread multiplies at a time.
@@ -364,8 +365,8 @@ struct Product {
   }
 
   // What another core has packed arrives slowly where cores do not share their last cache. Of many
-  // dense rows, and of a gradient, a thread packs all of B for itself, some columns at a time, and
-  // multiplies its range of rows by them.
+  // dense rows, and of a gradient with AVX-512, a thread packs all of B for itself, some columns at
+  // a time, and multiplies its range of rows by them.
   void divide_ranges() const {
     const int64_t slivers = parts(p.columns, kSliver);
     const int64_t fitting = std::clamp<int64_t>(kStripSize / (panels * depth), kLeast, kStrip);
@@ -439,7 +440,78 @@ struct Product {
     if (out_of_memory) throw_out_of_memory(static_cast<size_t>(own));
   }
 
+  // dy^T x of few columns with AVX2. A thread packs a block of A, which stays in the second-level
+  // cache, and of B a sliver at a time, right before it multiplies the block by it, from the
+  // first-level cache. The next sliver and a part of A's next panel are fetched meanwhile.
+  void divide_gradient() const {
+    const int64_t slivers = parts(p.columns, kSliver), tiles = parts(p.rows, kTileRows);
+    const auto packed = [](int64_t rows, int64_t columns) {
+      return rows + columns * parts(rows, kGradientRows);
+    };
+    // What is divided: of which a thread has less to pack.
+    const bool by_rows =
+        packed(parts(p.rows, threads), p.columns) <= packed(p.rows, parts(p.columns, threads));
+    const int64_t across = by_rows ? 1 : threads;
+    const int64_t down =
+        by_rows ? threads * parts(p.rows, threads * kGradientRows) : parts(p.rows, kGradientRows);
+    const int64_t block_size = left_size(kGradientRows), own = block_size + depth * kSliver;
+    std::atomic<bool> out_of_memory{false};
+    Ranges items(across * down, threads);
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    {
+      const int thread = omp_get_thread_num();
+      auto* const packed_a = reinterpret_cast<Element*>(scratch(static_cast<size_t>(own)));
+      Element* const packed_b = packed_a + block_size;
+      if (packed_a == nullptr) out_of_memory = true;
+      Prefetcher next;
+      for (int64_t i; packed_a != nullptr && (i = items.take(thread)) >= 0;) {
+        const int64_t x = i / down, y = i % down;
+        const int64_t row = y * tiles / down * kTileRows;
+        const int64_t rows = minimum((y + 1) * tiles / down * kTileRows, p.rows) - row;
+        const int64_t begin = x * slivers / across, end = (x + 1) * slivers / across;
+        const auto wide = [&](int64_t sliver) {
+          return minimum(kSliver, p.columns - sliver * kSliver);
+        };
+        for (int64_t panel = 0; panel < panels; ++panel) {
+          const Left a = pack_a(panel, row, rows, packed_a);
+          for (int64_t sliver = begin; sliver < end; ++sliver) {
+            const int64_t column = sliver * kSliver;
+            pack_b(panel, column, wide(sliver), packed_b);
+            next.clear();
+            if (sliver + 1 < end) {
+              list_b(next, panel, column + kSliver, wide(sliver + 1));
+            } else if (panel + 1 < panels) {
+              list_b(next, panel + 1, begin * kSliver, wide(begin));
+            }
+            if (panel + 1 < panels) {
+              const int64_t steps = steps_of(panel + 1), n = end - begin, at = sliver - begin;
+              const int64_t from = at * steps / n, to = (at + 1) * steps / n;
+              const In* const then = of_a(panel + 1, row) + from * p.a_column;
+              list_part(next, then, rows, p.a_row, to - from, p.a_column);
+            }
+            const Block block{row,
+                              rows,
+                              0,
+                              1,
+                              column,
+                              wide(sliver),
+                              parts(steps_of(panel), Math::kStep),
+                              panel == 0,
+                              panel == panels - 1,
+                              false};
+            multiply(block, a, packed_b, nullptr, 0, next, [] {});
+          }
+        }
+      }
+    }
+    if (out_of_memory) throw_out_of_memory(static_cast<size_t>(own));
+  }
+
   void run() const {
+    if (kAvx2 && gradient && threads > 1 &&
+        std::max(p.rows, p.columns) >= kEnoughOfGradient * threads) {
+      return divide_gradient();
+    }
     const bool many = (in_place || (kAvx2 && p.a_column == 1)) && p.rows >= kEnough * threads;
     if (threads > 1 && (many || (gradient && p.rows >= kEnoughOfGradient * threads))) {
       return divide_ranges();
