@@ -9,9 +9,10 @@
 //
 // What the threads divide, run() says: ranges of A's rows, each thread packing for itself, where
 // there are many; else A's rows, or B's columns, and what is not divided is packed for all. In that
-// case some panels of B are packed at once, and their blocks taken one by one: no thread waits at
-// the end of a panel for another that is slower. A block's panels are added in their order. float32
-// with AVX-512 is often multiplied without packing: in_place.inl.
+// case some panels of B are packed at once, and a thread takes blocks of its own range one by one,
+// all these panels of each: C's part stays in its cache, and no thread waits at the end of a panel
+// for another that is slower. A block's panels are added in their order. float32 with AVX-512 is
+// often multiplied without packing: in_place.inl.
 //
 // Sums are float32, of sums over a panel's depth, or parts of it, in their order, rounded once: the
 // number of threads changes no bit.
@@ -23,11 +24,11 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu/counter.h"
 #include "cpu/gemm.h"
 #include "cpu/product/in_place.inl"
 #include "cpu/product/pack.inl"
 #include "cpu/product/product.h"
+#include "cpu/product/result.inl"
 #include "cpu/ranges.h"
 #include "cpu/scratch.h"
 
@@ -63,51 +64,6 @@ struct Block {
   int64_t depth;           // elements of the panels
   bool begins, ends;       // the depth's first panel, the last
   bool fetches;            // the next sliver, while one is multiplied
-};
-
-// Results as they leave the registers of a tile: plus sums of earlier panels, bias or what C holds,
-// each if it is there, rounded to C's type.
-template <class Out>
-struct ResultEpilogue {
-  static constexpr bool kByRows = false;
-  Out* c;
-  int64_t ldc;
-  int64_t columns;  // of C; a tile may have more
-  bool adds;        // what C holds
-  int64_t ld;       // of sums
-  const float* sums = nullptr;
-  const Out* bias = nullptr;
-
-  VLMK_MEMBER void skip(int64_t rows) {
-    c += rows * ldc;
-    if (sums) sums += rows * ld;
-  }
-  template <int kRows, int kVectors, class Finish>
-  VLMK_MEMBER void put(const Finish& finish, int row, int column) const {
-    const int64_t left = columns - column;
-    Out* to = c + row * ldc + column;
-    if (left >= kVectors * kWidth && sums == nullptr && bias == nullptr && !adds) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i, to += ldc) store_vectors(to, finish(i));
-      return;
-    }
-    float tile[kRows][kVectors * kWidth];
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const Vec(&sums_of_row)[kVectors] = finish(i);
-#pragma GCC unroll 5
-      for (int j = 0; j < kVectors; ++j) store(tile[i] + j * kWidth, sums_of_row[j]);
-    }
-    for (int i = 0; i < kRows; ++i, to += ldc) {
-      each_vector(minimum(left, kVectors * kWidth), [&](int64_t j, int lanes) {
-        Vec result = load_first(tile[i] + j, lanes);
-        if (sums) result = load_first(sums + (row + i) * ld + column + j, lanes) + result;
-        if (bias) result = result + load_first(bias + column + j, lanes);
-        if (adds) result = result + load_first(to + j, lanes);
-        store_first(to + j, result, lanes);
-      });
-    }
-  }
 };
 
 template <class Math, class In, class Out>
@@ -545,22 +501,24 @@ struct Product {
     if (shared == nullptr) throw_out_of_memory(static_cast<size_t>(common + own));
     std::atomic<bool> out_of_memory{false};
     const int64_t blocks = groups * chunks;
-    std::atomic<int64_t> taken{0};                                 // blocks of all panels
-    std::vector<int32_t> multiplied(static_cast<size_t>(blocks));  // panels of each block
+    std::vector<Ranges> ranges;  // of blocks, for each panels at once of each width
+    for (int64_t i = parts(p.columns, width) * parts(panels, at_once); i > 0; --i) {
+      ranges.emplace_back(blocks, threads);
+    }
 #pragma omp parallel num_threads(static_cast<int>(threads))
     {
-      float* const mine =
-          omp_get_thread_num() == 0 ? shared + common : scratch(static_cast<size_t>(own));
+      const int thread = omp_get_thread_num();
+      float* const mine = thread == 0 ? shared + common : scratch(static_cast<size_t>(own));
       auto* const packed_a = reinterpret_cast<Element*>(mine);
       Prefetcher next;
       next.clear();
-      int64_t take = taken++, done = 0;
+      auto items = ranges.begin();
       if (mine == nullptr) out_of_memory = true;
       bool stops = false;
       for (int64_t first = 0; first < p.columns && !stops; first += width) {
         const int64_t columns = minimum(width, p.columns - first);
         const int64_t slivers = parts(columns, kSliver), units = parts(columns, unit);
-        for (int64_t from = 0; from < panels && !stops; from += at_once) {
+        for (int64_t from = 0; from < panels && !stops; from += at_once, ++items) {
           const int64_t to = minimum(from + at_once, panels);
 #pragma omp for schedule(dynamic)
           for (int64_t i = 0; i < (to - from) * units; ++i) {
@@ -570,37 +528,34 @@ struct Product {
                        column * parts(steps_of(panel), Math::kStep));
           }
           stops = out_of_memory;  // the same for all threads: they have met behind the packing
-          while (!stops && take < done + (to - from) * blocks) {
-            const int64_t i = take % blocks;
-            const auto before = static_cast<int32_t>(take / blocks);
-            const int64_t panel = from + (take - done) / blocks;
+          // A thread takes a block's panels one after the other, while C's part is in its cache.
+          for (int64_t i; !stops && (i = items->take(thread)) >= 0;) {
             const int64_t row = i / chunks * rows, chunk = i % chunks;
-            take = taken++;
-            const int64_t after = take - done;
-            const Block block{row,
-                              minimum(rows, p.rows - row),
-                              chunk * slivers / chunks,
-                              (chunk + 1) * slivers / chunks,
-                              first,
-                              columns,
-                              parts(steps_of(panel), Math::kStep),
-                              panel == 0,
-                              panel == panels - 1,
-                              true};
-            if (block.sliver < block.end) {
+            const int64_t after = items->peek(thread);
+            for (int64_t panel = from; panel < to; ++panel) {
+              const Block block{row,
+                                minimum(rows, p.rows - row),
+                                chunk * slivers / chunks,
+                                (chunk + 1) * slivers / chunks,
+                                first,
+                                columns,
+                                parts(steps_of(panel), Math::kStep),
+                                panel == 0,
+                                panel == panels - 1,
+                                true};
+              if (block.sliver == block.end) continue;
               const Left a =
                   in_place ? left_in_place(panel, row) : pack_a(panel, row, block.rows, packed_a);
-              wait_until(&multiplied[i], before);
               multiply(block, a, packed_b + (panel - from) * depth * width, sums, width, next, [&] {
                 next.clear();
-                const int64_t then = from + after / blocks;
-                const int64_t at = after % blocks / chunks * rows;
-                if (then < panels) list_a(next, then, at, minimum(rows, p.rows - at));
+                const bool ends = panel + 1 == to;
+                const int64_t then = ends ? after / chunks * rows : row;
+                if (!ends || after >= 0) {
+                  list_a(next, ends ? from : panel + 1, then, minimum(rows, p.rows - then));
+                }
               });
             }
-            set_counter(&multiplied[i], before + 1);
           }
-          done += (to - from) * blocks;
           if (to < panels || first + width < p.columns) {
 #pragma omp barrier
           }
