@@ -1,4 +1,4 @@
-// How the results of a product reach C, with its bias and what C holds. Included by kernel.cpp only.
+// How the results of a product reach C, with bias and what C holds. Included by kernel.cpp only.
 #pragma once
 
 #include <cstdint>
