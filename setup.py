@@ -152,7 +152,7 @@ class CMakeBuild(build_ext):
         return pybind11.get_cmake_dir()
 
 
-class Python(build_py):
+class PythonBuild(build_py):
     def run(self) -> None:
         """Without what an earlier build left, such as modules that are no more."""
         if not self.editable_mode:
@@ -163,5 +163,5 @@ class Python(build_py):
 if __name__ == "__main__":  # setuptools' build backend runs this file as __main__, too
     setup(
         ext_modules=[CMakeExtension("vlmkernels._C")],
-        cmdclass={"build_ext": CMakeBuild, "build_py": Python},
+        cmdclass={"build_ext": CMakeBuild, "build_py": PythonBuild},
     )
