@@ -66,7 +66,7 @@ def test_a_file_of_questions(generate, said, pictures, capsys) -> None:
     assert generate("--input", str(source), "--output", str(target)) == 0
     assert "3 answers (3 cut off at --max_new_tokens 6)" in capsys.readouterr().out
     expected = [said("What?", "a.jpg"), said("Say <image>", "b.png"), said("And this?")]
-    lines = target.read_text(encoding="utf-8").splitlines()
+    lines = target.read_text(encoding="utf-8").split("\n")[:-1]  # an answer may hold U+2028
     assert [json.loads(line) for line in lines] == [
         {**row, **({"reference": row["answer"]} if "answer" in row else {}), "answer": answer}
         for row, answer in zip(rows, expected, strict=True)
@@ -92,7 +92,7 @@ def test_lines_draw_for_themselves(generate, answerer, pictures, monkeypatch) ->
         target.unlink(missing_ok=True)
         arguments = ["--input", str(source), "--output", str(target), "--temperature=1.5"]
         assert generate(*arguments) == 0
-        answers.append(target.read_text(encoding="utf-8").splitlines())
+        answers.append(target.read_text(encoding="utf-8").split("\n")[:-1])
     assert answers[0] == answers[1]
     assert json.loads(answers[0][1])["answer"] != json.loads(answers[0][2])["answer"]
 
