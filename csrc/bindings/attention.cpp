@@ -102,8 +102,8 @@ void register_attention(py::module_& m) {
   const auto fill = attention_params;
   const auto fill_gradients = with_gradients(attention_params);
   define("attention_forward", on_cpu(fill, attention_forward), arguments);
-  m.def("attention_keeps_probabilities",
-        [](int dtype) { return attention_keeps_probabilities(static_cast<DType>(dtype)); });
+  m.def("attention_kept_floats",
+        [](int dtype) { return attention_kept_floats(static_cast<DType>(dtype)); });
   define("attention_backward", on_cpu(fill_gradients, attention_backward), gradients, arguments);
 #ifdef VLMKERNELS_WITH_CUDA
   // Pointers are device pointers.

@@ -38,8 +38,9 @@ struct AttentionParams {
   // a key and the first of the next ones, beyond head_stride
   int64_t q_group_gap;
   // On the CPU, or null: [H, T, 64], of each segment of at most 64 tokens and head, from its first
-  // token on, exp(|scale| * (score - row_max)) by [key, query]: the forward leaves them for the
-  // backward.
+  // token on, exp(|scale| * (score - row_max)) by [key, query], with rows in whole lines of 64
+  // bytes: the forward leaves them for the backward. Where products are of bf16 [H, T, 64] bf16,
+  // two keys of a query side by side.
   float* probabilities;
   // CUDA, where types are bf16 or fp16 and rows 16-byte aligned:
   int64_t max_seqlen;  // of a segment; window kernels take at most 128

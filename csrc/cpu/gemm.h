@@ -83,6 +83,8 @@ struct Bf16Pairs {
     return _mm512_castsi512_ps(_mm512_set1_epi32(bits));
   }
   static VLMK_MEMBER Vec pair(Vec even, Vec odd) { return narrow_pairs(even, odd, BFloat16{}); }
+  static VLMK_MEMBER Vec even(Vec pairs) { return lower(_mm512_castps_si512(pairs), BFloat16{}); }
+  static VLMK_MEMBER Vec odd(Vec pairs) { return upper(_mm512_castps_si512(pairs), BFloat16{}); }
 };
 #endif
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 namespace vlmk {
+namespace {  // each instruction set has its own: the linker would keep one of them for all
 
 class Ranges {
  public:
@@ -44,4 +45,5 @@ class Ranges {
   std::vector<Next> next_;
 };
 
+}  // namespace
 }  // namespace vlmk

@@ -51,8 +51,8 @@ def varlen_attention(
             on CUDA one that ends the kernel.
         max_seqlen: the longest segment, if known: spares a device synchronisation on CUDA, where a
             longer one than it says ends the kernel with an error. On the CPU the backward of
-            segments of at most 64 tokens is faster with it, for 256 bytes a row and head that are
-            kept until then; backend="cpu" keeps none.
+            segments of at most 64 tokens is faster with it, for 128 or 256 bytes a row and head
+            that are kept until then; backend="cpu" keeps none.
         causal: a token sees itself and earlier tokens of its segment only.
         scale: default D ** -0.5.
         backend: the one kernel to be considered, else `select` chooses (select.py; `python -m

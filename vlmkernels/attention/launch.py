@@ -27,7 +27,7 @@ from vlmkernels._native import (
     once,
     pointer,
 )
-from vlmkernels.attention.select import CPU, KEPT_TOKENS, MAX_HEAD_DIM, SM90, TILED, machine_of
+from vlmkernels.attention.select import CPU, MAX_HEAD_DIM, SM90, TILED, kept_floats, machine_of
 
 #: Native functions of a kernel: varlen_attention's forward and backward, vision_attention's.
 NATIVE = {
@@ -268,7 +268,8 @@ def _run(
     segments = cu_seqlens.shape[0] - 1
     if not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; it must be a finite number")
-    rows, kept = (tokens, heads, head_dim), KEPT_TOKENS if kernel == "cpu-kept" else 0
+    rows = (tokens, heads, head_dim)
+    kept = kept_floats(q.dtype) if kernel == "cpu-kept" else 0
     stats = (kept + 2, heads, tokens)
     if softmax_stats.shape != stats or any(x.shape != rows for x in (out, *gradients[:1])):
         shapes = ", ".join(str(list(x.shape)) for x in (*gradients[:1], out, softmax_stats))
@@ -330,8 +331,8 @@ def _run(
 
 def _softmax_stats(like: Tensor, heads: int, kernel: str) -> Tensor:
     """float32 [2, H, T], the maximum and the sum of each softmax row; where probabilities are kept
-    [66, H, T], before them [H, T, 64] (common/params.h)."""
-    planes = 2 + (KEPT_TOKENS if kernel == "cpu-kept" else 0)
+    [66, H, T], before them [H, T, 64], or [34, H, T] where in bf16 (common/params.h)."""
+    planes = 2 + (kept_floats(like.dtype) if kernel == "cpu-kept" else 0)
     return like.new_empty((planes, heads, like.shape[0]), dtype=torch.float32)
 
 

@@ -2,7 +2,7 @@
 
     cpu         ours, csrc/cpu: every dtype, head_dim up to 256, any length
     cpu-kept    the same for segments of at most 64 tokens where a gradient will be asked for: the
-                backward takes the probabilities from the forward, the same bits (`keeping`)
+                backward takes the probabilities from the forward (`keeping`)
     window      ours, CUDA: a segment's keys whole in the shared memory of one thread block
     sm80        ours, CUDA: FlashAttention-2, tiles of 128 by mma.sync, segments of any length
     sm90        ours, CUDA: FlashAttention-3, wgmma and TMA, compute capability 9.0
@@ -38,7 +38,7 @@ VARLEN: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "flash-attn", 
 VISION: tuple[str, ...] = ("cpu", "window", "sm90-fused", "sm90", "sm80", "composed")
 #: Those for the CPU.
 CPU = ("cpu", "cpu-kept")
-#: Tokens of the longest segment of cpu-kept, which keeps as many floats a row and head.
+#: Tokens of the longest segment of cpu-kept, which keeps a probability a row and head for each.
 KEPT_TOKENS: int = _C.KEPT_TOKENS
 #: Those for compute capability 9.0.
 SM90 = ("sm90", "sm90-fused")
@@ -177,17 +177,19 @@ def select(
 
 def keeping(kernel: str, max_seqlen: int | None, *inputs: Tensor) -> str:
     """Of the kernel cpu cpu-kept, where the backward has more to gain from a row's probabilities
-    than they cost: no more floats than the row has elements. inputs: all that may learn."""
+    than they cost: no more of them than the row has elements. inputs: all that may learn."""
     head_dim, dtype = inputs[0].shape[-1:].numel(), inputs[0].dtype
     if kernel != "cpu" or max_seqlen is None or not max_seqlen <= KEPT_TOKENS <= head_dim:
         return kernel
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return "cpu-kept" if learns and dtype in DTYPES and _keeps_probabilities(dtype) else kernel
+    return "cpu-kept" if learns and dtype in DTYPES and kept_floats(dtype) else kernel
 
 
 @torch.compiler.assume_constant_result
-def _keeps_probabilities(dtype: torch.dtype) -> bool:
-    return _C.attention_keeps_probabilities(DTYPES[dtype])
+def kept_floats(dtype: torch.dtype) -> int:
+    """What cpu-kept keeps of a row and head: 64 probabilities, in bf16 where the forward multiplies
+    them in bf16; 0 on AMX, which has no such kernel."""
+    return _C.attention_kept_floats(DTYPES[dtype])
 
 
 def obstacle(

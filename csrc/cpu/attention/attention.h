@@ -64,9 +64,9 @@ void attention_forward_items(const AttentionParams&, const AttentionWork&);
 void attention_backward_items(const AttentionGradParams&, const AttentionWork&);
 }  // namespace amx_emulated
 
-// Whether the kernels of segments of at most 64 tokens fill and read
-// AttentionParams::probabilities. Those whose products are of bf16 do not.
-bool attention_keeps_probabilities(DType dtype);
+// Floats a token and head of AttentionParams::probabilities, 0 where the kernels of segments of at
+// most 64 tokens leave none: those on tiles.
+int64_t attention_kept_floats(DType dtype);
 
 // Throws std::runtime_error when memory is short. Arguments are the launcher's to check
 // (vlmkernels/attention/launch.py), but for cu_seqlens: std::invalid_argument unless 0 <= ... <= T,

@@ -30,7 +30,7 @@ VLMK_NOINLINE void row_dots(const Rows<T>& outs, const Rows<T>& douts, int64_t n
 // What softmax_gradient leaves for the three products that follow it.
 template <class Math>
 struct Gradients {
-  const float* kept;  // probabilities_of the segment: there are no scores
+  const float* kept;  // of kKept: probabilities_of the segment, there are no scores
   float* st;          // [keys, kLaneRow] scores -> P^T
   float* dpt;         // [keys, kLaneRow] dP^T -> dS^T / scale; of bf16: pairs along keys
   typename Math::Element* p_row;  // of bf16: [keys, 32] P^T, pairs along queries; Fp32: st
@@ -38,9 +38,22 @@ struct Gradients {
   int row_ld;
 };
 
+// Of probabilities_of a segment of so many tokens, key i and vector j of the queries.
+template <class Math>
+VLMK_INLINE Vec kept_probability(const float* kept, int tokens, int i, int j) {
+  const float* const row = kept + i / Math::kStep * kept_row(tokens);
+  if constexpr (Math::kStep == 1) {
+    return load(row + j * kWidth);
+  } else {
+    if (i % 2 > 0) return Math::odd(load(row + j * kWidth));
+    return i + 1 < tokens ? Math::even(load(row + j * kWidth))
+                          : load(reinterpret_cast<const BFloat16*>(row) + j * kWidth);
+  }
+}
+
 // kAllKeys: a row's share of the softmax's gradient is the sum of P dP over its keys, which are all
-// here; else it is given as delta. `diagonal` as in softmax_step.
-template <class Math, int kDegree, bool kAllKeys>
+// here; else it is given as delta. kKept: so are probabilities. `diagonal` as in softmax_step.
+template <class Math, int kDegree, bool kAllKeys, bool kKept = false>
 VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int all_keys, int vectors,
                                     float scale, bool diagonal, const float* row_max,
                                     const float* inverse_sum, const float* delta) {
@@ -51,15 +64,16 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int all_keys, int 
     const Vec inverse = load(inverse_sum + j * kWidth);
     float *const st = g.st + j * kWidth, *const dpt = g.dpt + j * kWidth;
     const auto probability = [&](int i) {
-      if (Math::kStep == 1 && g.kept) return load(g.kept + i * kBlock + j * kWidth) * inverse;
+      if constexpr (kKept) return kept_probability<Math>(g.kept, all_keys, i, j) * inverse;
       return exp2<kDegree>(fma(load(st + i * kLaneRow), c, shift)) * inverse;
     };
+    constexpr bool kReads = kKept && Math::kStep > 1;  // them again, not from st
     Vec d;
     if constexpr (kAllKeys) {
       Vec sums[2] = {set1(0.f), set1(0.f)};
       const auto add = [&](int i, Vec& sum) {
         const Vec p = probability(i);
-        store(st + i * kLaneRow, p);
+        if (!kReads) store(st + i * kLaneRow, p);
         sum = fma(p, load(dpt + i * kLaneRow), sum);
       };
       int i = 0;
@@ -73,7 +87,7 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int all_keys, int 
       d = load(delta + j * kWidth);
     }
     const auto final_probability = [&](int i) {
-      return kAllKeys ? load(st + i * kLaneRow) : probability(i);
+      return kAllKeys && !kReads ? load(st + i * kLaneRow) : probability(i);
     };
     const auto gradient = [&](int i, Vec p) { return p * (load(dpt + i * kLaneRow) - d); };
     if constexpr (Math::kStep == 1) {
@@ -250,6 +264,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
   int64_t packed = 0;
   Panel<Math> key{}, value{};            // A of K Q^T and V dO^T
   Panel<Math> key_steps{key_depth, ld};  // B of dS K
+  const bool keeps = probabilities_of<Math>(p, item, kv_head * group) != nullptr;
   const auto pack_block = [&](int64_t k0, int64_t n) {
     const bool once = keys <= kInPlaceRows;
     const Rows<const T> rows = k_rows.from(k0);
@@ -260,7 +275,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
       Element* const to = key_buffer + k0 * row_ld<Math>(dim);
       with_rotated<Math>(p, rows, keys_place + k0, n, to, [&](const auto& rotated) {
         pack_depth(rotated, n, dim, depth_to);
-        key = pack_rows(Math{}, rotated, n, dim, to, once);
+        if (!keeps) key = pack_rows(Math{}, rotated, n, dim, to, once);
       });
     }
     value = pack_rows(Math{}, v_rows.from(k0), n, dim, value_buffer + k0 * row_ld<Math>(dim), once);
@@ -299,9 +314,9 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
       const Rows<const T> q = query_rows<const T>(p, p.q, place, head);
       const Rows<const T> dout = rows_of<const T>(g.dout, p.order, place, head);
       Panel<Math> query{q_depth, ld}, grad{g_depth, ld};  // B of dS^T Q and P^T dO
+      gradients.kept = probabilities_of<Math>(p, item, head);
       if constexpr (Math::kStep == 1) {
         const bool few = length <= kBlock;
-        gradients.kept = probabilities_of<Math>(p, item, head);
         query = pack_both(p, q, place, queries, q_depth, few);
         grad = depth_panel<Fp32>(dout, queries, dim, g_depth, few);
         if (!gradients.kept) {
@@ -310,7 +325,7 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
         pack_lanes(Rows<const float>{grad.data, grad.ld}, queries, dim, 1.f, gt);
       } else {
         with_rotated<Math>(p, q, place, queries, local_dq, [&](const auto& q_rows) {
-          pack_lanes(q_rows, queries, dim, score_sign(p), qt);
+          if (!gradients.kept) pack_lanes(q_rows, queries, dim, score_sign(p), qt);
           pack_depth(q_rows, queries, dim, q_depth);
         });
         pack_lanes(dout, queries, dim, 1.f, gt);
@@ -366,10 +381,11 @@ void backward_item(const AttentionGradParams& g, const AttentionItem& item, cons
         gemm<Math, false>({value.data + k0 * value.ld, value.ld, gt, kLaneRow, dpt, kLaneRow, n,
                            lanes, depth, Add::kNothing, nullptr, left(Causal::kColumnsFromRow)},
                           prefetcher);
-        (all_keys ? softmax_gradient<Math, kDegree<T>, true>
-                  : softmax_gradient<Math, kDegree<T>, false>)(gradients, n, lanes, score_scale(p),
-                                                               diagonal, row_max, inverse_sum,
-                                                               delta);
+        (gradients.kept ? softmax_gradient<Math, kDegree<T>, true, true>
+         : all_keys ? softmax_gradient<Math, kDegree<T>, true>
+                    : softmax_gradient<Math, kDegree<T>, false>)(gradients, n, lanes,
+                                                                 score_scale(p), diagonal, row_max,
+                                                                 inverse_sum, delta);
         const bool first = head == kv_head * group && q0 == last_queries;
         const Add add = first ? Add::kNothing : Add::kC;
         const int steps = steps_of<Math>(rows), row_ld = gradients.row_ld;

@@ -168,22 +168,22 @@ VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale
   }
 }
 
-// Where p.probabilities has those of a segment of at most 64 tokens, [keys, 64], else null.
+// s [keys / kStep, kLaneRow] -> to [keys / kStep, kept_row]. Of pairs, the last of an odd number of
+// keys has a row of bf16.
 template <class Math>
-VLMK_INLINE float* probabilities_of(const AttentionParams& p, const AttentionItem& item,
-                                    int64_t head) {
-  if (!p.probabilities || item.length > kBlock || Math::kStep != 1) return nullptr;
-  return p.probabilities + (head * p.tokens + item.begin) * kBlock;
-}
-
-// s [keys, kLaneRow] -> to [keys, 64], in whole lines.
-VLMK_NOINLINE void keep_probabilities(const float* s, int keys, int vectors, bool non_temporal,
+VLMK_NOINLINE void keep_probabilities(const float* s, int keys, int64_t queries, bool non_temporal,
                                       float* to) {
   const bool streams = non_temporal && reinterpret_cast<uintptr_t>(to) % 64 == 0;
-  for (int i = 0; i < keys; ++i, s += kLaneRow, to += kBlock) {
+  const int vectors = vectors_of(queries);
+  for (int i = 0; i < keys / Math::kStep; ++i, s += kLaneRow, to += kept_row(queries)) {
     for (int j = 0; j < vectors; ++j) {
       const Vec x = load(s + j * kWidth);
       streams ? stream(to + j * kWidth, x) : store(to + j * kWidth, x);
+    }
+  }
+  if constexpr (Math::kStep == 2) {
+    for (int j = 0; keys % 2 > 0 && j < vectors; ++j) {
+      store(reinterpret_cast<BFloat16*>(to) + j * kWidth, Math::even(load(s + j * kWidth)));
     }
   }
 }
@@ -317,9 +317,6 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
       if constexpr (Math::kStep == 1) {
         const auto nothing = [] {};
         softmax(nothing);
-        if (float* kept = probabilities_of<Math>(p, item, item.head)) {
-          keep_probabilities(s, n, lanes, work.non_temporal, kept);
-        }
         if (window) pack_values(0, n);
       } else {
         // A window's values are packed beside the exponentials, which leave loads, stores and
@@ -328,6 +325,9 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
         softmax(packer);
         packer.finish();
         if (window) value = {values, ld};
+      }
+      if (float* kept = probabilities_of<Math>(p, item, item.head)) {
+        keep_probabilities<Math>(s, n, queries, work.non_temporal, kept);
       }
       if (one_pass) invert_sums();
       const GemmArgs<Math> product{reinterpret_cast<const Element*>(s),
@@ -493,8 +493,8 @@ void attention_backward_items(const AttentionGradParams& g, const AttentionWork&
     run_items<AttentionGradParams>(g, work, backward_floats(p, work), non_temporal, item, prefetch);
   };
 #if defined(VLMK_BF16_PANELS)
-  run(work.bf16_dots ? backward_item<BFloat16, Bf16Pairs> : backward_item<BFloat16, Fp32>,
-      prefetch_backward<BFloat16>);
+  work.bf16_dots ? run(backward_item<BFloat16, Bf16Pairs>, prefetch_backward<BFloat16, Bf16Pairs>)
+                 : run(backward_item<BFloat16, Fp32>, prefetch_backward<BFloat16>);
 #else
   switch (p.dtype) {
     case DType::kFloat32:

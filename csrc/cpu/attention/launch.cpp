@@ -293,8 +293,9 @@ void backward(const AttentionGradParams& g, const Lengths& lengths) {
 
 }  // namespace
 
-bool attention_keeps_probabilities(DType dtype) {
-  return !on_tiles(dtype, 1) && !(dtype == DType::kBFloat16 && uses_bf16_dots());
+int64_t attention_kept_floats(DType dtype) {
+  if (on_tiles(dtype, 1)) return 0;
+  return dtype == DType::kBFloat16 && uses_bf16_dots() ? kCpuBlock / 2 : kCpuBlock;
 }
 
 void attention_forward(const AttentionParams& p) {

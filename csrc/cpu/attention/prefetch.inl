@@ -112,7 +112,19 @@ void prefetch_forward(const AttentionParams& p, const AttentionItem& first,
   prefetcher.spread_over(2 * product_steps(p, first, last));
 }
 
-template <class T>
+// Floats of a row of the probabilities that are kept of a segment: its queries, in whole lines.
+VLMK_INLINE int64_t kept_row(int64_t queries) { return (queries + 15) / 16 * 16; }
+
+// Where p.probabilities has those of a segment of at most 64 tokens, [keys / kStep, kept_row], else
+// null.
+template <class Math>
+VLMK_INLINE float* probabilities_of(const AttentionParams& p, const AttentionItem& item,
+                                    int64_t head) {
+  if (!p.probabilities || item.length > kBlock) return nullptr;
+  return p.probabilities + (head * p.tokens + item.begin) * (kBlock / Math::kStep);
+}
+
+template <class T, class Math = Fp32>
 void prefetch_backward(const AttentionGradParams& g, const AttentionItem& first,
                        const AttentionItem& last, bool non_temporal, Prefetcher& prefetcher) {
   const AttentionParams& p = g.forward;
@@ -136,8 +148,8 @@ void prefetch_backward(const AttentionGradParams& g, const AttentionItem& first,
   }
   const bool kept = p.probabilities && first.length <= kBlock;
   for (int64_t head = q_first; kept && head <= q_last; ++head) {
-    prefetcher.add(p.probabilities + (head * p.tokens + first.begin) * kBlock, 0, 1,
-                   4 * kBlock * first.length);
+    prefetcher.add(probabilities_of<Math>(p, first, head), 0, 1,
+                   4 * kept_row(first.length) * first.length / Math::kStep);
   }
   prefetcher.spread_over((kept ? 4 : 5) * group * product_steps(p, first, last));
 }
