@@ -120,6 +120,11 @@ VLMK_INLINE Vec scale_by_floor(Vec p, Vec x) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, set1(-126.f), _CMP_NLT_UQ), p, x);
 }
 VLMK_INLINE float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
+VLMK_INLINE bool any_above(Vec x, Vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ) != 0; }
+// a in lanes where x > y, else b.
+VLMK_INLINE Vec where_above(Vec x, Vec y, Vec a, Vec b) {
+  return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), a);
+}
 // Lanes from `first` on keep x; those before become `other`.
 VLMK_INLINE Vec keep_from(int first, Vec x, Vec other) {
   const unsigned mask = first <= 0 ? 0xffffu : first >= kWidth ? 0u : 0xffffu << first;
@@ -269,6 +274,12 @@ VLMK_INLINE Vec scale_by_floor(Vec p, Vec x) {
   const __m256i e = _mm256_add_epi32(n, _mm256_set1_epi32(127));
   return p * _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
 }
+VLMK_INLINE bool any_above(Vec x, Vec y) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_GT_OQ)) != 0;
+}
+VLMK_INLINE Vec where_above(Vec x, Vec y, Vec a, Vec b) {
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GT_OQ));
+}
 VLMK_INLINE float reduce_add(Vec x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -399,6 +410,11 @@ VLMK_INLINE Vec scale_by_floor(Vec p, Vec x) {
   return p * reinterpret_cast<Vec>(e << 23);
 }
 VLMK_INLINE float reduce_add(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+VLMK_INLINE bool any_above(Vec x, Vec y) {
+  const VecInt above = x > y;
+  return (above[0] | above[1] | above[2] | above[3]) != 0;
+}
+VLMK_INLINE Vec where_above(Vec x, Vec y, Vec a, Vec b) { return select(x > y, a, b); }
 VLMK_INLINE Vec keep_from(int first, Vec x, Vec other) {
   const VecInt lane = {0, 1, 2, 3};
   return select(lane < VecInt{first, first, first, first}, other, x);

@@ -44,6 +44,8 @@ struct AttentionWork {
   bool non_temporal;   // the results are too large to be found in a cache by whoever reads them; to
                        // an item: and go past the caches
   bool bf16_dots;      // multiply bf16 by dot products, where the instruction set has them
+  // [count], or null where an item is one thread's: blocks of 64 queries that were taken of each.
+  int32_t* blocks_taken = nullptr;
 };
 
 VLMK_DECLARE(attention_forward_items, const AttentionParams&, const AttentionWork&);

@@ -32,6 +32,10 @@ namespace VLMK_ISA {
 namespace {
 
 constexpr float kLowest = -3e38f;
+// How far, in powers of two, scores may be above what their row's exponentials are relative to
+// (method: FlashAttention-4). On tiles, to scale a row's sums for each larger score takes as long
+// as its exponentials (the forward of 1,024 tokens: 1.1x).
+constexpr float kSlack = 8;
 
 // Scores are kept as sign(scale) * q.k, whose order is that of the probabilities; |scale| and the
 // change to base 2 come in one FMA before exp2. So a score has no rounding that plain torch's has
@@ -111,21 +115,27 @@ VLMK_INLINE Vec largest_of(const float* column, int keys) {
 }
 
 // One step of the online softmax on the scores s [keys, kLaneRow]: s becomes 2^(scale * (s - max)),
-// pairs [keys / 2, 64] where Math wants them; row_max, row_sum and correction [64] (what earlier
-// sums and outputs must be multiplied by) are updated. maxima [64]: the scores' largest, not read
-// if `diagonal`, whose scores are masked. `first`: there is nothing earlier. `diagonal`: of a
-// causal segment, key i at the position of lane i. beside() is called once for 8 keys of a vector.
+// pairs [keys / 2, 64] where Math wants them; row_max, row_sum and correction [64] are updated.
+// maxima [64]: the scores' largest, not read if `diagonal`, whose scores are masked. `first`: there
+// is nothing earlier. `diagonal`: of a causal segment, key i at the position of lane i. beside() is
+// called once for 8 keys of a vector.
+//
+// Returns whether earlier sums must be multiplied by correction: not while no score is 2^kSlack
+// above row_max, which exponentials are relative to.
 template <class Math, int kDegree, class Beside>
-VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale, bool first,
+VLMK_NOINLINE bool softmax_step(float* s, int all_keys, int vectors, float scale, bool first,
                                 bool diagonal, const float* maxima, float* row_max, float* row_sum,
                                 float* correction, Beside& beside) {
   const Vec c = set1(scale);
+  bool moves = false;
   for (int j = 0; j < vectors; ++j) {
     const int keys = keys_seen(all_keys, j, diagonal);
     float* column = s + j * kWidth;
     const Vec old_max = first ? set1(kLowest) : load(row_max + j * kWidth);
     const Vec largest = diagonal ? largest_of(column, keys) : load(maxima + j * kWidth);
-    const Vec new_max = max(old_max, largest);
+    const Vec rise = (largest - old_max) * c;
+    const Vec new_max =
+        first ? max(old_max, largest) : where_above(rise, set1(kSlack), largest, old_max);
     // The rounding of this product is the same for all keys and cancels, in the backward too; hence
     // no FMA in `moved`, which takes sums from the old product to the new.
     const Vec shift = set1(0.f) - new_max * c;
@@ -162,10 +172,12 @@ VLMK_NOINLINE void softmax_step(float* s, int all_keys, int vectors, float scale
       const Vec moved = exp2(old_max * c + shift);
       store(correction + j * kWidth, moved);
       sum = fma(load(row_sum + j * kWidth), moved, sum);
+      moves |= any_above(rise, set1(kSlack));
     }
     store(row_max + j * kWidth, new_max);
     store(row_sum + j * kWidth, sum);
   }
+  return moves;
 }
 
 // s [keys / kStep, kLaneRow] -> to [keys / kStep, kept_row]. Of pairs, the last of an odd number of
@@ -187,6 +199,28 @@ VLMK_NOINLINE void keep_probabilities(const float* s, int keys, int64_t queries,
     }
   }
 }
+
+// The blocks of queries of an item, which several threads may take.
+class QueryBlocks {
+ public:
+  QueryBlocks(const AttentionWork& work, const AttentionItem& item)
+      : begin_(item.rows_begin),
+        end_(item.rows_end),
+        taken_(work.blocks_taken ? work.blocks_taken + (&item - work.items) : nullptr) {}
+  // Whether there are some that are worth packing keys and values for.
+  bool left() const {
+    return begin_ + (__atomic_load_n(taken_, __ATOMIC_RELAXED) + 1) * kBlock < end_;
+  }
+  // The first row of the next one, or a row behind the last.
+  int64_t take() {
+    return begin_ + kBlock * (taken_ ? __atomic_fetch_add(taken_, 1, __ATOMIC_RELAXED) : own_++);
+  }
+
+ private:
+  int64_t begin_, end_;
+  int32_t* taken_;
+  int32_t own_ = 0;
+};
 
 [[maybe_unused]] int64_t forward_floats(const AttentionParams& p, const AttentionWork& work) {
   return gathered_floats(p, work)                                  // output of a window
@@ -252,7 +286,8 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
     value.data -= row * value.ld;
   };
 
-  for (int64_t q0 = item.rows_begin; q0 < item.rows_end; q0 += kBlock) {
+  QueryBlocks blocks(work, item);
+  for (int64_t q0; (q0 = blocks.take()) < item.rows_end;) {
     const int64_t queries = minimum(kBlock, item.rows_end - q0);
     const int lanes = vectors_of(queries);
     const int64_t place = item.begin + q0;
@@ -310,9 +345,10 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
       } else {
         gemm<Math, false>(scores, prefetcher, ScoreEpilogue{s, maxima});
       }
+      bool moves = false;
       const auto softmax = [&](auto& beside) {
-        softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, diagonal, maxima,
-                                       row_max, row_sum, correction, beside);
+        moves = softmax_step<Math, kDegree<T>>(s, n, lanes, score_scale(p), first, diagonal, maxima,
+                                               row_max, row_sum, correction, beside);
       };
       if constexpr (Math::kStep == 1) {
         const auto nothing = [] {};
@@ -339,7 +375,7 @@ void forward_item(const AttentionParams& p, const AttentionItem& item, const Nex
                                    static_cast<int>(queries),
                                    vectors_of(dim),
                                    steps_of<Math>(n),
-                                   first ? Add::kNothing : Add::kScaledC,
+                                   first ? Add::kNothing : (moves ? Add::kScaledC : Add::kC),
                                    correction,
                                    diagonal ? Causal::kStepsUpToRow : Causal::kAll};
       if (one_pass) {
@@ -433,6 +469,12 @@ void run_items(const Params& params, AttentionWork work, int64_t floats, bool no
         run(params, work.items[i], {work, taken}, work, prefetcher, memory);
       }
       prefetcher.finish();
+    }
+    // Cores are not equally fast, all the less after a pause: then blocks of others' last items.
+    for (int64_t i = work.count - 1; i >= 0 && work.blocks_taken && !out_of_memory; --i) {
+      if (!QueryBlocks(work, work.items[i]).left()) continue;
+      run(params, work.items[i], {work, taken}, work, prefetcher,
+          scratch(static_cast<size_t>(floats)));
     }
     if (non_temporal) fence_streams();
   }

@@ -272,7 +272,10 @@ void forward(const AttentionParams& p, const Lengths& lengths) {
   const int64_t length = max_seqlen_of(p, lengths);
   const int64_t rows = choose_rows(p, p.heads, length, kFewest);
   const auto items = make_items(p, lengths, p.heads, rows, length);
-  const AttentionWork work = make_work(p, items, p.heads, rows, length);
+  AttentionWork work = make_work(p, items, p.heads, rows, length);
+  const bool shares = length > kPrefetchLength && !on_tiles(p.dtype, length);
+  std::vector<int32_t> blocks_taken(shares ? items.size() : 0);
+  if (shares) work.blocks_taken = blocks_taken.data();
   if (work.count > 0) attention_forward_items(p, work);
 }
 

@@ -20,11 +20,6 @@ VLMK_INLINE void mask_rows(float* s, int64_t first, int slope, int vectors) {
   }
 }
 
-// How far, in powers of two, scores may be above what their row's exponentials are relative to. To
-// scale the row's sums for each larger score takes as long as its exponentials (the forward of
-// 1,024 tokens: 1.1x; method: FlashAttention-4).
-constexpr float kSlack = 8;
-
 // Steps of the online softmax on strips of scores, a row at a time, so that tiles can multiply
 // meanwhile.
 template <class T>
