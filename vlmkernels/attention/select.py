@@ -188,7 +188,7 @@ def keeping(kernel: str, max_seqlen: int | None, *inputs: Tensor) -> str:
 @torch.compiler.assume_constant_result
 def kept_floats(dtype: torch.dtype) -> int:
     """What cpu-kept keeps of a row and head: 64 probabilities, in bf16 where the forward multiplies
-    them in bf16; 0 on AMX, which has no such kernel."""
+    them in bf16; 0 where short segments are multiplied on AMX's tiles, which keep none."""
     return _C.attention_kept_floats(DTYPES[dtype])
 
 
