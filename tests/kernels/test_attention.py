@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from typing import Any
 
@@ -234,6 +235,22 @@ def test_bitwise_repeatable_with_any_number_of_threads(name, dtype, causal):
         expected = expected or result
         for part in result:
             assert_bitwise(f"{part} with {threads} threads", result[part], expected[part])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name, dtype", MACHINE_GRID)
+def test_queries_of_a_head_shared_by_threads_give_the_same_bits(name, dtype, causal):
+    """A thread that has no head left takes blocks of the others' queries: likely where there are
+    more threads than cores."""
+    threads = 2 * min(os.cpu_count() or 1, 4) + 1
+    q, k, v, _ = (x.detach() for x in make([640], 4 * threads, 1, 64, dtype))
+    with isa(name), poisoned():
+        torch.set_num_threads(1)
+        alone = varlen_attention(q, k, v, offsets([640]), causal=causal)
+        torch.set_num_threads(threads)
+        for _ in range(5):
+            shared = varlen_attention(q, k, v, offsets([640]), causal=causal)
+            assert_bitwise("out", shared, alone)
 
 
 @pytest.mark.parametrize("causal", [False, True])
