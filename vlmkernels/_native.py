@@ -19,9 +19,17 @@ from typing import Any
 
 import torch  # first: the native module then shares torch's OpenMP runtime and thread count
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    is_legacy_batchedtensor,
+)
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 
 def _missing(name: str) -> None:
@@ -73,7 +81,8 @@ def define(
 
     autograd: setup_context(ctx, inputs, output) and the backward formula, as torch.library's.
 
-    About 6 us a call; torch.library.custom_op, which does the same, costs 11.
+    Torch's dispatcher takes about 6 us a call (torch.library.custom_op, which does the same, 11);
+    `_direct` goes there only if somebody looks on.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
@@ -86,18 +95,20 @@ def define(
     if written := [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]:
         LIBRARY.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
     if autograd is None:
-        return op
+        return op if written else _direct(name, op, run, op)
     setup_context, backward = autograd
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)
-    direct = op if written else _direct(name, op, run, setup_context, backward)
-    return without_transforms(name, direct, maps=True)
+    elsewhere = without_transforms(name, op, maps=True)
+    if written:
+        return elsewhere
+    return _direct(name, elsewhere, run, _function(name, run, setup_context, backward).apply)
 
 
-def _direct(
-    name: str, op: Any, run: Callable, setup_context: Callable, backward: Callable
-) -> Callable:
-    """The op, by an autograd.Function of its own where nobody but autograd looks on: without the
-    wrappers that torch.library puts around it, which every small kernel would wait for."""
+def _function(
+    name: str, run: Callable, setup_context: Callable, backward: Callable
+) -> type[torch.autograd.Function]:
+    """The op as an autograd.Function of its own, without the wrappers that torch.library puts
+    around it, which every small kernel would wait for."""
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = run(*args)
@@ -105,30 +116,40 @@ def _direct(
         return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function: Any = type(name, (torch.autograd.Function,), methods)
+    return type(name, (torch.autograd.Function,), methods)
+
+
+def _direct(name: str, op: Callable, run: Callable, recorded: Callable) -> Callable:
+    """The op, by `recorded` where only autograd or a profiler looks on, and by `run` where nobody
+    does. A kernel waits for all that is called before it, behind another kernel, which has left
+    none of that in the caches, ten times as long as in a loop."""
 
     def call(*args: Any) -> Any:
-        watched = (
-            torch.compiler.is_compiling()
-            or torch.jit.is_tracing()
-            or torch._C._len_torch_dispatch_stack()
+        if (
+            is_compiling()
+            or _get_tracing_state()
+            or _len_torch_dispatch_stack()
             or forward_ad._current_level >= 0
             or get_interpreter_stack()
-        )
-        if watched or any(isinstance(x, Tensor) and not is_plain(x) for x in args):
+        ):
             return op(*args)
-        return function.apply(*args)
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if not is_plain(*tensors):
+            return op(*args)
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        return (recorded if learns or _profiler_enabled() else run)(*args)
 
+    call.__name__ = name
     return call
 
 
 def is_plain(*tensors: Tensor) -> bool:
     """Whether they hold their own elements in memory, on the CPU or on CUDA, with their sign."""
     return all(
-        type(x) in (Tensor, torch.nn.Parameter)
+        type(x) in (Tensor, Parameter)
         and (x.is_cpu or x.is_cuda)
         and not x.is_neg()
-        and not torch._C._functorch.is_legacy_batchedtensor(x)  # of is_grads_batched
+        and not is_legacy_batchedtensor(x)  # of is_grads_batched
         for x in tensors
     )
 
@@ -172,7 +193,7 @@ def without_transforms(name: str, function: Callable, *, maps: bool = False) -> 
     maps: under vmap alone it works."""
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return function(*args)
         kinds = {layer.key() for layer in get_interpreter_stack() or ()}
         if kinds == {TransformType.Vmap} and not maps:
@@ -305,7 +326,7 @@ def describe(tensor: object) -> str:
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}"
     text = f"{str(tensor.dtype)[6:]} {list(tensor.shape)} on {tensor.device}"
-    if not torch.compiler.is_compiling() and tensor.is_neg():  # which can't be traced
+    if not is_compiling() and tensor.is_neg():  # which can't be traced
         text += ", a negated view (pass its resolve_neg())"
     return text
 
@@ -381,7 +402,7 @@ def check_in_place(name: str, x: Tensor, instead: str) -> None:
         because = "a leaf that requires a gradient"
     elif not x.is_contiguous():
         because = "not contiguous"
-    elif torch.compiler.is_compiling():  # the rest can't be traced
+    elif is_compiling():  # the rest can't be traced
         return
     elif x.is_neg():
         because = "a negated view"
@@ -393,7 +414,7 @@ def check_in_place(name: str, x: Tensor, instead: str) -> None:
 
 def check_not_recorded(name: str) -> None:
     """Of a function that calls a kernel itself, without an op that could be recorded."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     mode, kinds = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
     if mode(kinds.FAKE) is not None and mode(kinds.PROXY) is None:
@@ -430,7 +451,7 @@ def saved_tensor_hooks() -> bool:
 def main_grad_of(weight: Tensor, name: str = "weight") -> Tensor | None:
     """What weight_grad="main_grad" (name_grad) adds to; None where no gradient is wanted, and under
     torch.compile."""
-    if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+    if is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
         return None
     main_grad = getattr(weight, "main_grad", None)
     if (

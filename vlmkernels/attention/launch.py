@@ -262,22 +262,21 @@ def _run(
 
     results: out and softmax_stats. rotary: table and order, for vision_attention.
     """
-    (q, k, _), (out, softmax_stats) = qkv, results
+    (q, k, v), (out, softmax_stats) = qkv, results
     check_device(kernel, q)
     tokens, heads, head_dim = q.shape[0], q.shape[1:-1].numel(), q.shape[-1]
     segments = cu_seqlens.shape[0] - 1
     if not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; it must be a finite number")
-    rows = (tokens, heads, head_dim)
     kept = kept_floats(q.dtype) if kernel == "cpu-kept" else 0
-    stats = (kept + 2, heads, tokens)
-    if softmax_stats.shape != stats or any(x.shape != rows for x in (out, *gradients[:1])):
-        shapes = ", ".join(str(list(x.shape)) for x in (*gradients[:1], out, softmax_stats))
-        raise ValueError(
-            f"dout, out and softmax_stats are {shapes}; the forward pass gave {list(rows)} and "
-            f"{list(stats)}"
-        )
     if gradients:  # what was saved may have been through hooks
+        rows, stats = (tokens, heads, head_dim), (kept + 2, heads, tokens)
+        if softmax_stats.shape != stats or gradients[0].shape != rows or out.shape != rows:
+            shapes = ", ".join(str(list(x.shape)) for x in (gradients[0], out, softmax_stats))
+            raise ValueError(
+                f"dout, out and softmax_stats are {shapes}; the forward pass gave {list(rows)} and "
+                f"{list(stats)}"
+            )
         same = {"shape": "as the forward pass gave it", "dim": 3, "device": q.device}
         check_tensor("out", out, dtypes=(q.dtype,), **same)
         check_tensor("softmax_stats", softmax_stats, dtypes=(torch.float32,), **same)
@@ -293,37 +292,43 @@ def _run(
     if order is not None and kernel in TILED:
         raise ValueError(f"window_order is given; {kernel} takes no order")
     table, order = (None if x is None else x.contiguous() for x in (table, order))
-    # Held by this name until the kernel is launched.
-    workspace, parts = {}, 1
+    dense = cu_seqlens.contiguous()
+    stats_at = pointer(softmax_stats)
+    named = {
+        "dtype": DTYPES[q.dtype],
+        "q": heads_view(q),
+        "k": heads_view(k),
+        "v": heads_view(v),
+        "out": heads_view(out),
+        "row_stats": stats_at + 4 * kept * heads * tokens,
+        "cu_seqlens": pointer(dense),
+        "segments": segments,
+        "tokens": tokens,
+        "heads": heads,
+        "kv_heads": k.shape[1],
+        "head_dim": head_dim,
+        "scale": scale,
+        "causal": causal,
+        "order": pointer(order),
+        "rotary": pointer(table),
+    }
+    if kernel in CPU:
+        named["q_group_gap"] = group_gap(q)
+    else:
+        named["max_seqlen"] = max_seqlen
+    if kept:
+        named["probabilities"] = stats_at
+    workspace = {}  # held by this name until the kernel is launched
     if kernel in TILED:
         ways = rotary is not None, bool(gradients)
         workspace = _workspace(kernel, q, k.shape[1], segments, *ways)
-        parts = len(workspace["dkv_parts"]) if "dkv_parts" in workspace else 1
         workspace["tiles"] = _list_tiles(q, cu_seqlens, max_seqlen, causal, rotary is not None)
-    cu_seqlens = cu_seqlens.contiguous()
-    launch(
-        NATIVE[kernel][2 * (rotary is not None) + bool(gradients)],
-        q,
-        dtype=DTYPES[q.dtype],
-        **dict(zip("qkv", map(heads_view, qkv), strict=True)),
-        out=heads_view(out),
-        row_stats=pointer(softmax_stats) + 4 * kept * heads * tokens,
-        cu_seqlens=pointer(cu_seqlens),
-        segments=segments,
-        tokens=tokens,
-        heads=heads,
-        kv_heads=k.shape[1],
-        head_dim=head_dim,
-        scale=scale,
-        causal=causal,
-        order=pointer(order),
-        rotary=pointer(table),
-        **({"q_group_gap": group_gap(q)} if kernel in CPU else {"max_seqlen": max_seqlen}),
-        **({"probabilities": pointer(softmax_stats)} if kept else {}),
-        **{name: pointer(x) for name, x in workspace.items()},
-        **({"group_parts": parts} if parts > 1 else {}),
-        **dict(zip(("dout", "dq", "dk", "dv"), map(heads_view, gradients), strict=False)),
-    )
+        if "dkv_parts" in workspace:
+            named["group_parts"] = len(workspace["dkv_parts"])
+        named.update({name: pointer(x) for name, x in workspace.items()})
+    if gradients:
+        named.update(zip(("dout", "dq", "dk", "dv"), map(heads_view, gradients), strict=True))
+    launch(NATIVE[kernel][2 * (rotary is not None) + bool(gradients)], q, **named)
 
 
 # ---- varlen_attention ----------------------------------------------------------------------------

@@ -51,30 +51,34 @@ VLMK_INLINE Vec kept_probability(const float* kept, int tokens, int i, int j) {
   }
 }
 
-// kAllKeys: a row's share of the softmax's gradient is the sum of P dP over its keys, which are all
-// here; else it is given as delta. kKept: so are probabilities. `diagonal` as in softmax_step.
-template <class Math, int kDegree, bool kAllKeys, bool kKept = false>
-VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int all_keys, int vectors,
-                                    float scale, bool diagonal, const float* row_max,
-                                    const float* inverse_sum, const float* delta) {
+// softmax_gradient of kVectors vectors of queries, from vector j on, and keys that all of them see.
+// Two at a time where they are rounded: a vector of bf16 holds both (1.25x).
+template <class Math, int kDegree, bool kAllKeys, bool kKept, int kVectors>
+VLMK_INLINE void gradient_of_vectors(const Gradients<Math>& g, int all_keys, int j, int keys,
+                                     float scale, const float* row_max, const float* inverse_sum,
+                                     const float* delta) {
+  constexpr bool kReads = kKept && Math::kStep > 1;  // probabilities again, not from st
+  const int read = keys_read(all_keys, keys);
   const Vec c = set1(scale);
-  for (int j = 0; j < vectors; ++j) {
-    const int keys = keys_seen(all_keys, j, diagonal), read = keys_read(all_keys, keys);
-    const Vec shift = set1(0.f) - load(row_max + j * kWidth) * c;
-    const Vec inverse = load(inverse_sum + j * kWidth);
-    float *const st = g.st + j * kWidth, *const dpt = g.dpt + j * kWidth;
-    const auto probability = [&](int i) {
-      if constexpr (kKept) return kept_probability<Math>(g.kept, all_keys, i, j) * inverse;
-      return exp2<kDegree>(fma(load(st + i * kLaneRow), c, shift)) * inverse;
-    };
-    constexpr bool kReads = kKept && Math::kStep > 1;  // them again, not from st
-    Vec d;
-    if constexpr (kAllKeys) {
+  Vec shift[kVectors], inverse[kVectors], d[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    shift[v] = set1(0.f) - load(row_max + (j + v) * kWidth) * c;
+    inverse[v] = load(inverse_sum + (j + v) * kWidth);
+    d[v] = load(delta + (j + v) * kWidth);
+  }
+  float *const st = g.st + j * kWidth, *const dpt = g.dpt + j * kWidth;
+  const auto at = [](float* column, int i, int v) { return column + i * kLaneRow + v * kWidth; };
+  const auto probability = [&](int i, int v) {
+    if constexpr (kKept) return kept_probability<Math>(g.kept, all_keys, i, j + v) * inverse[v];
+    return exp2<kDegree>(fma(load(at(st, i, v)), c, shift[v])) * inverse[v];
+  };
+  if constexpr (kAllKeys) {
+    for (int v = 0; v < kVectors; ++v) {
       Vec sums[2] = {set1(0.f), set1(0.f)};
       const auto add = [&](int i, Vec& sum) {
-        const Vec p = probability(i);
-        if (!kReads) store(st + i * kLaneRow, p);
-        sum = fma(p, load(dpt + i * kLaneRow), sum);
+        const Vec p = probability(i, v);
+        if (!kReads) store(at(st, i, v), p);
+        sum = fma(p, load(at(dpt, i, v)), sum);
       };
       int i = 0;
       for (; i + 2 <= keys; i += 2) {
@@ -82,43 +86,66 @@ VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int all_keys, int 
         add(i + 1, sums[1]);
       }
       if (i < keys) add(i, sums[0]);
-      d = sums[0] + sums[1];
-    } else {
-      d = load(delta + j * kWidth);
+      d[v] = sums[0] + sums[1];
     }
-    const auto final_probability = [&](int i) {
-      return kAllKeys && !kReads ? load(st + i * kLaneRow) : probability(i);
-    };
-    const auto gradient = [&](int i, Vec p) { return p * (load(dpt + i * kLaneRow) - d); };
-    if constexpr (Math::kStep == 1) {
-      for (int i = 0; i < keys; ++i) {
-        const Vec p = final_probability(i);
-        store(dpt + i * kLaneRow, gradient(i, p));
-        if (!kAllKeys) store(st + i * kLaneRow, p);
-      }
-      for (int i = keys; i < read; ++i) {
-        store(st + i * kLaneRow, set1(0.f));
-        store(dpt + i * kLaneRow, set1(0.f));
-      }
-    } else {
-      const auto store_row = [&](typename Math::Element* rows, int i, Vec x) {
-        store(reinterpret_cast<BFloat16*>(rows + i * g.row_ld) + j * kWidth, x);
-      };
-      for (int i = 0; i < read; i += 2) {
-        Vec p[2], ds[2];
-        for (int u = 0; u < 2; ++u) {
-          const bool inside = i + u < keys;
-          p[u] = inside ? final_probability(i + u) : set1(0.f);
-          ds[u] = inside ? gradient(i + u, p[u]) : set1(0.f);
-          if (i + u >= read) continue;
-          store_row(g.p_row, i + u, p[u]);
-          store_row(g.ds_row, i + u, ds[u]);
+  }
+  const auto final_probability = [&](int i, int v) {
+    return kAllKeys && !kReads ? load(at(st, i, v)) : probability(i, v);
+  };
+  const auto gradient = [&](int i, int v, Vec p) { return p * (load(at(dpt, i, v)) - d[v]); };
+  if constexpr (Math::kStep == 1) {
+    for (int i = 0; i < keys; ++i) {
+      const Vec p = final_probability(i, 0);
+      store(at(dpt, i, 0), gradient(i, 0, p));
+      if (!kAllKeys) store(at(st, i, 0), p);
+    }
+    for (int i = keys; i < read; ++i) {
+      store(at(st, i, 0), set1(0.f));
+      store(at(dpt, i, 0), set1(0.f));
+    }
+  } else {
+    // Rows i and i + 1: how many of them are keys, and how many are read.
+    const auto put = [&](int i, int inside, int stored) __attribute__((always_inline)) {
+      Vec p[2][kVectors], ds[2][kVectors];
+#pragma GCC unroll 2
+      for (int u = 0; u < 2; ++u) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          p[u][v] = u < inside ? final_probability(i + u, v) : set1(0.f);
+          ds[u][v] = u < inside ? gradient(i + u, v, p[u][v]) : set1(0.f);
         }
-        // Row i / 2 was read before: it is row i or an earlier one.
-        const Vec pairs = Math::pair(ds[0], ds[1]);
-        store(dpt + i / 2 * kLaneRow, pairs);
+        if (u >= stored) continue;
+        const auto row = [&](typename Math::Element* rows) {
+          return reinterpret_cast<BFloat16*>(rows + (i + u) * g.row_ld) + j * kWidth;
+        };
+        store_vectors(row(g.p_row), p[u]);
+        store_vectors(row(g.ds_row), ds[u]);
       }
-    }
+      // Row i / 2 was read before: it is row i or an earlier one.
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) store(at(dpt, i / 2, v), Math::pair(ds[0][v], ds[1][v]));
+    };
+    int i = 0;
+    for (; i + 2 <= keys; i += 2) put(i, 2, 2);
+    for (; i < read; i += 2) put(i, keys - i, read - i);
+  }
+}
+
+// kAllKeys: a row's share of the softmax's gradient is the sum of P dP over its keys, which are all
+// here; else it is given as delta. kKept: so are probabilities. `diagonal` as in softmax_step.
+template <class Math, int kDegree, bool kAllKeys, bool kKept = false>
+VLMK_NOINLINE void softmax_gradient(const Gradients<Math>& g, int all_keys, int vectors,
+                                    float scale, bool diagonal, const float* row_max,
+                                    const float* inverse_sum, const float* delta) {
+  constexpr int kVectors = Math::kStep;
+  int j = 0;
+  for (; !diagonal && j + kVectors <= vectors; j += kVectors) {
+    gradient_of_vectors<Math, kDegree, kAllKeys, kKept, kVectors>(g, all_keys, j, all_keys, scale,
+                                                                  row_max, inverse_sum, delta);
+  }
+  for (; j < vectors; ++j) {
+    gradient_of_vectors<Math, kDegree, kAllKeys, kKept, 1>(
+        g, all_keys, j, keys_seen(all_keys, j, diagonal), scale, row_max, inverse_sum, delta);
   }
 }
 
