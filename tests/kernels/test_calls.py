@@ -102,3 +102,39 @@ def test_only_autograd_makes_a_context() -> None:
     assert "setup_context" in functions_called(lambda: varlen_attention(learning, q, q, CU_SEQLENS))
     called = functions_called(lambda: varlen_attention(q, q, q, CU_SEQLENS))
     assert "_varlen_forward" in called and "setup_context" not in called
+
+
+@pytest.mark.parametrize("name", ["varlen_attention", "vision_attention"])
+def test_no_zeros_stand_for_the_gradient_of_statistics(name: str) -> None:
+    """They would be as large as the probabilities that are kept."""
+    call, shape = OPS[name]
+    x = torch.randn(shape, requires_grad=True)
+    out = call(x)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.autograd.grad(out, x, torch.ones_like(out))
+    with Seen() as seen:
+        out = call(x)
+        torch.autograd.grad(out, x, torch.ones_like(out))
+    for names in ({event.key for event in profiler.key_averages()}, seen.names):
+        assert any("attention_backward" in each for each in names)
+        assert not any("zero" in each for each in names)
+
+
+class Ends(torch.autograd.Function):
+    """Gives its input no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_result_without_a_gradient_gives_none(name: str) -> None:
+    call, shape = OPS[name]
+    x = torch.randn(shape, requires_grad=True)
+    (dx,) = torch.autograd.grad(Ends.apply(call(x)).sum(), x, allow_unused=True)
+    assert dx is None or not dx.any()

@@ -515,8 +515,11 @@ def _autograd(backward_op: Callable[..., Any], tensors: int = 4) -> tuple[Callab
         ctx.options = inputs[tensors:]
         ctx.save_for_backward(*inputs[:tensors], *output)
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # else softmax_stats, 69 MB of windows, had one of zeros
 
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * (tensors + len(ctx.options))
         grads = once(backward_op, dout, *ctx.saved_tensors, *ctx.options)
         grads = (grads,) if isinstance(grads, Tensor) else grads
         return (*grads, *[None] * (tensors - len(grads) + len(ctx.options)))
