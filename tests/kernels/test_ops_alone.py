@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 import vlmkernels  # noqa: F401
+from tests.kernels.numeric import assert_accurate
 
-F32, U8 = torch.float32, torch.uint8
+F32, F64, U8 = torch.float32, torch.float64, torch.uint8
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -119,13 +119,17 @@ def test_what_fits_is_computed() -> None:
     actual = ops.visual_embedding(*tensors, 0, True, 0, 4, -1, F32, True)
     assert torch.equal(actual, weight[[0, 1, 2, 0]])
 
-    q, upstream = torch.randn(16, 2, 8), torch.randn(16, 2, 8)
-    x = q.clone().requires_grad_()
-    heads = x.transpose(0, 1)
-    torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, scale=1.0).backward(
-        upstream.transpose(0, 1)
-    )
-    settings = i32(0, 16), None, False, 1.0, "cpu"
-    out, stats = ops.varlen_attention(q, q, q, *settings)
+    qkv, upstream, scale = torch.randn(3, 16, 2, 8), torch.randn(16, 2, 8), 8**-0.5
+
+    def by_torch(dtype: torch.dtype) -> torch.Tensor:
+        x = qkv.to(dtype).requires_grad_()
+        heads = x.transpose(1, 2)
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, scale=scale)
+        return torch.autograd.grad(out, x, upstream.to(dtype).transpose(0, 1))[0]
+
+    settings = i32(0, 16), None, False, scale, "cpu"
+    out, stats = ops.varlen_attention(*qkv, *settings)
     rest = settings[0], out, stats, *settings[1:]
-    assert_close(sum(ops.varlen_attention_backward(upstream, q, q, q, *rest)), x.grad)
+    gradients = ops.varlen_attention_backward(upstream, *qkv, *rest)
+    for name, *all_three in zip("qkv", gradients, by_torch(F32), by_torch(F64), strict=True):
+        assert_accurate(f"d{name}", *all_three)
