@@ -21,11 +21,7 @@ import torch  # first: the native module then shares torch's OpenMP runtime and 
 from torch import Tensor
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import (
-    TransformType,
-    get_interpreter_stack,
-    is_legacy_batchedtensor,
-)
+from torch._C._functorch import TransformType, get_interpreter_stack, is_legacy_batchedtensor
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -121,8 +117,8 @@ def _function(
 
 def _direct(name: str, op: Callable, run: Callable, recorded: Callable) -> Callable:
     """The op, by `recorded` where only autograd or a profiler looks on, and by `run` where nobody
-    does. A kernel waits for all that is called before it, behind another kernel, which has left
-    none of that in the caches, ten times as long as in a loop."""
+    does. A kernel waits for all that is called before it: behind another kernel, which has left
+    none of that in the caches, several times as long as in a loop."""
 
     def call(*args: Any) -> Any:
         if (
