@@ -82,8 +82,10 @@ def define(
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
+    # Without a formula the dispatcher leaves grad mode on, in which no out= takes what learns.
+    checked = _without_tangents(name, run if autograd else torch.no_grad()(run))
     for device in devices:
-        LIBRARY.impl(name, _without_tangents(name, run), device)
+        LIBRARY.impl(name, checked, device)
     qualified = f"vlmkernels::{name}"
     torch.library.register_fake(qualified, fake, lib=LIBRARY)
     op = getattr(torch.ops.vlmkernels, name).default
@@ -97,7 +99,7 @@ def define(
     elsewhere = without_transforms(name, op, maps=True)
     if written:
         return elsewhere
-    return _direct(name, elsewhere, run, _function(name, run, setup_context, backward).apply)
+    return _direct(name, elsewhere, run, recorded(_function(name, run, setup_context, backward)))
 
 
 def _function(
@@ -132,10 +134,27 @@ def _direct(name: str, op: Callable, run: Callable, recorded: Callable) -> Calla
         tensors = [x for x in args if isinstance(x, Tensor)]
         if not is_plain(*tensors):
             return op(*args)
-        learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        learns = learning() and any(x.requires_grad for x in tensors)
         return (recorded if learns or _profiler_enabled() else run)(*args)
 
     call.__name__ = name
+    return call
+
+
+def learning() -> bool:
+    """Whether autograd records: never in inference mode, whatever grad mode is set in it."""
+    return torch.is_grad_enabled() and (is_compiling() or not torch.is_inference_mode_enabled())
+
+
+def recorded(function: type[torch.autograd.Function]) -> Callable:
+    """function.apply, which alone would record in inference mode where grad mode is on."""
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled() and not learning():
+            with torch.no_grad():
+                return function.apply(*args)
+        return function.apply(*args)
+
     return call
 
 
@@ -286,8 +305,10 @@ def once(op: Callable[..., Any], *inputs: Any) -> Any:
     """op(*inputs) in a backward formula, for an op without one of its own.
 
     Under create_graph=True torch would warn and go on without this op's share of the second
-    derivative; so its results refuse to be differentiated there.
+    derivative; so its results refuse to be differentiated there. In forward mode an error.
     """
+    if not is_compiling() and forward_ad._current_level >= 0:
+        op = _without_tangents(getattr(op, "__name__", str(op)), op)
     return _Once.apply(op, *inputs) if torch.is_grad_enabled() else op(*inputs)
 
 
@@ -392,7 +413,26 @@ def check_allocated(name: Callable[[], str], tensor: Tensor) -> None:
         raise ValueError(f"{name()}, {describe(tensor)}, has no memory: {because}")
 
 
-def check_in_place(name: str, x: Tensor, instead: str) -> None:
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share memory: where their ranges of addresses do."""
+
+    def ends(x: Tensor) -> tuple[int, int]:
+        steps = (max(n - 1, 0) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        return x.data_ptr(), x.data_ptr() + (sum(steps) + 1) * x.element_size()
+
+    (begin, end), (other_begin, other_end) = ends(one), ends(other)
+    return bool(one.numel() and other.numel()) and begin < other_end and other_begin < end
+
+
+def check_apart(name: str, x: Tensor, written: str, out: Tensor) -> None:
+    if overlap(x, out):
+        raise ValueError(
+            f"{name} lies in the memory of {written}, which is written; pass {name}.clone()"
+        )
+
+
+def check_in_place(name: str, x: Tensor, instead: str, *others: Tensor | None) -> None:
+    """As torch's own functions that write into x refuse it; others: what x takes gradients to."""
     because = None
     if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
         because = "a leaf that requires a gradient"
@@ -404,8 +444,21 @@ def check_in_place(name: str, x: Tensor, instead: str) -> None:
         because = "a negated view"
     elif x.is_inference() and not torch.is_inference_mode_enabled():
         because = "a tensor of inference mode"
+    elif x._is_view() and learning():
+        because = _not_followed(x, *others)
     if because:
         raise ValueError(f"{name} is {because}, so it can't be written in place; {instead}")
+
+
+def _not_followed(view: Tensor, *others: Tensor | None) -> str | None:
+    """Why autograd would not see that a view is written, or None."""
+    base, meta = view._base, torch._C._autograd._get_creation_meta(view)
+    if base is not None and base.is_leaf and base.requires_grad:
+        return "a view of a leaf that requires a gradient"
+    learns = any(x is not None and x.requires_grad for x in (view, *others))
+    if learns and meta != torch._C._autograd.CreationMeta.DEFAULT:
+        return "a view that autograd can't follow (of chunk, split, unbind or no_grad)"
+    return None
 
 
 def check_not_recorded(name: str) -> None:
@@ -447,7 +500,7 @@ def saved_tensor_hooks() -> bool:
 def main_grad_of(weight: Tensor, name: str = "weight") -> Tensor | None:
     """What weight_grad="main_grad" (name_grad) adds to; None where no gradient is wanted, and under
     torch.compile."""
-    if is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+    if is_compiling() or not (weight.requires_grad and learning()):
         return None
     main_grad = getattr(weight, "main_grad", None)
     if (

@@ -28,6 +28,7 @@ from vlmkernels._native import (
     main_grad_of,
     once,
     pointer,
+    recorded,
 )
 
 Grad = Literal["dense", "main_grad"]
@@ -151,6 +152,12 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
+def _kept(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What was saved, _aligned, in the dtype that it had: hooks, or module.to(), may have changed
+    it."""
+    return _aligned(x.to(dtype))
+
+
 def rms_norm_backward(
     dy: Tensor,
     ds: Tensor | None,
@@ -164,13 +171,15 @@ def rms_norm_backward(
     ds: the gradient of x's use beside the norm, added to dx. of_weight, of_bias: whether it learns,
     and its main_grad."""
     rows, width = rstd.shape[0], dy.shape[-1]
-    if x.shape != dy.shape or rstd.numel() != dy.numel() // max(width, 1) or len(weight) != width:
+    fits = x.shape == dy.shape and len(weight) == width
+    alike = x.device == weight.device == rstd.device == dy.device
+    if not fits or not alike or rstd.numel() != dy.numel() // max(width, 1):
         raise ValueError(
             f"x is {describe(x)} and weight {describe(weight)} now, for a gradient "
-            f"{list(dy.shape)}: their data was exchanged after the forward pass"
+            f"{list(dy.shape)} on {dy.device}: their data was exchanged after the forward pass"
         )
-    # What was saved may have been through hooks.
-    dy, x, weight = _aligned(dy), _aligned(x), _aligned(weight)
+    dy, x, weight = _aligned(dy), _kept(x, dy.dtype), _kept(weight, dy.dtype)
+    rstd = _kept(rstd, torch.float32)
     dx = torch.empty_like(x)
     ds = ds if ds is None else _aligned(ds)
     dweight = _Gradient(x, width, rows, *of_weight, _C.CUDA_NORM_ROWS)
@@ -229,6 +238,9 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dweight, None, None
 
 
+_norm = recorded(_RMSNorm)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dense") -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
@@ -251,7 +263,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_grad: Grad = "dens
     _check("rms_norm", x, "weight", weight)
     _check_eps(eps)
     seen, main_grad = _parameter("weight", weight, weight_grad, x)
-    return _RMSNorm.apply(x, seen, (weight, main_grad), eps)
+    return _norm(x, seen, (weight, main_grad), eps)
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -295,6 +307,9 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dx if needs_residual else None, dweight, dbias, None, None
 
 
+_add_norm = recorded(_AddRMSNorm)
+
+
 def add_rms_norm_(
     x: Tensor,
     residual: Tensor | None,
@@ -334,7 +349,7 @@ def add_rms_norm_(
         raise ValueError(f"x has strides {x.stride()}; add_rms_norm_ needs a contiguous one")
     _check_start("add_rms_norm_", x)
     if residual is not None:
-        check_in_place("x", x, "pass x.clone()")
+        check_in_place("x", x, "pass x.clone()", residual, bias)
     if residual is None:
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
     elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
@@ -348,7 +363,7 @@ def add_rms_norm_(
     seen, main_grad = _parameter("weight", weight, weight_grad, x)
     seen_bias, bias_main_grad = _parameter("bias", bias, bias_grad, x)
     values = (weight, main_grad), (bias, bias_main_grad)
-    return _AddRMSNorm.apply(x, residual, seen, seen_bias, values, eps)
+    return _add_norm(x, residual, seen, seen_bias, values, eps)
 
 
 def swiglu_backward(
@@ -358,14 +373,14 @@ def swiglu_backward(
     bias is in x; on CUDA dy's rows may be apart or padded."""
     both = x.shape[-1]
     rows = x.numel() // max(both, 1)
-    fits = x.shape[:-1] == dy.shape[:-1] and dy.shape[-1] >= both // 2
-    if not fits or (bias is not None and len(bias) != both):
+    fits = x.shape[:-1] == dy.shape[:-1] and dy.shape[-1] >= both // 2 and x.device == dy.device
+    if not fits or (bias is not None and (len(bias) != both or bias.device != dy.device)):
         kept = describe(x) if bias is None else f"{describe(x)} and bias {describe(bias)}"
         raise ValueError(
-            f"x is {kept} now, for a gradient {list(dy.shape)}: their data was exchanged after "
-            "the forward pass"
+            f"x is {kept} now, for a gradient {list(dy.shape)} on {dy.device}: their data was "
+            "exchanged after the forward pass"
         )
-    x, bias = _aligned(x), bias if bias is None else _aligned(bias)
+    x, bias = _kept(x, dy.dtype), bias if bias is None else _kept(bias, dy.dtype)
     dy, dx = dy.reshape(rows, dy.shape[-1]), torch.empty_like(x)
     if not x.is_cuda or dy.is_neg():
         dy = _contiguous(dy)
@@ -423,6 +438,9 @@ class _SwiGLU(torch.autograd.Function):
         return *once(swiglu_backward, dy, *ctx.saved_tensors, learns, ctx.main_grad), None, None
 
 
+_swiglu = recorded(_SwiGLU)
+
+
 def swiglu_(
     x: Tensor, bias: Tensor | None = None, *, bias_grad: Grad = "dense", padding: int = 0
 ) -> Tensor:
@@ -458,6 +476,6 @@ def swiglu_(
         )
     _check_start("swiglu_", x)
     if bias is not None and not x.is_cuda:
-        check_in_place("x", x, "pass x.clone()")
+        check_in_place("x", x, "pass x.clone()", bias)
     seen, main_grad = _parameter("bias", bias, bias_grad, x)
-    return _SwiGLU.apply(x, seen, (bias, main_grad), padding)
+    return _swiglu(x, seen, (bias, main_grad), padding)

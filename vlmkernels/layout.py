@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_interpreter_stack
 
 from vlmkernels._native import _C, check_whole, pointer, to_device
 from vlmkernels.rotary import frequencies
@@ -173,8 +174,10 @@ class VisionLayout:
             rows = torch.cat((self.position_ids, self.position_ids + self.max_side), -1)
             table = torch.nn.functional.embedding(rows, both)
             table = table.view(self.num_patches, head_dim)
-            # Of a tracer such as torch.export, or of inference mode, which a compiler can't see.
-            if torch.compiler.is_compiling() or type(table) is not Tensor:
+            # Of a tracer such as torch.export, of torch.func.functionalize, or of inference mode,
+            # which a compiler can't see.
+            compiling = torch.compiler.is_compiling()
+            if compiling or type(table) is not Tensor or get_interpreter_stack():
                 return table  # not for calls after it
             self._tables[key] = table
         return self._tables[key]

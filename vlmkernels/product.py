@@ -17,7 +17,7 @@ import sys
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, describe, pointer, take_threads
+from vlmkernels._native import _C, DTYPES, describe, learning, pointer, take_threads
 
 #: Of matrices whose products can be ours.
 TYPES = (torch.float32, torch.bfloat16)
@@ -189,7 +189,7 @@ def _fits(a: Tensor, b: Tensor) -> bool:
         and _is_plain(b, a.dtype)
         and torch.get_float32_matmul_precision() == "highest"
         and not torch._C._len_torch_dispatch_stack()
-        and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
+        and not (learning() and (a.requires_grad or b.requires_grad))
     )
 
 
@@ -209,7 +209,7 @@ def _takes(out: Tensor | None, a: Tensor, b: Tensor, add: bool) -> bool:
         and out.stride(0) >= out.shape[1]
         and not _overlap(a, out)
         and not _overlap(b, out)
-        and not (torch.is_grad_enabled() and out.requires_grad)
+        and not (learning() and out.requires_grad)
     )
 
 

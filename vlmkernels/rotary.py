@@ -27,6 +27,7 @@ from vlmkernels._native import (
     launch,
     once,
     pointer,
+    recorded,
 )
 
 
@@ -133,6 +134,9 @@ class _Rotary(torch.autograd.Function):
         return once(_rotated, grad, *ctx.saved_tensors, True), None, None
 
 
+_rotary = recorded(_Rotary)
+
+
 def _gradient(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Of a fused projection whose q and k were rotated."""
     tokens, kv_heads, head_dim = dk.shape
@@ -163,6 +167,9 @@ class _RotaryQKV(torch.autograd.Function):
         return once(_gradient, dq, dk, dv, *ctx.saved_tensors), None, None
 
 
+_rotary_qkv = recorded(_RotaryQKV)
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate every head of x by its token's angles; on CUDA in one launch where halves of heads are
     whole units of 16 bytes.
@@ -182,7 +189,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if x.dim() != 3 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, H, D] with an even D")
     _check_table("x", x, cos, sin)
-    return _Rotary.apply(x, cos, sin)
+    return _rotary(x, cos, sin)
 
 
 def apply_rotary_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,7 +214,7 @@ def apply_rotary_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
             f"qkv has shape {tuple(qkv.shape)}; it must be [T, Hkv, H / Hkv + 2, D] with an even D"
         )
     _check_table("qkv", qkv, cos, sin)
-    return _RotaryQKV.apply(qkv, cos, sin)
+    return _rotary_qkv(qkv, cos, sin)
 
 
 def _check_table(name_of_x: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from vlmtrain.cpu.gloo import _Group
 
 WORKER = """
 import glob
@@ -58,6 +61,15 @@ def test_groups_share_a_thread_and_exchange_at_once(named: bool) -> None:
         if linux:  # where threads have names
             groups = 7 if number == 1 else 8
             assert f"network threads: 1, groups: {groups}\n" in rank.output, rank.output
+
+
+def test_options_that_a_later_torch_gives_are_handed_on() -> None:
+    """torch 2.14 gives one more, enable_reconfigure."""
+    arguments = dist.HashStore(), 0, 1, timedelta(seconds=9)
+    options = _Group(*arguments, global_ranks_in_group=[0]).options
+    assert options.global_ranks_in_group == [0] and options._timeout == timedelta(seconds=9)
+    with pytest.raises(AttributeError, match="unheard_of"):
+        _Group(*arguments, unheard_of=True)
 
 
 ENDS = """

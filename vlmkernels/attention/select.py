@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmkernels._native import _C, DTYPES, cuda_archs
+from vlmkernels._native import _C, DTYPES, cuda_archs, learning
 
 #: Of varlen_attention, in order of preference. On an H200 sm90 took 0.4 to 0.7 times as long as
 #: FlashAttention-2 (torch's, the same code as flash-attn's); sm80 has not met its own GPUs.
@@ -181,7 +181,7 @@ def keeping(kernel: str, max_seqlen: int | None, *inputs: Tensor) -> str:
     head_dim, dtype = inputs[0].shape[-1:].numel(), inputs[0].dtype
     if kernel != "cpu" or max_seqlen is None or not max_seqlen <= KEPT_TOKENS <= head_dim:
         return kernel
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    learns = learning() and any(x.requires_grad for x in inputs)
     return "cpu-kept" if learns and dtype in DTYPES and kept_floats(dtype) else kernel
 
 

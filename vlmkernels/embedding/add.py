@@ -16,12 +16,14 @@ from torch import Tensor
 
 from vlmkernels._native import (
     DTYPES,
+    check_apart,
     check_in_place,
     check_tensor,
     define,
     launch,
     once,
     pointer,
+    recorded,
     without_transforms,
 )
 from vlmkernels.embedding.gradients import visual_grad
@@ -30,7 +32,6 @@ from vlmkernels.embedding.lookup import (
     check_launch,
     check_used,
     check_visual,
-    overlap,
     scatter_visual,
 )
 from vlmkernels.embedding.visual_index import shard_rows
@@ -55,10 +56,7 @@ def _run(
     hidden: Tensor, visual: Tensor, visual_index: Tensor, first: int, allow_unused: bool
 ) -> None:
     check_used(visual, visual_index, allow_unused)
-    if overlap(hidden, visual):
-        raise ValueError(
-            "visual lies in the memory of hidden, which is written; pass visual.clone()"
-        )
+    check_apart("visual", visual, "hidden", hidden)
     check_launch(hidden, visual, visual_index, first)
     visual, visual_index = visual.contiguous(), visual_index.contiguous()
     launch(
@@ -104,7 +102,7 @@ class _Add(torch.autograd.Function):
         return grad, dvisual, None, None, None
 
 
-_add_with_gradients = without_transforms("add_visual_", _Add.apply)
+_add_with_gradients = without_transforms("add_visual_", recorded(_Add))
 
 
 def add_visual_(
@@ -148,7 +146,7 @@ def add_visual_(
             f"{visual_index.shape[0]} positions"
             + (f", {rows} for each of {shard[1]} shards" if shard else "")
         )
-    check_in_place("hidden", hidden, "pass hidden.clone()")
+    check_in_place("hidden", hidden, "pass hidden.clone()", visual)
     allow_unused = allow_unused or shard is not None
     if torch.compiler.is_compiling():  # which traces no autograd.Function that writes its input
         flat = hidden.reshape(rows, hidden.shape[-1])

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vlmkernels._native import (
     DTYPES,
+    check_apart,
     check_in_place,
     check_pair,
     check_tensor,
@@ -33,6 +34,7 @@ from vlmkernels._native import (
     main_grad_of,
     once,
     pointer,
+    recorded,
     sparse_rows,
     without_transforms,
 )
@@ -87,17 +89,6 @@ def scatter_visual_reference(
 
 
 # ---- launchers -----------------------------------------------------------------------------------
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share memory: where their ranges of addresses do."""
-
-    def ends(x: Tensor) -> tuple[int, int]:
-        steps = (max(n - 1, 0) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        return x.data_ptr(), x.data_ptr() + (sum(steps) + 1) * x.element_size()
-
-    (begin, end), (other_begin, other_end) = ends(one), ends(other)
-    return bool(one.numel() and other.numel()) and begin < other_end and other_begin < end
 
 
 def check_launch(
@@ -206,10 +197,7 @@ def _run_scatter_in_place(
     embeddings: Tensor, visual: Tensor, visual_index: Tensor, first: int, allow_unused: bool
 ) -> None:
     check_used(visual, visual_index, allow_unused)
-    if overlap(embeddings, visual):
-        raise ValueError(
-            "visual lies in the memory of embeddings, which is written; pass visual.clone()"
-        )
+    check_apart("visual", visual, "embeddings", embeddings)
     _run(None, embeddings, visual, visual_index, embeddings, first)
 
 
@@ -289,7 +277,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, dweight, dvisual, *[None] * 8
 
 
-_embedding_elsewhere = without_transforms("visual_embedding", _Embedding.apply)
+_embedding_elsewhere = without_transforms("visual_embedding", recorded(_Embedding))
 
 
 def _scatter_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -340,7 +328,7 @@ class _ScatterInPlace(torch.autograd.Function):
         return _scatter_backward(ctx, grad)
 
 
-_scatter_with_gradients = without_transforms("scatter_visual_", _ScatterInPlace.apply)
+_scatter_with_gradients = without_transforms("scatter_visual_", recorded(_ScatterInPlace))
 
 
 # ---- argument checks -----------------------------------------------------------------------------
@@ -576,7 +564,7 @@ def scatter_visual_(
         ValueError, TypeError: as `scatter_visual`, or embeddings can't be written in place.
     """
     first = _check_scatter(embeddings, visual, visual_index, shard)
-    check_in_place("embeddings", embeddings, "use scatter_visual")
+    check_in_place("embeddings", embeddings, "use scatter_visual", visual)
     allow_unused = allow_unused or shard is not None
     if torch.compiler.is_compiling():  # which traces no autograd.Function that writes its input
         return embeddings.copy_(_scatter(embeddings, visual, visual_index, first, allow_unused))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vlmkernels._native import check_tensor, check_tensors, check_whole
+from vlmkernels._native import check_tensor, check_tensors, check_whole, recorded
 from vlmkernels.embedding.visual_index import shard_rows
 
 
@@ -112,7 +112,7 @@ def exchange_rows(
         ranks have taken are added in the order of the ranks.
     """
     check_tensors(rows=rows)
-    return _Exchange.apply(rows, exchange, group)
+    return recorded(_Exchange)(rows, exchange, group)
 
 
 class _Exchange(torch.autograd.Function):

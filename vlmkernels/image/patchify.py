@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_interpreter_stack
 
 from vlmkernels._native import (
     DTYPES,
     check,
+    check_apart,
     check_tensor,
     check_whole,
     define,
@@ -116,6 +118,7 @@ def _run(
     check_tensor("table", table, dtypes=[out.dtype], shape="[3, 256]", dim=2, device=_CPU)
     check(table.shape == (3, 256), f"table is {describe(table)}; it must be [3, 256]")
     check(threads >= 1, f"threads is {threads}; it must be at least 1")
+    check_apart("frames", frames, "out", out)
     table = table.contiguous()
     frames = frames.contiguous()
     launch(
@@ -193,8 +196,9 @@ def patchify(
     if out is None:
         check(dtype in DTYPES, f"dtype is {dtype}; it must be float32, bfloat16 or float16")
         out = torch.empty(shape, dtype=dtype, device=_CPU)
-    # Under a mode (FakeTensorMode) the table is of that mode's kind, and for this call only.
-    table_of = _table.__wrapped__ if torch._C._len_torch_dispatch_stack() else _table
+    # Under FakeTensorMode or functionalize the table is of their kind, and for this call only.
+    of_mode = torch._C._len_torch_dispatch_stack() or get_interpreter_stack()
+    table_of = _table.__wrapped__ if of_mode else _table
     table = table_of(means, stds, factor, out.dtype)
     _patchify(frames, table, out, patch_size, temporal_patch_size, merge_size, threads)
     return out

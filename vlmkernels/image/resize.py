@@ -10,7 +10,15 @@ import functools
 import torch
 from torch import Tensor
 
-from vlmkernels._native import check, check_tensor, check_whole, define, launch, pointer
+from vlmkernels._native import (
+    check,
+    check_apart,
+    check_tensor,
+    check_whole,
+    define,
+    launch,
+    pointer,
+)
 
 _CPU = torch.device("cpu")
 
@@ -81,6 +89,7 @@ def _run(frames: Tensor, out: Tensor, pillow: int, threads: int) -> None:
     side = max(shape[1:3])
     check(side < 2**24, f"a side of the result has {side} pixels; at most {2**24 - 1} are taken")
     check(threads >= 1, f"threads is {threads}; it must be at least 1")
+    check_apart("frames", frames, "out", out)
     frames = frames.contiguous()
     sizes = (*frames.shape, *out.shape[1:3], pillow, threads)
     launch("resize", frames, pointer(frames), pointer(out), *sizes)

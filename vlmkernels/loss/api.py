@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import forward_ad
 
 from vlmkernels._native import (
     DTYPES,
@@ -18,9 +20,12 @@ from vlmkernels._native import (
     check_tensor,
     check_whole,
     describe,
+    is_plain,
+    learning,
     main_grad_of,
     no_rows,
     once,
+    recorded,
     saved_tensor_hooks,
     to_device,
     without_transforms,
@@ -80,7 +85,7 @@ class _Loss(torch.autograd.Function):
             )
             if on_cuda:  # seen there, and not waited for
                 torch._assert_async((grad == expected).all(), message)
-            elif not _same(grad, expected):
+            elif _known(grad, expected) and not _same(grad, expected):
                 raise ValueError(message)
         elif ctx.now and ((on_cuda and grad.dim() == 0) or not _same(grad, expected)):
             small = hidden.dtype == torch.float16 and not on_cuda  # digits that were lost stay so
@@ -104,7 +109,7 @@ class _Loss(torch.autograd.Function):
         return dhidden, dweight, *(None,) * (6 + len(ctx.settings))
 
 
-_loss = without_transforms("linear_cross_entropy", _Loss.apply)
+_loss = without_transforms("linear_cross_entropy", recorded(_Loss))
 
 
 def _row_scale(ctx: Any, grad: Tensor, targets: Tensor) -> Tensor:
@@ -131,8 +136,16 @@ def _times(gradient: Tensor, ratio: Tensor) -> Tensor:
     return result
 
 
+def _known(*tensors: Tensor) -> bool:
+    """Whether their values can be asked for, and are all that they have: not those of a tracer or
+    of FakeTensorMode, of a batch of gradients, or with tangents."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    return not _len_torch_dispatch_stack() and is_plain(*tensors)
+
+
 def _same(grad: Tensor, expected: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and torch.equal(grad, expected.expand(grad.shape))
+    return _known(grad, expected) and torch.equal(grad, expected.expand(grad.shape))
 
 
 def _retained() -> bool:
@@ -238,10 +251,9 @@ def _expected(
             f"grad_scale is {kind} {list(known.shape)}; it must be a number or float32 "
             + " or ".join(str(list(shape)) for shape in shapes)
         )
-    if torch.compiler.is_compiling():
-        if reduction == "none":
-            return None
-    elif known.dim() == 0 and known.is_cpu and not 0 < abs(float(known)) < math.inf:
+    if torch.compiler.is_compiling() and reduction == "none":
+        return None
+    if known.dim() == 0 and known.is_cpu and _known(known) and not 0 < abs(float(known)) < math.inf:
         raise ValueError(f"grad_scale is {float(known)}; it must be a finite number, not 0")
     if known.device != hidden.device:
         known = to_device(known, hidden.device)
@@ -353,7 +365,7 @@ def linear_cross_entropy(
         raise ValueError(f"z_loss is {z_loss}; it must be finite and not negative")
     if weight_grad not in ("dense", "main_grad"):
         raise ValueError(f"weight_grad is {weight_grad!r}; it must be 'dense' or 'main_grad'")
-    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    wanted = tuple(learning() and x.requires_grad for x in (hidden, weight))
     main_grad = main_grad_of(weight) if weight_grad == "main_grad" else None
     expected = _expected(grad_scale, reduction, main_grad is not None, targets, hidden)
     flags = *wanted, main_grad is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -27,8 +28,12 @@ def _devices() -> list[dist.ProcessGroupGloo.Device]:
 class _Group(dist.ProcessGroupGloo):
     """A gloo group on the devices that all groups of this process share."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any
+    ) -> None:
         options = dist.ProcessGroupGloo._Options()
+        for name, value in more.items():  # what a later torch gives: enable_reconfigure of 2.14
+            setattr(options, name, value)
         options._devices, options._timeout = _devices(), timeout
         options._threads = 2 * len(options._devices)  # torch's number
         super().__init__(store, rank, size, options)

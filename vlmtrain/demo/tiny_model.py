@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from vlmtrain.core.errors import UserError
 from vlmtrain.models.family import FAMILIES
 
 Family = Literal["qwen2_5_vl", "qwen3_vl"]  # of the demo
@@ -215,6 +216,7 @@ def write_folder(
         family: what kind of model.
     """
     import torch
+    import transformers
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
 
@@ -227,7 +229,13 @@ def write_folder(
     values = {key: value for key, value in config.items() if key != "model_type"}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = AutoConfig.for_model(family, **values)
+        try:
+            made = AutoConfig.for_model(family, **values)
+        except ValueError as error:
+            raise UserError(
+                f"transformers {transformers.__version__} has no {family} ({str(error)[:60]}..); "
+                "install a later one"
+            ) from error
         model = AutoModelForImageTextToText.from_config(made).float()
     model.save_pretrained(folder)  # model.safetensors, under the keys of this transformers
 

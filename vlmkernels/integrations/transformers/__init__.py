@@ -30,7 +30,7 @@ after the model was made or loaded, before or after peft, torch.compile or a tra
 
 Weights, state dicts and results stay those of the model, up to the order of float sums; outputs at
 padding positions differ, as they do between transformers' own implementations.
-Tried with transformers 5.23.0 (the tests), 5.24.0 and 4.57.6. It needs 4.53 or later, where
+Tried with transformers 5.24.0 (the tests), 5.23.0 and 4.57.6. It needs 4.53 or later, where
 attention became an interface, for Qwen3-VL a later 5; `enable` says so where a name it needs is
 missing.
 """
