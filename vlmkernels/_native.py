@@ -431,8 +431,8 @@ def check_apart(name: str, x: Tensor, written: str, out: Tensor) -> None:
         )
 
 
-def check_in_place(name: str, x: Tensor, instead: str, *others: Tensor | None) -> None:
-    """As torch's own functions that write into x refuse it; others: what x takes gradients to."""
+def check_in_place(name: str, x: Tensor, instead: str, dirty: Tensor | None = None) -> None:
+    """dirty: what is written into an x that an autograd.Function marks as dirty."""
     because = None
     if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
         because = "a leaf that requires a gradient"
@@ -445,19 +445,20 @@ def check_in_place(name: str, x: Tensor, instead: str, *others: Tensor | None) -
     elif x.is_inference() and not torch.is_inference_mode_enabled():
         because = "a tensor of inference mode"
     elif x._is_view() and learning():
-        because = _not_followed(x, *others)
+        because = _not_followed(x, dirty)
     if because:
         raise ValueError(f"{name} is {because}, so it can't be written in place; {instead}")
 
 
-def _not_followed(view: Tensor, *others: Tensor | None) -> str | None:
-    """Why autograd would not see that a view is written, or None."""
+def _not_followed(view: Tensor, dirty: Tensor | None) -> str | None:
+    """Why autograd would not follow what is written into a view, or None. Of views marked as dirty
+    it says so itself, but when they are written."""
     base, meta = view._base, torch._C._autograd._get_creation_meta(view)
     if base is not None and base.is_leaf and base.requires_grad:
         return "a view of a leaf that requires a gradient"
-    learns = any(x is not None and x.requires_grad for x in (view, *others))
+    learns = dirty is not None and (view.requires_grad or dirty.requires_grad)
     if learns and meta != torch._C._autograd.CreationMeta.DEFAULT:
-        return "a view that autograd can't follow (of chunk, split, unbind or no_grad)"
+        return "a view of a function that autograd does not follow (chunk, split, unbind, ..)"
     return None
 
 

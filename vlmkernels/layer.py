@@ -349,7 +349,7 @@ def add_rms_norm_(
         raise ValueError(f"x has strides {x.stride()}; add_rms_norm_ needs a contiguous one")
     _check_start("add_rms_norm_", x)
     if residual is not None:
-        check_in_place("x", x, "pass x.clone()", residual, bias)
+        check_in_place("x", x, "pass x.clone()")
     if residual is None:
         check(bias is None, "bias is given without a residual; add_rms_norm_ adds both or nothing")
     elif (residual.shape, residual.dtype, residual.device) != (x.shape, x.dtype, x.device):
@@ -427,6 +427,7 @@ class _SwiGLU(torch.autograd.Function):
             if not x.is_cuda:
                 _check_apart("bias", pointer(added), x, pointer(x))
                 torch.autograd.graph.increment_version(x)
+                x = x.detach()  # of a view autograd would refuse what it sees written
         ctx.save_for_backward(x, added if x.is_cuda else None)
         pointers = (pointer(x), pointer(added), pointer(y))
         launch("swiglu", x, *pointers, rows, both // 2, DTYPES[x.dtype], y.shape[-1])
@@ -476,6 +477,6 @@ def swiglu_(
         )
     _check_start("swiglu_", x)
     if bias is not None and not x.is_cuda:
-        check_in_place("x", x, "pass x.clone()", bias)
+        check_in_place("x", x, "pass x.clone()")
     seen, main_grad = _parameter("bias", bias, bias_grad, x)
     return _swiglu(x, seen, (bias, main_grad), padding)

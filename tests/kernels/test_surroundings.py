@@ -123,28 +123,66 @@ def test_what_is_saved_may_come_back_in_another_dtype(name: str, way: str) -> No
     assert ((dx - exact).norm() / exact.norm()).item() < 3 * 2**-9
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name.endswith("_")])
-@pytest.mark.parametrize("way", ["slice of a parameter", "the same in no_grad", "chunk", "split"])
-def test_a_view_that_torch_would_not_write_is_refused_before_it_is(name: str, way: str) -> None:
-    base = Parameter(torch.randn(8, 8))
-    before, work = base.detach().clone(), base * 1
-    with torch.set_grad_enabled(way != "the same in no_grad"):
-        part = base[:4]
-    x = {"chunk": work.chunk(2)[0], "split": work.split(4)[0]}.get(way, part)
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "scatter_visual_": lambda x: scatter_visual_(x, rows(2, 8), INDEX),
+    "add_visual_": lambda x: add_visual_(x, rows(2, 8), INDEX),
+    "add_rms_norm_": lambda x: add_rms_norm_(x, rows(), WEIGHT, 1e-6)[1],
+    "swiglu_": lambda x: swiglu_(x, WEIGHT),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_view_of_a_parameter_is_refused_before_it_is_written(name: str, recorded: bool) -> None:
+    table = Parameter(torch.randn(8, 8))
+    before = table.detach().clone()
+    with torch.set_grad_enabled(recorded):
+        x = table[:4]
+    with pytest.raises(RuntimeError, match="view"):  # torch's
+        x.add_(1)
+    with pytest.raises(ValueError, match=r"is a .*leaf .*, so it can't be written in place"):
+        WRITES[name](x)
+    assert torch.equal(table, before)
+    with torch.no_grad():
+        WRITES[name](x)
+    assert not torch.equal(table, before)
+
+
+class Through(torch.autograd.Function):
+    """Returns its input, as the reduction of Megatron's row-parallel layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("way", ["chunk", "split", "a function's input"])
+def test_views_that_autograd_does_not_follow(name: str, way: str) -> None:
+    """Layers give what they write a gradient of their own; the others refuse, as torch does."""
+    leaf = torch.randn(8, 8, requires_grad=True)
+    views: dict[str, Callable[[Tensor], Tensor]] = {
+        "chunk": lambda x: x.chunk(2)[0],
+        "split": lambda x: x.split(4)[0],
+        "a function's input": lambda x: Through.apply(x[:4]),
+    }
+    base = leaf * 1
+    x = views[way](base)
+    if name in ("add_rms_norm_", "swiglu_"):
+        grads = [
+            torch.autograd.grad(WRITES[name](y).sum(), leaf)[0] for y in (x, (leaf * 1)[:4].clone())
+        ]
+        assert torch.equal(*grads)
+        return
     with pytest.raises(RuntimeError, match="view"):
         x.add_(1)
-    write: Callable[[Tensor], object] = {
-        "scatter_visual_": lambda x: scatter_visual_(x, rows(2, 8), INDEX),
-        "add_visual_": lambda x: add_visual_(x, rows(2, 8), INDEX),
-        "add_rms_norm_": lambda x: add_rms_norm_(x, rows(), WEIGHT, 1e-6),
-        "swiglu_": lambda x: swiglu_(x, WEIGHT),
-    }[name]
-    with pytest.raises(ValueError, match="is a (view|leaf) .*, so it can't be written in place"):
-        write(x)
-    assert torch.equal(base, before) and torch.equal(work, before)
-    with torch.no_grad():  # where nothing is recorded all of them may
-        write(x)
-    assert not torch.equal(work if way in ("chunk", "split") else base, before)
+    with pytest.raises(ValueError, match="is a view .*, so it can't be written in place"):
+        WRITES[name](x)
+    assert torch.equal(base, leaf)
 
 
 @pytest.mark.parametrize("name", [*LAYERS, "apply_rotary"])
