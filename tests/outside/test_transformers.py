@@ -32,7 +32,16 @@ from vlmkernels.integrations import transformers as hf
 FAMILIES = {
     "qwen2_vl": ("Qwen2VLModel", "Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": ("Qwen2_5_VLModel", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": ("Qwen3VLModel", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("Qwen3VLMoeModel", "Qwen3VLMoeForConditionalGeneration"),
 }
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": dict(embed_dim=32),
+    "qwen2_5_vl": dict(out_hidden_size=32, fullatt_block_indexes=[1], window_size=56),
+    "qwen3_vl": dict(out_hidden_size=32, deepstack_visual_indexes=[0], num_position_embeddings=16),
+}
+VISION["qwen3_vl_moe"] = VISION["qwen3_vl"]
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 IMAGE, VIDEO, START, END, PAD = 3, 4, 5, 6, 0
 
 
@@ -83,7 +92,7 @@ class Tester:
         self.family = family
 
     def get_config(self) -> Any:
-        text = dict(
+        text: dict[str, Any] = dict(
             vocab_size=99,
             hidden_size=32,
             intermediate_size=37,
@@ -96,9 +105,11 @@ class Tester:
             eos_token_id=2,
             pad_token_id=PAD,
         )
+        if self.family.startswith("qwen3"):
+            text |= dict(head_dim=8)
+            text |= EXPERTS if self.family == "qwen3_vl_moe" else {}
         vision: dict[str, Any] = dict(depth=2, hidden_size=32, num_heads=4, intermediate_size=37)
-        vision |= dict(embed_dim=32) if self.family == "qwen2_vl" else dict(out_hidden_size=32)
-        vision |= dict(fullatt_block_indexes=[1], window_size=56)
+        vision |= dict(patch_size=self.patch_size) | VISION[self.family]
         ids = dict(image_token_id=IMAGE, video_token_id=VIDEO)
         ids |= dict(vision_start_token_id=START, vision_end_token_id=END)
         name = FAMILIES[self.family][0].replace("Model", "Config")
@@ -112,7 +123,7 @@ class Tester:
             input_ids=ids,
             attention_mask=torch.ones(shape, dtype=torch.long),
             mm_token_type_ids=(ids == IMAGE).int(),
-            pixel_values=torch.rand(16 * self.batch_size, 3 * 2 * 14**2),
+            pixel_values=torch.rand(16 * self.batch_size, 3 * 2 * self.patch_size**2),
             image_grid_thw=torch.tensor([[1, 4, 4]] * self.batch_size),
         )
 
