@@ -28,6 +28,7 @@ from vlmkernels.attention.api import rotated_attention
 from vlmkernels.embedding.add import add_visual_reference
 from vlmkernels.embedding.lookup import scatter_visual_reference
 from vlmkernels.integrations.transformers.attention import (
+    NAME,
     check_arguments,
     known_max_seqlen,
     register,
@@ -264,6 +265,9 @@ class Model(Replacement):
         original = super().forward  # type: ignore[misc]
         names = _names(self)
         kwargs = named_arguments(self, args, kwargs)
+        # transformers 4 says nothing of it to the attention's function.
+        if self.language_model.config._attn_implementation == NAME:
+            check_arguments(self, {"output_attentions": kwargs.get("output_attentions")})
         if "cache" in names and "past_key_values" in kwargs:  # its name before transformers 5.24
             kwargs.setdefault("cache", kwargs.pop("past_key_values"))
         ids = kwargs.get("input_ids")
