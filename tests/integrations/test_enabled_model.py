@@ -196,6 +196,20 @@ def test_output_attentions_is_refused(plain: Any) -> None:
     hf.enable(plain)(**inputs, output_attentions=False)
 
 
+def test_attention_that_peft_has_copied(plain: Any) -> None:
+    """Before enable it is refused in a sentence that says what to do, after it it is trained."""
+    peft = pytest.importorskip("peft", reason="adapters need peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["attn"])
+    inputs = batch([sample("image")])
+    ours = peft.get_peft_model(hf.enable(copy.deepcopy(plain)), config)
+    torch.testing.assert_close(ours(**inputs).loss, plain(**inputs).loss)
+    wrapped = peft.get_peft_model(plain, config)
+    with pytest.raises(ValueError, match="call enable before get_peft_model"):
+        hf.enable(wrapped)
+    hf.enable(wrapped, vision=False)
+    torch.testing.assert_close(wrapped(**inputs).loss, ours(**inputs).loss)
+
+
 def test_hidden_states(plain: Any) -> None:
     ours, inputs = hf.enable(copy.deepcopy(plain)), batch([sample("image")])
     want, got = (m(**inputs, output_hidden_states=True).hidden_states for m in (plain, ours))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from tests.kernels.numeric import assert_bitwise, isa
 from tests.kernels.test_cpu_adam import ISAS, SHAPES, clones, gradient, parameters
 from vlmkernels import CPUAdam
+from vlmkernels.optim import HybridDeviceOptimizer
 from vlmkernels.optim.blockwise import BLOCK, dequantize, num_blocks, quantize
 from vlmkernels.optim.native import adam_reference
 
@@ -228,6 +231,20 @@ def test_a_nan_stays_in_its_block() -> None:
     before = parameter.detach().clone()
     skipping.step()
     assert skipping.skipped_steps == 1 and torch.equal(parameter.detach(), before)
+
+
+@pytest.mark.parametrize("make", [CPUAdam, HybridDeviceOptimizer])
+def test_a_square_that_no_moment_holds_is_skipped(make: Callable[..., Any]) -> None:
+    """A finite gradient whose square is infinite would make the moments of its block NaN."""
+    (param,) = params = parameters([(600,)])
+    for moments in (EIGHT_BIT, torch.float32):
+        optimizer = make(params, moments=moments, nonfinite="skip")
+        for largest, skipped in ((1.0, 0), (1e25, 1), (1.0, 1)):
+            param.grad = torch.ones(600)
+            param.grad[7] = largest
+            optimizer.step()
+            assert optimizer.skipped_steps == (skipped if moments == EIGHT_BIT else 0)
+        assert param.isfinite().all()
 
 
 def test_convergence() -> None:

@@ -3,7 +3,10 @@ sentence that names the parameter, and never touches memory that isn't theirs.""
 
 from __future__ import annotations
 
+import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -286,3 +289,142 @@ def test_a_default_device_is_not_where_host_memory_is(
         actual.append([p.detach() for p in params])
     for plain, other in zip(*actual, strict=True):
         assert_bitwise("weights", other, plain)
+
+
+def test_parameters_in_the_same_memory_are_refused(make: Callable[..., Any]) -> None:
+    """Tied by `.data`: threads would step an element twice at once. Neighbours may be apart by
+    nothing, and views of one another by columns."""
+    memory = torch.randn(3, 8, 6)
+    params = [nn.Parameter(x) for x in memory]
+    optimizer = make(params)
+    params[0].grad, params[1].grad = torch.randn(2, 8, 6)
+    optimizer.step()
+    params[2].data = memory[0]
+    optimizer.step()  # the third has no gradient: only one of the two is stepped
+    params[2].grad = torch.randn(8, 6)
+    before = memory.clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="parameter 0 and parameter 2 lie in the same memory"):
+            optimizer.step()
+    assert torch.equal(memory, before)
+    params[2].data = memory[2]
+    optimizer.step()
+    assert not (memory == before).all((1, 2)).any()
+
+
+def test_columns_of_one_matrix_may_be_parameters() -> None:
+    matrix = torch.randn(8, 6)
+    columns = [nn.Parameter(part) for part in matrix.split(3, 1)]
+    optimizer = HybridDeviceOptimizer(columns)
+    for column in columns:
+        column.grad = torch.ones_like(column)
+    before = matrix.clone()
+    optimizer.step()
+    assert (matrix < before).all()
+
+
+@pytest.mark.parametrize("step", [torch.zeros(0), torch.ones(2)])
+def test_a_step_that_is_no_number_is_refused(make: Callable[..., Any], step: Tensor) -> None:
+    """The native call reads one number at its address."""
+    params = weights()
+    optimizer = make(params)
+    optimizer.step()
+    optimizer.state[params[1]]["step"] = step
+    with pytest.raises(ValueError, match="step is .*; it must be one number"):
+        optimizer.step()
+    optimizer.state[params[1]]["step"] = torch.ones(1)
+    optimizer.step()
+    assert optimizer.state[params[1]]["step"].shape == ()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_kept_of_parameters_that_were_replaced(
+    fraction: float, dtype: torch.dtype
+) -> None:
+    """As pruning and densification do it, and of a group that was taken out."""
+    params = [nn.Parameter(torch.randn(1000).to(dtype)) for _ in range(2)]
+    optimizer = HybridDeviceOptimizer([{"params": [p]} for p in params], offload_fraction=fraction)
+    gone = []
+
+    def step() -> dict[str, int]:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn_like(param)
+        optimizer.step()
+        return optimizer.memory()
+
+    before = step()
+    del params
+    for _ in range(3):
+        (old,) = optimizer.param_groups[0]["params"]
+        new = nn.Parameter(old.detach().clone())
+        optimizer.state[new] = optimizer.state.pop(old)
+        optimizer.param_groups[0]["params"] = [new]
+        optimizer.set_offload_fraction(fraction)
+        gone.append(weakref.ref(old))
+        del old
+        assert step() == before
+    last = optimizer.param_groups.pop(0)["params"]
+    optimizer.state.pop(last[0])
+    gone.append(weakref.ref(last[0]))
+    del last, new
+    after = step()
+    gc.collect()
+    assert all(ref() is None for ref in gone)
+    for key in ("host_state", "device_state"):
+        assert after[key] == before[key] // 2
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_float32_gradients_of_a_bfloat16_parameter_are_not_rounded() -> None:
+    value = 1.003  # bfloat16 has 1 and 1.0078
+    moments = []
+    for fraction in (0.0, 1.0):
+        param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        param.grad_dtype = torch.float32
+        param.grad = torch.full((4,), value)
+        optimizer = HybridDeviceOptimizer([param], offload_fraction=fraction)
+        optimizer.step()
+        moments.append(optimizer.state[param]["exp_avg_sq"])
+    assert torch.equal(*moments) and moments[0][0] == torch.tensor(value) ** 2 * (1 - 0.999)
+    late = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    late.grad = torch.ones_like(late)
+    optimizer = HybridDeviceOptimizer([late])
+    optimizer.step()
+    late.grad = None
+    late.grad_dtype = torch.float32
+    late.grad = torch.full((4,), value)
+    with pytest.raises(ValueError, match="would be rounded to bfloat16: set the parameter's grad"):
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_resume_where_weights_are_written_after_each_step(fraction: float):
+    """As by clamp_, averaging or normalisation: what the model holds is saved."""
+
+    def train(resumed: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Linear(8, 8).bfloat16()
+        optimizer = HybridDeviceOptimizer(model.parameters(), lr=0.1, offload_fraction=fraction)
+        for step in range(4):
+            if resumed and step == 2:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                model = nn.Linear(8, 8).bfloat16()
+                model.load_state_dict(saved[0])
+                optimizer = HybridDeviceOptimizer(
+                    model.parameters(), lr=0.1, offload_fraction=fraction
+                )
+                optimizer.load_state_dict(saved[1])
+            model(torch.ones(2, 8).bfloat16()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.clamp_(-0.2, 0.2)
+        return [p.detach() for p in model.parameters()]
+
+    for whole, resumed in zip(train(False), train(True), strict=True):
+        assert_bitwise("weights", resumed, whole)

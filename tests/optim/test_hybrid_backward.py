@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -133,3 +135,61 @@ def test_a_step_that_began_in_backward_must_be_finished(change: str):
         optimizer.step()
         optimizer.zero_grad()
         assert float(optimizer.state[model.norm.weight]["step"]) == 1
+
+
+@pytest.mark.parametrize("way", ["reverse", "move", "pop"])
+def test_groups_may_change_between_steps(way: str) -> None:
+    """Each parameter has the settings of the group that it is in now."""
+    results = []
+    for make in (torch.optim.AdamW, partial(HybridDeviceOptimizer, in_backward=True)):
+        torch.manual_seed(6)
+        params = [nn.Parameter(torch.randn(16)) for _ in range(3)]
+        rates = zip(params, (0.1, 0.01, 1.0), strict=True)
+        optimizer: Any = make([{"params": [p], "lr": lr} for p, lr in rates])
+        for step in range(3):
+            if step == 1 and way == "reverse":
+                optimizer.param_groups.reverse()
+            elif step == 1 and way == "move":
+                optimizer.param_groups[2]["params"].append(
+                    optimizer.param_groups[1]["params"].pop()
+                )
+            elif step == 1:
+                optimizer.state.pop(optimizer.param_groups.pop(0)["params"][0])
+            sum(p.square().sum() for p in params).backward()
+            optimizer.step()
+            for param in params:
+                param.grad = None
+        results.append([p.detach() for p in params])
+    for ours, theirs in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Fails(torch.autograd.Function):
+    """A backward pass that ends in the middle, as one that is out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise MemoryError
+
+
+def test_an_abandoned_backward_pass_is_said_once() -> None:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.Sequential(first, last)
+    optimizer = hybrid(model, in_backward=True)
+    with pytest.raises(MemoryError):
+        last(Fails.apply(first(torch.ones(1, 4)))).sum().backward()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="what that gave has its step, nothing else"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.state_dict()["state"]
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
+    assert steps == [1, 1, 2, 2]
+    assert not any(map(torch.equal, before, model.parameters()))

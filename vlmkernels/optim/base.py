@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vlmkernels._native import check_allocated
 
-from .checks import Snapshot, check_nonfinite, hyperparameters, local
+from .checks import Snapshot, check_nonfinite, check_separate, hyperparameters, local
 from .state import check_moments, mark_codes, read_state_dict
 
 
@@ -160,6 +160,7 @@ class AdamBase(torch.optim.Optimizer):
             steps.add(step.data_ptr())
             known[id(param)] = param, self._pointers(param)
         everything = [p for p, _ in known.values()]
+        check_separate(everything, self._name)
         self._snapshot = Snapshot(states, everything, self._more_to_check())
 
     def _more_to_check(self) -> list[Tensor]:

@@ -3,7 +3,8 @@ granted, which get addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -147,14 +148,28 @@ def is_host(x: Tensor) -> bool:
 
 
 def is_step(step: object) -> bool:
-    return isinstance(step, Tensor) and step.dtype == torch.float32 and is_host(step)
+    scalar = isinstance(step, Tensor) and step.dtype == torch.float32 and step.dim() == 0
+    return scalar and is_host(step)
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two dense host tensors share memory."""
+    """Whether two dense tensors of one device share memory."""
     start, end = a.data_ptr(), a.data_ptr() + a.numel() * a.element_size()
     other = b.data_ptr()
     return start < other + b.numel() * b.element_size() and other < end
+
+
+def check_separate(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
+    """Raises ValueError where two dense parameters share memory, which threads would step at
+    once."""
+    shards = [(p, x) for p in params if (x := local(p)).numel() and is_dense(x)]
+    shards.sort(key=lambda item: item[1].data_ptr())
+    for (one, x), (other, y) in itertools.pairwise(shards):
+        if overlap(x, y):
+            raise ValueError(
+                f"{name(one)} and {name(other)} lie in the same memory; make them one parameter, "
+                "head.weight = embedding.weight, and pass it once"
+            )
 
 
 # ---- what was checked ----------------------------------------------------------------------------

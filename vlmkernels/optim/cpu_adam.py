@@ -37,7 +37,14 @@ from .checks import (
 )
 from .multi_tensor import gradients_of
 from .native import AdamBatch, Pointers, pointers_of, sum_of_squares
-from .state import ensure_moments, loaded_steps, mark_codes, moment_tensors, step_count
+from .state import (
+    ensure_moments,
+    is_finite_norm,
+    loaded_steps,
+    mark_codes,
+    moment_tensors,
+    step_count,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +70,12 @@ class CPUAdam(AdamBase):
             torch.uint8 for 8-bit block-wise moments (Dettmers et al. 2022, arXiv:2110.02861) in a
             quarter of the memory: one code an element and one scale per 256; the state keys are
             then exp_avg_codes, exp_avg_scales and so on, and load from and into those of the
-            other types. A gradient that is not finite makes a block's moments NaN.
+            other types. A gradient that is not finite, or whose square is not (2^64 and more),
+            makes a block's moments NaN.
         nonfinite: what a NaN or an infinity in any gradient does. "propagate": as in torch, it goes
             into parameters and moments. "skip": the step changes nothing and is counted in
-            `skipped_steps`; looking for them reads the gradients once more.
+            `skipped_steps`; looking for them reads the gradients once more. With 8-bit moments a
+            norm of 2^64 or more is skipped too.
 
     Gradients are float32 or bfloat16, read from `param.decoupled_grad` where that attribute is set
     (torch refuses a bfloat16 `grad` on a float32 parameter), else from `param.grad`. A parameter
@@ -204,7 +213,8 @@ class CPUAdam(AdamBase):
         grads: list[Tensor] = []  # those copied to another layout must outlive the native calls
         batches = [self._collect(*item, rows, grads) for item in work]
         if found_inf is None and self.nonfinite == "skip":
-            found_inf = not math.isfinite(sum_of_squares(grads) * grad_scale)
+            norm = math.sqrt(sum_of_squares(grads)) * abs(grad_scale)
+            found_inf = not is_finite_norm(norm, self.moments)
         if found_inf:
             self.skipped_steps += 1
             logger.warning("a gradient is not finite: step skipped, %d so far", self.skipped_steps)

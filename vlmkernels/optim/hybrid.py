@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -29,6 +28,7 @@ from .state import (
     copy_moments,
     ensure_moments,
     fit_moments,
+    is_finite_norm,
     loaded_steps,
     state_bytes,
     step_count,
@@ -117,7 +117,7 @@ class HybridDeviceOptimizer(AdamBase):
         self.last_grad_norm: float | None = None
         self._fraction = check_fraction("offload_fraction", offload_fraction)
         self._overlap, self._in_backward = overlap or in_backward, in_backward
-        self._group_of: dict[Tensor, int] = {}
+        self._group_of: dict[int, int] = {}  # by the parameter's id, of one backward pass
         self._host = HostStep(transfers, bucket_bytes)
         self._masters = Masters(self._host)
         self._offloaded: set[Tensor] = set()
@@ -132,8 +132,6 @@ class HybridDeviceOptimizer(AdamBase):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         params = self._params()  # groups may be empty
-        last = len(self.param_groups) - 1
-        self._group_of.update(dict.fromkeys(self.param_groups[-1]["params"], last))
         if params:
             self._host.connect(params[0].device)
         self.set_offload_fraction(self._fraction)
@@ -170,6 +168,7 @@ class HybridDeviceOptimizer(AdamBase):
         fraction = check_fraction("offload_fraction", fraction)
         self._check_whole("set_offload_fraction")
         self._forget_checks()
+        self._let_go()
         params = self._params()
         order = preference(params, self.policy, self._arrival)
         self._fraction = fraction
@@ -211,7 +210,8 @@ class HybridDeviceOptimizer(AdamBase):
     ) -> tuple[Tensor | None, Shard | None]:
         """A master with this value in its own memory, None for the parameter itself."""
         if to_host:
-            shard = self._host.make_shard(param, state, param.dtype, value)
+            grad_type = getattr(param, "grad_dtype", None) or param.dtype  # torch 2.11 and later
+            shard = self._host.make_shard(param, state, grad_type, value)
             return shard.master, shard
         if is_own_master(param):
             return None, None
@@ -246,6 +246,26 @@ class HybridDeviceOptimizer(AdamBase):
             shard.state, shard.whole = state, None  # it may be another one
         if like is not param and param.dtype != torch.float32:
             state["master"] = like
+
+    def _check_unknown(self, unknown: list[Tensor]) -> None:
+        self._let_go()
+        super()._check_unknown(unknown)
+
+    def _let_go(self) -> None:
+        """Keeps nothing of parameters that are in no group any more."""
+        self._group_of = {}
+        if self._host.early:
+            return
+        kept = set(map(id, self._params()))
+        for param in {*self._offloaded, *self._masters.params}:
+            if id(param) in kept:
+                continue
+            self._host.drop(param)
+            self._masters.forget(param)
+            self._offloaded.discard(param)
+            self._arrival.pop(param, None)
+            if (hook := self._hooks.pop(param, None)) is not None:
+                hook.remove()
 
     def _pointers(self, param: Tensor) -> Pointers | None:
         """For step_on_host, or for the shard's step."""
@@ -312,9 +332,16 @@ class HybridDeviceOptimizer(AdamBase):
         self._arrival.setdefault(param)
         if param.grad is None or not self._overlap:
             return
+        if not self._group_of:  # groups may have changed since the last step
+            groups = enumerate(self.param_groups)
+            self._group_of = {id(p): number for number, group in groups for p in group["params"]}
+        number = self._group_of.get(id(param))
+        if number is None:  # it is in none any more
+            return
         self._fit_state(param)
         check_gradient(param, param.grad)
         shard = self._host.shards[param]
+        _check_copy(shard, param.grad)
         with torch.no_grad():
             if not self._in_backward:
                 self._host.begin(shard, param.grad)
@@ -327,7 +354,6 @@ class HybridDeviceOptimizer(AdamBase):
             self._masters.check_after_load(self._params())
             self._masters.follow([param])
             self._host.begin(shard, param.grad)
-            number = self._group_of[param]
             if number not in self._early_settings:
                 self._early_settings[number] = self._settings()[number]
             self._host.step_soon(self._early_settings[number], shard)
@@ -364,6 +390,7 @@ class HybridDeviceOptimizer(AdamBase):
         loss = self._loss(closure)
         settings = self._settings()
         early = self._check_early(settings, grad_scale, found_inf)
+        self._group_of = {}
         if not early:
             self._masters.check_after_load(self._params())
         active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
@@ -388,6 +415,8 @@ class HybridDeviceOptimizer(AdamBase):
         for shard in on_host:
             grad = shard.target.grad
             if grad is not None and not shard.has(grad):
+                if grad.dtype is not shard.slot.dtype:
+                    _check_copy(shard, grad)
                 late.append(shard)
                 late_grads.append(grad)
         self._host.begin_all(late, late_grads)
@@ -438,10 +467,12 @@ class HybridDeviceOptimizer(AdamBase):
         for shard in shards:
             grad = shard.target.grad
             if grad is None or not shard.has(grad):
+                self._masters.written([shard.target for shard in self._host.finish()])
                 raise RuntimeError(
                     f"the gradient of a parameter, {describe(shard.target)}, was changed or "
-                    "dropped after it had been stepped in the backward pass; leave gradients as "
-                    "they are, or pass in_backward=False"
+                    "dropped after it had been stepped in the backward pass: what that gave has "
+                    "its step, nothing else, and the next backward pass begins another; leave "
+                    "gradients as they are, or pass in_backward=False"
                 )
         return {shard.target for shard in shards}
 
@@ -452,7 +483,7 @@ class HybridDeviceOptimizer(AdamBase):
         look = found_inf is None and self.nonfinite == "skip"
         if self.max_norm is not None or look:
             self.last_grad_norm = norm(grads) * grad_scale
-        if found_inf or (look and not math.isfinite(self.last_grad_norm or 0.0)):
+        if found_inf or (look and not is_finite_norm(self.last_grad_norm or 0.0, self.moments)):
             return None
         if self.max_norm is None or self.last_grad_norm is None:
             return grad_scale
@@ -467,6 +498,7 @@ class HybridDeviceOptimizer(AdamBase):
         where the state is, on the device or in host memory. torch's AdamW takes it, and ignores
         masters, unless moments are in 8 bits."""
         self._check_whole("state_dict")
+        self._masters.follow_all(self._params())
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -496,6 +528,15 @@ class HybridDeviceOptimizer(AdamBase):
             if key not in ("step", "steps", "master", *ALL_MOMENTS):
                 state[key] = copy.deepcopy(value)
         self._masters.loaded(param, values.get("master") if "master" in state else None)
+
+
+def _check_copy(shard: Shard, grad: Tensor) -> None:
+    if grad.dtype == torch.float32 and shard.slot.dtype != torch.float32:
+        raise ValueError(
+            f"a gradient is {describe(grad)}, and its copy would be rounded to "
+            f"{str(shard.slot.dtype)[6:]}: set the parameter's grad_dtype before the first step, "
+            "or load the optimizer's own state_dict() after it"
+        )
 
 
 def _remove_hooks(hooks: dict[Tensor, Any]) -> None:

@@ -54,6 +54,18 @@ class Masters:
         """Whether the parameter was stepped or loaded."""
         return param in self._forms
 
+    @property
+    def params(self) -> list[Tensor]:
+        """Those that were stepped or loaded."""
+        return list(self._forms)
+
+    def forget(self, param: Tensor) -> None:
+        for by_param in (self._forms, self.copies):
+            by_param.pop(param, None)
+        for by_id in (self._addresses, self._versions):
+            by_id.pop(id(param), None)
+        self._read.discard(param)
+
     def of(self, param: Tensor) -> Tensor:
         """float32, contiguous: the parameter's memory or another."""
         master = self.copies.get(param)
@@ -105,6 +117,13 @@ class Masters:
         for param in list(compress(params, map(or_, moved, written))):
             if self._stale(param):
                 self.sync([param])
+
+    @torch.no_grad()
+    def follow_all(self, params: Iterable[Tensor]) -> None:
+        """As `follow`, of all that have a copy; not of loaded ones before their first step: the
+        model's weights may be loaded later."""
+        if not self._compare:
+            self.follow([p for p in params if p in self.copies and p not in self._read])
 
     def changed(self, param: Tensor, saved: Tensor | None) -> str | None:
         """What of a parameter with state is not as it was made, as a sentence to be filled in with

@@ -8,6 +8,7 @@ exp_avg_sq. `master` is the float32 copy of a parameter of another type (masters
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
 ALL_MOMENTS = (*MOMENTS, *CODES, *SCALES)
+#: Gradients whose squares are float32 numbers are below it.
+LARGEST = 2.0**64
 
 
 def step_count(steps: Any = 0.0) -> Tensor:
@@ -39,6 +42,12 @@ def check_moments(moments: torch.dtype) -> None:
         raise ValueError(
             f"moments is {moments}; it must be torch.float32, torch.bfloat16 or torch.uint8"
         )
+
+
+def is_finite_norm(norm: float, moments: torch.dtype) -> bool:
+    """Whether gradients of this L2 norm have squares that moments of this type can hold: an
+    infinite one makes 8-bit moments of a block NaN, in others it stops one element."""
+    return norm < LARGEST if moments == EIGHT_BIT else math.isfinite(norm)
 
 
 def moment_keys(moments: torch.dtype) -> tuple[str, ...]:

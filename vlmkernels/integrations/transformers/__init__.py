@@ -180,6 +180,11 @@ def _copy_configs(model: nn.Module) -> None:
 def _vision_attentions(host: Any) -> list[nn.Module]:
     attentions = [block.attn for block in host.visual.blocks]
     for attention in attentions:
+        if type(attention).__name__ == "ModulesToSaveWrapper":
+            raise ValueError(
+                "peft has a copy of the vision tower's attention (modules_to_save): call enable "
+                "before get_peft_model, or enable(model, vision=False)"
+            )
         missing = [n for n in ("qkv", "proj", "num_heads") if not hasattr(attention, n)]
         if missing:
             raise ValueError(
