@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -129,13 +131,64 @@ def test_a_conversation_goes_on(answerer, pictures) -> None:
     assert [Path(media.parts[0].path).name for media in longer.media] == ["a.jpg", "b.png"]
 
 
+@contextmanager
+def saying(answerer: Answerer, text: str) -> Iterator[None]:
+    """The model says this, token by token."""
+    ids = iter(answerer.tokenizer(text)["input_ids"])
+
+    def choose(module, inputs, logits):
+        return torch.zeros_like(logits).index_fill(-1, torch.tensor(next(ids)), 1.0)
+
+    handle = answerer.model.lm_head.register_forward_hook(choose)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "<|object_ref_start|>cup<|object_ref_end|><|box_start|>({},{}),({},{})<|box_end|>",
+        "A cup <|box_start|>({},{}),({},{})<|box_end|> and more.\n",
+        "print({}, {})\n\nprint({}, {})\n\n",
+        "{} {} {} {}\n",
+    ],
+)
+def test_a_chat_goes_on_as_it_was_taught(answerer, pictures, form) -> None:
+    """An answer that the model learned word for word: printed, and put before the next question,
+    as training had it."""
+    said = form.format(*torch.randint(0, 1000, (4,)).tolist())
+    first, second = ask(pictures, "Where?", images=["a.jpg"]), ask(pictures, "And now?")
+    talk = answered(then(answered(first, said), second), "ok")
+    taught = answerer.processor.encode(*answerer._sized(talk))
+    pieces: list[str] = []
+    with saying(answerer, said + "<|im_end|>"):
+        given = answerer.answer(first, Sampling(100), pieces.append)
+    assert given.finished and given.text == "".join(pieces) == said
+    asked = answerer.prepare(then(answered(first, given.text), second))["input_ids"][0]
+    assert torch.equal(asked, taught.input_ids[: len(asked)])
+
+
+def test_vision_tokens_of_an_answer_are_left_out(answerer, pictures) -> None:
+    """Only media may bring them, so with them a chat could not go on."""
+    first = ask(pictures, "What?", images=["a.jpg"])
+    pieces: list[str] = []
+    with saying(
+        answerer, "A <|vision_start|><|image_pad|><|video_pad|><|vision_end|>cup<|im_end|>"
+    ):
+        given = answerer.answer(first, TOKENS, pieces.append)
+    assert given.text == "".join(pieces) == "A cup" and len(given.ids) > 6
+    answerer.prepare(then(answered(first, given.text), ask(pictures, "And?")))
+
+
 def test_text_comes_as_it_is_decided(answerer) -> None:
-    """Every piece before the last token, no newline at the end, the pieces are the text."""
+    """Every piece before the last token, no end mark, the pieces are the text."""
     said = "One cup of coffee.\nTwo cats."
     pieces: list[str] = []
-    streamer = generate._streamer(answerer.tokenizer, pieces.append)
+    streamer = generate._streamer(answerer.tokenizer, answerer._silent, pieces.append)
     streamer.put(torch.zeros(1, 3, dtype=torch.int64))  # the prompt
-    ids = answerer.tokenizer(said + "<|im_end|>\n")["input_ids"]
+    ids = answerer.tokenizer(said + "<|im_end|>")["input_ids"]
     for number, token in enumerate(ids):
         streamer.put(torch.tensor([token]))
         if number == len(ids) // 2:

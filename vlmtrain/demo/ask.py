@@ -97,7 +97,7 @@ class Model:
         with torch.no_grad():
             out = self.model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
         given: str = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        return given.removesuffix("\n")
+        return given
 
 
 def ask_all(

@@ -7,7 +7,7 @@ model is asked exactly as it was taught, whatever the installed transformers mak
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -87,7 +87,7 @@ class Sampling:
 class Answer:
     """What a model said."""
 
-    text: str
+    text: str  # as it was taught, marks of boxes included; never an end mark or a vision token
     ids: tuple[int, ...]  # tokens made, the end mark included
     finished: bool  # False: cut off at max_new_tokens
 
@@ -132,6 +132,8 @@ class Answerer:
         self.dtype = torch.bfloat16 if wanted == "bf16" else torch.float32
         self.model = load_transformers(folder, self.dtype).to(self.device)
         self._ends = _ends(self.model.generation_config.eos_token_id, self.tokenizer)
+        vision = self.processor.template.vision_tokens.values()
+        self._silent = {*self._ends, self.tokenizer.pad_token_id, *vision}  # no part of a text
         # Or `generate` would take from it what `answer` leaves open: beams, stop strings, ...
         self.model.generation_config = GenerationConfig()
         if kernels:
@@ -225,14 +227,14 @@ class Answerer:
             pad_token_id=self.processor.pad_token_id,
             **(chance if drawn else {}),
         )
-        streamer = None if stream is None else _streamer(self.tokenizer, stream)
+        streamer = None if stream is None else _streamer(self.tokenizer, self._silent, stream)
         self._asked = not sample.media  # text alone needs no M-RoPE positions
         out = self.model.generate(**inputs, generation_config=config, streamer=streamer)
         if not self._asked:
             raise RuntimeError("this transformers does not ask the model for M-RoPE positions")
         made = out[0, inputs["input_ids"].shape[1] :].tolist()
-        text = self.tokenizer.decode(made, skip_special_tokens=True)
-        return Answer(_without_newline(text), tuple(made), made[-1] in self._ends)
+        text = self.tokenizer.decode([token for token in made if token not in self._silent])
+        return Answer(text, tuple(made), made[-1] in self._ends)
 
 
 def _ends(eos: int | list[int] | None, tokenizer: Any) -> list[int]:
@@ -242,25 +244,20 @@ def _ends(eos: int | list[int] | None, tokenizer: Any) -> list[int]:
     return sorted(ends | ({end} if end is not None else set()))
 
 
-def _without_newline(text: str) -> str:
-    """Training ends every answer with <|im_end|> and a newline."""
-    return text.removesuffix("\n")
-
-
-def _streamer(tokenizer: Any, stream: Stream) -> Any:
-    """A transformers streamer that hands over pieces of text as soon as they can't change."""
+def _streamer(tokenizer: Any, silent: Collection[int], stream: Stream) -> Any:
+    """A transformers streamer that hands over pieces of text as soon as they can't change, without
+    the tokens in `silent`."""
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):
         def __init__(self) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.pending = ""
+            super().__init__(tokenizer, skip_prompt=True)
+
+        def put(self, value: Tensor) -> None:
+            tokens = [token for token in value.flatten().tolist() if token not in silent]
+            super().put(torch.tensor(tokens, dtype=torch.int64))
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            # A newline is held back: at the very end it belongs to the template.
-            text = self.pending + text
-            self.pending = "\n" if text.endswith("\n") and not stream_end else ""
-            text = _without_newline(text) if stream_end or self.pending else text
             if text:
                 stream(text)
 
