@@ -46,12 +46,13 @@ def write_video(
     *,
     codec: str = "mpeg4",
     options: dict[str, str] | None = None,
+    container_options: dict[str, str] | None = None,
     times: list[int] | None = None,
     tick: Fraction = Fraction(1, 1000),
 ) -> Media:
     """A video whose frame i is a flat grey of value 8 i, and the pattern (uint8 [H, W, 3]).
     `times`: of each frame, in ticks."""
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", options=container_options) as container:
         stream = container.add_stream(codec, rate=fps, options=options)
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
@@ -202,6 +203,47 @@ def test_frames_that_an_edit_list_hides_are_not_counted(tmp_path: Path) -> None:
         info = probe_media(media, SAMPLE, verify)
         assert info.frames == shown
     assert len(load_video(media, info, SETTINGS, SAMPLE)) == len(SETTINGS.sample(info))
+
+
+def show(path: Path, first: int, count: int, fps: int) -> None:
+    """Write into the edit list of an MP4 that it begins at a frame, and how many it shows."""
+    with av.open(str(path)) as container:
+        tick = container.streams.video[0].time_base
+    data = bytearray(path.read_bytes())
+    at = data.index(b"elst") + 4 + 4  # version 0
+    scale = int.from_bytes(data[data.index(b"mvhd") + 16 :][:4], "big")
+    edit = count * scale // fps, round(first / fps / tick)
+    data[at : at + 12] = struct.pack(">Iii", 1, *edit)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("hides", ["start", "end", "both"])
+def test_an_edit_list_that_hides_whole_groups(hides: str, tmp_path: Path, seed: int) -> None:
+    """Of pictures, as where a phone trims a clip: the demuxer leaves them out."""
+    if not hasattr(av.stream.Stream, "index_entries"):
+        pytest.skip("this PyAV cannot tell; 17.0 and later can")
+    rng = np.random.default_rng(seed)
+    start = 0 if hides == "end" else int(rng.integers(10, 14))
+    end = 30 if hides == "start" else int(rng.integers(17, 20))
+    path, options = tmp_path / "v.mp4", {"g": "5", "bf": "0"}
+    first = {"movflags": "faststart"}  # so that a file that is cut has its header
+    media = write_video(path, 30, 10, codec="libx264", options=options, container_options=first)
+    show(path, start, end - start, 10)
+    with av.open(str(path)) as container:
+        packets = [packet for packet in container.demux(video=0) if packet.size]
+        assert len(packets) < container.streams.video[0].frames == 30
+        last = packets[-1].pos
+    for verify in (True, False):
+        info = probe_media(media, SAMPLE, verify)
+        assert info == MediaInfo(72, 48, end - start, 10.0)
+    every = replace(IDENTITY, num_frames=30)
+    greys = load_video(media, info, every, SAMPLE).mean(axis=(1, 2, 3))
+    np.testing.assert_allclose(greys, [8 * i for i in range(start, end)], atol=4)
+    path.write_bytes(path.read_bytes()[:last])
+    said = f"v.mp4 is cut short: its header says {len(packets)} frames and it holds"
+    for verify in (True, False):
+        with pytest.raises(DataError, match=f"{said} {len(packets) - 1};"):
+            probe_media(media, SAMPLE, verify)
 
 
 def decoded(path: Path) -> list[float]:

@@ -431,7 +431,7 @@ class _VideoFile:
         keyframes begins with some that cannot be; of the others the packets are counted, but for
         those that an edit list hides.
         """
-        promised = self.stream.frames  # 0 in formats that do not say
+        promised = self._promised
         packets = keys = 0
         times: list[int | None] = []  # of each frame, in the stream's time base
         clock: list[int] = []  # of each packet, as they are decoded
@@ -475,6 +475,14 @@ class _VideoFile:
         rate = (len(known) - 1) / seconds
         # Times are rounded, to milliseconds in MKV.
         return nominal if nominal and abs(rate / nominal - 1) < 0.02 else rate
+
+    @property
+    def _promised(self) -> int:
+        """How many packets there should be, 0 in formats that do not say. The index of MP4 and MOV,
+        which PyAV gives since 17.0, lacks those that an edit list hides."""
+        is_mov = self.container.format.name.startswith("mov,")
+        index = getattr(self.stream, "index_entries", ()) if is_mov else ()
+        return min(self.stream.frames, len(index) or self.stream.frames)
 
     @property
     def _is_avi(self) -> bool:
