@@ -7,11 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoImageProcessor
 
-from tests.data.helpers import conversation, open_loader, save_image, write_json, write_model_folder
+from tests.data.helpers import (
+    IMAGE_LIMITS,
+    conversation,
+    open_loader,
+    save_image,
+    write_json,
+    write_model_folder,
+)
+from tests.data.test_videos import reference_indices
 from vlmtrain.core.config import MediaSection
 from vlmtrain.core.spec import ModelSpec
 from vlmtrain.data.check import check
@@ -20,7 +29,7 @@ from vlmtrain.data.errors import DataError
 from vlmtrain.data.formats.webdataset import build_shards
 from vlmtrain.data.index import scan_sources
 from vlmtrain.data.media.images import ImageSettings, smart_resize
-from vlmtrain.data.media.limits import limited
+from vlmtrain.data.media.limits import limited, write_settings
 from vlmtrain.data.media.videos import TimedVideoSettings, VideoSettings
 from vlmtrain.data.processor import Processor
 from vlmtrain.data.sample import Media, MediaInfo, Sample
@@ -132,6 +141,32 @@ def test_settings_go_with_the_model(files: str, tmp_path: Path) -> None:
         assert (written["min_pixels"], written["max_pixels"]) == (4 * TOKEN, 10 * TOKEN)
         theirs = AutoImageProcessor.from_pretrained(folder, use_fast=False)
         assert theirs.size == {"shortest_edge": 4 * TOKEN, "longest_edge": 10 * TOKEN}
+
+
+@pytest.mark.parametrize("given", [{}, {"fps": 3.0}, {"num_frames": 6}])
+def test_transformers_takes_the_frames_of_the_run(
+    given: dict[str, Any], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """By a Qwen2-VL's own files it would take all. fps and num_frames together it refuses."""
+    folder = write_model_folder(tmp_path / "model")
+    path = folder / "video_preprocessor_config.json"
+    path.write_text(json.dumps(IMAGE_LIMITS | given))
+    processor = Processor.from_folder(folder, read_spec(folder), pack_length=512)
+    write_settings(folder, processor.images, processor.videos)
+    of_class = {"do_sample_frames": False, "fps": None, "num_frames": None}
+    theirs = of_class | json.loads(path.read_text())
+    assert theirs["do_sample_frames"]
+    assert (theirs["fps"], theirs["num_frames"]) == (
+        (None, 6) if "num_frames" in given else (given.get("fps", 2.0), None)
+    )
+    limits = theirs["min_frames"], theirs["max_frames"]
+    for total in rng.integers(6, 2000, 20).tolist():
+        rate = float(rng.choice([8.0, 24.0, 30000 / 1001]))
+        if theirs["num_frames"]:
+            expected = torch.arange(0, total, total / 6).int().tolist()[:6]
+        else:
+            expected = reference_indices(total, rate, theirs["fps"], limits)
+        assert processor.videos.sample(MediaInfo(72, 48, total, rate)) == expected
 
 
 LONG = " ".join(["word"] * 60)

@@ -93,7 +93,9 @@ def describe_sizes(images: ImageSettings, videos: VideoSettings) -> str:
 def write_settings(folder: Path, images: ImageSettings, videos: VideoSettings) -> None:
     """Put the settings into a model folder's processor files, where transformers reads them."""
     sampling: dict[str, Any] = {"min_frames": videos.min_frames, "max_frames": videos.max_frames}
-    sampling |= {"fps": videos.fps, "num_frames": videos.num_frames}
+    # Or the video processor of Qwen2-VL would take every frame.
+    sampling |= {"do_sample_frames": True, "num_frames": videos.num_frames}
+    sampling["fps"] = None if videos.num_frames else videos.fps  # transformers refuses both
     for nested, name, settings, more in (
         ("image_processor", "preprocessor_config.json", images, {}),
         ("video_processor", "video_preprocessor_config.json", videos.images, sampling),
