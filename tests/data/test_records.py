@@ -99,6 +99,8 @@ def test_video_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in (1, 2, 10, 11):
         (tmp_path / "many").mkdir(exist_ok=True)
         save_image(tmp_path / "many" / f"f{i}.png", 30, 30)
+    (tmp_path / "many" / "._f1.png").write_bytes(b"what macOS writes beside f1.png")
+    save_image(tmp_path / "many" / ".preview.png", 30, 30)
     [media] = one(tmp_path, conversation(*turns, video="many")).media
     assert [Path(part.path).stem for part in media.parts] == ["f1", "f2", "f10", "f11"]
     # Relative all the way: the data file, and the folder of frames beside it.

@@ -135,12 +135,12 @@ def _decoded(uri: str, kind: MediaKind, context: RecordContext) -> bytes:
 
 
 def _folder(entry: str, fps: float | None, context: RecordContext) -> Media:
-    """A video as a folder of frames, 2 before 10."""
+    """A video as a folder of frames, 2 before 10, hidden files left out."""
     entry = entry.removeprefix("file://")
     names = [
         path.name
         for path in (context.root / entry).iterdir()
-        if path.suffix.lower() in IMAGE_SUFFIXES
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
     ]
     if not names:
         raise context.fail(f"the video folder {entry} holds no images")
