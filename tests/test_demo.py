@@ -13,6 +13,7 @@ from PIL import Image
 
 from vlmtrain.core.config import ParallelSection
 from vlmtrain.core.errors import UserError
+from vlmtrain.data.template import ChatTemplate
 from vlmtrain.demo import command, photographs, picture, tiny_model
 from vlmtrain.demo.ask import MARK, Answer, Model
 from vlmtrain.models.family import read_spec
@@ -121,6 +122,21 @@ def test_chat_template_is_qwens(tiny_folder: Path) -> None:
         "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
         "<|im_start|>assistant\nThis.<|im_end|>\n"
     )
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_one_chat_template_for_all_readers(
+    family: str, tiny_folders: Callable[[str], Path]
+) -> None:
+    """transformers' processor, its tokenizer, and our own training."""
+    from transformers import AutoTokenizer, ProcessorMixin
+
+    folder = tiny_folders(family)
+    processor, _ = ProcessorMixin.get_processor_dict(folder)
+    ours = ChatTemplate.from_folder(folder, read_spec(folder)).template
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert processor["chat_template"] == config["chat_template"] == ours
+    assert AutoTokenizer.from_pretrained(folder).chat_template == ours
 
 
 def test_too_little_text_for_the_tokenizer() -> None:

@@ -242,6 +242,11 @@ def write_folder(
     # The files below are those of the released folders, which every transformers reads.
     write_json(folder / "config.json", config)
     tokenizer.save(str(folder / "tokenizer.json"))
+    template = CHAT_TEMPLATE
+    if not FAMILIES[family].system_prompt:
+        template = template.replace(_SYSTEM, "")
+    # Processors look there; in tokenizer_config.json only tokenizers do.
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     write_json(
         folder / "tokenizer_config.json",
         {
@@ -265,9 +270,7 @@ def write_folder(
             },
             "clean_up_tokenization_spaces": False,
             "model_max_length": TEXT["max_position_embeddings"],
-            "chat_template": CHAT_TEMPLATE
-            if FAMILIES[family].system_prompt
-            else CHAT_TEMPLATE.replace(_SYSTEM, ""),
+            "chat_template": template,
         },
     )
     write_json(
