@@ -257,6 +257,15 @@ def test_settings(folder: Path, processor: Processor, tmp_path: Path) -> None:
     )
     capped = TimedVideoSettings.from_folder(tmp_path, processor.images, spec.vision)
     assert (capped.cap_pixels_per_frame, capped.fps, capped.max_video_tokens) == (True, 1, 768)
+    # Of two bounds those that Qwen3VLVideoProcessor reads.
+    two = {"min_pixels": 16 * 1024, "max_pixels": 20 * 1024}
+    for config, limits in (
+        (VIDEOS | two, (8 * 1024, 60 * 1024)),
+        (two, (16 * 1024, 20 * 1024)),
+    ):
+        (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(config))
+        videos = TimedVideoSettings.from_folder(tmp_path, processor.images, spec.vision)
+        assert (videos.images.min_pixels, videos.images.max_pixels) == limits
     one = Media("video", "v.mp4", (), info=MediaInfo(64, 64, 1, 8.0))
     with pytest.raises(DataError, match=r"v.mp4: the video has 1 frame .* give it as an image"):
         processor.layouts(Sample("s", (), (one,), "s.json"))

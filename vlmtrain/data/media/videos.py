@@ -75,6 +75,8 @@ class VideoSettings:
         which transformers falls back to, would allow 16,384 tokens a frame.
         """
         config, where = read_config(folder, "video_processor", "video_preprocessor_config.json")
+        if cls.shared_pixels and config.get("size"):  # the only bounds Qwen3VLVideoProcessor reads
+            config = {**config, "min_pixels": None, "max_pixels": None}
         frames = ImageSettings.from_config(
             config, vision, cls.default(images, pixels).images, where
         )
