@@ -55,6 +55,17 @@ def test_what_phones_take_fits_a_pack(pack: int) -> None:
     assert (videos.fps, videos.images.min_pixels) == (VIDEOS.fps, VIDEOS.images.min_pixels)
 
 
+@pytest.mark.parametrize(("size", "share"), [((320, 240), 0.55), ((200, 2), 0.9)])
+def test_small_frames_take_more(size: tuple[int, int], share: float) -> None:
+    """They are enlarged to the fewest pixels and rounded up, as docs/data.md says."""
+    _, videos = limited(RELEASED, VIDEOS, MediaSection(), 8192)
+    (t, h, w), *_ = videos.layout(CLIP, MediaInfo(*size, 9000, 30.0))
+    width, height = size
+    grow = (videos.images.min_pixels / (height * width)) ** 0.5
+    assert (h // 2, w // 2) == tuple(-(-side * grow // 28) for side in (height, width))
+    assert 0.5 < t * h * w / 4 / 8192 <= share
+
+
 @pytest.mark.parametrize("pack", [64, 1024, 8192, 131072])
 def test_videos_whose_frames_share_the_bounds(pack: int) -> None:
     """Qwen3-VL's released settings."""

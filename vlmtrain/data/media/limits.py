@@ -28,7 +28,8 @@ def limited(
         images, videos: the model folder's.
         section: what is set there replaces them.
         pack_length: what is not set is lowered so that one image, and one video of any length,
-            takes at most half of so many tokens. None: nothing is lowered.
+            takes at most half of so many tokens (`VideoSettings.within`: small frames may take
+            more). None: nothing is lowered.
 
     Raises:
         DataError: min_pixels above max_pixels, or fewer max_frames than a slice of Qwen3-VL has.

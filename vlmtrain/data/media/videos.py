@@ -98,6 +98,7 @@ class VideoSettings:
 
     def within(self, tokens: int, *, frames: bool, pixels: bool) -> VideoSettings:
         """The settings under which no video takes more tokens, where their least values allow it.
+        Small frames may: they are enlarged to min_pixels and their sides then rounded up.
 
         Args:
             frames: whether max_frames may be lowered: to as many frames as fit with the fewest
