@@ -155,28 +155,35 @@ def test_settings_go_with_the_model(files: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"fps": 3.0}, {"num_frames": 6}])
+@pytest.mark.parametrize("set_fps", [None, 2.0, 4.0])
 def test_transformers_takes_the_frames_of_the_run(
-    given: dict[str, Any], tmp_path: Path, rng: np.random.Generator
+    given: dict[str, Any], set_fps: float | None, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """By a Qwen2-VL's own files it would take all. fps and num_frames together it refuses."""
+    """Where it samples. fps and num_frames together it refuses, so fps is written where a run
+    or the folder has another than the default."""
     folder = write_model_folder(tmp_path / "model")
     path = folder / "video_preprocessor_config.json"
     path.write_text(json.dumps(IMAGE_LIMITS | given))
-    processor = Processor.from_folder(folder, read_spec(folder), pack_length=512)
+    section = MediaSection(fps=set_fps or 0.0)
+    spec = read_spec(folder)
+    processor = Processor.from_folder(folder, spec, section=section, pack_length=512)
     write_settings(folder, processor.images, processor.videos)
-    of_class = {"do_sample_frames": False, "fps": None, "num_frames": None}
-    theirs = of_class | json.loads(path.read_text())
-    assert theirs["do_sample_frames"]
-    assert (theirs["fps"], theirs["num_frames"]) == (
-        (None, 6) if "num_frames" in given else (given.get("fps", 2.0), None)
-    )
+    theirs = json.loads(path.read_text())
+    assert "do_sample_frames" not in theirs  # who hands over chosen frames goes on to do so
+    fps, number = theirs.get("fps"), theirs.get("num_frames")
+    assert number == (None if set_fps else given.get("num_frames"))
+    if number:
+        assert fps is None
+    else:
+        wanted = set_fps or given.get("fps", 2.0)
+        assert (fps or 2.0) == wanted and ("fps" in theirs) == (wanted != 2.0 or "fps" in given)
     limits = theirs["min_frames"], theirs["max_frames"]
     for total in rng.integers(6, 2000, 20).tolist():
         rate = float(rng.choice([8.0, 24.0, 30000 / 1001]))
-        if theirs["num_frames"]:
+        if number:
             expected = torch.arange(0, total, total / 6).int().tolist()[:6]
         else:
-            expected = reference_indices(total, rate, theirs["fps"], limits)
+            expected = reference_indices(total, rate, fps or 2.0, limits)
         assert processor.videos.sample(MediaInfo(72, 48, total, rate)) == expected
 
 

@@ -94,9 +94,7 @@ def describe_sizes(images: ImageSettings, videos: VideoSettings) -> str:
 def write_settings(folder: Path, images: ImageSettings, videos: VideoSettings) -> None:
     """Put the settings into a model folder's processor files, where transformers reads them."""
     sampling: dict[str, Any] = {"min_frames": videos.min_frames, "max_frames": videos.max_frames}
-    # Or the video processor of Qwen2-VL would take every frame.
-    sampling |= {"do_sample_frames": True, "num_frames": videos.num_frames}
-    sampling["fps"] = None if videos.num_frames else videos.fps  # transformers refuses both
+    sampling["num_frames"] = videos.num_frames
     for nested, name, settings, more in (
         ("image_processor", "preprocessor_config.json", images, {}),
         ("video_processor", "video_preprocessor_config.json", videos.images, sampling),
@@ -104,6 +102,10 @@ def write_settings(folder: Path, images: ImageSettings, videos: VideoSettings) -
         config, where = read_config(folder, nested, name)
         path = Path(where) if Path(where).is_file() else folder / name
         config = {**config, **more}
+        if nested == "video_processor" and videos.fps != (config.get("fps") or VideoSettings.fps):
+            config["fps"] = videos.fps
+        if config.get("num_frames"):  # transformers refuses both
+            config["fps"] = None
         bounds = {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels}
         if config.get("size") or (nested == "video_processor" and videos.shared_pixels):
             config["size"] = bounds  # Qwen3-VL's video processor reads no other
