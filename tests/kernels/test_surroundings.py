@@ -253,6 +253,14 @@ def test_an_exported_loss_runs_with_grad_mode_on(grad: bool) -> None:
     torch.testing.assert_close(program.module()(*arguments), loss(*arguments))
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_jit_trace_finds_what_it_recorded(learns: bool) -> None:
+    """Its own check calls again without gradients."""
+    qkv = torch.randn(16, 3, 2, 64, requires_grad=learns)
+    traced = torch.jit.trace(lambda x: vision_attention(x, LAYOUT, window=True), qkv)
+    assert torch.equal(traced(qkv), vision_attention(qkv, LAYOUT, window=True))
+
+
 def test_functionalize_leaves_nothing_behind() -> None:
     layout = VisionLayout.from_grid([[1, 4, 4]], window_size=28)
     frames = torch.randint(0, 256, (1, 56, 56, 3), dtype=torch.uint8)

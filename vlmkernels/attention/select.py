@@ -182,7 +182,11 @@ def keeping(kernel: str, max_seqlen: int | None, *inputs: Tensor) -> str:
     if kernel != "cpu" or max_seqlen is None or not max_seqlen <= KEPT_TOKENS <= head_dim:
         return kernel
     learns = learning() and any(x.requires_grad for x in inputs)
-    return "cpu-kept" if learns and dtype in DTYPES and kept_floats(dtype) else kernel
+    if not learns or dtype not in DTYPES or not kept_floats(dtype):
+        return kernel
+    # torch.jit.trace compares with a call in which nothing learns.
+    traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()
+    return kernel if traced else "cpu-kept"
 
 
 @torch.compiler.assume_constant_result
