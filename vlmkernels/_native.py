@@ -181,19 +181,24 @@ def _counted(op: Any, written: list[int]) -> Callable:
     return run
 
 
+def have_tangents(*args: Any) -> bool:
+    """Whether some do, in forward mode."""
+    return forward_ad._current_level >= 0 and (
+        bool(eager_transforms.JVP_NESTING)  # there the tangents can't be seen from here
+        or any(
+            forward_ad.unpack_dual(x).tangent is not None
+            for x in args
+            if isinstance(x, Tensor) and x.is_floating_point()
+        )
+    )
+
+
 def _without_tangents(name: str, run: Callable) -> Callable:
     """`run`, but an error in forward mode, where torch would go on with tangents of zero."""
 
     @functools.wraps(run)
     def checked(*args: Any) -> Any:
-        if forward_ad._current_level >= 0 and (
-            eager_transforms.JVP_NESTING  # there the tangents can't be seen from here
-            or any(
-                forward_ad.unpack_dual(x).tangent is not None
-                for x in args
-                if isinstance(x, Tensor) and x.is_floating_point()
-            )
-        ):
+        if have_tangents(*args):
             raise RuntimeError(
                 f"vlmkernels.{name} has no forward-mode derivative; use backward(), or the "
                 "function of the same name that ends in _reference"
@@ -307,8 +312,11 @@ def once(op: Callable[..., Any], *inputs: Any) -> Any:
     Under create_graph=True torch would warn and go on without this op's share of the second
     derivative; so its results refuse to be differentiated there. In forward mode an error.
     """
-    if not is_compiling() and forward_ad._current_level >= 0:
-        op = _without_tangents(getattr(op, "__name__", str(op)), op)
+    if not is_compiling() and have_tangents(*inputs):
+        raise RuntimeError(
+            "a backward pass of vlmkernels has no forward-mode derivative, as forward over reverse "
+            "asks for (the functions named *_reference have)"
+        )
     return _Once.apply(op, *inputs) if torch.is_grad_enabled() else op(*inputs)
 
 
@@ -458,8 +466,14 @@ def _not_followed(view: Tensor, dirty: Tensor | None) -> str | None:
         return "a view of a leaf that requires a gradient"
     learns = dirty is not None and (view.requires_grad or dirty.requires_grad)
     if learns and meta != torch._C._autograd.CreationMeta.DEFAULT:
-        return "a view of a function that autograd does not follow (chunk, split, unbind, ..)"
+        return "a view that autograd does not follow (of chunk, split, a custom Function, no_grad)"
     return None
+
+
+def is_recorded() -> bool:
+    """Whether a tracer or FakeTensorMode looks on, for which no value is known."""
+    mode, kinds = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    return mode(kinds.FAKE) is not None or mode(kinds.PROXY) is not None
 
 
 def check_not_recorded(name: str) -> None:

@@ -247,6 +247,11 @@ def test_a_square_that_no_moment_holds_is_skipped(make: Callable[..., Any]) -> N
             optimizer.step()
             assert optimizer.skipped_steps == (skipped if moments == EIGHT_BIT else 0)
         assert param.isfinite().all()
+    optimizer = make(params, moments=EIGHT_BIT, nonfinite="skip")
+    param.grad[7] = torch.inf
+    for scale in (1.0, -1.0):
+        optimizer.step(grad_scale=scale)
+    assert optimizer.skipped_steps == 2 and param.isfinite().all()
 
 
 def test_convergence() -> None:

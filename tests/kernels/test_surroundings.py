@@ -210,6 +210,24 @@ def test_a_loss_keeps_the_tangent_of_its_gradient() -> None:
             torch.testing.assert_close(tangent, 3 * dx)
 
 
+def test_what_main_grad_got_is_no_other_gradient_s() -> None:
+    """Nor a batch of them, nor one with a tangent: it was added in the forward pass."""
+    x, weight = torch.randn(4, 8, requires_grad=True), Parameter(torch.randn(10, 8))
+    accumulated: Any = weight
+    accumulated.main_grad = torch.zeros(10, 8)
+
+    def loss() -> Tensor:
+        return linear_cross_entropy(x, weight, IDS, weight_grad="main_grad", grad_scale=1.0)
+
+    with pytest.raises(ValueError, match="the gradient of the loss is not grad_scale"):
+        torch.autograd.grad(loss(), x, torch.ones(3), is_grads_batched=True)
+    with forward_ad.dual_level():
+        torch.autograd.grad(loss(), x)  # what has no tangent is as elsewhere
+        grad = forward_ad.make_dual(torch.tensor(1.0), torch.tensor(3.0))
+        with pytest.raises(ValueError, match="the gradient of the loss is not grad_scale"):
+            torch.autograd.grad(loss(), x, grad)
+
+
 def test_a_loss_does_not_ask_for_values_that_nobody_knows() -> None:
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
     loss = linear_cross_entropy(x, weight, IDS)

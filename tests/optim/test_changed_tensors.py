@@ -376,6 +376,65 @@ def test_nothing_is_kept_of_parameters_that_were_replaced(
         assert after[key] == before[key] // 2
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_parameter_may_leave_its_group_and_come_back(in_backward: bool) -> None:
+    """Frozen so, it keeps its state, and others, that are new, get no memory of it."""
+    results = []
+    for make in (torch.optim.AdamW, HybridDeviceOptimizer):
+        torch.manual_seed(8)
+        params = [nn.Parameter(torch.randn(64)) for _ in range(3)]
+        options = {"in_backward": True} if in_backward and make is HybridDeviceOptimizer else {}
+        optimizer: Any = make(params, lr=0.1, **options)
+        for step in range(6):
+            active = {1: params[:2], 2: params[1:]}.get(step, params)
+            optimizer.param_groups[0]["params"] = list(active)
+            sum(p.square().sum() for p in (params[:2] if step == 0 else active)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach() for p in params])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("way", ["freed", "exchanged"])
+def test_a_state_is_saved_while_the_model_has_no_memory(way: str) -> None:
+    """As where weights are offloaded meanwhile."""
+    params = weights(torch.bfloat16)
+    optimizer = HybridDeviceOptimizer(params)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    if way == "freed":
+        params[0].untyped_storage().resize_(0)
+    else:
+        params[0].data = torch.empty(0, dtype=torch.bfloat16)
+    state = optimizer.state_dict()["state"]
+    for number, held in saved["state"].items():
+        assert torch.equal(held["master"], state[number]["master"])
+
+
+def test_a_parameter_that_was_replaced_in_its_memory_counts_no_more(
+    make: Callable[..., Any],
+) -> None:
+    params = weights()
+    optimizer = make(params)
+    optimizer.step()
+    new = nn.Parameter(params[0].data)
+    new.grad = torch.ones_like(new)
+    before = new.detach().clone()
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.step()
+    assert (new < before).all()
+
+
+def test_what_is_no_leaf_may_be_stepped() -> None:
+    x = torch.ones(3, requires_grad=True) * 1
+    x.retain_grad()
+    optimizer = HybridDeviceOptimizer([x])
+    x.sum().backward()
+    optimizer.step()
+    assert (x < 1).all()
+
+
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
 def test_float32_gradients_of_a_bfloat16_parameter_are_not_rounded() -> None:
     value = 1.003  # bfloat16 has 1 and 1.0078

@@ -176,15 +176,20 @@ class Fails(torch.autograd.Function):
         raise MemoryError
 
 
-def test_an_abandoned_backward_pass_is_said_once() -> None:
+@pytest.mark.parametrize("changed_rate", [False, True])
+def test_an_abandoned_backward_pass_is_said_once(changed_rate: bool) -> None:
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     model = nn.Sequential(first, last)
     optimizer = hybrid(model, in_backward=True)
     with pytest.raises(MemoryError):
         last(Fails.apply(first(torch.ones(1, 4)))).sum().backward()
-    model.zero_grad()
+    last.weight.grad = None
+    if changed_rate:
+        optimizer.param_groups[0]["lr"] *= 0.5
     with pytest.raises(RuntimeError, match="what that gave has its step, nothing else"):
         optimizer.step()
+    optimizer.step()  # nothing twice
+    assert [float(optimizer.state[p]["step"]) for p in last.parameters()] == [1, 1]
     optimizer.zero_grad()
     assert optimizer.state_dict()["state"]
     before = [p.detach().clone() for p in model.parameters()]

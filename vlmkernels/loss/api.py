@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
-from torch.autograd import forward_ad
 
 from vlmkernels._native import (
     DTYPES,
@@ -20,7 +18,9 @@ from vlmkernels._native import (
     check_tensor,
     check_whole,
     describe,
+    have_tangents,
     is_plain,
+    is_recorded,
     learning,
     main_grad_of,
     no_rows,
@@ -85,7 +85,7 @@ class _Loss(torch.autograd.Function):
             )
             if on_cuda:  # seen there, and not waited for
                 torch._assert_async((grad == expected).all(), message)
-            elif _known(grad, expected) and not _same(grad, expected):
+            elif not is_recorded() and not _same(grad, expected):
                 raise ValueError(message)
         elif ctx.now and ((on_cuda and grad.dim() == 0) or not _same(grad, expected)):
             small = hidden.dtype == torch.float16 and not on_cuda  # digits that were lost stay so
@@ -139,9 +139,9 @@ def _times(gradient: Tensor, ratio: Tensor) -> Tensor:
 def _known(*tensors: Tensor) -> bool:
     """Whether their values can be asked for, and are all that they have: not those of a tracer or
     of FakeTensorMode, of a batch of gradients, or with tangents."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or is_recorded() or not is_plain(*tensors):
         return False
-    return not _len_torch_dispatch_stack() and is_plain(*tensors)
+    return not have_tangents(*tensors)
 
 
 def _same(grad: Tensor, expected: Tensor) -> bool:

@@ -160,7 +160,8 @@ class AdamBase(torch.optim.Optimizer):
             steps.add(step.data_ptr())
             known[id(param)] = param, self._pointers(param)
         everything = [p for p, _ in known.values()]
-        check_separate(everything, self._name)
+        held = set(map(id, self._params()))
+        check_separate([p for p in everything if id(p) in held], self._name)
         self._snapshot = Snapshot(states, everything, self._more_to_check())
 
     def _more_to_check(self) -> list[Tensor]:

@@ -117,7 +117,8 @@ class HybridDeviceOptimizer(AdamBase):
         self.last_grad_norm: float | None = None
         self._fraction = check_fraction("offload_fraction", offload_fraction)
         self._overlap, self._in_backward = overlap or in_backward, in_backward
-        self._group_of: dict[int, int] = {}  # by the parameter's id, of one backward pass
+        self._group_of: dict[int, int] = {}  # by the parameter's id, since the last step
+        self._changed = False  # parameters or states are others than at the last step
         self._host = HostStep(transfers, bucket_bytes)
         self._masters = Masters(self._host)
         self._offloaded: set[Tensor] = set()
@@ -210,7 +211,8 @@ class HybridDeviceOptimizer(AdamBase):
     ) -> tuple[Tensor | None, Shard | None]:
         """A master with this value in its own memory, None for the parameter itself."""
         if to_host:
-            grad_type = getattr(param, "grad_dtype", None) or param.dtype  # torch 2.11 and later
+            own = getattr(param, "grad_dtype", None) if param.is_leaf else None  # torch 2.11
+            grad_type = own or param.dtype
             shard = self._host.make_shard(param, state, grad_type, value)
             return shard.master, shard
         if is_own_master(param):
@@ -248,18 +250,17 @@ class HybridDeviceOptimizer(AdamBase):
             state["master"] = like
 
     def _check_unknown(self, unknown: list[Tensor]) -> None:
-        self._let_go()
+        self._changed = True
         super()._check_unknown(unknown)
 
     def _let_go(self) -> None:
-        """Keeps nothing of parameters that are in no group any more."""
-        self._group_of = {}
-        if self._host.early:
-            return
+        """Keeps nothing of parameters that are in no group and have no state any more."""
+        self._changed = False
         kept = set(map(id, self._params()))
         for param in {*self._offloaded, *self._masters.params}:
-            if id(param) in kept:
+            if id(param) in kept or self.state.get(param):
                 continue
+            self._known.pop(id(param), None)
             self._host.drop(param)
             self._masters.forget(param)
             self._offloaded.discard(param)
@@ -368,6 +369,7 @@ class HybridDeviceOptimizer(AdamBase):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; gradients that were sent to the host are dropped."""
         self._check_whole("zero_grad")
+        self._group_of = {}
         self._host.forget(self._host.shards.values())
         super().zero_grad(set_to_none)
 
@@ -430,6 +432,8 @@ class HybridDeviceOptimizer(AdamBase):
         self._host.step(on_host, scale)
         self._host.finish()
         self._masters.written([*params, *early])
+        if self._changed:
+            self._let_go()
         return loss
 
     def _step_in_place(self, settings: dict[str, Any], params: list[Tensor], scale: float) -> None:
@@ -455,6 +459,20 @@ class HybridDeviceOptimizer(AdamBase):
                 f"grad_scale is {grad_scale} and found_inf {found_inf} in a step that began in the "
                 "backward pass (in_backward=True); they must be 1.0 and None"
             )
+        for shard in shards:
+            grad = shard.target.grad
+            if grad is None or not shard.has(grad):
+                self._early_settings = {}
+                done = [shard.target for shard in self._host.finish()]
+                self._masters.written(done)
+                for param in done:  # or another step would take them again
+                    param.grad = None
+                raise RuntimeError(
+                    f"the gradient of a parameter, {describe(shard.target)}, was changed or "
+                    "dropped after it had been stepped in the backward pass: what that gave has "
+                    "its step, nothing else, and the next backward pass begins another; leave "
+                    "gradients as they are, or pass in_backward=False"
+                )
         for number, before in self._early_settings.items():
             for key, now in settings[number].items():
                 if now != before[key]:
@@ -464,16 +482,6 @@ class HybridDeviceOptimizer(AdamBase):
                         "pass"
                     )
         self._early_settings = {}
-        for shard in shards:
-            grad = shard.target.grad
-            if grad is None or not shard.has(grad):
-                self._masters.written([shard.target for shard in self._host.finish()])
-                raise RuntimeError(
-                    f"the gradient of a parameter, {describe(shard.target)}, was changed or "
-                    "dropped after it had been stepped in the backward pass: what that gave has "
-                    "its step, nothing else, and the next backward pass begins another; leave "
-                    "gradients as they are, or pass in_backward=False"
-                )
         return {shard.target for shard in shards}
 
     def _scale(

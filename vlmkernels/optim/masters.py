@@ -31,6 +31,10 @@ def differs(master: Tensor, model: Tensor) -> bool:
     return not bool(((model == rounded) | (model.isnan() & rounded.isnan())).all())
 
 
+def _has_memory(param: Tensor) -> bool:
+    return param.untyped_storage().nbytes() >= param.nbytes
+
+
 def _form(param: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device]:
     return param.dtype, param.shape, param.stride(), param.device
 
@@ -122,8 +126,11 @@ class Masters:
     def follow_all(self, params: Iterable[Tensor]) -> None:
         """As `follow`, of all that have a copy; not of loaded ones before their first step: the
         model's weights may be loaded later."""
-        if not self._compare:
-            self.follow([p for p in params if p in self.copies and p not in self._read])
+        if self._compare:
+            return
+        held = [p for p in params if p in self.copies and p not in self._read]
+        # Not of one whose memory a trainer has released while it saves.
+        self.follow([p for p in held if p.shape == self.copies[p].shape and _has_memory(p)])
 
     def changed(self, param: Tensor, saved: Tensor | None) -> str | None:
         """What of a parameter with state is not as it was made, as a sentence to be filled in with

@@ -47,7 +47,7 @@ def check_moments(moments: torch.dtype) -> None:
 def is_finite_norm(norm: float, moments: torch.dtype) -> bool:
     """Whether gradients of this L2 norm have squares that moments of this type can hold: an
     infinite one makes 8-bit moments of a block NaN, in others it stops one element."""
-    return norm < LARGEST if moments == EIGHT_BIT else math.isfinite(norm)
+    return abs(norm) < LARGEST if moments == EIGHT_BIT else math.isfinite(norm)
 
 
 def moment_keys(moments: torch.dtype) -> tuple[str, ...]:

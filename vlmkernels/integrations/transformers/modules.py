@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_modules
 from transformers.utils import ModelOutput, can_return_tuple
 
 from vlmkernels import add_visual_, scatter_visual, visual_embedding, visual_index
@@ -407,9 +407,11 @@ def is_plain(module: Any, kind: Any) -> bool:
 
 
 def has_hooks(module: Any) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    named = any(getattr(module, name) for name in hooks)
-    return named or "forward" in vars(module) or _has_any_global_hook()
+    """Its own, or those of all modules."""
+    hooks = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    held = any(getattr(module, f"_{name}") for name in hooks)
+    everywhere = any(getattr(torch_modules, f"_global_{name}") for name in hooks)
+    return held or "forward" in vars(module) or everywhere
 
 
 def _is_table(table: Any) -> bool:
