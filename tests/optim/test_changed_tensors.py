@@ -337,21 +337,24 @@ def test_a_step_that_is_no_number_is_refused(make: Callable[..., Any], step: Ten
     assert optimizer.state[params[1]]["step"].shape == ()
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_kept_of_parameters_that_were_replaced(
-    fraction: float, dtype: torch.dtype
+    fraction: float, dtype: torch.dtype, in_backward: bool
 ) -> None:
     """As pruning and densification do it, and of a group that was taken out."""
     params = [nn.Parameter(torch.randn(1000).to(dtype)) for _ in range(2)]
-    optimizer = HybridDeviceOptimizer([{"params": [p]} for p in params], offload_fraction=fraction)
+    optimizer = HybridDeviceOptimizer(
+        [{"params": [p]} for p in params], offload_fraction=fraction, in_backward=in_backward
+    )
     gone = []
 
     def step() -> dict[str, int]:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.randn_like(param)
+        total = sum(p.float().sum() for group in optimizer.param_groups for p in group["params"])
+        total.backward()
         optimizer.step()
+        optimizer.zero_grad()
         return optimizer.memory()
 
     before = step()

@@ -119,6 +119,7 @@ class HybridDeviceOptimizer(AdamBase):
         self._overlap, self._in_backward = overlap or in_backward, in_backward
         self._group_of: dict[int, int] = {}  # by the parameter's id, since the last step
         self._changed = False  # parameters or states are others than at the last step
+        self._count = 0  # of parameters in groups, then
         self._host = HostStep(transfers, bucket_bytes)
         self._masters = Masters(self._host)
         self._offloaded: set[Tensor] = set()
@@ -255,8 +256,8 @@ class HybridDeviceOptimizer(AdamBase):
 
     def _let_go(self) -> None:
         """Keeps nothing of parameters that are in no group and have no state any more."""
-        self._changed = False
         kept = set(map(id, self._params()))
+        self._changed, self._count = False, len(kept)
         for param in {*self._offloaded, *self._masters.params}:
             if id(param) in kept or self.state.get(param):
                 continue
@@ -280,6 +281,7 @@ class HybridDeviceOptimizer(AdamBase):
 
     def _prepare(self, param: Tensor) -> dict[str, Any]:
         """A state from the model's value; steps and moments that are there already are kept."""
+        self._changed = True
         state = self.state[param]
         check_shapes(state, param, "{} of " + self._name(param))
         to_host = param in self._offloaded
@@ -432,7 +434,7 @@ class HybridDeviceOptimizer(AdamBase):
         self._host.step(on_host, scale)
         self._host.finish()
         self._masters.written([*params, *early])
-        if self._changed:
+        if self._changed or self._count != sum(len(g["params"]) for g in self.param_groups):
             self._let_go()
         return loss
 
