@@ -271,6 +271,7 @@ def test_an_exported_loss_runs_with_grad_mode_on(grad: bool) -> None:
     torch.testing.assert_close(program.module()(*arguments), loss(*arguments))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("learns", [True, False])
 def test_jit_trace_finds_what_it_recorded(learns: bool) -> None:
     """Its own check calls again without gradients."""
