@@ -117,10 +117,10 @@ def _function(
     return type(name, (torch.autograd.Function,), methods)
 
 
-def _direct(name: str, op: Callable, run: Callable, recorded: Callable) -> Callable:
-    """The op, by `recorded` where only autograd or a profiler looks on, and by `run` where nobody
-    does. A kernel waits for all that is called before it: behind another kernel, which has left
-    none of that in the caches, several times as long as in a loop."""
+def _direct(name: str, op: Callable, run: Callable, by_autograd: Callable) -> Callable:
+    """The op; `by_autograd` where only autograd or a profiler looks on, `run` where nobody does. A
+    kernel waits for all that is called before it: behind another kernel, which has left none of
+    that in the caches, several times as long as in a loop."""
 
     def call(*args: Any) -> Any:
         if (
@@ -135,7 +135,7 @@ def _direct(name: str, op: Callable, run: Callable, recorded: Callable) -> Calla
         if not is_plain(*tensors):
             return op(*args)
         learns = learning() and any(x.requires_grad for x in tensors)
-        return (recorded if learns or _profiler_enabled() else run)(*args)
+        return (by_autograd if learns or _profiler_enabled() else run)(*args)
 
     call.__name__ = name
     return call
@@ -442,7 +442,7 @@ def check_apart(name: str, x: Tensor, written: str, out: Tensor) -> None:
 def check_in_place(name: str, x: Tensor, instead: str, dirty: Tensor | None = None) -> None:
     """dirty: what is written into an x that an autograd.Function marks as dirty."""
     because = None
-    if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+    if x.is_leaf and x.requires_grad and learning():
         because = "a leaf that requires a gradient"
     elif not x.is_contiguous():
         because = "not contiguous"
@@ -470,7 +470,7 @@ def _not_followed(view: Tensor, dirty: Tensor | None) -> str | None:
     return None
 
 
-def is_recorded() -> bool:
+def is_traced() -> bool:
     """Whether a tracer or FakeTensorMode looks on, for which no value is known."""
     mode, kinds = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
     return mode(kinds.FAKE) is not None or mode(kinds.PROXY) is not None

@@ -20,7 +20,7 @@ from vlmkernels._native import (
     describe,
     have_tangents,
     is_plain,
-    is_recorded,
+    is_traced,
     learning,
     main_grad_of,
     no_rows,
@@ -85,7 +85,7 @@ class _Loss(torch.autograd.Function):
             )
             if on_cuda:  # seen there, and not waited for
                 torch._assert_async((grad == expected).all(), message)
-            elif not is_recorded() and not _same(grad, expected):
+            elif not is_traced() and not _same(grad, expected):
                 raise ValueError(message)
         elif ctx.now and ((on_cuda and grad.dim() == 0) or not _same(grad, expected)):
             small = hidden.dtype == torch.float16 and not on_cuda  # digits that were lost stay so
@@ -139,7 +139,7 @@ def _times(gradient: Tensor, ratio: Tensor) -> Tensor:
 def _known(*tensors: Tensor) -> bool:
     """Whether their values can be asked for, and are all that they have: not those of a tracer or
     of FakeTensorMode, of a batch of gradients, or with tangents."""
-    if torch.compiler.is_compiling() or is_recorded() or not is_plain(*tensors):
+    if torch.compiler.is_compiling() or is_traced() or not is_plain(*tensors):
         return False
     return not have_tangents(*tensors)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmkernels._native import check_allocated, describe
+from vlmkernels._native import check_allocated, describe, overlap
 
 from .multi_tensor import GRADIENTS, are_gradients, are_held, forms, hold
 
@@ -150,13 +150,6 @@ def is_host(x: Tensor) -> bool:
 def is_step(step: object) -> bool:
     scalar = isinstance(step, Tensor) and step.dtype == torch.float32 and step.dim() == 0
     return scalar and is_host(step)
-
-
-def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two dense tensors of one device share memory."""
-    start, end = a.data_ptr(), a.data_ptr() + a.numel() * a.element_size()
-    other = b.data_ptr()
-    return start < other + b.numel() * b.element_size() and other < end
 
 
 def check_separate(params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vlmkernels._native import describe
+from vlmkernels._native import describe, overlap
 
 from .base import AdamBase
 from .checks import (
@@ -33,7 +33,6 @@ from .checks import (
     is_step,
     local,
     local_as,
-    overlap,
 )
 from .multi_tensor import gradients_of
 from .native import AdamBatch, Pointers, pointers_of, sum_of_squares
