@@ -253,6 +253,9 @@ def test_checkpoint_cut_short(model, conversations, tmp_path):
     done = run_cli([*again, "--train.steps=3"])
     assert done.code == 1, done.output
     assert "--train.steps 3 ends after step 3" in done.output and "is of step 4" in done.output
+    done = run_cli([*again, "--train.steps=0", "--train.epochs=0.5", "--train.rehearse"])
+    assert done.code == 1, done.output
+    assert "--train.epochs 0.5 ends after step 1" in done.output, done.output
     # the same size but another content
     file = max(newest.rglob("*.distcp"), key=lambda p: p.stat().st_size)
     with open(file, "r+b") as handle:
