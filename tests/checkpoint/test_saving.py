@@ -61,6 +61,18 @@ def test_the_best_checkpoint_stays(model, conversations, tmp_path):  # noqa: F81
     done = run_cli([*arguments, f"--train.steps={best + 1}", "--checkpoint.resume=best"])
     assert done.code == 0 and f"at step {best}" in done.output, done.output
     assert losses(output)[:best] == [row["loss"] for row in rows[:best]]
+    # On data that is learnt worse the loss of before would never be reached again.
+    hard = tmp_path / "hard.json"
+    hard.write_text(json.dumps(samples[6:8]))
+    done = run_cli(
+        [*arguments, f"--train.steps={best + 3}", "--checkpoint.resume=latest"]
+        + [f"--evaluate.data={hard}", "--evaluate.every=1"]
+    )
+    assert done.code == 0 and done.output.count("begins anew") == 1, done.output
+    assert f"step {best}, the best so far, was measured on other" in done.output
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    new = min(rows[best + 1 :], key=lambda row: row["heldout_loss"])["step"]
+    assert (output / "checkpoints" / "best").read_text() == f"step-{new:08d}\n"
 
 
 def test_a_files_checksum_is_made_while_it_is_written(tmp_path):

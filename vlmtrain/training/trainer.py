@@ -109,7 +109,8 @@ class Trainer:
         lock: FolderLock,
     ) -> None:
         self.config, self.spec = config, spec
-        self.best: dict[str, Any] | None = None  # step and loss of the best evaluation
+        # Step and loss of the best evaluation, and a hash of the data.
+        self.best: dict[str, Any] | None = None
         self.spikes = 0  # updates withheld since this start of the run
         before = backend.memory_bytes()
         train, template = config.train, config.loader.template or None
@@ -124,6 +125,7 @@ class Trainer:
         self.processor = processor
         # Rank 0 reads and checks all input; its error is raised on every rank.
         index, held_out, resume = on_first_rank(lambda: self._read_input(processor, lock))
+        self.held_out = None if held_out is None else held_out.content_hash
         position = self._position(resume, index)
         memory = MemoryPlan(config, spec, layout, backend, index, position, before)
         self.config = config = memory.fit()
@@ -320,6 +322,13 @@ class Trainer:
         best = extra.get("best")
         if best and (checkpoint.parent / checkpoints.name_of(best["step"])).is_dir():
             self.best = best
+            if self.config.checkpoint.keep_best and best.get("data") not in (None, self.held_out):
+                self.best = None
+                if dist.get_rank() == 0:
+                    say(
+                        f"step {best['step']}, the best so far, was measured on other held-out "
+                        "data: --checkpoint.keep_best begins anew"
+                    )
         return extra["step"]
 
     def _count_steps(self, made: int) -> int:
@@ -391,7 +400,7 @@ class Trainer:
         lowest = math.inf if self.best is None else self.best["loss"]
         if not self.config.checkpoint.keep_best or not loss < lowest:
             return False
-        self.best = {"step": step, "loss": loss}
+        self.best = {"step": step, "loss": loss, "data": self.held_out}
         return True
 
     def _save(self, step: int) -> None:
